@@ -1,13 +1,13 @@
-"""Make the eight packages importable from their bare source folders, with metadata.
+"""Makes the eight packages importable from their source folders, with metadata.
 
 Nothing is installed:
 
     eval "$(python3 tooling/bare_install.py FOLDER)"
 
-writes into FOLDER, for each package, a minimal ``.dist-info`` (name, version, requirements, entry
-points) and its commands, and prints shell lines that put FOLDER and the ``src`` folders on
-PYTHONPATH and PATH. What is missing on this machine, and what cannot be tested for it, goes to
-stderr and, as a list of test folders that can be, into TEST_FOLDERS. Needs only Python 3.11.
+For each package this writes a minimal ``.dist-info`` (name, version, requirements, entry points)
+and its commands into FOLDER, and prints shell lines that put FOLDER and the ``src`` folders on
+PYTHONPATH and PATH. It reports on stderr what is missing on this machine and what cannot be tested,
+and puts the test folders that can run into TEST_FOLDERS. Needs only Python 3.11.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def beartype(checked=None, **settings):
 
 @dataclass(frozen=True)
 class Package:
-    """What a package's pyproject.toml and version file say."""
+    """The contents of a package's pyproject.toml and version file that are used here."""
 
     folder: Path
     name: str
@@ -45,7 +45,7 @@ class Package:
 
     @classmethod
     def read(cls, folder: Path) -> "Package":
-        """Read the package that lies in ``folder``."""
+        """Reads the package in ``folder``."""
         project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         name = project["name"]
         version_file = folder / "src" / name.replace("-", "_") / "_version.py"
@@ -65,7 +65,7 @@ class Package:
         )
 
     def write(self, site: Path) -> None:
-        """Write its ``.dist-info`` and its commands below ``site``."""
+        """Writes the package's ``.dist-info`` and its commands below ``site``."""
         stem = self.name.replace("-", "_")
         info = site / f"{stem}-{self.version}.dist-info"
         info.mkdir(parents=True)
@@ -90,7 +90,7 @@ class Package:
 
 
 def distribution(requirement: str) -> str:
-    """The name in a requirement, without versions, extras and markers."""
+    """Returns the name in a requirement, without versions, extras and markers."""
     match = re.match(r"[A-Za-z0-9._-]+", requirement)
     if match is None:
         raise ValueError(f"{requirement!r} names no distribution")
@@ -98,7 +98,7 @@ def distribution(requirement: str) -> str:
 
 
 def absent(requirements: Iterable[str]) -> list[str]:
-    """Those third-party distributions that are not installed."""
+    """Returns the third-party distributions that are not installed."""
     missing = set()
     for name in map(distribution, requirements):
         if not name.startswith("megatron-"):
@@ -110,7 +110,7 @@ def absent(requirements: Iterable[str]) -> list[str]:
 
 
 def needed(package: Package, packages: dict[str, Package]) -> set[str]:
-    """Its requirements and those of the siblings it requires."""
+    """Returns the requirements of a package and of the siblings that it requires."""
     found, queue = set(), [package]
     while queue:
         for requirement in queue.pop().requirements:
@@ -123,7 +123,7 @@ def needed(package: Package, packages: dict[str, Package]) -> set[str]:
 
 
 def testable(packages: dict[str, Package]) -> list[str]:
-    """The test folders that can run here; why another cannot goes to stderr."""
+    """Returns the test folders that can run here; reports on stderr why others cannot."""
     folders = []
     for package in packages.values():
         tests = package.folder / "tests"

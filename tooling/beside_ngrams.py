@@ -1,8 +1,8 @@
-"""A run's validation loss beside that of n-gram models: `python tooling/beside_ngrams.py RUN`.
+"""Compares a run's validation loss with n-gram models: `python tooling/beside_ngrams.py RUN`.
 
-The n-gram models count the tokens that the run was trained on and are measured on the samples that
-it was validated on, with the same context but for its length. Bits per byte do not depend on the
-tokenizer: they are the loss of all tokens, divided by the bytes of text that these stand for.
+The n-gram models are trained on the run's training tokens and measured on its validation samples,
+with the same context up to their order. Bits per byte do not depend on the tokenizer: they are the
+summed loss of all tokens divided by the bytes of their text.
 """
 
 import json
@@ -23,10 +23,11 @@ ORDERS = (2, 3, 4, 5)
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The samples that a run is validated on: inputs and labels, both `[r, s]`, and their text.
+    """The validation samples of a run: inputs and labels, both `[r, s]`, and the size of their
+    text.
 
     Attributes:
-        size: bytes of text that the labels stand for; a special token stands for none.
+        size: Bytes of text of the labels; a special token has none.
     """
 
     inputs: Ids
@@ -34,12 +35,12 @@ class HeldOut:
     size: int
 
     def bits_per_byte(self, loss: float) -> float:
-        """Turn nats per token into bits per byte."""
+        """Converts nats per token to bits per byte."""
         return loss * self.labels.size / math.log(2) / self.size
 
 
 def configuration(run: Path) -> dict[str, Any]:
-    """The configuration that a run has written into its folder."""
+    """Returns the configuration that a run has written into its folder."""
     return yaml.safe_load((run / "config.yaml").read_text())
 
 
@@ -56,7 +57,7 @@ def _datasets(config: dict[str, Any], sizes: tuple[int | None, int, int]):
 
 
 def held_out(config: dict[str, Any]) -> HeldOut:
-    """Read the samples of an evaluation of the run."""
+    """Reads the samples of an evaluation of the run."""
     training = config["training"]
     batch = training.get("global_batch_size") or training["micro_batch_size"]
     samples = _datasets(config, (0, config["evaluation"]["eval_iters"] * batch, 0)).valid
@@ -72,20 +73,20 @@ def held_out(config: dict[str, Any]) -> HeldOut:
 
 
 def trained_on(config: dict[str, Any]) -> Ids:
-    """One epoch of the training samples in one stream, `[t]`; their order hardly matters."""
+    """Returns one epoch of the training samples as a stream, `[t]`; their order hardly matters."""
     samples = _datasets(config, (None, 0, 0)).train
     return np.concatenate([samples[i]["tokens"] for i in range(len(samples))]).astype(np.int64)
 
 
 def last_validation(run: Path) -> tuple[int, float]:
-    """Step and loss of the last evaluation that a run has recorded."""
+    """Returns step and loss of the last evaluation that a run has recorded."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if record["kind"] == "validation"][-1]
     return last["iteration"], last["lm loss"]
 
 
 def ngram_losses(config: dict[str, Any], text: HeldOut) -> dict[int, float]:
-    """The validation loss of each n-gram model in nats per token, by its order."""
+    """Returns the validation loss of each n-gram model in nats per token, by order."""
     tokens, vocabulary = trained_on(config), config["model"]["vocab_size"]
     return {
         order: NgramModel(tokens, vocabulary, order).loss(text.inputs, text.labels)
@@ -94,7 +95,7 @@ def ngram_losses(config: dict[str, Any], text: HeldOut) -> dict[int, float]:
 
 
 def compare(run: Path) -> tuple[float, dict[int, float]]:
-    """Print what a run and the n-gram models reach; return the losses, in nats per token."""
+    """Prints the losses of a run and of the n-gram models; returns them in nats per token."""
     config = configuration(run)
     text = held_out(config)
     step, loss = last_validation(run)

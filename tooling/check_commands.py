@@ -1,4 +1,4 @@
-"""Every console script of an installation answers --help and --version, quickly and without torch.
+"""Checks that every console script answers --help and --version, quickly and without torch.
 
 Usage: ENVIRONMENT/bin/python tooling/check_commands.py
 """
@@ -13,7 +13,7 @@ SCRIPTS = ("megatron-train", "megatron-data", "megatron-ckpt", "megatron-infer",
 
 
 def check(script: str) -> list[str]:
-    """What is wrong with one command, one line each."""
+    """Returns the problems of one command, one line each."""
     path = Path(sys.executable).with_name(script)
     if not path.exists():
         return [f"{script} is not installed"]
@@ -39,7 +39,7 @@ def check(script: str) -> list[str]:
 
 
 def main() -> int:
-    """Check every console script."""
+    """Checks every console script."""
     wrong = [line for script in SCRIPTS for line in check(script)]
     for line in wrong:
         print(f"check_commands: error: {line}", file=sys.stderr)

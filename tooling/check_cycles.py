@@ -1,4 +1,5 @@
-"""No modules import one another in a circle, for type checking or inside of functions neither.
+"""Checks that no modules import one another in a circle, not even for type checking or in
+functions.
 
 Usage: python tooling/check_cycles.py packages/*/src
 """
@@ -11,10 +12,11 @@ from grimp import build_graph
 
 
 def find_cycle(sources: list[Path]) -> list[str]:
-    """Return modules of which each imports the next and the last is the first; empty if none do.
+    """Returns modules each of which imports the next, from one to itself; empty if there is no
+    cycle.
 
     Args:
-        sources: folders of packages.
+        sources: Folders of packages.
     """
     sys.path[:0] = map(str, sources)
     packages = [path.name for source in sources for path in source.iterdir() if path.is_dir()]

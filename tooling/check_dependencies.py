@@ -1,4 +1,4 @@
-"""deptry for one package: everything imported is declared, everything declared is used.
+"""Runs deptry for one package: everything imported is declared, everything declared is used.
 
 Usage: python tooling/check_dependencies.py megatron-optim [FOLDER]
 """
@@ -43,7 +43,7 @@ UNDECLARED = "apex"
 
 
 def command(package: str, folder: Path) -> list[str]:
-    """The deptry call for the package that lies in `folder`."""
+    """Returns the deptry call for the package in `folder`."""
     mapping = ",".join(f"{key}={value}" for key, value in MODULES.items())
     return [
         sys.executable, "-m", "deptry", str(folder / "src"),
@@ -56,7 +56,7 @@ def command(package: str, folder: Path) -> list[str]:
 
 
 def main(package: str, folder: str | None = None) -> int:
-    """Run deptry and pass its exit status on."""
+    """Runs deptry and returns its exit status."""
     place = Path(folder) if folder else ROOT / "packages" / package
     return subprocess.run(command(package, place), check=False).returncode
 

@@ -1,4 +1,4 @@
-"""Inside a package's own environment: nothing else of ours, and no torch beside megatron-data.
+"""Checks a package's own environment: no undeclared sibling, and no torch for megatron-data.
 
 Usage: python tooling/check_isolation.py megatron-data
 """
@@ -12,7 +12,7 @@ OURS = ("parallel", "kernels", "models", "data", "optim", "ckpt", "infer", "trai
 
 
 def declared(package: str) -> set[str]:
-    """The package and, transitively, our packages that it declares outside its extras."""
+    """Returns the package and, transitively, our packages that it declares outside its extras."""
     found, queue = set(), [package]
     while queue:
         name = queue.pop()
@@ -27,7 +27,7 @@ def declared(package: str) -> set[str]:
 
 
 def main(package: str) -> int:
-    """Print what is wrong, one line each; the number of lines is the exit status."""
+    """Prints the problems, one line each; their number is the exit status."""
     allowed = declared(package)
     wrong = []
     for short in OURS:

@@ -1,4 +1,4 @@
-"""The eight wheels hold what they promise: metadata, licence, types, no stray files.
+"""Checks the eight wheels: metadata, licence, types, no stray files.
 
 Usage: python tooling/check_wheels.py dist
 """
@@ -12,7 +12,7 @@ PACKAGES = ("parallel", "kernels", "models", "data", "optim", "ckpt", "infer", "
 
 
 def problems(wheel: Path) -> list[str]:
-    """What is wrong with one wheel, one line each."""
+    """Returns the problems of one wheel, one line each."""
     name = wheel.name.split("-")[0]
     with zipfile.ZipFile(wheel) as archive:
         files = archive.namelist()
@@ -47,7 +47,7 @@ def problems(wheel: Path) -> list[str]:
 
 
 def main(folder: str) -> int:
-    """Check every wheel in the folder; print what is wrong."""
+    """Checks every wheel in the folder and prints the problems."""
     wheels = sorted(Path(folder).glob("*.whl"))
     wrong = [f"{wheel.name}: {line}" for wheel in wheels for line in problems(wheel)]
     missing = {f"megatron_{name}" for name in PACKAGES} - {w.name.split("-")[0] for w in wheels}

@@ -35,10 +35,10 @@ class Command:
     """A command line of a page.
 
     Attributes:
-        page: the page that has it.
-        line: its line there, from 1.
-        text: the words behind ``$``, continued lines joined, without a closing comment.
-        typed: lines that the page shows as typed into the command (behind ``>>>``).
+        page: The page that contains the command.
+        line: Line number in the page, from 1.
+        text: The words after ``$``, with continued lines joined and without a trailing comment.
+        typed: Lines that the page shows as input of the command (after ``>>>``).
     """
 
     page: Path
@@ -54,7 +54,7 @@ class Command:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """The fenced blocks of a page, also those indented in lists and admonitions."""
+    """Yields the fenced blocks of a page, including those indented in lists and admonitions."""
     lines = text.splitlines(keepends=True)
     number = 0
     while number < len(lines):
@@ -73,7 +73,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def commands(page: Path) -> list[Command]:
-    """Every line of the page's ``console`` blocks that starts with ``$``, in order."""
+    """Returns the lines of the page's ``console`` blocks that start with ``$``, in order."""
     found = []
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language != "console":
@@ -96,7 +96,7 @@ def commands(page: Path) -> list[Command]:
 
 
 def save_titled(page: Path, folder: Path) -> None:
-    """Write every block of a page that has a title into a folder, as the file it is."""
+    """Writes every block of a page that has a title into a folder, as a file of that name."""
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.title:
             (folder / block.title).write_text(block.text, encoding="utf-8")

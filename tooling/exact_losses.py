@@ -1,12 +1,12 @@
-"""Losses of short runs in several layouts, to the last bit, to compare two states of the code.
+"""Compares losses of short runs in several layouts, bit by bit, between two versions of the code.
 
-A change that only moves code changes no bit of a loss, with the machine, torch and the number of
-threads fixed. Run it in an environment of each state:
+A change that only moves code changes no bit of a loss, if the machine, torch and the number of
+threads are the same. Run it in an environment of each version:
 
     python tooling/exact_losses.py --write before.json
     python tooling/exact_losses.py --compare before.json
 
-Models are small, of the shapes of GPT-2, Llama and Mixtral; data are `--mock-data`.
+The models are small, with the shapes of GPT-2, Llama and Mixtral; the data are `--mock-data`.
 """
 
 import argparse
@@ -58,7 +58,7 @@ CASES = {
 
 
 def losses(arguments: str, folder: Path) -> dict[str, list[str]]:
-    """Run one case; return the losses and gradient norms of its steps in hexadecimal."""
+    """Runs one case; returns the losses and gradient norms of its steps in hexadecimal."""
     program = str(Path(sys.executable).with_name("megatron-train"))
     line = [program, *shlex.split(f"{COMMON} {arguments} --save"), str(folder / "run")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -74,7 +74,7 @@ def losses(arguments: str, folder: Path) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Run all cases, then write them, or compare them with those of another state."""
+    """Runs all cases, and writes them or compares them with those of another version."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the losses here")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="losses of another state")

@@ -1,8 +1,8 @@
-"""The README's first model, made as its reader makes it: `nox -s first_model`.
+"""Trains the README's first model with the README's commands: `nox -s first_model`.
 
-Runs the commands of the README from the tokenizer to the sample, as they are written there, in
-`runs/first-model`, and prints what each took and what the model reaches beside n-gram models.
-`--write` puts the loss curve into `docs/images/first-model.png`.
+Runs the commands of the README from the tokenizer to the sample in `runs/first-model`, as written,
+and prints their times and the losses of the model and of n-gram models. `--write` copies the loss
+curve to `docs/images/first-model.png`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PICTURE = ROOT / "docs" / "images" / "first-model.png"
 
 
 def readme_commands() -> list[str]:
-    """The README's commands from the first that names the corpus to the sample."""
+    """Returns the README's commands from the first that names the corpus to the sample."""
     texts = [command.text for command in commands(ROOT / "README.md")]
     first = next(number for number, text in enumerate(texts) if CORPUS in text)
     last = next(n for n, text in enumerate(texts) if n > first and text.startswith(LAST))
@@ -33,13 +33,13 @@ def readme_commands() -> list[str]:
 
 
 def run_folder(texts: list[str]) -> Path:
-    """The folder that the README's training saves into."""
+    """Returns the folder that the README's training saves into."""
     words = shlex.split(next(text for text in texts if " pretrain " in text))
     return Path(words[words.index("--save") + 1])
 
 
 def timed(text: str) -> tuple[float, float]:
-    """Run a command; return its seconds on the clock and on all cores together."""
+    """Runs a command; returns its wall-clock seconds and its CPU seconds."""
     words = shlex.split(text)
     print(f"\n$ {text}", flush=True)
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
@@ -47,12 +47,12 @@ def timed(text: str) -> tuple[float, float]:
     status = subprocess.run([script, *words[1:]], check=False).returncode
     took, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     if status:
-        sys.exit(f"first_model: error: {words[0]} exited with {status}; its message stands above")
+        sys.exit(f"first_model: error: {words[0]} exited with {status}; see its message above")
     return took, sum(after[:2]) - sum(before[:2])
 
 
 def main() -> None:
-    """Run the commands, compare, and print the table."""
+    """Runs the commands, compares the losses, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help=f"draw {PICTURE.relative_to(ROOT)}")
     write = parser.parse_args().write

@@ -1,6 +1,6 @@
-"""Set-ups of several ranks in which flags have an effect that are refused on one.
+"""Runs of several ranks in which flags take effect that are refused on one rank.
 
-`integration_tests/test_flags_on_ranks.py` tries each of them; test_flags_have_effect.py tries all
+`integration_tests/test_flags_on_ranks.py` tries each of them. test_flags_have_effect.py tries all
 other flags on one rank.
 """
 
@@ -11,7 +11,7 @@ Words = dict[str, str | None]
 
 
 class SetUp(NamedTuple):
-    """Where a flag is tried: ranks, what it needs on top of `BASE`, and what is then added."""
+    """A run that shows a flag's effect: ranks, flags on top of `BASE`, and the flags under test."""
 
     ranks: int
     context: Words
@@ -105,6 +105,6 @@ ON_RANKS: dict[str, SetUp] = {
 
 
 def command(words: Words) -> list[str]:
-    """The command line of a run with these words."""
+    """Returns the command line of a run with these words."""
     parts = (f"{flag} {value}" for flag, value in words.items() if value is not None)
     return ["pretrain", "gpt", *" ".join(parts).split()]

@@ -7,11 +7,11 @@
 
         fuzz(read, [manifest.read_bytes()], CheckpointError, count=fuzz_count, mutate=mutate_json)
 
-`fuzz` derives each case from a real file of the kind, so cases get past the first check of a
-reader. Cases depend only on the seeds, the seed number and the position: a failure names its number
-and is repeated by the same call. Everything runs in the test's own process, because a process per
-case would cost more than the reader; the kernel limits memory (``RLIMIT_DATA``) and counts
-processor time, so neither limit depends on what else the machine does.
+`fuzz` derives each case from a real file of the same format, so that cases pass the first checks of
+a reader. A case depends only on the seed files, the seed and its index. A failure names the index,
+and the same call repeats it. All cases run in the process of the test, because a process for each
+would cost more than the reader. The kernel limits memory (``RLIMIT_DATA``) and counts processor
+time, so neither limit depends on the load of the machine.
 """
 
 import contextlib
@@ -51,16 +51,16 @@ _SCRAPS = (
 
 
 class TookTooLong(BaseException):
-    """A case used more processor time than allowed; no ``except Exception`` may stop it."""
+    """A case used more processor time than allowed; ``except Exception`` must not catch it."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of the cases.
+    """Results of the cases.
 
     Attributes:
-        read: cases that the reader took.
-        refused: number of refusals by the name of their error.
+        read: Number of cases that the reader accepted.
+        refused: Number of refusals by the name of their error.
     """
 
     read: int
@@ -78,24 +78,24 @@ def fuzz(
     cpu_seconds: float = 10.0,
     megabytes: int = 512,
 ) -> Tally:
-    """Give ``read`` damaged files; it returns or raises one of ``refusals``, with one line of text.
+    """Passes damaged files to ``read``, which must accept or refuse them with a one-line message.
 
     Args:
-        read: reads a file of the given content, and everything that is read lazily.
-        seeds: contents of whole files, which ``read`` has to accept.
-        refusals: errors that the reader may raise.
-        count: number of cases.
-        mutate: damages a file. Defaults to `mutate_bytes`.
-        seed: number that cases are drawn from.
-        cpu_seconds: processor time of one case at most.
-        megabytes: memory that a case may allocate beyond what the process has.
+        read: Reads a file with the given content, including everything that is read lazily.
+        seeds: Contents of whole files. ``read`` must accept them.
+        refusals: Errors that the reader may raise.
+        count: Number of cases.
+        mutate: Damages a file. Defaults to `mutate_bytes`.
+        seed: Seed of the cases.
+        cpu_seconds: Limit of processor time for one case.
+        megabytes: Limit of memory that a case may allocate beyond that of the process.
 
     Returns:
-        How many cases were read, and how many refused by which error.
+        The number of accepted cases, and the number of refused cases for each error.
 
     Raises:
-        AssertionError: another error, more time or memory, a message of several lines, a seed that
-            is refused, or cases of which not one is refused, which would test nothing.
+        AssertionError: Another error, too much time or memory, a message of several lines, a
+            refused seed file, or no refused case at all, which would test nothing.
     """
     mutate = mutate or mutate_bytes
     for content in seeds:
@@ -125,12 +125,11 @@ def fuzz(
 
 @contextlib.contextmanager
 def bounded(*, cpu_seconds: float, megabytes: int) -> Iterator[None]:
-    """Limit the processor time and the memory of what runs inside, on the main thread.
+    """Limits processor time and memory within the context, on the main thread.
 
     Raises:
-        TookTooLong: the processor time is spent.
-        MemoryError: by the interpreter and by NumPy, when more memory is asked for; torch raises
-            RuntimeError.
+        TookTooLong: The processor time is spent.
+        MemoryError: The interpreter or NumPy asked for more memory. torch raises RuntimeError.
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -151,7 +150,7 @@ def bounded(*, cpu_seconds: float, megabytes: int) -> Iterator[None]:
 
 
 def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
-    """Flip bits, overwrite numbers, cut, repeat, insert or truncate, one to four times."""
+    """Flips bits, or overwrites numbers, cuts, repeats, inserts or truncates, one to four times."""
     data = bytearray(content)
     for _ in range(rng.randint(1, 4)):
         _damage(rng, data)
@@ -159,7 +158,7 @@ def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def mutate_text(rng: random.Random, content: bytes) -> bytes:
-    """Damage lines, insert scraps of markup, or damage bytes."""
+    """Damages lines, inserts scraps of markup, or damages bytes."""
     if rng.random() < 0.3:
         return mutate_bytes(rng, content)
     lines = content.splitlines(keepends=True) or [b""]
@@ -179,7 +178,7 @@ def mutate_text(rng: random.Random, content: bytes) -> bytes:
 
 
 def mutate_json(rng: random.Random, content: bytes) -> bytes:
-    """Replace, drop, rename or nest values of a JSON document, or damage its text."""
+    """Replaces, drops, renames or nests values of a JSON document, or damages its text."""
     if rng.random() < 0.2:
         return mutate_text(rng, content)
     document = json.loads(content)
@@ -212,7 +211,7 @@ def _damage(rng: random.Random, data: bytearray) -> None:
 
 
 def _replace_one(rng: random.Random, document: object) -> object:
-    """Change one value of a document, at any depth; returns the document."""
+    """Changes one value of a document at any depth; returns the document."""
     places = list(_places(document))
     if not places:
         return copy.deepcopy(rng.choice(_VALUES))
@@ -241,7 +240,7 @@ def _keys(holder: "dict[str, object] | list[object]") -> Sequence[object]:
 
 
 def _places(document: object) -> "Iterator[tuple[object, object]]":
-    """Every (container, key) of a document, without recursion."""
+    """Yields every (container, key) of a document, without recursion."""
     waiting = [document]
     while waiting:
         holder = waiting.pop()
@@ -252,7 +251,7 @@ def _places(document: object) -> "Iterator[tuple[object, object]]":
 
 
 def _data_bytes() -> int:
-    """Return the size of this process's private writable memory, which RLIMIT_DATA limits."""
+    """Returns the size of this process's private writable memory, which RLIMIT_DATA limits."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

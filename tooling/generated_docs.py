@@ -1,4 +1,4 @@
-"""Pages of docs/ that are made from code.
+"""Writes the pages of docs/ that are generated from code.
 
 Usage: python tooling/generated_docs.py [--check]
 """
@@ -21,7 +21,7 @@ PAGES = {
 
 
 def main(check: bool) -> int:
-    """Write the pages, or say which are out of date."""
+    """Writes the pages, or with `check` reports those that are out of date."""
     stale = []
     for name, render in PAGES.items():
         page, text = ROOT / name, render()

@@ -1,9 +1,9 @@
-"""pytest plugin: the device of tests marked `gpu`, a real one or a simulated one.
+"""A pytest plugin: the device of tests marked `gpu`, real or simulated.
 
     pytest -m gpu                       # on the CUDA device
-    pytest -m gpu --device simulated    # what can be tried without one: see `simulated_device`
+    pytest -m gpu --device simulated    # without a CUDA device, see `simulated_device`
 
-A test that runs on either takes the fixture `device`. One that needs a real GPU says why:
+A test that runs on both takes the fixture `device`. A test that needs a real GPU gives the reason:
 `@pytest.mark.gpu(real="NCCL")`.
 """
 
@@ -54,7 +54,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where it cannot run, and say why."""
+    """Skips tests marked `gpu` that cannot run here, with the reason."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -83,7 +83,7 @@ def _not_simulated(item: pytest.Item) -> str:
 
 @pytest.fixture
 def _dispatch(request: pytest.FixtureRequest) -> "Iterator[Dispatch | None]":
-    """The simulation, for the time of a test; None on a real device."""
+    """The simulation during a test; None on a real device."""
     if request.config.getoption("device") != "simulated":
         yield None
         return
@@ -101,7 +101,7 @@ def device(_dispatch: "Dispatch | None") -> "torch.device":
 
 @pytest.fixture
 def device_waits(_dispatch: "Dispatch | None") -> Waits:
-    """What counts the waits for the device: torch's own warnings, or the simulation's."""
+    """Counts the waits for the device: torch's own warnings, or the count of the simulation."""
 
     @contextmanager
     def warned() -> Iterator[Counter[str]]:

@@ -1,8 +1,8 @@
 """An interpolated n-gram language model with modified Kneser-Ney smoothing.
 
-It is the strongest model that only counts, and what a trained transformer has to beat: Chen and
-Goodman, "An empirical study of smoothing techniques for language modeling" (1999), section 3.
-Nothing is chosen on the text that is measured: discounts come from the training counts alone.
+It is the strongest model that only counts, so a trained transformer must beat it: Chen and Goodman,
+"An empirical study of smoothing techniques for language modeling" (1999), section 3. The held-out
+text influences nothing: discounts come from the training counts only.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,16 @@ UNSEEN = -1
 
 @dataclass(frozen=True)
 class _Order:
-    """What is known of the k-grams of one k.
+    """Statistics of the k-grams of one k.
 
     Attributes:
-        keys: of the k-grams that occur, sorted; a key is the number of the k-gram without its last
-            token, times the vocabulary, plus the last token. A k-gram's number is its place here.
-        discounted: count of each, less its discount.
-        totals: sum of the counts after each context, by the number of the context.
-        backoff: what the discounts leave after each context, as a share of its total.
+        keys: Sorted keys of the k-grams that occur. A key is the index of the k-gram without its
+            last
+            token, times the vocabulary size, plus the last token. A k-gram's index is its position
+            here.
+        discounted: Count of each k-gram minus its discount.
+        totals: Sum of the counts after each context, by the index of the context.
+        backoff: Share of the total that the discounts leave after each context.
     """
 
     keys: Ids
@@ -35,13 +37,12 @@ class _Order:
 
 
 class NgramModel:
-    """Counts of the training tokens up to ``order`` tokens in a row.
+    """Counts of the training tokens for sequences of up to ``order`` tokens.
 
     Args:
-        tokens: the training text as one stream, `[t]`.
-        vocabulary: number of token ids.
-        order: tokens in an n-gram, the predicted one included: 2 is a bigram model.
-
+        tokens: Training text as one stream, `[t]`.
+        vocabulary: Number of token ids.
+        order: Tokens in an n-gram including the predicted one; 2 is a bigram model.
     """
 
     def __init__(self, tokens: Ids, vocabulary: int, order: int) -> None:
@@ -71,14 +72,15 @@ class NgramModel:
             self._orders.append(_order(keys[k - 1], count, contexts, vocabulary))
 
     def loss(self, inputs: Ids, labels: Ids) -> float:
-        """Return the mean negative log-likelihood in nats of `labels`, both `[r, s]`.
+        """Returns the mean negative log-likelihood of `labels` in nats; both arguments are `[r,
+        s]`.
 
-        Label j of a row is predicted from inputs up to j of that row, as a transformer does.
+        Label j of a row is predicted from inputs up to j of that row, as in a transformer.
         """
         return float(-np.log(self.probabilities(inputs, labels)).mean())
 
     def probabilities(self, inputs: Ids, labels: Ids) -> Floats:
-        """Return the probability of each label after the inputs of its row up to it, `[r, s]`."""
+        """Returns the probability of each label after the inputs of its row up to it, `[r, s]`."""
         found = np.full(labels.shape, 1.0 / self.vocabulary)
         for k, order in enumerate(self._orders, start=1):
             context = self._contexts(inputs, k - 1)
@@ -91,9 +93,9 @@ class NgramModel:
         return found
 
     def _contexts(self, inputs: Ids, length: int) -> Ids:
-        """Return the number of the last ``length`` tokens at each place, or `UNSEEN`, `[r, s]`.
+        """Returns the index of the last ``length`` tokens at each position, or `UNSEEN`, `[r, s]`.
 
-        A context after which nothing stands in the training text is unseen as well.
+        A context that nothing follows in the training text is unseen as well.
         """
         number = np.zeros(inputs.shape, dtype=np.int64)
         for back in range(length, 0, -1):
@@ -110,7 +112,7 @@ class NgramModel:
 
 
 def _order(keys: Ids, counts: Ids, contexts: int, vocabulary: int) -> _Order:
-    """Discount the counts of all k-grams of one k."""
+    """Discounts the counts of all k-grams of one k."""
     kinds = np.minimum(counts, 3)
     discounts = np.array([0.0, *_discounts(counts)])
     taken = discounts[kinds]
@@ -122,11 +124,11 @@ def _order(keys: Ids, counts: Ids, contexts: int, vocabulary: int) -> _Order:
 
 
 def _discounts(counts: Ids) -> tuple[float, float, float]:
-    """Return what is taken from counts of 1, of 2 and of more (their equation 26).
+    """Returns the discounts of counts of 1, of 2 and of more (equation 26 of the paper).
 
-    It takes enough n-grams that occur 1, 2, 3 and 4 times. Single tokens of a BPE are frequent: if
-    one of these numbers is 0, or a discount below 0, they are those of KenLM's
-    ``--discount_fallback``.
+    The formula needs enough n-grams that occur 1, 2, 3 and 4 times. Single tokens of a BPE are
+    frequent: if one of these numbers is 0, or a discount is below 0, the values are those of
+    KenLM's ``--discount_fallback``.
     """
     n1, n2, n3, n4 = (int(np.count_nonzero(counts == k)) for k in (1, 2, 3, 4))
     if n1 * n2 * n3 * n4:
@@ -138,6 +140,6 @@ def _discounts(counts: Ids) -> tuple[float, float, float]:
 
 
 def _find(keys: Ids, wanted: Ids) -> Ids:
-    """Return where in the sorted ``keys`` each wanted key is, or `UNSEEN`."""
+    """Returns the index of each wanted key in the sorted ``keys``, or `UNSEEN`."""
     place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[place] == wanted, place, UNSEEN)

@@ -1,19 +1,19 @@
-"""Start Python programs as forks of a process that has imported torch already: 0.1 s, not 3.
+"""Starts Python programs as forks of a process that has imported torch: in 0.1 s instead of 3 s.
 
-Most of what an integration test costs is the start of programs that import torch. `Preloaded`
-keeps one process, the server, that imports the packages once and starts no thread. On request it
-forks a child, which becomes the program: its words, folder, environment, standard streams and
-session. `Preloaded.start` returns a `subprocess.Popen`: the child is adopted by the process that
-asked (it calls itself a subreaper meanwhile), so `wait`, `kill` and the exit status are real.
-Where a child starts a Python module by `subprocess` itself (the ranks of ``--nproc-per-node``), it
-forks once more.
+Starting programs that import torch is most of the cost of an integration test. `Preloaded` keeps
+one process, the server, that imports the packages once and starts no thread. On request the server
+forks a child, and the child becomes the program, with its arguments, working directory,
+environment, standard streams and session. `Preloaded.start` returns a `subprocess.Popen`. The
+calling process adopts the child (it is a subreaper in the meantime), so `wait`, `kill` and the exit
+status are real. If a child starts a Python module by `subprocess` (the ranks of
+``--nproc-per-node``), it forks again.
 
-Not repeated is the start of an interpreter: the hash seed is the server's, a module is imported
-before the environment of the program is set, and all preloaded modules are in `sys.modules`. What
-tests imports, start-up or loss of whole processes starts real ones; so does every call on a system
-without `prctl`.
+A fork skips the start of an interpreter: the hash seed is the server's, modules are imported before
+the environment of the program is set, and all preloaded modules are in `sys.modules`. Tests of
+imports, of start-up and of lost processes therefore start real processes, as does every call on a
+system without `prctl`.
 
-    python tooling/preloaded.py SOCKET MODULE...     (the server; not started by hand)
+    python tooling/preloaded.py SOCKET MODULE...     (the server; not for use by hand)
 """
 
 import atexit
@@ -45,10 +45,10 @@ Popen = subprocess.Popen  # a forked program has another in its place
 
 
 class Preloaded:
-    """A server that has ``modules`` imported, and the programs that it forks.
+    """A server that has imported ``modules``, and the programs that it forks.
 
-    Its environment is that of the moment it is made, with ``OMP_NUM_THREADS=1``: libraries count
-    their threads when they are loaded. A program that asks for another number is started anew.
+    Its environment is that of its creation, with ``OMP_NUM_THREADS=1``: libraries read the number
+    of threads when they are loaded. A program that needs another number is started as a process.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -66,10 +66,11 @@ class Preloaded:
         theirs.close()
 
     def start(self, words: Sequence[str | Path], **options: Any) -> "subprocess.Popen[Any]":
-        """Start a program as `subprocess.Popen` does.
+        """Starts a program as `subprocess.Popen` does.
 
-        ``words`` begin with `sys.executable` (then ``-c``, ``-m`` or a script, after ``-P`` or
-        ``-u``) or with a console script beside it; whatever else is started in the usual way.
+        The server forks the program if ``words`` begin with `sys.executable` (then ``-c``, ``-m``
+        or a script, optionally after ``-P`` or ``-u``) or with a console script beside it. Other
+        programs are started as processes.
         """
         words = [str(word) for word in words]
         threads = (options.get("env") or os.environ).get("OMP_NUM_THREADS")
@@ -85,7 +86,7 @@ class Preloaded:
         timeout: float = START_SECONDS,
         **options: Any,
     ) -> "subprocess.CompletedProcess[Any]":
-        """Run a program as `subprocess.run` does; one that takes ``timeout`` seconds is killed."""
+        """Runs a program as `subprocess.run` does; kills it after ``timeout`` seconds."""
         if input is not None:
             options["stdin"] = subprocess.PIPE
         if options.pop("capture_output", False):
@@ -103,14 +104,14 @@ class Preloaded:
         return done
 
     def close(self) -> None:
-        """End the server; programs that still run go on."""
+        """Ends the server; programs that still run continue."""
         if self._connection is not None:
             self._connection.close()
             self._server.wait()
 
 
 class Forked(Popen):
-    """A process that was forked in place of executed; the rest of `Popen` is as it is."""
+    """A process that was forked instead of executed; otherwise behaves like its base `Popen`."""
 
     def _execute_child(
         self,
@@ -183,7 +184,7 @@ class ForkedByServer(Forked):
 
 
 class ForkedHere(Forked):
-    """In a forked program: a module that it starts is forked from it, while it has one thread."""
+    """A module that a forked program starts: a fork of that program, if it has one thread."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         words = [args] if isinstance(args, str) else [os.fsdecode(word) for word in args]
@@ -201,7 +202,7 @@ class ForkedHere(Forked):
 
 @contextlib.contextmanager
 def subreaper():
-    """Orphans below this process become its children meanwhile, as prctl(2) says."""
+    """Makes orphans below this process its children within the context (see prctl(2))."""
     import ctypes
 
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -214,7 +215,11 @@ def subreaper():
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:
-    """Read ``size`` bytes; ConnectionError if the other side ends before."""
+    """Reads ``size`` bytes.
+
+    Raises:
+        ConnectionError: The other side closed the connection before.
+    """
     data = b""
     while len(data) < size:
         more = connection.recv(size - len(data))
@@ -232,7 +237,7 @@ def threads_of(pid: int) -> int:
 
 
 def serve(descriptor: int, modules: Sequence[str]) -> None:
-    """Fork a program for every request on a socket, until it is closed."""
+    """Forks a program for every request on a socket, until the socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the tests
     connection = socket.socket(fileno=descriptor)
     for name in modules:
@@ -254,7 +259,7 @@ def serve(descriptor: int, modules: Sequence[str]) -> None:
 
 
 def orphan(connection: socket.socket, request: dict[str, Any], streams: list[int]) -> int:
-    """Fork a program whose parent has ended: the subreaper is its parent then."""
+    """Forks a program whose parent has ended, so that the subreaper becomes its parent."""
     reader, writer = os.pipe()
     between = os.fork()
     if not between:
@@ -272,7 +277,7 @@ def orphan(connection: socket.socket, request: dict[str, Any], streams: list[int
 
 
 def become(request: dict[str, Any], streams: Sequence[int], kept: Sequence[int]) -> NoReturn:
-    """Be the program of a request, and end with its status."""
+    """Runs the program of a request in this process, and exits with its status."""
     status = 255
     try:
         program = prepare(request, streams, kept)
@@ -289,7 +294,7 @@ def become(request: dict[str, Any], streams: Sequence[int], kept: Sequence[int])
 def prepare(
     request: dict[str, Any], streams: Sequence[int], kept: Sequence[int]
 ) -> Callable[[], object]:
-    """Make this process look as one that has just been started; return what it runs."""
+    """Makes this process look like one that has just started; returns what it runs."""
     if request["session"]:
         os.setsid()
     elif request["group"] is not None and request["group"] >= 0:
@@ -310,7 +315,7 @@ def prepare(
 
 
 def lay_descriptors(streams: Sequence[int], kept: Sequence[int]) -> None:
-    """Put ``streams`` at 0, 1 and 2, leave ``kept`` where they are, and close all others."""
+    """Moves ``streams`` to 0, 1 and 2, leaves ``kept`` open, and closes all other descriptors."""
     high = [fcntl.fcntl(stream, fcntl.F_DUPFD, HIGH) for stream in streams]
     for place, stream in enumerate(high):
         os.dup2(stream, place)
@@ -323,7 +328,7 @@ def lay_descriptors(streams: Sequence[int], kept: Sequence[int]) -> None:
 
 
 def open_streams() -> None:
-    """Make standard streams as a new interpreter has them."""
+    """Creates the standard streams as a new interpreter does."""
     through = bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         mode, buffered = ("rb", -1) if name == "stdin" else ("wb", 0 if through else -1)
@@ -339,7 +344,7 @@ def open_streams() -> None:
 
 
 def program_of(words: Sequence[str]) -> Callable[[], object] | None:
-    """What a command line runs; None if it is no Python program of this environment."""
+    """Returns what a command line runs, or None if it is no Python program of this environment."""
     name, *rest = words
     binaries = Path(sys.executable).parent
     if name != sys.executable:
@@ -369,7 +374,7 @@ def program_of(words: Sequence[str]) -> Callable[[], object] | None:
 
 
 def is_python(path: Path) -> bool:
-    """Whether a console script is one of this interpreter."""
+    """Returns whether a console script belongs to this interpreter."""
     with path.open("rb") as script:
         first = script.read(300)
     return first.startswith(b"#!") and os.fsencode(path.parent / "python") in first
@@ -384,14 +389,14 @@ def run(argv: Sequence[str], folder: str | None, program: Callable[[], object]) 
 
 
 def execute(code: str) -> None:
-    """Run the text behind ``-c`` as the module `__main__`."""
+    """Runs the text behind ``-c`` as the module `__main__`."""
     main = type(sys)("__main__")
     sys.modules["__main__"] = main
     exec(compile(code, "<string>", "exec"), main.__dict__)
 
 
 def outcome(program: Callable[[], object]) -> int:
-    """Run a program to its end, as an interpreter does; return its exit status."""
+    """Runs a program to its end as an interpreter does; returns its exit status."""
     status = 0
     try:
         program()

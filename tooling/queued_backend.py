@@ -1,8 +1,8 @@
-"""A backend on the CPU whose `wait` returns at once, as NCCL's does: for tests of lost ranks.
+"""A CPU backend whose `wait` returns at once, as NCCL's does, for tests of lost ranks.
 
-Collectives are Gloo's. A thread waits for one after the other, as a stream would; `wait` returns
-before that. Where a rank is missing the thread hangs, nothing is raised, and so does reading a
-value (`QueueingDevice.read`) until the group is aborted.
+Collectives are Gloo's. A thread waits for them one by one, as a CUDA stream would, and `wait`
+returns before that. If a rank is missing, nothing is raised: the thread hangs, and reading a value
+(`QueueingDevice.read`) hangs until the group is aborted.
 """
 
 import queue
@@ -20,7 +20,7 @@ NAME = "queued"
 
 
 class QueueingDevice:
-    """What a CUDA device with one stream is to NCCL."""
+    """Stands in for a CUDA device with one stream."""
 
     def __init__(self) -> None:
         self.group_timeouts: list[timedelta] = []
@@ -49,7 +49,9 @@ class QueueingDevice:
         return self._done >= place
 
     def read(self) -> bool:
-        """Wait for what has been queued, as `Tensor.item` does; False if it was aborted."""
+        """Waits for all queued collectives, as `Tensor.item` does; returns False if they were
+        aborted.
+        """
         mark = self.mark()
         while not mark.query():
             if self._aborted.wait(0.01):
@@ -65,7 +67,7 @@ class QueueingDevice:
 
 
 class Mark:
-    """A place in the stream, like an event."""
+    """A position in the stream, like a CUDA event."""
 
     def __init__(self, device: QueueingDevice, place: int) -> None:
         self._device = device
@@ -110,7 +112,7 @@ class QueuedGroup(dist.ProcessGroup):
         return self._device.queue(self._gloo.recv(*arguments))
 
     def _allgather_base(self, *arguments: Any) -> Queued:
-        """Returns when it is there: what is gathered is read at once, which waits on a GPU."""
+        """Returns when the result is there: callers read it at once, which would wait on a GPU."""
         work = self._device.queue(self._gloo._allgather_base(*arguments))
         self._device.read()
         return work
@@ -126,7 +128,7 @@ class QueuedGroup(dist.ProcessGroup):
 
 @contextmanager
 def queueing() -> Iterator[QueueingDevice]:
-    """In this process, bind meshes to groups whose `wait` returns at once."""
+    """Binds meshes of this process to groups whose `wait` returns at once."""
     device = QueueingDevice()
     dist.Backend.register_backend(NAME, device.group, devices=["cpu"])
     new_group: Callable[..., Any] = dist.new_group

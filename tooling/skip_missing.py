@@ -1,4 +1,4 @@
-"""pytest plugin for bare machines: a test file whose import of a third party fails is skipped."""
+"""A pytest plugin for bare machines: skips test files that import a missing third-party package."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ OURS = "megatron_"
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Iterator[None]:
-    """Turn "no module named X" while collecting into a skip that names X."""
+    """Turns "no module named X" during collection into a skip that names X."""
     report: pytest.CollectReport = yield
     error = report.call.excinfo.value if report.failed and report.call.excinfo else None
     while error is not None and not isinstance(error, ModuleNotFoundError):

@@ -1,4 +1,4 @@
-"""Waiting in tests: for what happens, never for a time; what hangs is noticed after `HANG`."""
+"""Waiting in tests for an event, never for a fixed time; `HANG` ends a wait that never succeeds."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -9,7 +9,11 @@ HANG = 120.0
 
 
 def wait_until(condition: Callable[[], object], seconds: float = HANG) -> None:
-    """Return when ``condition()`` is true; AssertionError after ``seconds``."""
+    """Returns when ``condition()`` is true.
+
+    Raises:
+        AssertionError: The condition is still false after ``seconds``.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"nothing came in {seconds} s"
@@ -17,21 +21,21 @@ def wait_until(condition: Callable[[], object], seconds: float = HANG) -> None:
 
 
 class Answers:
-    """Which ranks have answered, in files of a folder that all of them see.
+    """The ranks that have answered, recorded as files in a shared folder.
 
-    A rank that freezes in a test waits for the answers of the others, so that they cannot owe them
-    to its return.
+    A rank that freezes in a test first waits for the answers of the others, so that they cannot
+    depend on its return.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
 
     def give(self, rank: int) -> None:
-        """Note that ``rank`` has answered."""
+        """Records that ``rank`` has answered."""
         Path(self._folder, f"answered-{rank}").touch()
 
     def wait_for(self, ranks: Iterable[int], seconds: float = HANG / 2) -> None:
-        """Return when all ``ranks`` have answered, or after ``seconds``."""
+        """Returns when all ``ranks`` have answered, or after ``seconds``."""
         files = [Path(self._folder, f"answered-{rank}") for rank in ranks]
         deadline = time.monotonic() + seconds
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
