@@ -99,7 +99,7 @@ def step(mesh: Mesh, case: Case) -> tuple[torch.Tensor, dict[str, list[Any]], li
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(table[name].shape, generator=generator, dtype=torch.float64) * 0.2
-            for piece in table[name].pieces(mesh):
+            for piece in table[name].shard_boxes(mesh):
                 parameter[piece.local.slices] += noise[piece.box.slices]
     axis = mesh.axis("cp")
     split = ContextSplit.zigzag(LENGTH, axis.size)
@@ -121,7 +121,7 @@ def step(mesh: Mesh, case: Case) -> tuple[torch.Tensor, dict[str, list[Any]], li
     buffers.finish()
     views = parameter_views(buffers.gradients(), table, mesh)
     pieces = {name: [(v.offsets, v.tensor.clone()) for v in views[name]] for name in views}
-    return losses.detach(), pieces, split.places[axis.index].expand(BATCH, -1).tolist()
+    return losses.detach(), pieces, split.indices[axis.index].expand(BATCH, -1).tolist()
 
 
 def steps(mesh: Mesh, cases: list[Case]) -> list[Any]:

@@ -67,7 +67,7 @@ def step(mesh):
         for name, parameter in stage_parameters(stages).items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(table[name].shape, generator=generator, dtype=torch.float64) * 0.2
-            for piece in table[name].pieces(mesh):
+            for piece in table[name].shard_boxes(mesh):
                 parameter[piece.local.slices] += noise[piece.box.slices]
     losses = []
 

@@ -57,7 +57,7 @@ def test_groups_of_200_random_layouts_and_orders_are_equal() -> None:
     with_experts = 0
     for layout in random_layouts(200):
         assert {n: layout.groups(n) for n in DENSE} == their_groups(layout, DENSE, False), layout
-        stages = [layout.stage_ranks(stage) for stage in range(layout.pp)]
+        stages = [layout.ranks_of_pipeline_rank(stage) for stage in range(layout.pp)]
         pipelines = list(zip(*stages, strict=True))
         assert sorted(pipelines) == sorted(layout.groups("pp")), layout
         assert layout.groups("embedding") == [

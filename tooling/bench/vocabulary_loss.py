@@ -1,7 +1,8 @@
 """Output layer and loss with all logits, with few, and by torch alone, interleaved.
 
-Forward and backward pass of an output matrix and its loss, in fp32 on one rank: `PLAIN_LOSS`,
-`ChunkedLoss` of 1,024 tokens, and torch's `F.linear` and `F.cross_entropy`, which is the peer.
+Forward and backward pass of an output matrix and its loss, in fp32 on one rank:
+`UNFUSED_CROSS_ENTROPY`, `LinearCrossEntropy` of 1,024 tokens, and torch's `F.linear` and
+`F.cross_entropy`, which is the peer.
 Milliseconds are medians of CPU time; peak bytes are what torch has allocated at most in one pass,
 beyond what was there before it.
 
@@ -17,7 +18,11 @@ from statistics import median
 import torch
 from gradient_fusion import peak_bytes
 from megatron_parallel import ColumnParallelLinear, Mesh, initialize_parameters
-from megatron_parallel.tensor_parallel import PLAIN_LOSS, ChunkedLoss, VocabularyLoss
+from megatron_parallel.tensor_parallel import (
+    UNFUSED_CROSS_ENTROPY,
+    LinearCrossEntropy,
+    VocabularyLoss,
+)
 from torch import Tensor
 from torch.nn import functional
 
@@ -45,7 +50,10 @@ def passes(tokens: int) -> dict[str, Callable[[], None]]:
         x.grad = layer.weight.grad = None
         loss().backward()
 
-    ways = {"all logits": partial(ours, PLAIN_LOSS), "few": partial(ours, ChunkedLoss())}
+    ways = {
+        "all logits": partial(ours, UNFUSED_CROSS_ENTROPY),
+        "few": partial(ours, LinearCrossEntropy()),
+    }
     ways["torch"] = torchs
     return {name: partial(run, loss) for name, loss in ways.items()}
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from megatron_parallel.context_parallel import ContextSplit, imbalance, pairs
+from megatron_parallel.context_parallel import ContextSplit, attention_pairs, imbalance
 from torch import Tensor
 
 from layouts.output import publish
@@ -53,7 +53,7 @@ def ratios(ids: Tensor, ranks: int) -> dict[str, float]:
         "zigzag": ContextSplit.zigzag(LENGTH, ranks),
         "per_document": ContextSplit.per_document(ids, ranks),
     }
-    return {name: imbalance(pairs(split, ids)) for name, split in splits.items()}
+    return {name: imbalance(attention_pairs(split, ids)) for name, split in splits.items()}
 
 
 def table() -> tuple[str, list[str]]:

@@ -20,8 +20,8 @@ from megatron_optim import (
 )
 from megatron_parallel import Mesh, View
 from megatron_parallel.tensor_parallel import (
-    PLAIN_LOSS,
-    ChunkedLoss,
+    UNFUSED_CROSS_ENTROPY,
+    LinearCrossEntropy,
     LoRAConfig,
     freeze_all_but_adapters,
 )
@@ -94,7 +94,7 @@ def build_trainer(
             dtype=dtype,
             cp_comm_type=case.comm,
             products=products,
-            vocabulary_loss=ChunkedLoss(5) if case.few_logits else PLAIN_LOSS,
+            vocabulary_loss=LinearCrossEntropy(5) if case.few_logits else UNFUSED_CROSS_ENTROPY,
         ),
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
     )

@@ -15,7 +15,7 @@ from statistics import mean
 
 import torch
 from megatron_models import GPTConfig, tokens_per_pair
-from megatron_parallel.context_parallel import ContextSplit, PoolPlan, pairs, plan_pool
+from megatron_parallel.context_parallel import ContextSplit, PoolPlan, attention_pairs, plan_pool
 from torch import Tensor
 
 from layouts.balance import LENGTHS, SEED, packed
@@ -45,7 +45,7 @@ def static(samples: list[Tensor], pool: int, split: str) -> float:
         cut = ContextSplit.zigzag(LENGTH, CP)
         if split == "per_document":
             cut = ContextSplit.per_document(ids, CP)
-        work = LENGTH / CP + per_pair * pairs(cut, ids)
+        work = LENGTH / CP + per_pair * attention_pairs(cut, ids)
         times[number % groups] += float(work.max())
         total += float(work.sum())
     return max(times) * pool / total
@@ -102,8 +102,8 @@ def measured(samples: list[Tensor], pool: int) -> dict[str, float]:
         "per_document": static(samples, pool, "per_document"),
         "hybrid": plan.imbalance,
         "unsplit": sum(alone) / sum(documents),
-        "sent": plan.sent,
-        "padding": sum(row.length for row in plan.rows) / tokens - 1,
+        "sent": plan.sends_per_token,
+        "padding": sum(row.padded_length for row in plan.rows) / tokens - 1,
     }
 
 

@@ -6,7 +6,7 @@ from megatron_models.models.gpt.model import GPT
 from megatron_models.parameters import parameter_count
 from megatron_models.placement import Placement
 from megatron_parallel import Mesh, ParallelLayout, RecomputeConfig
-from megatron_parallel.tensor_parallel import ChunkedLoss, LoRA, freeze_all_but_adapters
+from megatron_parallel.tensor_parallel import LinearCrossEntropy, LoRA, freeze_all_but_adapters
 
 
 def kept_for_backward(model, tokens):
@@ -119,7 +119,7 @@ def test_frozen_weights_have_no_gradients_and_no_state(small, roles, changes):
 
 def test_a_loss_of_few_logits_keeps_none_of_them(small):
     config = small()
-    model = GPT(config, Placement(Mesh.single(), vocabulary_loss=ChunkedLoss(7)))
+    model = GPT(config, Placement(Mesh.single(), vocabulary_loss=LinearCrossEntropy(7)))
     tokens = torch.randint(config.vocab_size, (3, 15))
     kept = kept_for_backward(model, tokens)
     estimate = training_memory(config, 15, 3, keeps_logits=False).activations

@@ -11,9 +11,9 @@ from megatron_parallel.context_parallel import (
     ContextSplit,
     RingPlan,
     SequenceMask,
+    all_gather_attention,
+    all_to_all_attention,
     check_heads,
-    gathered_attention,
-    head_scatter_attention,
     hierarchical_attention,
     plan_ring,
     ring,
@@ -83,10 +83,10 @@ def attention_of(
         blocks = plan_ring(mask, split, axis.index) if plan is None else plan
         return lambda q, k, v: ring_attention(q, k, v, blocks, axis)
     if way == "heads":
-        return lambda q, k, v: head_scatter_attention(q, k, v, split, axis, among(places))
+        return lambda q, k, v: all_to_all_attention(q, k, v, split, axis, among(places))
     if way == "gathered":
-        attend = among(split.places[axis.index])
-        return lambda q, k, v: gathered_attention(q, k, v, split, axis, attend)
+        attend = among(split.indices[axis.index])
+        return lambda q, k, v: all_gather_attention(q, k, v, split, axis, attend)
     inner, outer = mesh.axis("cp_inner"), mesh.axis("cp_outer")
     joined = plan_ring(mask, split.joined(inner.size), outer.index)
     within = split.within(inner.size, outer.index)
@@ -177,7 +177,7 @@ def test_a_defect_is_seen(worker_pool: WorkerPool, defect: str) -> None:
             halves = ContextSplit(torch.arange(LENGTH).view(2, 1, -1))
             plan = RingPlan(split, plan_ring(mask, halves, index).blocks)
         if defect == "documents":  # document numbers are cut in halves, tokens by zig-zag
-            order = ContextSplit.zigzag(LENGTH, 2).places.flatten().argsort()
+            order = ContextSplit.zigzag(LENGTH, 2).indices.flatten().argsort()
             plan = plan_ring(SequenceMask(IDS[:, order]), split, index)
         with (
             patch.object(ring, "_merge", merge),

@@ -8,22 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_parallel import LayoutError, ParallelLayout
 from megatron_parallel.context_parallel import PoolPlan, PoolRow, plan_pool
-from megatron_parallel.context_parallel.pool import EVEN
+from megatron_parallel.context_parallel.pool import BALANCED
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], int, int, int, float]:
     pool = 2 ** draw(st.integers(0, 4))
     multiple = draw(st.sampled_from([2, 4, 6]))
-    room = draw(st.integers(multiple, 60))
-    most = pool * (room // multiple * multiple)
+    capacity = draw(st.integers(multiple, 60))
+    most = pool * (capacity // multiple * multiple)
     lengths = draw(st.lists(st.integers(1, most), max_size=40))
-    return lengths, pool, room, multiple, draw(st.sampled_from([0.0, 0.01, 1.0]))
+    return lengths, pool, capacity, multiple, draw(st.sampled_from([0.0, 0.01, 1.0]))
 
 
 def plan_of(batch: tuple[list[int], int, int, int, float]) -> PoolPlan:
-    lengths, pool, room, multiple, pair = batch
-    return plan_pool(lengths, pool, room, multiple=multiple, tokens_per_pair=pair)
+    lengths, pool, capacity, multiple, pair = batch
+    return plan_pool(lengths, pool, capacity, multiple=multiple, tokens_per_pair=pair)
 
 
 @settings(max_examples=150, deadline=None)
@@ -31,15 +31,15 @@ def plan_of(batch: tuple[list[int], int, int, int, float]) -> PoolPlan:
 def test_every_document_is_taken_once_and_nobody_holds_more_than_there_is_room_for(
     batch: tuple[list[int], int, int, int, float],
 ) -> None:
-    lengths, _, room, multiple, _ = batch
+    lengths, _, capacity, multiple, _ = batch
     plan = plan_of(batch)
     taken = [number for row in plan.rows for number in row.documents]
     assert sorted(taken) == list(range(len(lengths)))
     for row in plan.rows:
         size = len(row.ranks)
-        assert row.tokens == sum(lengths[number] for number in row.documents) <= row.length
-        assert row.length % (size * multiple) == 0 and row.length // size <= room
-        assert row.length - row.tokens < size * multiple  # no more padding than it takes
+        assert row.tokens == sum(lengths[number] for number in row.documents) <= row.padded_length
+        assert row.padded_length % (size * multiple) == 0 and row.padded_length // size <= capacity
+        assert row.padded_length - row.tokens < size * multiple  # no more padding than it takes
 
 
 @settings(max_examples=150, deadline=None)
@@ -60,8 +60,8 @@ def test_ranks_that_each_walk_their_own_rows_never_wait_for_ever(
 ) -> None:
     """A row can begin when all of its ranks are there; here ranks know nothing else."""
     plan = plan_of(batch)
-    walks = [list(plan.of(rank)) for rank in range(plan.pool)]
-    assert {len(walk) for walk in walks} == {plan.rounds}
+    walks = [list(plan.rows_of(rank)) for rank in range(plan.pool)]
+    assert {len(walk) for walk in walks} == {plan.rows_per_rank}
     while any(walks):
         before = sum(map(len, walks))
         for rank, walk in enumerate(walks):
@@ -82,43 +82,48 @@ def test_who_shares_a_group_has_done_the_same_before(
     for row in plan.rows:
         befores = []
         for rank in row.ranks:
-            walk = plan.of(rank)
+            walk = plan.rows_of(rank)
             befores.append(walk[: walk.index(row)])
         assert all(before == befores[0] for before in befores)
 
 
 def test_short_documents_run_unsplit_and_long_ones_over_as_few_ranks_as_have_room() -> None:
-    plan = plan_pool([30, 9, 8, 7, 6], pool=4, room=16)
+    plan = plan_pool([30, 9, 8, 7, 6], pool=4, capacity=16)
     assert plan.rows == (
         PoolRow(range(2), (0,), 30, 32, 15.0),
         PoolRow(range(2, 3), (1, 4), 15, 16, 15.0),
         PoolRow(range(3, 4), (2, 3), 15, 16, 15.0),
     )
-    assert plan.imbalance == 1.0 and plan.rounds == 1
-    assert plan.sent == 30 / 60
-    assert plan.of(1) == plan.rows[:1] and plan.of(2) == plan.rows[1:2]
+    assert plan.imbalance == 1.0 and plan.rows_per_rank == 1
+    assert plan.sends_per_token == 30 / 60
+    assert plan.rows_of(1) == plan.rows[:1] and plan.rows_of(2) == plan.rows[1:2]
 
 
 def test_what_would_keep_one_rank_busy_for_all_is_cut_though_it_has_room() -> None:
     """One document of 64 tokens, all pairs counted, is 2,144 of a batch's 2,752 units of work."""
     lengths = [64, *[16] * 4]
-    without = plan_pool(lengths, pool=4, room=64)
+    without = plan_pool(lengths, pool=4, capacity=64)
     assert [len(row.ranks) for row in without.rows[:1]] == [2]  # 64 of 128 tokens: half of them
-    plan = plan_pool(lengths, pool=4, room=64, tokens_per_pair=1.0)
+    plan = plan_pool(lengths, pool=4, capacity=64, tokens_per_pair=1.0)
     assert [(len(row.ranks), row.documents) for row in plan.rows[:1]] == [(4, (0,))]
     assert plan.imbalance == 1.0
 
 
 def test_ranks_with_fewer_rows_get_empty_ones_and_an_empty_batch_one_each() -> None:
-    plan = plan_pool([8, 8, 8], pool=2, room=8)
-    assert plan.rounds == 2
-    assert sum(row is None for rank in range(2) for row in plan.of(rank)) in (0, 1)
-    empty = plan_pool([], pool=2, room=8)
-    assert (empty.rounds, empty.of(0), empty.imbalance, empty.sent) == (1, (None,), 1.0, 0.0)
+    plan = plan_pool([8, 8, 8], pool=2, capacity=8)
+    assert plan.rows_per_rank == 2
+    assert sum(row is None for rank in range(2) for row in plan.rows_of(rank)) in (0, 1)
+    empty = plan_pool([], pool=2, capacity=8)
+    assert (empty.rows_per_rank, empty.of(0), empty.imbalance, empty.sends_per_token) == (
+        1,
+        (None,),
+        1.0,
+        0.0,
+    )
 
 
 def test_the_plan_is_printed_in_one_line() -> None:
-    assert str(plan_pool([30, 9, 8, 7, 6], pool=4, room=16)) == (
+    assert str(plan_pool([30, 9, 8, 7, 6], pool=4, capacity=16)) == (
         "documents: 4 unsplit, 1 over 2 ranks; micro-batches on each of 4 ranks: 1; work of the "
         "busiest rank: 1.00 of the average"
     )
@@ -126,16 +131,16 @@ def test_the_plan_is_printed_in_one_line() -> None:
 
 def test_large_batches_are_even() -> None:
     lengths = [1 + (37 * number * number) % 997 for number in range(500)]
-    plan = plan_pool(lengths, pool=16, room=512, tokens_per_pair=0.01)
-    assert plan.imbalance <= EVEN
+    plan = plan_pool(lengths, pool=16, capacity=512, tokens_per_pair=0.01)
+    assert plan.imbalance <= BALANCED
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (([33], 4, 9), r"33 tokens .* 4 ranks with room for 9 .* parts of 2: they hold 32"),
+        (([33], 4, 9), r"33 tokens .* 4 ranks: .* of 9 tokens .* multiples of 2, they hold 32"),
         (([3], 3, 9), "a pool of 3 ranks is not a power of two"),
-        (([1], 2, 1), "room for 1 tokens on a rank is less than one part of 2"),
+        (([1], 2, 1), "a capacity of 1 tokens on a rank is less than the multiple 2"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

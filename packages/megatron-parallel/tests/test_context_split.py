@@ -8,8 +8,8 @@ from megatron_parallel import DropoutKey, LayoutError, ParallelLayout, draw_layo
 from megatron_parallel.context_parallel import (
     ContextSplit,
     SequenceMask,
+    attention_pairs,
     imbalance,
-    pairs,
     plan_ring,
 )
 
@@ -26,7 +26,7 @@ def documents(lengths: list[int], total: int) -> torch.Tensor:
 
 def test_zigzag_gives_each_rank_a_chunk_from_both_ends() -> None:
     """Megatron's: rank r keeps chunks r and 2 n - 1 - r of 2 n."""
-    places = ContextSplit.zigzag(16, 4).places
+    places = ContextSplit.zigzag(16, 4).indices
     assert places[:, 0].tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
 
 
@@ -60,14 +60,14 @@ def test_every_place_is_at_one_rank_and_all_ranks_hold_as_many(
     ids, ranks = sample
     length = ids.shape[1]
     for split in (ContextSplit.zigzag(length, ranks), ContextSplit.per_document(ids, ranks)):
-        assert (split.ranks, split.part, split.length) == (ranks, length // ranks, length)
-        for row in range(split.places.shape[1]):
-            assert sorted(split.places[:, row].flatten().tolist()) == list(range(length))
-        assert bool((split.places.diff(dim=2) > 0).all())
+        assert (split.ranks, split.local_length, split.length) == (ranks, length // ranks, length)
+        for row in range(split.indices.shape[1]):
+            assert sorted(split.indices[:, row].flatten().tolist()) == list(range(length))
+        assert bool((split.indices.diff(dim=2) > 0).all())
         own = [split.take(ids, rank) for rank in range(ranks)]
-        whole = split.restore(torch.cat(own, 1).t()[..., None])
+        whole = split.to_sequence_order(torch.cat(own, 1).t()[..., None])
         assert torch.equal(whole[..., 0].t(), ids)
-        assert torch.equal(split.arrange(whole)[..., 0].t(), torch.cat(own, 1))
+        assert torch.equal(split.to_rank_order(whole)[..., 0].t(), torch.cat(own, 1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,8 +92,8 @@ def test_the_blocks_of_a_ring_are_the_mask_cut_by_place(
             for blocks in plan.blocks:
                 for block in blocks:
                     allowed = block.mask.allowed().expand(b, -1, -1)
-                    assert not block.mask.everything or bool(allowed.all())
-                    rows, columns = block.mask.query_places, block.mask.key_places
+                    assert not block.mask.all_allowed or bool(allowed.all())
+                    rows, columns = block.mask.query_indices, block.mask.key_indices
                     for i in range(b):
                         q, k = rows[i % len(rows)], columns[i % len(columns)]
                         found[i, q[:, None], k[None, :]] += allowed[i]
@@ -112,7 +112,7 @@ def test_a_causal_ring_computes_half_of_the_pairs_and_needs_no_mask_for_most() -
             if source == rank:
                 assert sum(sizes) == 3 * 8 * 8
             else:
-                assert sizes == [2 * 8 * 8] and blocks[0].mask.everything
+                assert sizes == [2 * 8 * 8] and blocks[0].mask.all_allowed
 
 
 def test_no_mask_is_needed_inside_one_document_and_padding_is_left_out() -> None:
@@ -120,7 +120,7 @@ def test_no_mask_is_needed_inside_one_document_and_padding_is_left_out() -> None
     for number in (0, 1, -1):
         ids = torch.full((1, 64), number)
         plan = plan_ring(SequenceMask(ids), split, 0)
-        whole = [block.mask.everything for blocks in plan.blocks[1:] for block in blocks]
+        whole = [block.mask.all_allowed for blocks in plan.blocks[1:] for block in blocks]
         assert whole == ([] if number < 0 else [True] * 3)
 
 
@@ -137,9 +137,9 @@ def test_work_is_counted_as_a_mask_counts_it() -> None:
     for split in (ContextSplit.zigzag(16, 2), ContextSplit.per_document(ids, 2)):
         everything = torch.arange(16)[None]
         by_mask = [
-            mask.block(split.places[rank], everything).allowed().sum().item() for rank in range(2)
+            mask.block(split.indices[rank], everything).allowed().sum().item() for rank in range(2)
         ]
-        assert pairs(split, ids).tolist() == by_mask
+        assert attention_pairs(split, ids).tolist() == by_mask
     assert imbalance(torch.tensor([1.0, 3.0], dtype=torch.float64)) == 1.5
 
 
@@ -147,9 +147,9 @@ def test_zigzag_balances_one_document_and_per_document_balances_many() -> None:
     lengths = [700, 90, 1500, 33, 411, 1200, 162]
     ids = documents(lengths, 4096)
     zigzag, per_document = ContextSplit.zigzag(4096, 4), ContextSplit.per_document(ids, 4)
-    assert imbalance(pairs(zigzag)) == 1.0
-    assert imbalance(pairs(zigzag, ids)) > 1.2
-    assert imbalance(pairs(per_document, ids)) < 1.001
+    assert imbalance(attention_pairs(zigzag)) == 1.0
+    assert imbalance(attention_pairs(zigzag, ids)) > 1.2
+    assert imbalance(attention_pairs(per_document, ids)) < 1.001
 
 
 def test_a_rank_drops_what_one_rank_drops_at_its_places() -> None:
@@ -159,7 +159,7 @@ def test_a_rank_drops_what_one_rank_drops_at_its_places() -> None:
     ids = torch.cat([documents([5, 9], 16), documents([16], 16)])
     for split in (ContextSplit.zigzag(16, 2), ContextSplit.per_document(ids, 2)):
         for rank in range(2):
-            own = keep_mask((8, 2, 3), 0.5, key.select(split.places[rank]), layer=3, site=1)
+            own = keep_mask((8, 2, 3), 0.5, key.select(split.indices[rank]), layer=3, site=1)
             assert torch.equal(own.transpose(0, 1), split.take(whole, rank))
 
 
@@ -181,6 +181,6 @@ def test_a_hierarchy_nests_its_groups() -> None:
 def test_inner_ranks_find_their_places_among_those_of_their_group() -> None:
     split = ContextSplit.zigzag(16, 4)
     joined, within = split.joined(2), split.within(2, 1)
-    assert joined.places[1, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert joined.indices[1, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
     for rank in range(2):
-        assert torch.equal(joined.places[1, :, within.places[rank, 0]], split.places[2 + rank])
+        assert torch.equal(joined.indices[1, :, within.indices[rank, 0]], split.indices[2 + rank])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron_parallel import LayoutError, Mesh, ParallelLayout, vocab_parallel_cross_entropy
 from megatron_parallel.recompute import count_saved_activations
-from megatron_parallel.tensor_parallel import IGNORED_TARGET
+from megatron_parallel.tensor_parallel import IGNORE_INDEX
 from megatron_parallel.testing import WorkerPool
 from torch.nn import functional
 
@@ -19,7 +19,7 @@ def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     logits = 5 * torch.randn(4, 3, VOCAB, generator=generator, dtype=torch.float64)
     targets = torch.randint(0, VOCAB, (4, 3), generator=generator)
     targets[0, :2] = torch.tensor([0, VOCAB - 1])
-    targets[3, 1] = IGNORED_TARGET
+    targets[3, 1] = IGNORE_INDEX
     upstream = torch.rand(4, 3, generator=generator, dtype=torch.float64)
     return logits.to(dtype), targets, upstream
 

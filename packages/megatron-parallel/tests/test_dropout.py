@@ -266,10 +266,10 @@ def test_any_cut_of_a_tensor_has_its_part_of_the_mask() -> None:
     )
     for rank in range(4):
         axis = Mesh(ParallelLayout(tp=4).resolve(4), rank).axis("tp")
-        part = keep_mask((3, 6, 8, 10), 0.4, key.part(axis), **PLACE)
+        part = keep_mask((3, 6, 8, 10), 0.4, key.shard(axis), **PLACE)
         assert torch.equal(part, whole[3 * rank : 3 * rank + 3])
     with pytest.raises(LayoutError, match="sequence of 12 cannot be cut into 5"):
-        key.part(Mesh(ParallelLayout(tp=5).resolve(5), 0).axis("tp"))
+        key.shard(Mesh(ParallelLayout(tp=5).resolve(5), 0).axis("tp"))
 
 
 SEQUENCE, SAMPLES, HIDDEN, FFN = 8, 4, 6, 12
@@ -299,7 +299,7 @@ def block_gradients(
     x = x[:, mine]
     hidden_key = key
     if sequence_parallel:
-        x, hidden_key = x.chunk(tp.size)[tp.index], key.part(tp)
+        x, hidden_key = x.chunk(tp.size)[tp.index], key.shard(tp)
     first = 0 if forget_channels else tp.index * (FFN // tp.size)
     x = keyed_dropout(x, 0.2, hidden_key, layer=0, site=0)
     y = keyed_dropout(functional.gelu(model["up"](x)), 0.3, key, layer=0, site=1, channels=first)

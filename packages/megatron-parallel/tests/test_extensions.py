@@ -7,7 +7,7 @@ import pytest
 from megatron_parallel import Extensions
 
 GROUP = "some.group"
-SHAPES = Extensions(GROUP, "shape", KeyError, own={"circle": "math:tau"})
+SHAPES = Extensions(GROUP, "shape", KeyError, builtin={"circle": "math:tau"})
 
 
 @pytest.fixture

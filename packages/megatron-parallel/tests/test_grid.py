@@ -18,7 +18,7 @@ from megatron_parallel.testing import Rank, WorkerPool
 
 
 def test_groups_are_the_ranks_that_differ_only_along_their_axes() -> None:
-    grid = Grid(("a", "b", "c"), (2, 3, 2), first=5, joint=(("a", "c"),))
+    grid = Grid(("a", "b", "c"), (2, 3, 2), first_rank=5, joint_axes=(("a", "c"),))
     places = {5 + a + 2 * b + 6 * c: (a, b, c) for c, b, a in product(*map(range, (2, 3, 2)))}
     assert list(grid.ranks) == sorted(places)
     for axes in (("a",), ("b",), ("c",), ("a", "c"), ("a", "b", "c")):

@@ -52,7 +52,7 @@ def test_parts_are_slices_of_what_one_rank_draws(
     for mesh in tensor_ranks:
         part = drawn(sharding, mesh)
         held = torch.zeros_like(part)
-        for box, local in sharding.pieces(mesh):
+        for box, local in sharding.shard_boxes(mesh):
             held[local.slices] = whole[box.slices]
         assert torch.equal(part, held)  # padding included: it is zero
 
@@ -93,7 +93,7 @@ def test_experts_start_as_each_alone_would_on_every_expert_grid(single: Mesh) ->
         layout = ParallelLayout(**degrees).resolve(8)
         held = torch.zeros_like(whole)
         for mesh in (Mesh(layout, rank) for rank in range(8)):
-            (piece,) = together.pieces(mesh)
+            (piece,) = together.shard_boxes(mesh)
             part = drawn(together, mesh)
             assert torch.equal(part, whole[piece.box.slices])
             held[piece.box.slices] = part

@@ -29,7 +29,9 @@ def test_sixteen_ranks_tp2_pp4() -> None:
 
 def test_eight_ranks_tp2_pp2() -> None:
     layout = ParallelLayout(tp=2, pp=2).resolve(8)
-    assert layout.stage_ranks(0) == (0, 1, 2, 3) and layout.stage_ranks(1) == (4, 5, 6, 7)
+    assert layout.ranks_of_pipeline_rank(0) == (0, 1, 2, 3) and layout.ranks_of_pipeline_rank(
+        1
+    ) == (4, 5, 6, 7)
     assert layout.groups("tp") == pairs(0, 2, 4, 6, step=1)
     assert layout.groups("pp") == pairs(0, 1, 2, 3, step=4)
     assert layout.groups("dp") == pairs(0, 1, 4, 5, step=2)
@@ -88,7 +90,7 @@ def test_another_order_deals_the_ranks_otherwise() -> None:
     assert layout.groups("pp") == pairs(0, 2, 4, 6, step=1)
     assert layout.groups("dp") == pairs(0, 1, 4, 5, step=2)
     assert layout.groups("tp") == pairs(0, 1, 2, 3, step=4)
-    assert layout.stage_ranks(1) == (1, 3, 5, 7)
+    assert layout.ranks_of_pipeline_rank(1) == (1, 3, 5, 7)
 
 
 @st.composite
@@ -124,7 +126,7 @@ def test_coordinates_are_places_in_the_groups(layout: ParallelLayout) -> None:
         at = layout.coordinates(rank)
         for name in ("tp", "cp", "dp", "pp"):
             assert layout.group_of(name, rank).index(rank) == getattr(at, name)
-        assert rank in layout.stage_ranks(at.pp)
+        assert rank in layout.ranks_of_pipeline_rank(at.pp)
 
 
 def test_dp_is_derived_and_must_agree_when_given() -> None:
@@ -165,7 +167,7 @@ def test_questions_that_have_no_answer_are_refused() -> None:
     with pytest.raises(LayoutError, match="rank 4 is outside a world of 4"):
         layout.coordinates(4)
     with pytest.raises(LayoutError, match="stage 1 does not exist: pp=1"):
-        layout.stage_ranks(1)
+        layout.ranks_of_pipeline_rank(1)
     with pytest.raises(LayoutError, match="call resolve"):
         ParallelLayout().groups("tp")
 

@@ -124,7 +124,9 @@ def step(mesh: Mesh, product: Product, cut: bool, chunks: int, fused: bool) -> d
     buffers.finish()
     found: dict[str, Any] = {"x": (None, x.grad), "fused": names}
     for name, gradient in buffers.gradients().items():
-        found[name] = [(p.box, gradient[p.local.slices].clone()) for p in table[name].pieces(mesh)]
+        found[name] = [
+            (p.box, gradient[p.local.slices].clone()) for p in table[name].shard_boxes(mesh)
+        ]
     return found
 
 

@@ -36,7 +36,7 @@ def assemble(sharding: Sharding, meshes: list[Mesh], parts: list[torch.Tensor]) 
     whole = torch.zeros(sharding.shape)
     hits = torch.zeros(sharding.shape, dtype=torch.int64)
     for mesh, part in zip(meshes, parts, strict=True):
-        for box, local in sharding.pieces(mesh):
+        for box, local in sharding.shard_boxes(mesh):
             whole[box.slices] = part[local.slices]
             hits[box.slices] += 1
     assert hits.unique().tolist() == [1]
@@ -146,7 +146,7 @@ def test_views_of_bucket_shards_make_up_the_global_tensor(tensor_ranks: list[Mes
     whole = torch.zeros(10, 3, 4)
     for mesh in tensor_ranks:
         shape = sharding.local_shape(mesh)
-        first = sharding.part_length(mesh) * mesh.rank
+        first = sharding.local_length(mesh) * mesh.rank
         rows = torch.arange(prod(shape), dtype=torch.float32) + 1000 * first
         cuts = [0, 5, 23, prod(shape)]
         for start, stop in pairwise(cuts):
@@ -156,7 +156,7 @@ def test_views_of_bucket_shards_make_up_the_global_tensor(tensor_ranks: list[Mes
                 assert (whole[box.slices] == 0).all()
                 whole[box.slices] = view.tensor + 1
     expected = [
-        (torch.arange(prod(sharding.local_shape(mesh))) + 1000.0 * sharding.part_length(mesh) * i)
+        (torch.arange(prod(sharding.local_shape(mesh))) + 1000.0 * sharding.local_length(mesh) * i)
         .reshape(sharding.local_shape(mesh))
         .add(1)
         for i, mesh in enumerate(tensor_ranks)
@@ -205,11 +205,11 @@ def test_every_element_of_the_experts_has_one_first_copy(degrees: dict[str, int]
     layout = ParallelLayout(**degrees).resolve(8)
     counted = torch.zeros(EXPERTS.shape)
     for mesh in (Mesh(layout, rank) for rank in range(8)):
-        ((box, local),) = EXPERTS.pieces(mesh)
+        ((box, local),) = EXPERTS.shard_boxes(mesh)
         assert local.lengths == EXPERTS.local_shape(mesh) == box.lengths
         place = layout.expert_coordinates(mesh.rank)
         assert EXPERTS.replica(mesh) == place.dp
-        assert EXPERTS.expert_numbers(mesh).start == place.ep * 4 // layout.ep
+        assert EXPERTS.expert_indices(mesh).start == place.ep * 4 // layout.ep
         counted[box.slices] += EXPERTS.replica(mesh) == 0
     assert (counted == 1).all()
 
@@ -218,7 +218,7 @@ def test_experts_are_matrices_one_by_one() -> None:
     assert EXPERTS.matrix == (12, 5) and EXPERTS.weight_decay and EXPERTS.fully_shard_dim == 2
     bias = Sharding((4, 6), "expert_tp", 1, experts=True)
     assert bias.matrix is None and not bias.weight_decay and bias.fully_shard_dim == 1
-    assert EXPERTS.of_one_expert == Sharding((2, 6, 5), "expert_tp", 1, fused_dim=0)
+    assert EXPERTS.single_expert == Sharding((2, 6, 5), "expert_tp", 1, fused_dim=0)
 
 
 def test_experts_that_cannot_be_cut_are_refused() -> None:
@@ -238,7 +238,7 @@ def test_copies_of_what_is_not_cut_within_an_expert_are_numbered() -> None:
     numbers: dict[int, list[int]] = {}
     for mesh in (Mesh(layout, rank) for rank in range(8)):
         assert whole.local_shape(mesh) == (2, 3, 6)
-        numbers.setdefault(whole.expert_numbers(mesh).start, []).append(whole.replica(mesh))
+        numbers.setdefault(whole.expert_indices(mesh).start, []).append(whole.replica(mesh))
         assert whole.replica(mesh, sharded=True) == mesh.axis("expert_tp").index
     assert {start: sorted(found) for start, found in numbers.items()} == {
         0: [0, 1, 2, 3],

@@ -41,7 +41,7 @@ class Watched(nn.Module):
             "largest",
             mesh,
             lambda value, seen: torch.cat([value[1:], seen]),  # of the last two steps
-            observed=(1,),
+            observation_shape=(1,),
             dtype=torch.float64,
         )
 

@@ -80,11 +80,11 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def train_once(
-    mesh: Mesh, sequence_parallel: bool, chunks: int = 1
+    mesh: Mesh, sequence_parallel: bool, num_slices: int = 1
 ) -> tuple[torch.Tensor, dict[str, Parts], dict[str, Parts]]:
     """Loss per token, and parameters and gradients as (offsets, lengths, part)."""
     model = Network(mesh, sequence_parallel)
-    overlap_forward(model, chunks)
+    overlap_forward(model, num_slices)
     table = collect_shardings(model)
     initialize_parameters(model, seed=3, mesh=mesh)
     with torch.no_grad():  # biases must not be zero, or a doubled one would go unnoticed

@@ -42,12 +42,14 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def events_of(mesh: Mesh, kind: str, sequence_parallel: bool, chunks: int) -> dict[str, list[str]]:
+def events_of(
+    mesh: Mesh, kind: str, sequence_parallel: bool, num_slices: int
+) -> dict[str, list[str]]:
     """Events of one forward and one backward pass."""
     options: Any = {"sequence_parallel": sequence_parallel, "dtype": torch.float64, "bias": False}
     layer = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind](6, 6, mesh, **options)
     torch.nn.init.normal_(layer.weight)
-    overlap_forward(layer, chunks)
+    overlap_forward(layer, num_slices)
     length = 8 // 2 if kind == "column" and sequence_parallel else 8
     x = torch.randn(length, 1, layer.weight.shape[1], dtype=torch.float64, requires_grad=True)
     events: list[str] = []
@@ -107,12 +109,12 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(("kind", "sequence_parallel", "chunks", "when"), EXPECTED)
+@pytest.mark.parametrize(("kind", "sequence_parallel", "num_slices", "when"), EXPECTED)
 def test_collectives_start_before_and_are_awaited_after_products(
-    worker_pool, kind, sequence_parallel, chunks, when
+    worker_pool, kind, sequence_parallel, num_slices, when
 ):
-    for events in worker_pool.run_mesh(LAYOUT, events_of, kind, sequence_parallel, chunks):
-        assert events[when] == EXPECTED[kind, sequence_parallel, chunks, when]
+    for events in worker_pool.run_mesh(LAYOUT, events_of, kind, sequence_parallel, num_slices):
+        assert events[when] == EXPECTED[kind, sequence_parallel, num_slices, when]
 
 
 def test_a_split_backward_pass_communicates_what_its_half_needs(worker_pool):

@@ -18,10 +18,10 @@ from megatron_parallel import (
     initialize_parameters,
 )
 from megatron_parallel.tensor_parallel import (
-    IGNORED_TARGET,
+    IGNORE_INDEX,
     PLAIN,
-    PLAIN_LOSS,
-    ChunkedLoss,
+    UNFUSED_CROSS_ENTROPY,
+    LinearCrossEntropy,
     LoRA,
     freeze_all_but_adapters,
 )
@@ -39,7 +39,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 def labels() -> Tensor:
     found = torch.randint(VOCAB, (S, B), generator=torch.Generator().manual_seed(3))
-    return found.index_put((torch.tensor([2]), torch.tensor([1])), torch.tensor(IGNORED_TARGET))
+    return found.index_put((torch.tensor([2]), torch.tensor([1])), torch.tensor(IGNORE_INDEX))
 
 
 def step(mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def step(mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str) -> dict[s
         (losses * drawn(2, S, B)).sum().backward()
     buffers.finish()
     gradients = {
-        name: [(p.box, gradient[p.local.slices].clone()) for p in table[name].pieces(mesh)]
+        name: [(p.box, gradient[p.local.slices].clone()) for p in table[name].shard_boxes(mesh)]
         for name, gradient in buffers.gradients().items()
     }
     return {"losses": losses.detach(), "x": x.grad, "gradients": gradients}
@@ -86,9 +86,11 @@ def step(mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str) -> dict[s
 def test_chunks_on_ranks_equal_the_plain_loss_of_one(
     worker_pool: WorkerPool, single: Mesh, tokens: int, smoothing: float, cut: bool, how: str
 ) -> None:
-    truth = step(single, PLAIN_LOSS, False, smoothing, "lora" if how == "lora" else "plain")
+    truth = step(
+        single, UNFUSED_CROSS_ENTROPY, False, smoothing, "lora" if how == "lora" else "plain"
+    )
     layout = ParallelLayout(tp=2, dp=1)
-    found = worker_pool.run_mesh(layout, step, ChunkedLoss(tokens), cut, smoothing, how)
+    found = worker_pool.run_mesh(layout, step, LinearCrossEntropy(tokens), cut, smoothing, how)
     close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
     for rank in found:
         close(rank["losses"], truth["losses"])
@@ -99,7 +101,7 @@ def test_chunks_on_ranks_equal_the_plain_loss_of_one(
 
 
 def test_the_plain_loss_is_torchs(single: Mesh) -> None:
-    found = step(single, ChunkedLoss(3), False, 0.1, "plain")
+    found = step(single, LinearCrossEntropy(3), False, 0.1, "plain")
     layer = ColumnParallelLinear(
         H, VOCAB, single, bias=False, init=Init("normal", 1.0), dtype=torch.float64
     )
@@ -127,7 +129,9 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize(("loss", "rows"), [(PLAIN_LOSS, S * B), (ChunkedLoss(4), 4)])
+@pytest.mark.parametrize(
+    ("loss", "rows"), [(UNFUSED_CROSS_ENTROPY, S * B), (LinearCrossEntropy(4), 4)]
+)
 def test_logits_are_made_for_a_chunk_alone(single: Mesh, loss: Any, rows: int) -> None:
     with Largest() as largest:
         step(single, loss, False, 0.0, "plain")
@@ -135,8 +139,11 @@ def test_logits_are_made_for_a_chunk_alone(single: Mesh, loss: Any, rows: int) -
 
 
 def test_what_cannot_be_is_refused(single: Mesh) -> None:
-    with pytest.raises(LayoutError, match="tokens 0 is not a number of tokens"):
-        ChunkedLoss(0)
+    with pytest.raises(LayoutError, match="tokens_per_slice=0 is not a number of tokens"):
+        LinearCrossEntropy(0)
     layer = ColumnParallelLinear(H, VOCAB, single)
     with pytest.raises(LayoutError, match="takes no bias"):
-        layer(torch.zeros(1, 1, H), loss=partial(PLAIN_LOSS, targets=labels(), true_vocab=VOCAB))
+        layer(
+            torch.zeros(1, 1, H),
+            loss=partial(UNFUSED_CROSS_ENTROPY, targets=labels(), true_vocab=VOCAB),
+        )

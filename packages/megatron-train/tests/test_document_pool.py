@@ -46,7 +46,7 @@ def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
             assert torch.equal(fields[name][true], wanted[true])
         assert torch.equal(fields["positions"][true], fields["indices_in_sample"][true].int())
         seen += where[true].tolist()
-        assert row.context_split.places.tolist() == [[list(range(length))]]
+        assert row.context_split.indices.tolist() == [[list(range(length))]]
     whole = read(range(4))
     assert sorted(seen) == sorted(whole["tokens"][whole["document_ids"] >= 0].tolist())
     assert sum(row.samples for row in rows) == 4

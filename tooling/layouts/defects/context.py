@@ -47,7 +47,7 @@ def _contiguous_documents(mesh: Mesh, replace: Replace) -> None:
     true = context_parallel.plan_ring
 
     def wrong(mask: SequenceMask, split: ContextSplit, *rest: Any) -> RingPlan:
-        order = split.places.flatten().argsort()
+        order = split.indices.flatten().argsort()
         return true(
             dataclasses.replace(mask, document_ids=mask.document_ids[:, order]), split, *rest
         )

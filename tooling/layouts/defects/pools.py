@@ -65,7 +65,7 @@ def _dropout_by_row(mesh: Mesh, replace: Replace) -> None:
 
 @defect("a rank's last row is left out, as if all had equally many", POOL)
 def _last_row_left_out(mesh: Mesh, replace: Replace) -> None:
-    true = PoolPlan.of
+    true = PoolPlan.rows_of
 
     def wrong(self: PoolPlan, rank: int) -> Any:
         rows = true(self, rank)
@@ -73,7 +73,7 @@ def _last_row_left_out(mesh: Mesh, replace: Replace) -> None:
         last = max((i for i, only in enumerate(alone) if only), default=-1) if rank == 3 else -1
         return tuple(None if i == last else row for i, row in enumerate(rows))
 
-    replace(PoolPlan, "of", wrong)
+    replace(PoolPlan, "rows_of", wrong)
 
 
 @defect("a row's labels come from the token after it in the row", POOL)

@@ -18,7 +18,7 @@ class Center(nn.Module):
         super().__init__()
         shape = (spec.hidden_size + 1,)
         self.seen = placement.register_state(
-            self, spec.state(), "center.mean", self.moved, observed=shape
+            self, spec.state(), "center.mean", self.moved, observation_shape=shape
         )
 
     @staticmethod

@@ -104,4 +104,4 @@ def find_kind(name: str) -> ModelKind:
     Raises:
         ConfigError: there is none of that name.
     """
-    return KINDS.described(name, ModelKind)
+    return KINDS.load_instance(name, ModelKind)

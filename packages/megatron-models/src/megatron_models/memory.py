@@ -88,7 +88,7 @@ def training_memory(
         products: what linear layers multiply by, by role (`Placement.products`). Where one adapts,
             only what it adds has gradients and optimizer state. Defaults to plain products.
         keeps_logits: whether the loss keeps a number for each token and each of the vocabulary, as
-            all but `ChunkedLoss` do (`Placement.vocabulary_loss`).
+            all but `LinearCrossEntropy` do (`Placement.vocabulary_loss`).
 
     Raises:
         ConfigError: the sequence is longer than the model's positions, or ``layout`` does not say

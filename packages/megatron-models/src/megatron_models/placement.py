@@ -9,7 +9,7 @@ from megatron_parallel import Mesh, RecomputeConfig, Sharding, StepState
 from megatron_parallel.state import Update
 from megatron_parallel.tensor_parallel import (
     PLAIN,
-    PLAIN_LOSS,
+    UNFUSED_CROSS_ENTROPY,
     ColumnParallelLinear,
     ColumnSpec,
     Product,
@@ -60,7 +60,7 @@ class Placement:
     dispatcher: str = "allgather"
     cp_comm_type: str | Sequence[str] = "p2p"
     products: Mapping[str, Product] = field(default_factory=dict)
-    vocabulary_loss: VocabularyLoss = PLAIN_LOSS
+    vocabulary_loss: VocabularyLoss = UNFUSED_CROSS_ENTROPY
 
     @classmethod
     def resolve(cls, placement: Union["Placement", Mesh]) -> "Placement":
@@ -83,7 +83,7 @@ class Placement:
 
     def column_parallel_linear(self, spec: ColumnSpec) -> ColumnParallelLinear:
         """Builds a column-parallel layer here."""
-        return ColumnParallelLinear.of(
+        return ColumnParallelLinear.from_spec(
             spec,
             self.mesh,
             sequence_parallel=self.sequence_parallel,
@@ -94,7 +94,7 @@ class Placement:
 
     def row_parallel_linear(self, spec: RowSpec) -> RowParallelLinear:
         """Builds a row-parallel layer here."""
-        return RowParallelLinear.of(
+        return RowParallelLinear.from_spec(
             spec,
             self.mesh,
             sequence_parallel=self.sequence_parallel,
@@ -106,7 +106,7 @@ class Placement:
     def vocab_parallel_embedding(self, spec: VocabSpec) -> VocabParallelEmbedding:
         """Builds token embeddings here."""
         cut = self.sequence_parallel
-        return VocabParallelEmbedding.of(
+        return VocabParallelEmbedding.from_spec(
             spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.resolved_device
         )
 
@@ -116,7 +116,7 @@ class Placement:
         shardings: Mapping[str, Sharding],
         name: str,
         update: Update,
-        observed: tuple[int, ...] | None = None,
+        observation_shape: tuple[int, ...] | None = None,
     ) -> StepState | None:
         """Gives a module state that is not a parameter, in at least float32.
 
@@ -126,7 +126,7 @@ class Placement:
                 none.
             name: in ``shardings``; its last part is that of the buffer.
             update: returns the value after a step, see `megatron_parallel.StepState`.
-            observed: shape of an observation. Defaults to that of the value.
+            observation_shape: shape of an observation. Defaults to that of the value.
 
         Returns:
             What takes the module's observations, or None.
@@ -141,7 +141,7 @@ class Placement:
             buffer,
             self.mesh,
             update,
-            observed=observed,
+            observation_shape=observation_shape,
             dtype=exact,
             device=self.resolved_device,
         )

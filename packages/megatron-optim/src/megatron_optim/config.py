@@ -123,7 +123,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.optimizer not in RULES:
-            unknown = RULES.unknown(self.optimizer, "{optimizer:repr}")
+            unknown = RULES.unknown_name_message(self.optimizer, "{optimizer:repr}")
             raise OptimError(f"{{optimizer:name}}: {unknown}", vars(self))
         rates = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_warmup_init")
         for name in (*rates, "weight_decay", "clip_grad"):

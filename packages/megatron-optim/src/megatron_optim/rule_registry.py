@@ -15,7 +15,7 @@ RULES = Extensions(
     "megatron.update_rules",
     "update rule",
     OptimError,
-    own={
+    builtin={
         "adam": "megatron_optim.builtin_rule_kinds:ADAM",
         "sgd": "megatron_optim.builtin_rule_kinds:SGD",
     },
@@ -56,4 +56,4 @@ def find_rule(name: str) -> UpdateRuleKind:
     Raises:
         OptimError: there is none of that name.
     """
-    return RULES.described(name, UpdateRuleKind)
+    return RULES.load_instance(name, UpdateRuleKind)

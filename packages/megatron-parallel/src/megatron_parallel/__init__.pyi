@@ -65,7 +65,7 @@ from .sharding import AxisLike as AxisLike
 from .sharding import Box as Box
 from .sharding import Init as Init
 from .sharding import MeshLike as MeshLike
-from .sharding import Piece as Piece
+from .sharding import ShardBox as ShardBox
 from .sharding import Sharding as Sharding
 from .sharding import flat_range_boxes as flat_range_boxes
 from .state import StepState as StepState

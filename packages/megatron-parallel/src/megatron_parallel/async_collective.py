@@ -103,7 +103,7 @@ class AsyncCollective:
 def start_all_reduce(t: Tensor, axis: Axis) -> AsyncCollective:
     """Starts an in-place sum of `t` over the axis."""
     return AsyncCollective(
-        axis, "all_reduce", t, t, lambda: _compat.start_all_reduce(t, axis.bound)
+        axis, "all_reduce", t, t, lambda: _compat.start_all_reduce(t, axis.process_group)
     )
 
 
@@ -116,7 +116,7 @@ def start_all_gather(part: Tensor, axis: Axis) -> AsyncCollective:
         "all_gather",
         shard,
         gathered,
-        lambda: _compat.start_all_gather(gathered, shard, axis.bound),
+        lambda: _compat.start_all_gather(gathered, shard, axis.process_group),
     )
 
 
@@ -138,5 +138,5 @@ def start_reduce_scatter(whole: Tensor, axis: Axis) -> AsyncCollective:
         "reduce_scatter",
         given,
         part,
-        lambda: _compat.start_reduce_scatter(part, given, axis.bound),
+        lambda: _compat.start_reduce_scatter(part, given, axis.process_group),
     )

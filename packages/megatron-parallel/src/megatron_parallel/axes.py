@@ -38,7 +38,7 @@ class Axis:
     watchdog: Watchdog | None = field(default=None, repr=False)
 
     @property
-    def bound(self) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup:
         """The group, for torch's collectives; raises `LayoutError` if there is none."""
         if self.group is None:
             raise LayoutError(

@@ -48,7 +48,7 @@ def all_reduce(
     """Reduces `t` over the axis, in place, and returns it."""
     if axis.size > 1:
         with _communicating(axis, "all_reduce", t, purpose):
-            dist.all_reduce(t, _OPS[op], group=axis.bound)
+            dist.all_reduce(t, _OPS[op], group=axis.process_group)
     return t
 
 
@@ -61,7 +61,7 @@ def all_gather(
     part = t.movedim(dim, 0).contiguous()
     whole = part.new_empty((axis.size * part.shape[0], *part.shape[1:]))
     with _communicating(axis, "all_gather", part, purpose):
-        _compat.all_gather(whole, part, axis.bound)
+        _compat.all_gather(whole, part, axis.process_group)
     return whole.movedim(0, dim)
 
 
@@ -79,7 +79,7 @@ def reduce_scatter(
     whole = t.movedim(dim, 0).contiguous()
     part = whole.new_empty((_part_length(t, axis, dim), *whole.shape[1:]))
     with _communicating(axis, "reduce_scatter", whole, purpose):
-        _compat.reduce_scatter(part, whole, _OPS[op], axis.bound)
+        _compat.reduce_scatter(part, whole, _OPS[op], axis.process_group)
     return part.movedim(0, dim)
 
 
@@ -89,7 +89,7 @@ def broadcast(
     """Overwrites `t` with that of the member whose index on the axis is `source`; return it."""
     if axis.size > 1:
         with _communicating(axis, "broadcast", t, purpose):
-            dist.broadcast(t, axis.ranks[source], group=axis.bound)
+            dist.broadcast(t, axis.ranks[source], group=axis.process_group)
     return t
 
 
@@ -102,7 +102,7 @@ def send(t: Shaped[Tensor, "..."], axis: Axis, to: int, *, purpose: str = "") ->
     peer = _peer(axis, to, "sent to")
     t = t.contiguous()
     with _between(axis, "send", f"to rank {peer}", t, purpose, axis.ranks[axis.index], peer):
-        dist.send(t, peer, group=axis.bound)
+        dist.send(t, peer, group=axis.process_group)
 
 
 def receive(
@@ -116,7 +116,7 @@ def receive(
     peer = _peer(axis, source, "received from")
     buffer = t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
     with _between(axis, "receive", f"from rank {peer}", t, purpose, peer, axis.ranks[axis.index]):
-        dist.recv(buffer, peer, group=axis.bound)
+        dist.recv(buffer, peer, group=axis.process_group)
     return t if buffer is t else t.copy_(buffer)
 
 

@@ -19,7 +19,7 @@ def draw_layout(layout: ParallelLayout, width: int = 100) -> str:
 def _stages(layout: ParallelLayout, width: int) -> list[str]:
     digits = len(str(layout.world_size - 1))
     # A stage's tensor groups, in the order of the first stage: cell (stage, column).
-    where = [layout.coordinates(rank) for rank in layout.stage_ranks(0)]
+    where = [layout.coordinates(rank) for rank in layout.ranks_of_pipeline_rank(0)]
     columns = sorted({(at.dp, at.cp) for at in where})
     cells = {
         (at.pp, at.dp, at.cp): group

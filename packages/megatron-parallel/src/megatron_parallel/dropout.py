@@ -9,7 +9,7 @@ on as if it had not stopped. There is no generator and no state to save.
     key = DropoutKey.for_batch(seed=1234, iteration=7, samples=numbers, positions=4096)   # [s, b]
     x = keyed_dropout(x, 0.1, key, layer=3, site=1)                             # [s, b, h]
     y = keyed_dropout(y, 0.1, key, layer=3, site=2, channels=tp.index * width)  # [s, b, f/tp]
-    z = keyed_dropout(z, 0.1, key.part(tp), layer=3, site=3)                    # [s/tp, b, h]
+    z = keyed_dropout(z, 0.1, key.shard(tp), layer=3, site=3)                    # [s/tp, b, h]
 
 The hash is integer arithmetic modulo 2^32: the mixer `triple32` found by C. Wellons' search ("hash
 prospector", public domain), four xor-shifts with three multiplications between them, made a
@@ -99,7 +99,7 @@ class DropoutKey:
             word0, word1 = _absorb(word0, word1, word)
         return cls(word0, word1)
 
-    def part(self, axis: Axis) -> "DropoutKey":
+    def shard(self, axis: Axis) -> "DropoutKey":
         """Returns the key of this rank's part of the sequence, as sequence parallelism cuts it."""
         length = self.word0.shape[0]
         if length % axis.size:
@@ -110,9 +110,9 @@ class DropoutKey:
         start = length // axis.size * axis.index
         return self.narrow(start, start + length // axis.size)
 
-    def select(self, places: Int[Tensor, "#b part"]) -> "DropoutKey":
-        """Returns the key of the tokens at `places`, as context parallelism cuts the sequence."""
-        rows = places.t().expand(-1, self.word0.shape[1])
+    def select(self, indices: Int[Tensor, "#b part"]) -> "DropoutKey":
+        """Returns the key of the tokens at `indices`, as context parallelism cuts the sequence."""
+        rows = indices.t().expand(-1, self.word0.shape[1])
         return DropoutKey(self.word0.gather(0, rows), self.word1.gather(0, rows))
 
     def narrow(self, start: int, stop: int) -> "DropoutKey":

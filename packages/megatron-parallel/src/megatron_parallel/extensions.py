@@ -47,21 +47,21 @@ class Extensions:
         group: Name of the entry-point group, such as `megatron.models`.
         what: What an object of the group is, for messages: `kind of model`.
         error: Exception that is raised for a name that cannot be used.
-        own: Objects that are there without an entry point, `package.module:object` by name: those
-            of the package that looks names up.
+        builtin: Objects of the package itself, which need no entry point: `package.module:object`
+            by name.
     """
 
     group: str
     what: str
     error: type[ValueError]
-    own: Mapping[str, str] = field(default_factory=dict)
+    builtin: Mapping[str, str] = field(default_factory=dict)
 
     def entries(self) -> dict[str, EntryPoint]:
         """Entry points by name, sorted.
 
         Raises `error` if two distributions bring different objects under one name.
         """
-        found = {name: EntryPoint(name, value, self.group) for name, value in self.own.items()}
+        found = {name: EntryPoint(name, value, self.group) for name, value in self.builtin.items()}
         for entry in entry_points(group=self.group):
             other = found.setdefault(entry.name, entry)
             if other.value != entry.value:
@@ -72,14 +72,14 @@ class Extensions:
         return dict(sorted(found.items()))
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is an object of that name. One of `own` is found without a search."""
-        return name in self.own or name in self.entries()
+        """Whether there is an object of that name. One of `builtin` is found without a search."""
+        return name in self.builtin or name in self.entries()
 
     def find(self, name: str) -> EntryPoint:
         """Returns the entry point of that name. Raises `error` if there is none."""
         known = self.entries()
         if name not in known:
-            raise self.error(self.unknown(name))
+            raise self.error(self.unknown_name_message(name))
         return known[name]
 
     def load(self, name: str) -> Any:
@@ -93,7 +93,7 @@ class Extensions:
                 "repair or uninstall the distribution that brings it"
             ) from error
 
-    def described(self, name: str, cls: type[Described]) -> Described:
+    def load_instance(self, name: str, cls: type[Described]) -> Described:
         """Returns the object of that name, which is a `cls` and has the name of its entry point.
 
         Raises `error` as `load`, and if it is something else.
@@ -106,7 +106,7 @@ class Extensions:
             )
         return found
 
-    def unknown(self, name: str, shown: str | None = None) -> str:
+    def unknown_name_message(self, name: str, shown: str | None = None) -> str:
         """One line that says that `name` is not there, with the names that are.
 
         `shown` stands for the name in the line. Defaults to its `repr`.

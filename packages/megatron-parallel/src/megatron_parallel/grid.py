@@ -28,8 +28,8 @@ class Grid:
     Args:
         names: Of the axes.
         sizes: Ranks along each of them.
-        first: Lowest rank of the grid; the others follow it.
-        joint: Sets of axes that have groups together, besides each alone and all at once.
+        first_rank: Lowest rank of the grid; the others follow it.
+        joint_axes: Sets of axes that have groups together, besides each alone and all at once.
 
     Raises:
         LayoutError: Names that are not words or not unique, or sizes below 1.
@@ -37,8 +37,8 @@ class Grid:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    first: int = 0
-    joint: tuple[tuple[str, ...], ...] = ()
+    first_rank: int = 0
+    joint_axes: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes):
@@ -51,10 +51,10 @@ class Grid:
         for name, size in zip(self.names, self.sizes, strict=True):
             if size < 1:
                 raise LayoutError(f"{name}={size} is not a size: give a whole number >= 1")
-        for axes in self.joint:
+        for axes in self.joint_axes:
             self._check(axes)
-        if self.first < 0:
-            raise LayoutError(f"first={self.first} is not a rank")
+        if self.first_rank < 0:
+            raise LayoutError(f"first_rank={self.first_rank} is not a rank")
 
     @classmethod
     def of(cls, **sizes: int) -> "Grid":
@@ -69,13 +69,13 @@ class Grid:
     @property
     def ranks(self) -> range:
         """All ranks."""
-        return range(self.first, self.first + self.world_size)
+        return range(self.first_rank, self.first_rank + self.world_size)
 
     @property
     def named_groups(self) -> dict[str, tuple[str, ...]]:
-        """Axes of each kind of group: one axis, `joint` ones joined by `_`, and `world`."""
+        """Axes of each kind of group: one axis, `joint_axes` ones joined by `_`, and `world`."""
         single = {name: (name,) for name in self.names}
-        return single | {"_".join(axes): axes for axes in self.joint} | {"world": self.names}
+        return single | {"_".join(axes): axes for axes in self.joint_axes} | {"world": self.names}
 
     @cached_property
     def strides(self) -> dict[str, int]:
@@ -88,14 +88,14 @@ class Grid:
 
     def coordinate(self, name: str, rank: int) -> int:
         """Place of a rank along an axis."""
-        return (rank - self.first) // self.strides[name] % self.size(name)
+        return (rank - self.first_rank) // self.strides[name] % self.size(name)
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Ranks that differ only along `axes`, for every place along the others; ascending."""
         self._check(axes)
         offsets = self._span(axes)
         bases = self._span([name for name in self.names if name not in axes])
-        return [tuple([self.first + base + offset for offset in offsets]) for base in bases]
+        return [tuple([self.first_rank + base + offset for offset in offsets]) for base in bases]
 
     def group_of(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
         """Returns the group along `axes` that `rank` is in."""
@@ -123,4 +123,4 @@ class Grid:
         text = " x ".join(
             f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True)
         )
-        return f"{text} from rank {self.first}" if self.first else text
+        return f"{text} from rank {self.first_rank}" if self.first_rank else text

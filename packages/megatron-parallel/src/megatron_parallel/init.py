@@ -64,11 +64,11 @@ def initialize(
     with torch.no_grad():
         if init.kind == "constant":
             param.zero_()
-            for piece in sharding.pieces(mesh):
+            for piece in sharding.shard_boxes(mesh):
                 param[piece.local.slices] = init.scale
         elif sharding.experts:
-            for number, one in zip(sharding.expert_numbers(mesh), param, strict=True):
-                _draw(one, init, (seed, name, number), sharding.of_one_expert, mesh)
+            for number, one in zip(sharding.expert_indices(mesh), param, strict=True):
+                _draw(one, init, (seed, name, number), sharding.single_expert, mesh)
         else:
             _draw(param, init, (seed, name, expert), sharding, mesh)
 
@@ -118,7 +118,7 @@ def _draw(
     sharding: Sharding,
     mesh: Mesh,
 ) -> None:
-    pieces = sharding.pieces(mesh)
+    pieces = sharding.shard_boxes(mesh)
     if sum(piece.box.numel for piece in pieces) < param.numel():
         param.zero_()
     generator = Generator(device="cpu")

@@ -336,7 +336,7 @@ class ParallelLayout:
         names = ExpertCoordinates._fields
         return ExpertCoordinates(*(grid.coordinate(name, rank) for name in names))
 
-    def stage_ranks(self, stage: int) -> tuple[int, ...]:
+    def ranks_of_pipeline_rank(self, stage: int) -> tuple[int, ...]:
         """Ranks of one pipeline stage, ascending."""
         if not 0 <= stage < self.pp:
             raise LayoutError(f"stage {stage} does not exist: pp={self.pp}")
@@ -347,7 +347,7 @@ class ParallelLayout:
         """Stages of the model that the pipeline rank `index` holds, one for each of its chunks."""
         return stages_of(self.stage_mapping, self.pp, self.vpp, index)
 
-    def stage_holder(self, stage: int) -> int:
+    def pipeline_rank_of(self, stage: int) -> int:
         """Index on the pipeline axis of the rank that holds a stage of the model."""
         if not 0 <= stage < self.pp * self.vpp:
             raise LayoutError(f"stage {stage} does not exist: there are {self.pp} x {self.vpp}")
@@ -382,7 +382,7 @@ class ParallelLayout:
         return list(zip(*parts, strict=True)) if kind.axes == ("outer",) else parts
 
     def _holders(self, pipeline: tuple[int, ...], which: tuple[str, ...]) -> tuple[int, ...]:
-        last = self.stage_holder(self.pp * self.vpp - 1)
+        last = self.pipeline_rank_of(self.pp * self.vpp - 1)
         ends = {"first": pipeline[0], "last": pipeline[last]}
         return tuple(dict.fromkeys(ends[end] for end in which))
 

@@ -1,13 +1,13 @@
-"""Which part of which parameter a rank holds: one table, read by everybody.
+"""The sharding table: which part of which parameter a rank holds.
 
 Every module that owns parameters, or state that is not a parameter, has an attribute `sharding`, a
 dict from their local names to `Sharding`. `collect_shardings` gathers them into one table keyed by
 global name. Initialisation, weight-decay groups, gradient norms, checkpoints and conversion read
 that table; there is no second one.
 
-A `Sharding` speaks of the *global* parameter, as a checkpoint stores it, and says which mesh axis
-cuts which dim. It is the same for every layout: only `pieces(mesh)`, which asks where this rank
-stands, differs. All coordinates are global and unpadded unless they are called local.
+A `Sharding` describes the *global* parameter, as a checkpoint stores it, and which mesh axis cuts
+which dim. It is the same for every layout; only `shard_boxes(mesh)` depends on the coordinates of
+the rank. All offsets are global and unpadded unless they are called local.
 
 Nothing here imports torch: the parameters of a model are planned and counted without it. `View`,
 which has a tensor, is in `megatron_parallel.views`.
@@ -82,7 +82,7 @@ class Box:
         return Box(tuple(offsets), tuple(lengths))
 
 
-class Piece(NamedTuple):
+class ShardBox(NamedTuple):
     """One box of the global tensor and where it lies in the local one; lengths are equal."""
 
     box: Box
@@ -227,7 +227,7 @@ class Sharding:
         return self.matrix is not None and not self.vocabulary
 
     @property
-    def of_one_expert(self) -> "Sharding":
+    def single_expert(self) -> "Sharding":
         """The sharding of the parameter of a single expert, without dim 0."""
         return replace(
             self,
@@ -237,14 +237,14 @@ class Sharding:
             experts=False,
         )
 
-    def part_length(self, mesh: MeshLike) -> int:
+    def local_length(self, mesh: MeshLike) -> int:
         """Local length of the cut dim, with padding."""
         if self.axis is None or self.dim is None:
             raise LayoutError(f"shape {self.shape} is not cut")
         size, parts = self.shape[self.dim], mesh.axis(self.axis).size
         if self.padded is not None:
             return -(-self.padded // parts)
-        if self.sharers(mesh) > 1:
+        if self.ranks_per_entry(mesh) > 1:
             return 1
         if size % parts:
             raise LayoutError(
@@ -253,7 +253,7 @@ class Sharding:
             )
         return size // parts
 
-    def sharers(self, mesh: MeshLike) -> int:
+    def ranks_per_entry(self, mesh: MeshLike) -> int:
         """Ranks that share an entry of `dim` and cut `spill_dim`; 1 where there are enough."""
         if self.axis is None or self.dim is None or self.spill_dim is None:
             return 1
@@ -271,11 +271,11 @@ class Sharding:
         """Shape of this rank's tensor, with padding."""
         shape = list(self.shape)
         if self.dim is not None:
-            shape[self.dim] = self.part_length(mesh)
+            shape[self.dim] = self.local_length(mesh)
         if self.spill_dim is not None:
-            shape[self.spill_dim] //= self.sharers(mesh)
+            shape[self.spill_dim] //= self.ranks_per_entry(mesh)
         if self.experts:
-            shape[0] = self.expert_numbers(mesh).stop - self.expert_numbers(mesh).start
+            shape[0] = self.expert_indices(mesh).stop - self.expert_indices(mesh).start
         return tuple(shape)
 
     def local_matrix(self, mesh: MeshLike) -> tuple[int, ...]:
@@ -287,10 +287,10 @@ class Sharding:
         for split in range(len(shape) - 1, 0, -1):
             if (prod(shape[:split]), prod(shape[split:])) == self.matrix:
                 of_one = (prod(local[:split]), prod(local[split:]))
-                return (len(self.expert_numbers(mesh)), *of_one) if self.experts else of_one
+                return (len(self.expert_indices(mesh)), *of_one) if self.experts else of_one
         raise LayoutError(f"shape {self.shape} cannot be split into the dims of {self.matrix}")
 
-    def expert_numbers(self, mesh: MeshLike) -> range:
+    def expert_indices(self, mesh: MeshLike) -> range:
         """Returns the experts this rank holds."""
         count, ep = self.shape[0], mesh.axis("ep")
         if count % ep.size:
@@ -301,25 +301,25 @@ class Sharding:
         length = count // ep.size
         return range(ep.index * length, (ep.index + 1) * length)
 
-    def pieces(self, mesh: MeshLike) -> tuple[Piece, ...]:
+    def shard_boxes(self, mesh: MeshLike) -> tuple[ShardBox, ...]:
         """The boxes this rank holds and where they lie locally; none if it holds only padding."""
         whole = Box((0,) * len(self.shape), self.shape)
         corner, lengths = list(whole.offsets), self.local_shape(mesh)
         if self.axis is not None and self.dim is not None:
-            entry, share = divmod(mesh.axis(self.axis).index, self.sharers(mesh))
-            corner[self.dim] = self.part_length(mesh) * entry
+            entry, share = divmod(mesh.axis(self.axis).index, self.ranks_per_entry(mesh))
+            corner[self.dim] = self.local_length(mesh) * entry
             if self.spill_dim is not None:
                 corner[self.spill_dim] = lengths[self.spill_dim] * share
         if self.experts:
-            corner[0] = self.expert_numbers(mesh).start
+            corner[0] = self.expert_indices(mesh).start
         box = Box(tuple(corner), lengths).intersection(whole)
         if box.numel == 0:
             return ()
-        return (Piece(box, Box(whole.offsets, box.lengths)),)
+        return (ShardBox(box, Box(whole.offsets, box.lengths)),)
 
     def boxes(self, mesh: MeshLike) -> tuple[Box, ...]:
         """Returns the boxes of the global tensor this rank holds; none if it holds only padding."""
-        return tuple(piece.box for piece in self.pieces(mesh))
+        return tuple(piece.box for piece in self.shard_boxes(mesh))
 
     def box(self, mesh: MeshLike) -> Box:
         """Returns the one box this rank holds, of zero `numel` if it holds only padding."""

@@ -51,7 +51,7 @@ class StepState:
         name: Of the buffer.
         mesh: Where this rank stands.
         update: Returns the value after a step.
-        observed: Shape of an observation. Defaults to the local shape of the value.
+        observation_shape: Shape of an observation. Defaults to the local shape of the value.
         dtype: Of the value. Observations are float64.
         device: Of the value. Defaults to the mesh's device.
 
@@ -66,7 +66,7 @@ class StepState:
         mesh: Mesh,
         update: Update,
         *,
-        observed: tuple[int, ...] | None = None,
+        observation_shape: tuple[int, ...] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class StepState:
         shape = self.sharding.local_shape(mesh)
         self._module, self._name, self._mesh = module, name, mesh
         self._update = update
-        self._shape = shape if observed is None else observed
+        self._shape = shape if observation_shape is None else observation_shape
         self._observed: Tensor | None = None
         where = mesh.device if device is None else torch.device(device)
         value = torch.full(shape, self.sharding.init.scale, dtype=dtype, device=where)
@@ -116,7 +116,7 @@ class StepState:
         observed: Tensor = _Observe.apply(x, seen.detach(), self)  # type: ignore[no-untyped-call]
         return observed
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drops what the current step has observed."""
         self._observed = None
 

@@ -59,7 +59,7 @@ def box_views(
     """
     views = []
     box = Box(offsets, tuple(tensor.shape))
-    for piece in sharding.pieces(mesh):
+    for piece in sharding.shard_boxes(mesh):
         part = box.intersection(piece.local)
         if part.numel == 0:
             continue
@@ -121,6 +121,6 @@ def parameter_views(
         data = tensor.detach()
         views[name] = [
             View(data[at.slices], sharding.shape, box.offsets, box.lengths, replica)
-            for box, at in sharding.pieces(mesh)
+            for box, at in sharding.shard_boxes(mesh)
         ]
     return views

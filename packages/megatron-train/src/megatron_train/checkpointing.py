@@ -58,7 +58,7 @@ class MeshCoordinator(DistributedCoordinator):
 
     def __init__(self, mesh: Mesh) -> None:
         self._axis = mesh.axis("world")
-        super().__init__(self._axis.bound)
+        super().__init__(self._axis.process_group)
 
     def gather(self, text: str) -> list[str] | None:
         """Returns every rank's text, by rank, on rank 0; None elsewhere."""

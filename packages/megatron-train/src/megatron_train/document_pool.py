@@ -81,7 +81,7 @@ class DocumentPool:
         length = samples[some]["tokens"].shape[1]
         share = len(range(self._axis.index, len(numbers), self._axis.size))
         rows: list[MicroBatch] = []
-        for row in plan.of(self._axis.index):
+        for row in plan.rows_of(self._axis.index):
             taken = () if row is None else row.documents
             parts = [samples.part(*ends[number]) for number in taken]
             fields = self._filled(parts or [samples.part(some, 0, 0)], row)
@@ -125,7 +125,7 @@ class DocumentPool:
 
     def _filled(self, parts: Sequence[dict[str, Tensor]], row: PoolRow | None) -> dict[str, Tensor]:
         """Returns the documents of a row one after the other, and padding to its length."""
-        length = self._multiple if row is None else row.length
+        length = self._multiple if row is None else row.padded_length
         for number, part in enumerate(parts):
             part["document_ids"] = torch.full_like(part["document_ids"], number)
         fields = {}

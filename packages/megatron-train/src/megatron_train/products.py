@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from megatron_parallel.tensor_parallel import (
-    PLAIN_LOSS,
-    ChunkedLoss,
+    UNFUSED_CROSS_ENTROPY,
+    LinearCrossEntropy,
     Product,
     VocabularyLoss,
     find_product,
@@ -49,4 +49,8 @@ def trains_adapters_only(config: RunConfig) -> bool:
 
 def vocabulary_loss_of(config: RunConfig) -> VocabularyLoss:
     """Returns how output layer and loss are computed."""
-    return ChunkedLoss() if config.placement.cross_entropy_fusion_impl == "linear" else PLAIN_LOSS
+    return (
+        LinearCrossEntropy()
+        if config.placement.cross_entropy_fusion_impl == "linear"
+        else UNFUSED_CROSS_ENTROPY
+    )

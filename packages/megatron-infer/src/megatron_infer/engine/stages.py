@@ -63,7 +63,7 @@ class LocalStages:
                 f"this rank has stages {', '.join(map(str, expected))}: give all of them"
             )
         self._replicas = self.mesh.axis("tp_cp" if layout.cp > 1 else "tp")
-        self._end = layout.stage_holder(layout.pp * layout.vpp - 1)
+        self._end = layout.pipeline_rank_of(layout.pp * layout.vpp - 1)
         self.last = self._own[-1].last
         self.reads_source = one.reads_source
         embedding = one.config.embedding
@@ -73,7 +73,7 @@ class LocalStages:
 
     def run(self, decoding_pass: DecodingPass) -> Float[Tensor, "s b v_part"] | None:
         """Runs this rank's stages in one pass; returns logits if it has the last one."""
-        holder = self.mesh.layout.stage_holder
+        holder = self.mesh.layout.pipeline_rank_of
         first = self._own[0].first_active_stage(decoding_pass)
         made: tuple[Tensor, ...] = ()
         for stage in self._own:

@@ -85,7 +85,7 @@ class StageDropout:
                 sequence.
         """
         stream = dropout.key if indices is None else dropout.key.select(indices)
-        return cls(dropout, stream if sequence_axis is None else stream.part(sequence_axis))
+        return cls(dropout, stream if sequence_axis is None else stream.shard(sequence_axis))
 
     def hidden(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
         """Drops elements of a tensor that is added to the residual stream."""

@@ -11,8 +11,8 @@ sequence, with the positions they have in the whole one. Attention goes one of f
 | function | what travels |
 |---|---|
 | `ring_attention` | keys and values, from rank to rank while blocks are computed |
-| `head_scatter_attention` | queries, keys, values, output: each rank has all places of some heads |
-| `gathered_attention` | keys and values: each rank has its own queries and all keys |
+| `all_to_all_attention` | queries, keys, values, output: each rank has all places of some heads |
+| `all_gather_attention` | keys and values: each rank has its own queries and all keys |
 | `hierarchical_attention` | heads are scattered inside, a ring goes round outside |
 """
 

@@ -1,12 +1,12 @@
+from .balance import attention_pairs as attention_pairs
 from .balance import imbalance as imbalance
-from .balance import pairs as pairs
 from .blocks import Block as Block
 from .blocks import RingPlan as RingPlan
 from .blocks import plan_ring as plan_ring
-from .gathered import gathered_attention as gathered_attention
+from .gathered import all_gather_attention as all_gather_attention
+from .heads import all_to_all_attention as all_to_all_attention
 from .heads import check_heads as check_heads
 from .heads import gather_heads as gather_heads
-from .heads import head_scatter_attention as head_scatter_attention
 from .heads import hierarchical_attention as hierarchical_attention
 from .heads import scatter_heads as scatter_heads
 from .mask import BlockMask as BlockMask

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_parallel.context_parallel.split import ContextSplit
 
 
-def pairs(
+def attention_pairs(
     split: ContextSplit, document_ids: Int[Tensor, "b s"] | None = None
 ) -> Float64[Tensor, " ranks"]:
     """Pairs that the queries of every rank make with keys, under a causal mask.
@@ -18,10 +18,10 @@ def pairs(
     """
     if document_ids is None:
         document_ids = torch.zeros(1, split.length, dtype=torch.int32)
-    places = torch.arange(split.length).expand_as(document_ids)
+    indices = torch.arange(split.length).expand_as(document_ids)
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    keys = places - torch.where(begins, places, 0).cummax(1).values + 1
+    keys = indices - torch.where(begins, indices, 0).cummax(1).values + 1
     keys = torch.where(document_ids < 0, 0, keys).double()
     return torch.stack([split.take(keys, rank).sum() for rank in range(split.ranks)])
 

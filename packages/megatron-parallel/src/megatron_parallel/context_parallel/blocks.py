@@ -65,7 +65,7 @@ def plan_ring(
         lower: Turns each mask into what the block function takes, once for all layers.
     """
     tiles = _tiles(mask, split)
-    size = split.part // tiles
+    size = split.local_length // tiles
     needed, whole = _classify(mask, split, index, tiles)
     blocks = []
     for source, (some, every) in enumerate(zip(needed, whole, strict=True)):
@@ -73,10 +73,10 @@ def plan_ring(
         for first, last, begin, end in _ranges(some):
             rows, columns = slice(first * size, last * size), slice(begin * size, end * size)
             block = mask.block(
-                split.places[index][:, rows].contiguous(),
-                split.places[source][:, columns].contiguous(),
+                split.indices[index][:, rows].contiguous(),
+                split.indices[source][:, columns].contiguous(),
             )
-            block = replace(block, everything=all(all(r[begin:end]) for r in every[first:last]))
+            block = replace(block, all_allowed=all(all(r[begin:end]) for r in every[first:last]))
             found.append(Block(rows, columns, block if lower is None else lower(block)))
         blocks.append(tuple(found))
     return RingPlan(split, tuple(blocks))
@@ -87,8 +87,8 @@ def _tiles(mask: SequenceMask, split: ContextSplit) -> int:
     tiles = 2
     while (
         (mask.document_ids is not None or mask.window is not None)
-        and split.part % (2 * tiles) == 0
-        and split.part // (2 * tiles) >= SMALLEST_TILE
+        and split.local_length % (2 * tiles) == 0
+        and split.local_length // (2 * tiles) >= SMALLEST_TILE
     ):
         tiles *= 2
     return tiles
@@ -115,7 +115,7 @@ def _classify(
 
     Judged by the extremes of each tile, so that the first errs towards yes and the second to no.
     """
-    low, high = _extremes(mask.positions, split, tiles, split.places)
+    low, high = _extremes(mask.positions, split, tiles, split.indices)
     some, every = _by_place(mask, (low[index], high[index]), (low, high))
     if mask.document_ids is not None:
         ids = mask.document_ids
@@ -153,14 +153,14 @@ def _by_place(
 
 
 def _extremes(
-    values: Tensor | None, split: ContextSplit, tiles: int, places: Tensor | None = None
+    values: Tensor | None, split: ContextSplit, tiles: int, indices: Tensor | None = None
 ) -> tuple[Int[Tensor, "... tiles"], Int[Tensor, "... tiles"]]:
-    """Smallest and largest value of every tile; the places themselves if there are no values."""
+    """Smallest and largest value of every tile; the indices themselves if there are no values."""
     if values is not None:
-        places = torch.stack([gather_rows(values, own) for own in split.places])
-    if places is None:
-        raise ValueError("neither values nor places")
-    tiled = torch.unflatten(places, 2, (tiles, -1))
+        indices = torch.stack([gather_rows(values, own) for own in split.indices])
+    if indices is None:
+        raise ValueError("neither values nor indices")
+    tiled = torch.unflatten(indices, 2, (tiles, -1))
     return tiled.amin(-1), tiled.amax(-1)
 
 

@@ -14,7 +14,7 @@ from megatron_parallel.context_parallel.heads import Attend
 from megatron_parallel.context_parallel.split import ContextSplit
 
 
-def gathered_attention(
+def all_gather_attention(
     q: Float[Tensor, "part b n d"],
     k: Float[Tensor, "part b g d"],
     v: Float[Tensor, "part b g dv"],
@@ -36,6 +36,6 @@ def gathered_attention(
     packed = gather_sequence(torch.cat([k.flatten(2), v.flatten(2)], -1), axis)
     keys, values = (
         torch.unflatten(part, -1, (k.shape[2], -1))
-        for part in torch.split(split.restore(packed), sizes, -1)
+        for part in torch.split(split.to_sequence_order(packed), sizes, -1)
     )
     return attend(q, keys, values)

@@ -53,7 +53,7 @@ def gather_heads(
     return result
 
 
-def head_scatter_attention(
+def all_to_all_attention(
     q: Float[Tensor, "part b n d"],
     k: Float[Tensor, "part b g d"],
     v: Float[Tensor, "part b g d"],
@@ -75,8 +75,8 @@ def head_scatter_attention(
     Raises:
         LayoutError: The heads do not divide over the ranks.
     """
-    q, k, v = (split.restore(t) for t in _scatter_all(q, k, v, axis))
-    return gather_heads(split.arrange(attend(q, k, v)), axis)
+    q, k, v = (split.to_sequence_order(t) for t in _scatter_all(q, k, v, axis))
+    return gather_heads(split.to_rank_order(attend(q, k, v)), axis)
 
 
 def hierarchical_attention(
@@ -107,8 +107,10 @@ def hierarchical_attention(
     Raises:
         LayoutError: The heads do not divide over the inner ranks.
     """
-    q, k, v = (within.restore(t) for t in _scatter_all(q, k, v, inner))
-    return gather_heads(within.arrange(ring_attention(q, k, v, plan, outer, operations)), inner)
+    q, k, v = (within.to_sequence_order(t) for t in _scatter_all(q, k, v, inner))
+    return gather_heads(
+        within.to_rank_order(ring_attention(q, k, v, plan, outer, operations)), inner
+    )
 
 
 def _scatter_all(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,5 +162,5 @@ def _exchange(parts: Tensor, axis: Axis) -> Tensor:
     received = torch.empty_like(parts)
     axis.count("all_to_all of heads", parts)
     with raise_collective_errors(axis, "all_to_all of heads", parts):
-        dist.all_to_all_single(received, parts, group=axis.bound)
+        dist.all_to_all_single(received, parts, group=axis.process_group)
     return received

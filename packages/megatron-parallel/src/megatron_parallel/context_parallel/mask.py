@@ -30,11 +30,11 @@ class SequenceMask:
     prefix: Int[Tensor, " b"] | int | None = None
 
     def block(self, queries: Int[Tensor, "#b s"], keys: Int[Tensor, "#b t"]) -> "BlockMask":
-        """Returns the mask of the queries and the keys at these places."""
+        """Returns the mask of the queries and the keys at these indices."""
         ids, positions = self.document_ids, self.positions
         return BlockMask(
-            query_places=queries,
-            key_places=keys,
+            query_indices=queries,
+            key_indices=keys,
             query_positions=queries if positions is None else gather_rows(positions, queries),
             key_positions=keys if positions is None else gather_rows(positions, keys),
             query_document_ids=None if ids is None else gather_rows(ids, queries),
@@ -50,8 +50,8 @@ class BlockMask:
     """The rules of a `SequenceMask` for some queries and some keys.
 
     Attributes:
-        query_places: `[b or 1, s]`, in the whole sequence.
-        key_places: `[b or 1, t]`.
+        query_indices: `[b or 1, s]`, in the whole sequence.
+        key_indices: `[b or 1, t]`.
         query_positions: `[b or 1, s]`.
         key_positions: `[b or 1, t]`.
         query_document_ids: `[b, s]`.
@@ -59,11 +59,11 @@ class BlockMask:
         causal: As in `SequenceMask`.
         window: As in `SequenceMask`.
         prefix: As in `SequenceMask`.
-        everything: Whether every query is known to see every key.
+        all_allowed: Whether every query is known to see every key.
     """
 
-    query_places: Int[Tensor, "#b s"]
-    key_places: Int[Tensor, "#b t"]
+    query_indices: Int[Tensor, "#b s"]
+    key_indices: Int[Tensor, "#b t"]
     query_positions: Int[Tensor, "#b s"]
     key_positions: Int[Tensor, "#b t"]
     query_document_ids: Int[Tensor, "b s"] | None
@@ -71,7 +71,7 @@ class BlockMask:
     causal: bool
     window: int | None
     prefix: Int[Tensor, " b"] | int | None
-    everything: bool = False
+    all_allowed: bool = False
 
     def allowed(self) -> Bool[Tensor, "#b s t"]:
         """Returns the rules written out; True = may attend."""
@@ -91,6 +91,6 @@ class BlockMask:
         return allowed
 
 
-def gather_rows(t: Int[Tensor, "b s"], places: Int[Tensor, "#b n"]) -> Int[Tensor, "b n"]:
-    """Entries of `t` at `places`, which may be the same for all rows."""
-    return gather(t, places, 1)
+def gather_rows(t: Int[Tensor, "b s"], indices: Int[Tensor, "#b n"]) -> Int[Tensor, "b n"]:
+    """Entries of `t` at `indices`, which may be the same for all rows."""
+    return gather(t, indices, 1)

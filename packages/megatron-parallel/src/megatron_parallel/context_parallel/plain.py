@@ -93,7 +93,7 @@ class PlainBlocks:
 
     def _scores(self, q: Tensor, k: Tensor, mask: BlockMask) -> Tensor:
         scores = torch.einsum("sbnd,tbnd->bnst", _raised(q), _spread(k, q)) * self._scale(q)
-        if mask.everything:
+        if mask.all_allowed:
             return scores
         return scores.masked_fill(~mask.allowed()[:, None], -math.inf)
 

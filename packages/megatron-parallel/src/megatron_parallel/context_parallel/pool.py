@@ -6,7 +6,7 @@ its own: a power of two, no larger than its length asks for. Short ones run unsp
 message; long ones are cut over 2, 4, … ranks (Megatron-LM's hybrid, or dynamic, context
 parallelism)::
 
-    >>> plan = plan_pool([30, 9, 8, 7, 6], pool=4, room=16)
+    >>> plan = plan_pool([30, 9, 8, 7, 6], pool=4, capacity=16)
     >>> [(row.ranks, row.documents) for row in plan.rows]
     [(range(0, 2), (0,)), (range(2, 3), (1, 4)), (range(3, 4), (2, 3))]
 
@@ -18,10 +18,10 @@ Two rules make a plan safe and even:
   exactly the same before: nobody waits for anybody but for errors of the estimate, and all walk
   their common rows in the same order, so nobody waits for ever.
 
-A row is what a group takes at once: documents one after the other, as long as there is room. All
-ranks get equally many, some of them empty, so that what happens once a micro-batch (pipelines,
-weights gathered layer by layer) happens equally often on all. Plans depend on the lengths alone,
-in whole numbers and in sums in a fixed order: every rank makes the same one.
+A row is the micro-batch of a group: documents one after the other, up to the capacity of its ranks.
+All ranks have equally many rows, some of them empty, so that what happens once a micro-batch
+(pipelines, weights gathered layer by layer) happens equally often on all. Plans depend on the
+lengths alone, in whole numbers and in sums in a fixed order, so every rank makes the same plan.
 """
 
 import heapq
@@ -33,7 +33,7 @@ from typing import Final
 
 from megatron_parallel.errors import LayoutError
 
-EVEN: Final = 1.05
+BALANCED: Final = 1.05
 """Work of the busiest rank over the average below which nothing more is cut."""
 
 _SHARES: Final = (1.0, 0.75, 0.5, 0.25, 0.125)
@@ -48,14 +48,14 @@ class PoolRow:
         ranks: of the pool; their number is the row's context-parallel size.
         documents: their numbers, ascending.
         tokens: of all of them.
-        length: tokens with padding, which the ranks can share out evenly.
+        padded_length: tokens with padding, which the ranks can share out evenly.
         work: of each of its ranks.
     """
 
     ranks: range
     documents: tuple[int, ...]
     tokens: int
-    length: int
+    padded_length: int
     work: float
 
 
@@ -71,13 +71,13 @@ class PoolPlan:
     pool: int
     rows: tuple[PoolRow, ...]
 
-    def of(self, rank: int) -> tuple[PoolRow | None, ...]:
+    def rows_of(self, rank: int) -> tuple[PoolRow | None, ...]:
         """What a rank takes, in order, as many for every rank; None is an empty row of its own."""
         own = [row for row in self.rows if rank in row.ranks]
-        return (*own, *(None,) * (self.rounds - len(own)))
+        return (*own, *(None,) * (self.rows_per_rank - len(own)))
 
     @property
-    def rounds(self) -> int:
+    def rows_per_rank(self) -> int:
         """Rows of every rank, empty ones included; at least 1."""
         return max(1, *self._totals[0])
 
@@ -93,7 +93,7 @@ class PoolPlan:
         return max(work) * self.pool / sum(work) if any(work) else 1.0
 
     @property
-    def sent(self) -> float:
+    def sends_per_token(self) -> float:
         """How often the keys and values of an average token go to another rank in a ring."""
         tokens = sum(row.tokens for row in self.rows)
         return sum((len(row.ranks) - 1) * row.tokens for row in self.rows) / max(1, tokens)
@@ -118,31 +118,33 @@ class PoolPlan:
         ]
         return (
             f"documents: {', '.join(parts) or 'none'}; micro-batches on each of {self.pool} ranks: "
-            f"{self.rounds}; work of the busiest rank: {self.imbalance:.2f} of the average"
+            f"{self.rows_per_rank}; work of the busiest rank: {self.imbalance:.2f} of the average"
         )
 
 
-def check_pool(longest: int, pool: int, room: int, multiple: int = 2) -> None:
+def check_pool(longest: int, pool: int, capacity: int, multiple: int = 2) -> None:
     """Raises `LayoutError` unless documents of up to `longest` tokens can be planned.
 
     Arguments are those of `plan_pool`.
     """
     if pool < 1 or pool & (pool - 1):
         raise LayoutError(f"a pool of {pool} ranks is not a power of two")
-    if room < multiple:
-        raise LayoutError(f"room for {room} tokens on a rank is less than one part of {multiple}")
-    most = pool * (room // multiple * multiple)
+    if capacity < multiple:
+        raise LayoutError(
+            f"a capacity of {capacity} tokens on a rank is less than the multiple {multiple}"
+        )
+    most = pool * (capacity // multiple * multiple)
     if longest > most:
         raise LayoutError(
-            f"a document of {longest} tokens does not fit into a pool of {pool} ranks with room "
-            f"for {room} tokens each, in parts of {multiple}: they hold {most}"
+            f"a document of {longest} tokens does not fit into a pool of {pool} ranks: with a "
+            f"capacity of {capacity} tokens each, in multiples of {multiple}, they hold {most}"
         )
 
 
 def plan_pool(
     lengths: Sequence[int],
     pool: int,
-    room: int,
+    capacity: int,
     *,
     multiple: int = 2,
     tokens_per_pair: float = 0.0,
@@ -151,12 +153,12 @@ def plan_pool(
 
     A document is cut over as few ranks as have room for it, or over more where that is more than
     its share of the work: of several limits on that share the first is taken by which the busiest
-    rank is within `EVEN` of the average, or else the best.
+    rank is within `BALANCED` of the average, or else the best.
 
     Args:
         lengths: Tokens of every document, at least 1.
         pool: Ranks, a power of two.
-        room: Tokens that one rank may hold at a time.
+        capacity: Tokens that one rank may hold at a time.
         multiple: Every rank's part of a row is a multiple of this; even, for a zig-zag inside
             documents, and for sequence parallelism a multiple of its ranks.
         tokens_per_pair: Work of a pair of query and key in attention, in units of all other work
@@ -165,30 +167,30 @@ def plan_pool(
     Raises:
         LayoutError: A document that does not fit into the pool, or a pool of another size.
     """
-    check_pool(max(lengths, default=0), pool, room, multiple)
-    room = room // multiple * multiple
+    check_pool(max(lengths, default=0), pool, capacity, multiple)
+    capacity = capacity // multiple * multiple
     work = [length + tokens_per_pair * length * (length + 1) / 2 for length in lengths]
 
     def planned(most: float) -> PoolPlan:
         sizes = [
-            _size(length, own, pool, room, multiple, most)
+            _size(length, own, pool, capacity, multiple, most)
             for length, own in zip(lengths, work, strict=True)
         ]
-        return PoolPlan(pool, tuple(_rows(lengths, work, sizes, pool, room, multiple)))
+        return PoolPlan(pool, tuple(_rows(lengths, work, sizes, pool, capacity, multiple)))
 
     best = planned(math.inf)
     for share in _SHARES:
-        if best.imbalance <= EVEN:
+        if best.imbalance <= BALANCED:
             break
         best = min(best, planned(share * sum(work) / pool), key=lambda plan: plan.imbalance)
     return best
 
 
-def _size(length: int, work: float, pool: int, room: int, multiple: int, most: float) -> int:
+def _size(length: int, work: float, pool: int, capacity: int, multiple: int, most: float) -> int:
     """Ranks that a document is cut over: room for its tokens, and at most so much work on each."""
     size = 1
     while size < pool and (
-        length > size * room or (work > size * most and length >= 2 * size * multiple)
+        length > size * capacity or (work > size * most and length >= 2 * size * multiple)
     ):
         size *= 2
     return size
@@ -199,7 +201,7 @@ def _rows(
     work: Sequence[float],
     sizes: Sequence[int],
     pool: int,
-    room: int,
+    capacity: int,
     multiple: int,
 ) -> list[PoolRow]:
     """Every document to the group of its size that has least to do, the largest first."""
@@ -218,7 +220,7 @@ def _rows(
         for load, first in idle:
             loads[first : first + size] = [load] * size
         for first in sorted(taken):
-            for documents in _filled(taken[first], lengths, size * room):
+            for documents in _filled(taken[first], lengths, size * capacity):
                 tokens = sum(lengths[number] for number in documents)
                 length = -(-tokens // (size * multiple)) * size * multiple
                 own = sum(work[number] for number in documents) / size
@@ -226,7 +228,7 @@ def _rows(
     return rows
 
 
-def _filled(numbers: Sequence[int], lengths: Sequence[int], room: int) -> list[tuple[int, ...]]:
+def _filled(numbers: Sequence[int], lengths: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     """Documents in as few rows as first fit, the longest first, finds; few to begin with."""
     rows: list[list[int]] = []
     left: list[int] = []
@@ -234,7 +236,7 @@ def _filled(numbers: Sequence[int], lengths: Sequence[int], room: int) -> list[t
         where = next((i for i, free in enumerate(left) if free >= lengths[number]), len(rows))
         if where == len(rows):
             rows.append([])
-            left.append(room)
+            left.append(capacity)
         rows[where].append(number)
         left[where] -= lengths[number]
     return [tuple(sorted(row)) for row in rows]

@@ -48,10 +48,10 @@ def ring_attention(
         LayoutError: The plan is for another number of ranks or of tokens.
         CollectiveError: Within the mesh's time-out, if a neighbour does not answer.
     """
-    if plan.split.ranks != axis.size or plan.split.part != len(q):
+    if plan.split.ranks != axis.size or plan.split.local_length != len(q):
         raise LayoutError(
-            f"a ring planned for {plan.split.ranks} ranks of {plan.split.part} tokens each was "
-            f"given {len(q)} tokens on axis {axis.name!r} of {axis.size} ranks"
+            f"a ring planned for {plan.split.ranks} ranks of {plan.split.local_length} tokens each "
+            f"was given {len(q)} tokens on axis {axis.name!r} of {axis.size} ranks"
         )
     result: Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
         q, k, v, plan, axis, PlainBlocks() if operations is None else operations
@@ -158,7 +158,7 @@ class _Message:
             sent,
             match=f"exchange of {what} on axis {axis.name!r}",
         )
-        group, tag = axis.bound, int(homeward)
+        group, tag = axis.process_group, int(homeward)
         with self._failures.for_launch():
             self._works = dist.batch_isend_irecv(
                 [

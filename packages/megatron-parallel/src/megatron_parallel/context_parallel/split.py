@@ -1,4 +1,4 @@
-"""Which places of a sequence each context-parallel rank holds.
+"""Which indices of a sequence each context-parallel rank holds.
 
 Under a causal mask the token at place `i` attends to `i + 1` keys, so contiguous parts are unequal
 work: the last of 4 ranks would have 7 times that of the first. The zig-zag split cuts the sequence
@@ -30,13 +30,13 @@ def check_length(length: int, ranks: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ContextSplit:
-    """The places of every rank, ascending; every place of the sequence is at one rank.
+    """The indices of every rank, ascending; every place of the sequence is at one rank.
 
     Attributes:
-        places: int64 `[ranks, b, part]`; `b` is 1 where all samples are cut alike.
+        indices: int64 `[ranks, b, part]`; `b` is 1 where all samples are cut alike.
     """
 
-    places: Int[Tensor, "ranks b part"]
+    indices: Int[Tensor, "ranks b part"]
 
     @classmethod
     def zigzag(cls, length: int, ranks: int, device: torch.device | str = "cpu") -> "ContextSplit":
@@ -67,64 +67,64 @@ class ContextSplit:
         b, length = document_ids.shape
         check_length(length, ranks)
         device, chunks = document_ids.device, 2 * ranks
-        places = torch.arange(length, device=device).expand(b, -1)
+        indices = torch.arange(length, device=device).expand(b, -1)
         begins = torch.ones_like(document_ids, dtype=torch.bool)
         begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-        start = torch.where(begins, places, 0).cummax(1).values
+        start = torch.where(begins, indices, 0).cummax(1).values
         number = begins.cumsum(1) - 1
-        lengths = torch.zeros_like(places).scatter_add_(1, number, torch.ones_like(places))
+        lengths = torch.zeros_like(indices).scatter_add_(1, number, torch.ones_like(indices))
         extent = lengths.gather(1, number)
         rest = extent % chunks
-        inside = places - start - rest  # negative: one of the rest
+        inside = indices - start - rest  # negative: one of the rest
         dealt = (inside < 0).cumsum(1) - 1
         chunk = torch.where(inside < 0, dealt % chunks, inside * chunks // (extent - rest).clamp(1))
         rank = torch.minimum(chunk, chunks - 1 - chunk)
-        order = (rank * length + places).argsort(1)
+        order = (rank * length + indices).argsort(1)
         return cls(order.view(b, ranks, -1).transpose(0, 1))
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self.places.shape[0]
+        return self.indices.shape[0]
 
     @property
-    def part(self) -> int:
+    def local_length(self) -> int:
         """Tokens at each rank."""
-        return self.places.shape[2]
+        return self.indices.shape[2]
 
     @property
     def length(self) -> int:
         """Tokens of the whole sequence."""
-        return self.ranks * self.part
+        return self.ranks * self.local_length
 
     def take(self, t: Shaped[Tensor, "b s *rest"], rank: int) -> Shaped[Tensor, "b part *rest"]:
         """Returns what `rank` holds of a tensor over the whole sequence."""
-        return gather(t, self.places[rank], 1)
+        return gather(t, self.indices[rank], 1)
 
-    def restore(self, t: Shaped[Tensor, "s b *rest"]) -> Shaped[Tensor, "s b *rest"]:
+    def to_sequence_order(self, t: Shaped[Tensor, "s b *rest"]) -> Shaped[Tensor, "s b *rest"]:
         """The parts of all ranks, one after the other along dim 0, in the order of the sequence."""
         return gather(t, self._inverse, 0)
 
-    def arrange(self, t: Shaped[Tensor, "s b *rest"]) -> Shaped[Tensor, "s b *rest"]:
-        """Returns the inverse of `restore`."""
+    def to_rank_order(self, t: Shaped[Tensor, "s b *rest"]) -> Shaped[Tensor, "s b *rest"]:
+        """Returns the inverse of `to_sequence_order`."""
         return gather(t, self._order, 0)
 
     def joined(self, size: int) -> "ContextSplit":
-        """The split in which each `size` neighbouring ranks are one, with the places of all."""
-        _, b, part = self.places.shape
-        joined = self.places.view(-1, size, b, part).transpose(1, 2).flatten(2)
+        """The split in which each `size` neighbouring ranks are one, with the indices of all."""
+        _, b, part = self.indices.shape
+        joined = self.indices.view(-1, size, b, part).transpose(1, 2).flatten(2)
         return ContextSplit(joined.sort(-1).values)
 
     def within(self, size: int, index: int) -> "ContextSplit":
-        """How group `index` of `size` neighbouring ranks shares out the places of `joined`."""
-        own = self.places[index * size : (index + 1) * size]
-        whole = self.joined(size).places[index]
+        """How group `index` of `size` neighbouring ranks shares out the indices of `joined`."""
+        own = self.indices[index * size : (index + 1) * size]
+        whole = self.joined(size).indices[index]
         found = torch.searchsorted(whole.expand(size, -1, -1).contiguous(), own.contiguous())
         return ContextSplit(found)
 
     @cached_property
     def _order(self) -> Tensor:
-        return self.places.transpose(0, 1).flatten(1)  # [b or 1, s]
+        return self.indices.transpose(0, 1).flatten(1)  # [b or 1, s]
 
     @cached_property
     def _inverse(self) -> Tensor:

@@ -89,8 +89,8 @@ class FullySharded:
         self._sharded = _compat.fully_shard(
             module,
             units,
-            inner=self._route.inner.bound,
-            outer=None if self._route.outer is None else self._route.outer.bound,
+            inner=self._route.inner.process_group,
+            outer=None if self._route.outer is None else self._route.outer.process_group,
             ranks=_grid(self._route, mesh),
             device=mesh.device.type,
             dim_of=lambda parameter: dims[id(parameter)],

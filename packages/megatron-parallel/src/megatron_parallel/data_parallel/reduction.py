@@ -50,7 +50,7 @@ class AsyncCollectives(NamedTuple):
     def all_reduce(self, t: Tensor, axis: Axis) -> AsyncCollective:
         """Starts summing `t` in place."""
         return self._start(
-            "all_reduce", axis, t, t, lambda: _compat.start_all_reduce(t, axis.bound)
+            "all_reduce", axis, t, t, lambda: _compat.start_all_reduce(t, axis.process_group)
         )
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, axis: Axis) -> AsyncCollective:
@@ -60,7 +60,7 @@ class AsyncCollectives(NamedTuple):
             axis,
             whole,
             part,
-            lambda: _compat.start_reduce_scatter(part, whole, axis.bound),
+            lambda: _compat.start_reduce_scatter(part, whole, axis.process_group),
         )
 
     def all_gather(self, whole: Tensor, part: Tensor, axis: Axis) -> AsyncCollective:
@@ -70,7 +70,7 @@ class AsyncCollectives(NamedTuple):
             axis,
             part,
             whole,
-            lambda: _compat.start_all_gather(whole, part, axis.bound),
+            lambda: _compat.start_all_gather(whole, part, axis.process_group),
         )
 
     def all_to_all(self, received: Tensor, sent: Tensor, axis: Axis) -> AsyncCollective:
@@ -80,7 +80,7 @@ class AsyncCollectives(NamedTuple):
             axis,
             sent,
             received,
-            lambda: _compat.start_all_to_all(received, sent, axis.bound),
+            lambda: _compat.start_all_to_all(received, sent, axis.process_group),
         )
 
     def _start(

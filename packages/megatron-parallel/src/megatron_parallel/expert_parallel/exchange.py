@@ -178,7 +178,7 @@ def _launch(rows: Tensor, splits: RowSplits) -> _Message:
             sent,
             list(splits.output_splits),
             list(splits.input_splits),
-            group=splits.axis.bound,
+            group=splits.axis.process_group,
             async_op=True,
         )
     return _Message(splits, sent, received, work)

@@ -85,7 +85,7 @@ class PipelineMonitor:
         self.trace: list[Action] = []
         self._mesh = mesh
         self._axis = mesh.axis("pp")
-        self._holder = mesh.layout.stage_holder
+        self._holder = mesh.layout.pipeline_rank_of
         self._stages = stages
         self._plan: Sequence[Action] = ()
         self._wait: PendingMessage | None = None

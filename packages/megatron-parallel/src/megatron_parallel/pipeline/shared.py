@@ -64,7 +64,7 @@ def broadcast_from_last_stage(
 ) -> Shaped[Tensor, "*shape"]:
     """Overwrites `t` on all stages with the last stage's values, and returns it."""
     layout = mesh.layout
-    last = layout.stage_holder(layout.pp * layout.vpp - 1)
+    last = layout.pipeline_rank_of(layout.pp * layout.vpp - 1)
     return broadcast(t, mesh.axis("pp"), source=last, purpose=purpose)
 
 

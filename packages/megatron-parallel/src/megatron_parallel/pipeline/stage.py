@@ -87,9 +87,9 @@ class Stage(BareStage):
         monitor: PipelineMonitor,
     ) -> None:
         axis = mesh.axis("pp")
-        super().__init__(chunk, spec.index, spec.count, mesh.device, group=axis.bound)
+        super().__init__(chunk, spec.index, spec.count, mesh.device, group=axis.process_group)
         self._axis = axis
-        self._rank_of = mesh.layout.stage_holder
+        self._rank_of = mesh.layout.pipeline_rank_of
         self._spec = spec
         self._inputs = inputs
         self._around_backward = around_backward
@@ -264,7 +264,7 @@ class Stage(BareStage):
         for t in tensors:
             if t is not None:
                 self._axis.count(operation, t)
-                found.append(dist.P2POp(p2p, t, peer, self._axis.bound))
+                found.append(dist.P2POp(p2p, t, peer, self._axis.process_group))
         return found
 
     def _empty_like_spec(self, expected: TensorSpec) -> Tensor:

@@ -111,7 +111,7 @@ class TrainableChunks:
         """Drops all gradients and observations, and starts the next step."""
         self._gradients.zero()
         for state in self.states.values():
-            state.forget()
+            state.reset()
 
     def update_states(self) -> None:
         """Updates state that is not a parameter by what this step has observed on all ranks."""

@@ -1,6 +1,6 @@
-from .cross_entropy import IGNORED_TARGET as IGNORED_TARGET
+from .cross_entropy import IGNORE_INDEX as IGNORE_INDEX
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from .layers import CHUNKS as CHUNKS
+from .layers import NUM_SLICES as NUM_SLICES
 from .layers import ColumnParallelLinear as ColumnParallelLinear
 from .layers import RowParallelLinear as RowParallelLinear
 from .layers import VocabParallelEmbedding as VocabParallelEmbedding
@@ -31,7 +31,7 @@ from .product_layers import product_weights as product_weights
 from .specs import ColumnSpec as ColumnSpec
 from .specs import RowSpec as RowSpec
 from .specs import VocabSpec as VocabSpec
-from .vocabulary_loss import PLAIN_LOSS as PLAIN_LOSS
-from .vocabulary_loss import ChunkedLoss as ChunkedLoss
+from .vocabulary_loss import UNFUSED_CROSS_ENTROPY as UNFUSED_CROSS_ENTROPY
+from .vocabulary_loss import LinearCrossEntropy as LinearCrossEntropy
 from .vocabulary_loss import OutputLayer as OutputLayer
 from .vocabulary_loss import VocabularyLoss as VocabularyLoss

@@ -16,7 +16,7 @@ from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import all_reduce
 from megatron_parallel.errors import LayoutError
 
-IGNORED_TARGET: Final = -100
+IGNORE_INDEX: Final = -100
 """A target that has no loss and no gradient, as in `torch.nn.functional.cross_entropy`."""
 
 PURPOSE: Final = "token losses"
@@ -34,7 +34,7 @@ def vocab_parallel_cross_entropy(
     """Loss per token, `-log softmax(logits)[target]`, over the whole vocabulary.
 
     `logits` `[..., v/n]` are this rank's columns; `targets` are global token numbers below
-    `true_vocab`, equal on all ranks of the axis, or `IGNORED_TARGET`. Columns from `true_vocab` on
+    `true_vocab`, equal on all ranks of the axis, or `IGNORE_INDEX`. Columns from `true_vocab` on
     are padding and never get probability mass or gradient. The loss is float32, computed in float32
     whatever the logits, except that float64 stays float64. A target that no rank holds has infinite
     loss.
@@ -107,7 +107,7 @@ class _CrossEntropy(Function):
             every = shifted.sub_(total.log().mul_(true_vocab))
             loss = loss.mul_(1.0 - smoothing).sub_(every.mul_(share))
         loss = loss.squeeze(-1)
-        ignored = targets == IGNORED_TARGET
+        ignored = targets == IGNORE_INDEX
         ctx.save_for_backward(probabilities, local, held, ignored)
         ctx.dtype, ctx.smoothing, ctx.valid = logits.dtype, smoothing, valid
         ctx.share = share

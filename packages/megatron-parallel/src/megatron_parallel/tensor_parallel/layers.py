@@ -34,7 +34,7 @@ from megatron_parallel.tensor_parallel.product_layers import add_product_paramet
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec, VocabSpec
 from megatron_parallel.tensor_parallel.vocabulary_loss import OutputLayer
 
-CHUNKS: Final = 4
+NUM_SLICES: Final = 4
 """Pieces in which `overlap_forward` communicates, unless told otherwise."""
 
 
@@ -92,10 +92,10 @@ class ColumnParallelLinear(nn.Module):
         _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
-        self.chunks = 1
+        self.num_slices = 1
 
     @classmethod
-    def of(
+    def from_spec(
         cls,
         spec: ColumnSpec,
         mesh: Mesh,
@@ -129,7 +129,7 @@ class ColumnParallelLinear(nn.Module):
         Raises:
             LayoutError: A loss, and a bias.
         """
-        cut = _cut(self, sequence_parallel), self.chunks
+        cut = _cut(self, sequence_parallel), self.num_slices
         if loss is not None:
             if self.bias is not None:
                 raise LayoutError("the loss of an output layer takes no bias: build it without one")
@@ -176,10 +176,10 @@ class RowParallelLinear(nn.Module):
         _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
-        self.chunks = 1
+        self.num_slices = 1
 
     @classmethod
-    def of(
+    def from_spec(
         cls,
         spec: RowSpec,
         mesh: Mesh,
@@ -203,7 +203,7 @@ class RowParallelLinear(nn.Module):
         `sequence_parallel` says whether the output is cut in this call. Defaults to how the layer
         was built.
         """
-        cut = _cut(self, sequence_parallel), self.chunks
+        cut = _cut(self, sequence_parallel), self.num_slices
         own: Any = {"product": self.product, "added_weights": product_weights(self)[1:]}
         return row_parallel_linear(x, self.weight, self.axis, *cut, bias=self.bias, **own)
 
@@ -245,7 +245,7 @@ class VocabParallelEmbedding(nn.Module):
         self.product_parameters = ("weight",)
 
     @classmethod
-    def of(
+    def from_spec(
         cls,
         spec: VocabSpec,
         mesh: Mesh,
@@ -279,7 +279,7 @@ class VocabParallelEmbedding(nn.Module):
     def output(
         self,
         x: Float[Tensor, "... h"],
-        chunks: int = 1,
+        num_slices: int = 1,
         *,
         sequence_parallel: bool | None = None,
         loss: Callable[[Tensor, OutputLayer], Tensor] | None = None,
@@ -290,7 +290,7 @@ class VocabParallelEmbedding(nn.Module):
         as for a `ColumnParallelLinear`. Whoever calls it sets `product`, so that gradient
         accumulation is fused here too.
         """
-        cut = _cut(self, sequence_parallel), chunks
+        cut = _cut(self, sequence_parallel), num_slices
         if loss is not None:
             return loss(x, OutputLayer((self.weight,), self.axis, *cut, self.product or PLAIN))
         return column_parallel_linear(x, self.weight, None, self.axis, *cut, self.product or PLAIN)
@@ -300,7 +300,7 @@ class VocabParallelEmbedding(nn.Module):
         return _repr(self.sharding["weight"], self.axis, self.sequence_parallel)
 
 
-def overlap_forward(module: nn.Module, chunks: int = CHUNKS) -> None:
+def overlap_forward(module: nn.Module, num_slices: int = NUM_SLICES) -> None:
     """Lets the sequence-parallel layers of a module communicate in chunks while they compute.
 
     What Megatron-LM calls `--tp-comm-overlap`. Layers that are not sequence parallel, and code that
@@ -308,7 +308,7 @@ def overlap_forward(module: nn.Module, chunks: int = CHUNKS) -> None:
     """
     for layer in module.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            layer.chunks = chunks
+            layer.num_slices = num_slices
 
 
 def _cut(

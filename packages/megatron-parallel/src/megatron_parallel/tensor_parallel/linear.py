@@ -58,7 +58,7 @@ def column_parallel_linear(
     bias: Float[Tensor, "*out"] | None,
     axis: Axis,
     sequence_parallel: bool = False,
-    chunks: int = 1,
+    num_slices: int = 1,
     product: Product = PLAIN,
     added_weights: Weights = (),
 ) -> Float[Tensor, "..."]:
@@ -70,8 +70,8 @@ def column_parallel_linear(
         bias: This rank's part, if there is one.
         axis: Over which the layer is cut.
         sequence_parallel: Whether the input is cut and has to be gathered.
-        chunks: At most so many pieces in which the input is gathered while products of those that
-            are there are computed.
+        num_slices: Maximum number of slices in which the input is gathered. The product with one
+            slice overlaps the gathering of the next.
         product: What is multiplied.
         added_weights: Parameters that the product adds to the weight, this rank's part of each.
     """
@@ -84,7 +84,7 @@ def column_parallel_linear(
         whole = gather_sequence(x, axis) if sequence_parallel else copy_to_axis(x, axis)
         y = product.forward(whole, weights, flat_bias)
     else:
-        how = _How(product, axis, sequence_parallel, chunks)
+        how = _How(product, axis, sequence_parallel, num_slices)
         y = _Column.apply(x, *weights, flat_bias, how)  # type: ignore[no-untyped-call]
     return y if len(shape) == 1 else y.view(*y.shape[:-1], *shape)
 
@@ -94,7 +94,7 @@ def row_parallel_linear(
     weight: Float[Tensor, "out part"],
     axis: Axis,
     sequence_parallel: bool = False,
-    chunks: int = 1,
+    num_slices: int = 1,
     *,
     bias: Float[Tensor, " out"] | None = None,
     product: Product = PLAIN,
@@ -107,8 +107,8 @@ def row_parallel_linear(
         weight: This rank's part.
         axis: Over which the layer is cut.
         sequence_parallel: Whether the output is cut along dim 0.
-        chunks: With it, at most so many pieces in which the sum travels while further ones are
-            computed.
+        num_slices: With `sequence_parallel`, maximum number of slices of the output. The sum of one
+            slice overlaps the product of the next.
         bias: Added to the sum, once.
         product: What is multiplied.
         added_weights: Parameters that the product adds to the weight, this rank's part of each.
@@ -117,8 +117,8 @@ def row_parallel_linear(
     if axis.size == 1:
         return product.forward(x, weights, bias)
     y: Tensor
-    if sequence_parallel and chunks > 1 and not torch.compiler.is_compiling():
-        how = _How(product, axis, sequence_parallel, chunks)
+    if sequence_parallel and num_slices > 1 and not torch.compiler.is_compiling():
+        how = _How(product, axis, sequence_parallel, num_slices)
         y = _Row.apply(x, *weights, how)  # type: ignore[no-untyped-call]
     else:
         leave = scatter_sequence if sequence_parallel else reduce_from_axis
@@ -132,7 +132,7 @@ class _How(NamedTuple):
     product: Product
     axis: Axis
     cut: bool
-    chunks: int
+    num_slices: int
 
 
 def _taken(*rest: Any) -> tuple[list[Tensor], Tensor | None, _How]:
@@ -149,7 +149,7 @@ class _Column(Function):
         ctx.how = how
         if not how.cut:
             return how.product.forward(x, weights, bias)
-        count = _divisor(len(x), how.chunks)
+        count = _divisor(len(x), how.num_slices)
         if count == 1:
             return how.product.forward(all_gather(x, how.axis), weights, bias)
         return _gathered_in_chunks(x, weights, bias, how, count)
@@ -184,7 +184,7 @@ class _Row(Function):
         *weights, how = rest
         ctx.save_for_backward(x, *weights)
         ctx.how, ctx.gathered = how, None
-        count = _divisor(len(x) // how.axis.size, how.chunks)
+        count = _divisor(len(x) // how.axis.size, how.num_slices)
         places = x.reshape(how.axis.size, count, -1, *x.shape[1:])
         under_way = []
         for chunk in range(count):

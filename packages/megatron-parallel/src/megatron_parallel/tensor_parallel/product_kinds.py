@@ -20,7 +20,7 @@ PRODUCTS: Final = Extensions(
     GROUP,
     "product of linear layers",
     LayoutError,
-    own={"lora": "megatron_parallel.tensor_parallel.lora_config:KIND"},
+    builtin={"lora": "megatron_parallel.tensor_parallel.lora_config:KIND"},
 )
 """Kinds of products by name, those of other distributions too."""
 
@@ -71,4 +71,4 @@ def find_product(name: str) -> ProductKind:
     Raises:
         LayoutError: There is none of that name.
     """
-    return PRODUCTS.described(name, ProductKind)
+    return PRODUCTS.load_instance(name, ProductKind)

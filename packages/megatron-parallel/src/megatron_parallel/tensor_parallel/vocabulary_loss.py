@@ -1,10 +1,10 @@
-"""Output layer and loss of the vocabulary as one operation, which need not make all logits.
+"""Output layer and cross entropy as one operation, with or without all logits in memory.
 
-    loss = layer(x, then=partial(PLAIN_LOSS, targets=labels, true_vocab=v))    # [s, b]
+    loss = layer(x, loss=partial(UNFUSED_CROSS_ENTROPY, targets=labels, true_vocab=v))    # [s, b]
 
-`PLAIN_LOSS` makes the logits of all tokens and keeps their probabilities for the backward pass: as
-many numbers as tokens times this rank's part of the vocabulary. `ChunkedLoss` makes the logits of
-some tokens at a time, twice: for the losses, and again for the gradients.
+`UNFUSED_CROSS_ENTROPY` computes the logits of all tokens and saves their probabilities for the
+backward pass: tokens times this rank's part of the vocabulary. `LinearCrossEntropy` computes the
+logits of one slice of the tokens at a time, once for the losses and again for the gradients.
 """
 
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ class OutputLayer(NamedTuple):
         weights: What is multiplied by, this rank's part; see `Weights`.
         axis: Over which the vocabulary is cut.
         sequence_parallel: Whether the input is cut along dim 0.
-        chunks: As for `column_parallel_linear`.
+        num_slices: As for `column_parallel_linear`.
         product: What is multiplied.
     """
 
     weights: Weights
     axis: Axis
     sequence_parallel: bool
-    chunks: int
+    num_slices: int
     product: Product
 
 
@@ -61,13 +61,13 @@ class VocabularyLoss(Protocol):
         Args:
             x: Input of the output layer, or with sequence parallelism this rank's part of it.
             layer: The output layer.
-            targets: Numbers of tokens, or `IGNORED_TARGET`.
+            targets: Numbers of tokens, or `IGNORE_INDEX`.
             true_vocab: Tokens of the vocabulary, without padding.
             label_smoothing: Share of the loss that all tokens have in common.
         """
 
 
-def plain_loss(
+def unfused_cross_entropy(
     x: Float[Tensor, "part b h"],
     layer: OutputLayer,
     *,
@@ -77,37 +77,38 @@ def plain_loss(
 ) -> Float[Tensor, "s b"]:
     """Makes all logits, then their losses."""
     weight, *added_weights = layer.weights
-    how = layer.axis, layer.sequence_parallel, layer.chunks, layer.product
+    how = layer.axis, layer.sequence_parallel, layer.num_slices, layer.product
     logits = column_parallel_linear(x, weight, None, *how, tuple(added_weights))
     return vocab_parallel_cross_entropy(
         logits, targets, layer.axis, true_vocab, label_smoothing=label_smoothing
     )
 
 
-PLAIN_LOSS: Final[VocabularyLoss] = plain_loss
+UNFUSED_CROSS_ENTROPY: Final[VocabularyLoss] = unfused_cross_entropy
 """The loss where no other is given."""
 
 
 @dataclass(frozen=True)
-class ChunkedLoss:
-    """The losses of a chunk of tokens at a time; their logits are computed again for gradients.
+class LinearCrossEntropy:
+    """Fused linear cross entropy: computes the losses of one slice of the tokens at a time.
 
-    It keeps the layer's input alone for the backward pass, and takes the memory of one chunk's
-    logits, for a third product with the weight. Losses and gradients are those of `PLAIN_LOSS`, up
-    to the order in which a product adds. Code that torch.compile compiles does not take it.
+    Saves only the input of the layer for the backward pass, which computes the logits of each slice
+    again. Needs memory for the logits of one slice, and one more product with the weight. Losses
+    and gradients equal those of `UNFUSED_CROSS_ENTROPY` up to the order of summation. Not supported
+    in code compiled with `torch.compile`.
 
     Attributes:
-        tokens: Of a chunk, at most.
+        tokens_per_slice: Maximum number of tokens in a slice.
 
     Raises:
-        LayoutError: There are none.
+        LayoutError: `tokens_per_slice` is less than 1.
     """
 
-    tokens: int = 1024
+    tokens_per_slice: int = 1024
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise LayoutError("{tokens} is not a number of tokens >= 1", vars(self))
+        if self.tokens_per_slice < 1:
+            raise LayoutError("{tokens_per_slice:=} is not a number of tokens >= 1", vars(self))
 
     def __call__(
         self,
@@ -119,29 +120,29 @@ class ChunkedLoss:
         label_smoothing: float = 0.0,
     ) -> Float[Tensor, "s b"]:
         """Returns losses in nats."""
-        how = _How(layer, targets, true_vocab, label_smoothing, self.tokens)
-        losses: Tensor = _Chunked.apply(x, *layer.weights, how)  # type: ignore[no-untyped-call]
+        how = _How(layer, targets, true_vocab, label_smoothing, self.tokens_per_slice)
+        losses: Tensor = _LinearCrossEntropy.apply(x, *layer.weights, how)  # type: ignore[no-untyped-call]
         return losses
 
 
 class _How(NamedTuple):
-    """What the function takes beside tensors that have gradients."""
+    """Arguments of the function that are not tensors with gradients."""
 
     layer: OutputLayer
     targets: Tensor
     true_vocab: int
     smoothing: float
-    tokens: int
+    tokens_per_slice: int
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Of one chunk."""
+        """Returns the losses of one slice."""
         axis, smoothing = self.layer.axis, self.smoothing
         return vocab_parallel_cross_entropy(
             logits, targets, axis, self.true_vocab, label_smoothing=smoothing
         )
 
     def gradient(self, rows: Tensor, weights: Weights, targets: Tensor, upstream: Tensor) -> Tensor:
-        """Of the logits of one chunk, which are made again."""
+        """Returns the gradient of the logits of one slice, computing the logits again."""
         logits = self.layer.product.forward(rows, weights)  # without gradients, as in any backward
         with torch.enable_grad():
             losses = self.losses(logits.requires_grad_(), targets)
@@ -154,16 +155,18 @@ class _How(NamedTuple):
         return (all_gather(x, self.layer.axis) if gathers else x).flatten(0, -2)
 
 
-class _Chunked(Function):
+class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
         *weights, how = rest
         ctx.save_for_backward(x, *weights)
         ctx.how = how
-        chunks = (torch.split(t, how.tokens) for t in (how.rows(x), how.targets.flatten()))
+        slices = (
+            torch.split(t, how.tokens_per_slice) for t in (how.rows(x), how.targets.flatten())
+        )
         losses = [
             how.losses(how.layer.product.forward(rows, weights), targets)
-            for rows, targets in zip(*chunks, strict=True)
+            for rows, targets in zip(*slices, strict=True)
         ]
         return torch.cat(losses).view(how.targets.shape)
 
@@ -179,7 +182,7 @@ class _Chunked(Function):
         split = (whole, how.targets.flatten(), grads[0].flatten())
         start = 0
         for rows, targets, upstream in zip(
-            *(torch.split(t, how.tokens) for t in split), strict=True
+            *(torch.split(t, how.tokens_per_slice) for t in split), strict=True
         ):
             dlogits = how.gradient(rows, weights, targets, upstream)
             if dx is not None:
@@ -187,7 +190,7 @@ class _Chunked(Function):
             if any(requests):
                 found = product.wgrad(dlogits, rows, weights, requests)
                 dweights = [_added(*pair) for pair in zip(dweights, found, strict=True)]
-            del dlogits  # before the next chunk has as large a one
+            del dlogits  # frees memory before the logits of the next slice
             start += len(rows)
         if dx is not None and axis.size > 1:
             summed = start_reduce_scatter if how.layer.sequence_parallel else start_all_reduce

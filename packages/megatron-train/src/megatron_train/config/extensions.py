@@ -123,7 +123,7 @@ def check_task(kind: str, task: str) -> None:
         TrainError: with the tasks that can.
     """
     if task not in TASKS:
-        raise TrainError(f"--task {task}: {TASKS.unknown(task)}")
+        raise TrainError(f"--task {task}: {TASKS.unknown_name_message(task)}")
     able = tasks_for(kind)
     if task not in able:
         raise TrainError(

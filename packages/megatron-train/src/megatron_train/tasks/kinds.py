@@ -110,4 +110,4 @@ def find_task_kind(name: str) -> TaskKind:
     Raises:
         TrainError: No task of that name is installed.
     """
-    return TASKS.described(name, TaskKind)
+    return TASKS.load_instance(name, TaskKind)

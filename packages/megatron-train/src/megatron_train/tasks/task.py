@@ -59,7 +59,7 @@ class MicroBatch:
             return tensor.to(device, non_blocking=True)
 
         split = (
-            None if self.context_split is None else ContextSplit(moved(self.context_split.places))
+            None if self.context_split is None else ContextSplit(moved(self.context_split.indices))
         )
         fields = {name: moved(tensor) for name, tensor in self.fields.items()}
         return dataclasses.replace(self, fields=fields, context_split=split)

@@ -14,9 +14,9 @@ from megatron_parallel.context_parallel import (
     ContextSplit,
     RingPlan,
     SequenceMask,
+    all_gather_attention,
+    all_to_all_attention,
     check_heads,
-    gathered_attention,
-    head_scatter_attention,
     hierarchical_attention,
     plan_ring,
     ring_attention,
@@ -130,13 +130,13 @@ class ContextParallel:
                 q, k, v, self._ring, axis, self._blocks(layer, first_head, softcap)
             )
         if comm == "allgather":
-            own = split.places[axis.index]
+            own = split.indices[axis.index]
             attend = partial(self._attend, self._gathered, layer, first_head, own, softcap)
-            return gathered_attention(q, k, v, split, axis, attend)
+            return all_gather_attention(q, k, v, split, axis, attend)
         if comm == "a2a":
             first_head += q.shape[2] // axis.size * axis.index
             attend = partial(self._attend, self._whole, layer, first_head, None, softcap)
-            return head_scatter_attention(q, k, v, split, axis, attend)
+            return all_to_all_attention(q, k, v, split, axis, attend)
         inner, outer = self._mesh.axis("cp_inner"), self._mesh.axis("cp_outer")
         within, plan = self._hierarchy
         first_head += q.shape[2] // inner.size * inner.index
@@ -192,12 +192,12 @@ class ContextParallel:
     @cached_property
     def _whole(self) -> Mask:
         length = self._split.length
-        return self._mask.prepare(length, length, device=self._split.places.device)
+        return self._mask.prepare(length, length, device=self._split.indices.device)
 
     @cached_property
     def _gathered(self) -> Mask:
-        places = torch.arange(self._split.length, device=self._split.places.device)[None]
-        return _lower(self._rules.block(self._split.places[self._axis.index], places)).mask
+        places = torch.arange(self._split.length, device=self._split.indices.device)[None]
+        return _lower(self._rules.block(self._split.indices[self._axis.index], places)).mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +210,8 @@ class _Lowered:
 
 
 def _lower(block: BlockMask) -> _Lowered:
-    queries, keys = block.query_places, block.key_places
-    if block.everything:
+    queries, keys = block.query_indices, block.key_indices
+    if block.all_allowed:
         return _Lowered(Mask(causal=False), queries, keys)
     mask = Mask(
         document_ids=block.key_document_ids,

@@ -17,7 +17,7 @@ from megatron_parallel import (
     initialize_parameters,
 )
 from megatron_parallel.context_parallel import ContextSplit, check_length
-from megatron_parallel.tensor_parallel import CHUNKS, ColumnParallelLinear, overlap_forward
+from megatron_parallel.tensor_parallel import NUM_SLICES, ColumnParallelLinear, overlap_forward
 from torch import Tensor, device
 
 from megatron_models.cache import KVCache
@@ -109,8 +109,8 @@ class GPT(Trunk, CausalModel):
         self.output: ColumnParallelLinear | None = None
         if plan.last and config.output() is not None:
             self.output = placement.column_parallel_linear(output_spec(config))
-        self.chunks = CHUNKS if placement.tp_comm_overlap else 1
-        overlap_forward(self, self.chunks)
+        self.num_slices = NUM_SLICES if placement.tp_comm_overlap else 1
+        overlap_forward(self, self.num_slices)
         if placement.resolved_device.type != "meta":
             self.initialize(seed)
 
@@ -216,7 +216,7 @@ class GPT(Trunk, CausalModel):
             self.config.check_sequence_length(length * cp.size if over_ranks else end)
         if over_ranks:
             split = self._split(split, length, cp, x.device)
-            own = split.places[cp.index]
+            own = split.indices[cp.index]
             dropped = self._dropout(dropout, cache, own)
             parallel = ContextParallel(self.mesh, cp, self.cp_comm_type, split, mask, dropped)
             if positions is None:
@@ -317,10 +317,10 @@ class GPT(Trunk, CausalModel):
         """Which places of the sequence each context-parallel rank holds, `part` of them here."""
         ranks = cp.size
         split = ContextSplit.zigzag(part * ranks, ranks, on) if given is None else given
-        if (split.ranks, split.part) != (ranks, part):
+        if (split.ranks, split.local_length) != (ranks, part):
             raise ConfigError(
                 f"{part} tokens were given on one of {ranks} context-parallel ranks, with a split "
-                f"into {split.ranks} parts of {split.part}"
+                f"into {split.ranks} parts of {split.local_length}"
             )
         return split
 
@@ -341,7 +341,7 @@ class GPT(Trunk, CausalModel):
             return self.output
         if self.embedding is None:
             raise ConfigError(f"stage {self.stage} is not the last: it has no output layer")
-        tied: Output = partial(self.embedding.word.output, chunks=self.chunks)
+        tied: Output = partial(self.embedding.word.output, num_slices=self.num_slices)
         return tied
 
 
