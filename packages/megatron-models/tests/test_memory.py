@@ -122,6 +122,6 @@ def test_a_loss_of_few_logits_keeps_none_of_them(small):
     model = GPT(config, Placement(Mesh.single(), vocabulary_loss=LinearCrossEntropy(7)))
     tokens = torch.randint(config.vocab_size, (3, 15))
     kept = kept_for_backward(model, tokens)
-    estimate = training_memory(config, 15, 3, keeps_logits=False).activations
+    estimate = training_memory(config, 15, 3, saves_logits=False).activations
     assert estimate == pytest.approx(kept, rel=0.02)
     assert estimate < training_memory(config, 15, 3).activations - 45 * config.padded_vocab_size * 4

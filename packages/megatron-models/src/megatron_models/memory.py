@@ -59,7 +59,7 @@ def training_memory(
     dispatcher: str = "allgather",
     moments: int = _ADAM_MOMENTS,
     products: "Mapping[str, Product] | None" = None,
-    keeps_logits: bool = True,
+    saves_logits: bool = True,
 ) -> TrainingMemory:
     """Returns the bytes that training holds on one rank, with fused kernels.
 
@@ -87,8 +87,8 @@ def training_memory(
             to the two of AdamW.
         products: what linear layers multiply by, by role (`Placement.products`). Where one adapts,
             only what it adds has gradients and optimizer state. Defaults to plain products.
-        keeps_logits: whether the loss keeps a number for each token and each of the vocabulary, as
-            all but `LinearCrossEntropy` do (`Placement.vocabulary_loss`).
+        saves_logits: Whether the loss saves a number for each token and vocabulary entry, as all
+            but `LinearCrossEntropy` do (`Placement.vocabulary_loss`).
 
     Raises:
         ConfigError: the sequence is longer than the model's positions, or ``layout`` does not say
@@ -114,11 +114,11 @@ def training_memory(
     stack = stack_activations(config, layer_pass, layers=None if layers is None else range(layers))
     ends = 8 * layer_pass.tokens  # the tokens of the embedding
     if layers is None:
-        ends += _end(trunk, layer_pass, keeps_logits)
+        ends += _end(trunk, layer_pass, saves_logits)
     return dataclasses.replace(held, activations=in_flight * (stack + ends))
 
 
-def _end(trunk: TrunkSpec, layer_pass: LayerPass, keeps_logits: bool) -> int:
+def _end(trunk: TrunkSpec, layer_pass: LayerPass, saves_logits: bool) -> int:
     """Bytes that the final norm, the output layer and the loss keep."""
     # The input of the output layer.
     kept = layer_pass.stream_tokens * trunk.width * layer_pass.saved_bytes.activation
@@ -127,7 +127,7 @@ def _end(trunk: TrunkSpec, layer_pass: LayerPass, keeps_logits: bool) -> int:
     if trunk.embedding is not None:
         # The label, two flags of it, and probabilities over the vocabulary; or the label.
         part = trunk.embedding.padded_vocab_size // layer_pass.tp
-        kept += layer_pass.tokens * (8 + 2 + part * _FP32 if keeps_logits else 8)
+        kept += layer_pass.tokens * (8 + 2 + part * _FP32 if saves_logits else 8)
     return kept
 
 

@@ -66,7 +66,7 @@ def minimum_memory(config: RunConfig) -> TrainingMemory:
         dispatcher=config.placement.moe_token_dispatcher_type,
         moments=min(len(rule.state) for rule in build_rules(config.optimizer)),
         products=products_of(config),
-        keeps_logits=config.placement.cross_entropy_fusion_impl != "linear",
+        saves_logits=config.placement.cross_entropy_fusion_impl != "linear",
     )
 
 

@@ -28,9 +28,9 @@ def flag(
     help_text: str,
     *,
     positive: bool = False,
-    not_negative: bool = False,
-    filled: bool = False,
-    most: int | None = None,
+    nonnegative: bool = False,
+    derived: bool = False,
+    maximum: int | None = None,
     no_effect: bool = False,
     objective: bool = False,
     **metadata: Any,
@@ -41,9 +41,9 @@ def flag(
         name: its flag.
         help_text: one line for ``--help`` and the documentation.
         positive: the value must be above 0, and finite.
-        not_negative: the value must be 0 or more, and finite.
-        filled: 0 stands for a value worked out from others.
-        most: the largest integer allowed.
+        nonnegative: the value must be 0 or more, and finite.
+        derived: 0 stands for a value worked out from others.
+        maximum: the largest integer allowed.
         no_effect: what a model computes is the same whatever the value: weights of training losses,
             padding in memory. A family need not express it.
         objective: only training losses depend on it. A checkpoint's weights go with any value.
@@ -51,9 +51,9 @@ def flag(
     """
     said = {
         "positive": positive,
-        "not_negative": not_negative,
-        "filled": filled,
-        "most": most,
+        "nonnegative": nonnegative,
+        "derived": derived,
+        "maximum": maximum,
         "no_effect": no_effect,
         "objective": objective,
     }
@@ -150,16 +150,16 @@ def _check_type(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> Non
 def _check_range(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> None:
     """Refuses sizes and numbers outside their range."""
     name, value, checks = entry.name, getattr(config, entry.name), entry.metadata
-    largest = checks.get("most", _LARGEST)
+    largest = checks.get("maximum", _LARGEST)
     if entry.type is int and value > largest:
         raise ConfigError(f"{{{name}:name}} is {{{name}:repr}}, more than {largest}", vars(config))
-    if value == 0 and checks.get("filled"):
+    if value == 0 and checks.get("derived"):
         return
     if checks.get("positive") and not (value > 0 and math.isfinite(value)):
         raise ConfigError(
             f"{{{name}:name}} must be a positive number, not {{{name}:repr}}", vars(config)
         )
-    if checks.get("not_negative") and not (value >= 0 and math.isfinite(value)):
+    if checks.get("nonnegative") and not (value >= 0 and math.isfinite(value)):
         raise ConfigError(
             f"{{{name}:name}} must be a number from 0 on, not {{{name}:repr}}", vars(config)
         )

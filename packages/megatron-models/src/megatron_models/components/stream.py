@@ -14,7 +14,9 @@ class StreamConfig(ComponentConfig):
     """Width and depth of the residual stream, and how layers that write to it start."""
 
     num_layers: int = field(
-        metadata=flag("--num-layers", "number of transformer layers", positive=True, most=100_000)
+        metadata=flag(
+            "--num-layers", "number of transformer layers", positive=True, maximum=100_000
+        )
     )
     hidden_size: int = field(
         metadata=flag(

@@ -31,7 +31,7 @@ class AttentionConfig(PositionConfig):
             "--num-query-groups",
             "key/value heads, each shared by equally many query heads; 0: one per query head",
             positive=True,
-            filled=True,
+            derived=True,
         ),
     )
     kv_channels: int = field(
@@ -40,7 +40,7 @@ class AttentionConfig(PositionConfig):
             "--kv-channels",
             "width of one attention head; 0: hidden_size / num_attention_heads",
             positive=True,
-            filled=True,
+            derived=True,
             unit="channels",
         ),
     )
@@ -128,7 +128,7 @@ class AttentionConfig(PositionConfig):
             "--attn-logit-softcapping",
             "bound of attention's scores x, which become bound * tanh(x / bound) (Gemma 2); "
             "0: none (our name)",
-            not_negative=True,
+            nonnegative=True,
         ),
     )
 

@@ -34,7 +34,7 @@ class MLPConfig(StreamConfig):
             "width of the feed-forward layer; 0: 4 x hidden_size, or with swiglu two thirds of it "
             "rounded down to a multiple of 64",
             positive=True,
-            filled=True,
+            derived=True,
             unit="channels",
         ),
     )

@@ -26,8 +26,8 @@ class MoEConfig(MLPConfig):
         metadata=flag(
             "--num-experts",
             "experts in place of each feed-forward layer (mixture of experts); 0: none",
-            not_negative=True,
-            most=100_000,
+            nonnegative=True,
+            maximum=100_000,
         ),
     )
     moe_router_topk: int = field(
@@ -38,7 +38,7 @@ class MoEConfig(MLPConfig):
         metadata=flag(
             "--moe-ffn-hidden-size",
             "width of one expert; 0: ffn_hidden_size",
-            not_negative=True,
+            nonnegative=True,
             unit="channels",
         ),
     )
@@ -47,7 +47,7 @@ class MoEConfig(MLPConfig):
         metadata=flag(
             "--moe-shared-expert-intermediate-size",
             "width of an expert that every token goes to besides; 0: none",
-            not_negative=True,
+            nonnegative=True,
             unit="channels",
         ),
     )
@@ -88,7 +88,7 @@ class MoEConfig(MLPConfig):
         metadata=flag(
             "--moe-router-bias-update-rate",
             "how much an expert's bias changes in a step",
-            not_negative=True,
+            nonnegative=True,
             no_effect=True,
             objective=True,
         ),
@@ -108,7 +108,7 @@ class MoEConfig(MLPConfig):
         metadata=flag(
             "--moe-aux-loss-coeff",
             "weight of the load balancing loss",
-            not_negative=True,
+            nonnegative=True,
             no_effect=True,
             objective=True,
         ),
@@ -118,7 +118,7 @@ class MoEConfig(MLPConfig):
         metadata=flag(
             "--moe-z-loss-coeff",
             "weight of the z loss, which keeps router logits low",
-            not_negative=True,
+            nonnegative=True,
             no_effect=True,
             objective=True,
         ),

@@ -64,7 +64,7 @@ class Router(nn.Module):
 
     def __init__(self, spec: MoESpec, placement: Placement) -> None:
         super().__init__()
-        self.choices = spec.moe_router_topk
+        self.top_k = spec.moe_router_topk
         self.pre_softmax = spec.moe_router_pre_softmax
         self.sigmoid = spec.moe_router_score_function == "sigmoid"
         self.rate = spec.moe_router_bias_update_rate
@@ -92,17 +92,17 @@ class Router(nn.Module):
         """Returns weights and numbers of each token's experts, and those without a bias."""
         if self.sigmoid:
             scores = torch.sigmoid(logits)
-            chosen, preferred = torch.topk(scores, self.choices)
+            chosen, preferred = torch.topk(scores, self.top_k)
             experts = preferred
             if self.load is not None:
-                experts = torch.topk(scores + self.expert_bias, self.choices).indices
+                experts = torch.topk(scores + self.expert_bias, self.top_k).indices
                 chosen = scores.gather(1, experts)
-            weights = chosen if self.choices == 1 else chosen / (chosen.sum(1, True) + SMALL)
+            weights = chosen if self.top_k == 1 else chosen / (chosen.sum(1, True) + SMALL)
             return weights, experts, preferred
         if self.pre_softmax:
-            weights, experts = torch.topk(torch.softmax(logits, -1), self.choices)
+            weights, experts = torch.topk(torch.softmax(logits, -1), self.top_k)
         else:
-            chosen, experts = torch.topk(logits, self.choices)
+            chosen, experts = torch.topk(logits, self.top_k)
             weights = torch.softmax(chosen, -1)
         return weights, experts, experts
 

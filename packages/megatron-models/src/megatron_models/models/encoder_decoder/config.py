@@ -40,7 +40,7 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
 
     encoder_num_layers: int = field(
         metadata=flag(
-            "--encoder-num-layers", "number of encoder layers", positive=True, most=100_000
+            "--encoder-num-layers", "number of encoder layers", positive=True, maximum=100_000
         )
     )
 
