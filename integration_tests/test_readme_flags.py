@@ -114,9 +114,9 @@ def test_what_is_not_there_is_answered_line_by_line(call):
     flags = "--fp16 --checkpoint-activations --data-impl mmap --distributed-backend nccl"
     lines = call(f"{README} {flags}", status=2).splitlines()
     assert len(lines) == 4 and "3 arguments cannot be used" in lines[-1]
-    assert "--fp16 is not supported yet, it is planned: fp16 with a loss scale" in lines[0]
+    assert "--fp16 is not supported yet; planned: fp16 with a loss scale" in lines[0]
     assert "give --recompute-granularity full" in lines[1]
-    assert "--data-impl is a flag of Megatron-LM that is refused here" in lines[2]
+    assert "--data-impl is a flag of Megatron-LM and is refused here" in lines[2]
 
 
 def test_the_readmes_names_train_and_continue(call, folder, run_command):

@@ -80,7 +80,7 @@ def test_a_setting_is_found_by_a_word_of_it(capsys):
     )
     assert printed.count("\n") == 2
     assert main(["config", "find", "fp16"]) == 0
-    assert capsys.readouterr().out.startswith("--fp16 is not supported yet, it is planned: fp16")
+    assert capsys.readouterr().out.startswith("--fp16 is not supported yet; planned: fp16")
     assert main(["config", "find", "decay-style"]) == 0
     assert "{constant,linear,cosine,inverse-square-root,WSD}" in capsys.readouterr().out
 
@@ -129,7 +129,7 @@ def test_files_of_settings_are_checked(tmp_path, capsys):
         ("schedule", 2, "the following arguments are required: --pipeline-model-parallel-size"),
         ("schedule --pipeline-model-parallel-size 0", 1, "0 ranks: a pipeline has at least 1"),
         ("schedule --pipeline-model-parallel-size 2 --forward-time 0", 1, "forward=0.0: a pass"),
-        ("schedule --pipeline-model-parallel-size 2 --output a.pdf", 1, "as .svg or .png"),
+        ("schedule --pipeline-model-parallel-size 2 --output a.pdf", 1, "must end in .svg or .png"),
         (
             "schedule --pipeline-model-parallel-size 4 --pipeline-schedule dualpipe-v "
             "--micro-batches 7",

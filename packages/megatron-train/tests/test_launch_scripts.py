@@ -93,9 +93,9 @@ python3 pretrain_gpt.py --second
     assert found.arguments == ("--save", "$(date)", "--load", "$((1/0))", "--seed", "1")
     lines = [note.split(": ")[0] for note in found.notes]
     assert lines == [f"line {n}" for n in (1, 2, 3, 4, 5, 6, 6, 6, 8)]
-    assert "'for' is not followed" in found.notes[0] and "left out" in found.notes[1]
+    assert "'for' is skipped" in found.notes[0] and "skipped" in found.notes[1]
     errors = translate(found.arguments, TABLE).errors
-    assert errors[0] == "--save $(date): the value is only known when the script is run; set it"
+    assert errors[0].startswith("--save $(date): the value is only known when the script runs;")
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ python3 pretrain_gpt.py --second
     [
         ("echo 'hello", "line 1: ' is missing at the end"),
         ("A=(1 2\n", "line 2: ) is missing at the end"),
-        ("if true; then echo\n", "line 1: 'fi' is missing behind 'if'"),
-        ("\n)", "line 2: ')' is not expected here"),
+        ("if true; then echo\n", "line 1: 'fi' is missing after 'if'"),
+        ("\n)", "line 2: unexpected ')'"),
         (f"echo ${{{'1' * 5000}}}", "starts no program such as pretrain_gpt.py"),
         ('A=$(date "\n")', "starts no program such as pretrain_gpt.py; line 1: $(date"),
         ("echo pretrain_gpt.py.txt", "starts no program such as pretrain_gpt.py"),
-        ("A=xxxxxxxxxxxxxxxx\n" + "A=$A$A$A$A\n" * 20, "a value of more than"),
+        ("A=xxxxxxxxxxxxxxxx\n" + "A=$A$A$A$A\n" * 20, "a value has more than"),
         ('X="$(' * 50, "is missing at the end"),
     ],
 )
@@ -147,9 +147,9 @@ def test_flags_are_sorted_by_what_becomes_of_them():
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("2 --num-layers 2", "'2' stands behind no flag"),
-        ("--num-layers --lr 1", "--num-layers has no value: the variable behind it is empty"),
-        ("--num-layers 2 3", "--num-layers 2 3: the flag takes 1 values, and has 2"),
+        ("2 --num-layers 2", "'2' does not follow a flag"),
+        ("--num-layers --lr 1", "--num-layers has no value: its variable is empty"),
+        ("--num-layers 2 3", "--num-layers 2 3: the flag takes 1 values, got 2"),
         ("--moe-router-dtype fp64", "--moe-router-dtype fp64 is not supported"),
         ("--append-eod", "--append-eod is a flag of megatron-data preprocess"),
     ],
@@ -176,7 +176,7 @@ def test_the_command_writes_settings_and_says_what_became_of_flags(tmp_path, cap
     assert main([*words, "--drop", "--fp8-format", "--drop", "--fp8-param-gather"]) == 0
     shown = capsys.readouterr()
     assert f"pretrain gpt --config {output} --nproc-per-node 2" in shown.out and not shown.err
-    assert "--manual-gc: no effect here: garbage collection is left to Python" in shown.out
+    assert "--manual-gc: no effect here: Python manages garbage collection" in shown.out
     found = yaml.safe_load(output.read_text())
     assert found["model"] == {
         "num_layers": 2,
@@ -199,7 +199,7 @@ def test_mistakes_of_the_command_are_lines(tmp_path, capsys):
     assert main(["config", "from-megatron", str(script), "--drop", "fp16"]) == 1
     error = capsys.readouterr().err
     for part in (
-        "--drop --fp16: the script does not give it",
+        "--drop --fp16: the script does not use this flag",
         "pretrain_bert.py trains another kind of model",
         "error: --num-layers needs an integer, got 'x'",
         "error: --lr needs a number, got 'fast'",

@@ -1,1 +1,1 @@
-"""Command lines of Megatron-LM: what became of each flag, and launch scripts made into settings."""
+"""Megatron-LM's command lines: the status of each flag here, and conversion of launch scripts."""

@@ -1,4 +1,4 @@
-"""Variables of a launch script, and what words become with them."""
+"""Variables of a launch script and the expansion of words."""
 
 import ast
 import operator
@@ -26,17 +26,17 @@ _LARGEST = 1 << 63
 
 
 class Variables:
-    """The variables of a script, which are never taken from the environment.
+    """The variables of a script; the environment is never read.
 
     Args:
-        name: of the script, for errors.
-        positional: ``$1``, ``$2`` and so on.
-        initial: further variables.
+        name: Name of the script, for errors.
+        positional: Values of ``$1``, ``$2`` and so on.
+        initial: Values of further variables.
 
     Attributes:
-        values: strings, and lists of strings for arrays.
-        notes: what could not be decided, line by line.
-        unset: names that were used without a value, with the line of their first use.
+        values: Values by name: a string, or a list of strings for an array.
+        notes: One line for each construct that could not be evaluated.
+        unset: Variables that were used without a value, with the line of their first use.
     """
 
     def __init__(self, name: str, positional: Sequence[str], initial: Mapping[str, str]) -> None:
@@ -48,7 +48,7 @@ class Variables:
         self._depth = 0
 
     def note(self, line: int, text: str) -> None:
-        """Remembers what could not be decided."""
+        """Adds a note on a construct that could not be evaluated; long texts are shortened."""
         text = " ".join(text.split())
         short = text if len(text) <= _LONGEST_NOTE else f"{text[:_LONGEST_NOTE]}..."
         entry = f"line {line}: {short}"
@@ -56,7 +56,7 @@ class Variables:
             self.notes.append(entry)
 
     def words(self, word: Word) -> list[str]:
-        """Returns the words that a word becomes: none, one, or several where it is cut."""
+        """Expands a word and splits it at spaces outside of quotes; returns any number of words."""
         done: list[str] = []
         current: str | None = None
         for part in word.parts:
@@ -84,7 +84,7 @@ class Variables:
         return done
 
     def text(self, word: Word | Sequence[Part], line: int = 0) -> str:
-        """Returns the text of a word that is not cut, as in an assignment."""
+        """Expands a word without splitting it at spaces, as in an assignment."""
         parts = word.parts if isinstance(word, Word) else word
         line = word.line if isinstance(word, Word) else line
         text = "".join(" ".join(self._part(part, line)) for part in parts)
@@ -93,7 +93,9 @@ class Variables:
 
     def _check(self, length: int, line: int) -> None:
         if length > _LONGEST:
-            raise TrainError(f"{self._name}: line {line}: a value of more than {_LONGEST} letters")
+            raise TrainError(
+                f"{self._name}: line {line}: a value has more than {_LONGEST} characters"
+            )
 
     @staticmethod
     def _cut(values: Sequence[str]) -> list[str]:
@@ -101,7 +103,7 @@ class Variables:
 
     @staticmethod
     def _edges(values: Sequence[str]) -> tuple[bool, bool]:
-        """Returns whether an unquoted value begins and ends with a space, which ends a word."""
+        """Returns whether an unquoted value starts and ends with a space, which ends a word."""
         if not values:
             return False, False
         first, last = values[0], values[-1]
@@ -111,7 +113,7 @@ class Variables:
         if part.kind == "text":
             return [part.text]
         if part.kind == "command":
-            self.note(line, f"$({part.text.strip()}) is not run, and stands as it is")
+            self.note(line, f"$({part.text.strip()}) is not run; it is left unexpanded")
             return [f"$({part.text.strip()})"]
         if part.kind == "arithmetic":
             return [self._arithmetic(part.text, line)]
@@ -125,21 +127,21 @@ class Variables:
     def _parameter(self, part: Part, line: int) -> list[str]:
         found = _PARAMETER.fullmatch(part.text)
         if not found:
-            self.note(line, f"${{{part.text}}} is not understood, and stands as it is")
+            self.note(line, f"${{{part.text}}} is not supported; it is left unexpanded")
             return [f"${{{part.text}}}"]
         name, index, rest = found["name"], found["index"], found["rest"]
         values = self._lookup(name, index)
         if found["length"]:
-            everything = index in ("@", "*")
-            return [str(len(values or ()) if everything else len("".join(values or ())))]
-        several = index == "@" or name == "@"
+            is_whole_array = index in ("@", "*")
+            return [str(len(values or ()) if is_whole_array else len("".join(values or ())))]
+        is_list = index == "@" or name == "@"
         if rest:
             return self._operation(name, values, rest, line)
         if values is None:
-            if not several:
+            if not is_list:
                 self.unset.setdefault(name, line)
-            return [] if several else [""]
-        return list(values) if several else [" ".join(values)]
+            return [] if is_list else [""]
+        return list(values) if is_list else [" ".join(values)]
 
     def _lookup(self, name: str, index: str | None) -> list[str] | None:
         if name in ("@", "*"):
@@ -147,21 +149,21 @@ class Variables:
         if name == "#":
             return [str(len(self.positional))]
         if name.isdigit():
-            place = int(name) if len(name) < 10 else len(self.positional) + 1
-            if not place:
+            position = int(name) if len(name) < 10 else len(self.positional) + 1
+            if not position:
                 return [self._name]
-            return [self.positional[place - 1]] if place <= len(self.positional) else None
+            return [self.positional[position - 1]] if position <= len(self.positional) else None
         value = self.values.get(name)
         if value is None:
             return None
         items = [value] if isinstance(value, str) else value
         if index in ("@", "*"):
             return items
-        place = int(index) if index and index.isdigit() and len(index) < 9 else 0
-        return [items[place]] if place < len(items) else None
+        position = int(index) if index and index.isdigit() and len(index) < 9 else 0
+        return [items[position]] if position < len(items) else None
 
     def _operation(self, name: str, values: list[str] | None, rest: str, line: int) -> list[str]:
-        """Returns what ``${name rest}`` is: a default, an alternative, or a part cut off."""
+        """Evaluates ``${name rest}``: a default, an alternative, or a removed prefix or suffix."""
         colon, action, operand = rest.startswith(":"), *self._split(rest.removeprefix(":"))
         text = None if values is None else " ".join(values)
         absent = text is None or (colon and not text)
@@ -181,7 +183,7 @@ class Variables:
             if text is None:
                 self.unset.setdefault(name, line)
             return [_strip_pattern(text or "", action, self._operand(operand, line))]
-        self.note(line, f"${{{name}{rest}}} is not understood, and stands as it is")
+        self.note(line, f"${{{name}{rest}}} is not supported; it is left unexpanded")
         return [f"${{{name}{rest}}}"]
 
     @staticmethod
@@ -202,7 +204,7 @@ class Variables:
             tree = ast.parse(plain.strip()[:200] or "0", mode="eval")
             return str(_calculate(tree.body, names))
         except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
-            self.note(line, f"$(({text})) cannot be calculated, and stands as it is")
+            self.note(line, f"$(({text})) cannot be calculated; it is left unexpanded")
             return f"$(({text}))"
 
     def _number(self, name: str) -> int:
@@ -211,10 +213,10 @@ class Variables:
 
 
 def _calculate(node: ast.expr, names: Mapping[str, int]) -> int:
-    """Returns the value of an expression of whole numbers.
+    """Returns the value of an integer expression.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: The expression contains something else, or its value is too large.
     """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         value = node.value
@@ -223,20 +225,20 @@ def _calculate(node: ast.expr, names: Mapping[str, int]) -> int:
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = -_calculate(node.operand, names)
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        one, other = _calculate(node.left, names), _calculate(node.right, names)
-        value = _OPERATIONS[type(node.op)](one, other)
+        left, right = _calculate(node.left, names), _calculate(node.right, names)
+        value = _OPERATIONS[type(node.op)](left, right)
     else:
-        raise ValueError("not a sum of whole numbers")
+        raise ValueError("not an integer expression")
     if abs(value) > _LARGEST:
         raise ValueError("too large")
     return value
 
 
 def _strip_pattern(text: str, action: str, pattern: str) -> str:
-    """Returns ``text`` without the shortest or longest end that ``pattern`` matches."""
-    places = range(min(len(text), 4096) + 1)
+    """Removes the shortest or longest prefix or suffix that matches ``pattern``."""
+    ends = range(min(len(text), 4096) + 1)
     if action[0] == "#":
-        order = places if action == "#" else reversed(places)
+        order = ends if action == "#" else reversed(ends)
         return next((text[i:] for i in order if fnmatchcase(text[:i], pattern)), text)
     starts = range(len(text), -1, -1) if action == "%" else range(len(text) + 1)
     return next((text[:i] for i in starts if fnmatchcase(text[i:], pattern)), text)

@@ -1,8 +1,8 @@
-"""The training command that a launch script starts, found by reading the script.
+"""Finds the training command in a launch script by reading the script.
 
-Nothing is run. Variables, arrays, defaults (``${NAME:-default}``), positional parameters, simple
-arithmetic and the conditions of `if` that depend on them are followed as Bash would; what depends
-on files, other commands or loops is left out and named.
+No command is run. Variables, arrays, defaults (``${NAME:-default}``), positional parameters,
+integer arithmetic and conditions of `if` that depend on them are evaluated as in Bash. Constructs
+that depend on files, other commands or loops are skipped and reported in notes.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ class LaunchCommand:
     """The command of a script that starts training.
 
     Attributes:
-        program: the Python program, such as ``pretrain_gpt.py``.
-        launcher: words before it, such as those of torchrun.
-        arguments: words behind it, which are its flags.
-        line: of the script.
-        notes: what in the script could not be decided, line by line.
-        unset: names of variables that had no value where they were used, with the line.
+        program: File name of the Python program, such as ``pretrain_gpt.py``.
+        launcher: Words before the program, such as those of torchrun.
+        arguments: Words after the program: its flags and their values.
+        line: Line of the command in the script.
+        notes: One line for each construct that could not be evaluated.
+        unset: Variables that were used without a value, with the line of their first use.
     """
 
     program: str
@@ -58,28 +58,30 @@ class LaunchCommand:
     unset: Mapping[str, int]
 
 
-class _Exit(Exception):  # noqa: N818 - the end of a script, no error
+class _Exit(Exception):  # noqa: N818 - the end of a script, not an error
     pass
 
 
 def read_script(
     path: Path, positional: Sequence[str] = (), variables: Mapping[str, str] | None = None
 ) -> LaunchCommand:
-    """Returns the command that the Bash script ``path`` starts training with.
+    """Returns the command with which the Bash script ``path`` starts training.
 
     Args:
-        path: of the script.
-        positional: what the script is given, ``$1`` first.
-        variables: values of variables that it takes from the environment.
+        path: Path of the script.
+        positional: Arguments of the script, ``$1`` first.
+        variables: Values of variables that the script expects in the environment.
 
     Raises:
-        TrainError: a script that is not understood, or starts no training.
-        OSError: a file that cannot be read.
+        TrainError: The script cannot be parsed, or it starts no training.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
-        raise TrainError(f"{path} has more than {_MOST_BYTES} bytes; give a launch script")
+        raise TrainError(
+            f"{path} has more than {_MOST_BYTES} bytes, which is too large for a launch script"
+        )
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -99,19 +101,19 @@ def read_script(
 
 
 class _Interpreter:
-    """Follows the commands of a script."""
+    """Interprets the commands of a script."""
 
     def __init__(self, name: str, positional: Sequence[str], given: Mapping[str, str]) -> None:
         self.variables = Variables(name, positional, given)
         self.found: tuple[str, tuple[str, ...], tuple[str, ...], int] | None = None
 
     def block(self, commands: Block) -> bool | None:
-        """Follows commands; returns whether the last one succeeds, None where that is open."""
+        """Interprets commands; returns whether the last one succeeds, or None if unknown."""
         state: bool | None = True
         list_operator = ""
         for command in commands:
             if list_operator and state is None and isinstance(command, IfCommand | SkippedCommand):
-                self._undecided(command)
+                self._note_unknown_condition(command)
             elif (list_operator == "&&" and state is False) or (
                 list_operator == "||" and state is not False
             ):
@@ -125,19 +127,19 @@ class _Interpreter:
         if isinstance(command, SimpleCommand):
             return self._simple(command)
         if isinstance(command, SkippedCommand):
-            self.variables.note(command.line, f"{command.kind} is not followed")
+            self.variables.note(command.line, f"{command.kind} is skipped")
             return None
         for condition, body in command.branches:
             state = self.block(condition)
             if state is None:
-                self._undecided(command)
+                self._note_unknown_condition(command)
                 return None
             if state:
                 return self.block(body)
         return self.block(command.else_body)
 
-    def _undecided(self, command: Command) -> None:
-        text = "a condition cannot be decided without running it; its commands are left out"
+    def _note_unknown_condition(self, command: Command) -> None:
+        text = "a condition cannot be evaluated without running it; its commands are skipped"
         self.variables.note(command.line, text)
 
     def _simple(self, command: SimpleCommand) -> bool | None:
@@ -182,18 +184,18 @@ class _Interpreter:
             return None
         if name == "eval":
             words = [word for text in words[1:] for word in text.split()]
-        self._look(words, line)
+        self._find_program(words, line)
         return None
 
-    def _look(self, words: list[str], line: int) -> None:
-        """Keeps a command if it starts training, the first one."""
-        for place, word in enumerate(words):
+    def _find_program(self, words: list[str], line: int) -> None:
+        """Stores the command if it is the first one that starts training."""
+        for index, word in enumerate(words):
             if not _PROGRAM.fullmatch(word):
                 continue
             if self.found is not None:
-                self.variables.note(line, f"a second command, {word}, is left out")
+                self.variables.note(line, f"a second training command, {word}, is skipped")
                 return
-            self.found = (Path(word).name, tuple(words[:place]), tuple(words[place + 1 :]), line)
+            self.found = (Path(word).name, tuple(words[:index]), tuple(words[index + 1 :]), line)
             return
 
     def _assign(self, word: Word) -> None:
@@ -205,8 +207,8 @@ class _Interpreter:
         if word.elements is not None:
             items = [text for item in word.elements for text in self.variables.words(item)]
             before = values.get(name, [])
-            kept = [before] if isinstance(before, str) else before
-            values[name] = [*kept, *items] if more else items
+            items_before = [before] if isinstance(before, str) else before
+            values[name] = [*items_before, *items] if more else items
             if sum(map(len, values[name])) > _MOST_BYTES:
                 raise TrainError(f"line {word.line}: the array {name} is too long")
             return
@@ -219,22 +221,22 @@ class _Interpreter:
             raise TrainError(f"line {word.line}: the value of {name} is too long")
 
     def _test(self, words: list[str]) -> bool | None:
-        """Returns whether a condition holds, None where it asks for more than variables."""
+        """Returns whether a condition is true, or None if it depends on more than variables."""
         inner = [word for word in words[1:] if word not in ("]", "]]")]
-        return _either(inner)
+        return _evaluate(inner)
 
 
-def _either(words: Sequence[str]) -> bool | None:
-    """Returns the value of a condition; of ``||`` and ``&&``, the first binds least."""
+def _evaluate(words: Sequence[str]) -> bool | None:
+    """Evaluates a condition; ``||`` has lower precedence than ``&&``."""
     for operator, decisive in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
         if operator in words:
-            place = words.index(operator)
-            sides = (_either(words[:place]), _either(words[place + 1 :]))
+            index = words.index(operator)
+            sides = (_evaluate(words[:index]), _evaluate(words[index + 1 :]))
             if decisive in sides:
                 return decisive
             return None if None in sides else not decisive
     if words[:1] == ["!"]:
-        inner = _either(words[1:])
+        inner = _evaluate(words[1:])
         return None if inner is None else not inner
     if len(words) == 1:
         return words[0] != ""
@@ -245,20 +247,20 @@ def _either(words: Sequence[str]) -> bool | None:
     return None
 
 
-def _compare(one: str, sign: str, other: str) -> bool | None:
-    if "$(" in one + other or "${" in one + other:
+def _compare(left: str, sign: str, right: str) -> bool | None:
+    if "$(" in left + right or "${" in left + right:
         return None
     if sign in ("=", "=="):
-        return one == other
+        return left == right
     if sign == "!=":
-        return one != other
-    numbers = [int(text) for text in (one, other) if re.fullmatch(r"\s*-?\d{1,18}\s*", text)]
+        return left != right
+    numbers = [int(text) for text in (left, right) if re.fullmatch(r"\s*-?\d{1,18}\s*", text)]
     if sign in _COMPARISONS and len(numbers) == 2:
         return bool(_COMPARISONS[sign](*numbers))
     return None
 
 
 def _unquoted_prefix(word: Word) -> str:
-    """Returns the unquoted text that a word begins with."""
+    """Returns the unquoted text at the start of a word."""
     first = word.parts[0] if word.parts else None
     return first.text if first and first.kind == "text" and not first.quoted else ""

@@ -1,4 +1,4 @@
-"""Words and operators of a Bash script, as far as launch scripts use the language."""
+"""Splits a Bash script into words and operators; supports what launch scripts use."""
 
 import re
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ _DEEPEST = 40
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a word.
+    """A part of a word.
 
     Attributes:
-        kind: ``text``, ``parameter`` (``$NAME`` or what stands in ``${...}``), ``arithmetic`` or
-            ``command`` (what stands in ``$(...)``).
-        text: its content.
-        quoted: whether it stands in quotes, so that it is not cut at spaces.
+        kind: ``text``, ``parameter`` (``$NAME`` or the content of ``${...}``), ``arithmetic`` (the
+            content of ``$((...))``) or ``command`` (the content of ``$(...)``).
+        text: Content of the part.
+        quoted: Whether the part is in quotes and is therefore not split at spaces.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Word:
-    """A word: its pieces, its line, and the elements behind it where it assigns an array."""
+    """A word: its parts, its line, and the elements of the array that it assigns, if it does."""
 
     parts: tuple[Part, ...]
     line: int
@@ -39,7 +39,7 @@ class Word:
 
     @property
     def literal(self) -> str:
-        """Its text if nothing in it is quoted or expanded, else nothing."""
+        """The text of the word if no part is quoted or expanded; otherwise an empty string."""
         if any(part.kind != "text" or part.quoted for part in self.parts):
             return ""
         return "".join(part.text for part in self.parts)
@@ -47,7 +47,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Operator:
-    """A separator of commands, a bracket or a redirection."""
+    """A separator of commands, a parenthesis or a redirection."""
 
     text: str
     line: int
@@ -57,31 +57,31 @@ Token = Word | Operator
 
 
 class Lexer:
-    """Reads the tokens of ``text``, which errors call ``name``."""
+    """Reads the tokens of ``text``; ``name`` is the script's name in errors."""
 
     def __init__(self, text: str, name: str, *, line: int = 1, depth: int = 0) -> None:
         self._text, self._name = text, name
         self._at, self._line, self._depth = 0, line, depth
         if depth > _DEEPEST:
-            raise TrainError(f"{name}: line {line}: nested deeper than {_DEEPEST} levels")
+            raise TrainError(f"{name}: line {line}: nesting is deeper than {_DEEPEST} levels")
 
     def tokens(self, closing: str = "") -> Iterator[Token]:
-        """Yields tokens until the end, or the bracket ``closing``, which is left out."""
+        """Yields tokens up to the end of the text or up to the bracket ``closing``, without it."""
         ends: list[str] = []
         while self._at < len(self._text):
-            rest = self._text[self._at]
-            if rest in " \t\r":
+            character = self._text[self._at]
+            if character in " \t\r":
                 self._at += 1
             elif self._text.startswith("\\\n", self._at):
                 self._advance(2)
-            elif rest == "#":
+            elif character == "#":
                 end = self._text.find("\n", self._at)
                 self._at = len(self._text) if end < 0 else end
-            elif rest == "\n":
+            elif character == "\n":
                 yield Operator("\n", self._line)
                 self._advance(1)
                 self._skip_documents(ends)
-            elif rest == closing:
+            elif character == closing:
                 self._at += 1
                 return
             elif found := _OPERATOR.match(self._text, self._at):
@@ -95,7 +95,7 @@ class Lexer:
             raise TrainError(f"{self._name}: line {self._line}: {closing} is missing at the end")
 
     def parts(self) -> tuple[Part, ...]:
-        """Returns all of the text as pieces of one word, spaces included."""
+        """Returns the whole text, including spaces, as parts of one word."""
         return tuple(self._parts(""))
 
     def _advance(self, count: int) -> None:
@@ -110,7 +110,7 @@ class Lexer:
         return [found.group(1)]
 
     def _skip_documents(self, ends: list[str]) -> None:
-        """Skips the lines of here-documents that begin behind this line."""
+        """Skips the here-documents that start after this line."""
         while ends:
             mark = ends.pop(0)
             while self._at < len(self._text):
@@ -134,31 +134,31 @@ class Lexer:
         return word
 
     def _parts(self, stops: str) -> Iterator[Part]:
-        plain = ""
+        literal = ""
         while self._at < len(self._text) and self._text[self._at] not in stops:
-            letter = self._text[self._at]
-            if letter not in "\\'\"$`":
-                plain += letter
+            character = self._text[self._at]
+            if character not in "\\'\"$`":
+                literal += character
                 self._advance(1)
                 continue
-            if plain:
-                yield Part("text", plain, False)
-                plain = ""
-            yield from self._special(letter)
-        if plain:
-            yield Part("text", plain, False)
+            if literal:
+                yield Part("text", literal, False)
+                literal = ""
+            yield from self._special(character)
+        if literal:
+            yield Part("text", literal, False)
 
-    def _special(self, letter: str) -> Iterator[Part]:
-        if letter == "\\":
+    def _special(self, character: str) -> Iterator[Part]:
+        if character == "\\":
             following = self._text[self._at + 1 : self._at + 2]
             self._advance(2)
             if following != "\n":
                 yield Part("text", following, True)
-        elif letter == "'":
+        elif character == "'":
             yield Part("text", self._until("'", self._at + 1), True)
-        elif letter == '"':
+        elif character == '"':
             yield from self._double_quoted()
-        elif letter == "`":
+        elif character == "`":
             yield Part("command", self._until("`", self._at + 1), False)
         else:
             yield self._dollar(False)
@@ -166,26 +166,26 @@ class Lexer:
     def _double_quoted(self) -> Iterator[Part]:
         self._at += 1
         text = ""
-        yield Part("text", "", True)  # "" is a word, too
+        yield Part("text", "", True)  # "" is a word as well
         while True:
             if self._at >= len(self._text):
                 raise TrainError(f'{self._name}: line {self._line}: " is missing at the end')
-            letter = self._text[self._at]
-            if letter == "\\" and self._text[self._at + 1 : self._at + 2] in set('"\\$`\n'):
+            character = self._text[self._at]
+            if character == "\\" and self._text[self._at + 1 : self._at + 2] in set('"\\$`\n'):
                 text += self._text[self._at + 1].replace("\n", "")
                 self._advance(2)
-            elif letter in '"$`':
+            elif character in '"$`':
                 yield Part("text", text, True)
                 text = ""
-                if letter == '"':
+                if character == '"':
                     self._at += 1
                     return
-                if letter == "`":
+                if character == "`":
                     yield Part("command", self._until("`", self._at + 1), True)
                 else:
                     yield self._dollar(True)
             else:
-                text += letter
+                text += character
                 self._advance(1)
 
     def _dollar(self, quoted: bool) -> Part:
@@ -212,24 +212,24 @@ class Lexer:
         return self._text[start:end]
 
     def _bracketed(self, start: int) -> str:
-        """Returns what stands between the bracket at ``start`` and the one that closes it."""
+        """Returns the text between the bracket at ``start`` and its closing bracket."""
         opening = self._text[start]
-        depth, quote, place = 0, "", start
-        while place < len(self._text):
-            letter = self._text[place]
-            if letter == "\\":
-                place += 1
+        depth, quote, index = 0, "", start
+        while index < len(self._text):
+            character = self._text[index]
+            if character == "\\":
+                index += 1
             elif quote:
-                quote = "" if letter == quote else quote
-            elif letter in "'\"":
-                quote = letter
-            elif letter == opening:
+                quote = "" if character == quote else quote
+            elif character in "'\"":
+                quote = character
+            elif character == opening:
                 depth += 1
-            elif letter == _PAIRS[opening]:
+            elif character == _PAIRS[opening]:
                 depth -= 1
                 if not depth:
-                    self._advance(place + 1 - self._at)
-                    return self._text[start + 1 : place]
-            place += 1
+                    self._advance(index + 1 - self._at)
+                    return self._text[start + 1 : index]
+            index += 1
         missing = _PAIRS[opening]
         raise TrainError(f"{self._name}: line {self._line}: {missing} is missing at the end")

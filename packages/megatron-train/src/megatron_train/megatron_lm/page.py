@@ -1,4 +1,4 @@
-"""The page docs/megatron-flags.md, made from the table of flags."""
+"""Renders the page docs/megatron-flags.md from the table of flags."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,31 +6,31 @@ from collections.abc import Sequence
 from megatron_train.megatron_lm.table import STATUSES, MegatronFlag, megatron_flags
 
 COMMIT = "d98e8a64"
-"""Commit of Megatron-LM's repository whose argument parser the table was compared with."""
+"""Commit of Megatron-LM whose argument parser the table was compared with."""
 
 _INTRODUCTION = f"""\
 # Flags of Megatron-LM
 
-What became of every flag of Megatron-LM's argument parser (repository at {COMMIT}), of older
-versions and of its other programs. This page is made from the files in
-`megatron_train/megatron_lm/flags`; tests compare them with Megatron-LM's flags and with what the
-commands accept. `megatron-train config find WORD` searches them, and
-[`megatron-train config from-megatron`](from-megatron.md) reads whole launch scripts.
+The status of every flag of Megatron-LM's argument parser (repository at {COMMIT}), of its older
+versions and of its other programs. This page is generated from the files in
+`megatron_train/megatron_lm/flags`. Tests compare them with Megatron-LM's flags and with the flags
+that the commands accept. `megatron-train config find WORD` searches the table, and
+[`megatron-train config from-megatron`](from-megatron.md) converts whole launch scripts.
 
-- **works**: as there, in the command named
-- **alias**: accepted by `megatron-train pretrain gpt`, and made into another setting
-- **no effect**: accepted by `megatron-train pretrain gpt`, which says so in one line
-- **planned**: an error that names what will bring it
-- **refused**: an error that says why, or what to give instead
+- **works**: has the same meaning as in Megatron-LM, in the command that is named
+- **alias**: accepted by `megatron-train pretrain gpt`, and translated to another setting
+- **no effect**: accepted by `megatron-train pretrain gpt`, which prints a note
+- **planned**: an error that names the planned feature
+- **refused**: an error with the reason or with the setting to give instead
 
-Values behind a flag: `N...` is one or more, `[N...]` any number, and `{{a}}` the only ones that are
-accepted.
+Values after a flag: `N...` is one or more values, `[N...]` is any number of values, and `{{a}}`
+lists the only values that are accepted.
 
 """
 
 
 def render_flags() -> str:
-    """Returns the page as Markdown text."""
+    """Returns the page in Markdown."""
     flags = list(megatron_flags().values())
     of_parser = [flag for flag in flags if flag.in_parser]
     parts = [
@@ -40,7 +40,9 @@ def render_flags() -> str:
         group = [flag for flag in flags if flag.subject == subject]
         head = f"## {subject}\n\n{_counts(group).capitalize()}.\n\n"
         rows = "\n".join(map(_row, sorted(group, key=lambda flag: flag.flag)))
-        parts.append(f"{head}| flag | | where, what or why |\n|---|---|---|\n{rows}\n")
+        parts.append(
+            f"{head}| flag | status | command, meaning or reason |\n|---|---|---|\n{rows}\n"
+        )
     return "\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Commands of a Bash script: simple ones, `if`, and what is not followed."""
+"""Parses a Bash script into simple commands, `if` commands and skipped constructs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _DEEPEST = 40
 
 @dataclass(frozen=True)
 class SimpleCommand:
-    """A command of words, and how it is joined to the next one (``&&``, ``||`` or nothing)."""
+    """A command of words; ``list_operator`` joins it to the next one: ``&&``, ``||`` or empty."""
 
     words: tuple[Word, ...]
     line: int
@@ -22,7 +22,7 @@ class SimpleCommand:
 
 @dataclass(frozen=True)
 class IfCommand:
-    """Conditions with the commands that follow them; a branch without a condition is `else`."""
+    """Pairs of condition and body, and the body of `else`, which may be empty."""
 
     branches: tuple[tuple["Block", "Block"], ...]
     else_body: "Block"
@@ -32,7 +32,7 @@ class IfCommand:
 
 @dataclass(frozen=True)
 class SkippedCommand:
-    """A construct that is not followed, such as a loop."""
+    """A construct that is not interpreted, such as a loop."""
 
     kind: str
     line: int
@@ -44,19 +44,19 @@ Block = tuple[Command, ...]
 
 
 class ScriptParser:
-    """Reads commands from tokens; errors call the script ``name``."""
+    """Reads commands from tokens; ``name`` is the script's name in errors."""
 
     def __init__(self, tokens: Iterable[Token], name: str) -> None:
         self._tokens, self._name = list(tokens), name
         self._at, self._depth = 0, 0
 
     def script(self) -> Block:
-        """Returns the commands of the whole script."""
+        """Returns all commands of the script."""
         commands = self._block(())
         if self._at < len(self._tokens):
             token = self._tokens[self._at]
             text = token.text if isinstance(token, Operator) else token.literal
-            raise TrainError(f"{self._name}: line {token.line}: {text!r} is not expected here")
+            raise TrainError(f"{self._name}: line {token.line}: unexpected {text!r}")
         return commands
 
     def _block(self, ends: tuple[str, ...]) -> Block:
@@ -79,7 +79,7 @@ class ScriptParser:
         return tuple(commands)
 
     def _joined(self, command: Command) -> Command:
-        """Reads what joins a command to the next one; what it is piped into is left out."""
+        """Adds the operator that joins a command to the next one; skips commands after a pipe."""
         while self._operator() == "|":
             self._at += 1
             self._command()
@@ -151,17 +151,17 @@ class ScriptParser:
 
     def _expect(self, word: str, line: int) -> None:
         if self._word() != word:
-            raise TrainError(f"{self._name}: line {line}: {word!r} is missing behind 'if'")
+            raise TrainError(f"{self._name}: line {line}: {word!r} is missing after 'if'")
         self._at += 1
 
     def _skip_past(self, word: str) -> None:
-        """Goes on behind the next ``word``."""
+        """Advances past the next ``word``."""
         while self._at < len(self._tokens) and self._word() != word:
             self._at += 1
         self._at += 1
 
     def _skip_block(self, ends: tuple[str, ...]) -> None:
-        """Goes on behind a block that is left out."""
+        """Advances past a block that is not interpreted."""
         self._block(ends)
         self._at += 1
 
@@ -186,8 +186,8 @@ class ScriptParser:
                 self._at += 1
             elif token.text in _ENDS:
                 break
-            elif token.text == "(":  # an arithmetic command, or what is no launch script
-                raise TrainError(f"{self._name}: line {token.line}: '(' is not expected here")
+            elif token.text == "(":  # an arithmetic command, or not a launch script
+                raise TrainError(f"{self._name}: line {token.line}: unexpected '('")
             else:
                 self._at += 1 if token.text[-1] in "-0123456789" else 2  # a redirection
         return SimpleCommand(tuple(words), line)

@@ -1,9 +1,9 @@
-"""The table of Megatron-LM's flags: what became of each of them here.
+"""The table of Megatron-LM's flags and their status here.
 
-The facts lie in the YAML files of the folder ``flags`` beside this module, one file for each
-subject. A file has a ``title`` and, under each kind of answer, reasons with the flags they hold
-for. Behind a flag stands what it takes: nothing, ``N``, ``N N``, ``N...`` (one or more),
-``[N...]`` (any number) or ``{a,b}`` (one of these values; others are refused).
+The data is in the YAML files of the folder ``flags`` beside this module, one file for each subject.
+A file has a ``title`` and, under each status, reasons with the flags that they apply to. A flag is
+followed by its values: nothing, ``N``, ``N N``, ``N...`` (one or more), ``[N...]`` (any number) or
+``{a,b}`` (one of these values; others are refused).
 """
 
 from collections.abc import Sequence
@@ -16,22 +16,23 @@ import yaml
 from megatron_train.errors import TrainError
 
 STATUSES = ("works", "alias", "no effect", "planned", "refused")
-"""What can have become of a flag."""
+"""The possible statuses of a flag."""
 
 
 @dataclass(frozen=True)
 class MegatronFlag:
-    """A flag of Megatron-LM and what became of it.
+    """A flag of Megatron-LM and its status here.
 
     Attributes:
-        flag: its spelling there.
-        metavar: the values behind it, as in a usage line; empty for a switch.
-        status: one of `STATUSES`.
-        reason: what it sets, why it has no effect or is refused, or what will bring it.
-        commands: the commands that take it, where it works.
-        subject: title of the group that it belongs to.
-        in_parser: whether it is in the argument parser of Megatron-LM's training, at the commit
-            that the table was compared with; otherwise it is of another version or program.
+        flag: The flag, such as ``--num-layers``.
+        metavar: Its values as in a usage line; empty for a switch.
+        status: One of `STATUSES`.
+        reason: What the flag sets, why it has no effect or is refused, or the planned feature that
+            will support it. Empty if the flag works.
+        commands: Commands that accept the flag if it works.
+        subject: Title of the flag's group.
+        in_parser: Whether the flag is in Megatron-LM's argument parser for training, at the commit
+            that the table was compared with. Otherwise it is of another version or program.
     """
 
     flag: str
@@ -44,27 +45,27 @@ class MegatronFlag:
 
     @property
     def accepted(self) -> bool:
-        """Whether `megatron-train pretrain gpt` takes it."""
+        """Whether `megatron-train pretrain gpt` accepts the flag."""
         if self.status == "works":
             return "megatron-train pretrain gpt" in self.commands
         return self.status in ("alias", "no effect")
 
     @property
     def arity(self) -> int | str:
-        """Values that it takes: a number, ``+`` or ``*``."""
+        """The number of values, or ``+`` or ``*`` as in `argparse`."""
         if self.metavar.startswith("["):
             return "*"
         return "+" if self.metavar.endswith("...") else len(self.metavar.split())
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only values that are accepted, empty where all are."""
+        """The only values that are accepted; empty if every value is."""
         if not self.metavar.startswith("{"):
             return ()
         return tuple(self.metavar.strip("{}").split(","))
 
     def message(self) -> str:
-        """Returns one line for a user who gave this flag to a command that does not take it."""
+        """Returns the error line for a command that does not accept this flag."""
         if self.status == "works":
             return f"{self.flag} is a flag of {' and '.join(self.commands)}"
         if self.status == "alias":
@@ -72,11 +73,11 @@ class MegatronFlag:
         if self.status == "no effect":
             return f"{self.flag} has no effect here: {self.reason}"
         if self.status == "planned":
-            return f"{self.flag} is not supported yet, it is planned: {self.reason}"
-        return f"{self.flag} is a flag of Megatron-LM that is refused here: {self.reason}"
+            return f"{self.flag} is not supported yet; planned: {self.reason}"
+        return f"{self.flag} is a flag of Megatron-LM and is refused here: {self.reason}"
 
     def invalid_value_message(self, values: Sequence[str]) -> str:
-        """Returns one line if ``values`` are not among the choices of this flag, else nothing."""
+        """Returns an error line if a value is not one of the choices, else an empty string."""
         wrong = [value for value in values if self.choices and value not in self.choices]
         if not wrong:
             return ""
@@ -87,17 +88,17 @@ class MegatronFlag:
 
 
 def megatron_flags() -> dict[str, MegatronFlag]:
-    """Returns every flag that is accounted for by its spelling, file by file.
+    """Returns every flag of the table by its spelling, in the order of the files.
 
     Raises:
-        TrainError: a file of the package with an unknown kind of answer, or a flag in two places.
+        TrainError: A file has an unknown status, or a flag is listed twice.
     """
     folder = resources.files("megatron_train.megatron_lm").joinpath("flags")
     flags: dict[str, MegatronFlag] = {}
     for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
         for flag in _read(yaml.safe_load(file.read_text(encoding="utf-8"))):
             if flag.flag in flags:
-                raise TrainError(f"table of flags, {flag.subject}: {flag.flag} stands there twice")
+                raise TrainError(f"table of flags, {flag.subject}: {flag.flag} is listed twice")
             flags[flag.flag] = flag
     return flags
 
@@ -108,7 +109,7 @@ def _read(document: dict[str, Any]) -> list[MegatronFlag]:
     for kind, reasons in document.items():
         name = kind.replace("_", " ")
         if name not in STATUSES:
-            raise TrainError(f"table of flags, {subject}: unknown kind {kind!r}")
+            raise TrainError(f"table of flags, {subject}: unknown status {kind!r}")
         for reason, entries in reasons.items():
             for entry in entries:
                 flag, _, takes = entry.partition(" ")

@@ -1,4 +1,4 @@
-"""From the flags of a Megatron-LM command line to settings of ours."""
+"""Translates the flags of a Megatron-LM command line into settings of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,33 +7,33 @@ from megatron_train.config.values import GivenValue, Values
 from megatron_train.megatron_lm.table import MegatronFlag
 
 OUTCOMES = ("accepted", "no effect", "dropped", "planned", "refused", "unknown")
-"""What can become of a flag of a command line, in the order of tables."""
+"""The possible outcomes for a flag of a command line, in the order of printed tables."""
 
 _COMMAND = "megatron-train pretrain gpt"
 
 
 @dataclass(frozen=True)
 class FlagArguments:
-    """A flag with the values behind it."""
+    """A flag with its values."""
 
     flag: str
     values: tuple[str, ...]
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Both, as they are given to a command."""
+        """The flag and its values as words of a command line."""
         return (self.flag, *self.values)
 
 
 @dataclass
 class TranslatedFlags:
-    """What became of the flags of a command line.
+    """The translated flags of a command line.
 
     Attributes:
-        arguments: flags that `pretrain gpt` takes, with their values.
-        flags_by_outcome: spelling of the flags by what became of them, see `OUTCOMES`.
-        notes: a line for each reason of a flag without effect.
-        errors: a line for each flag that cannot be used, or whose values cannot.
+        arguments: Flags that `pretrain gpt` accepts, with their values.
+        flags_by_outcome: Flags by their outcome, see `OUTCOMES`.
+        notes: One line for each reason why flags have no effect.
+        errors: One line for each flag that cannot be used or has invalid values.
     """
 
     arguments: list[str] = field(default_factory=list)
@@ -44,27 +44,27 @@ class TranslatedFlags:
     errors: list[str] = field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
-        """Returns how many different flags there are of each kind."""
+        """Returns the number of different flags with each outcome."""
         return {kind: len(set(flags)) for kind, flags in self.flags_by_outcome.items()}
 
 
 def translate(
     words: Sequence[str], table: Mapping[str, MegatronFlag], drop: Sequence[str] = ()
 ) -> TranslatedFlags:
-    """Sorts the flags of a Megatron-LM command line by what becomes of them.
+    """Sorts the flags of a Megatron-LM command line by their outcome.
 
     Args:
-        words: the command line, behind the program.
+        words: The command line after the program.
         table: Megatron-LM's flags.
-        drop: flags to leave out.
+        drop: Flags to leave out.
     """
     groups, stray = _groups(words)
     result = TranslatedFlags()
     reasons: dict[str, list[str]] = {}
-    result.errors += [f"{word!r} stands behind no flag" for word in stray]
+    result.errors += [f"{word!r} does not follow a flag" for word in stray]
     given = {group.flag for group in groups}
     result.errors += [
-        f"--drop {flag}: the script does not give it" for flag in drop if flag not in given
+        f"--drop {flag}: the script does not use this flag" for flag in drop if flag not in given
     ]
     for group in groups:
         flag = table.get(group.flag)
@@ -84,7 +84,7 @@ def translate(
         else:
             result.arguments += [group.flag, *map(_unquoted, group.values)]
     result.errors = list(dict.fromkeys(result.errors))
-    _as_in_megatron(result)
+    _drop_ignored_settings(result)
     result.notes += [
         f"{', '.join(dict.fromkeys(flags))}: no effect here: {reason}"
         for reason, flags in reasons.items()
@@ -93,20 +93,20 @@ def translate(
 
 
 def apply_megatron_defaults(translation: TranslatedFlags, values: Values) -> Values:
-    """Returns settings that mean here what the flags mean in Megatron-LM.
+    """Returns settings with which a run computes what the flags mean in Megatron-LM.
 
-    Where a default of Megatron-LM is another than ours it is set, and options of tokenizers that
-    the run does not have, which Megatron-LM ignores, are left out.
+    Sets defaults of Megatron-LM that differ from ours. Removes options of tokenizers that the run
+    does not use, which Megatron-LM ignores.
 
     Args:
-        translation: the flags; a note is added for each setting.
-        values: settings made from the flags.
+        translation: The translated flags; a note is added for each change.
+        values: The settings made from the flags.
     """
     given: dict[str, GivenValue] = {}
     if "training.calculate_per_token_loss" not in values.given:
         given["training.calculate_per_token_loss"] = GivenValue(False, "default of Megatron-LM")
         translation.notes.append(
-            "calculate_per_token_loss is set to false, as Megatron-LM's default is: every "
+            "calculate_per_token_loss is set to false, the default of Megatron-LM: every "
             "micro-batch has the same weight in the loss"
         )
     fused = "--no-bias-gelu-fusion" not in translation.flags_by_outcome["no effect"]
@@ -114,22 +114,22 @@ def apply_megatron_defaults(translation: TranslatedFlags, values: Values) -> Val
     if "model.activation" not in values.given and fused and biased:
         given["model.activation"] = GivenValue("gelu_tanh", "default of Megatron-LM")
         translation.notes.append(
-            "activation is set to gelu_tanh: Megatron-LM computes GELU so where it is fused with "
-            "the bias, which is its default"
+            "activation is set to gelu_tanh: Megatron-LM computes this approximation if GELU is "
+            "fused with the bias, which is its default"
         )
-    kept = dict(values.given)
+    remaining = dict(values.given)
     kind = values.get("data.tokenizer_type")
     for key in ("data.tiktoken_pattern", "data.tiktoken_num_special_tokens"):
-        if key in kept and kind not in (None, "TikTokenizer"):
-            flag = kept.pop(key).origin
+        if key in remaining and kind not in (None, "TikTokenizer"):
+            flag = remaining.pop(key).origin
             translation.flags_by_outcome["accepted"].remove(flag)
             translation.flags_by_outcome["no effect"].append(flag)
             translation.notes.append(f"{flag}: no effect with --tokenizer-type {kind}")
-    return Values({**given, **kept})
+    return Values({**given, **remaining})
 
 
 def _groups(words: Sequence[str]) -> tuple[list[FlagArguments], list[str]]:
-    """Cuts a command line at its flags; words before the first one are returned, too."""
+    """Splits a command line into flags with values, and the words before the first flag."""
     cut: list[list[str]] = []
     stray: list[str] = []
     for word in words:
@@ -154,32 +154,35 @@ def _outcome(group: FlagArguments, flag: MegatronFlag | None) -> str:
 
 
 def _values_message(group: FlagArguments, flag: MegatronFlag) -> str:
-    """Returns one line if a flag has too few or too many values, or one that is not known."""
-    open_ = [value for value in group.values if "$(" in value or "${" in value]
-    if open_:
-        return f"{group.flag} {open_[0]}: the value is only known when the script is run; set it"
+    """Returns an error line if values are missing, excess or unexpanded, else an empty string."""
+    unexpanded = [value for value in group.values if "$(" in value or "${" in value]
+    if unexpanded:
+        return (
+            f"{group.flag} {unexpanded[0]}: the value is only known when the script runs; write "
+            "the value into the script"
+        )
     count, wanted = len(group.values), flag.arity
     if (wanted == "+" and count) or wanted == "*" or wanted == count:
         return ""
-    behind = f"{group.flag} {' '.join(group.values)}".strip()
+    shown = f"{group.flag} {' '.join(group.values)}".strip()
     if not count:
-        return f"{behind} has no value: the variable behind it is empty"
-    return f"{behind}: the flag takes {wanted} values, and has {count}"
+        return f"{shown} has no value: its variable is empty"
+    return f"{shown}: the flag takes {wanted} values, got {count}"
 
 
 def _unquoted(value: str) -> str:
-    """Returns a value without quotes that were kept inside a variable."""
+    """Returns a value without quotes that a variable contained."""
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         return value[1:-1]
     return value
 
 
-def _as_in_megatron(result: TranslatedFlags) -> None:
-    """Leaves out settings that Megatron-LM ignores because another flag is missing."""
+def _drop_ignored_settings(result: TranslatedFlags) -> None:
+    """Removes settings that Megatron-LM ignores because another flag is missing."""
     queries = "--num-query-groups"
     if queries in result.arguments and "--group-query-attention" not in result.arguments:
-        place = result.arguments.index(queries)
-        del result.arguments[place : place + 2]
+        index = result.arguments.index(queries)
+        del result.arguments[index : index + 2]
         result.flags_by_outcome["accepted"].remove(queries)
         result.flags_by_outcome["no effect"].append(queries)
         result.notes.append(
