@@ -15,7 +15,7 @@ from megatron_data import (
 )
 from megatron_data.datasets import MockTokens
 from megatron_data.datasets.gpt import GPTDatasetConfig
-from megatron_data.datasets.split import parse_split, sequences_of
+from megatron_data.datasets.split import parse_split, sequence_range
 from megatron_data.indexed import unpack_image
 from megatron_data.order import blend_by_weight, blend_exhaustively, build_gpt_indices
 from megatron_data.order.compat import build_document_index, build_sample_index
@@ -261,7 +261,7 @@ def test_splits_equal(split: str, count: int) -> None:
     for our_part, their_part in zip(ours, theirs, strict=True):
         if our_part is not None and their_part is not None:
             begin, end = (round(mark * float(count)) for mark in their_part)
-            assert sequences_of(our_part, count) == (begin, end)
+            assert sequence_range(our_part, count) == (begin, end)
 
 
 def megatron_datasets(sizes: list[int | None], **options: object) -> list[object]:

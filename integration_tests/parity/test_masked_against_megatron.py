@@ -181,7 +181,7 @@ def test_bert_samples_equal(prefix: str, tmp_path, trial: int) -> None:
     masking = MaskingConfig(share, ngrams, trial % 4 > 0, longer, geometric)
     config = BertDatasetConfig(length, masking, (0.1, 0.0, 0.5)[trial % 3], trial % 2 == 0)
     ours = build_bert_datasets(
-        prefix, "1,0,0", (120, 0, 0), config=config, pieces=PIECES, seed=100 + trial
+        prefix, "1,0,0", (120, 0, 0), config=config, word_pieces=PIECES, seed=100 + trial
     ).train
     assert ours is not None
     assert len(ours) == len(theirs) >= 120
@@ -216,7 +216,7 @@ def test_t5_samples_equal(prefix: str, tmp_path, trial: int) -> None:
     masking = MaskingConfig(0.15, 10, trial % 4 > 0, geometric=True)
     config = T5DatasetConfig(length, 48, masking, (0.1, 0.0, 0.5)[trial % 3])
     ours = build_t5_datasets(
-        prefix, "1,0,0", (120, 0, 0), config=config, pieces=PIECES, seed=100 + trial
+        prefix, "1,0,0", (120, 0, 0), config=config, word_pieces=PIECES, seed=100 + trial
     ).train
     assert ours is not None
     assert len(ours) == len(theirs) >= 120

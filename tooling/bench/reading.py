@@ -95,7 +95,7 @@ def speed(length: int, rounds: int) -> None:
                     SEED,
                     order=order,
                     eod_id=0,
-                    mapped=mapped,
+                    mmap=mapped,
                 ).train
                 way = order if mapped else f"{order}, not mapped"
                 single[way] = one_by_one(dataset)
@@ -178,7 +178,7 @@ def sparse(
         documents = int(gibibytes * 2**30) // (2 * document)
         write_hole(prefix, documents, document)
         train = build_gpt_datasets(
-            prefix, "1,0,0", sequence_length=length, eod_id=0, mapped=mapped
+            prefix, "1,0,0", sequence_length=length, eod_id=0, mmap=mapped
         ).train
         assert train is not None
         numbers = np.random.default_rng(0).integers(0, len(train), samples)
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--unmapped", action="store_true")
     arguments = parser.parse_args()
     if arguments.sparse:
-        sparse(arguments.sparse, arguments.length, mapped=not arguments.unmapped)
+        sparse(arguments.sparse, arguments.length, mmap=not arguments.unmapped)
     else:
         speed(arguments.length, arguments.rounds)
 

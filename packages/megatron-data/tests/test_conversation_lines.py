@@ -21,9 +21,9 @@ from megatron_data import (
 )
 from megatron_data.datasets import (
     ConversationLines,
-    OpenDatasets,
+    DatasetPool,
     conversation_lines,
-    holds_conversation_lines,
+    is_conversation_file,
 )
 from megatron_data.tokenizers import ChatTemplate, SFTTokenizer
 
@@ -113,17 +113,17 @@ def test_what_calls_share_is_opened_and_checked_once(
     lines, prefix = str(talks / "a.jsonl"), str(talks / "a_conversation")
     once = {lines: [lines], prefix: [prefix, f"{prefix}_loss"]}
     for path, wanted in once.items():
-        for opened, times in ((OpenDatasets(), 1), (None, 3)):
+        for pool, times in ((DatasetPool(), 1), (None, 3)):
             calls.clear()
             for sizes in ((9, 0, 0), (0, 4, 0), (0, 0, 4)):
                 build_sft_datasets(
-                    path, "6,3,1", sizes, order="compat", tokenizer=talker, opened=opened
+                    path, "6,3,1", sizes, order="compat", tokenizer=talker, dataset_pool=pool
                 )
             assert sorted(calls) == sorted(times * wanted)
-    shared = OpenDatasets()
+    shared = DatasetPool()
     calls.clear()
     for order in ("stateless", "packed", "compat"):
-        build_gpt_datasets(prefix, "6,3,1", (9, 0, 0), 8, order=order, opened=shared)
+        build_gpt_datasets(prefix, "6,3,1", (9, 0, 0), 8, order=order, dataset_pool=shared)
     assert calls == [prefix]
 
 
@@ -145,11 +145,13 @@ def test_lines_may_be_longer_than_what_is_read_at_once(
     parts = ConversationLines(talks / "a.jsonl", talker)
     assert len(whole) == len(parts) == 40
     for number in (0, 1, 20, 39):
-        assert whole.place(number) == parts.place(number)
-        ids = [[each.ids.tolist() for each in lines.row(number)] for lines in (whole, parts)]
+        assert whole.location(number) == parts.location(number)
+        ids = [
+            [each.ids.tolist() for each in lines.conversations(number)] for lines in (whole, parts)
+        ]
         assert ids[0] == ids[1]
     text = (talks / "a.jsonl").read_text().split("\n")
-    _, _, line = whole.place(39).rpartition(":")
+    _, _, line = whole.location(39).rpartition(":")
     assert json.loads(text[int(line) - 1])["messages"][0]["content"] == "39"
 
 
@@ -237,7 +239,7 @@ def test_what_cannot_be_read_line_by_line(
             ConversationLines(tmp_path / name, talker)
     with pytest.raises(DataError, match="only a local file"):
         ConversationLines("s3://bucket/a.jsonl", talker)
-    assert not holds_conversation_lines("talks_conversation")
+    assert not is_conversation_file("talks_conversation")
 
 
 def test_a_template_that_writes_the_time_is_warned_of(
@@ -259,8 +261,8 @@ def test_a_file_that_changes_is_noticed(talker: SFTTokenizer, tmp_path: Path) ->
     path = tmp_path / "t.jsonl"
     path.write_text(f"{row}\n{row}\n")
     lines = ConversationLines(path, talker)
-    assert len(lines.row(0)) == 1
+    assert len(lines.conversations(0)) == 1
     path.write_text(f"{row}\n{row}\n{row}\n")
-    assert len(lines.row(0)) == 1  # kept
+    assert len(lines.conversations(0)) == 1  # kept
     with pytest.raises(DataError, match=r"t.jsonl changed since it was opened; start again"):
-        lines.row(1)
+        lines.conversations(1)

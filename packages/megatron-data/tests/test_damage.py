@@ -209,7 +209,7 @@ def test_no_index_crashes_the_reader(
         with IndexedDataset(folder / "d") as dataset:
             for number in range(len(dataset)):
                 dataset.get(number).sum()
-            for number in range(dataset.documents):
+            for number in range(dataset.num_documents):
                 dataset.document(number).sum()
             dataset.check()
     except (DataError, IndexError):

@@ -27,7 +27,7 @@ from megatron_data.datasets import (
 )
 from megatron_data.datasets.builders import OrderName
 from megatron_data.datasets.masks import document_masks
-from megatron_data.datasets.split import sequences_of
+from megatron_data.datasets.split import sequence_range
 from megatron_data.order import CompatOrder, GPTIndices, GreedyBlend
 
 Write = Callable[..., str]
@@ -279,7 +279,7 @@ def test_a_cached_build_equals_a_fresh_one(write_dataset: Write, tmp_path: Path)
 
     def tokens(cache: Path | None) -> list[list[int]]:
         train = build_gpt_datasets(
-            words, "90,10", (60, 0, 0), 16, order="compat", cache=cache
+            words, "90,10", (60, 0, 0), 16, order="compat", cache_path=cache
         ).train
         assert train is not None
         return [train[i]["tokens"].tolist() for i in range(len(train))]
@@ -296,7 +296,7 @@ def test_a_replaced_dataset_does_not_hit_the_cache(write_dataset: Write, tmp_pat
     for length in (9, 8):
         prefix = write_dataset([[1] * length] * 40)
         train = build_gpt_datasets(
-            prefix, "100", sequence_length=16, order="compat", cache=tmp_path / "c"
+            prefix, "100", sequence_length=16, order="compat", cache_path=tmp_path / "c"
         ).train
         assert train is not None
         assert len(train) == (40 * length - 1) // 16
@@ -368,11 +368,11 @@ def test_split_texts() -> None:
         with pytest.raises(DataError, match="split"):
             parse_split(bad)
     # 0.5 and 2.5 round to the even neighbour
-    assert sequences_of((0.1, 0.5), 5) == (0, 2)
+    assert sequence_range((0.1, 0.5), 5) == (0, 2)
 
 
 def test_mock_tokens_count_up_and_end() -> None:
-    mock = MockTokens(vocab_size=50, eod_id=7, documents=10, longest=200)
+    mock = MockTokens(vocab_size=50, eod_id=7, num_documents=10, max_length=200)
     for number, length in enumerate(mock.sequence_lengths.tolist()):
         expected = [(i + 1) % 50 for i in range(length - 1)] + [7]
         assert mock.get(number).tolist() == expected

@@ -48,7 +48,7 @@ def test_text_can_be_put_together_again(
     infill = FillInTheMiddle(FIMConfig(1.0, spm_rate), fim_tokenizer, seed)
     tokens = np.array(fim_tokenizer.encode(text), np.int64)
     tokens = tokens[front : len(tokens) - back]
-    parts = infill.rearranged(tokens, np.random.RandomState(seed % 1000)).tolist()
+    parts = infill.rearrange(tokens, np.random.RandomState(seed % 1000)).tolist()
     whole = put_together(parts, ids)
     decode = fim_tokenizer.decode
     assert decode(whole) == decode(tokens.tolist())

@@ -248,7 +248,7 @@ def test_index(reads: Callable[..., None], pair: str, tmp_path: Path) -> None:
     def read(path: Path) -> None:
         with IndexedDataset(pair) as dataset:
             dataset.check()
-            for document in range(dataset.documents):
+            for document in range(dataset.num_documents):
                 dataset.document(document)
             if len(dataset):
                 dataset[len(dataset) - 1]
@@ -347,7 +347,7 @@ def test_conversations(
     def read(path: Path) -> None:
         opened = ConversationLines(path, sft)
         for number in range(len(opened)):
-            opened.row(number)
+            opened.conversations(number)
 
     seeds = [json.dumps(row).encode() for row in rows]
     reads("a.jsonl", read, *seeds, mutate=mutate_json)

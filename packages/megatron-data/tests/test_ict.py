@@ -52,7 +52,7 @@ def test_samples_are_blocks_and_one_of_their_sentences(
         "70,30,0",
         (200, None, 0),
         config=config,
-        pieces=PIECES,
+        word_pieces=PIECES,
         titles={texts: titles} if with_titles else None,
     )
     inside, seen = 0, set()

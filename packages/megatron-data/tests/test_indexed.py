@@ -42,7 +42,7 @@ def by_hand(tmp_path: Path) -> Path:
 def test_reads_bytes_made_by_hand(by_hand: Path) -> None:
     with IndexedDataset(by_hand) as dataset:
         dataset.check()
-        assert (len(dataset), dataset.documents, dataset.dtype) == (3, 3, np.uint16)
+        assert (len(dataset), dataset.num_documents, dataset.dtype) == (3, 3, np.uint16)
         assert [dataset[i].tolist() for i in range(3)] == [[10, 11, 12], [20], [30, 65_535]]
         assert dataset[-1].tolist() == [30, 65_535]
         assert [dataset.document(i).tolist() for i in range(3)] == [
@@ -91,7 +91,7 @@ def test_an_empty_dataset_round_trips(tmp_path: Path) -> None:
         builder.finalize()
     dataset = IndexedDataset(tmp_path / "d")
     dataset.check()
-    assert (len(dataset), dataset.documents, len(dataset.tokens)) == (0, 0, 0)
+    assert (len(dataset), dataset.num_documents, len(dataset.tokens)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_pointer_before_the_file_is_named(by_hand: Path, mapped: bool) -> None
     pointers = 34 + 4 * len(IndexedDataset(by_hand))
     path.write_bytes(data[:pointers] + struct.pack("<q", -2) + data[pointers + 8 :])
     with pytest.raises(DataError, match=r"points to byte -2 of a \.bin of 12 bytes"):
-        IndexedDataset(by_hand, mapped=mapped).get(0)
+        IndexedDataset(by_hand, mmap=mapped).get(0)
 
 
 @settings(max_examples=150, deadline=None)
@@ -292,7 +292,7 @@ def test_a_second_writer_of_the_same_prefix_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_mapped_reads_the_same(write_dataset: Write) -> None:
     documents = [[i + j for j in range(i % 7)] for i in range(50)]
     prefix = write_dataset(documents)
-    with IndexedDataset(prefix) as whole, IndexedDataset(prefix, mapped=False) as parts:
+    with IndexedDataset(prefix) as whole, IndexedDataset(prefix, mmap=False) as parts:
         for dataset in (parts, pickle.loads(pickle.dumps(parts))):
             for number in range(50):
                 assert dataset[number].tolist() == documents[number]
@@ -330,7 +330,7 @@ os.truncate({str(tmp_path / "d.bin")!r}, 2 * documents * length)
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
 prefix = {str(tmp_path / "d")!r}
-train = build_gpt_datasets(prefix, "1,0,0", sequence_length=2048, mapped=False).train
+train = build_gpt_datasets(prefix, "1,0,0", sequence_length=2048, mmap=False).train
 numbers = np.random.default_rng(0).integers(0, len(train), 100_000).tolist()
 sizes = []
 for place, number in enumerate(numbers):

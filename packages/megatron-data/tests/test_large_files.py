@@ -54,9 +54,9 @@ def prefix(tmp_path: Path) -> str:
 @pytest.mark.parametrize("mapped", [True, False])
 def test_sequences_behind_4_gib_are_read(prefix: str, mapped: bool) -> None:
     assert STARTS[2] * SIZE > 2**31 and STARTS[-1] > 2**32
-    with IndexedDataset(prefix, mapped=mapped) as dataset:
+    with IndexedDataset(prefix, mmap=mapped) as dataset:
         dataset.check()
-        assert dataset.token_count == STARTS[-1]
+        assert dataset.num_tokens == STARTS[-1]
         assert dataset.sequence_pointers.tolist() == [start * SIZE for start in STARTS[:-1]]
         assert dataset.tokens_before(np.arange(len(STARTS))).tolist() == STARTS
         for number, length in enumerate(LENGTHS):

@@ -121,7 +121,7 @@ def test_masking(
 def test_bert_samples(sentences: str) -> None:
     config = BertDatasetConfig(32)
     train = build_bert_datasets(
-        sentences, "1,0,0", (400, 0, 0), config=config, pieces=PIECES, seed=7
+        sentences, "1,0,0", (400, 0, 0), config=config, word_pieces=PIECES, seed=7
     ).train
     assert train is not None
     samples = [train[number] for number in range(len(train))]
@@ -151,7 +151,7 @@ def test_bert_samples(sentences: str) -> None:
 def test_t5_samples_can_be_put_together_again(sentences: str) -> None:
     config = T5DatasetConfig(48, 32, MaskingConfig(0.1, 3))
     train = build_t5_datasets(
-        sentences, "1,0,0", (100, 0, 0), config=config, pieces=PIECES, seed=7
+        sentences, "1,0,0", (100, 0, 0), config=config, word_pieces=PIECES, seed=7
     ).train
     assert train is not None
     for number in range(100):
@@ -186,14 +186,14 @@ def test_refusals(sentences: str) -> None:
     plain = WordPieces(PIECES.continuations, 0, 1, 2)
     with pytest.raises(DataError, match="need sentinels"):
         build_t5_datasets(
-            sentences, "1,0,0", (9, 0, 0), config=T5DatasetConfig(40, 40), pieces=plain
+            sentences, "1,0,0", (9, 0, 0), config=T5DatasetConfig(40, 40), word_pieces=plain
         )
     tight = build_t5_datasets(
         sentences,
         "1,0,0",
         (40, 0, 0),
         config=T5DatasetConfig(40, 6, MaskingConfig(0.5)),
-        pieces=PIECES,
+        word_pieces=PIECES,
     ).train
     assert tight is not None
     with pytest.raises(DataError, match=r"hidden spans, the tokenizer 4|tokens for the decoder"):
@@ -202,7 +202,7 @@ def test_refusals(sentences: str) -> None:
     few = WordPieces(PIECES.continuations[:20], 0, 1, 2)
     with pytest.raises(DataError, match="the vocabulary has 20; it is not the one"):
         build_bert_datasets(
-            sentences, "1,0,0", (9, 0, 0), config=BertDatasetConfig(40), pieces=few
+            sentences, "1,0,0", (9, 0, 0), config=BertDatasetConfig(40), word_pieces=few
         ).train[0]  # type: ignore[index]
 
 
@@ -222,10 +222,10 @@ def test_token_0_in_the_text_is_no_padding(tmp_path, kind: str) -> None:
     prefix, sizes = str(tmp_path / "d"), (20, 0, 0)
     if kind == "bert":
         config = BertDatasetConfig(24)
-        train = build_bert_datasets(prefix, "1,0,0", sizes, config=config, pieces=pieces).train
+        train = build_bert_datasets(prefix, "1,0,0", sizes, config=config, word_pieces=pieces).train
     else:
         settings = T5DatasetConfig(24, 24, MaskingConfig(max_ngram=2))
-        train = build_t5_datasets(prefix, "1,0,0", sizes, config=settings, pieces=pieces).train
+        train = build_t5_datasets(prefix, "1,0,0", sizes, config=settings, word_pieces=pieces).train
     assert train is not None
     zeros = 0
     for sample in train:

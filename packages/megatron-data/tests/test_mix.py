@@ -11,8 +11,8 @@ from megatron_data.datasets import (
     Blend,
     blend_by_epochs,
     blend_by_tokens,
-    mix,
     read_data_args,
+    summarize_blend,
     write_data_args,
 )
 
@@ -37,23 +37,23 @@ def test_the_counts_are_those_that_a_run_draws() -> None:
     ):
         train, *_ = build_gpt_datasets(blend, "1,0,0", (173, 0, 0), 8)
         drawn = Counter(int(train[number]["dataset_ids"]) for number in range(173))
-        mixed = mix(blend, 173, 8)
-        assert [source.samples for source in mixed] == [drawn[0], drawn[1]]
+        mixed = summarize_blend(blend, 173, 8)
+        assert [source.num_samples for source in mixed] == [drawn[0], drawn[1]]
         assert [source.prefix for source in mixed] == ["a", "b"]
-        assert [source.tokens for source in mixed] == [1000, 300]
+        assert [source.num_tokens for source in mixed] == [1000, 300]
 
 
 @pytest.mark.usefixtures("sources")
 def test_epochs_and_tokens_become_what_was_asked_for() -> None:
     blend = blend_by_epochs({"a": 2, "b": 5})
     assert blend == Blend(("a", "b"), (2000, 1500))
-    a, b = mix(blend, 3500 // 10, 10)
-    assert (a.drawn, b.drawn, a.epochs, b.epochs) == (2000, 1500, 2, 5)
+    a, b = summarize_blend(blend, 3500 // 10, 10)
+    assert (a.drawn_tokens, b.drawn_tokens, a.epochs, b.epochs) == (2000, 1500, 2, 5)
     half = blend_by_epochs({"a": 1, "b": 1}, split="1,1,0")
     assert half.weights == (500, 150)
-    assert [source.tokens for source in mix(half, 10, 10, "1,1,0")] == [500, 150]
-    a, b = mix(blend_by_tokens({"a": 600, "b": 900}), 150, 10)
-    assert (a.drawn, b.drawn, b.epochs) == (600, 900, 3)
+    assert [source.num_tokens for source in summarize_blend(half, 10, 10, "1,1,0")] == [500, 150]
+    a, b = summarize_blend(blend_by_tokens({"a": 600, "b": 900}), 150, 10)
+    assert (a.drawn_tokens, b.drawn_tokens, b.epochs) == (600, 900, 3)
 
 
 @pytest.mark.usefixtures("sources")
@@ -68,15 +68,15 @@ def test_a_written_blend_is_read_again(weights: tuple[float, ...] | None) -> Non
 def test_what_cannot_be_mixed_is_told(write_dataset: WriteDataset) -> None:
     write_dataset([[]], "empty")
     with pytest.raises(DataError, match="empty holds no token to train on"):
-        mix(Blend(("a", "empty"), None), 10, 8)
+        summarize_blend(Blend(("a", "empty"), None), 10, 8)
     with pytest.raises(DataError, match="0 epochs of a; give a positive number"):
         blend_by_epochs({"a": 0})
     with pytest.raises(DataError, match="a blend of no source"):
         blend_by_tokens({})
     with pytest.raises(DataError, match="0 samples of 8 tokens"):
-        mix(Blend(("a",), None), 0, 8)
+        summarize_blend(Blend(("a",), None), 0, 8)
     with pytest.raises(DataError, match="'0,1,0' leaves nothing to train on"):
-        mix(Blend(("a",), None), 1, 8, "0,1,0")
+        summarize_blend(Blend(("a",), None), 1, 8, "0,1,0")
     with pytest.raises(DataError, match="'a b' has white space in it, which list cannot hold"):
         write_data_args("list", Blend(("a b",), None))
 

@@ -27,7 +27,7 @@ def pair(tmp_path: Path) -> list[Path]:
 
 def texts_of(prefix: str) -> list[str]:
     with IndexedDataset(prefix) as dataset:
-        documents = [dataset.document(number) for number in range(dataset.documents)]
+        documents = [dataset.document(number) for number in range(dataset.num_documents)]
         return [bytes(tokens.astype("uint8")).decode() for tokens in documents]
 
 

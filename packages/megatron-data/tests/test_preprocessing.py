@@ -34,7 +34,7 @@ def test_documents_decode_to_the_texts_they_came_from(
     (made,) = preprocess([corpus], tmp_path / "out", tokenizer, append_eod=True)
     assert made.prefix == str(tmp_path / "out_text_document")
     dataset = IndexedDataset(made.prefix)
-    assert dataset.documents == len(texts) == made.counts.documents
+    assert dataset.num_documents == len(texts) == made.counts.documents
     assert dataset.dtype == np.uint16
     for number, text in enumerate(texts):
         tokens = dataset.document(number).tolist()

@@ -361,7 +361,7 @@ def test_a_scan_equals_the_file_whatever_its_blocks(
 
 
 def test_a_file_that_is_cut_while_it_is_scanned_is_named(local: str) -> None:
-    with IndexedDataset(local, mapped=False) as dataset:
+    with IndexedDataset(local, mmap=False) as dataset:
         with Path(f"{local}.bin").open("r+b") as file:
             file.truncate(10)
         with pytest.raises(DataError, match=r"\.bin was cut short while it was read"):
@@ -398,7 +398,7 @@ SCANS = """
 import resource, sys
 from megatron_data import IndexedDataset
 from megatron_data.indexed import summarize
-dataset = IndexedDataset(sys.argv[1], mapped=sys.argv[2] == "True")
+dataset = IndexedDataset(sys.argv[1], mmap=sys.argv[2] == "True")
 dataset.get(0, 0, 1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 summarize(dataset)

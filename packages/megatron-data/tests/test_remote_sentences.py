@@ -57,7 +57,7 @@ def bert(prefixes: list[str], **options: Any) -> Datasets:
         "8,2,0",
         (40, 10, 0),
         config=config,
-        pieces=PIECES,
+        word_pieces=PIECES,
         **options,
     )
 
@@ -65,7 +65,7 @@ def bert(prefixes: list[str], **options: Any) -> Datasets:
 def t5(prefixes: list[str], **options: Any) -> Datasets:
     config = T5DatasetConfig(48, 32, MaskingConfig(0.1, 3))
     return build_t5_datasets(
-        prefixes, "8,2,0", (40, 10, 0), config=config, pieces=PIECES, **options
+        prefixes, "8,2,0", (40, 10, 0), config=config, word_pieces=PIECES, **options
     )
 
 
@@ -75,7 +75,7 @@ def ict(prefixes: list[str], **options: Any) -> Datasets:
         "8,2,0",
         (40, 10, 0),
         config=ICTDatasetConfig(32),
-        pieces=PIECES,
+        word_pieces=PIECES,
         titles={prefix: f"{prefix}_title" for prefix in prefixes},
         **options,
     )
@@ -105,7 +105,7 @@ def test_samples_are_those_of_mapped_files(
             storage=StorageCache(str(tmp_path / "cache"), 64, 2000),
         )
         if far
-        else build(prefixes, mapped=False)
+        else build(prefixes, mmap=False)
     )
     assert not mapped
     for ours, others in zip(here[:2], there[:2], strict=True):

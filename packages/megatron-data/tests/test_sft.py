@@ -200,7 +200,7 @@ def test_the_loss_counts_what_assistants_say(
 ) -> None:
     with IndexedDataset(chat_prefix) as texts, IndexedDataset(chat_prefix + "_loss") as masks:
         assert texts.document_indices.tolist() == masks.document_indices.tolist()
-        assert texts.documents == 60
+        assert texts.num_documents == 60
         said, expected = [], []
         for number in range(len(texts)):
             tokens, mask = texts.get(number), masks.get(number)
@@ -289,7 +289,7 @@ def test_megatrons_rows_are_cut_at_their_end(chat_prefix: str) -> None:
     train = build_sft_datasets(chat_prefix, "1,0,0", (130, 0, 0), length, order="compat").train
     assert train is not None and len(train) == 130
     with IndexedDataset(chat_prefix) as texts:
-        rows = [texts.document(number) for number in range(texts.documents)]
+        rows = [texts.document(number) for number in range(texts.num_documents)]
         assert train.order.truncated == sum(len(row) > length for row in rows)
         for number in range(130):
             row = rows[number % 60]
@@ -317,7 +317,7 @@ def test_nothing_is_lost_uncounted(tokenizer: HuggingFaceTokenizer, tmp_path: Pa
         assert (report.rows, report.conversations) == (5, kept)
         assert (report.truncated, report.dropped, report.without_loss) == left_out
         with IndexedDataset(tmp_path / "t_conversation") as texts:
-            assert texts.documents == 5
+            assert texts.num_documents == 5
             assert len(texts.tokens) == report.tokens
             assert texts.sequence_lengths.max() <= 300
     everything = tokenize_conversations(

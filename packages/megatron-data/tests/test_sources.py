@@ -47,7 +47,7 @@ def test_a_folder_of_text_is_a_document_a_file_in_sorted_order(
     assert list(read_texts([folder])) == wanted
     (made,) = preprocess([folder], tmp_path / "out" / "o", ByteTokenizer(), append_eod=True)
     dataset = IndexedDataset(made.prefix)
-    documents = [dataset.document(number).tolist() for number in range(dataset.documents)]
+    documents = [dataset.document(number).tolist() for number in range(dataset.num_documents)]
     assert documents == [[*text.encode(), 256] if text else [] for text in wanted]
     assert made.counts.empty_documents == 1
 

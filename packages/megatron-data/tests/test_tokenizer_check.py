@@ -19,7 +19,7 @@ from megatron_data import (
     train_bpe,
 )
 from megatron_data.cli import main
-from megatron_data.datasets import Blend, WordPieces, check_tokenizer, mix
+from megatron_data.datasets import Blend, WordPieces, check_tokenizer, summarize_blend
 from megatron_data.tokenizers import NullTokenizer
 
 Write = Callable[..., str]
@@ -54,7 +54,7 @@ def test_sources_of_another_tokenizer_are_refused(make: Callable[[str, Tokenizer
     with pytest.raises(DataError, match=r"b_.* with tokenizer null:8, .*a_text_document with null"):
         check_tokenizer([null, other], None)
     with pytest.raises(DataError, match=r"with tokenizer null:8"):
-        mix(Blend((null, other), None), 1, 1)
+        summarize_blend(Blend((null, other), None), 1, 1)
     with pytest.raises(DataError, match=r"with tokenizer null:8"):
         pieces, config = WordPieces([False] * 9, 1, 2, 3), ICTDatasetConfig(9)
         build_ict_datasets(null, "1,0,0", titles={null: other}, config=config, pieces=pieces)

@@ -154,7 +154,7 @@ def test_berts_vocabulary(vocab_file: Path) -> None:
     assert bert_tokenizer(vocab_file, lower_case=False).encode("Whales swim") == [11, 6, 7]
     assert lower.decode([5, 6, 7, 8]) == "whales swimming"
     assert (lower.vocab_size, lower.pad_id, lower.bos_id, lower.eos_id) == (16, 0, 12, 13)
-    pieces = WordPieces.of(lower)
+    pieces = WordPieces.from_tokenizer(lower)
     assert pieces.continuations.nonzero()[0].tolist() == [6, 8]
     assert (pieces.cls_id, pieces.sep_id, pieces.mask_id) == (2, 3, 4)
     assert pieces.sentinel_ids == (14, 15)
@@ -172,7 +172,7 @@ def test_vocabularies_that_are_none_are_refused(vocab_file: Path, tmp_path: Path
     with pytest.raises(DataError, match=r"lacks \[PAD\], .*not a vocab.txt of BERT"):
         bert_tokenizer(vocab_file)
     with pytest.raises(DataError, match=r"lacks \[CLS\]"):
-        WordPieces.of(train_bpe(["some text"], 300))
+        WordPieces.from_tokenizer(train_bpe(["some text"], 300))
 
 
 def test_other_kinds_are_trained(texts: list[str], tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_other_kinds_are_trained(texts: list[str], tmp_path: Path) -> None:
     assert unigram.eod_id == 0
     pieces = train_wordpiece(texts, 200)
     assert pieces.vocab_size <= 200
-    assert WordPieces.of(pieces).continuations.any()
+    assert WordPieces.from_tokenizer(pieces).continuations.any()
     words = texts[0].lower().split()
     assert pieces.decode(pieces.encode(" ".join(words[:5]))).replace(" ", "") == "".join(words[:5])
     cased = train_wordpiece(texts, 200, lower_case=False)
@@ -195,4 +195,4 @@ def test_other_kinds_are_trained(texts: list[str], tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_word_pieces_is_refused_for_masked_datasets():
     with pytest.raises(DataError, match="a ByteTokenizer has no word pieces; masked datasets need"):
-        WordPieces.of(ByteTokenizer())
+        WordPieces.from_tokenizer(ByteTokenizer())

@@ -54,7 +54,7 @@ def text_at(path: str, offset: int | None, size: int | None) -> str:
 def holds(prefix: str, wanted: list[str]) -> None:
     """Every document, and every token of it, leads to its line."""
     with IndexedDataset(prefix) as dataset:
-        assert dataset.documents == len(wanted)
+        assert dataset.num_documents == len(wanted)
         token = 0
         for number, line in enumerate(wanted):
             found = trace(prefix, document=number)

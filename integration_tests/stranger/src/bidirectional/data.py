@@ -44,7 +44,7 @@ class MaskedText:
                 short_probability=given.short_samples,
                 binary_head=False,
             ),
-            pieces=WordPieces.of(self._tokenizer),
+            word_pieces=WordPieces.from_tokenizer(self._tokenizer),
             seed=self._run.training.seed,
         )
 

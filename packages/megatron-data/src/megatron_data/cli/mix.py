@@ -74,7 +74,7 @@ def add_parser(commands: Any) -> None:
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Prints the table and writes the file."""
-    from megatron_data.datasets.mixing import mix
+    from megatron_data.datasets.blends import summarize_blend
     from megatron_data.datasets.paths import write_data_args
     from megatron_data.preprocessing.existing import refuse_file
 
@@ -87,18 +87,18 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         total = sum(
             blend.weights
             if blend.weights and (arguments.epochs or arguments.tokens)
-            else (source.tokens for source in mix(blend, 1, 1, split, storage))
+            else (source.num_tokens for source in summarize_blend(blend, 1, 1, split, storage))
         )
         samples = max(int(total) // max(length, 1), 1)
-    mixed = mix(blend, samples, length, split, storage)
+    mixed = summarize_blend(blend, samples, length, split, storage)
     rows = [
         (
             source.prefix,
-            f"{source.documents:,}",
-            f"{source.tokens:,}",
-            f"{source.samples / samples:.2%}",
-            f"{source.samples:,}",
-            f"{source.drawn:,}",
+            f"{source.num_documents:,}",
+            f"{source.num_tokens:,}",
+            f"{source.num_samples / samples:.2%}",
+            f"{source.num_samples:,}",
+            f"{source.drawn_tokens:,}",
             f"{source.epochs:.2f}",
         )
         for source in mixed
@@ -115,7 +115,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
 
 
 def _blend(parser: Parser, arguments: argparse.Namespace) -> "Blend":
-    from megatron_data.datasets.mixing import blend_by_epochs, blend_by_tokens
+    from megatron_data.datasets.blends import blend_by_epochs, blend_by_tokens
     from megatron_data.datasets.paths import parse_data_path, read_data_args
 
     if bool(arguments.blend) == (arguments.data_args_path is not None):

@@ -54,7 +54,7 @@ def stack(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Sample:
     return {key: np.stack([sample[key] for sample in samples]) for key in keys}
 
 
-def join(parts: Sequence[tuple[Sequence[int], Sample]]) -> Sample:
+def merge_batches(parts: Sequence[tuple[Sequence[int], Sample]]) -> Sample:
     """Puts batches into one.
 
     Args:
@@ -77,7 +77,7 @@ def join(parts: Sequence[tuple[Sequence[int], Sample]]) -> Sample:
     return whole
 
 
-def rows(batch: Sample) -> list[Sample]:
+def unstack(batch: Sample) -> list[Sample]:
     """Returns the samples of a batch, as views of it."""
     count = len(batch["sample_ids"])
     return [{name: array[row, ...] for name, array in batch.items()} for row in range(count)]

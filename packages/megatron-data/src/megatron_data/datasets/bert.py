@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from megatron_data.datasets.batches import Sample
 from megatron_data.datasets.gpt import TokenSource
 from megatron_data.datasets.masking import MaskingConfig, WordPieces, mask_tokens
-from megatron_data.datasets.padding import padded, padded_text
-from megatron_data.datasets.sentences import check_short, sample_random, sample_row
+from megatron_data.datasets.padding import pad, pad_text
+from megatron_data.datasets.sentences import check_short_probability, sample_generator, sample_row
 from megatron_data.errors import DataError
 
 SPECIAL_TOKENS = 3
@@ -44,7 +44,7 @@ class BertDatasetConfig:
                 f"sequence length {self.sequence_length}; a BERT sample has {SPECIAL_TOKENS} "
                 "special tokens, give more"
             )
-        check_short(self.short_probability)
+        check_short_probability(self.short_probability)
 
     @property
     def min_sentences(self) -> int:
@@ -75,7 +75,7 @@ class BertDataset:
         source: sentences.
         sample_map: see `sentence_map`, made with `sequence_length - 3`.
         config: how they become a sample.
-        pieces: of the vocabulary.
+        word_pieces: of the vocabulary.
         seed: of the draws; sample i has its own generator, seeded with the sum.
     """
 
@@ -84,13 +84,13 @@ class BertDataset:
         source: TokenSource,
         sample_map: NDArray[np.unsignedinteger],
         config: BertDatasetConfig,
-        pieces: WordPieces,
+        word_pieces: WordPieces,
         seed: int,
     ) -> None:
         self.source = source
         self.sample_map = sample_map
         self.config = config
-        self.pieces = pieces
+        self.word_pieces = word_pieces
         self.seed = seed
 
     def __len__(self) -> int:
@@ -99,27 +99,32 @@ class BertDataset:
 
     def __getitem__(self, sample: int) -> Sample:
         first, last, target = sample_row(self.sample_map, sample)
-        random = sample_random(self.seed, sample)
+        random = sample_generator(self.seed, sample)
         sentences = [self.source.get(number).tolist() for number in range(first, last)]
         left, right, is_random = self._segments(sentences, random)
         left, right = _shortened(left, right, target, random)
-        pieces = self.pieces
-        tokens = [pieces.cls_id, *left, pieces.sep_id]
+        word_pieces = self.word_pieces
+        tokens = [word_pieces.cls_id, *left, word_pieces.sep_id]
         types = [0] * len(tokens)
         if right:
-            tokens += [*right, pieces.sep_id]
+            tokens += [*right, word_pieces.sep_id]
             types += [1] * (len(right) + 1)
         masked = mask_tokens(
-            tokens, target, random, self.config.masking, pieces, lambda: self._replacement(random)
+            tokens,
+            target,
+            random,
+            self.config.masking,
+            word_pieces,
+            lambda: self._replacement(random),
         )
         length = self.config.sequence_length
-        text, document_ids = padded_text(masked.tokens, length)
+        text, document_ids = pad_text(masked.tokens, length)
         labels, loss_mask = np.zeros(length, np.int64), np.zeros(length, np.float32)
         labels[masked.positions] = masked.labels
         loss_mask[masked.positions] = 1
         return {
             "tokens": text,
-            "token_types": padded(types, length),
+            "token_types": pad(types, length),
             "labels": labels,
             "loss_mask": loss_mask,
             "document_ids": document_ids,
@@ -143,9 +148,9 @@ class BertDataset:
     def _replacement(self, random: np.random.RandomState) -> int | None:
         """[MASK] for 80 % of the hidden tokens, any token for 10 %, itself for 10 %."""
         if random.random_sample() < _MASKED:
-            return self.pieces.mask_id
+            return self.word_pieces.mask_id
         if random.random_sample() >= _OTHER:
-            return int(random.randint(0, len(self.pieces.continuations)))
+            return int(random.randint(0, len(self.word_pieces.continuations)))
         return None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_data.datasets.batches import Dataset, Sample, join, read_batch, rows
+from megatron_data.datasets.batches import Dataset, Sample, merge_batches, read_batch, unstack
 from megatron_data.errors import DataError
 from megatron_data.order.protocol import BlendOrder
 
@@ -59,11 +59,11 @@ class BlendedDataset:
             (own, read_batch(self.datasets[source], [draws[place].sample_index for place in own]))
             for source, own in places.items()
         ]
-        return join(parts) | {
+        return merge_batches(parts) | {
             "sample_ids": np.array(samples, np.int64),
             "dataset_ids": np.array([source for source, _ in draws], np.int64),
         }
 
     def __getitems__(self, samples: Sequence[int]) -> list[Sample]:
         """Several samples; torch's `DataLoader` asks so. They are views of one batch."""
-        return rows(self.batch(samples))
+        return unstack(self.batch(samples))

@@ -11,14 +11,14 @@ from megatron_data.datasets.builders import (
     GPTBuilder,
     OrderName,
     PackedBuilder,
+    SplitRequest,
     StatelessBuilder,
-    Wanted,
     check_order_name,
 )
 from megatron_data.datasets.fim import FillInTheMiddle
 from megatron_data.datasets.gpt import GPTDatasetConfig, TokenSource
-from megatron_data.datasets.opened import OpenDatasets
 from megatron_data.datasets.paths import Blend, parse_data_path, parse_per_split
+from megatron_data.datasets.pool import DatasetPool
 from megatron_data.datasets.split import DEFAULT_SPLIT, SPLITS, Interval, parse_split
 from megatron_data.errors import DataError
 from megatron_data.sources.block_cache import StorageCache
@@ -57,10 +57,10 @@ def build_gpt_datasets(
     infill: FillInTheMiddle | None = None,
     drop_last_partial_validation: bool = True,
     surplus: float = 0.005,
-    cache: str | os.PathLike[str] | None = None,
+    cache_path: str | os.PathLike[str] | None = None,
     storage: StorageCache | None = None,
-    mapped: bool = True,
-    opened: OpenDatasets | None = None,
+    mmap: bool = True,
+    dataset_pool: DatasetPool | None = None,
 ) -> Datasets:
     """Builds the three datasets of a run.
 
@@ -92,11 +92,11 @@ def build_gpt_datasets(
         drop_last_partial_validation: leave out a last validation sample that is not full.
         surplus: share of samples that each dataset of a weighted blend holds in reserve; "compat"
             only.
-        cache: folder for built indices, or None to build them each time; "compat" only.
+        cache_path: folder for built indices, or None to build them each time; "compat" only.
         storage: cache for what is read of prefixes that are URLs.
-        mapped: map token files into memory; see `IndexedDataset`.
-        opened: datasets that several calls share, such as one for each split; None for those of
-            this call alone.
+        mmap: map token files into memory; see `IndexedDataset`.
+        dataset_pool: Datasets that several calls share, such as one call per split. Defaults to a
+            pool for this call.
 
     Raises:
         EmptySplitError: a split without tokens.
@@ -125,12 +125,12 @@ def build_gpt_datasets(
             config=config,
             seed=seed,
             storage=storage,
-            mapped=mapped,
-            opened=opened or OpenDatasets(),
+            mmap=mmap,
+            dataset_pool=dataset_pool or DatasetPool(),
             drop_last_partial_validation=drop_last_partial_validation,
             infill=infill,
             surplus=surplus,
-            cache=cache,
+            cache_path=cache_path,
         )
     else:
         changes = [(first, _training_data(first, path)) for first, path in data_path_changes]
@@ -139,8 +139,8 @@ def build_gpt_datasets(
             config=config,
             seed=seed,
             storage=storage,
-            mapped=mapped,
-            opened=opened or OpenDatasets(),
+            mmap=mmap,
+            dataset_pool=dataset_pool or DatasetPool(),
             drop_last_partial_validation=drop_last_partial_validation,
             infill=infill,
             changes=changes,
@@ -162,7 +162,9 @@ def build_splits(
     """
     parts = _parts(data_path, split)
     built = [
-        None if part is None or size == 0 else builder.split(part[0], Wanted(name, part[1], size))
+        None
+        if part is None or size == 0
+        else builder.build_split(part[0], SplitRequest(name, part[1], size))
         for name, part, size in zip(SPLITS, parts, sizes, strict=True)
     ]
     return Datasets(*built)
@@ -192,7 +194,7 @@ def build_mock_gpt_datasets(
     built = [
         None
         if interval is None or size == 0
-        else builder.dataset(source, "mock", Wanted(name, interval, size))
+        else builder.build_source(source, "mock", SplitRequest(name, interval, size))
         for name, interval, size in zip(SPLITS, parse_split(split), sizes, strict=True)
     ]
     return Datasets(*built)

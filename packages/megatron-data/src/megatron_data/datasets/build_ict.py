@@ -25,15 +25,15 @@ class _BlockBuilder(MapBuilder):
 
     Attributes:
         config: how blocks become samples.
-        pieces: of the vocabulary.
+        word_pieces: of the vocabulary.
         titles: prefix of the titles by prefix of the sentences; empty for none.
     """
 
     config: ICTDatasetConfig
-    pieces: WordPieces
+    word_pieces: WordPieces
     titles: Mapping[str, str] = field(default_factory=dict)
 
-    def _along_map(
+    def _build_along_map(
         self, name: str, source: IndexedDataset, documents: tuple[int, int], options: dict[str, Any]
     ) -> ICTDataset:
         first, last = documents
@@ -46,7 +46,7 @@ class _BlockBuilder(MapBuilder):
         arrays = (bounds, source.sequence_lengths, lengths)
         rows = self._map("blocks 1", block_map, arrays, options).copy()
         rows[:, 2] += rows.dtype.type(first)  # from numbers within the split
-        return ICTDataset(source, titles, rows, self.config, self.pieces, self.seed)
+        return ICTDataset(source, titles, rows, self.config, self.word_pieces, self.seed)
 
     def _titles_of(self, name: str, source: IndexedDataset) -> IndexedDataset | None:
         if not self.titles:
@@ -54,11 +54,11 @@ class _BlockBuilder(MapBuilder):
         if name not in self.titles:
             raise DataError(f"no titles for {name}; name those of every dataset, or none")
         compare_fingerprints(recorded_fingerprints([name, self.titles[name]]))
-        titles = self.source(self.titles[name])
-        if titles.documents != source.documents:
+        titles = self.open_source(self.titles[name])
+        if titles.num_documents != source.num_documents:
             raise DataError(
-                f"{self.titles[name]} has {titles.documents:,} titles for {source.documents:,} "
-                "documents; preprocess both keys of the same file"
+                f"{self.titles[name]} has {titles.num_documents:,} titles for "
+                f"{source.num_documents:,} documents; preprocess both keys of the same file"
             )
         return titles
 
@@ -69,13 +69,13 @@ def build_ict_datasets(
     sizes: tuple[int | None, int | None, int | None] = (None, None, None),
     *,
     config: ICTDatasetConfig,
-    pieces: WordPieces,
+    word_pieces: WordPieces,
     titles: Mapping[str, str | os.PathLike[str]] | None = None,
     seed: int = 1234,
     surplus: float = 0.005,
-    cache: str | os.PathLike[str] | None = None,
+    cache_path: str | os.PathLike[str] | None = None,
     storage: StorageCache | None = None,
-    mapped: bool = True,
+    mmap: bool = True,
 ) -> Datasets:
     """Builds the three datasets of the inverse cloze task, in Megatron's order.
 
@@ -85,14 +85,14 @@ def build_ict_datasets(
         sizes: least number of samples for training, validation and test, of whole epochs. None
             takes one epoch, for an index of all blocks, say; 0 builds nothing.
         config: how blocks become samples.
-        pieces: of the vocabulary.
+        word_pieces: of the vocabulary.
         titles: for every prefix of sentences that of their titles (Megatron:
             `--titles-data-path`), which has as many documents; None for blocks without titles.
         seed: of the order and of the draws of samples.
         surplus: share of samples that each dataset of a weighted blend holds in reserve.
-        cache: folder for built maps, or None to build them each time.
+        cache_path: folder for built maps, or None to build them each time.
         storage: cache for what is read of prefixes that are URLs.
-        mapped: map token files into memory; see `IndexedDataset`.
+        mmap: map token files into memory; see `IndexedDataset`.
 
     Raises:
         EmptySplitError: a split of which no document can be used.
@@ -102,15 +102,15 @@ def build_ict_datasets(
     builder = _BlockBuilder(
         seed=seed,
         surplus=surplus,
-        cache=cache,
+        cache_path=cache_path,
         storage=storage,
-        mapped=mapped,
+        mmap=mmap,
         options={
             "max_length": config.block_length,
             "use_one_sentence_blocks": config.use_one_sentence_documents,
         },
         config=config,
-        pieces=pieces,
+        word_pieces=word_pieces,
         titles={name: os.fspath(path) for name, path in (titles or {}).items()},
     )
     return build_splits(builder, data_path, split, sizes)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from megatron_data.datasets import bert, t5
 from megatron_data.datasets.batches import Dataset
 from megatron_data.datasets.build import DataPath, Datasets, build_splits
-from megatron_data.datasets.builders import GreedyBuilder, Wanted, named
+from megatron_data.datasets.builders import GreedyBuilder, SplitRequest, dataset_named_in_errors
 from megatron_data.datasets.gpt import TokenSource
 from megatron_data.datasets.masking import WordPieces
-from megatron_data.datasets.split import DEFAULT_SPLIT, sequences_of
+from megatron_data.datasets.split import DEFAULT_SPLIT, sequence_range
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.order.cache import cache_key, load_or_build
 from megatron_data.order.sentences import sentence_map
@@ -32,21 +32,25 @@ class MapBuilder(GreedyBuilder):
 
     options: dict[str, Any]
 
-    def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
-        """Returns one split of one source, the `number`th of a blend.
+    def build_source(
+        self, source: TokenSource, name: str, request: SplitRequest, source_index: int = 0
+    ) -> Dataset:
+        """Returns one split of one source, the `source_index`-th of a blend.
 
         Raises:
             EmptySplitError: none of its documents can be used.
         """
-        opened = self.source(name)
-        documents = sequences_of(wanted.interval, opened.documents)
-        options = self.options | {"seed": self.seed, "num_samples": wanted.size}
+        opened = self.open_source(name)
+        documents = sequence_range(request.interval, opened.num_documents)
+        options = self.options | {"seed": self.seed, "num_samples": request.num_samples}
         count = documents[1] - documents[0]
-        with named(f"{wanted.split} split of {name} ({count} of {opened.documents} documents)"):
-            return self._along_map(name, opened, documents, options)
+        with dataset_named_in_errors(
+            f"{request.split} split of {name} ({count} of {opened.num_documents} documents)"
+        ):
+            return self._build_along_map(name, opened, documents, options)
 
     @abstractmethod
-    def _along_map(
+    def _build_along_map(
         self, name: str, source: IndexedDataset, documents: tuple[int, int], options: dict[str, Any]
     ) -> Dataset:
         """Returns the dataset of some documents, the first and the one after the last."""
@@ -60,7 +64,9 @@ class MapBuilder(GreedyBuilder):
     ) -> NDArray[np.unsignedinteger]:
         """Returns a map that is built, or read from the cache."""
         key = cache_key({"what": what} | options, *arrays)
-        return load_or_build(self.cache, key, lambda: {"rows": build(*arrays, **options)})["rows"]
+        return load_or_build(self.cache_path, key, lambda: {"rows": build(*arrays, **options)})[
+            "rows"
+        ]
 
 
 @dataclass(kw_only=True)
@@ -73,7 +79,7 @@ class _SentenceBuilder(MapBuilder):
 
     make: Callable[[IndexedDataset, NDArray[np.unsignedinteger]], Dataset]
 
-    def _along_map(
+    def _build_along_map(
         self, name: str, source: IndexedDataset, documents: tuple[int, int], options: dict[str, Any]
     ) -> Dataset:
         bounds = source.document_indices[documents[0] : documents[1] + 1]
@@ -97,12 +103,12 @@ def build_bert_datasets(
     sizes: tuple[int | None, int | None, int | None] = (None, None, None),
     *,
     config: bert.BertDatasetConfig,
-    pieces: WordPieces,
+    word_pieces: WordPieces,
     seed: int = 1234,
     surplus: float = 0.005,
-    cache: str | os.PathLike[str] | None = None,
+    cache_path: str | os.PathLike[str] | None = None,
     storage: StorageCache | None = None,
-    mapped: bool = True,
+    mmap: bool = True,
 ) -> Datasets:
     """Builds the three BERT datasets of a run, in Megatron's order.
 
@@ -112,12 +118,12 @@ def build_bert_datasets(
         sizes: least number of samples for training, validation and test: Megatron lays out whole
             epochs. None takes one epoch; 0 builds nothing.
         config: how sentences become samples.
-        pieces: of the vocabulary.
+        word_pieces: of the vocabulary.
         seed: of the order and of the draws of samples.
         surplus: share of samples that each dataset of a weighted blend holds in reserve.
-        cache: folder for built maps, or None to build them each time.
+        cache_path: folder for built maps, or None to build them each time.
         storage: cache for what is read of prefixes that are URLs.
-        mapped: map token files into memory; see `IndexedDataset`.
+        mmap: map token files into memory; see `IndexedDataset`.
 
     Raises:
         EmptySplitError: a split of which no document can be used.
@@ -128,11 +134,11 @@ def build_bert_datasets(
     builder = _SentenceBuilder(
         seed=seed,
         surplus=surplus,
-        cache=cache,
+        cache_path=cache_path,
         storage=storage,
-        mapped=mapped,
+        mmap=mmap,
         options=options,
-        make=lambda source, rows: bert.BertDataset(source, rows, config, pieces, seed),
+        make=lambda source, rows: bert.BertDataset(source, rows, config, word_pieces, seed),
     )
     return build_splits(builder, data_path, split, sizes)
 
@@ -143,12 +149,12 @@ def build_t5_datasets(
     sizes: tuple[int | None, int | None, int | None] = (None, None, None),
     *,
     config: t5.T5DatasetConfig,
-    pieces: WordPieces,
+    word_pieces: WordPieces,
     seed: int = 1234,
     surplus: float = 0.005,
-    cache: str | os.PathLike[str] | None = None,
+    cache_path: str | os.PathLike[str] | None = None,
     storage: StorageCache | None = None,
-    mapped: bool = True,
+    mmap: bool = True,
 ) -> Datasets:
     """Builds the three T5 datasets of a run, in Megatron's order.
 
@@ -162,10 +168,10 @@ def build_t5_datasets(
     builder = _SentenceBuilder(
         seed=seed,
         surplus=surplus,
-        cache=cache,
+        cache_path=cache_path,
         storage=storage,
-        mapped=mapped,
+        mmap=mmap,
         options=options,
-        make=lambda source, rows: t5.T5Dataset(source, rows, config, pieces, seed),
+        make=lambda source, rows: t5.T5Dataset(source, rows, config, word_pieces, seed),
     )
     return build_splits(builder, data_path, split, sizes)

@@ -11,16 +11,16 @@ from megatron_data.datasets.builders import (
     GreedyBuilder,
     OrderName,
     PackedBuilder,
+    SplitRequest,
     StatelessBuilder,
-    Wanted,
     check_order_name,
 )
 from megatron_data.datasets.conversation_lines import ConversationLinesDataset
 from megatron_data.datasets.gpt import GPTDatasetConfig, TokenSource
-from megatron_data.datasets.opened import OpenDatasets
-from megatron_data.datasets.paths import holds_conversation_lines
+from megatron_data.datasets.paths import is_conversation_file
+from megatron_data.datasets.pool import DatasetPool
 from megatron_data.datasets.sft import SFTDataset
-from megatron_data.datasets.split import DEFAULT_SPLIT, sequences_of
+from megatron_data.datasets.split import DEFAULT_SPLIT, sequence_range
 from megatron_data.errors import DataError, EmptySplitError
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.order.packing import PackedOrder
@@ -49,32 +49,36 @@ class _SFTBuilder(GPTBuilder):
     tokenizer: SFTTokenizer | None = None
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES
 
-    def source(self, prefix: str) -> IndexedDataset:
+    def open_source(self, prefix: str) -> IndexedDataset:
         """Returns the dataset at a prefix; JSON lines have no lengths, which most orders need."""
-        if holds_conversation_lines(prefix):
+        if is_conversation_file(prefix):
             raise DataError(
                 f"{prefix} holds conversations as text, and this sample order needs their lengths: "
                 f"run megatron-data tokenize-conversations --input {prefix} --output-prefix NAME "
                 "--tokenizer-model PATH and give NAME_conversation, or give --sample-order compat, "
                 "a line a sample"
             )
-        return super().source(prefix)
+        return super().open_source(prefix)
 
-    def _along(self, source: TokenSource, name: str, order: SampleOrder, number: int) -> Dataset:
-        if not self.opened.has(name + LOSS_SUFFIX, self.mapped):
+    def _build_along_order(
+        self, source: TokenSource, name: str, order: SampleOrder, source_index: int
+    ) -> Dataset:
+        if not self.dataset_pool.is_open(name + LOSS_SUFFIX, self.mmap):
             check_mask(name)
-        return SFTDataset(source, self.source(name + LOSS_SUFFIX), order)
+        return SFTDataset(source, self.open_source(name + LOSS_SUFFIX), order)
 
-    def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
+    def build_source(
+        self, source: TokenSource, name: str, request: SplitRequest, source_index: int = 0
+    ) -> Dataset:
         """Returns one split of one source; a warning tells how many conversations it cuts.
 
         Raises:
             EmptySplitError: it has no token.
             DataError: it has no mask.
         """
-        dataset = super().dataset(source, name, wanted, number)
+        dataset = super().build_source(source, name, request, source_index)
         order = dataset.order if isinstance(dataset, SFTDataset) else None
-        which = f"{wanted.split} split of {name}"
+        which = f"{request.split} split of {name}"
         if isinstance(order, RowOrder) and order.truncated:
             what = counted(order.truncated, "row")
             _log.warning("%s: %s longer than a sample, cut", which, what)
@@ -98,35 +102,41 @@ class _CutConversations(_SFTBuilder, StatelessBuilder):
 class _Rows(GreedyBuilder, _SFTBuilder):
     """Megatron's order: the conversations of a line are a sample."""
 
-    def part(self, prefix: str, wanted: Wanted, number: int = 0) -> Dataset:
+    def build_prefix(self, prefix: str, request: SplitRequest, source_index: int = 0) -> Dataset:
         """Returns one split of the dataset at a prefix, or of a file of JSON lines."""
-        if not holds_conversation_lines(prefix):
-            return super().part(prefix, wanted, number)
+        if not is_conversation_file(prefix):
+            return super().build_prefix(prefix, request, source_index)
         if self.tokenizer is None:
             raise DataError(f"{prefix} holds conversations as text; give --tokenizer-model, too")
-        lines = self.opened.lines(prefix, self.tokenizer, self.max_document_bytes)
-        first, last = sequences_of(wanted.interval, len(lines))
+        lines = self.dataset_pool.conversation_lines(
+            prefix, self.tokenizer, self.max_document_bytes
+        )
+        first, last = sequence_range(request.interval, len(lines))
         if first == last:
-            what = f"{wanted.split} split of {prefix} ({last - first} of {len(lines)} lines)"
+            what = f"{request.split} split of {prefix} ({last - first} of {len(lines)} lines)"
             raise EmptySplitError(f"{what}: the split holds no conversation")
         return ConversationLinesDataset(
             lines,
             (first, last),
             sequence_length=self.config.sequence_length,
-            num_samples=wanted.size,
+            num_samples=request.num_samples,
         )
 
-    def _order(
-        self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
+    def _build_order(
+        self,
+        source: TokenSource,
+        sequences: tuple[int, int],
+        request: SplitRequest,
+        source_index: int,
     ) -> RowOrder:
         if not isinstance(source, IndexedDataset):
             raise DataError("rows are documents of an indexed dataset; this source has none")
         return RowOrder(
             source.document_indices,
             source.sequence_lengths,
-            sequences_of(wanted.interval, source.documents),
+            sequence_range(request.interval, source.num_documents),
             sequence_length=self.config.sequence_length,
-            num_samples=wanted.size,
+            num_samples=request.num_samples,
         )
 
 
@@ -140,9 +150,9 @@ def build_sft_datasets(
     order: OrderName = "packed",
     tokenizer: SFTTokenizer | None = None,
     storage: StorageCache | None = None,
-    mapped: bool = True,
+    mmap: bool = True,
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
-    opened: OpenDatasets | None = None,
+    dataset_pool: DatasetPool | None = None,
 ) -> Datasets:
     """Builds the three datasets of a run on conversations.
 
@@ -161,10 +171,10 @@ def build_sft_datasets(
             of one line, in the order of the file, its end cut off where it is too long.
         tokenizer: of JSON lines.
         storage: cache for what is read of prefixes that are URLs.
-        mapped: map token files into memory; see `IndexedDataset`.
+        mmap: map token files into memory; see `IndexedDataset`.
         max_document_bytes: bytes that one of the JSON lines may have; None for no limit.
-        opened: datasets that several calls share, such as one for each split; None for those of
-            this call alone.
+        dataset_pool: Datasets that several calls share, such as one call per split. Defaults to a
+            pool for this call.
 
     Raises:
         EmptySplitError: a split without conversations.
@@ -181,9 +191,9 @@ def build_sft_datasets(
         config=GPTDatasetConfig(sequence_length),
         seed=seed,
         storage=storage,
-        mapped=mapped,
+        mmap=mmap,
         tokenizer=tokenizer,
         max_document_bytes=max_document_bytes,
-        opened=opened or OpenDatasets(),
+        dataset_pool=dataset_pool or DatasetPool(),
     )
     return build_splits(builder, data_path, split, sizes)

@@ -15,9 +15,9 @@ from megatron_data.datasets.batches import Dataset
 from megatron_data.datasets.blended import BlendedDataset
 from megatron_data.datasets.fim import FillInTheMiddle
 from megatron_data.datasets.gpt import GPTDataset, GPTDatasetConfig, TokenSource
-from megatron_data.datasets.opened import OpenDatasets
 from megatron_data.datasets.paths import Blend
-from megatron_data.datasets.split import Interval, SplitName, sequences_of, tokens_in
+from megatron_data.datasets.pool import DatasetPool
+from megatron_data.datasets.split import Interval, SplitName, count_tokens, sequence_range
 from megatron_data.errors import DataError, EmptySplitError
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.order.blend import GreedyBlend, normalize
@@ -43,7 +43,7 @@ def check_order_name(order: str) -> None:
         raise DataError(f"order={order!r}; give one of {', '.join(get_args(OrderName))}")
 
 
-class Wanted(NamedTuple):
+class SplitRequest(NamedTuple):
     """What is asked of a source or of a blend.
 
     Attributes:
@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
 
     split: SplitName
     interval: Interval
-    size: int | None
+    num_samples: int | None
 
 
 @dataclass(kw_only=True)
@@ -64,22 +64,22 @@ class Builder(ABC):
     Attributes:
         seed: of the order.
         storage: cache for datasets in object storage.
-        mapped: map token files into memory.
-        opened: the datasets, each of which is opened and checked once.
+        mmap: map token files into memory.
+        dataset_pool: the datasets, each of which is opened and checked once.
     """
 
     seed: int
     storage: StorageCache | None = None
-    mapped: bool = True
-    opened: OpenDatasets = field(default_factory=OpenDatasets)
+    mmap: bool = True
+    dataset_pool: DatasetPool = field(default_factory=DatasetPool)
 
-    def source(self, prefix: str) -> IndexedDataset:
+    def open_source(self, prefix: str) -> IndexedDataset:
         """Returns the dataset at a prefix, its index checked from end to end.
 
         Raises:
             DataError: there is none, its index is damaged, or it holds images.
         """
-        dataset = self.opened.indexed(prefix, self.storage, self.mapped)
+        dataset = self.dataset_pool.indexed_dataset(prefix, self.storage, self.mmap)
         if dataset.sequence_modes is not None:
             raise DataError(
                 f"{prefix} holds images beside its texts, whose bytes are no tokens; give a "
@@ -88,41 +88,43 @@ class Builder(ABC):
         return dataset
 
     @abstractmethod
-    def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
-        """Returns one split of one source, the `number`th of a blend.
+    def build_source(
+        self, source: TokenSource, name: str, request: SplitRequest, source_index: int = 0
+    ) -> Dataset:
+        """Returns one split of one source, the `source_index`-th of a blend.
 
         Raises:
             EmptySplitError: it has no token.
             DataError: it is too short for one sample.
         """
 
-    def part(self, prefix: str, wanted: Wanted, number: int = 0) -> Dataset:
-        """Returns one split of what a prefix names, the `number`th of a blend.
+    def build_prefix(self, prefix: str, request: SplitRequest, source_index: int = 0) -> Dataset:
+        """Returns one split of what a prefix names, the `source_index`-th of a blend.
 
         Raises:
             EmptySplitError: it has no token.
             DataError: it is missing, damaged, or too short for one sample.
         """
-        return self.dataset(self.source(prefix), prefix, wanted, number)
+        return self.build_source(self.open_source(prefix), prefix, request, source_index)
 
-    def split(self, blend: Blend, wanted: Wanted) -> Dataset:
+    def build_split(self, blend: Blend, request: SplitRequest) -> Dataset:
         """Returns one split of one or more sources, hash_integers.
 
         Raises:
             DataError: a dataset that is missing or damaged, a split without tokens, or weights
                 without a size.
         """
-        if blend.weights is not None and wanted.size is None:
+        if blend.weights is not None and request.num_samples is None:
             raise DataError(
-                f"the {wanted.split} blend has weights but no size; give the number of samples"
+                f"the {request.split} blend has weights but no size; give the number of samples"
             )
         if len(blend.prefixes) == 1 and blend.weights is None:
             (prefix,) = blend.prefixes
-            return self.part(prefix, wanted)
-        return self._mixture(blend, wanted)
+            return self.build_prefix(prefix, request)
+        return self._build_blend(blend, request)
 
     @abstractmethod
-    def _mixture(self, blend: Blend, wanted: Wanted) -> BlendedDataset:
+    def _build_blend(self, blend: Blend, request: SplitRequest) -> BlendedDataset:
         """Several sources; a size is there if the weights are."""
 
 
@@ -132,29 +134,29 @@ class GreedyBuilder(Builder):
 
     Attributes:
         surplus: share of samples that each dataset of a weighted blend holds in reserve.
-        cache: folder for built indices, or None.
+        cache_path: folder for built indices, or None.
     """
 
     surplus: float = 0.005
-    cache: str | os.PathLike[str] | None = None
+    cache_path: str | os.PathLike[str] | None = None
 
-    def _mixture(self, blend: Blend, wanted: Wanted) -> BlendedDataset:
-        size = wanted.size
+    def _build_blend(self, blend: Blend, request: SplitRequest) -> BlendedDataset:
+        size = request.num_samples
         weights: Sequence[float] = ()
-        requests: list[int | None] = [None] * len(blend.prefixes)
+        counts: list[int | None] = [None] * len(blend.prefixes)
         if blend.weights is not None and size is not None:
             weights = normalize(blend.weights)
             shares = [ceil(size * weight) for weight in weights]
-            requests = [ceil(share * (1 + self.surplus)) for share in shares]
+            counts = [ceil(share * (1 + self.surplus)) for share in shares]
             size = sum(shares)
         datasets = [
-            self.part(prefix, wanted._replace(size=request))
-            for prefix, request in zip(blend.prefixes, requests, strict=True)
+            self.build_prefix(prefix, request._replace(num_samples=count))
+            for prefix, count in zip(blend.prefixes, counts, strict=True)
         ]
         if not weights:
             weights = [len(dataset) for dataset in datasets]
             size = None if size is None else min(size, int(sum(weights)))
-        return BlendedDataset(datasets, GreedyBlend(weights, size, self.cache))
+        return BlendedDataset(datasets, GreedyBlend(weights, size, self.cache_path))
 
 
 @dataclass(kw_only=True)
@@ -171,27 +173,39 @@ class GPTBuilder(Builder):
     drop_last_partial_validation: bool = True
     infill: FillInTheMiddle | None = None
 
-    def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
-        """Returns one split of one source, the `number`th of a blend.
+    def build_source(
+        self, source: TokenSource, name: str, request: SplitRequest, source_index: int = 0
+    ) -> Dataset:
+        """Returns one split of one source, the `source_index`-th of a blend.
 
         Raises:
             EmptySplitError: it has no token.
             DataError: it is too short for one sample.
         """
         count = len(source.sequence_lengths)
-        first, last = sequences_of(wanted.interval, count)
-        with named(f"{wanted.split} split of {name} ({last - first} of {count} sequences)"):
-            order = self._order(source, (first, last), wanted, number)
-        return self._along(source, name, order, number)
+        first, last = sequence_range(request.interval, count)
+        with dataset_named_in_errors(
+            f"{request.split} split of {name} ({last - first} of {count} sequences)"
+        ):
+            order = self._build_order(source, (first, last), request, source_index)
+        return self._build_along_order(source, name, order, source_index)
 
-    def _along(self, source: TokenSource, name: str, order: SampleOrder, number: int) -> Dataset:
+    def _build_along_order(
+        self, source: TokenSource, name: str, order: SampleOrder, source_index: int
+    ) -> Dataset:
         """Returns the dataset of one source along its order."""
-        infill = self.infill and self.infill.with_seed(hash_integers(self.infill.seed, number))
+        infill = self.infill and self.infill.with_seed(
+            hash_integers(self.infill.seed, source_index)
+        )
         return GPTDataset(source, order, self.config, infill)
 
     @abstractmethod
-    def _order(
-        self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
+    def _build_order(
+        self,
+        source: TokenSource,
+        sequences: tuple[int, int],
+        request: SplitRequest,
+        source_index: int,
     ) -> SampleOrder:
         """Returns the order of one source."""
 
@@ -203,24 +217,32 @@ class GPTBuilder(Builder):
 class CompatBuilder(GreedyBuilder, GPTBuilder):
     """The order of samples of Megatron's `GPTDataset`."""
 
-    def _order(
-        self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
+    def _build_order(
+        self,
+        source: TokenSource,
+        sequences: tuple[int, int],
+        request: SplitRequest,
+        source_index: int,
     ) -> CompatOrder:
         lengths, numbers = source.sequence_lengths, np.arange(*sequences, dtype=np.int32)
         length, extra = self.config.sequence_length, self.config.extra
         options: dict[str, Any] = {
             "sequence_length": length,
             "seed": self.seed,
-            "num_samples": wanted.size,
+            "num_samples": request.num_samples,
             "extra": extra,
-            "drop_last_partial": self._drops_last_partial(wanted.split),
+            "drop_last_partial": self._drops_last_partial(request.split),
         }
 
         def build() -> dict[str, NDArray[np.integer]]:
             return build_gpt_indices(lengths, numbers, **options)._asdict()
 
-        key = "" if self.cache is None else cache_key({"what": "gpt 1"} | options, lengths, numbers)
-        return CompatOrder(GPTIndices(**load_or_build(self.cache, key, build)), length, extra)
+        key = (
+            ""
+            if self.cache_path is None
+            else cache_key({"what": "gpt 1"} | options, lengths, numbers)
+        )
+        return CompatOrder(GPTIndices(**load_or_build(self.cache_path, key, build)), length, extra)
 
 
 @dataclass(kw_only=True)
@@ -234,52 +256,61 @@ class StatelessBuilder(GPTBuilder):
 
     changes: Sequence[tuple[int, Blend]] = ()
 
-    def _order(
-        self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
+    def _build_order(
+        self,
+        source: TokenSource,
+        sequences: tuple[int, int],
+        request: SplitRequest,
+        source_index: int,
     ) -> SampleOrder:
         return StatelessOrder(
             _table(source),
             sequences,
             sequence_length=self.config.sequence_length,
-            seed=hash_integers(self.seed, number),
-            num_samples=wanted.size,
+            seed=hash_integers(self.seed, source_index),
+            num_samples=request.num_samples,
             extra=self.config.extra,
-            drop_last_partial=self._drops_last_partial(wanted.split),
+            drop_last_partial=self._drops_last_partial(request.split),
         )
 
-    def split(self, blend: Blend, wanted: Wanted) -> Dataset:
+    def build_split(self, blend: Blend, request: SplitRequest) -> Dataset:
         """Returns one split of one or more sources, hash_integers.
 
         Raises:
             DataError: a dataset that is missing or damaged, a split without tokens, or weights
                 without a size.
         """
-        if wanted.split == "train" and self.changes:
-            if wanted.size is None:
+        if request.split == "train" and self.changes:
+            if request.num_samples is None:
                 raise DataError("data that changes at a sample needs the number of samples")
-            return self._mixture(blend, wanted)
-        return super().split(blend, wanted)
+            return self._build_blend(blend, request)
+        return super().build_split(blend, request)
 
-    def _mixture(self, blend: Blend, wanted: Wanted) -> BlendedDataset:
-        if wanted.size is None:
+    def _build_blend(self, blend: Blend, request: SplitRequest) -> BlendedDataset:
+        if request.num_samples is None:
             datasets = [
-                self.dataset(self.source(prefix), prefix, wanted, number)
-                for number, prefix in enumerate(blend.prefixes)
+                self.build_source(self.open_source(prefix), prefix, request, source_index)
+                for source_index, prefix in enumerate(blend.prefixes)
             ]
             lengths = {str(number): len(dataset) for number, dataset in enumerate(datasets)}
             return BlendedDataset(
                 datasets, BlendSchedule([WeightChange(0, lengths)], sum(lengths.values()))
             )
-        blends = [(0, blend), *(self.changes if wanted.split == "train" else ())]
+        blends = [(0, blend), *(self.changes if request.split == "train" else ())]
         changes = [
-            WeightChange(first, self._weights(each, wanted.interval)) for first, each in blends
+            WeightChange(first, self._weights(each, request.interval)) for first, each in blends
         ]
-        schedule = BlendSchedule(changes, wanted.size)
+        schedule = BlendSchedule(changes, request.num_samples)
         drawn = zip(schedule.sources, schedule.counts(), strict=True)
         return BlendedDataset(
             [
-                self.dataset(self.source(prefix), prefix, wanted._replace(size=count), number)
-                for number, (prefix, count) in enumerate(drawn)
+                self.build_source(
+                    self.open_source(prefix),
+                    prefix,
+                    request._replace(num_samples=count),
+                    source_index,
+                )
+                for source_index, (prefix, count) in enumerate(drawn)
             ],
             schedule,
         )
@@ -288,7 +319,7 @@ class StatelessBuilder(GPTBuilder):
         """Weights by prefix, those of a prefix named twice together; unset, tokens of the split."""
         weights: dict[str, float] = {}
         given = blend.weights or [
-            tokens_in(self.source(prefix), interval) for prefix in blend.prefixes
+            count_tokens(self.open_source(prefix), interval) for prefix in blend.prefixes
         ]
         for prefix, weight in zip(blend.prefixes, given, strict=True):
             weights[prefix] = weights.get(prefix, 0) + weight
@@ -299,21 +330,25 @@ class StatelessBuilder(GPTBuilder):
 class PackedBuilder(StatelessBuilder):
     """Whole documents, packed into samples; sources are mixed as in `StatelessBuilder`."""
 
-    def _order(
-        self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
+    def _build_order(
+        self,
+        source: TokenSource,
+        sequences: tuple[int, int],
+        request: SplitRequest,
+        source_index: int,
     ) -> PackedOrder:
         return PackedOrder(
             source.sequence_lengths,
             sequences,
             sequence_length=self.config.sequence_length,
-            seed=hash_integers(self.seed, number),
-            num_samples=wanted.size,
+            seed=hash_integers(self.seed, source_index),
+            num_samples=request.num_samples,
             extra=self.config.extra,
         )
 
 
 @contextmanager
-def named(which: str) -> Iterator[None]:
+def dataset_named_in_errors(which: str) -> Iterator[None]:
     """Says of errors in the block which dataset they are about."""
     try:
         yield

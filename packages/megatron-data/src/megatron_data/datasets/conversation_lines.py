@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_data.datasets.batches import Sample
-from megatron_data.datasets.sft import sample_of
+from megatron_data.datasets.sft import make_sample
 from megatron_data.errors import DataError
 from megatron_data.lru_cache import LRUCache
 from megatron_data.order.protocol import check_order_arguments
@@ -97,19 +97,19 @@ class ConversationLines:
         """Returns the number of lines that are not white space."""
         return len(self._lines.starts)
 
-    def row(self, number: int) -> list[ConversationTokens]:
+    def conversations(self, index: int) -> list[ConversationTokens]:
         """The conversations of a line in which a token counts, each with its end of document.
 
         Raises:
             DataError: the line holds no conversation, or the template refuses it (file and line);
                 or the file changed.
         """
-        return self._rows.get(number, lambda: self._read(number))
+        return self._rows.get(index, lambda: self._read(index))
 
-    def place(self, number: int) -> str:
+    def location(self, index: int) -> str:
         """File and line."""
-        before = np.searchsorted(self._lines.blank, number, side="right")
-        return f"{self.path}:{number + 1 + int(before)}"
+        before = np.searchsorted(self._lines.blank, index, side="right")
+        return f"{self.path}:{index + 1 + int(before)}"
 
     def _read(self, number: int) -> list[ConversationTokens]:
         start, size = int(self._lines.starts[number]), int(self._lines.sizes[number])
@@ -118,7 +118,7 @@ class ConversationLines:
                 raise DataError(f"{self.path} changed since it was opened; start again")
             file.seek(start)
             line = file.read(size).removesuffix(NEWLINE)
-        row = read_row(self.place(number), line)
+        row = read_row(self.location(number), line)
         reference, template = self.tokenizer.reference, self.tokenizer.template
         (conversations,) = encode_rows([row], reference, template, self._loss)
         return [each for each in conversations if each.loss_mask[1:].any()]
@@ -134,7 +134,7 @@ class ConversationLines:
                 file.seek(end - len(NEWLINE))
                 size = int(sizes[number]) - (file.read(len(NEWLINE)) == NEWLINE)
             if size > longest:
-                raise DataError(f"{self.place(number)}: {too_long(size, longest)}")
+                raise DataError(f"{self.location(number)}: {too_long(size, longest)}")
 
 
 class ConversationLinesDataset:
@@ -164,7 +164,7 @@ class ConversationLinesDataset:
         self.sequence_length = sequence_length
         self._first, self._count = rows[0], rows[1] - rows[0]
         self._samples = self._count if num_samples is None else num_samples
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def __len__(self) -> int:
         """Returns the number of samples."""
@@ -174,26 +174,28 @@ class ConversationLinesDataset:
         if not 0 <= sample < self._samples:
             raise IndexError(f"sample {sample} of {self._samples}")
         number = self._first + sample % self._count
-        row = self.lines.row(number)
+        row = self.lines.conversations(number)
         lengths = np.array([len(each.ids) for each in row], np.int64)
         kept = truncated_lengths(lengths, self.sequence_length)
         if not row:
-            self._tell("empty", number, "no word of the role assistant; such samples teach nothing")
+            self._warn_once(
+                "empty", number, "no word of the role assistant; such samples teach nothing"
+            )
         if sum(kept) < lengths.sum():
             held = f"of which a sample holds the first {self.sequence_length}; longer lines"
-            self._tell("long", number, f"{lengths.sum()} tokens, {held} lose their end")
+            self._warn_once("long", number, f"{lengths.sum()} tokens, {held} lose their end")
         parts = [
             (each.ids[:length], each.loss_mask[:length])
             for each, length in zip(row, kept, strict=True)
             if length
         ]
-        return sample_of(parts, self.sequence_length, sample)
+        return make_sample(parts, self.sequence_length, sample)
 
-    def _tell(self, kind: str, number: int, what: str) -> None:
+    def _warn_once(self, kind: str, number: int, what: str) -> None:
         """Warns of the first line of a kind."""
-        if kind not in self._told:
-            self._told.add(kind)
-            _log.warning("%s: %s, and this is the only warning", self.lines.place(number), what)
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s: %s, and this is the only warning", self.lines.location(number), what)
 
 
 def _stat_of(found: os.stat_result) -> tuple[int, int]:

@@ -129,14 +129,14 @@ class FillInTheMiddle:
         if random.random_sample() >= self.config.rate:
             yield tokens
         elif self._between is None or not np.any(tokens == self._between):
-            yield self.rearranged(tokens, random)
+            yield self.rearrange(tokens, random)
         else:
             for fragment, end in _cut(tokens, self._between):
                 chosen = random.random_sample() < self.config.fragment_rate
-                yield self.rearranged(fragment, random) if chosen else fragment
+                yield self.rearrange(fragment, random) if chosen else fragment
                 yield end
 
-    def rearranged(
+    def rearrange(
         self, tokens: NDArray[np.int64], random: np.random.RandomState
     ) -> NDArray[np.int64]:
         """Takes one text apart between two characters, anywhere in it.

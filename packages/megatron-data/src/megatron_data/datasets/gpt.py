@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_data.datasets.batches import Sample, rows
+from megatron_data.datasets.batches import Sample, unstack
 from megatron_data.datasets.masks import DocumentMasks, cumulative_lengths, document_masks, unmasked
 from megatron_data.errors import DataError
 from megatron_data.order.protocol import SampleOrder
@@ -183,7 +183,7 @@ class GPTDataset:
 
     def __getitems__(self, samples: Sequence[int]) -> list[Sample]:
         """Several samples; torch's `DataLoader` asks so. They are views of one batch."""
-        return rows(self.batch(samples))
+        return unstack(self.batch(samples))
 
     def _text(self, samples: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens of samples, int64 `[b, s + extra]`, and how many of each are text, int64 `[b]`."""

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from megatron_data.datasets.batches import Sample
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label that no loss falls on, in torch's cross-entropy and so in these models."""
 
 
@@ -25,7 +25,7 @@ def hugging_face_inputs(sample: Sample) -> dict[str, NDArray[Any]]:
         int64 `[s]` each: `input_ids`; `labels`, -100 where `loss_mask` is 0; `position_ids`;
         `attention_mask`, 0 on padding.
     """
-    labels = np.full_like(sample["labels"], IGNORED)
+    labels = np.full_like(sample["labels"], IGNORE_INDEX)
     counts = sample["loss_mask"][:-1] > 0
     labels[1:][counts] = sample["labels"][:-1][counts]
     return {

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from megatron_data.datasets.batches import Sample
 from megatron_data.datasets.gpt import TokenSource
 from megatron_data.datasets.masking import WordPieces
-from megatron_data.datasets.padding import padded_text
-from megatron_data.datasets.sentences import sample_random
+from megatron_data.datasets.padding import pad_text
+from megatron_data.datasets.sentences import sample_generator
 from megatron_data.errors import DataError
 
 SPECIAL_TOKENS = 3
@@ -66,7 +66,7 @@ class ICTDatasetConfig:
         return self.block_length // 2
 
 
-class Documents(Protocol):
+class DocumentSource(Protocol):
     """Where titles come from: an `IndexedDataset`, or anything that has documents by number."""
 
     def document(self, number: int, /) -> NDArray[np.integer]:
@@ -94,24 +94,24 @@ class ICTDataset:
         titles: a title for each document; None for none.
         sample_map: see `block_map`, made with `block_length`; documents are numbered in `titles`.
         config: how they become a sample.
-        pieces: of the vocabulary.
+        word_pieces: of the vocabulary.
         seed: of the draws; sample i has its own generator, seeded with the sum.
     """
 
     def __init__(
         self,
         source: TokenSource,
-        titles: Documents | None,
+        titles: DocumentSource | None,
         sample_map: NDArray[np.unsignedinteger],
         config: ICTDatasetConfig,
-        pieces: WordPieces,
+        word_pieces: WordPieces,
         seed: int,
     ) -> None:
         self.source = source
         self.titles = titles
         self.sample_map = sample_map
         self.config = config
-        self.pieces = pieces
+        self.word_pieces = word_pieces
         self.seed = seed
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class ICTDataset:
             raise IndexError(f"sample {sample} of {len(self)}")
         row = self.sample_map[sample].astype(np.int64)
         first, last, document, _ = row.tolist()
-        random = sample_random(self.seed, sample)
+        random = sample_generator(self.seed, sample)
         block = [self.source.get(number).tolist() for number in range(first, last)]
         chosen = int(random.randint(len(block)))
         query = block[chosen]
@@ -151,8 +151,12 @@ class ICTDataset:
         self, tokens: list[int], title: list[int] | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Tokens between special ones, cut to the sequence length, and document numbers."""
-        pieces = self.pieces
-        before = [pieces.cls_id] if title is None else [pieces.cls_id, *title, pieces.sep_id]
+        word_pieces = self.word_pieces
+        before = (
+            [word_pieces.cls_id]
+            if title is None
+            else [word_pieces.cls_id, *title, word_pieces.sep_id]
+        )
         room = self.config.sequence_length - len(before) - 1
-        whole = [*before, *tokens[:room], pieces.sep_id]
-        return padded_text(whole, self.config.sequence_length)
+        whole = [*before, *tokens[:room], word_pieces.sep_id]
+        return pad_text(whole, self.config.sequence_length)

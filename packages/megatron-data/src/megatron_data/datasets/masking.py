@@ -45,11 +45,11 @@ class WordPieces:
     sentinel_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "WordPieces":
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> "WordPieces":
         """Reads them off a WordPiece tokenizer, such as one of `bert_tokenizer`.
 
         Raises:
-            DataError: it has no word pieces, or lacks [CLS], [SEP] or [MASK].
+            DataError: it has no word word_pieces, or lacks [CLS], [SEP] or [MASK].
         """
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise DataError(
@@ -122,14 +122,14 @@ class MaskingConfig:
         return np.asarray(shares / shares[-1])
 
 
-class Span(NamedTuple):
+class MaskedSpan(NamedTuple):
     """Tokens hidden together: where they are, and what they were."""
 
     positions: list[int]
     labels: list[int]
 
 
-class Masked(NamedTuple):
+class MaskedText(NamedTuple):
     """A text with words hidden.
 
     Attributes:
@@ -142,7 +142,7 @@ class Masked(NamedTuple):
     tokens: list[int]
     positions: list[int]
     labels: list[int]
-    spans: list[Span]
+    spans: list[MaskedSpan]
 
 
 def mask_tokens(
@@ -150,9 +150,9 @@ def mask_tokens(
     target_length: int,
     random: np.random.RandomState,
     config: MaskingConfig,
-    pieces: WordPieces,
+    word_pieces: WordPieces,
     replacement: Callable[[], int | None],
-) -> Masked:
+) -> MaskedText:
     """Hides words of a text.
 
     Args:
@@ -160,19 +160,19 @@ def mask_tokens(
         target_length: the length that the sample was to have, which bounds how many are hidden.
         random: of the sample.
         config: which tokens are hidden.
-        pieces: of the vocabulary.
+        word_pieces: of the vocabulary.
         replacement: draws what takes a token's place, None for itself.
 
     Raises:
         DataError: a token that the vocabulary does not have.
     """
-    words = _words(tokens, config, pieces)
+    words = _words(tokens, config, word_pieces)
     limit = min(config.probability * target_length, max(1, round(len(tokens) * config.probability)))
     shares = config.ngram_shares()
     order = np.arange(len(words))
     random.shuffle(order)
     masked, hidden = list(tokens), dict[int, int]()
-    spans: list[Span] = []
+    spans: list[MaskedSpan] = []
     for word in order.tolist():
         if len(hidden) >= limit:
             break
@@ -188,12 +188,12 @@ def mask_tokens(
             hidden[position] = tokens[position]
             if new is not None:
                 masked[position] = new
-        spans.append(Span(row, [tokens[position] for position in row]))
+        spans.append(MaskedSpan(row, [tokens[position] for position in row]))
     if config.permutation:
         random.shuffle(order)
         _swap(masked, hidden, words, order, limit, shares, random)
     positions = sorted(hidden)
-    return Masked(
+    return MaskedText(
         masked,
         positions,
         [hidden[position] for position in positions],
@@ -201,17 +201,19 @@ def mask_tokens(
     )
 
 
-def _words(tokens: Sequence[int], config: MaskingConfig, pieces: WordPieces) -> list[list[int]]:
+def _words(
+    tokens: Sequence[int], config: MaskingConfig, word_pieces: WordPieces
+) -> list[list[int]]:
     """Positions of every word; special tokens are none."""
-    special = (pieces.cls_id, pieces.sep_id)
+    special = (word_pieces.cls_id, word_pieces.sep_id)
     words: list[list[int]] = []
     array = np.asarray(tokens)
-    if len(array) and not 0 <= array.min() <= array.max() < len(pieces.continuations):
+    if len(array) and not 0 <= array.min() <= array.max() < len(word_pieces.continuations):
         raise DataError(
             f"tokens {array.min()} to {array.max()} in a sample, the vocabulary has "
-            f"{len(pieces.continuations)}; it is not the one the text was preprocessed with"
+            f"{len(word_pieces.continuations)}; it is not the one the text was preprocessed with"
         )
-    goes_on = pieces.continuations[array].tolist() if len(array) else []
+    goes_on = word_pieces.continuations[array].tolist() if len(array) else []
     for position, token in enumerate(tokens):
         if token in special:
             continue

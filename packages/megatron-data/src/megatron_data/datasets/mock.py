@@ -10,16 +10,18 @@ class MockTokens:
     Args:
         vocab_size: numbers are taken modulo this.
         eod_id: last token of every document.
-        documents: how many.
-        longest: lengths are drawn from 1 to `longest` - 1, with seed 0.
+        num_documents: how many.
+        max_length: lengths are drawn from 1 to `max_length` - 1, with seed 0.
     """
 
     def __init__(
-        self, vocab_size: int, eod_id: int, documents: int = 100_000, longest: int = 4096
+        self, vocab_size: int, eod_id: int, num_documents: int = 100_000, max_length: int = 4096
     ) -> None:
         self.vocab_size = vocab_size
         self.eod_id = eod_id
-        self._lengths = np.random.default_rng(0).integers(1, longest, documents, dtype=np.int32)
+        self._lengths = np.random.default_rng(0).integers(
+            1, max_length, num_documents, dtype=np.int32
+        )
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:

@@ -52,7 +52,7 @@ def parse_data_path(values: str | os.PathLike[str] | Sequence[str] | Blend) -> B
     return Blend(tuple(words[1::2]), weights)
 
 
-def holds_conversation_lines(path: str) -> bool:
+def is_conversation_file(path: str) -> bool:
     """Whether a path is a file of JSON lines, by its name: `.jsonl` or `.json`, packed or not."""
     return split_suffix(path)[0] in _LINES
 

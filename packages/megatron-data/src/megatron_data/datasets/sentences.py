@@ -18,12 +18,12 @@ def sample_row(sample_map: NDArray[np.unsignedinteger], sample: int) -> tuple[in
     return first, last, target
 
 
-def sample_random(seed: int, sample: int) -> np.random.RandomState:
+def sample_generator(seed: int, sample: int) -> np.random.RandomState:
     """The generator of one sample: its draws do not depend on which samples were read before."""
     return np.random.RandomState((seed + sample) % (1 << 32))
 
 
-def check_short(share: float) -> None:
+def check_short_probability(share: float) -> None:
     """Refuses a share of short samples that is none.
 
     Raises:

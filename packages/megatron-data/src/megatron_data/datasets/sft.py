@@ -53,10 +53,10 @@ class SFTDataset:
     def __getitem__(self, sample: int) -> Sample:
         spans = self.order.spans(sample)
         parts = ((self.source.get(*span), self.mask.get(*span)) for span in spans)
-        return sample_of(parts, self.order.sample_length - 1, sample)
+        return make_sample(parts, self.order.sample_length - 1, sample)
 
 
-def sample_of(
+def make_sample(
     parts: Iterable[tuple[NDArray[Any], NDArray[Any]]], length: int, number: int
 ) -> Sample:
     """Returns the sample of some stretches of conversations; see `SFTDataset`.

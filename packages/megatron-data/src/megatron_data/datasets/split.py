@@ -39,7 +39,7 @@ def parse_split(split: str) -> tuple[Interval | None, ...]:
     return tuple((begin, end) if end > begin else None for begin, end in pairwise(marks))
 
 
-def sequences_of(interval: Interval, count: int) -> tuple[int, int]:
+def sequence_range(interval: Interval, count: int) -> tuple[int, int]:
     """First sequence in an interval and the one after its last.
 
     Rounded as Megatron rounds, half to even.
@@ -48,8 +48,8 @@ def sequences_of(interval: Interval, count: int) -> tuple[int, int]:
     return begin, end
 
 
-def tokens_in(dataset: IndexedDataset, interval: Interval) -> int:
+def count_tokens(dataset: IndexedDataset, interval: Interval) -> int:
     """Tokens of the sequences in an interval."""
-    bounds = np.array(sequences_of(interval, len(dataset)), np.int64)
+    bounds = np.array(sequence_range(interval, len(dataset)), np.int64)
     begin, end = dataset.tokens_before(bounds).tolist()
     return int(end - begin)

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from megatron_data.datasets.batches import Sample
 from megatron_data.datasets.gpt import TokenSource
-from megatron_data.datasets.masking import Masked, MaskingConfig, WordPieces, mask_tokens
-from megatron_data.datasets.padding import padded, padded_text
-from megatron_data.datasets.sentences import check_short, sample_random, sample_row
+from megatron_data.datasets.masking import MaskedText, MaskingConfig, WordPieces, mask_tokens
+from megatron_data.datasets.padding import pad, pad_text
+from megatron_data.datasets.sentences import check_short_probability, sample_generator, sample_row
 from megatron_data.errors import DataError
 
 SPECIAL_TOKENS = 2
@@ -44,7 +44,7 @@ class T5DatasetConfig:
         ):
             if length <= SPECIAL_TOKENS + 1:
                 raise DataError(f"{name} {length}; give at least {SPECIAL_TOKENS + 2}")
-        check_short(self.short_probability)
+        check_short_probability(self.short_probability)
 
 
 class T5Dataset:
@@ -66,7 +66,7 @@ class T5Dataset:
         source: sentences.
         sample_map: see `sentence_map`, made with `sequence_length - 2` and one sentence at least.
         config: how they become a sample.
-        pieces: of the vocabulary; needs sentinels, and tokens that begin and end a sequence.
+        word_pieces: of the vocabulary; needs sentinels, and tokens that begin and end a sequence.
         seed: of the draws; sample i has its own generator, seeded with the sum.
 
     Raises:
@@ -78,10 +78,10 @@ class T5Dataset:
         source: TokenSource,
         sample_map: NDArray[np.unsignedinteger],
         config: T5DatasetConfig,
-        pieces: WordPieces,
+        word_pieces: WordPieces,
         seed: int,
     ) -> None:
-        if pieces.bos_id is None or pieces.eos_id is None or not pieces.sentinel_ids:
+        if word_pieces.bos_id is None or word_pieces.eos_id is None or not word_pieces.sentinel_ids:
             raise DataError(
                 "T5 samples need sentinels and tokens that begin and end a sequence; add them to "
                 "the tokenizer (Megatron: --vocab-extra-ids 100)"
@@ -89,9 +89,9 @@ class T5Dataset:
         self.source = source
         self.sample_map = sample_map
         self.config = config
-        self.pieces = pieces
+        self.word_pieces = word_pieces
         self.seed = seed
-        self._begin, self._end = pieces.bos_id, pieces.eos_id
+        self._begin, self._end = word_pieces.bos_id, word_pieces.eos_id
 
     def __len__(self) -> int:
         """Returns the number of samples."""
@@ -99,12 +99,17 @@ class T5Dataset:
 
     def __getitem__(self, sample: int) -> Sample:
         first, last, target = sample_row(self.sample_map, sample)
-        random = sample_random(self.seed, sample)
+        random = sample_generator(self.seed, sample)
         tokens = [
             token for number in range(first, last) for token in self.source.get(number).tolist()
         ][:target]
         masked = mask_tokens(
-            tokens, target, random, self.config.masking, self.pieces, lambda: self.pieces.mask_id
+            tokens,
+            target,
+            random,
+            self.config.masking,
+            self.word_pieces,
+            lambda: self.word_pieces.mask_id,
         )
         encoder, spans = self._corrupted(sample, masked)
         decoder = [self._begin, *spans]
@@ -118,9 +123,9 @@ class T5Dataset:
                     f"sample {sample} has {len(filled)} tokens for the {side}, which takes {room}; "
                     "give it more, or hide fewer"
                 )
-        encoder_tokens, encoder_ids = padded_text(encoder, length)
-        decoder_tokens, decoder_ids = padded_text(decoder, decoder_length)
-        labels = padded([*spans, self._end], decoder_length)
+        encoder_tokens, encoder_ids = pad_text(encoder, length)
+        decoder_tokens, decoder_ids = pad_text(decoder, decoder_length)
+        labels = pad([*spans, self._end], decoder_length)
         loss_mask = np.zeros(decoder_length, np.float32)
         loss_mask[: len(decoder)] = 1
         return {
@@ -133,9 +138,9 @@ class T5Dataset:
             "sample_ids": np.asarray(sample, np.int64),
         }
 
-    def _corrupted(self, sample: int, masked: Masked) -> tuple[list[int], list[int]]:
+    def _corrupted(self, sample: int, masked: MaskedText) -> tuple[list[int], list[int]]:
         """The text with sentinels for its hidden spans, and the spans, each after its sentinel."""
-        sentinels = self.pieces.sentinel_ids
+        sentinels = self.word_pieces.sentinel_ids
         if len(masked.spans) > len(sentinels):
             raise DataError(
                 f"sample {sample} has {len(masked.spans)} hidden spans, the tokenizer "

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_data.datasets.build import DataPath
-from megatron_data.datasets.paths import holds_conversation_lines, parse_data_path, parse_per_split
+from megatron_data.datasets.paths import is_conversation_file, parse_data_path, parse_per_split
 from megatron_data.preprocessing.fingerprints import compare_fingerprints, recorded_fingerprints
 from megatron_data.tokenizers.protocol import Tokenizer
 
@@ -35,7 +35,7 @@ def check_tokenizer(
     """
     paths = [data_path, *(path for _, path in data_path_changes)]
     names = [name for path in paths for name in _prefixes(path)]
-    recorded = recorded_fingerprints(n for n in names if not holds_conversation_lines(n))
+    recorded = recorded_fingerprints(n for n in names if not is_conversation_file(n))
     compare_fingerprints(recorded, tokenizer)
     unknown = [name for name, found in recorded.items() if found is None]
     if unknown and (tokenizer is not None or len(recorded) > 1):

@@ -148,7 +148,7 @@ class IndexedDatasetBuilder:
         """
         with IndexedDataset(prefix, storage) as other:
             other.check()
-            self.add_part(other, 0, other.documents)
+            self.add_part(other, 0, other.num_documents)
 
     def add_part(self, other: IndexedDataset, first: int, last: int) -> None:
         """Appends documents `first` to `last` (not included) of a dataset that is in order.

@@ -26,7 +26,7 @@ class IndexedDataset:
         prefix: path of the pair without `.bin` or `.idx`, or a URL that fsspec opens. Of a URL the
             index is fetched whole, tokens are read in blocks through a cache.
         storage: the cache for a URL.
-        mapped: map a local `.bin` into memory. Otherwise stretches of it are read as they are asked
+        mmap: map a local `.bin` into memory. Otherwise stretches of it are read as they are asked
             for, and arrays handed out are copies.
 
     Raises:
@@ -38,13 +38,13 @@ class IndexedDataset:
         self,
         prefix: str | os.PathLike[str],
         storage: StorageCache | None = None,
-        mapped: bool = True,
+        mmap: bool = True,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self._storage = storage
-        self._mapped = mapped
+        self._mmap = mmap
         self._closed = False
-        files = open_pair(self.prefix, storage, mapped)
+        files = open_pair(self.prefix, storage, mmap)
         buffer = files.idx_bytes
         header = Header.unpack(bytes(buffer[: HEADER.size]), files.idx)
         multimodal = _is_multimodal(header, len(buffer), files.idx)
@@ -100,7 +100,7 @@ class IndexedDataset:
 
     @property
     def document_indices(self) -> NDArray[np.int64]:
-        """First sequence of every document and S at the end, int64 `[documents + 1]`."""
+        """First sequence of every document and S at the end, int64 `[num_documents + 1]`."""
         return self._open(self._bounds)
 
     @property
@@ -109,12 +109,12 @@ class IndexedDataset:
         return None if self._modes is None else self._open(self._modes)
 
     @property
-    def documents(self) -> int:
+    def num_documents(self) -> int:
         """Number of documents."""
         return len(self._bounds) - 1
 
     @property
-    def token_count(self) -> int:
+    def num_tokens(self) -> int:
         """Number of tokens."""
         return len(self._tokens)
 
@@ -145,9 +145,9 @@ class IndexedDataset:
             DataError: the dataset is closed; a URL that cannot be read, or was replaced meanwhile.
         """
         self._open(self._lengths)
-        end = self.token_count if end is None else end
-        if not 0 <= begin <= end <= self.token_count:
-            raise IndexError(f"tokens {begin} to {end} of {self.token_count} in {self.prefix}")
+        end = self.num_tokens if end is None else end
+        if not 0 <= begin <= end <= self.num_tokens:
+            raise IndexError(f"tokens {begin} to {end} of {self.num_tokens} in {self.prefix}")
         return self._store.scan(begin, end)
 
     def __len__(self) -> int:
@@ -193,9 +193,9 @@ class IndexedDataset:
             IndexError: no such document.
             DataError: the dataset is closed, or its index points outside the `.bin`.
         """
-        if not -self.documents <= document < self.documents:
-            raise IndexError(f"document {document} of {self.documents} in {self.prefix}")
-        document %= self.documents
+        if not -self.num_documents <= document < self.num_documents:
+            raise IndexError(f"document {document} of {self.num_documents} in {self.prefix}")
+        document %= self.num_documents
         first, last = int(self._bounds[document]), int(self._bounds[document + 1])
         if first == last:
             return self._open(np.empty(0, self._dtype))
@@ -234,7 +234,7 @@ class IndexedDataset:
         """Names the file, the document of a sequence, and what to do."""
         if sequence is not None:
             within = int(np.searchsorted(self._bounds, sequence, side="right")) - 1
-            what += f" (document {min(max(within, 0), self.documents - 1)})"
+            what += f" (document {min(max(within, 0), self.num_documents - 1)})"
         return DataError(
             f"{self.prefix}.idx is damaged: {what}; copy it again, or preprocess the text again"
         )
@@ -275,7 +275,7 @@ class IndexedDataset:
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, StorageCache | None, bool]]:
         """Loader processes open the files anew."""
-        return type(self), (self.prefix, self._storage, self._mapped)
+        return type(self), (self.prefix, self._storage, self._mmap)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self):,} sequences, {self._dtype}"

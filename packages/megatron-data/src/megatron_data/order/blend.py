@@ -93,7 +93,7 @@ class GreedyBlend:
     Args:
         weights: one positive number per dataset.
         num_samples: how many samples to draw; None draws exactly `weights[i]` from dataset i.
-        cache: folder for the built arrays, or None.
+        cache_path: folder for the built arrays, or None.
 
     Raises:
         DataError: unusable weights.
@@ -103,7 +103,7 @@ class GreedyBlend:
         self,
         weights: Sequence[float],
         num_samples: int | None,
-        cache: str | os.PathLike[str] | None = None,
+        cache_path: str | os.PathLike[str] | None = None,
     ) -> None:
         key = cache_key({"what": "blend 1", "weights": list(weights), "size": num_samples})
 
@@ -112,7 +112,7 @@ class GreedyBlend:
                 return blend_exhaustively([int(weight) for weight in weights])._asdict()
             return blend_by_weight(weights, num_samples)._asdict()
 
-        self.indices = BlendIndices(**load_or_build(cache, key, build))
+        self.indices = BlendIndices(**load_or_build(cache_path, key, build))
         self._sources = len(weights)
 
     def __len__(self) -> int:

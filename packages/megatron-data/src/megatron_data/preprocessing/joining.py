@@ -128,7 +128,7 @@ def split(
     made = []
     with IndexedDataset(name, storage) as dataset:
         dataset.check()
-        ends = _ends(dataset.documents, len(outputs), shares, documents)
+        ends = _ends(dataset.num_documents, len(outputs), shares, documents)
         for output, first, last in zip(outputs, [0, *ends], ends, strict=False):
             multimodal = dataset.sequence_modes is not None
             with IndexedDatasetBuilder(output, dataset.dtype, multimodal) as builder:

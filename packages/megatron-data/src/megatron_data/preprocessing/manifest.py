@@ -221,10 +221,10 @@ def count_dataset(dataset: IndexedDataset) -> Counts:
     if modes is not None:
         images, image_numbers = images_among(dataset.sequence_lengths, modes)
     return Counts(
-        documents=dataset.documents,
+        documents=dataset.num_documents,
         empty_documents=int((bounds[1:] == bounds[:-1]).sum()),
         sequences=len(dataset),
-        tokens=dataset.token_count - image_numbers,
+        tokens=dataset.num_tokens - image_numbers,
         images=images,
         image_bytes=image_numbers * dataset.dtype.itemsize,
     )

@@ -89,9 +89,9 @@ def trace(
     with IndexedDataset(prefix, storage) as dataset:
         manifest, origins = _record_of(prefix)
         number = _document_of(dataset, token) if document is None else document
-        if not 0 <= number < dataset.documents:
+        if not 0 <= number < dataset.num_documents:
             raise DataError(
-                f"{prefix} has documents 0 to {dataset.documents - 1:,}, not {number:,}"
+                f"{prefix} has documents 0 to {dataset.num_documents - 1:,}, not {number:,}"
             )
         first, last = dataset.document_indices[number : number + 2]
         before, end = dataset.tokens_before(np.array([first, last])).tolist()
@@ -122,7 +122,7 @@ def _record_of(prefix: str) -> tuple[dict[str, Any], Origins]:
 
 
 def _document_of(dataset: IndexedDataset, token: int | None) -> int:
-    total = dataset.token_count
+    total = dataset.num_tokens
     if token is None or not 0 <= token < total:
         raise DataError(f"{dataset.prefix} has tokens 0 to {total - 1:,}, not {token}")
     byte = token * dataset.dtype.itemsize

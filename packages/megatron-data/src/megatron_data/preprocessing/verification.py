@@ -65,12 +65,12 @@ def verify(
             values = manifest.get("values")
             limit = int(manifest["tokenizer"]["vocab_size"] if values is None else values)
             data, index = (_recorded(prefix, name, manifest["files"]) for name in ("bin", "idx"))
-        _check_size(data, dataset.token_count * dataset.dtype.itemsize)
+        _check_size(data, dataset.num_tokens * dataset.dtype.itemsize)
         tokens = _Tokens(dataset)
         _check_content(data, tokens.read())
         _check_size(index, stat(index.path).size)
         _check_content(index, read_blocks(index.path))
-        _check_counts(prefix, manifest["counts"], counts, dataset.token_count)
+        _check_counts(prefix, manifest["counts"], counts, dataset.num_tokens)
     for found in (tokens.lowest, tokens.highest):
         if not 0 <= found < limit:
             known = f"the vocabulary has {limit}" if values is None else f"values are below {limit}"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_data.datasets import holds_conversation_lines
+from megatron_data.datasets import is_conversation_file
 from megatron_data.tokenizers import (
     MultimodalPromptFormat,
     SFTPromptFormat,
@@ -281,7 +281,7 @@ class DataConfig:
     def holds_conversation_lines(self) -> bool:
         """Whether a corpus is a file of JSON lines."""
         paths = (path for name in DATA_PATHS for path in getattr(self, name) or ())
-        return any(map(holds_conversation_lines, paths))
+        return any(map(is_conversation_file, paths))
 
     @property
     def tokenizer(self) -> TokenizerKind | None:

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_data.datasets import holds_conversation_lines
+from megatron_data.datasets import is_conversation_file
 from megatron_parallel.pipeline import count_stages
 
 from megatron_train.config.data import DATA_PATHS, DataConfig
@@ -187,7 +187,7 @@ def _with_whole_conversations(values: Values) -> Values:
         return values
     lists = [values.get(f"data.{name}") or () for name in DATA_PATHS]
     paths = [path for given in lists for path in ([given] if isinstance(given, str) else given)]
-    if any(holds_conversation_lines(path) for path in paths):
+    if any(is_conversation_file(path) for path in paths):
         return values.with_derived("data.sample_order", "compat", "--sft, of JSON lines")
     return values.with_derived("data.sample_order", "packed", "--sft")
 

@@ -16,9 +16,9 @@ from megatron_data import (
 )
 from megatron_data.datasets import (
     Dataset,
+    DatasetPool,
     FillInTheMiddle,
     FIMConfig,
-    OpenDatasets,
     check_tokenizer,
     read_data_path_changes,
 )
@@ -125,9 +125,9 @@ class GPTData:
             sequence_length=data.seq_length,
             seed=config.training.seed,
             order=data.sample_order,
-            mapped=data.mmap_bin_files,
+            mmap=data.mmap_bin_files,
             storage=StorageCache(folder) if (folder := data.object_storage_cache_path) else None,
-            opened=OpenDatasets(),
+            dataset_pool=DatasetPool(),
         )
         if data.sft:
             longest = data.max_document_bytes
@@ -141,7 +141,7 @@ class GPTData:
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
             infill=_infill(config, tokenizer),
-            cache=data.data_cache_path if data.sample_order == "compat" else None,
+            cache_path=data.data_cache_path if data.sample_order == "compat" else None,
         )
 
 

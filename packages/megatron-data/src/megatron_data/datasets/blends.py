@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron_data.datasets.paths import Blend
-from megatron_data.datasets.split import Interval, parse_split, tokens_in
+from megatron_data.datasets.split import Interval, count_tokens, parse_split
 from megatron_data.errors import DataError
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.order.schedule import BlendSchedule, WeightChange
@@ -14,7 +14,7 @@ from megatron_data.sources.block_cache import StorageCache
 WHOLE: Interval = (0.0, 1.0)
 
 
-class MixedSource(NamedTuple):
+class BlendSourceSummary(NamedTuple):
     """One source of a blend.
 
     Attributes:
@@ -27,16 +27,16 @@ class MixedSource(NamedTuple):
     """
 
     prefix: str
-    documents: int
-    tokens: int
+    num_documents: int
+    num_tokens: int
     weight: float
-    samples: int
-    drawn: int
+    num_samples: int
+    drawn_tokens: int
 
     @property
     def epochs(self) -> float:
         """How often its tokens are read."""
-        return self.drawn / self.tokens
+        return self.drawn_tokens / self.num_tokens
 
 
 def blend_by_epochs(
@@ -78,13 +78,13 @@ def blend_by_tokens(tokens: Mapping[str, int]) -> Blend:
     return Blend(tuple(tokens), tuple(tokens.values()))
 
 
-def mix(
+def summarize_blend(
     blend: Blend,
     num_samples: int,
     sequence_length: int,
     split: str | None = None,
     storage: StorageCache | None = None,
-) -> list[MixedSource]:
+) -> list[BlendSourceSummary]:
     """What a run draws from each source of a blend; the counts are those of the stateless order.
 
     Args:
@@ -111,7 +111,7 @@ def mix(
         weights[prefix] = weights.get(prefix, 0) + weight
     schedule = BlendSchedule([WeightChange(0, weights)], num_samples)
     return [
-        MixedSource(prefix, *sizes[prefix], weights[prefix], count, count * sequence_length)
+        BlendSourceSummary(prefix, *sizes[prefix], weights[prefix], count, count * sequence_length)
         for prefix, count in zip(schedule.sources, schedule.counts(), strict=True)
     ]
 
@@ -126,7 +126,7 @@ def _training(split: str | None) -> Interval:
 def _size(prefix: str, interval: Interval, storage: StorageCache | None) -> tuple[int, int]:
     """Documents of a dataset, and tokens of the part that is trained on."""
     with IndexedDataset(prefix, storage) as dataset:
-        documents, tokens = dataset.documents, tokens_in(dataset, interval)
+        documents, tokens = dataset.num_documents, count_tokens(dataset, interval)
     if not tokens:
         raise DataError(f"{prefix} holds no token to train on")
     return documents, tokens

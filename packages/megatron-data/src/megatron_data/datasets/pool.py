@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron_data.tokenizers.sft import SFTTokenizer
 
 
-class OpenDatasets:
+class DatasetPool:
     """What the builders have opened; calls that are given the same one share it.
 
     The index of every dataset is checked from end to end when it is opened, which takes a second
@@ -22,25 +22,25 @@ class OpenDatasets:
         self._indexed: dict[tuple[str, bool], IndexedDataset] = {}
         self._lines: dict[tuple[str, int, int | None], ConversationLines] = {}
 
-    def indexed(
-        self, prefix: str, storage: StorageCache | None = None, mapped: bool = True
+    def indexed_dataset(
+        self, prefix: str, storage: StorageCache | None = None, mmap: bool = True
     ) -> IndexedDataset:
         """Returns the dataset at a prefix, its index checked.
 
         Raises:
             DataError: there is none, or its index is damaged.
         """
-        if (prefix, mapped) not in self._indexed:
-            dataset = IndexedDataset(prefix, storage, mapped)
+        if (prefix, mmap) not in self._indexed:
+            dataset = IndexedDataset(prefix, storage, mmap)
             dataset.check()
-            self._indexed[prefix, mapped] = dataset
-        return self._indexed[prefix, mapped]
+            self._indexed[prefix, mmap] = dataset
+        return self._indexed[prefix, mmap]
 
-    def has(self, prefix: str, mapped: bool = True) -> bool:
+    def is_open(self, prefix: str, mmap: bool = True) -> bool:
         """Returns whether the dataset at a prefix is open."""
-        return (prefix, mapped) in self._indexed
+        return (prefix, mmap) in self._indexed
 
-    def lines(
+    def conversation_lines(
         self, path: str, tokenizer: "SFTTokenizer", max_document_bytes: int | None
     ) -> "ConversationLines":
         """Returns the conversations of a file of JSON lines.
