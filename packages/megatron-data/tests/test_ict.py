@@ -89,7 +89,7 @@ def _text(sample: dict[str, np.ndarray], side: str) -> list[int]:
 
 
 def test_a_sample_does_not_depend_on_what_was_read_before(prefixes: tuple[str, str]) -> None:
-    options = {"config": ICTDatasetConfig(LENGTH, 0.5), "pieces": PIECES}
+    options = {"config": ICTDatasetConfig(LENGTH, 0.5), "word_pieces": PIECES}
     forward, backward = (
         build_ict_datasets(prefixes[0], "1,0,0", (100, 0, 0), **options).train for _ in range(2)
     )
@@ -103,7 +103,7 @@ def test_a_sample_does_not_depend_on_what_was_read_before(prefixes: tuple[str, s
 def test_titles_of_another_dataset_are_refused(
     prefixes: tuple[str, str], write_dataset, tmp_path: Path
 ) -> None:
-    options = {"config": ICTDatasetConfig(LENGTH), "pieces": PIECES, "sizes": (10, 0, 0)}
+    options = {"config": ICTDatasetConfig(LENGTH), "word_pieces": PIECES, "sizes": (10, 0, 0)}
     few = write_dataset([[1], [2]], "few")
     with pytest.raises(DataError, match="few has 2 titles for 30 documents"):
         build_ict_datasets(prefixes[0], titles={prefixes[0]: few}, **options)

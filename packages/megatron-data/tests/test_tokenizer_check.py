@@ -57,7 +57,7 @@ def test_sources_of_another_tokenizer_are_refused(make: Callable[[str, Tokenizer
         summarize_blend(Blend((null, other), None), 1, 1)
     with pytest.raises(DataError, match=r"with tokenizer null:8"):
         pieces, config = WordPieces([False] * 9, 1, 2, 3), ICTDatasetConfig(9)
-        build_ict_datasets(null, "1,0,0", titles={null: other}, config=config, pieces=pieces)
+        build_ict_datasets(null, "1,0,0", titles={null: other}, config=config, word_pieces=pieces)
 
 
 def test_sources_without_a_manifest_are_named_in_one_line(
