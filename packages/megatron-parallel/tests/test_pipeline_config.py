@@ -32,13 +32,13 @@ def test_a_text_gives_the_layers_of_every_stage(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Ett|t", "'Ett|t': L (loss) has to stand once, at the outer end of the last stage"),
-        ("|EttL", "'|EttL': E (embedding) has to stand once, at the outer end of the first stage"),
-        ("Et|ELtt", "E (embedding) has to stand once"),
+        ("Ett|t", "'Ett|t': L (loss) must occur once, at the outer end of the last stage"),
+        ("|EttL", "'|EttL': E (embedding) must occur once, at the outer end of the first stage"),
+        ("Et|ELtt", "E (embedding) must occur once"),
         ("Et|tL", "has 2 layers ('t'), but the model has 3"),
         ("Et|t|tL", "has 3 stages, which is not a multiple of pp=2"),
-        ("Ett|tmL", "places multi-token prediction ('m'), and the model has none"),
-        ("Ett|dL", "has 'd': stages are E, t, m and L"),
+        ("Ett|tmL", "has multi-token prediction ('m'), but the model has none"),
+        ("Ett|dL", "has 'd': use E, t, m and L"),
         ("Ett|(tL", "has '('"),
     ],
 )
@@ -88,17 +88,17 @@ def test_a_schedule_puts_the_stages_where_it_wants_them() -> None:
 @pytest.mark.parametrize(
     ("settings", "layout", "message"),
     [
-        ({"schedule": "zb-v"}, PP2, "'zb-v' does not fit vpp=1: it needs exactly 2 chunks"),
+        ({"schedule": "zb-v"}, PP2, "'zb-v' does not support vpp=1: it needs exactly 2 chunks"),
         ({"schedule": "gpipe"}, ParallelLayout(), "schedule=gpipe needs a pipeline of at least 2"),
         ({"first": 2}, ParallelLayout(), "first=2 needs a pipeline"),
-        ({"schedule": "zb-v", "first": 2}, VPP2, "first and last say nothing: give stages"),
+        ({"schedule": "zb-v", "first": 2}, VPP2, "first and last have no effect: use stages"),
         (
             {"schedule": "gpipe", "overlap_experts": True},
             PP2,
-            "and schedule=gpipe was given: leave",
+            "excludes schedule=gpipe: leave",
         ),
-        ({"schedule": "combined-1f1b"}, PP2, "is what overlap_experts runs: give that instead"),
-        ({"stages": "Et|t|t|tL"}, PP2, "has 4 stages, but 2 ranks with 1 each have 2"),
+        ({"schedule": "combined-1f1b"}, PP2, "needs more than a name: use overlap_experts instead"),
+        ({"stages": "Et|t|t|tL"}, PP2, "has 4 stages, but 2 ranks x 1 chunks = 2 stages"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(
@@ -111,5 +111,5 @@ def test_settings_that_do_not_go_together_are_refused(
 
 
 def test_every_stage_by_hand_excludes_other_sizes() -> None:
-    with pytest.raises(LayoutError, match=r"stages=Et\|tL says .* leave out first, last"):
+    with pytest.raises(LayoutError, match=r"stages=Et\|tL sets .* leave out first, last"):
         PipelineConfig(stages="Et|tL", count_loss=True)

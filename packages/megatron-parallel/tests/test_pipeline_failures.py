@@ -113,10 +113,7 @@ def test_unequal_micro_batches_of_one_step_are_refused(worker_pool: WorkerPool) 
 
     for kind, line, _ in worker_pool.run(unequal, ranks=2):
         assert kind == "LayoutError"
-        assert (
-            "passes on [2, 4] float32 for micro-batch 0 but [3, 4] float32 for micro-batch 2"
-            in line
-        )
+        assert "sends [2, 4] float32 for micro-batch 0 but [3, 4] float32 for micro-batch 2" in line
 
 
 def test_an_output_that_is_not_what_was_announced_is_not_sent(worker_pool: WorkerPool) -> None:
@@ -130,8 +127,7 @@ def test_an_output_that_is_not_what_was_announced_is_not_sent(worker_pool: Worke
     with pytest.raises(WorkerError) as failed:
         worker_pool.run(_ends_with_its_error, wrong, ranks=2)
     assert (
-        "stage 0 of 2 passes on [2, 4] float32 for micro-batch 0, "
-        "but stage 1 expects [7, 4] float32"
+        "stage 0 of 2 returns [2, 4] float32 for micro-batch 0, but stage 1 expects [7, 4] float32"
     ) in str(failed.value)
 
 

@@ -121,9 +121,9 @@ def test_sending_takes_time_between_ranks_only() -> None:
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        ({"forward": 0}, "forward=0: a pass takes some time"),
+        ({"forward": 0}, "forward=0: use a duration above 0"),
         ({"send": -1}, "send=-1 is negative"),
-        ({"weight": 2}, "weight=2 is not a part of a backward pass of 2"),
+        ({"weight": 2}, "weight=2 is not between 0 and backward=2"),
     ],
 )
 def test_impossible_times_are_refused(times: dict[str, float], message: str) -> None:
@@ -142,9 +142,9 @@ def test_a_schedule_can_be_drawn_as_text() -> None:
     for rank, row in enumerate(rows):
         names = [word.strip("-") for word in row.split("|")[1].split() if word != "."]
         assert names == [str(action) for action in planned_actions("1f1b", 3, rank, 4)]
-    assert text.endswith("idle 33.3%; micro-batches alive at most, by rank: 3, 2, 1")
+    assert text.endswith("bubble 33.3%; in-flight micro-batches at most, by rank: 3, 2, 1")
     assert "rank 0 | F0a F1a F2a F0b I0b W0b" in draw_schedule("zb-v", 2, 4, 2)
-    with pytest.raises(LayoutError, match=r"units of 0\.001 are too many"):
+    with pytest.raises(LayoutError, match=r"units of 0\.001 exceed the 4000"):
         draw_schedule("1f1b", 2, 3, times=PassDurations(1, 2.001))
 
 

@@ -53,8 +53,8 @@ def test_embedding_and_loss_count_as_layers() -> None:
         ((8, 2), {"first": 9}, r"leave -1"),
         ((8, 2), {"first": 3, "last": 4}, r"8 layers are not first=3, last=4"),
         ((8, 2, 2), {"first": 3}, r"first=3 layers cannot be split over vpp=2 chunks"),
-        ((8, 1), {"first": 4, "last": 4}, r"pp=1 has no first and last stage apart"),
-        ((8, 2), {"first": 4, "count_loss": True}, r"exclude one another"),
+        ((8, 1), {"first": 4, "last": 4}, r"pp=1 has one rank, both first and last"),
+        ((8, 2), {"first": 4, "count_loss": True}, r"exclude counting embedding or loss"),
         ((0, 2), {}, r"all must be at least 1"),
     ],
 )

@@ -62,13 +62,13 @@ def test_a_schedule_is_drawn(capsys, tmp_path):
     assert capsys.readouterr().out.splitlines() == [
         "rank 0 | F0 F1  .  . B0--- F2 B1---  . B2--- |",
         "rank 1 |  . F0 B0--- F1 B1--- F2 B2---  .  . |",
-        "idle 25.0%; micro-batches alive at most, by rank: 2, 1",
+        "bubble 25.0%; in-flight micro-batches at most, by rank: 2, 1",
     ]
     for name, start in (("a.svg", b"<svg "), ("a.png", b"\x89PNG")):
         times = ["--pipeline-schedule", "zb-v", "--backward-time", "2.0001", "--send-time", "0.3"]
         assert main([*words, *times, "--output", str(tmp_path / name)]) == 0
         assert (tmp_path / name).read_bytes().startswith(start)
-        assert capsys.readouterr().out.startswith("idle 9.5%; ")  # too fine for text
+        assert capsys.readouterr().out.startswith("bubble 9.5%; ")  # too fine for text
     assert {path.name for path in tmp_path.iterdir()} == {"a.svg", "a.png"}
 
 
@@ -127,8 +127,8 @@ def test_files_of_settings_are_checked(tmp_path, capsys):
         ("layout --world-size 6 --tensor-model-parallel-size 4", 1, "6 is not a multiple of tp 4"),
         ("layout --world-size 2 --tensor-modle-paralel-size 2", 2, "did you mean --tensor-model-"),
         ("schedule", 2, "the following arguments are required: --pipeline-model-parallel-size"),
-        ("schedule --pipeline-model-parallel-size 0", 1, "0 ranks: a pipeline has at least 1"),
-        ("schedule --pipeline-model-parallel-size 2 --forward-time 0", 1, "forward=0.0: a pass"),
+        ("schedule --pipeline-model-parallel-size 0", 1, "0 pipeline ranks: use at least 1"),
+        ("schedule --pipeline-model-parallel-size 2 --forward-time 0", 1, "forward=0.0: use a"),
         ("schedule --pipeline-model-parallel-size 2 --output a.pdf", 1, "must end in .svg or .png"),
         (
             "schedule --pipeline-model-parallel-size 4 --pipeline-schedule dualpipe-v "

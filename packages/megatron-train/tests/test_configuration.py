@@ -479,7 +479,7 @@ IN_SAMPLES = MINIMAL.replace("--train-iters 10", "--train-samples 48")
         ),
         (
             f"{ALLTOALL} --global-batch-size 8 --pipeline-schedule gpipe",
-            "runs combined-1f1b, and --pipeline-schedule gpipe was given: leave out one of them",
+            "runs combined-1f1b and excludes --pipeline-schedule gpipe: leave out one of them",
         ),
     ],
 )
@@ -503,8 +503,8 @@ PP4 = "--pipeline-model-parallel-size 4"
     [
         ("", "2 layers cannot be split evenly over 4 stages: use 4 layers or"),
         ("", "or uneven ones: --decoder-first-pipeline-num-layers, --decoder-last-"),
-        ("--pipeline-schedule zb-v", "'zb-v' does not fit vpp=1: it needs exactly 2 chunks"),
-        ("--pipeline-model-parallel-layout Et|tL", "Et|tL has 2 stages, but 4 ranks with 1 each"),
+        ("--pipeline-schedule zb-v", "'zb-v' does not support vpp=1: it needs exactly 2 chunks"),
+        ("--pipeline-model-parallel-layout Et|tL", "Et|tL has 2 stages, but 4 ranks x 1 chunks"),
         (
             "--pipeline-schedule dualpipe-v --pipeline-model-parallel-layout E|t||||||tL",
             "cannot run 1 micro-batches: it needs at least one for each of its 2 x 4 = 8 stages",

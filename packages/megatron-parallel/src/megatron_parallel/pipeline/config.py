@@ -1,4 +1,4 @@
-"""How a pipeline is run and its layers are dealt out, as settings."""
+"""Settings of a pipeline: its schedule and the layers of its stages."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -16,7 +16,7 @@ from megatron_parallel.pipeline.rules import (
 from megatron_parallel.pipeline.split import split_layers
 
 COMBINED: Final = "combined-1f1b"
-"""The schedule that hides what experts send; a switch chooses it, as it needs more than a name."""
+"""The schedule that hides the messages of experts; `overlap_experts` selects it."""
 
 
 def _setting(default: Any, text: str, flag: str, **metadata: Any) -> Any:
@@ -25,23 +25,24 @@ def _setting(default: Any, text: str, flag: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """Schedule and stage sizes; names are Megatron's where it has one.
+    """Schedule and stage sizes; fields are named as in Megatron-LM where it has them.
 
-    Raises `LayoutError` for settings that exclude one another.
+    Raises:
+        LayoutError: Settings exclude one another.
     """
 
     schedule: str | None = _setting(
         None,
-        "order of the passes of a pipeline; 1f1b if not given, interleaved-1f1b with virtual "
+        "order of the passes of a pipeline; defaults to 1f1b, or interleaved-1f1b with virtual "
         "stages (megatron-train schedule draws them; our name)",
         "--pipeline-schedule",
         choices=tuple(name for name in SCHEDULES if name != COMBINED),
     )
     group_size: int | None = _setting(
         None,
-        "micro-batches that a virtual stage runs in a row, at least as many as there are stages; "
-        "longer groups leave more time for messages and keep more activations; by default groups "
-        "are equally long and as short as they can be",
+        "micro-batches that a virtual stage runs in a row, at least the number of pipeline ranks; "
+        "longer groups hide more communication and save more activations; by default groups have "
+        "equal lengths and are as short as possible",
         "--microbatch-group-size-per-virtual-pipeline-stage",
         unit="micro-batches",
     )
@@ -59,25 +60,25 @@ class PipelineConfig:
     )
     count_embedding: bool = _setting(
         False,
-        "count the embedding as a layer when layers are dealt out to stages",
+        "count the embedding as a layer when layers are split into stages",
         "--account-for-embedding-in-pipeline-split",
     )
     count_loss: bool = _setting(
         False,
-        "count output layer and loss as a layer when layers are dealt out to stages",
+        "count output layer and loss as a layer when layers are split into stages",
         "--account-for-loss-in-pipeline-split",
     )
     overlap_experts: bool = _setting(
         False,
-        "run the forward pass of one micro-batch together with the backward pass of another: each "
-        "computes while the other's tokens travel to experts and back; with "
+        "run the forward pass of one micro-batch together with the backward pass of another: one "
+        "computes while tokens of the other are sent to experts and back; with "
         "--moe-token-dispatcher-type alltoall, and without a pipeline too",
         "--overlap-moe-expert-parallel-comm",
     )
     stages: str | None = _setting(
         None,
-        "every stage by hand: Et*3|(tt|)*2L has 3 layers after the embedding, twice 2, then the "
-        "loss; sets the number of virtual stages",
+        "layers of every stage: Et*3|(tt|)*2L is the embedding with 3 layers, two stages of 2 "
+        "layers, then the loss; sets the number of virtual stages",
         "--pipeline-model-parallel-layout",
     )
 
@@ -85,37 +86,36 @@ class PipelineConfig:
         ends = self.first is not None or self.last is not None
         if self.stages is not None and (ends or self.count_embedding or self.count_loss):
             raise LayoutError(
-                "{stages:=} says how many layers each stage has: leave out {first:name}, "
+                "{stages:=} sets the number of layers of each stage: leave out {first:name}, "
                 "{last:name}, {count_embedding:name} and {count_loss:name}",
                 vars(self),
             )
 
         if self.overlap_experts and self.schedule is not None:
             raise LayoutError(
-                f"{{overlap_experts:name}} runs {COMBINED}, and {{schedule:=}} was given: leave "
-                "out one of them",
+                f"{{overlap_experts:name}} runs {COMBINED} and excludes {{schedule:=}}: leave out "
+                "one of them",
                 vars(self),
             )
         if self.schedule == COMBINED:
             raise LayoutError(
-                "{schedule:=} is what {overlap_experts:name} runs: give that instead",
+                "{schedule:=} needs more than a name: use {overlap_experts:name} instead",
                 vars(self),
             )
 
     def resolve_layout(self, layout: ParallelLayout) -> ParallelLayout:
-        """Returns the layout with its stages where the schedule wants them.
+        """Returns the layout with the stage mapping that the schedule needs.
 
         Raises:
-            LayoutError: settings of a pipeline without pipeline, or a schedule that needs another
+            LayoutError: There are pipeline settings but no pipeline, or the schedule needs another
                 number of chunks.
         """
         if layout.pp == 1:
             plain = vars(PipelineConfig(overlap_experts=self.overlap_experts))
-            asked = [name for name, value in vars(self).items() if value != plain[name]]
-            if asked:
+            changed = [name for name, value in vars(self).items() if value != plain[name]]
+            if changed:
                 raise LayoutError(
-                    f"{{{asked[0]}:=}} needs a pipeline of at least 2 ranks, and there is 1: "
-                    "leave it out",
+                    f"{{{changed[0]}:=}} needs a pipeline of at least 2 ranks, not 1: leave it out",
                     vars(self),
                 )
             return layout
@@ -126,29 +126,29 @@ class PipelineConfig:
         return replace(layout, stage_mapping=find_schedule_kind(schedule).stage_mapping)
 
     def resolve_schedule(self, layout: ParallelLayout) -> str:
-        """Returns the schedule that is asked for, or the default one of the layout."""
+        """Returns the requested schedule, or the default one of the layout."""
         return COMBINED if self.overlap_experts else self.schedule or default_schedule(layout)
 
     def stage_layers(self, num_layers: int, layout: ParallelLayout) -> tuple[range, ...]:
-        """Global layer numbers of every stage.
+        """Returns the global layer indices of every stage.
 
         Raises:
-            LayoutError: they do not come out as asked for; the line names the numbers.
+            LayoutError: The layers cannot be split as requested; the error names the numbers.
         """
         pp, vpp = layout.pp, layout.vpp
         if self.stages is not None:
             count = count_stages(self.stages)
             if count != pp * vpp:
                 raise LayoutError(
-                    f"{{stages:=}} has {count} stages, but {pp} ranks with {vpp} each have "
-                    f"{pp * vpp}",
+                    f"{{stages:=}} has {count} stages, but {pp} ranks x {vpp} chunks = "
+                    f"{pp * vpp} stages",
                     vars(self),
                 )
             return parse_pipeline_layout(self.stages, num_layers, pp)
         if layout.stage_mapping == "v" and (self.first is not None or self.last is not None):
             raise LayoutError(
                 "in a V the first and the last stage are on one rank, so {first:name} and "
-                "{last:name} say nothing: give {stages:name}",
+                "{last:name} have no effect: use {stages:name}",
                 vars(self),
             )
         return split_layers(

@@ -1,4 +1,4 @@
-"""What a pipeline and its user tell each other, as plain data; importing it imports no pipeline."""
+"""Types for callers of a pipeline, as plain data. Importing them does not import a pipeline."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -8,7 +8,7 @@ import torch
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that goes from one stage to the next, for example `[s, b, h]` hidden states."""
+    """Shape and dtype of a tensor sent from stage to stage, such as `[s, b, h]` activations."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -20,8 +20,12 @@ class TensorSpec(NamedTuple):
 class BackwardPass(NamedTuple):
     """A pass that adds to the gradients of a stage's parameters.
 
-    `last` says that no other one follows in this step. `split` says that it is the weight part of a
-    split backward pass, which adds to `.grad` without calling hooks.
+    Attributes:
+        stage: Index of the stage.
+        micro_batch: Index of the micro-batch.
+        last: Whether it is the last such pass of this stage in the step.
+        split: Whether it is the weight half of a split backward pass, which adds to `.grad` without
+            calling hooks.
     """
 
     stage: int
@@ -31,14 +35,15 @@ class BackwardPass(NamedTuple):
 
 
 AroundBackward = Callable[[BackwardPass], AbstractContextManager[object]]
-"""Gives a context that is entered around a backward pass."""
+"""Returns a context that is entered around a backward pass."""
 
 Inputs = Callable[[Any, int], Mapping[str, Any]]
-"""`inputs(micro_batch, stage)`: keyword arguments of the stage's module."""
+"""`inputs(micro_batch, stage)` returns keyword arguments of the stage's module."""
 
 
 StageOutputSpec = Callable[[Any, int], TensorSpec | tuple[TensorSpec, ...]]
-"""`stage_output_spec(micro_batch, stage)`: what a stage passes on to the next."""
+"""`stage_output_spec(micro_batch, stage)` returns the spec of what a stage sends to the next stage.
+"""
 
 
 def no_context(backward: BackwardPass) -> AbstractContextManager[object]:

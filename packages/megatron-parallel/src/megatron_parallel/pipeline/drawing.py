@@ -11,7 +11,7 @@ from megatron_parallel.errors import LayoutError
 from megatron_parallel.pipeline.simulator import Event, PassDurations, Timeline, simulate
 
 MAX_CELLS: Final = 4000
-"""Units of time a line of text may have."""
+"""Maximum number of time units in a line of text."""
 
 _COLOURS: Final = {  # by kind of pass, first and last chunk
     "F": ((0x9E, 0xC5, 0xF4), (0x2F, 0x6F, 0xC2)),
@@ -30,25 +30,27 @@ _NAMES: Final = {
 def draw_schedule(
     schedule: str, pp: int, micro_batches: int, vpp: int = 1, times: PassDurations | None = None
 ) -> str:
-    """Returns a schedule as text; `draw_timeline` of `simulate`."""
+    """Returns a schedule as text: `draw_timeline` of `simulate`."""
     return draw_timeline(simulate(schedule, pp, micro_batches, vpp, times or PassDurations()))
 
 
 def draw_timeline(timeline: Timeline) -> str:
-    """One line per rank, time from left to right, idle time as dots; then what `summarize` says.
+    """Returns one line per rank, with time from left to right and dots for idle time.
 
-    A cell is one unit of time, the largest that all times are multiples of. `F2` is the forward
-    pass of micro-batch 2, `B2` its backward pass, `I2` and `W2` the parts of a split one; with
-    several chunks a letter says which, `a` first. `F3+B1` take turns until both are done.
+    A cell is one unit of time: the largest of which all durations are multiples. `F2` is the
+    forward pass of micro-batch 2, `B2` its backward pass, `I2` and `W2` the halves of a split one.
+    With several chunks a letter names the chunk, `a` for the first. `F3+B1` are two passes that
+    overlap. The last line is that of `summarize`.
 
     Raises:
-        LayoutError: the picture would be wider than `MAX_CELLS` units.
+        LayoutError: The picture would be wider than `MAX_CELLS` units.
     """
     unit = _unit(timeline)
     cells = int(timeline.end / unit)
     if cells > MAX_CELLS:
         raise LayoutError(
-            f"{cells} units of {float(unit):g} are too many for a picture in text: round the times"
+            f"{cells} units of {float(unit):g} exceed the {MAX_CELLS} of a picture in text: round "
+            "the durations"
         )
     width = len(str(timeline.micro_batches - 1)) + 2 + (timeline.vpp > 1)  # "F12a ": a unit
     idle = " .".rjust(width)
@@ -67,15 +69,16 @@ def draw_timeline(timeline: Timeline) -> str:
 
 
 def summarize(timeline: Timeline) -> str:
-    """Idle time and the most micro-batches alive, in one line."""
-    alive = ", ".join(f"{float(count):g}" for count in timeline.peak_in_flight)
+    """Returns the bubble and each rank's most in-flight micro-batches, in one line."""
+    peaks = ", ".join(f"{float(count):g}" for count in timeline.peak_in_flight)
     return (
-        f"idle {float(timeline.bubble_fraction):.1%}; micro-batches alive at most, by rank: {alive}"
+        f"bubble {float(timeline.bubble_fraction):.1%}; in-flight micro-batches at most, by rank: "
+        f"{peaks}"
     )
 
 
 class Box(NamedTuple):
-    """A filled rectangle of a picture, in pixels from its upper left corner."""
+    """A filled rectangle of a picture, in pixels from the upper left corner."""
 
     x: float
     y: float
@@ -85,7 +88,7 @@ class Box(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A word of a picture; `y` is its middle, `size` its height in pixels."""
+    """A text of a picture; `y` is its vertical centre, `size` its height in pixels."""
 
     x: float
     y: float
@@ -96,7 +99,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """Boxes and words, in the order in which they are drawn; colours are `#rrggbb`."""
+    """Boxes and texts, in drawing order; colours are `#rrggbb`."""
 
     width: float
     height: float
@@ -124,7 +127,10 @@ class Picture:
 
 
 def draw_picture(timeline: Timeline, width: float = 1000) -> Picture:
-    """Ranks from top to bottom, time from left to right; light boxes are the first chunk's."""
+    """Returns a picture with a row for each rank and time from left to right.
+
+    Boxes of the first chunk are the lightest.
+    """
     left, right, top, row, gap = 64.0, 14.0, 52.0, 30.0, 6.0
     scale = (width - left - right) / float(timeline.end)
     boxes, texts = [], [Text(14, 20, _title(timeline), 15), Text(14, 39, summarize(timeline), 12)]

@@ -1,13 +1,13 @@
-"""The pipeline engine: one step over micro-batches, on one stage or on many.
+"""The pipeline engine: runs one step over micro-batches, on one stage or on several.
 
     engine = PipelineEngine(mesh, chunks, loss, inputs=inputs, stage_output_spec=stage_output_spec)
     sums = engine.run(micro_batches, {"loss": true_tokens})     # gradients are in .grad
     sums = engine.evaluate(micro_batches)                       # forward only
 
-The loss is a sum. `loss(output, micro_batch)` returns sums by name, and a step divides those that
-are to be differentiated by denominators that are known before it starts: the number of true tokens
-of the *global* batch, over all micro-batches and data-parallel ranks. So nothing is averaged twice,
-however unequal micro-batches are.
+The loss is a sum. `loss(output, micro_batch)` returns sums by name. A step differentiates the sums
+that have a denominator, each divided by it. Denominators are known before the step starts: the
+number of true tokens of the *global* batch, over all micro-batches and data-parallel ranks. So
+nothing is averaged twice, even if micro-batches have different sizes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,27 +37,28 @@ class PipelineEngine:
     Args:
         mesh: Its axis `pp` is the pipeline. With `pp=1` everything runs in a plain loop and needs
             no `torch.distributed`.
-        chunks: The module of this rank's stage; `vpp` modules if it has several, in the order of
-            `mesh.layout.stages(rank)`. The first stage is called with keyword arguments only,
-            others with what the stage before passed on, then keyword arguments. A stage returns
-            the tensor, or tuple of tensors, it passes on; the last one returns any value.
+        chunks: The model chunks of this rank: one module, or `vpp` modules in the order of
+            `mesh.layout.stages(rank)`. The first stage is called with keyword arguments only. The
+            others are called with the output of the previous stage, then keyword arguments. A stage
+            returns the tensor, or tuple of tensors, that it sends to the next stage; the last stage
+            returns any value.
         loss: `loss(output, micro_batch)`, called on the last stage, returns the sums by name.
-        inputs: `inputs(micro_batch, stage)` gives a stage's keyword arguments.
+        inputs: `inputs(micro_batch, stage)` returns keyword arguments of a stage.
         stage_output_spec: `stage_output_spec(micro_batch, stage)` returns the `TensorSpec` (or a
-            tuple of them) of what `stage` sends to the next stage. Every rank is asked for every
+            tuple of them) of what `stage` sends to the next stage. Every rank calls it for every
             stage. Required if there is more than one stage.
         sums: Names of the sums that `loss` returns.
-        schedule: One of `SCHEDULES`, of those that go with the layout's `vpp` and `stage_mapping`.
-            Under `combined-1f1b` the forward pass of one micro-batch and the backward pass of
-            another take turns: the model ends one with `interleaver.switch()` where it is about to
-            wait (`Dispatcher.dispatch` takes `interleaver`, too).
-        group_size: Micro-batches that a chunk runs in a row under interleaved or combined 1F1B, at
-            least as many as there are ranks (Megatron-LM's `microbatch_group_size_per_vp_stage`).
-            Longer groups hide messages better and keep more activations. By default a step has
-            as many groups of equal length as it can.
-        around_backward: Gives a context for each pass that adds to gradients, with its stage and
-            whether it is that stage's last: from then on a bucket may be reduced when it is full.
-            `ChunkGradients.around_backward` is one.
+        schedule: One of `SCHEDULES` that supports the layout's `vpp` and `stage_mapping`. Under
+            `combined-1f1b` the forward pass of one micro-batch and the backward pass of another
+            alternate: the model calls `interleaver.switch()` where it is about to wait
+            (`Dispatcher.dispatch` takes `interleaver`, too).
+        group_size: Number of micro-batches that a chunk runs in a row under interleaved or combined
+            1F1B, at least the number of pipeline ranks (Megatron-LM's
+            `microbatch_group_size_per_vp_stage`). Longer groups hide more communication and save
+            more activations. Defaults to as many groups of equal length as possible.
+        around_backward: Returns a context for each pass that adds to gradients. Its argument gives
+            the stage and whether the pass is the last one of that stage; from then on a full bucket
+            may be reduced. `ChunkGradients.around_backward` is one.
 
     Raises:
         LayoutError: Chunks, schedule and layout do not fit together.
@@ -83,11 +84,11 @@ class PipelineEngine:
         self.interleaver = (
             PassInterleaver(mesh.device) if find_schedule_kind(schedule).overlaps_passes else None
         )
-        """Where passes of two micro-batches run together: what ends a turn in the middle of one."""
+        """Alternates passes of two micro-batches under a schedule that overlaps them, else None."""
         self.trace: list[Action] = []
-        """What this rank computed in the last step, in order."""
+        """The passes that this rank ran in the last step, in order."""
         if len(self.chunks) != vpp:
-            raise LayoutError(f"{len(self.chunks)} chunks were given, but the layout has vpp={vpp}")
+            raise LayoutError(f"got {len(self.chunks)} chunks, but the layout has vpp={vpp}")
         check_schedule(schedule, vpp, mesh.layout.stage_mapping if pp > 1 else None)
         if group_size is not None:
             check_group_size(schedule, pp, vpp, group_size)
@@ -99,7 +100,7 @@ class PipelineEngine:
             )
         elif stage_output_spec is None:
             raise LayoutError(
-                f"pp={pp} needs `stage_output_spec`, which says what goes from stage to stage"
+                f"pp={pp} needs `stage_output_spec`, the spec of what one stage sends to the next"
             )
         else:
             from megatron_parallel.pipeline.runner import StageRunner
@@ -118,23 +119,23 @@ class PipelineEngine:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Numbers of this rank's stages, one for each chunk."""
+        """Indices of this rank's stages, one for each chunk."""
         return self.mesh.layout.stages(self.mesh.axis("pp").index)
 
     def run(
         self, micro_batches: Sequence[Any], denominators: Mapping[str, float | Tensor]
     ) -> dict[str, Tensor]:
-        """Forward and backward passes of all micro-batches; gradients are added to `.grad`.
+        """Runs forward and backward passes of all micro-batches; adds gradients to `.grad`.
 
-        What is differentiated is the sum, over micro-batches and the names in `denominators`, of
-        `sum / denominator`; sums without a denominator are only reported. Every rank of the
-        pipeline calls this with the same number of micro-batches of the same shapes.
+        Differentiates the sum of `sum / denominator` over micro-batches and the names in
+        `denominators`. Sums without a denominator are only reported. Every rank of the pipeline
+        calls this with the same number of micro-batches of the same shapes.
 
         Returns the sums over all micro-batches, not divided, on every stage, as float64 scalars.
 
         Raises:
-            LayoutError: The schedule cannot run that many micro-batches, or the stages do not agree
-                on what goes between them.
+            LayoutError: The schedule cannot run that many micro-batches, or ranks disagree on the
+                specs of the tensors between stages.
             PeerError: Another rank of the pipeline died, froze or failed.
         """
         if not denominators or not torch.is_grad_enabled():
@@ -146,7 +147,7 @@ class PipelineEngine:
         return self._step(micro_batches, denominators, backward=True)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
-        """Forward passes only, of any number of micro-batches; returns the sums as `run` does."""
+        """Runs forward passes of any number of micro-batches; returns the sums as `run` does."""
         if not micro_batches:
             raise LayoutError("0 micro-batches: an evaluation needs at least 1")
         with torch.no_grad():

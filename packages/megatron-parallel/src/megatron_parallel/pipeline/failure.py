@@ -1,4 +1,4 @@
-"""What a rank was doing when the pipeline broke, in one line that names the rank it missed.
+"""Reports what a rank waited for when the pipeline broke, in one line that names the rank at fault.
 
 A backend reports only that a connection broke or that no answer came within the time-out.
 `PipelineMonitor` records what the stages of this rank compute, send and wait for. When a wait
@@ -24,7 +24,7 @@ from megatron_parallel.pipeline.order import Action
 from megatron_parallel.store import BoundedStore, default_store
 
 SHORT_GRACE: Final = 0.2
-"""Seconds to look for the report of a rank whose connection broke: it reports before it leaves."""
+"""Seconds to wait for the report of a rank whose connection broke; it reports before it exits."""
 
 
 class PeerError(CollectiveError):
@@ -32,23 +32,23 @@ class PeerError(CollectiveError):
 
 
 class PendingMessage(NamedTuple):
-    """A message that this rank waits for: what it is, of which micro-batch, and whose."""
+    """A message that this rank waits for: its content, its micro-batch and the other stage."""
 
     what: str
     micro_batch: int
     peer: int  # stage
-    receives: bool
+    receives: bool  # whether this rank receives it
 
 
 class _Report(NamedTuple):
     line: str
-    peer: int | None  # rank this one waited for
-    number: int = 0  # in the order in which ranks noticed
+    peer: int | None  # the rank that this one waited for
+    number: int = 0  # in the order in which ranks detected the failure
 
 
 @dataclass(frozen=True)
 class _WatchedMessage:
-    """A message from another stage, as a `Watchdog` knows it."""
+    """A message from another stage that a `Watchdog` watches."""
 
     monitor: "PipelineMonitor"
     axis: Axis
@@ -62,7 +62,7 @@ class _WatchedMessage:
 
     @property
     def description(self) -> str:
-        """What was to come, and from whom."""
+        """The message and the rank that sends it."""
         wait = self.wait
         return f"receive of the {wait.what} of micro-batch {wait.micro_batch} from rank {self.rank}"
 
@@ -72,13 +72,13 @@ class _WatchedMessage:
 
     def diagnose(self, cause: str) -> str:
         """Returns the line that names the rank at fault."""
-        return self.monitor.explain_message(self.wait, cause)
+        return self.monitor.diagnose_message(self.wait, cause)
 
 
 class PipelineMonitor:
-    """What the stages of one rank have computed in this step, and what they wait for.
+    """Records the passes of one rank in this step, and the message that it waits for.
 
-    `trace` holds the passes in the order in which they were completed.
+    `trace` holds the passes in the order in which they completed.
     """
 
     def __init__(self, mesh: Mesh, stages: int) -> None:
@@ -99,30 +99,33 @@ class PipelineMonitor:
 
     @property
     def in_user_code(self) -> bool:
-        """Whether code of the model or the loss is running, so that an error is its own."""
+        """Whether code of the model or the loss is running, so that an error is this rank's own."""
         return self._depth > 0
 
     def begin(self, plan: Sequence[Action]) -> None:
-        """Starts a step. `plan` is needed where a rank receives ahead of what it computes next."""
+        """Starts a step.
+
+        `plan` is required if a rank posts receives ahead of the pass that runs next.
+        """
         self.trace = []
         self._plan, self._wait, self._sent, self._depth = plan, None, None, 0
         self._pair = self._awaited = None
 
     @contextmanager
     def running(self, action: Action | None = None) -> Iterator[None]:
-        """Around code of the model (`action`) or the loss (None)."""
+        """Returns a context around code of the model (`action`) or the loss (None)."""
         if action is not None:
             self._mark(action)
         self._depth += 1
         yield
-        self._depth -= 1  # not after an error: `in_user_code` tells where it came from
+        self._depth -= 1  # not after an error: `in_user_code` shows where the error came from
         if action is not None:
             (self.trace if self._pair is None else self._pair).append(action)
             self._wait = self._earlier_send(action)
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
-        """Around two passes that take turns: both are completed when the later one is."""
+        """Returns a context around two passes that alternate; both complete with the later one."""
         self._pair = []
         yield
         self.trace += sorted(self._pair, key=lambda action: action.kind, reverse=True)
@@ -130,34 +133,34 @@ class PipelineMonitor:
 
     @contextmanager
     def awaiting(self, action: Action) -> Iterator[None]:
-        """Around a wait for the input of a pass that is not the next one of the plan."""
+        """Returns a context around a wait for the input of a pass that is not next in the plan."""
         self._awaited = action
         yield
         self._awaited = None
 
     def expect_receive(self, what: str, micro_batch: int, peer: int) -> None:
-        """This rank is about to wait for a tensor of stage `peer`."""
+        """Records that this rank is about to wait for a tensor of stage `peer`."""
         self._wait = PendingMessage(what, micro_batch, peer, receives=True)
 
     def expect_send(self, what: str, micro_batch: int, peer: int) -> None:
-        """This rank is about to wait until stage `peer` has taken a tensor."""
+        """Records that this rank is about to wait until stage `peer` has received a tensor."""
         self._wait = self._sent = PendingMessage(what, micro_batch, peer, receives=False)
 
     def report_error(self, error: BaseException) -> None:
-        """Tells the others that this rank raised `error` in its own code."""
+        """Reports to the other ranks that this rank raised `error` in its own code."""
         text = " ".join(str(error).split())
         line = f"rank {self._mesh.rank} raised {type(error).__name__}: {text}"
-        with contextlib.suppress(RuntimeError):  # the store may be gone, and the error matters more
+        with contextlib.suppress(RuntimeError):  # if the store is gone, `error` matters more
             self._post(default_store(GRACE), _Report(line, None))
 
     def diagnose(self, error: RuntimeError) -> str:
-        """The line for a wait that failed with `error`, after a look at what others report."""
+        """Returns the line for a wait that failed with `error`, after reading the other reports."""
         grace = GRACE if re.search("time[d ]*.?out", str(error), re.IGNORECASE) else SHORT_GRACE
         ahead = (self._next_of_plan() or self._sent) if self._plan else None
         return self._explained(ahead or self._wait, backend_text(error), grace)
 
-    def explain_message(self, wait: PendingMessage, cause: str) -> str:
-        """Returns the line for a message that has not come; from any thread."""
+    def diagnose_message(self, wait: PendingMessage, cause: str) -> str:
+        """Returns the line for a message that has not arrived. May be called from any thread."""
         return self._explained(wait, cause, GRACE)
 
     def _explained(self, wait: PendingMessage | None, cause: str, grace: float) -> str:
@@ -171,7 +174,7 @@ class PipelineMonitor:
             return f"{own.line}; rank 0, which keeps the job's store, does not answer either"
 
     def _mark(self, action: Action) -> None:
-        """Watches the message a pass begins with, where only the stream waits for it."""
+        """Watches the message that a pass starts with, where only the CUDA stream waits for it."""
         watchdog, wait = self._axis.watchdog, self._input_of(action)
         if watchdog is not None:
             watchdog.check()
@@ -182,7 +185,7 @@ class PipelineMonitor:
     def _report_of(self, wait: PendingMessage | None, cause: str) -> _Report:
         me, where = self._mesh.rank, f"on axis {self._axis.name!r}"
         if wait is None:
-            return _Report(f"the stages could not meet {where} ({cause})", None)
+            return _Report(f"the stages could not connect {where} ({cause})", None)
         peer = self._axis.ranks[self._holder(wait.peer)]
         verb, direction = ("send", "to") if wait.receives else ("take", "from")
         return _Report(
@@ -197,7 +200,7 @@ class PipelineMonitor:
             others = [rank for rank in self._axis.ranks if rank != me]
             silent = [rank for rank in others if self._read(store, rank, grace) is None]
             names = f"{'ranks' if silent[1:] else 'rank'} {', '.join(map(str, silent))}"
-            return f"{names} gave no sign of life: {own.line}" if silent else own.line
+            return f"{names} did not respond: {own.line}" if silent else own.line
         chain = {me: own}
         rank: int | None = own.peer
         while rank is not None and rank not in chain:
@@ -205,13 +208,13 @@ class PipelineMonitor:
             if theirs is None:
                 break
             chain[rank], rank = theirs, theirs.peer
-        # Ranks that blame one another: whoever noticed first is right.
+        # If ranks blame one another, the first report is right.
         in_circle = rank in chain
         cause = min(chain.values(), key=lambda r: r.number) if in_circle else [*chain.values()][-1]
         return own.line if cause is own else f"{cause.line}; rank {me} waited for rank {own.peer}"
 
     def _earlier_send(self, action: Action) -> PendingMessage | None:
-        """After a pass, its stage first waits until the previous pass's result has been taken."""
+        """Returns the send that a stage waits for after a pass: that of its previous pass."""
         what, peer = ("activations", action.stage + 1)
         if action.kind in ("B", "I"):
             what, peer = ("gradient", action.stage - 1)
@@ -225,7 +228,7 @@ class PipelineMonitor:
         return self._input_of(self._awaited or self._plan[len(self.trace)])
 
     def _input_of(self, action: Action) -> PendingMessage | None:
-        """Returns the message of another rank that a pass begins with."""
+        """Returns the message of another rank that a pass starts with."""
         kind, stage, micro_batch = action
         what, peer = ("activations", stage - 1) if kind == "F" else ("gradient", stage + 1)
         if kind == "W" or not 0 <= peer < self._stages or self._holder(peer) == self._axis.index:
@@ -240,7 +243,7 @@ class PipelineMonitor:
     def _read(self, store: BoundedStore, rank: int, grace: float) -> _Report | None:
         key = f"{self._topic}/{rank}"
         deadline = time.monotonic() + grace
-        while not store.check([key]):  # a store's own wait may take longer than it is told to
+        while not store.check([key]):  # the store's own wait may exceed its time-out
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.02)

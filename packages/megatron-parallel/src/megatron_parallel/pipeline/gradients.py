@@ -1,4 +1,4 @@
-"""Main gradients of a pipeline rank: buffers for each of its stages, told by the schedule.
+"""Main gradients of a pipeline rank: buffers for each model chunk, driven by the schedule.
 
     gradients = ChunkGradients(mesh, chunks, table)
     engine = PipelineEngine(mesh, chunks, ..., around_backward=gradients.around_backward)
@@ -7,10 +7,10 @@
     optimizer.step(gradients.gradients())
     gradients.zero()
 
-When the last backward pass of a stage begins, its buckets may be summed as they fill. If it is
-split, its weight part adds to `.grad` without calling hooks, and they are summed once that is over.
-A parameter that two stages of this rank share (a tied embedding at both ends of a V) has buffers of
-its own, which wait for the last pass of both: it is in one bucket, once.
+When the last backward pass of a stage begins, its buckets may be reduced as they fill. If that pass
+is split, its weight half adds to `.grad` without calling hooks, and the buckets are reduced after
+it. A parameter that two stages of this rank share (a tied embedding at both ends of a V) is in
+buffers of its own, which are reduced after the last pass of both stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,21 +31,22 @@ from megatron_parallel.sharding import Sharding
 
 
 class ChunkGradients:
-    """`GradientBuffers` of all stages of a rank.
+    """`GradientBuffers` of all model chunks of a rank.
 
     Args:
-        mesh: Where this rank stands; without pipeline there is one stage.
-        chunks: Its stages, in the order of `mesh.layout.stages`.
-        table: How each parameter is cut.
-        config: Of the buffers.
+        mesh: The mesh of this rank; without pipeline there is one stage.
+        chunks: Its model chunks, in the order of `mesh.layout.stages`.
+        table: Sharding of each parameter.
+        config: Configuration of the buffers.
 
     Attributes:
         parameters: This rank's parameters by global name, each of them once.
-        buffers: One set for each stage, and last one for what stages share, if they do.
-        holders: The same with the chunks that have parameters in each.
+        buffers: One set for each chunk, then one for the parameters that chunks share, if any.
+        holders: For each set of buffers, the chunks that have parameters in it, and the buffers.
 
     Raises:
-        LayoutError: Two different parameters of one name, or one without a row in the table.
+        LayoutError: Two different parameters have the same name, or a parameter has no row in the
+            table.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class ChunkGradients:
     ) -> None:
         stages = mesh.layout.stages(mesh.axis("pp").index)
         if len(stages) != len(chunks):
-            raise LayoutError(f"{len(chunks)} chunks were given for {len(stages)} stages")
+            raise LayoutError(f"got {len(chunks)} chunks for {len(stages)} stages")
         self.parameters = stage_parameters(chunks)
         names = [{name for name, _ in chunk.named_parameters()} for chunk in chunks]
         self._shared = {n for n in self.parameters if sum(n in each for each in names) > 1}
         self._sharing = {s for s, each in zip(stages, names, strict=True) if each & self._shared}
-        self._open = set(self._sharing)  # of those, stages with a backward pass to come
+        self._open = set(self._sharing)  # those that have a backward pass left in this step
 
         def of(wanted: set[str]) -> GradientBuffers:
             chosen: dict[str, Parameter] = {n: p for n, p in self.parameters.items() if n in wanted}
@@ -76,7 +77,7 @@ class ChunkGradients:
         self.holders = list(zip([*([c] for c in chunks), sharing], self.buffers, strict=False))
 
     def around_backward(self, backward: BackwardPass) -> AbstractContextManager[None]:
-        """Returns the `around_backward` of a `PipelineEngine`."""
+        """Returns the context of a backward pass; pass this method to `PipelineEngine`."""
         return self._split(backward) if backward.split else self._whole(backward)
 
     @contextmanager
@@ -109,12 +110,12 @@ class ChunkGradients:
             self._of_several.start_reductions()
 
     def finish(self) -> None:
-        """Waits until all sums are there."""
+        """Returns when all sums are complete."""
         for buffers in self.buffers:
             buffers.finish()
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """Summed main gradients by global name, in the order of `parameters`."""
+        """Returns the summed main gradients by global name, in the order of `parameters`."""
         found = {name: g for buffers in self.buffers for name, g in buffers.gradients().items()}
         return {name: found[name] for name in self.parameters if name in found}
 
@@ -131,22 +132,22 @@ class ChunkGradients:
 
 
 class FullyShardedChunks:
-    """`FullySharded` for all stages of a rank, told by the schedule like `ChunkGradients`.
+    """`FullySharded` for all model chunks of a rank, driven by the schedule like `ChunkGradients`.
 
     Args:
-        mesh: Where this rank stands.
-        chunks: Its stages, in the order of `mesh.layout.stages`.
-        units: Of each stage, the modules that are gathered one at a time.
-        table: How each parameter is cut.
-        config: Of the sharding.
+        mesh: The mesh of this rank.
+        chunks: Its model chunks, in the order of `mesh.layout.stages`.
+        units: For each chunk, the modules that are gathered one at a time.
+        table: Sharding of each parameter.
+        config: Configuration of the sharding.
 
     Attributes:
         parameters: This rank's parameters by global name.
-        buffers: One for each stage.
-        modules: What runs the stages.
+        buffers: One `FullySharded` for each chunk.
+        modules: The modules that a `PipelineEngine` runs.
 
     Raises:
-        LayoutError: Two stages of this rank share a parameter: each would cut it by itself.
+        LayoutError: Two chunks of this rank share a parameter, which each would shard separately.
     """
 
     def __init__(
@@ -161,8 +162,8 @@ class FullyShardedChunks:
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise LayoutError(
-                f"{min(twice)!r} is shared by two stages of one rank, which fully sharded training "
-                "would cut twice: untie it, or place stages in a loop"
+                f"{min(twice)!r} belongs to two stages of one rank, and fully sharded training "
+                'would shard it twice: untie it, or use ParallelLayout(stage_mapping="loop")'
             )
         self.buffers = [
             FullySharded(chunk, parts, table, mesh, config)
@@ -174,7 +175,10 @@ class FullyShardedChunks:
         self._of_stage = dict(zip(stages, self.buffers, strict=True))
 
     def around_backward(self, backward: BackwardPass) -> AbstractContextManager[None]:
-        """The `around_backward` of a `PipelineEngine`; torch's hooks see whole passes only."""
+        """Returns the context of a backward pass.
+
+        Raises `LayoutError` for a split pass: torch's hooks need whole passes.
+        """
         if backward.split:
             raise LayoutError(
                 "fully sharded training needs whole backward passes: choose a schedule that does "
@@ -184,12 +188,12 @@ class FullyShardedChunks:
         return nullcontext()
 
     def finish(self) -> None:
-        """Sums what is left to sum."""
+        """Sums what remains to be summed."""
         for sharded in self.buffers:
             sharded.finish()
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """This rank's boxes of the summed gradients by global name."""
+        """Returns this rank's boxes of the summed gradients by global name."""
         return {name: g for sharded in self.buffers for name, g in sharded.gradients().items()}
 
     def zero(self) -> None:

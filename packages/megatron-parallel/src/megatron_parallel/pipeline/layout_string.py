@@ -1,10 +1,10 @@
-"""Megatron's text for uneven stages, `Et*3|(tt|)*29,m|L`, in pure Python.
+"""Megatron's notation for uneven stages, `Et*3|(tt|)*29,m|L`, in pure Python.
 
-Stages are separated by `|`, those of all ranks' first chunks before those of the second. In a
-stage, `E` is the embedding, `t` a transformer layer, `L` the output layer with the loss and `m` a
-layer of multi-token prediction. `t*3` repeats a character, `(tt|)*29` a group; commas only please
-the eye.
-Source: `PipelineParallelLayerLayout` of megatron-core 0.16, whose reading of a text is ours too.
+Stages are separated by `|`: first those of all ranks' first chunks, then those of the second. `E`
+is the embedding, `t` a transformer layer, `L` the output layer with the loss and `m` a layer of
+multi-token prediction. `t*3` repeats a character, `(tt|)*29` a group. Commas are ignored.
+
+Source: `PipelineParallelLayerLayout` of megatron-core 0.16; both parse a text alike.
 """
 
 import re
@@ -14,21 +14,24 @@ from megatron_parallel.errors import LayoutError
 
 
 def count_stages(text: str) -> int:
-    """Returns the number of stages in such a text."""
+    """Returns the number of stages in a layout string."""
     return len(_unrolled(text).split("|"))
 
 
 def parse_pipeline_layout(text: str, num_layers: int, pp: int) -> tuple[range, ...]:
-    """The global layer numbers of every stage, in the order of the model; a stage may have none.
+    """Returns the global layer indices of every stage, in the order of the model.
+
+    A stage may have none.
 
     Args:
-        text: as Megatron's `--pipeline-model-parallel-layout`.
-        num_layers: layers of the model.
-        pp: ranks of the pipeline; the stages are a multiple of them.
+        text: As for Megatron's `--pipeline-model-parallel-layout`.
+        num_layers: Number of layers of the model.
+        pp: Number of pipeline ranks; it must divide the number of stages.
 
     Raises:
-        LayoutError: an unknown character, numbers that do not fit, an embedding that is not in the
-            first stage or an output layer not in the last, or multi-token prediction.
+        LayoutError: The text has an unknown character, numbers that do not fit, multi-token
+            prediction, an embedding outside of the first stage or an output layer outside of the
+            last.
     """
     unrolled = _unrolled(text)
     stages = unrolled.split("|")
@@ -36,11 +39,11 @@ def parse_pipeline_layout(text: str, num_layers: int, pp: int) -> tuple[range, .
     if len(stages) % pp:
         raise LayoutError(f"{where} has {len(stages)} stages, which is not a multiple of pp={pp}")
     if "m" in unrolled:
-        raise LayoutError(f"{where} places multi-token prediction ('m'), and the model has none")
+        raise LayoutError(f"{where} has multi-token prediction ('m'), but the model has none")
     for letter, name, place, end in (("E", "embedding", 0, "first"), ("L", "loss", -1, "last")):
         if unrolled.count(letter) != 1 or stages[place][place : place + 1 or None] != letter:
             raise LayoutError(
-                f"{where}: {letter} ({name}) has to stand once, at the outer end of the {end} stage"
+                f"{where}: {letter} ({name}) must occur once, at the outer end of the {end} stage"
             )
     sizes = [stage.count("t") for stage in stages]
     if sum(sizes) != num_layers:
@@ -49,14 +52,14 @@ def parse_pipeline_layout(text: str, num_layers: int, pp: int) -> tuple[range, .
 
 
 def _unrolled(text: str) -> str:
-    """Without commas and repetitions."""
+    """Returns the text without commas and repetitions."""
     plain = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         plain = re.sub(pattern, lambda match: match[1] * int(match[2]), plain)
     unknown = sorted(set(plain) - set("EtmL|"))
     if unknown:
         raise LayoutError(
-            f"pipeline layout {text!r} has {unknown[0]!r}: stages are E, t, m and L between '|', "
-            "t*3 and (tt|)*2 repeat"
+            f"pipeline layout {text!r} has {unknown[0]!r}: use E, t, m and L, '|' between stages, "
+            "and t*3 or (tt|)*2 to repeat"
         )
     return plain

@@ -1,4 +1,4 @@
-"""Runs the micro-batches of a step where there is one stage: in a loop."""
+"""Runs the micro-batches of a step through one stage, in a loop."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,17 +13,17 @@ from megatron_parallel.pipeline.order import Action, planned_action_groups
 
 
 class Runner(Protocol):
-    """Runs the micro-batches of a step and says what this rank computed, in order."""
+    """Runs the micro-batches of a step."""
 
     def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
-        """Runs one step."""
+        """Runs one step; returns the passes of this rank, in order."""
 
 
 class LoopRunner:
     """Runs one stage without `torch.distributed`, one micro-batch after another.
 
     With `interleaver`, the forward pass of a micro-batch alternates with the backward pass of the
-    one before.
+    previous one.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LoopRunner:
         self._interleaver = interleaver
 
     def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
-        """Forward and, if asked for, backward pass of each micro-batch."""
+        """Runs the forward pass and, if `backward`, the backward pass of each micro-batch."""
         if not backward:
             for micro_batch in micro_batches:
                 self._forward(micro_batch)

@@ -1,4 +1,4 @@
-"""The loss of a step: sums over micro-batches, some of them divided by what is known beforehand."""
+"""The loss of a step: sums over micro-batches, some of them divided by known denominators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,21 +9,24 @@ from torch import Tensor
 from megatron_parallel.errors import LayoutError
 
 Loss = Callable[[Any, Any], Mapping[str, Tensor]]
-"""`loss(output, micro_batch)`: sums over the micro-batch, by name."""
+"""`loss(output, micro_batch)` returns sums over the micro-batch, by name."""
 
 
 class Objective:
-    """Sums of the micro-batches of a step, by name, and the scalar that is differentiated."""
+    """Sums of a step over its micro-batches, by name, and the scalar that is differentiated."""
 
     def __init__(self, loss: Loss, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
         self.totals = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        """Sums over the micro-batches so far."""
+        """Sums over the micro-batches so far, float64."""
         self._loss = loss
         self._denominators: dict[str, float | Tensor] = {}
 
     def begin(self, denominators: Mapping[str, float | Tensor]) -> None:
-        """Starts a step."""
+        """Starts a step.
+
+        Raises `LayoutError` for a denominator without a sum.
+        """
         unknown = [name for name in denominators if name not in self.names]
         if unknown:
             raise LayoutError(f"denominators for {unknown}, but the sums are {list(self.names)}")
@@ -31,11 +34,11 @@ class Objective:
         self.totals = torch.zeros_like(self.totals)
 
     def add(self, output: Any, micro_batch: Any) -> Tensor:
-        """Adds the sums of a micro-batch; returns its part of what is differentiated."""
+        """Adds the sums of a micro-batch; returns its term of the differentiated scalar."""
         sums = self._loss(output, micro_batch)
         if set(sums) != set(self.names):
             raise LayoutError(
-                f"the loss returned the sums {list(sums)}, but {list(self.names)} were announced"
+                f"the loss returned the sums {list(sums)}, but `sums` lists {list(self.names)}"
             )
         self.totals += torch.stack([sums[name].detach().to(self.totals) for name in self.names])
         parts = [sums[name] / denominator for name, denominator in self._denominators.items()]

@@ -1,9 +1,8 @@
-"""Who computes what, in which order: plans of pipeline schedules, in pure Python.
+"""The order in which each rank runs its passes under a pipeline schedule, in pure Python.
 
-`F2` is the forward pass of micro-batch 2, `B2` its backward pass; a split backward pass is `I2`
-(gradient of the input) and, later, `W2` (gradients of the weights). The orders are those that
-torch's schedules run, or are given to torch to run; tests compare them with torch's own and with
-what ranks really did.
+`F2` is the forward pass of micro-batch 2, `B2` its backward pass. A split backward pass is `I2`
+(input gradients) and, later, `W2` (weight gradients). The orders are those that torch's schedules
+run, or those that torch is given to run. Tests compare them with torch's and with what ranks ran.
 """
 
 from collections import Counter
@@ -21,7 +20,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One pass of a stage: forward (F), backward (B), or one of its parts (I, W)."""
+    """One pass of a stage: forward (F), backward (B), or half of a backward pass (I, W)."""
 
     kind: Kind
     stage: int
@@ -39,20 +38,21 @@ def planned_actions(
     vpp: int = 1,
     group_size: int | None = None,
 ) -> list[Action]:
-    """Returns what one rank of a pipeline computes in a training step, in order.
+    """Returns the passes of one pipeline rank in a training step, in order.
 
-    Passes that run together stand next to one another, the forward pass first.
+    Of two passes that overlap, the forward pass comes first.
 
     Args:
-        schedule: one of `SCHEDULES`.
-        pp: ranks of the pipeline.
-        rank: which of them.
-        micro_batches: of one step.
-        vpp: stages of each rank.
-        group_size: micro-batches that a chunk runs in a row, as for `check_micro_batches`.
+        schedule: One of `SCHEDULES`.
+        pp: Number of pipeline ranks.
+        rank: Which of them.
+        micro_batches: Number of micro-batches in the step.
+        vpp: Number of stages of each rank.
+        group_size: Number of micro-batches that a chunk runs in a row, as for
+            `check_micro_batches`.
 
     Raises:
-        LayoutError: no such rank, or the schedule cannot run these numbers.
+        LayoutError: There is no such rank, or the schedule cannot run these numbers.
     """
     turns = planned_action_groups(schedule, pp, rank, micro_batches, vpp, group_size)
     return [action for together in turns for action in together]
@@ -66,14 +66,14 @@ def planned_action_groups(
     vpp: int = 1,
     group_size: int | None = None,
 ) -> list[tuple[Action, ...]]:
-    """`planned_actions`, with passes that run together in one tuple: a pair, forward and backward.
+    """Returns `planned_actions` grouped: a forward and a backward pass that overlap are one tuple.
 
     Raises:
-        LayoutError: as `planned_actions`.
+        LayoutError: There is no such rank, or the schedule cannot run these numbers.
     """
     check_micro_batches(schedule, pp, vpp, micro_batches, group_size)
     if not 0 <= rank < pp:
-        raise LayoutError(f"rank {rank} does not exist: the pipeline has {pp}")
+        raise LayoutError(f"rank {rank} does not exist: the pipeline has {pp} ranks")
     length = group_size or _round_length(pp, micro_batches)
     if schedule == "combined-1f1b":
         length = length if vpp > 1 else micro_batches  # one chunk needs no rounds
@@ -87,7 +87,7 @@ def planned_action_groups(
 
 
 def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> list[Action]:
-    """Returns the plans of other schedules whose passes run one by one."""
+    """Returns the plan of a schedule that overlaps no passes, other than interleaved 1F1B."""
     if pp == 1:  # the engine runs a plain loop
         return [a for i in range(micro_batches) for a in (Action("F", 0, i), Action("B", 0, i))]
     stages = stages_of(find_schedule_kind(schedule).stage_mapping, pp, vpp, rank)
@@ -107,14 +107,17 @@ def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> l
 def planned_forward_actions(
     pp: int, rank: int, micro_batches: int, vpp: int, v: bool
 ) -> list[Action]:
-    """Returns what one rank computes in an evaluation: forward passes only, of any number."""
+    """Returns the passes of one rank in an evaluation: forward passes only, of any number."""
     schedule = "zb-v" if v else "looped-bfs"
     plan = planned_actions(schedule, pp, rank, micro_batches, vpp)
     return [action for action in plan if action.kind == "F"]
 
 
 def _one_chunk(stage: int, micro_batches: int, ahead: int) -> list[Action]:
-    """`ahead` forward passes, then backward and forward in turn (1F1B; GPipe if all are ahead)."""
+    """Returns `ahead` forward passes, then backward and forward passes alternately.
+
+    That is 1F1B, or GPipe if all forward passes are ahead.
+    """
     plan = [Action("F", stage, i) for i in range(ahead)]
     for done in range(micro_batches):
         plan.append(Action("B", stage, done))
@@ -124,22 +127,22 @@ def _one_chunk(stage: int, micro_batches: int, ahead: int) -> list[Action]:
 
 
 def _breadth_first(stages: tuple[int, ...], micro_batches: int) -> list[Action]:
-    """All micro-batches through one chunk before the next one; backwards in reverse."""
+    """Returns all micro-batches through one chunk before the next chunk; backward in reverse."""
     forward = [Action("F", stage, i) for stage in stages for i in range(micro_batches)]
     return forward + [Action("B", stage, i) for _, stage, i in reversed(forward)]
 
 
 def _round_length(pp: int, micro_batches: int) -> int:
-    """Micro-batches of one of the equal rounds, which are at least as long as the pipeline."""
+    """Returns the number of micro-batches in each of the equal rounds, at least `pp`."""
     return micro_batches // max(1, micro_batches // pp)
 
 
 def _in_rounds(
     kind: Kind, stages: tuple[int, ...], length: int, micro_batches: int
 ) -> list[Action]:
-    """Each chunk in turn for a round of micro-batches, then the next round; the last is the rest.
+    """Returns the passes of each chunk for a round of micro-batches, then those of the next round.
 
-    Forward passes are Megatron-LM's `get_schedule_table`.
+    The last round may be shorter. Forward passes are Megatron-LM's `get_schedule_table`.
     """
     return [
         Action(kind, stage, i)
@@ -152,7 +155,10 @@ def _in_rounds(
 def _interleaved(
     stages: tuple[int, ...], pp: int, rank: int, micro_batches: int, length: int
 ) -> list[Action]:
-    """Narayanan et al. 2021, section 2.2: 1F1B over chunks, two passes earlier a rank."""
+    """Returns 1F1B over chunks: Narayanan et al. 2021, section 2.2.
+
+    Each rank starts two forward passes earlier than the next rank.
+    """
     forward = _in_rounds("F", stages, length, micro_batches)
     backward = _in_rounds("B", stages[::-1], length, micro_batches)
     ahead = _ahead(stages, length, micro_batches, 2 * (pp - 1 - rank))
@@ -165,10 +171,11 @@ def _interleaved(
 def _combined(
     stages: tuple[int, ...], pp: int, rank: int, micro_batches: int, length: int
 ) -> list[tuple[Action, ...]]:
-    """Interleaved 1F1B, one forward pass further ahead, whose passes then run in pairs.
+    """Returns 1F1B, interleaved or not, one more forward pass ahead, so that passes form pairs.
 
-    Interleaved or not: a pair gives its results when both are done, so neighbours have to be two
-    passes apart, and the last rank's backward pass must not wait for the forward pass it is with.
+    Both passes of a pair deliver their results when both are done. So neighbours have to be two
+    passes apart, and the last rank's backward pass must not wait for the forward pass that it is
+    paired with.
     """
     forward = _in_rounds("F", stages, length, micro_batches)
     backward = _in_rounds("B", stages[::-1], length, micro_batches)
@@ -182,7 +189,7 @@ def _combined(
 
 
 def _zero_bubble(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:
-    """ZB-H1 of Qi et al. 2023: as late as memory of 1F1B allows, weight gradients fill the gaps."""
+    """Returns ZB-H1 of Qi et al. 2023: weight gradients fill the gaps, with the memory of 1F1B."""
     length = _round_length(pp, micro_batches)
     forward = _in_rounds("F", stages, length, micro_batches)
     backward = _in_rounds("I", stages[::-1], length, micro_batches)
@@ -197,7 +204,10 @@ def _zero_bubble(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int
 
 
 def _ahead(stages: tuple[int, ...], length: int, micro_batches: int, more: int) -> int:
-    """Forward passes before the first backward pass: those of all chunks but one, and `more`."""
+    """Returns the number of forward passes before the first backward pass.
+
+    That is the forward passes of all chunks but one, plus `more`.
+    """
     return min((len(stages) - 1) * length + more, len(stages) * micro_batches)
 
 
@@ -208,10 +218,10 @@ class _Plan:
         self.actions: list[Action] = []
         self._stages = stages
         self._next: Counter[tuple[str, int]] = Counter()
-        self._split: list[Action] = []  # input gradients whose weight gradients are to come
+        self._split: list[Action] = []  # input halves whose weight halves are not in the plan yet
 
     def add(self, words: str, times: int = 1) -> None:
-        """Passes as kind and chunk, `F0 I1 W1`; a bare `W` is the oldest that is to come."""
+        """Adds passes given as kind and chunk, as in `F0 I1 W1`. `W` alone is the oldest left."""
         for word in words.split() * max(0, times):
             if word == "W":
                 if self._split:
@@ -220,7 +230,7 @@ class _Plan:
                 self._append(word[0], self._stages[int(word[1])])
 
     def done(self, kind: str, chunk: int) -> int:
-        """Returns how many passes of a kind there are."""
+        """Returns the number of passes of a kind so far."""
         return self._next[kind, self._stages[chunk]]
 
     def _append(self, kind: str, stage: int) -> None:
@@ -237,9 +247,10 @@ class _Plan:
 
 
 def _zb_v(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:
-    """ZB-V: each rank has a stage on the way down and one on the way up.
+    """Returns ZB-V: each rank has one stage on the way down and one on the way up.
 
-    The pattern is that of at least `2 pp - 1` micro-batches; of fewer, the missing are left out.
+    The pattern is defined for at least `2 pp - 1` micro-batches; for fewer, the missing ones are
+    left out.
     """
     count, below = max(2 * pp - 1, micro_batches), pp - rank
     plan = _Plan(stages)
@@ -257,7 +268,7 @@ def _zb_v(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> li
 
 
 def _dualpipe_v(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:
-    """DualPipeV: in the middle a forward pass of one chunk goes with a backward of the other."""
+    """Returns DualPipeV: in the middle, forward of one chunk goes with backward of the other."""
     below = pp - 1 - rank
     plan = _Plan(stages)
     plan.add("F0", 2 * below)
@@ -265,7 +276,7 @@ def _dualpipe_v(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int)
     plan.add("I1 W F1", below)
     plan.add("F0 B1 F1 B0", micro_batches - 2 * pp + rank + 1)
     plan.add("B1 F1 B0", below)
-    # Halfway through the last backward passes they are split, chunk 0 first on every other rank.
+    # The second half of the last backward passes is split, chunk 0 first on every other rank.
     passes = ["B1", "B0"] * (rank + 1)
     split_from = (rank + 1) // 2 * 2 + (rank % 2 == 0)
     for number, word in enumerate(passes):

@@ -1,4 +1,7 @@
-"""Pipeline schedules by name: what each needs of layout and micro-batches, in pure Python."""
+"""Pipeline schedules by name, and the layouts and numbers of micro-batches that they support.
+
+Pure Python.
+"""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -9,19 +12,19 @@ from megatron_parallel.layout import ParallelLayout, StageMapping
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What is known of a schedule before it runs.
+    """Properties of a schedule.
 
     Attributes:
-        name: as a `PipelineEngine` and `--pipeline-schedule` take it.
-        chunks: how many model chunks a rank holds: `one`, `several`, `two` or `any` number.
-        stage_mapping: which rank holds which stage, `ParallelLayout.stage_mapping`.
-        splits_backward: whether input and weight gradients are computed apart.
-        needs_equal_rounds: whether micro-batches have to come in rounds of equal length, with
-            several chunks if not with one.
-        takes_group_size: whether the length of these rounds can be chosen.
-        overlaps_passes: whether a forward and a backward pass of two micro-batches run together, so
-            that one computes while messages of the other are under way (`PassInterleaver`).
-        source: where it was described.
+        name: As `PipelineEngine` and `--pipeline-schedule` take it.
+        chunks: How many model chunks a rank holds: `one`, `several`, `two` or `any` number.
+        source: Where it was published.
+        stage_mapping: Which rank holds which stage, `ParallelLayout.stage_mapping`.
+        splits_backward: Whether it computes input and weight gradients separately.
+        needs_equal_rounds: Whether micro-batches must form rounds of equal length, at least with
+            several chunks.
+        takes_group_size: Whether the length of these rounds can be chosen.
+        overlaps_passes: Whether a forward and a backward pass of two micro-batches run together:
+            one computes while messages of the other are in flight (`PassInterleaver`).
     """
 
     name: str
@@ -34,7 +37,7 @@ class ScheduleKind:
     overlaps_passes: bool = False
 
     def supports(self, vpp: int) -> bool:
-        """Returns whether a rank may hold that many chunks."""
+        """Returns whether a rank may hold `vpp` chunks."""
         return {"one": vpp == 1, "several": vpp > 1, "two": vpp == 2, "any": True}[self.chunks]
 
 
@@ -64,36 +67,36 @@ _KINDS: Final = (
     ScheduleKind("dualpipe-v", "two", "DeepSeek-AI 2025", "v", splits_backward=True),
 )
 SCHEDULES: Final = tuple(kind.name for kind in _KINDS)
-"""Names of the schedules a `PipelineEngine` runs."""
+"""Names of the schedules that a `PipelineEngine` runs."""
 
 _WORDS: Final = {"one": "1 chunk", "several": "at least 2 chunks", "two": "exactly 2 chunks"}
 
 
 def find_schedule_kind(schedule: str) -> ScheduleKind:
-    """Returns what is known of a schedule; raises `LayoutError` if there is none of that name."""
+    """Returns the properties of a schedule; raises `LayoutError` for an unknown name."""
     for kind in _KINDS:
         if kind.name == schedule:
             return kind
-    raise LayoutError(f"no schedule is called {schedule!r}: there are {', '.join(SCHEDULES)}")
+    raise LayoutError(f"unknown schedule {schedule!r}: use one of {', '.join(SCHEDULES)}")
 
 
 def default_schedule(layout: ParallelLayout) -> str:
-    """The schedule of a layout that names none: 1F1B in one of its forms, or ZB-V in a V."""
+    """Returns the default schedule of a layout: ZB-V in a V, otherwise 1F1B or interleaved 1F1B."""
     if layout.stage_mapping == "v":
         return "zb-v"
     return "interleaved-1f1b" if layout.vpp > 1 else "1f1b"
 
 
 def check_schedule(schedule: str, vpp: int, stage_mapping: StageMapping | None = None) -> None:
-    """Raises `LayoutError` unless the schedule runs on that many chunks, so placed.
+    """Raises `LayoutError` unless the schedule supports `vpp` and the stage mapping.
 
-    Without `stage_mapping` only the number of chunks is looked at.
+    Without `stage_mapping` only `vpp` is checked.
     """
     kind = find_schedule_kind(schedule)
     if not kind.supports(vpp):
         fitting = ", ".join(repr(other.name) for other in _KINDS if other.supports(vpp))
         raise LayoutError(
-            f"schedule {schedule!r} does not fit vpp={vpp}: it needs {_WORDS[kind.chunks]} per "
+            f"schedule {schedule!r} does not support vpp={vpp}: it needs {_WORDS[kind.chunks]} per "
             f"rank; vpp={vpp} goes with {fitting}"
         )
     if stage_mapping is not None and stage_mapping != kind.stage_mapping:
@@ -105,29 +108,30 @@ def check_schedule(schedule: str, vpp: int, stage_mapping: StageMapping | None =
 
 
 def effective_schedule(schedule: str, pp: int, micro_batches: int) -> str:
-    """The schedule in whose order a step runs: 1F1B with fewer micro-batches than stages is GPipe.
+    """Returns the schedule in whose order a step runs: GPipe for 1F1B if `micro_batches < pp`.
 
-    There 1F1B has no steady state. Its first ranks then send and receive apart what its last ranks
-    do at once, and torch takes different NCCL communicators for these two: the step would hang.
-    GPipe does the same passes of each rank in the same order of micro-batches.
+    With so few micro-batches, 1F1B has no steady state. Its first ranks then send and receive in
+    separate calls what its last ranks exchange in one, and torch uses different NCCL communicators
+    for the two, so the step would hang. GPipe runs the same passes of each rank, and the same order
+    of micro-batches.
     """
     return "gpipe" if schedule == "1f1b" and micro_batches < pp else schedule
 
 
 def check_group_size(schedule: str, pp: int, vpp: int, group_size: int) -> None:
-    """Raises `LayoutError` unless the schedule can run groups of that many micro-batches."""
+    """Raises `LayoutError` unless the schedule can run groups of `group_size` micro-batches."""
     size = {"group_size": group_size}
     if not find_schedule_kind(schedule).takes_group_size or vpp == 1:
         fitting = " or ".join(repr(kind.name) for kind in _KINDS if kind.takes_group_size)
         raise LayoutError(
-            f"{{group_size:=}} needs schedule {fitting} with at least 2 chunks per rank, and there "
-            f"is {schedule!r} with vpp={vpp}; leave it out",
+            f"{{group_size:=}} needs schedule {fitting} with at least 2 chunks per rank, not "
+            f"{schedule!r} with vpp={vpp}; leave it out",
             size,
         )
     if group_size < pp:
         raise LayoutError(
-            f"{{group_size:=}} is less than pp={pp}, so that ranks would wait for one another in "
-            f"every group; give at least {pp}",
+            f"{{group_size:=}} is less than pp={pp}, so ranks would wait for one another in every "
+            f"group; use at least {pp}",
             size,
         )
 
@@ -137,20 +141,20 @@ def check_micro_batches(
 ) -> None:
     """Raises `LayoutError`, naming the numbers, if the schedule cannot run that many micro-batches.
 
-    GPipe, 1F1B, looped BFS and ZB-V run any number from 1, fewer than there are stages included.
-    Interleaved 1F1B and zero bubble go in `micro_batches // pp` rounds (at least one) of equal
-    length; so does combined 1F1B with several chunks, which needs at least two micro-batches.
-    DualPipeV needs as many micro-batches as there are stages.
+    GPipe, 1F1B, looped BFS and ZB-V run any number from 1, also fewer than `pp`. Interleaved 1F1B
+    and zero bubble run `micro_batches // pp` rounds (at least one) of equal length. So does
+    combined 1F1B with several chunks, which needs at least two micro-batches. DualPipeV needs at
+    least `2 pp` micro-batches, one for each stage.
 
-    With `group_size` interleaved and combined 1F1B go in rounds of that many micro-batches and a
-    last one of the rest: a round has as many as the pipeline has ranks, or more. This is
-    Megatron-LM's `microbatch_group_size_per_vp_stage`.
+    With `group_size`, interleaved and combined 1F1B run rounds of that many micro-batches, and a
+    last round of the rest. Every round has at least `pp` micro-batches. This is Megatron-LM's
+    `microbatch_group_size_per_vp_stage`.
     """
     check_schedule(schedule, vpp)
     if pp < 1:
-        raise LayoutError(f"{pp} ranks: a pipeline has at least 1")
+        raise LayoutError(f"{pp} pipeline ranks: use at least 1")
     if micro_batches < 1:
-        raise LayoutError(f"{micro_batches} micro-batches: a step needs at least 1")
+        raise LayoutError(f"{micro_batches} micro-batches: use at least 1 per step")
     if schedule == "dualpipe-v" and pp > 1 and micro_batches < 2 * pp:
         raise LayoutError(
             f"{schedule} over {pp} ranks cannot run {micro_batches} micro-batches: it needs at "
@@ -159,8 +163,8 @@ def check_micro_batches(
     kind = find_schedule_kind(schedule)
     if kind.overlaps_passes and micro_batches == 1:
         raise LayoutError(
-            f"{schedule} cannot run 1 micro-batch: while messages of one are under way another one "
-            "computes; use at least 2"
+            f"{schedule} cannot run 1 micro-batch: it computes one while messages of another are "
+            "in flight; use at least 2"
         )
     if group_size is not None:
         check_group_size(schedule, pp, vpp, group_size)
@@ -174,26 +178,26 @@ def check_micro_batches(
             above += 1
         raise LayoutError(
             f"{schedule} over {pp} ranks cannot run {micro_batches} micro-batches: "
-            f"{micro_batches} // {pp} = {rounds} rounds must be equally long; "
+            f"{micro_batches} // {pp} = {rounds} rounds must have equal lengths; "
             f"use {below} or {above} micro-batches"
         )
 
 
 def _check_last_group(schedule: str, pp: int, micro_batches: int, group_size: int) -> None:
-    """Refuses a step without a whole group, and a last group that is shorter than the pipeline."""
+    """Raises `LayoutError` for a step without a whole group or a last group shorter than `pp`."""
     size = {"group_size": group_size}
     whole, rest = divmod(micro_batches, group_size)
     if not whole:
         raise LayoutError(
-            f"{schedule} with {{group_size:=}} cannot run {micro_batches} micro-batches, less than "
-            f"one group; use at least {group_size}, or smaller groups",
+            f"{schedule} with {{group_size:=}} cannot run {micro_batches} micro-batches, fewer "
+            f"than one group; use at least {group_size}, or smaller groups",
             size,
         )
     if 0 < rest < pp:
         below = whole * group_size
         raise LayoutError(
             f"{schedule} over {pp} ranks with {{group_size:=}} cannot run {micro_batches} "
-            f"micro-batches: the last group has {rest}, fewer than there are ranks; use {below} or "
+            f"micro-batches: the last group has {rest}, fewer than ranks; use {below} or "
             f"{below + pp} micro-batches",
             size,
         )

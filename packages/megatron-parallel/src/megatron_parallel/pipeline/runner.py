@@ -1,6 +1,6 @@
-"""Runs the micro-batches of a step through several stages, by torch's schedules.
+"""Runs the micro-batches of a step through several stages, with torch's schedules.
 
-Imported where there is a pipeline only: torch's pipelining takes seconds to import.
+Imported only where there is a pipeline: importing torch's pipelining takes seconds.
 """
 
 from collections import OrderedDict
@@ -31,7 +31,7 @@ from megatron_parallel.pipeline.shared import broadcast_from_last_stage
 from megatron_parallel.pipeline.stage import Stage, StageSpec
 
 CACHED_SHAPES: Final = 8
-"""Stages of how many different shapes are kept; they own the buffers tensors are received into."""
+"""Number of combinations of shapes for which stages and schedules are cached."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Prepared:
 
 
 class StageRunner:
-    """This rank's stages of several, run by torch's schedules."""
+    """Runs this rank's stages of a pipeline with torch's schedules."""
 
     def __init__(
         self,
@@ -72,7 +72,10 @@ class StageRunner:
         self._prepared: OrderedDict[object, _Prepared] = OrderedDict()
 
     def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
-        """One step; afterwards the totals of the objective are the same on all stages."""
+        """Runs one step and returns this rank's passes.
+
+        Afterwards the totals of the objective are equal on all stages.
+        """
         monitor = self._monitor
         monitor.begin(())
         try:
@@ -86,7 +89,7 @@ class StageRunner:
             )
             broadcast_from_last_stage(self._objective.totals, self._mesh, purpose="loss sums")
         except Exception as error:
-            self._prepared.clear()  # they are in the middle of a step
+            self._prepared.clear()  # their state is that of an unfinished step
             if monitor.in_user_code:
                 monitor.report_error(error)
             elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
@@ -95,7 +98,10 @@ class StageRunner:
         return monitor.trace
 
     def _collect_output_specs(self, micro_batches: Sequence[Any]) -> list[tuple[TensorSpec, ...]]:
-        """What every stage but the last passes on; the same for all micro-batches of a step."""
+        """Returns the output specs of every stage but the last.
+
+        Raises `LayoutError` if two micro-batches of the step differ in them.
+        """
         first: list[tuple[TensorSpec, ...]] = []
         for i, micro_batch in enumerate(micro_batches):
             for stage in range(self._count - 1):
@@ -106,7 +112,7 @@ class StageRunner:
                 elif found != first[stage]:
                     raise LayoutError(
                         "micro-batches of one step must have equal shapes: stage "
-                        f"{stage} passes on {_text(first[stage])} for micro-batch 0 but "
+                        f"{stage} sends {_text(first[stage])} for micro-batch 0 but "
                         f"{_text(found)} for micro-batch {i}"
                     )
         return first
@@ -114,10 +120,10 @@ class StageRunner:
     def _agree(
         self, count: int, output_specs: list[tuple[TensorSpec, ...]], backward: bool
     ) -> None:
-        """Raises `LayoutError` on all ranks of the pipeline unless they are about to do the same.
+        """Raises `LayoutError` on all ranks of the pipeline unless they run the same step.
 
-        A digest goes round first; only if digests differ are the values themselves compared,
-        through the store, to be named.
+        Ranks first compare a digest. Only if digests differ, they compare the values through the
+        store, so that the error names the values.
         """
         values = {
             "the step": f"{'training' if backward else 'evaluation'} under {self._schedule}",
@@ -129,8 +135,8 @@ class StageRunner:
             values[f"what stage {stage} passes to stage {stage + 1}"] = _text(specs)
         digest = int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "big")
         own = torch.tensor([digest], dtype=torch.int64, device=self._mesh.device)
-        everybody = all_gather(own, self._pp, purpose="step digest")
-        if bool((everybody != own).any()):
+        digests = all_gather(own, self._pp, purpose="step digest")
+        if bool((digests != own).any()):
             self._mesh.agree("pipeline steps", values, axis="pp")
 
     def _prepare(
@@ -174,7 +180,10 @@ class StageRunner:
         )
 
     def _pair(self, forward: OverlappedPass, backward: OverlappedPass) -> None:
-        """The backward pass has the first turn: it starts a message before it computes much."""
+        """Runs a backward and a forward pass that alternate.
+
+        The backward pass goes first: it starts a message before it computes much.
+        """
         with self._monitor.overlapping():
             for each in (forward, backward):
                 with self._monitor.awaiting(each.action):

@@ -1,4 +1,4 @@
-"""torch's schedules, by name, and those of our own that torch runs."""
+"""torch's schedules by name, and our own schedules that torch runs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -31,7 +31,7 @@ _OF_CHUNKS: Final[dict[str, Callable[..., Any]]] = {
 
 
 RunPair = Callable[[OverlappedPass, OverlappedPass], None]
-"""Runs a forward and a backward pass of two micro-batches that take turns."""
+"""Runs a forward and a backward pass of two micro-batches that alternate."""
 
 
 def build_schedule(
@@ -42,10 +42,10 @@ def build_schedule(
     run_pair: RunPair | None = None,
     group_size: int | None = None,
 ) -> Any:
-    """Torch's schedule object. Gradients are not scaled: the loss is a sum over its denominator.
+    """Returns torch's schedule object. It does not scale gradients: the loss is already divided.
 
-    `run_pair` is for schedules with pairs. torch's own interleaved schedule chooses its rounds
-    itself, so with a `group_size` it runs our plan.
+    `run_pair` is required for schedules that overlap passes. torch's interleaved schedule chooses
+    its rounds itself, so with a `group_size` torch runs our plan.
     """
     if group_size is not None or (
         run_pair is not None and find_schedule_kind(name).overlaps_passes
@@ -64,12 +64,12 @@ def build_schedule(
 
 
 def posts_receives_early(schedule: Any) -> bool:
-    """Whether a rank asks for tensors before it needs them, and not for what it needs next."""
+    """Returns whether a rank posts receives ahead of the pass that it runs next."""
     return isinstance(schedule, PipelineScheduleMulti)
 
 
 def build_forward_schedule(
     stages: Sequence[Stage], micro_batches: int, loss: Callable[..., Tensor], *, v: bool
 ) -> Any:
-    """Returns a schedule to run without backward passes, of any number of micro-batches."""
+    """Returns a schedule that runs forward passes of any number of micro-batches."""
     return build_schedule("zb-v" if v else "looped-bfs", stages, micro_batches, loss)

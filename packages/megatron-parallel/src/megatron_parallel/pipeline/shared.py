@@ -1,4 +1,4 @@
-"""What stages have in common: tied parameters, parameters of several chunks, the losses."""
+"""What stages share: tied parameters, parameters of several chunks, and the losses."""
 
 from collections.abc import Iterable
 
@@ -13,11 +13,14 @@ from megatron_parallel.mesh import Mesh
 
 
 def stage_parameters(chunks: Iterable[nn.Module]) -> dict[str, Parameter]:
-    """This rank's parameters by global name, each of them once, in the order of the chunks.
+    """Returns this rank's parameters by global name, each of them once, in the order of the chunks.
 
-    A parameter that two chunks share (tied, on schedules that put the first and the last stage on
-    one rank) is listed where it comes first. Raises `LayoutError` if chunks have two different
-    parameters of one name, which would be one global parameter with two values.
+    A parameter that two chunks share (tied, if the first and the last stage are on one rank) is
+    listed with the first of them.
+
+    Raises:
+        LayoutError: Chunks have two different parameters of one name, which would be one global
+            parameter with two values.
     """
     found: dict[str, Parameter] = {}
     seen: set[int] = set()
@@ -27,7 +30,7 @@ def stage_parameters(chunks: Iterable[nn.Module]) -> dict[str, Parameter]:
                 continue
             if name in found:
                 raise LayoutError(
-                    f"two chunks of this rank have a parameter {name!r} each: share one tensor"
+                    f"two chunks of this rank have different parameters {name!r}: share one tensor"
                 )
             seen.add(id(parameter))
             found[name] = parameter
@@ -35,12 +38,12 @@ def stage_parameters(chunks: Iterable[nn.Module]) -> dict[str, Parameter]:
 
 
 def sum_tied_gradient(parameter: Parameter, mesh: Mesh) -> None:
-    """Adds up, in place, the gradients of a parameter that the first and the last stage both hold.
+    """Sums, in place, the gradients of a parameter that the first and the last stage both hold.
 
-    To be called once per step, after the last backward pass, by every rank that holds the
-    parameter; on one stage, on ranks of inner stages, and where one rank has both, it does nothing.
-    Afterwards both copies have the whole gradient, so that equal optimizers keep them equal; in the
-    norm it counts once.
+    Every rank that holds the parameter calls this once per step, after the last backward pass. It
+    does nothing on one stage, on ranks of inner stages, and where one rank has both stages.
+    Afterwards both copies have the whole gradient, so that equal optimizers keep them equal. The
+    gradient norm counts it once.
     """
     if not _is_tied_over_stages(mesh):
         return
@@ -50,10 +53,10 @@ def sum_tied_gradient(parameter: Parameter, mesh: Mesh) -> None:
 
 
 def copy_tied_parameter(parameter: Parameter, mesh: Mesh) -> None:
-    """Overwrites the last stage's copy of a tied parameter by the first stage's.
+    """Overwrites the last stage's copy of a tied parameter with the first stage's.
 
-    Not needed after `initialize_parameters` and after loading a checkpoint: both go by the global
-    name, so the copies are equal already.
+    Not needed after `initialize_parameters` or after loading a checkpoint: both use the global
+    name, so the copies are equal.
     """
     if _is_tied_over_stages(mesh):
         broadcast(parameter.data, mesh.axis("embedding"), purpose="tied parameter")

@@ -1,11 +1,11 @@
-"""When each pass of a pipeline schedule would run, if passes took these times, in pure Python.
+"""Simulates when each pass of a pipeline schedule runs, for given durations, in pure Python.
 
     timeline = simulate("1f1b", pp=4, micro_batches=8)
-    timeline.bubble_fraction          # part of the ranks' time in which they compute nothing: 3/11
-    timeline.peak_in_flight         # micro-batches kept at most, by rank: (4, 3, 2, 1)
+    timeline.bubble_fraction  # fraction of the ranks' time in which they are idle: 3/11
+    timeline.peak_in_flight   # most in-flight micro-batches, by rank: (4, 3, 2, 1)
 
-A rank runs its plan in order. A pass starts when the one before it has ended and its input is
-there; sending takes time but occupies no rank. Ranks run `planned_actions`, which is what they do.
+A rank runs `planned_actions` in order, as in training. A pass starts when the previous one has
+ended and its input has arrived. Sending takes time but does not occupy a rank.
 """
 
 from collections import deque
@@ -22,16 +22,17 @@ from megatron_parallel.pipeline.rules import check_micro_batches, find_schedule_
 
 @dataclass(frozen=True)
 class PassDurations:
-    """How long things take, all in one unit; passes are those of one stage.
+    """Durations, all in one unit; passes are those of one stage.
 
     Attributes:
-        forward: a forward pass.
-        backward: a whole backward pass.
-        weight: of that, the weights' gradients, where a schedule splits them off; half by default.
-        send: from the end of a pass to its result being on another rank.
+        forward: A forward pass.
+        backward: A whole backward pass.
+        weight: The part of `backward` that computes weight gradients, where a schedule splits it.
+            Defaults to half.
+        send: From the end of a pass until another rank has its result.
 
     Raises:
-        LayoutError: a pass without duration, or a weight part that is not less than the whole.
+        LayoutError: A pass has no duration, or the weight part is not less than the whole.
     """
 
     forward: float = 1
@@ -42,21 +43,19 @@ class PassDurations:
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             if not getattr(self, name) > 0:
-                raise LayoutError(f"{name}={getattr(self, name)}: a pass takes some time")
+                raise LayoutError(f"{name}={getattr(self, name)}: use a duration above 0")
         if not self.send >= 0:
-            raise LayoutError(f"send={self.send} is negative")
+            raise LayoutError(f"send={self.send} is negative: use 0 or more")
         if self.weight is not None and not 0 < self.weight < self.backward:
-            raise LayoutError(
-                f"weight={self.weight} is not a part of a backward pass of {self.backward}"
-            )
+            raise LayoutError(f"weight={self.weight} is not between 0 and backward={self.backward}")
 
     def duration(self, action: Action) -> Fraction:
-        """Duration of a pass."""
+        """Returns the duration of a pass."""
         return self.exact_durations[action.kind]
 
     @property
     def exact_durations(self) -> Mapping[str, Fraction]:
-        """Durations by kind of pass, and `send`, as typed: 0.1 is a tenth."""
+        """Durations by kind of pass, and `send`, as decimal fractions: 0.1 is a tenth."""
         backward = _exact(self.backward)
         weight = backward / 2 if self.weight is None else _exact(self.weight)
         return {
@@ -71,8 +70,8 @@ class PassDurations:
 class Event(NamedTuple):
     """A pass and when it ran.
 
-    Of two passes that take turns each has its share, `overlapped` with the one before: both really
-    begin with the first and are done with the second.
+    Of two passes that overlap, each has a share of their time, and the second is `overlapped`. In
+    fact both start with the first share and end with the second.
     """
 
     action: Action
@@ -86,11 +85,11 @@ class Timeline:
     """A simulated step.
 
     Attributes:
-        schedule: its name.
-        vpp: stages of each rank.
-        micro_batches: of the step.
-        times: what it was simulated with.
-        ranks: the events of each rank, in order.
+        schedule: Its name.
+        vpp: Number of stages of each rank.
+        micro_batches: Number of micro-batches of the step.
+        times: The durations of the simulation.
+        ranks: The events of each rank, in order.
     """
 
     schedule: str
@@ -106,13 +105,13 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> Fraction:
-        """The bubble: the part of the time between 0 and `end` in which ranks compute nothing."""
+        """The bubble: the fraction of the ranks' time from 0 to `end` in which they are idle."""
         busy = sum((e.end - e.start for events in self.ranks for e in events), Fraction())
         return 1 - busy / (self.end * len(self.ranks))
 
     @property
     def stall_times(self) -> tuple[Fraction, ...]:
-        """Time that each rank waits between its own first and last pass."""
+        """Time that each rank is idle between its first and last pass."""
         return tuple(
             events[-1].end - events[0].start - sum((e.end - e.start for e in events), Fraction())
             for events in self.ranks
@@ -120,9 +119,10 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> tuple[Fraction, ...]:
-        """Micro-batches whose activations a rank keeps at most; one stage of `vpp` is a part.
+        """Most micro-batches in flight on each rank, whose activations it holds.
 
-        A split backward pass frees nothing before its weight part.
+        One of the `vpp` stages of a rank counts as `1 / vpp`. A split backward pass frees nothing
+        before its weight half.
         """
         return tuple(_peak_in_flight(events, self.vpp) for events in self.ranks)
 
@@ -138,10 +138,10 @@ def simulate(
     times: PassDurations = DEFAULT_TIMES,
     group_size: int | None = None,
 ) -> Timeline:
-    """Runs a schedule on paper; arguments as for `planned_actions`.
+    """Simulates a step; arguments as for `planned_actions`.
 
     Raises:
-        LayoutError: the schedule cannot run these numbers.
+        LayoutError: The schedule cannot run these numbers.
     """
     check_micro_batches(schedule, pp, vpp, micro_batches, group_size)
     ranks = range(pp)
@@ -156,10 +156,10 @@ def simulate(
         for queue, events in zip(queues, done, strict=True):
             while queue:
                 ready = [_ready(action, ends, holder, times) for action in queue[0]]
-                there = [time for time in ready if time is not None]
-                if len(there) < len(ready):
+                arrived = [time for time in ready if time is not None]
+                if len(arrived) < len(ready):
                     break
-                start = max(*there, events[-1].end if events else Fraction())
+                start = max(*arrived, events[-1].end if events else Fraction())
                 together = queue.popleft()
                 for action in together:
                     end = start + times.duration(action)
@@ -167,14 +167,14 @@ def simulate(
                     start = end
                 ends |= dict.fromkeys(together, start)
         if len(ends) == before:
-            raise LayoutError(f"{schedule} over {pp} ranks stands still after {before} passes")
+            raise LayoutError(f"{schedule} over {pp} ranks deadlocks after {before} passes")
     return Timeline(schedule, vpp, micro_batches, times, tuple(map(tuple, done)))
 
 
 def _ready(
     action: Action, ends: Mapping[Action, Fraction], holder: Mapping[int, int], times: PassDurations
 ) -> Fraction | None:
-    """When the input of a pass is there; None while the pass that makes it has not run."""
+    """Returns when the input of a pass arrives; None if the pass that computes it has not run."""
     if action.kind == "W":
         return ends.get(action._replace(kind="I"))
     step = -1 if action.kind == "F" else 1
@@ -183,10 +183,10 @@ def _ready(
         return Fraction() if action.kind == "F" else ends.get(action._replace(kind="F"))
     kinds = ("F",) if action.kind == "F" else ("B", "I")
     found = [ends.get(Action(kind, source, action.micro_batch)) for kind in kinds]  # type: ignore[arg-type]
-    there = [end for end in found if end is not None]
-    if not there:
+    computed = [end for end in found if end is not None]
+    if not computed:
         return None
-    return there[0] + (
+    return computed[0] + (
         times.exact_durations["send"] if holder[source] != holder[action.stage] else 0
     )
 

@@ -1,8 +1,8 @@
-"""Which layers a pipeline stage holds, in pure Python.
+"""Splits the layers of a model into pipeline stages, in pure Python.
 
-A pipeline of `pp` ranks with `vpp` chunks each has `pp * vpp` stages. Stage `i` lives on rank
-`i % pp` and is its chunk `i // pp`, so that a micro-batch passes every rank `vpp` times (Narayanan
-et al. 2021, section 2.2). Layers keep their global numbers.
+A pipeline of `pp` ranks with `vpp` chunks each has `pp * vpp` stages. Stage `i` is chunk `i // pp`
+of rank `i % pp`, so a micro-batch visits every rank `vpp` times (Narayanan et al. 2021, section
+2.2). Layers keep their global indices.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,23 @@ def split_layers(
     count_embedding: bool = False,
     count_loss: bool = False,
 ) -> tuple[range, ...]:
-    """Returns the global layer numbers of every stage, in the order of the model.
+    """Returns the global layer indices of every stage, in the order of the model.
 
-    By default all stages are equal. There are two ways to uneven ones:
+    By default all stages have the same number of layers. `first` and `last`, or `count_embedding`
+    and `count_loss`, make uneven ones.
 
     Args:
-        num_layers: Layers of the whole model.
-        pp: Ranks of the pipeline.
-        vpp: Chunks per rank.
-        first: Layers on the first rank (over all its chunks); the other ranks share the rest.
-        last: Layers on the last rank (over all its chunks).
-        count_embedding: The embedding takes the place of a layer on the first stage.
-        count_loss: Output layer and loss take the place of a layer on the last stage.
+        num_layers: Number of layers of the model.
+        pp: Number of pipeline ranks.
+        vpp: Number of chunks per rank.
+        first: Number of layers on the first rank, over all its chunks. The other ranks share the
+            rest.
+        last: Number of layers on the last rank, over all its chunks.
+        count_embedding: Whether the embedding counts as a layer of the first stage.
+        count_loss: Whether output layer and loss count as a layer of the last stage.
 
     Raises:
-        LayoutError: The numbers do not divide; no layer is ever dropped. The line names them.
+        LayoutError: The numbers do not divide; the error names them. No layer is ever dropped.
     """
     if num_layers < 1 or pp < 1 or vpp < 1:
         raise LayoutError(f"{num_layers} layers over pp={pp}, vpp={vpp}: all must be at least 1")
@@ -44,8 +46,8 @@ def split_layers(
         sizes = _even(num_layers, pp, vpp, count_embedding, count_loss)
     elif count_embedding or count_loss:
         raise LayoutError(
-            f"sizes of the first and last stage (first={first}, last={last}) and embedding or loss "
-            "counted as layers exclude one another: give one of them"
+            f"sizes of the first and last stage (first={first}, last={last}) exclude counting "
+            "embedding or loss as a layer: use one of them"
         )
     else:
         sizes = _with_given_ends(num_layers, pp, vpp, first, last)
@@ -54,7 +56,7 @@ def split_layers(
 
 
 def chunk_layers(split: Sequence[range], pp: int, rank: int) -> tuple[range, ...]:
-    """The chunks of one rank of the pipeline, first to last: every `pp`-th stage of `split`."""
+    """Returns the layers of each chunk of one pipeline rank: every `pp`-th stage of `split`."""
     return tuple(split[stage] for stage in stages_of("loop", pp, len(split) // pp, rank))
 
 
@@ -89,7 +91,7 @@ def _with_given_ends(
             raise LayoutError(f"{name}={size} layers cannot be split over vpp={vpp} chunks")
     between, rest = pp - len(named), num_layers - sum(named.values())
     if between < 0:
-        raise LayoutError(f"{asked}: pp={pp} has no first and last stage apart; leave them out")
+        raise LayoutError(f"{asked}: pp={pp} has one rank, both first and last; leave them out")
     stages = between * vpp
     if rest < 0 or (rest > 0 if stages == 0 else rest % stages or rest == 0):
         raise LayoutError(

@@ -1,17 +1,17 @@
-"""A backward pass in two halves: gradients of a stage's inputs first, those of its weights later.
+"""A backward pass in two halves: first the gradients of a stage's inputs, later of its weights.
 
-Qi et al. 2023 ("Zero Bubble Pipeline Parallelism") split a pass so that the stage before can go on
-while the gradients of weights wait for a time when a rank would idle.
+Qi et al. 2023 ("Zero Bubble Pipeline Parallelism") split a pass so that the previous stage can
+continue. Weight gradients are computed later, when the rank would be idle.
 
     half = SplitBackward(outputs, gradients, inputs, module.parameters())
     ...send half.input_gradients...
     half.accumulate_weight_gradients()  # adds to .grad, without calling hooks
 
-In the graph of autograd a *fork* is a node on the way to an input that also leads, aside of that
-way, to a weight: a matrix product, for instance. The first half runs the way to the inputs and
-keeps the gradients that arrive at forks; the second half starts there. Nodes aside of the way run
-in the second half alone, nodes without a weight aside of them in the first alone, forks in both: a
-function may ask which of its gradients a pass wants (`_compat.gradient_wanted`).
+In the autograd graph, a *fork* is a node on a path to an input that also has a branch to a weight:
+a matrix product, for instance. The first half runs the paths to the inputs and saves the gradients
+that arrive at forks. The second half starts from these gradients. Nodes on branches to weights run
+in the second half only, other nodes on the paths in the first half only, forks in both. A function
+can query which of its gradients a pass needs (`_compat.gradient_wanted`).
 """
 
 from collections import defaultdict
@@ -35,16 +35,17 @@ class _Group(NamedTuple):
 
 
 class SplitBackward:
-    """The backward pass of one micro-batch; the first half runs at once.
+    """The backward pass of one micro-batch. The constructor runs the first half.
 
     Args:
-        roots: What is differentiated: outputs of a stage, or a loss.
-        gradients: Of each root, its gradient; None for a scalar's 1.
-        inputs: What the roots were made from. Their gradients are the first half.
-        parameters: What the second half adds gradients to.
+        roots: The differentiated tensors: outputs of a stage, or a loss.
+        gradients: The gradient of each root; None for 1, the gradient of a loss.
+        inputs: The tensors that the roots were computed from. The first half computes their
+            gradients.
+        parameters: The parameters whose gradients the second half adds.
 
     Attributes:
-        input_gradients: Of each input; None where no root depends on it or it needs no gradient.
+        input_gradients: The gradient of each input; None if no root depends on it or it needs none.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class SplitBackward:
         self._arrived[fork] = arrived
 
     def accumulate_weight_gradients(self) -> None:
-        """Runs the second half; afterwards the graph is free."""
-        # A weight with several forks: the engine may pass forks of other groups between them.
+        """Runs the second half, adds the gradients to `.grad` and frees the graph."""
+        # If a weight has several forks, autograd may run forks of other groups between them.
         for group in sorted(self._groups, key=lambda group: -len(group.forks)):
             self._second_half(group)
         self._groups, self._edges, self._gradients = [], [], []
@@ -107,7 +108,7 @@ class SplitBackward:
                     edges.append(GradientEdge(fork, output))
                     gradients.append(gradient)
             if len(group.forks) > 1:
-                # What arrives from another fork of the group has arrived in the first half, too.
+                # Gradients from other forks of the group already arrived in the first half.
                 handles.append(fork.register_prehook(lambda _, arrived=arrived: arrived))
         if not edges:
             return
@@ -129,7 +130,7 @@ class SplitBackward:
 def _add_up(
     weights: Sequence[Parameter], found: Sequence[Tensor | None], others: Sequence[Tensor]
 ) -> None:
-    """Adds gradients to `.grad`; memory that others hold too is copied before it is kept."""
+    """Adds gradients to `.grad`; clones a gradient whose memory is shared with another tensor."""
     taken = {gradient.untyped_storage().data_ptr() for gradient in others}
     for weight, gradient in zip(weights, found, strict=True):
         if gradient is None:
@@ -145,11 +146,11 @@ def _add_up(
 def _grouped(
     roots: Sequence[Node], ends: set[Node], weights: dict[Node, Parameter]
 ) -> list[_Group]:
-    """Groups of forks and weights of the graph between `roots` and inputs (`ends`)."""
+    """Returns the groups of forks and weights of the graph between `roots` and inputs (`ends`)."""
     order = _children_first(roots)
     on_way: set[Node] = set(ends)
-    leads: set[Node] = set(weights)  # to a weight, aside of the way
-    above: dict[Node, Node] = {}  # of a node of a group, another one, up to the group's first
+    leads: set[Node] = set(weights)  # nodes on a branch to a weight
+    above: dict[Node, Node] = {}  # parent of each node in its group, up to the group's first
 
     def first(node: Node) -> Node:
         while (parent := above.setdefault(node, node)) is not node:
@@ -184,7 +185,7 @@ def _grouped(
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """All nodes of the graph, each after those its gradient flows to."""
+    """Returns all nodes of the graph, each after the nodes that its gradient flows to."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack = [(root, False) for root in roots]

@@ -1,17 +1,18 @@
-"""One stage of a pipeline: what torch's schedules call, pass by pass and message by message.
+"""One stage of a pipeline, as torch's schedules call it: its passes and its messages.
 
-Everything that computes or communicates is our own; torch's stage only has the place for it. So
-the versions of torch differ in `_compat.pipelining.BareStage` alone, and
+All computation and communication is implemented here. `BareStage` supplies only the stage's index
+and its process group, so that differences between torch versions stay in `_compat.pipelining`. A
+stage differs from torch's in these ways:
 
-- gradient buffers learn from the *schedule* that a backward pass adds to the gradients and whether
-  it is the stage's last. Counting hooks on parameters would be wrong: a split backward pass adds to
-  `.grad` without calling them.
-- a stage takes its inputs from the micro-batch, and refuses an output that is not what the next
-  stage has made room for, which on Gloo would be an abort or silent zeros.
-- tensors of a micro-batch are received into memory of its own, which lives no longer than it is
-  needed: torch keeps room for all micro-batches of a step.
-- gradients are never scaled; the loss is already divided by its denominator.
-- the watch knows which ranks this one waits for, and traffic is counted.
+- Gradient buffers learn from the *schedule* that a backward pass adds to gradients and whether it
+  is the stage's last. Hooks on parameters do not suffice: a split backward pass adds to `.grad`
+  without calling them.
+- A stage takes its inputs from the micro-batch. It refuses an output that does not match the spec
+  of the next stage's input; Gloo would abort or deliver zeros.
+- Tensors of a micro-batch are received into memory that is freed after use. torch keeps buffers for
+  all micro-batches of a step.
+- Gradients are never scaled; the loss is already divided by its denominator.
+- `PipelineMonitor` records which rank this one waits for, and traffic is counted.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from megatron_parallel.pipeline.split_backward import SplitBackward
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What one stage is built from: its place and the tensors at its two borders."""
+    """Index of a stage, number of stages, and specs of the stage's inputs and outputs."""
 
     index: int
     count: int
@@ -43,14 +44,14 @@ class StageSpec:
 
 @dataclass
 class _MicroBatch:
-    """The tensors of one micro-batch in this stage, from one step of its way to the next.
+    """The tensors of one micro-batch in this stage that a later action needs.
 
     Attributes:
-        inputs: From the stage before; leaves of the graph of autograd.
-        outputs: To the stage after.
-        output_gradients: Gradients of `outputs`, in the same order; None for what has none.
-        input_gradients: Of `inputs`, in the same order; None for what has none.
-        weight_backward: What is left of a split backward pass.
+        inputs: From the previous stage; leaves of the autograd graph.
+        outputs: For the next stage.
+        output_gradients: Gradients of `outputs`, in the same order; None for integer tensors.
+        input_gradients: Gradients of `inputs`, in the same order; None for integer tensors.
+        weight_backward: The weight half of a split backward pass that has not run yet.
     """
 
     inputs: tuple[Tensor, ...] = ()
@@ -62,19 +63,19 @@ class _MicroBatch:
 
 @dataclass(frozen=True)
 class _Roots:
-    """What a backward pass starts from: tensors that need gradients, and their gradients."""
+    """The tensors that a backward pass starts from, and their gradients."""
 
     tensors: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def backward(self) -> None:
-        """Runs the whole pass."""
+        """Runs the backward pass."""
         if self.tensors:
             torch.autograd.backward(self.tensors, self.gradients)
 
 
 class Stage(BareStage):
-    """A chunk of the model at its place in the pipeline, for micro-batches of one shape."""
+    """A model chunk and its index in the pipeline, for micro-batches of one shape."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Stage(BareStage):
         self._tensors: dict[int, _MicroBatch] = {}
 
     def clear_runtime_states(self) -> None:
-        """Forgets all micro-batches: a step begins or has ended."""
+        """Drops the tensors of all micro-batches, at the start and end of a step."""
         self._tensors.clear()
 
     # -- passes --------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ class Stage(BareStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = False,
     ) -> Any:
-        """Forward pass of one micro-batch, which is the keyword argument `micro_batch`."""
+        """Runs the forward pass of one micro-batch, which is the keyword argument `micro_batch`."""
         micro_batch = (kwargs or {})["micro_batch"]
         with self._monitor.running(Action("F", self.stage_index, fwd_chunk_id)):
             tensors = self._tensors_of(fwd_chunk_id)
@@ -130,7 +131,7 @@ class Stage(BareStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Backward pass of one micro-batch, or the part of it that gives the input's gradient."""
+        """Runs the backward pass of one micro-batch, or only its input half."""
         if not self.has_backward:
             return
         if full_backward:
@@ -143,7 +144,7 @@ class Stage(BareStage):
                 self._backward_of_inputs(self._tensors_of(bwd_chunk_id), loss)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Returns the part of a split backward pass that gives the gradients of the parameters."""
+        """Runs the weight half of a split backward pass."""
         if not self.has_backward:
             return
         note = BackwardPass(self.stage_index, bwd_chunk_id, last_backward, split=True)
@@ -159,10 +160,11 @@ class Stage(BareStage):
                 half.backward()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """After the last backward pass; averaging over micro-batches would be wrong here."""
+        """Raises `LayoutError` if the schedule scales gradients by the number of micro-batches."""
         if grad_scale_factor != 1:
             raise LayoutError(
-                f"gradients must not be scaled, but the schedule divides by {grad_scale_factor}"
+                f"the schedule divides gradients by {grad_scale_factor}; the loss must be divided "
+                "by its denominator only"
             )
 
     def _backward(self, tensors: _MicroBatch, loss: Tensor | None) -> None:
@@ -170,11 +172,11 @@ class Stage(BareStage):
         tensors.input_gradients = tuple(_sendable(t, t.grad) for t in tensors.inputs)
         tensors.inputs = ()
         if loss is not None:
-            loss.detach_()  # the schedule keeps it to the end of the step
+            loss.detach_()  # the schedule holds it until the end of the step
 
     def _backward_of_inputs(self, tensors: _MicroBatch, loss: Tensor | None) -> None:
         roots = self._take_roots(tensors, loss)
-        if self.is_first:  # no stage waits for its gradient: the whole pass comes later
+        if self.is_first:  # no stage waits for its input gradient: the whole pass runs later
             tensors.weight_backward = roots
             return
         half = SplitBackward(
@@ -189,7 +191,7 @@ class Stage(BareStage):
             loss.detach_()
 
     def _take_roots(self, tensors: _MicroBatch, loss: Tensor | None) -> _Roots:
-        """Returns what the backward pass starts from, which the micro-batch no longer keeps."""
+        """Returns the roots of the backward pass and drops them from the micro-batch."""
         pairs: list[tuple[Tensor, Tensor | None]] = [] if loss is None else [(loss, None)]
         if not self.is_last:
             pairs = list(zip(tensors.outputs, tensors.output_gradients, strict=True))
@@ -206,7 +208,7 @@ class Stage(BareStage):
         wanted = [str(spec) for spec in self._spec.output_specs]
         if found != wanted:
             raise LayoutError(
-                f"stage {self.stage_index} of {self.num_stages} passes on {', '.join(found)} for "
+                f"stage {self.stage_index} of {self.num_stages} returns {', '.join(found)} for "
                 f"micro-batch {micro_batch}, but stage {self.stage_index + 1} expects "
                 f"{', '.join(wanted)}"
             )
@@ -215,7 +217,7 @@ class Stage(BareStage):
     # -- messages ------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of activations."""
+        """Returns receives of activations."""
         if self.is_first:
             return []
         self._monitor.expect_receive("activations", fwd_chunk_id, self.stage_index - 1)
@@ -224,7 +226,7 @@ class Stage(BareStage):
         return self._messages("receive of activations", tensors.inputs, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of activations; the last stage has none, whatever its output is."""
+        """Returns sends of activations; the last stage has none."""
         if self.is_last:
             return []
         self._monitor.expect_send("activations", fwd_chunk_id, self.stage_index + 1)
@@ -235,7 +237,7 @@ class Stage(BareStage):
         return self._messages("send of activations", sent, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of gradients, of what is passed on in floating point."""
+        """Returns receives of the gradients of floating-point outputs."""
         if not self.has_backward or self.is_last:
             return []
         self._monitor.expect_receive("gradient", bwd_chunk_id, self.stage_index + 1)
@@ -247,7 +249,7 @@ class Stage(BareStage):
         return self._messages("receive of gradient", tensors.output_gradients, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of gradients, of what was received in floating point."""
+        """Returns sends of the gradients of floating-point inputs."""
         if not self.has_backward or self.is_first:
             return []
         self._monitor.expect_send("gradient", bwd_chunk_id, self.stage_index - 1)
@@ -257,7 +259,7 @@ class Stage(BareStage):
     def _messages(
         self, operation: str, tensors: Sequence[Tensor | None], stage: int
     ) -> list[dist.P2POp]:
-        """Returns what is exchanged with another stage, each counted."""
+        """Returns operations that exchange tensors with another stage; counts each in `Traffic`."""
         peer = self._axis.ranks[self._rank_of(stage)]
         p2p = dist.isend if operation.startswith("send") else dist.irecv
         found = []
@@ -270,16 +272,16 @@ class Stage(BareStage):
     def _empty_like_spec(self, expected: TensorSpec) -> Tensor:
         return torch.empty(expected.shape, dtype=expected.dtype, device=self.device)
 
-    # -- two stages of one rank, at the bottom of a V --------------------------------------------
+    # -- two consecutive stages of one rank, at the bottom of a V --------------------------------
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Takes what the stage before, on this rank, passes on."""
+        """Sets the inputs to the outputs of the previous stage, which is on this rank."""
         outputs = prev_stage_outputs
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         self._tensors_of(mb_index).inputs = tuple(t.detach() for t in outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        """Gives away the gradients of what was received; nothing without backward passes."""
+        """Returns the gradients of the inputs and drops them; empty without backward passes."""
         tensors = self._tensors_of(mb_index)
         gradients, tensors.input_gradients = tensors.input_gradients, ()
         return gradients
@@ -287,7 +289,7 @@ class Stage(BareStage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """Takes the gradients from the stage after, on this rank."""
+        """Sets the gradients of the outputs, computed by the next stage, which is on this rank."""
         self._tensors_of(mb_index).output_gradients = next_stage_bwd_outputs
 
     def _tensors_of(self, micro_batch: int) -> _MicroBatch:
@@ -295,7 +297,7 @@ class Stage(BareStage):
 
 
 def _sendable(received: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Returns the gradient of `received`, contiguous, as the stage before has made room for it."""
+    """Returns the gradient of `received`, contiguous, as the previous stage expects it."""
     if not received.dtype.is_floating_point:
         return None
     return torch.zeros_like(received) if gradient is None else gradient.contiguous()

@@ -1,15 +1,17 @@
-"""The stages of one rank as they are trained: what a training loop and an optimizer share.
+"""Model chunks of one rank with their gradients, for a training loop and its optimizer.
 
-    stages = TrainableChunks(model_stages, mesh, DataParallelConfig(use_distributed_optimizer=True))
-    engine = PipelineEngine(mesh, stages.modules, ..., around_backward=stages.around_backward)
-    optimizer = megatron_optim.Optimizer(stages, config)
+    trainable = TrainableChunks(chunks, mesh, DataParallelConfig(use_distributed_optimizer=True))
+    engine = PipelineEngine(
+        mesh, trainable.modules, ..., around_backward=trainable.around_backward
+    )
+    optimizer = megatron_optim.Optimizer(trainable, config)
     engine.run(micro_batches, denominators)
-    stages.finish()
+    trainable.finish()
     optimizer.step(lr)
-    stages.update_states()
-    stages.zero()
+    trainable.update_states()
+    trainable.zero()
 
-Every layout and way of summing gradients is used alike; `DataParallelConfig` chooses.
+The same calls serve every layout and `DataParallelConfig`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,34 +35,36 @@ from megatron_parallel.views import View, collect_shardings, parameter_views
 
 
 class TrainableChunks:
-    """Parameters, sharding table, main gradients and shards of a rank's stages; a `Trainable`.
+    """Model chunks of a rank, with sharding table, main gradients and shards; a `Trainable`.
 
     Args:
-        stages: This rank's stages, in the order of `mesh.layout.stages`; one without pipeline.
-        mesh: Where this rank stands.
-        config: How gradients are summed, and what each rank keeps.
-        units: Returns the modules of a stage that are gathered one at a time; asked for with
+        chunks: This rank's model chunks, in the order of `mesh.layout.stages`; one without
+            pipeline.
+        mesh: The mesh of this rank.
+        config: How gradients are summed, and what each rank holds.
+        units: Returns the modules of a chunk that are gathered one at a time; called with
             `config.use_torch_fsdp2`. Defaults to none.
 
     Attributes:
-        mesh: Where this rank stands.
+        mesh: The mesh of this rank.
         config: How gradients are summed.
-        modules: What runs the stages.
+        modules: The modules that a `PipelineEngine` runs.
         parameters: This rank's parameters by global name, each of them once. Call
-            `wait_for_parameters` before reading them outside of the stages.
-        table: How each is cut, states too.
-        states: State of these stages that is not a parameter, by global name.
-        buffers: Main gradients, one set for each stage, and one for what stages share; empty with
-            `config.use_torch_fsdp2`, which has none.
-        shards: What this rank updates of each set, if it does not update all.
+            `wait_for_parameters` before reading them outside of the chunks.
+        table: Sharding of each parameter and state.
+        states: State of these chunks that is not a parameter, by global name.
+        buffers: Main gradients: one set for each chunk, and one for parameters that chunks share.
+            Empty with `config.use_torch_fsdp2`.
+        shards: The parameter shards that this rank updates; empty if it updates whole parameters.
 
     Raises:
-        LayoutError: The stages do not fit the mesh, a parameter is not described, or cannot be cut.
+        LayoutError: The chunks do not fit the mesh, or a parameter is not in the table or cannot be
+            sharded.
     """
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        chunks: Sequence[nn.Module],
         mesh: Mesh,
         config: DataParallelConfig = DEFAULT_CONFIG,
         units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
@@ -68,34 +72,36 @@ class TrainableChunks:
         self.mesh = mesh
         self.config = config
         self.table: dict[str, Sharding] = {}
-        for stage in stages:
-            self.table.update(collect_shardings(stage))
-        self.states = collect_states(stages)
-        self.modules: list[nn.Module] = list(stages)
+        for chunk in chunks:
+            self.table.update(collect_shardings(chunk))
+        self.states = collect_states(chunks)
+        self.modules: list[nn.Module] = list(chunks)
         self.shards: list[ParameterShards] = []
         self.buffers: list[GradientBuffers] = []
         self._gradients: ChunkGradients | FullyShardedChunks
         if config.use_torch_fsdp2:
-            gathered = [() if units is None else units(stage) for stage in stages]
-            self._gradients = cut = FullyShardedChunks(mesh, stages, gathered, self.table, config)
-            self.modules = cut.modules
-            self.shards.extend(cut.buffers)
+            units_of_chunk = [() if units is None else units(chunk) for chunk in chunks]
+            self._gradients = sharded = FullyShardedChunks(
+                mesh, chunks, units_of_chunk, self.table, config
+            )
+            self.modules = sharded.modules
+            self.shards.extend(sharded.buffers)
         else:
-            self._gradients = whole = ChunkGradients(mesh, stages, self.table, config)
-            self.buffers = whole.buffers
+            self._gradients = buffered = ChunkGradients(mesh, chunks, self.table, config)
+            self.buffers = buffered.buffers
             if config.use_distributed_optimizer:
                 self.shards.extend(
                     ParameterBuffers(holders, buffers, self.table)
-                    for holders, buffers in whole.holders
+                    for holders, buffers in buffered.holders
                 )
         self.parameters: Mapping[str, Parameter] = self._gradients.parameters
 
     def around_backward(self, backward: BackwardPass) -> AbstractContextManager[None]:
-        """Returns the `around_backward` of a `PipelineEngine`."""
+        """Returns the context of a backward pass; pass this method to `PipelineEngine`."""
         return self._gradients.around_backward(backward)
 
     def finish(self) -> None:
-        """Waits until all gradients are summed."""
+        """Returns when all gradients are summed."""
         self._gradients.finish()
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
@@ -103,7 +109,10 @@ class TrainableChunks:
         return self._gradients.gradients()
 
     def describe_nonfinite_gradients(self) -> str:
-        """Return which gradient is not finite, in the same line on every rank; empty if none is."""
+        """Describes gradients that are not finite, in one line that is equal on all ranks.
+
+        The line is empty if all gradients are finite.
+        """
         found = [item for each in self._gradients.buffers for item in each.nonfinite_gradients()]
         return describe_nonfinite_gradients(found, self.mesh)
 
@@ -114,12 +123,12 @@ class TrainableChunks:
             state.reset()
 
     def update_states(self) -> None:
-        """Updates state that is not a parameter by what this step has observed on all ranks."""
+        """Updates state that is not a parameter from what all ranks observed in this step."""
         for state in self.states.values():
             state.step()
 
     def wait_for_parameters(self) -> None:
-        """Returns when all weights of the latest step are on this rank."""
+        """Returns when this rank has all updated weights of the latest step."""
         for shards in self.shards:
             shards.wait_for_parameters()
 

@@ -15,7 +15,7 @@ from megatron_train.launch.link import FailureReport
 _STOPS = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _MISSED = re.compile(
     r"\branks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)(?: \(stage \d+ of \d+\)| of \d+)?,? "
-    r"(?:did not|gave no sign|gave up|is gone|raised|which keeps)"
+    r"(?:did not|gave up|is gone|raised|which keeps)"
 )
 _WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 _STACKS = ("Traceback (most recent call last)", "Fatal Python error")
