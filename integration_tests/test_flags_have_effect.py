@@ -24,7 +24,7 @@ import torch
 from flags_on_ranks import LAYERS_PER_VIRTUAL_STAGE, ON_RANKS, Words, command
 from megatron_ckpt import Checkpoint
 from megatron_data import ByteTokenizer, IndexedDatasetBuilder, preprocess, train_bpe
-from megatron_data.indexed.pair import FileTokens
+from megatron_data.indexed.dataset_files import FileTokens
 from megatron_data.tokenizers import NullTokenizer
 from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.recompute import OffloadSavedTensors

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from megatron_data import ByteTokenizer, DataError, HuggingFaceTokenizer
 from megatron_data.cli.main import main
-from megatron_data.preprocessing import Benchmark, Measured, benchmark
+from megatron_data.preprocessing import BenchmarkReport, StageMeasurement, benchmark
 from megatron_data.preprocessing.benchmarking import STAGES
 
 
@@ -38,9 +38,9 @@ def test_it_stops_after_so_many_megabytes(tmp_path: Path) -> None:
 
 def test_the_slowest_stage_is_named() -> None:
     times = zip(STAGES, (1.0, 2.0, 15.0, 2.0), strict=True)
-    stages = tuple(Measured(name, seconds, 1, 1) for name, seconds in times)
-    beside = (Measured("preprocess, 2 processes", 99.0, 1, 1),)
-    assert Benchmark(stages, beside).bound == ("tokenize", 0.75)
+    stages = tuple(StageMeasurement(name, seconds, 1, 1) for name, seconds in times)
+    beside = (StageMeasurement("preprocess, 2 processes", 99.0, 1, 1),)
+    assert BenchmarkReport(stages, beside).bottleneck == ("tokenize", 0.75)
 
 
 def test_the_command_prints_a_table(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

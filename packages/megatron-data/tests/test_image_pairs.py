@@ -10,7 +10,7 @@ import pytest
 from megatron_data import ByteTokenizer, DataError, IndexedDataset, build_gpt_datasets, merge
 from megatron_data.cli import main
 from megatron_data.indexed import pack_image, unpack_image
-from megatron_data.indexed.images import image_kind
+from megatron_data.indexed.images import image_format
 from megatron_data.preprocessing import tokenize_image_pairs
 from megatron_data.tokenizers import NullTokenizer
 
@@ -49,10 +49,10 @@ def test_what_is_no_image_is_refused() -> None:
             unpack_image(np.array(sequence, np.int32))
     with pytest.raises(DataError, match="uint16 that begins with 1 holds no image"):
         unpack_image(np.array([1, 2], np.uint16))
-    kinds = [image_kind(begin) for begin in (PNG, JPEG, GIF, b"BM6", b"II*\0", b"MM\0*")]
+    kinds = [image_format(begin) for begin in (PNG, JPEG, GIF, b"BM6", b"II*\0", b"MM\0*")]
     assert kinds == ["PNG", "JPEG", "GIF", "BMP", "TIFF", "TIFF"]
-    assert image_kind(b"RIFF\x10\0\0\0WEBPVP8 ") == "WebP"
-    assert [image_kind(begin) for begin in (b"", b"RIFF\x10\0\0\0WAVE", b"<html>")] == [None] * 3
+    assert image_format(b"RIFF\x10\0\0\0WEBPVP8 ") == "WebP"
+    assert [image_format(begin) for begin in (b"", b"RIFF\x10\0\0\0WAVE", b"<html>")] == [None] * 3
 
 
 def test_a_document_is_a_text_and_its_image(pairs: Path, tmp_path: Path) -> None:

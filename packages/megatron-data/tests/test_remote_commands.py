@@ -22,7 +22,7 @@ from megatron_data import (
     verify,
 )
 from megatron_data.cli import main
-from megatron_data.indexed import pair, summarize
+from megatron_data.indexed import dataset_files, summarize
 from megatron_data.indexed.format import Header
 from megatron_data.sources import StorageCache
 from megatron_data.sources import remote as remote_files
@@ -343,7 +343,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(
 def test_a_scan_equals_the_file_whatever_its_blocks(
     local: str, tmp_path: Path, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(dataset_files, "_BLOCK_BYTES", 1000)
     storage = StorageCache(str(tmp_path / "cache"))
     whole = np.fromfile(f"{local}.bin", np.uint16)
     for prefix in (local, URL):
@@ -372,7 +372,7 @@ def test_a_file_that_is_cut_while_it_is_scanned_is_named(local: str) -> None:
 def test_images_are_told_from_text_across_blocks(
     tmp_path: Path, memory: Any, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(dataset_files, "_BLOCK_BYTES", block)
     monkeypatch.setattr(remote_files, "_STEP", block)
     random = np.random.default_rng(0)
     texts: list[int] = []

@@ -90,7 +90,7 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def renamed(path: Path, partial: Path) -> Iterator[BinaryIO]:
+def write_then_rename(path: Path, partial: Path) -> Iterator[BinaryIO]:
     """A file under another name that takes its own when the block ends, and goes if it fails.
 
     It is not flushed to the disk: what a crash of the machine leaves, a digest or a checksum tells.

@@ -56,18 +56,18 @@ class SequentialSampler:
         self.data_parallel_size = data_parallel_size
 
     @property
-    def step_samples(self) -> int:
+    def samples_per_step(self) -> int:
         """Samples that all ranks take together in a step."""
         return self.micro_batch_size * self.data_parallel_size
 
     def __len__(self) -> int:
         """Micro-batches that are left."""
-        return (self.total_samples - self.consumed_samples) // self.step_samples
+        return (self.total_samples - self.consumed_samples) // self.samples_per_step
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(len(self)):
             first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
-            self.consumed_samples += self.step_samples
+            self.consumed_samples += self.samples_per_step
             yield list(range(first, first + self.micro_batch_size))
 
     def state_dict(self) -> dict[str, int]:

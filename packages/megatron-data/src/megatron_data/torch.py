@@ -117,13 +117,14 @@ class CyclicSampler(Sampler[list[int]]):
             data_parallel_rank,
             data_parallel_size,
         )
-        self.step_samples = micro_batch_size * data_parallel_size
-        self.epoch_samples = total_samples - total_samples % self.step_samples
+        self.samples_per_step = micro_batch_size * data_parallel_size
+        self.epoch_samples = total_samples - total_samples % self.samples_per_step
         if not self.epoch_samples:
-            raise DataError(f"{total_samples} samples, one step takes {self.step_samples}")
-        if consumed_samples % self.epoch_samples % self.step_samples:
+            raise DataError(f"{total_samples} samples, one step takes {self.samples_per_step}")
+        if consumed_samples % self.epoch_samples % self.samples_per_step:
             raise DataError(
-                f"{consumed_samples} consumed samples are not whole steps of {self.step_samples}"
+                f"{consumed_samples} consumed samples are not whole steps of "
+                f"{self.samples_per_step}"
             )
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
@@ -136,13 +137,13 @@ class CyclicSampler(Sampler[list[int]]):
         """Micro-batches that are left in this epoch."""
         return (
             self.epoch_samples - self.consumed_samples % self.epoch_samples
-        ) // self.step_samples
+        ) // self.samples_per_step
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, done = divmod(self.consumed_samples, self.epoch_samples)
         order = self._order(epoch, done)
         for start in range(0, len(self) * self.micro_batch_size, self.micro_batch_size):
-            self.consumed_samples += self.step_samples
+            self.consumed_samples += self.samples_per_step
             yield order[start : start + self.micro_batch_size]
 
     def _order(self, epoch: int, done: int) -> list[int]:

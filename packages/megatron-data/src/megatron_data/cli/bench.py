@@ -10,7 +10,7 @@ from megatron_data.cli.bounds import Bounded
 from megatron_data.cli.options import INPUT_HELP, add_tokenizer_options, tokenizer_from
 from megatron_data.cli.tables import format_table
 from megatron_data.cli.work import add_max_document_bytes
-from megatron_data.wording import counted
+from megatron_data.plural import plural
 
 _ADVICE = {
     "read": "the storage or the packing of the files sets the pace: bring them nearer, or use zstd",
@@ -103,9 +103,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     ]
     head = ("stage", "seconds", "of stages", "MB/s", "documents/s", "tokens/s")
     print(format_table(head, rows))
-    first, (name, share) = found.stages[0], found.bound
+    first, (name, share) = found.stages[0], found.bottleneck
     print(
-        f"\n{counted(first.documents, 'document')}, {first.size / 1e6:.1f} MB, on a machine of "
+        f"\n{plural(first.documents, 'document')}, {first.size / 1e6:.1f} MB, on a machine of "
         f"{os.cpu_count()} cores; for samples, documents are samples"
     )
     print(f"bound by {name}, {share:.0%} of the stages: {_ADVICE[name]}")

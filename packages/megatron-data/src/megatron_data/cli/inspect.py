@@ -15,7 +15,7 @@ from megatron_data.cli.options import (
     storage_from,
     tokenizer_from,
 )
-from megatron_data.wording import counted
+from megatron_data.plural import plural
 
 
 def add_parser(commands: Any) -> None:
@@ -74,12 +74,12 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     with IndexedDataset(arguments.prefix, storage_from(arguments)) as dataset:
         summary = summarize(dataset)
         counts = summary.counts
-        size = f"{counted(counts.images, 'image')} ({counts.image_bytes:,} bytes), "
+        size = f"{plural(counts.images, 'image')} ({counts.image_bytes:,} bytes), "
         pictures = size if counts.images else ""
         empty = f" ({counts.empty_documents:,} empty)" if counts.empty_documents else ""
         print(
-            f"{arguments.prefix}: {counted(counts.documents, 'document')}{empty}, "
-            f"{counted(counts.sequences, 'sequence')}, {counted(counts.tokens, 'token')}, "
+            f"{arguments.prefix}: {plural(counts.documents, 'document')}{empty}, "
+            f"{plural(counts.sequences, 'sequence')}, {plural(counts.tokens, 'token')}, "
             f"{pictures}{dataset.dtype}"
         )
         print("\ndocument lengths in tokens")
@@ -101,6 +101,6 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             tokens, images = document_text(dataset, number)
             shown = tokens[: arguments.tokens].tolist()
             beside = f", images {images}" if images else ""
-            print(f"\ndocument {number}, {counted(len(tokens), 'token')}{beside}")
+            print(f"\ndocument {number}, {plural(len(tokens), 'token')}{beside}")
             print(tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown)))
     return 0

@@ -8,7 +8,7 @@ from megatron_data._command import Parser
 from megatron_data.cli.bounds import Bounded
 from megatron_data.cli.options import add_overwrite_option, add_storage_option, storage_from
 from megatron_data.cli.tables import format_table
-from megatron_data.wording import counted
+from megatron_data.plural import plural
 
 if TYPE_CHECKING:
     from megatron_data.datasets.paths import Blend
@@ -106,8 +106,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     print(
         format_table(("source", "documents", "tokens", "share", "samples", "drawn", "epochs"), rows)
     )
-    each = counted(length, "token")
-    print(f"{counted(samples, 'sample')} of {each}: {counted(samples * length, 'token')}")
+    each = plural(length, "token")
+    print(f"{plural(samples, 'sample')} of {each}: {plural(samples * length, 'token')}")
     if arguments.output is not None:
         write_data_args(arguments.output, blend)
         print(f"{arguments.output}: for --data-args-path")
@@ -132,7 +132,7 @@ def _blend(parser: Parser, arguments: argparse.Namespace) -> "Blend":
     if len(amounts) != len(blend.prefixes):
         which = "--epochs" if arguments.epochs else "--tokens"
         parser.error(
-            f"{which} has {counted(len(amounts), 'number')}, and {len(blend.prefixes)} prefixes "
+            f"{which} has {plural(len(amounts), 'number')}, and {len(blend.prefixes)} prefixes "
             "are named; give one for each"
         )
     named = dict(zip(blend.prefixes, amounts, strict=True))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_data._command import Parser
 from megatron_data.cli.options import INPUT_HELP, add_tokenizer_options, tokenizer_from
 from megatron_data.cli.work import add_work_options, print_resumed, print_skipped
-from megatron_data.wording import counted
+from megatron_data.plural import plural
 
 if TYPE_CHECKING:
     from megatron_data.preprocessing.sentences import SentenceSplitter
@@ -113,8 +113,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         counts, seconds = dataset.counts, max(dataset.seconds, 1e-9)
         empty = f" ({counts.empty_documents:,} empty)" if counts.empty_documents else ""
         print(
-            f"{dataset.prefix}: {counted(counts.documents, 'document')}{empty}, "
-            f"{counted(counts.tokens, 'token')} "
+            f"{dataset.prefix}: {plural(counts.documents, 'document')}{empty}, "
+            f"{plural(counts.tokens, 'token')} "
             f"in {seconds:.1f} s ({dataset.bytes_read / 1e6 / seconds:.2f} MB/s, "
             f"{counts.tokens / seconds:,.0f} tokens/s)"
         )

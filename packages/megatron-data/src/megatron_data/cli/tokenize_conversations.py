@@ -9,8 +9,8 @@ from megatron_data._command import Parser
 from megatron_data.cli.bounds import Bounded
 from megatron_data.cli.options import add_tokenizer_options, tokenizer_from
 from megatron_data.cli.work import add_work_options, print_resumed, print_skipped
+from megatron_data.plural import plural
 from megatron_data.tokenizers.chat import TemplateLimits
-from megatron_data.wording import counted
 
 if TYPE_CHECKING:
     from megatron_data.tokenizers.sft import SFTTokenizer
@@ -102,9 +102,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     )
     print_resumed(report.dataset)
     print(
-        f"{arguments.output_prefix}_conversation: {counted(report.conversations, 'conversation')} "
-        f"of {counted(report.rows, 'row')}, {counted(report.tokens, 'token')}, "
-        f"{report.loss_tokens:,} of them counted by the loss; {report.truncated:,} truncated, "
+        f"{arguments.output_prefix}_conversation: {plural(report.conversations, 'conversation')} "
+        f"of {plural(report.rows, 'row')}, {plural(report.tokens, 'token')}, "
+        f"{report.loss_tokens:,} of them plural by the loss; {report.truncated:,} truncated, "
         f"{report.dropped:,} dropped, {report.without_loss:,} without an answer"
     )
     print_skipped(report.dataset, arguments)

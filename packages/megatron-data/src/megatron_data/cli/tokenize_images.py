@@ -8,8 +8,8 @@ from megatron_data._command import Parser
 from megatron_data.cli.bounds import Bounded
 from megatron_data.cli.options import add_allow_http, add_tokenizer_options, tokenizer_from
 from megatron_data.cli.work import add_work_options, print_resumed, print_skipped
+from megatron_data.plural import plural
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
-from megatron_data.wording import counted
 
 
 def add_parser(commands: Any) -> None:
@@ -97,9 +97,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     )
     print_resumed(report.dataset)
     print(
-        f"{report.prefix}: {counted(report.pairs, 'pair')}, {counted(report.tokens, 'token')}, "
+        f"{report.prefix}: {plural(report.pairs, 'pair')}, {plural(report.tokens, 'token')}, "
         f"{report.image_bytes / 1e6:.1f} MB of images; "
-        f"{counted(report.truncated, 'text')} truncated"
+        f"{plural(report.truncated, 'text')} truncated"
     )
     print_skipped(report.dataset, arguments)
     return 0

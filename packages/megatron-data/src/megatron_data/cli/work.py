@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from megatron_data._command import Parser
 from megatron_data.cli.bounds import Bounded
 from megatron_data.cli.options import add_overwrite_option
+from megatron_data.plural import plural
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
-from megatron_data.wording import counted
 
 if TYPE_CHECKING:
     from megatron_data.preprocessing.engine import PreprocessedDataset
@@ -64,7 +64,7 @@ def print_resumed(made: "PreprocessedDataset") -> None:
     """Says how much an earlier run had done, if it had."""
     if made.resumed_chunks:
         were = "was" if made.chunks == 1 else "were"
-        chunks = f"{made.resumed_chunks:,} of {counted(made.chunks, 'chunk')}"
+        chunks = f"{made.resumed_chunks:,} of {plural(made.chunks, 'chunk')}"
         print(f"{chunks} {were} done by an earlier run")
 
 

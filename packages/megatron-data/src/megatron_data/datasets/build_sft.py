@@ -26,11 +26,11 @@ from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.order.packing import PackedOrder
 from megatron_data.order.protocol import SampleOrder
 from megatron_data.order.rows import RowOrder
+from megatron_data.plural import plural
 from megatron_data.preprocessing.manifest import LOSS_SUFFIX, check_mask
 from megatron_data.sources.block_cache import StorageCache
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
 from megatron_data.tokenizers.sft import SFTTokenizer
-from megatron_data.wording import counted
 
 _Builders: TypeAlias = "dict[OrderName, type[_SFTBuilder]]"
 
@@ -80,10 +80,10 @@ class _SFTBuilder(GPTBuilder):
         order = dataset.order if isinstance(dataset, SFTDataset) else None
         which = f"{request.split} split of {name}"
         if isinstance(order, RowOrder) and order.truncated:
-            what = counted(order.truncated, "row")
+            what = plural(order.truncated, "row")
             _log.warning("%s: %s longer than a sample, cut", which, what)
         if isinstance(order, PackedOrder) and (cut := order.packing.report().split_documents):
-            what = counted(cut, "conversation")
+            what = plural(cut, "conversation")
             _log.warning("%s: %s longer than a sample, cut", which, what)
         return dataset
 

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_data.errors import DataError
 from megatron_data.files import AtomicFile, local_prefix
 from megatron_data.indexed.format import LARGEST_LENGTH, Header, TokenType, bin_path, idx_path
-from megatron_data.indexed.images import images_among
+from megatron_data.indexed.images import count_images
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.sources.block_cache import StorageCache
 
@@ -205,7 +205,7 @@ class IndexedDatasetBuilder:
             self._bin.commit()
         images = image_numbers = 0
         if self._modes is not None:
-            images, image_numbers = images_among(lengths, np.frombuffer(self._modes, np.int8))
+            images, image_numbers = count_images(lengths, np.frombuffer(self._modes, np.int8))
         return WrittenDataset(
             WrittenFile.of(self._bin),
             WrittenFile.of(index),

@@ -14,7 +14,7 @@ TEXT_MODE, IMAGE_MODE = 0, 1
 """Modes of the sequences of a multimodal dataset."""
 
 _DTYPE = np.dtype("<i4")
-MOST_FILL = _DTYPE.itemsize - 1
+MAX_PADDING_BYTES = _DTYPE.itemsize - 1
 """Bytes that may fill up the last number of an image."""
 
 _BEGINS = {
@@ -28,7 +28,7 @@ _BEGINS = {
 }
 
 
-def image_kind(data: bytes) -> str | None:
+def image_format(data: bytes) -> str | None:
     """Which kind of image file this is by its first bytes, such as "PNG"; None if it is none.
 
     JPEG, PNG, GIF, WebP, BMP and TIFF are known; nothing is decoded.
@@ -53,7 +53,7 @@ def unpack_image(sequence: NDArray[np.integer]) -> bytes:
     Raises:
         DataError: it is no image: not int32, or it does not begin with 0 to 3.
     """
-    if sequence.dtype != _DTYPE or not len(sequence) or not 0 <= sequence[0] <= MOST_FILL:
+    if sequence.dtype != _DTYPE or not len(sequence) or not 0 <= sequence[0] <= MAX_PADDING_BYTES:
         begin = f"begins with {sequence[0]}" if len(sequence) else "is empty"
         raise DataError(
             f"a sequence of {sequence.dtype} that {begin} holds no image; those are int32, begin "
@@ -63,7 +63,7 @@ def unpack_image(sequence: NDArray[np.integer]) -> bytes:
     return data[: len(data) - int(sequence[0])]
 
 
-def images_among(lengths: NDArray[np.int32], modes: NDArray[np.int8]) -> tuple[int, int]:
+def count_images(lengths: NDArray[np.int32], modes: NDArray[np.int8]) -> tuple[int, int]:
     """Returns how many sequences are images, and how many numbers those have together.
 
     Args:
@@ -74,7 +74,7 @@ def images_among(lengths: NDArray[np.int32], modes: NDArray[np.int8]) -> tuple[i
     return int(np.count_nonzero(images)), int(lengths[images].sum(dtype=np.int64))
 
 
-def in_text(dataset: IndexedDataset, begin: int, end: int) -> NDArray[np.bool_]:
+def text_mask(dataset: IndexedDataset, begin: int, end: int) -> NDArray[np.bool_]:
     """Which of the tokens from `begin` to `end` stand in text; all where there are no modes.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_data.errors import DataError
-from megatron_data.indexed.images import TEXT_MODE, in_text
+from megatron_data.indexed.images import TEXT_MODE, text_mask
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.preprocessing.manifest import Counts, count_dataset
 
@@ -17,7 +17,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 @dataclass(frozen=True)
-class Summary:
+class DatasetSummary:
     """What `summarize` found.
 
     Attributes:
@@ -42,7 +42,7 @@ class Summary:
         return [(int(token), int(self.token_counts[token])) for token in order]
 
 
-def summarize(dataset: IndexedDataset) -> Summary:
+def summarize(dataset: IndexedDataset) -> DatasetSummary:
     """Reads a dataset once, from end to end, in flat memory.
 
     Raises:
@@ -62,7 +62,7 @@ def summarize(dataset: IndexedDataset) -> Summary:
     lengths = dataset.sequence_lengths
     np.cumsum(lengths if modes is None else lengths * (modes == TEXT_MODE), out=totals[1:])
     document_lengths = np.diff(totals[dataset.document_indices])
-    return Summary(count_dataset(dataset), document_lengths, token_counts)
+    return DatasetSummary(count_dataset(dataset), document_lengths, token_counts)
 
 
 def document_text(dataset: IndexedDataset, document: int) -> tuple[NDArray[Any], int]:
@@ -83,7 +83,7 @@ def _texts(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
     begin = 0
     for tokens in dataset.scan():
         end = begin + len(tokens)
-        yield tokens if dataset.sequence_modes is None else tokens[in_text(dataset, begin, end)]
+        yield tokens if dataset.sequence_modes is None else tokens[text_mask(dataset, begin, end)]
         begin = end
 
 

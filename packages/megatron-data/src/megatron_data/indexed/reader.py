@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_data.errors import DataError
+from megatron_data.indexed.dataset_files import DatasetFiles, MappedTokens, TokenArray, open_files
 from megatron_data.indexed.format import HEADER, Header, TokenType
-from megatron_data.indexed.pair import MappedTokens, Pair, TokenRow, open_pair
 from megatron_data.sources.block_cache import StorageCache
 
 _CHECKED = 1 << 20  # sequences that are checked at once
@@ -44,7 +44,7 @@ class IndexedDataset:
         self._storage = storage
         self._mmap = mmap
         self._closed = False
-        files = open_pair(self.prefix, storage, mmap)
+        files = open_files(self.prefix, storage, mmap)
         buffer = files.idx_bytes
         header = Header.unpack(bytes(buffer[: HEADER.size]), files.idx)
         multimodal = _is_multimodal(header, len(buffer), files.idx)
@@ -62,11 +62,11 @@ class IndexedDataset:
         self._check_ends(files)
         self._store = files.tokens(header.dtype)
         # Of a map the array itself, which is sliced in a fraction of the time.
-        self._tokens: TokenRow = (
+        self._tokens: TokenArray = (
             self._store.array if isinstance(self._store, MappedTokens) else self._store
         )
 
-    def _check_ends(self, files: Pair) -> None:
+    def _check_ends(self, files: DatasetFiles) -> None:
         """Returns the cheap checks of opening; `check` does the thorough ones."""
         if len(self._bounds) == 0 or self._bounds[0] != 0 or self._bounds[-1] != len(self):
             raise DataError(

@@ -15,14 +15,14 @@ _HIGH, _LOW = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
 _TWIST = np.uint64(0xB5026F5AA96619E9)
 _ONE = np.uint64(1)
 _MASK = (1 << 64) - 1
-_AT_ONCE = 1 << 14
+_BLOCK = 1 << 14
 
 
 def mt19937(seed: int) -> Iterator[NDArray[np.uint32]]:
     """Returns the numbers of `std::mt19937`, uint32, an endless row of pieces."""
     generator = np.random.RandomState(seed & 0xFFFFFFFF)
     while True:
-        yield generator.randint(0, 1 << 32, _AT_ONCE, np.uint32)
+        yield generator.randint(0, 1 << 32, _BLOCK, np.uint32)
 
 
 def mt19937_64(seed: int, count: int) -> NDArray[np.uint64]:

@@ -23,11 +23,11 @@ from megatron_data.tokenizers.protocol import Tokenizer
 STAGES = ("read", "parse", "tokenize", "write")
 """What `preprocess` does with every document, one after the other in a process."""
 
-_AT_ONCE = 1 << 20  # characters that a tokenizer is given together, as in preprocess
+_BATCH_CHARACTERS = 1 << 20  # characters that a tokenizer is given together, as in preprocess
 _SAMPLES = 2000
 
 
-class Measured(NamedTuple):
+class StageMeasurement(NamedTuple):
     """One stage.
 
     Attributes:
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
     tokens: int = 0
 
 
-class Benchmark(NamedTuple):
+class BenchmarkReport(NamedTuple):
     """What was measured.
 
     Attributes:
@@ -53,11 +53,11 @@ class Benchmark(NamedTuple):
         other_measurements: all of `preprocess`, other tokenizers, and the samples of the dataset.
     """
 
-    stages: tuple[Measured, ...]
-    other_measurements: tuple[Measured, ...]
+    stages: tuple[StageMeasurement, ...]
+    other_measurements: tuple[StageMeasurement, ...]
 
     @property
-    def bound(self) -> tuple[str, float]:
+    def bottleneck(self) -> tuple[str, float]:
         """The stage that takes longest, and its share of the time of all of them."""
         slowest = max(self.stages, key=lambda stage: stage.seconds)
         return slowest.name, slowest.seconds / max(sum(s.seconds for s in self.stages), 1e-9)
@@ -74,7 +74,7 @@ def benchmark(
     sequence_length: int = 1024,
     folder: str | os.PathLike[str] | None = None,
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
-) -> Benchmark:
+) -> BenchmarkReport:
     """Measures the stages of `preprocess`, and of reading samples, on the first part of a corpus.
 
     Args:
@@ -102,19 +102,19 @@ def benchmark(
     count = sum(map(len, tokens))
     if not count:
         raise DataError(f"the first {size:,} bytes of the input give no token")
-    stages.append(Measured("tokenize", seconds, size, documents, count))
+    stages.append(StageMeasurement("tokenize", seconds, size, documents, count))
     extra = []
     for other in other_tokenizers:
         made, seconds = _tokenize(other, texts)
         name = f"tokenize, {type(other).__name__}"
-        extra.append(Measured(name, seconds, size, documents, sum(map(len, made))))
+        extra.append(StageMeasurement(name, seconds, size, documents, sum(map(len, made))))
     with TemporaryDirectory(dir=folder) as scratch:
         started = perf_counter()
         with IndexedDatasetBuilder(Path(scratch, "d"), choose_dtype(tokenizer.vocab_size)) as out:
             for ids in tokens:
                 out.add_document(ids, [len(ids)] if len(ids) else [])
             out.finalize()
-        stages.append(Measured("write", perf_counter() - started, size, documents, count))
+        stages.append(StageMeasurement("write", perf_counter() - started, size, documents, count))
         lines = Path(scratch, "lines.jsonl")
         with lines.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
@@ -122,14 +122,14 @@ def benchmark(
             [lines], Path(scratch, "p"), tokenizer, workers=workers, max_document_bytes=None
         )
         name = f"preprocess, {workers} process{'es' if workers > 1 else ''}"
-        extra.append(Measured(name, whole.seconds, size, documents, count))
+        extra.append(StageMeasurement(name, whole.seconds, size, documents, count))
         extra += _samples(str(Path(scratch, "d")), sequence_length)
-    return Benchmark(tuple(stages), tuple(extra))
+    return BenchmarkReport(tuple(stages), tuple(extra))
 
 
 def _read(
     inputs: Sequence[str | os.PathLike[str]], key: str, limit: int, max_bytes: int | None
-) -> tuple[list[str], list[Measured]]:
+) -> tuple[list[str], list[StageMeasurement]]:
     """Texts of the first `limit` bytes, and the times of reading and of parsing them."""
     texts: list[str] = []
     size, reading, parsing = 0, 0.0, 0.0
@@ -150,7 +150,7 @@ def _read(
             size += item.size
             texts.append(" ".join(item.texts[0]))
     times = zip(STAGES, (reading, parsing), strict=False)
-    return texts, [Measured(name, seconds, size, len(texts)) for name, seconds in times]
+    return texts, [StageMeasurement(name, seconds, size, len(texts)) for name, seconds in times]
 
 
 def _tokenize(tokenizer: Tokenizer, texts: list[str]) -> tuple[list[NDArray[Any]], float]:
@@ -169,14 +169,14 @@ def _batches(texts: list[str]) -> Iterator[list[str]]:
     for text in texts:
         batch.append(text)
         size += len(text)
-        if size >= _AT_ONCE:
+        if size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-def _samples(prefix: str, sequence_length: int) -> list[Measured]:
+def _samples(prefix: str, sequence_length: int) -> list[StageMeasurement]:
     """The reading of samples of a dataset in a random order; none if it is too short for one."""
     try:
         train, *_ = build_gpt_datasets(prefix, "1,0,0", sequence_length=sequence_length)
@@ -189,4 +189,4 @@ def _samples(prefix: str, sequence_length: int) -> list[Measured]:
     for number in numbers:
         train[number]
     seconds = perf_counter() - started
-    return [Measured("samples", seconds, 0, _SAMPLES, _SAMPLES * sequence_length)]
+    return [StageMeasurement("samples", seconds, 0, _SAMPLES, _SAMPLES * sequence_length)]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_data.errors import DataError
 from megatron_data.indexed.format import DTYPES
-from megatron_data.indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
+from megatron_data.indexed.images import IMAGE_MODE, TEXT_MODE, image_format, pack_image
 from megatron_data.preprocessing.batches import batch_items, encode_or_fault
 from megatron_data.preprocessing.protocol import EncodedChunk, EncodedDocuments, Output
 from megatron_data.sources.failures import MissingError, NotRegularFileError
@@ -137,7 +137,7 @@ class ImageLocator(NamedTuple):
         return self._checked("its image", data)
 
     def _checked(self, name: str, data: bytes) -> bytes:
-        if image_kind(data) is None:
+        if image_format(data) is None:
             begin = f"begins with {data[:8].hex(' ')}" if data else "is empty"
             raise UnreadableError(
                 "image", f"{name} {begin}, which no JPEG, PNG, GIF, WebP, BMP or TIFF does"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_data.errors import DataError
 from megatron_data.files import local_prefix
+from megatron_data.plural import plural
 from megatron_data.preprocessing.engine import OnError, PreprocessedDataset, WorkOptions, run_job
 from megatron_data.preprocessing.image_encoding import ImageLocator, ImagePairEncoder, TextEnding
 from megatron_data.sources.opening import find_sources
@@ -15,7 +16,6 @@ from megatron_data.sources.storage import is_folder, list_files, relative_path
 from megatron_data.sources.streams import split_suffix
 from megatron_data.sources.text_files import TextFiles
 from megatron_data.tokenizers.protocol import Tokenizer
-from megatron_data.wording import counted
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _images_of(texts: Sequence[TextFiles], folder: str | None) -> dict[str, str]
     unmatched_images = [path for name, path in images.items() if name not in named]
     if unmatched_texts or unmatched_images:
         told = [
-            f"{counted(len(paths), what)} without {its} ({', '.join(paths[:3])}"
+            f"{plural(len(paths), what)} without {its} ({', '.join(paths[:3])}"
             f"{', …' if len(paths) > 3 else ''})"
             for what, its, paths in (
                 ("text", f"an image of the same name in {folder}", unmatched_texts),

@@ -14,6 +14,7 @@ from megatron_data.errors import DataError
 from megatron_data.files import local_prefix
 from megatron_data.indexed.builder import IndexedDatasetBuilder
 from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.plural import plural
 from megatron_data.preprocessing.fingerprints import compare_fingerprints, fingerprint_in
 from megatron_data.preprocessing.manifest import (
     Counts,
@@ -26,7 +27,6 @@ from megatron_data.preprocessing.manifest import (
 )
 from megatron_data.preprocessing.origins import Origins
 from megatron_data.sources.block_cache import StorageCache
-from megatron_data.wording import counted
 
 _ROUNDING = 1e-6  # of shares that are meant to sum to 1, such as three of 0.3333333
 
@@ -156,7 +156,7 @@ def _ends(
         raise DataError("give shares or numbers of documents, one of the two")
     if len(given) != outputs or not outputs:
         raise DataError(
-            f"{counted(len(given), 'part')} for {counted(outputs, 'output')}; give one for each"
+            f"{plural(len(given), 'part')} for {plural(outputs, 'output')}; give one for each"
         )
     if wrong := [each for each in given if not 0 < each < inf]:
         raise DataError(f"a part of {wrong[0]}; every part needs at least one document")
@@ -208,7 +208,7 @@ def _joined(names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[s
 
 
 def _numbers(given: Any) -> dict[str, int]:
-    """Returns what was counted, or nothing.
+    """Returns what was plural, or nothing.
 
     Raises:
         ValueError: something is no count that JSON holds exactly.

@@ -16,13 +16,13 @@ from megatron_data._version import __version__
 from megatron_data.errors import DataError
 from megatron_data.files import BLOCK_BYTES, parse_json, write_json
 from megatron_data.indexed.builder import WrittenDataset
-from megatron_data.indexed.images import images_among
+from megatron_data.indexed.images import count_images
 from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.plural import plural
 from megatron_data.preprocessing.origins import Origins
 from megatron_data.preprocessing.protocol import ChunkEncoder
 from megatron_data.sources.protocol import Source
 from megatron_data.sources.remote import read_if_there
-from megatron_data.wording import counted
 
 FORMAT = "megatron-data manifest 1"
 
@@ -55,9 +55,9 @@ class Counts:
     @property
     def summary(self) -> str:
         """Documents, tokens and images in words: `2 documents, 1,000 tokens`."""
-        parts = [counted(self.documents, "document"), counted(self.tokens, "token")]
+        parts = [plural(self.documents, "document"), plural(self.tokens, "token")]
         if self.images:
-            parts.append(f"{counted(self.images, 'image')} ({self.image_bytes:,} bytes)")
+            parts.append(f"{plural(self.images, 'image')} ({self.image_bytes:,} bytes)")
         return ", ".join(parts)
 
     def to_json(self) -> dict[str, int]:
@@ -219,7 +219,7 @@ def count_dataset(dataset: IndexedDataset) -> Counts:
     bounds, modes = dataset.document_indices, dataset.sequence_modes
     images = image_numbers = 0
     if modes is not None:
-        images, image_numbers = images_among(dataset.sequence_lengths, modes)
+        images, image_numbers = count_images(dataset.sequence_lengths, modes)
     return Counts(
         documents=dataset.num_documents,
         empty_documents=int((bounds[1:] == bounds[:-1]).sum()),

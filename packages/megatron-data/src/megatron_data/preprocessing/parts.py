@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 
 from megatron_data.errors import DataError
-from megatron_data.files import read_json, renamed, write_json
+from megatron_data.files import read_json, write_json, write_then_rename
 from megatron_data.indexed.format import TokenType
 from megatron_data.preprocessing.protocol import ChunkEncoder, EncodedDocuments, Output
 from megatron_data.sources.protocol import Chunk, Fault, Span
@@ -305,7 +305,7 @@ def _job_of(path: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, record: bytes, arrays: list[np.ndarray[Any, Any]]) -> None:
     """Writes a part; it is not flushed to the disk, its digest tells what a crash leaves of it."""
-    with renamed(path, path.with_suffix(f".{os.getpid()}")) as file:
+    with write_then_rename(path, path.with_suffix(f".{os.getpid()}")) as file:
         file.write(len(record).to_bytes(_LENGTH, "little"))
         file.write(record)
         for array in arrays:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron_data.errors import DataError
 from megatron_data.files import Digests
 from megatron_data.indexed.builder import WrittenFile
-from megatron_data.indexed.images import IMAGE_MODE, MOST_FILL, in_text
+from megatron_data.indexed.images import IMAGE_MODE, MAX_PADDING_BYTES, text_mask
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.preprocessing.manifest import (
     LOSS_SUFFIX,
@@ -100,7 +100,7 @@ class _Tokens:
             texts, end = tokens, begin + len(tokens)
             if self._dataset.sequence_modes is not None:
                 self._check_images(tokens, begin, self._dataset.sequence_modes)
-                texts = tokens[in_text(self._dataset, begin, end)]
+                texts = tokens[text_mask(self._dataset, begin, end)]
             if len(texts):
                 self.lowest = min(self.lowest, int(texts.min()))
                 self.highest = max(self.highest, int(texts.max()))
@@ -114,11 +114,11 @@ class _Tokens:
         first, last = np.searchsorted(starts, bounds).tolist()
         images = first + np.flatnonzero(modes[first:last] == IMAGE_MODE)
         fills = tokens[starts[images] // itemsize - begin]
-        wrong = np.flatnonzero((fills < 0) | (fills > MOST_FILL))
+        wrong = np.flatnonzero((fills < 0) | (fills > MAX_PADDING_BYTES))
         if len(wrong):
             raise DataError(
                 f"{self._dataset.prefix}: sequence {images[wrong[0]]} holds no image: it begins "
-                f"with {fills[wrong[0]]}, not with 0 to {MOST_FILL}"
+                f"with {fills[wrong[0]]}, not with 0 to {MAX_PADDING_BYTES}"
             )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron_data.errors import add_path_to_errors
-from megatron_data.files import renamed
+from megatron_data.files import write_then_rename
 
 _CHECK_BYTES = 4
 _SUFFIX = ".block"
@@ -184,7 +184,7 @@ def _share(file: BinaryIO, folder: Path, bits: int = 0o644) -> None:
 def adding(path: Path) -> Iterator[BinaryIO]:
     """Returns a new file of a shared folder; of two processes that add one, either one's stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with renamed(path, partial_name(path)) as file:
+    with write_then_rename(path, partial_name(path)) as file:
         _share(file, path.parent)
         yield file
 

@@ -21,7 +21,7 @@ _BLOCK_BYTES = 4 << 20  # of a scan
 _USUAL_ENDS = ("_text_document", "_text_sentence", "_conversation", "_image_text")
 
 
-class TokenRow(Protocol):
+class TokenArray(Protocol):
     """A row of tokens: an array, or a store."""
 
     @property
@@ -35,7 +35,7 @@ class TokenRow(Protocol):
         """Returns a stretch of them."""
 
 
-class TokenStore(TokenRow, Protocol):
+class TokenStore(TokenArray, Protocol):
     """The tokens of a `.bin`: `MappedTokens`, `FileTokens` or `RemoteTokens`."""
 
     def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
@@ -160,7 +160,7 @@ class RemoteTokens:
         """Nothing is held open."""
 
 
-class Pair(NamedTuple):
+class DatasetFiles(NamedTuple):
     """The two files.
 
     Attributes:
@@ -178,7 +178,7 @@ class Pair(NamedTuple):
     tokens: Callable[[TokenType], TokenStore]
 
 
-def open_pair(prefix: str, storage: StorageCache | None, mapped: bool) -> Pair:
+def open_files(prefix: str, storage: StorageCache | None, mapped: bool) -> DatasetFiles:
     """Opens the files at a prefix, which may be a URL if there is a cache for it.
 
     Args:
@@ -194,17 +194,17 @@ def open_pair(prefix: str, storage: StorageCache | None, mapped: bool) -> Pair:
     return _remote(prefix, storage)
 
 
-def _local(prefix: str, mapped: bool) -> Pair:
+def _local(prefix: str, mapped: bool) -> DatasetFiles:
     index, data = _existing_pair(prefix)
     size = data.stat().st_size
 
     def tokens(dtype: TokenType) -> TokenStore:
         return (MappedTokens if mapped else FileTokens)(data, dtype, size)
 
-    return Pair(str(index), _map(index), str(data), size, tokens)
+    return DatasetFiles(str(index), _map(index), str(data), size, tokens)
 
 
-def _remote(prefix: str, storage: StorageCache | None) -> Pair:
+def _remote(prefix: str, storage: StorageCache | None) -> DatasetFiles:
     if storage is None:
         raise DataError(
             f"{prefix} is a URL; name a folder on a local disk for what is read of it, by "
@@ -220,7 +220,7 @@ def _remote(prefix: str, storage: StorageCache | None) -> Pair:
     def tokens(dtype: TokenType) -> TokenStore:
         return RemoteTokens(storage.blocks(data), dtype, data.size)
 
-    return Pair(index.url, storage.whole(index), data.url, data.size, tokens)
+    return DatasetFiles(index.url, storage.whole(index), data.url, data.size, tokens)
 
 
 def _find(url: str) -> RemoteFile | None:

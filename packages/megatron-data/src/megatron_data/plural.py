@@ -1,6 +1,6 @@
 """Numbers in sentences."""
 
 
-def counted(count: int, what: str) -> str:
+def plural(count: int, what: str) -> str:
     """Returns how many there are of something: `1 document`, `2,000 documents`."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
