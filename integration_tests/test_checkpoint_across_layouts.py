@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_ckpt import CheckpointStore, DistributedCoordinator
-from megatron_parallel import Mesh, ParallelLayout, Sharding, normal_, parameter_views
+from megatron_parallel import Mesh, ParallelLayout, Sharding, parameter_views
+from megatron_parallel.sharding import normal_
 from megatron_parallel.testing import WorkerPool
 
 # Every way of cutting that a dense model has: rows (the vocabulary padded, to 128 rows), columns, a

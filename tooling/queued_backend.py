@@ -134,6 +134,6 @@ def queueing() -> Iterator[QueueingDevice]:
     new_group: Callable[..., Any] = dist.new_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", partial(new_group, backend=NAME))
-        for module in ("axes", "watchdog"):
+        for module in ("mesh.axes", "collectives.watchdog"):
             patch.setattr(f"megatron_parallel.{module}.marker_factory", lambda _: device.mark)
         yield device

@@ -18,13 +18,8 @@ from statistics import median, quantiles
 import torch
 from data_parallel import Step, Times, interleaved
 from megatron_models import GPT, GPTConfig
-from megatron_parallel import (
-    GradientBuffers,
-    Mesh,
-    ParallelLayout,
-    collect_shardings,
-    fuse_gradient_accumulation,
-)
+from megatron_parallel import GradientBuffers, Mesh, ParallelLayout, collect_shardings
+from megatron_parallel.data_parallel import fuse_gradient_accumulation
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile

@@ -14,14 +14,8 @@ from megatron_data import ByteTokenizer
 from megatron_data.tokenizers import NullTokenizer
 from megatron_infer import InferError, SamplingParams, generate_tokens, load_model
 from megatron_models import GPT, ConfigError
-from megatron_parallel import (
-    LayoutError,
-    Mesh,
-    ParallelLayout,
-    collect_shardings,
-    collect_states,
-    parameter_views,
-)
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, collect_shardings, parameter_views
+from megatron_parallel.sharding import collect_states
 from megatron_parallel.testing import WorkerPool
 
 Save = Callable[..., GPT]

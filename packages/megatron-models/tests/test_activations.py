@@ -22,7 +22,8 @@ from megatron_models import (
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import StageDropout
 from megatron_models.components.stack import run_layers
-from megatron_parallel import DropoutKey, Mesh, ParallelLayout, RecomputeConfig, gather_sequence
+from megatron_parallel import DropoutKey, Mesh, ParallelLayout, RecomputeConfig
+from megatron_parallel.collectives import gather_sequence
 from megatron_parallel.recompute import count_saved_activations
 from torch.nn import functional
 

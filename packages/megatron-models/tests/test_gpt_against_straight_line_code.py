@@ -11,7 +11,8 @@ import torch
 from megatron_models.components.dropout import Dropout
 from megatron_models.models.gpt.model import GPT
 from megatron_models.placement import Placement
-from megatron_parallel import DropoutKey, Mesh, keep_mask
+from megatron_parallel import DropoutKey, Mesh
+from megatron_parallel.dropout import keep_mask
 
 
 def inverse_frequencies(config):

@@ -20,7 +20,8 @@ from megatron_optim import (
 )
 from megatron_optim.rule_registry import RULES, UpdateRuleKind
 from megatron_optim.rules import AdamW
-from megatron_parallel import Mesh, Section, Sharding, TrainableParameters
+from megatron_parallel import Mesh, Sharding, TrainableParameters
+from megatron_parallel.extensions import Section
 from torch import Tensor, nn
 
 Model = Callable[..., nn.Module]

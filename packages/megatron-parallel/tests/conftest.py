@@ -3,15 +3,15 @@
 from jaxtyping import install_import_hook
 
 MODULES = (
-    "collectives",
+    "collectives.operations",
+    "collectives.packed",
     "context_parallel",
     "data_parallel",
     "dropout",
     "expert_parallel",
-    "init",
-    "packed",
+    "sharding.initialization",
+    "sharding.views",
     "tensor_parallel",
-    "views",
 )
 TENSOR_MODULES = tuple(f"megatron_parallel.{name}" for name in MODULES)
 install_import_hook(TENSOR_MODULES, "beartype.beartype")
@@ -27,7 +27,7 @@ def worker_pool_typecheck() -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def worker_pool_preload() -> tuple[str, ...]:
-    return (*TENSOR_MODULES, "megatron_parallel.mesh", "megatron_parallel.pipeline")
+    return (*TENSOR_MODULES, "megatron_parallel.mesh.mesh", "megatron_parallel.pipeline")
 
 
 @pytest.fixture

@@ -2,14 +2,8 @@
 
 import pytest
 import torch
-from megatron_parallel import (
-    AuxiliaryLosses,
-    LayoutError,
-    Mesh,
-    ParallelLayout,
-    all_reduce,
-    scatter_to_axis,
-)
+from megatron_parallel import AuxiliaryLosses, LayoutError, Mesh, ParallelLayout, all_reduce
+from megatron_parallel.collectives import scatter_to_axis
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

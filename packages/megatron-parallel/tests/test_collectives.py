@@ -11,17 +11,19 @@ from megatron_parallel import (
     all_gather,
     all_reduce,
     broadcast,
+    reduce_scatter,
+)
+from megatron_parallel.collectives import (
+    ReduceOp,
     copy_to_axis,
     gather_from_axis,
     gather_sequence,
     receive,
     reduce_from_axis,
-    reduce_scatter,
     scatter_sequence,
     scatter_to_axis,
     send,
 )
-from megatron_parallel.collectives import ReduceOp
 from megatron_parallel.testing import WorkerPool
 
 TP = {2: ParallelLayout(tp=2), 4: ParallelLayout(tp=4)}

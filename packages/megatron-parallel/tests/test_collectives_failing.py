@@ -22,17 +22,19 @@ from megatron_parallel import (
     all_gather,
     all_reduce,
     broadcast,
+    reduce_scatter,
+    vocab_parallel_cross_entropy,
+)
+from megatron_parallel.collectives import (
     broadcast_tensors,
     copy_to_axis,
     gather_sequence,
+    raise_collective_errors,
     receive,
     reduce_from_axis,
-    reduce_scatter,
     scatter_sequence,
     send,
-    vocab_parallel_cross_entropy,
 )
-from megatron_parallel.collective_failure import raise_collective_errors
 from megatron_parallel.pipeline import sum_tied_gradient
 from megatron_parallel.pipeline.shared import broadcast_from_last_stage
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
@@ -192,7 +194,7 @@ def lose_rank_1(rank: Rank, name: str, how: str, answers: Answers) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if how == "exits":  # the pool waits a second only for the others
-            patch.setattr("megatron_parallel.collective_failure.GRACE", 0.3)
+            patch.setattr("megatron_parallel.collectives.failure.GRACE", 0.3)
         line = attempt(lambda mesh: act(mesh, trouble), layout)
     if how == "exits":  # answers do not come back from a crew that lost a rank, errors do
         raise CollectiveError(line)

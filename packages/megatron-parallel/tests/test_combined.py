@@ -12,9 +12,9 @@ from unittest import mock
 import megatron_parallel.expert_parallel.exchange as exchange
 import pytest
 import torch
-from megatron_parallel import LayoutError, Mesh, ParallelLayout, PassInterleaver
+from megatron_parallel import LayoutError, Mesh, ParallelLayout
 from megatron_parallel.expert_parallel import RowOps, RowSplits, build_dispatcher, start_all_to_all
-from megatron_parallel.pipeline import PipelineEngine, TensorSpec, planned_actions
+from megatron_parallel.pipeline import PassInterleaver, PipelineEngine, TensorSpec, planned_actions
 from megatron_parallel.testing import Rank, WorkerPool
 from torch import Tensor, nn
 

@@ -15,7 +15,11 @@ import pytest
 CODE = """
 import torch
 from megatron_parallel import (
-    ColumnParallelLinear, Mesh, RowParallelLinear, VocabParallelEmbedding, initialize_parameters,
+    ColumnParallelLinear,
+    Mesh,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    initialize_parameters,
     vocab_parallel_cross_entropy,
 )
 from torch import nn
@@ -59,9 +63,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron_parallel import (
-    ColumnParallelLinear, Mesh, ParallelLayout, RowParallelLinear, VocabParallelEmbedding,
-    column_parallel_linear, initialize_parameters, vocab_parallel_cross_entropy,
+    ColumnParallelLinear,
+    Mesh,
+    ParallelLayout,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    initialize_parameters,
+    vocab_parallel_cross_entropy,
 )
+from megatron_parallel.tensor_parallel import column_parallel_linear
 from torch import nn
 
 rank, store = int(sys.argv[1]), sys.argv[2]

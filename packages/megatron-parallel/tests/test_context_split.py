@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_parallel import DropoutKey, LayoutError, ParallelLayout, draw_layout, keep_mask
+from megatron_parallel import DropoutKey, LayoutError, ParallelLayout
 from megatron_parallel.context_parallel import (
     ContextSplit,
     SequenceMask,
@@ -12,6 +12,8 @@ from megatron_parallel.context_parallel import (
     imbalance,
     plan_ring,
 )
+from megatron_parallel.dropout import keep_mask
+from megatron_parallel.mesh import draw_layout
 
 
 def documents(lengths: list[int], total: int) -> torch.Tensor:

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_parallel import LayoutError, Mesh, ParallelLayout
-from megatron_parallel.agreement import agree
-from megatron_parallel.devices import backend_of, device_identity, local_device, own_device
-from megatron_parallel.rendezvous import init_default_group
-from megatron_parallel.store import default_store
+from megatron_parallel.mesh.agreement import agree
+from megatron_parallel.mesh.devices import backend_of, device_identity, local_device, own_device
+from megatron_parallel.mesh.rendezvous import init_default_group
+from megatron_parallel.mesh.store import default_store
 from megatron_parallel.testing import Rank, WorkerPool
 
 

@@ -1,6 +1,7 @@
 """Pictures of layouts."""
 
-from megatron_parallel import ParallelLayout, draw_layout
+from megatron_parallel import ParallelLayout
+from megatron_parallel.mesh import draw_layout
 
 EIGHT = """\
 8 ranks: tp 2 x cp 1 x dp 2 x pp 2, order tp-cp-ep-dp-pp

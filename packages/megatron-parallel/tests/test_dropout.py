@@ -18,12 +18,11 @@ from megatron_parallel import (
     ParallelLayout,
     RowParallelLinear,
     collect_shardings,
-    gather_sequence,
-    keep_mask,
     keyed_dropout,
     parameter_views,
 )
-from megatron_parallel.dropout import _bits
+from megatron_parallel.collectives import gather_sequence
+from megatron_parallel.dropout import _bits, keep_mask
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 from torch.nn import functional

@@ -3,7 +3,7 @@
 import pickle
 from dataclasses import dataclass
 
-from megatron_parallel import FieldError
+from megatron_parallel.errors import FieldError
 
 FIELDS = {"size": 96, "heads": 5, "style": "{odd}"}
 

@@ -4,7 +4,7 @@ from importlib.metadata import EntryPoint
 
 import megatron_parallel.extensions as extensions
 import pytest
-from megatron_parallel import Extensions
+from megatron_parallel.extensions import Extensions
 
 GROUP = "some.group"
 SHAPES = Extensions(GROUP, "shape", KeyError, builtin={"circle": "math:tau"})

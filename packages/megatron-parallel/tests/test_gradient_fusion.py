@@ -11,17 +11,15 @@ from megatron_parallel import (
     ColumnParallelLinear,
     DataParallelConfig,
     GradientBuffers,
-    GradientFusion,
     LayoutError,
     Mesh,
     ParallelLayout,
     RowParallelLinear,
     VocabParallelEmbedding,
     collect_shardings,
-    fuse_gradient_accumulation,
     initialize_parameters,
 )
-from megatron_parallel.data_parallel import ProductOp
+from megatron_parallel.data_parallel import GradientFusion, ProductOp, fuse_gradient_accumulation
 from megatron_parallel.data_parallel import fusion as fusion_module
 from megatron_parallel.tensor_parallel import (
     PLAIN,

@@ -14,8 +14,8 @@ from megatron_parallel import (
     Mesh,
     ParallelLayout,
     Sharding,
-    describe_nonfinite_gradients,
 )
+from megatron_parallel.data_parallel import describe_nonfinite_gradients
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 

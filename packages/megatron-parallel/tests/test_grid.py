@@ -4,16 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-from megatron_parallel import (
-    Grid,
-    GridMesh,
-    LayoutError,
-    Mesh,
-    ParallelLayout,
-    all_reduce,
-    bind_grids,
-    bind_meshes,
-)
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, all_reduce, bind_meshes
+from megatron_parallel.mesh import Grid, GridMesh, bind_grids
 from megatron_parallel.testing import Rank, WorkerPool
 
 

@@ -5,18 +5,13 @@ from hashlib import blake2b
 import pytest
 import torch
 from megatron_parallel import (
-    ONES,
-    Init,
     Mesh,
     ParallelLayout,
     Sharding,
     collect_shardings,
-    initialize,
     initialize_parameters,
-    normal_,
-    scaled_std,
-    uniform_,
 )
+from megatron_parallel.sharding import ONES, Init, initialize, normal_, scaled_std, uniform_
 from torch import nn
 
 FIRST_THREE = [-0.02690511, -0.00411337, 0.00698019]

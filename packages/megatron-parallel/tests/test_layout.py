@@ -176,7 +176,8 @@ def test_sixteen_thousand_ranks_take_little_work_and_no_torch() -> None:
     code = """
 import sys, time
 start = time.process_time()
-from megatron_parallel import ParallelLayout, draw_layout
+from megatron_parallel import ParallelLayout
+from megatron_parallel.mesh import draw_layout
 layout = ParallelLayout(tp=8, cp=2, ep=8, pp=16).resolve(16384)
 for name in layout.group_names:
     layout.groups(name)

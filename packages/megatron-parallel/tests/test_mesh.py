@@ -18,7 +18,7 @@ from megatron_parallel import (
     _compat,
     all_reduce,
 )
-from megatron_parallel.rendezvous import loopback_address
+from megatron_parallel.mesh.rendezvous import loopback_address
 from megatron_parallel.testing import Rank, WorkerPool
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend

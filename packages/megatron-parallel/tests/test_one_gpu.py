@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_parallel.exposed_time import ExposedTime
+from megatron_parallel.collectives import ExposedTime
+from megatron_parallel.collectives.watchdog import Watchdog, marker_factory
 from megatron_parallel.testing import Rank, WorkerPool
-from megatron_parallel.watchdog import Watchdog, marker_factory
 from waiting import HANG, wait_until
 
 NCCL = pytest.mark.gpu(real="NCCL")

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from megatron_parallel import Mesh, ParallelLayout, all_gather_texts, broadcast_tensors
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.collectives import all_gather_texts, broadcast_tensors
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from megatron_parallel import PassInterleaver
+from megatron_parallel.pipeline import PassInterleaver
 from torch import Tensor
 
 

@@ -9,17 +9,16 @@ from megatron_parallel import (
     ColumnParallelLinear,
     DataParallelConfig,
     GradientBuffers,
-    Init,
     LayoutError,
     Mesh,
     ParallelLayout,
     RowParallelLinear,
     Sharding,
     collect_shardings,
-    fuse_gradient_accumulation,
-    initialize,
     initialize_parameters,
 )
+from megatron_parallel.data_parallel import fuse_gradient_accumulation
+from megatron_parallel.sharding import Init, initialize
 from megatron_parallel.tensor_parallel import (
     PLAIN,
     AccumulatingProduct,

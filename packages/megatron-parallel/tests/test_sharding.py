@@ -8,16 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_parallel import (
-    Box,
     LayoutError,
     Mesh,
     ParallelLayout,
     Sharding,
     collect_shardings,
-    flat_range_boxes,
-    flat_range_views,
     parameter_views,
 )
+from megatron_parallel.sharding import Box, flat_range_boxes, flat_range_views
 from torch import nn
 
 

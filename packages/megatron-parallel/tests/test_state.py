@@ -5,8 +5,6 @@ import copy
 import pytest
 import torch
 from megatron_parallel import (
-    ONES,
-    ZEROS,
     LayoutError,
     Mesh,
     ParallelLayout,
@@ -14,10 +12,10 @@ from megatron_parallel import (
     StepState,
     TrainableChunks,
     collect_shardings,
-    collect_states,
     initialize_parameters,
     parameter_views,
 )
+from megatron_parallel.sharding import ONES, ZEROS, collect_states
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,19 +6,18 @@ from megatron_parallel import (
     AbstractMesh,
     ColumnParallelLinear,
     GradientBuffers,
-    Init,
     Mesh,
     ParallelLayout,
     RowParallelLinear,
     VocabParallelEmbedding,
     all_gather,
     collect_shardings,
-    fuse_gradient_accumulation,
     initialize_parameters,
-    normal_,
     parameter_views,
     vocab_parallel_cross_entropy,
 )
+from megatron_parallel.data_parallel import fuse_gradient_accumulation
+from megatron_parallel.sharding import Init, normal_
 from megatron_parallel.tensor_parallel import PLAIN, overlap_forward
 from megatron_parallel.tensor_parallel.specs import ColumnSpec
 from megatron_parallel.testing import WorkerPool

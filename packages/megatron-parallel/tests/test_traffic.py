@@ -23,14 +23,11 @@ from megatron_parallel import (
     all_reduce,
     broadcast,
     collect_shardings,
-    gather_from_axis,
     initialize_parameters,
-    receive,
     reduce_scatter,
-    scatter_to_axis,
-    send,
     vocab_parallel_cross_entropy,
 )
+from megatron_parallel.collectives import gather_from_axis, receive, scatter_to_axis, send
 from megatron_parallel.pipeline import (
     BackwardPass,
     PipelineEngine,
@@ -377,7 +374,10 @@ def test_tied_weights_without_buffers(worker_pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize(
     ("defect", "calls"),
-    [("megatron_parallel.collectives._sum", 3), ("megatron_parallel.axes.Axis.count", 4)],
+    [
+        ("megatron_parallel.collectives.operations._sum", 3),
+        ("megatron_parallel.mesh.axes.Axis.count", 4),
+    ],
 )
 def test_a_planted_defect_shows(worker_pool: WorkerPool, defect: str, calls: int) -> None:
     """A forward sum too many, or messages counted twice: the formula does not hold."""

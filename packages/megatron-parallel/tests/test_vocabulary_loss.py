@@ -9,14 +9,14 @@ from megatron_parallel import (
     ColumnParallelLinear,
     DataParallelConfig,
     GradientBuffers,
-    Init,
     LayoutError,
     Mesh,
     ParallelLayout,
     collect_shardings,
-    fuse_gradient_accumulation,
     initialize_parameters,
 )
+from megatron_parallel.data_parallel import fuse_gradient_accumulation
+from megatron_parallel.sharding import Init
 from megatron_parallel.tensor_parallel import (
     IGNORE_INDEX,
     PLAIN,

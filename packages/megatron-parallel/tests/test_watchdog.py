@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_parallel import CollectiveError, Mesh, ParallelLayout, all_reduce, broadcast, receive
+from megatron_parallel import CollectiveError, Mesh, ParallelLayout, all_reduce, broadcast
+from megatron_parallel.collectives import receive
+from megatron_parallel.collectives.watchdog import MARGIN, Watchdog, backend_timeout
 from megatron_parallel.data_parallel.reduction import AsyncCollectives
 from megatron_parallel.pipeline import PipelineEngine, TensorSpec
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from megatron_parallel.testing import pool as pool_module
-from megatron_parallel.watchdog import MARGIN, Watchdog, backend_timeout
 from queued_backend import QueueingDevice, queueing
 from torch import nn
 from waiting import HANG, Answers, wait_until
@@ -238,7 +239,7 @@ def test_a_host_that_an_abort_does_not_release_is_ended_with_the_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends: list[int] = []
-    monkeypatch.setattr("megatron_parallel.watchdog.MARGIN", timedelta(seconds=0.01))
+    monkeypatch.setattr("megatron_parallel.collectives.watchdog.MARGIN", timedelta(seconds=0.01))
     monkeypatch.setattr(os, "_exit", ends.append)
     dog = Watchdog(Reached, lambda: None, 0.02)
     dog.watch(Operation("all_reduce"))

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from megatron_parallel import Mesh, ParallelLayout, Sharding, scatter_to_axis
+from megatron_parallel import Mesh, ParallelLayout, Sharding
+from megatron_parallel.collectives import scatter_to_axis
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.task import MicroBatch
 from torch import nn

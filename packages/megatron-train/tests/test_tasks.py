@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import yaml
 from megatron_models import find_kind
-from megatron_parallel import Section
+from megatron_parallel.extensions import Section
 from megatron_train import TaskKind, TrainError, find_task_kind, task_kinds
 from megatron_train.cli import main
 from megatron_train.config.extensions import SelectedExtensions

@@ -6,7 +6,7 @@ import megatron_models.components.moe.module as moe
 import megatron_models.components.moe.router as router
 import megatron_parallel.data_parallel.plan as plan
 import megatron_parallel.expert_parallel.dispatch as dispatch
-import megatron_parallel.state as state
+import megatron_parallel.sharding.step_state as state
 import torch
 from megatron_models.components.moe.module import MoE
 from megatron_models.components.moe.router import Router, Routing

@@ -3,7 +3,7 @@
 from typing import Any
 
 import megatron_optim.clip as clip
-import megatron_parallel.sharding as sharding
+import megatron_parallel.sharding.sharding as sharding
 from megatron_parallel import Mesh, Sharding, all_reduce
 from torch import Tensor
 

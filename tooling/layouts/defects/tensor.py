@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-import megatron_parallel.collectives as collectives
+import megatron_parallel.collectives.operations as collectives
 import megatron_parallel.tensor_parallel.cross_entropy as cross_entropy
 import megatron_parallel.tensor_parallel.layers as layers
 import megatron_parallel.tensor_parallel.linear as linear

@@ -21,7 +21,8 @@ from megatron_models.components.norm.spec import NormConfig, NormSpec
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
-from megatron_parallel import ZEROS, Init, ParallelLayout, Sharding
+from megatron_parallel import ParallelLayout, Sharding
+from megatron_parallel.sharding import ZEROS, Init
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from megatron_optim import OptimError, UpdateRuleKind
-from megatron_parallel import Section
+from megatron_parallel.extensions import Section
 
 
 @dataclass(frozen=True)

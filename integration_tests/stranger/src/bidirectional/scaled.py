@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_parallel import Init, Sharding
+from megatron_parallel import Sharding
+from megatron_parallel.sharding import Init
 from megatron_parallel.tensor_parallel import (
     PLAIN,
     Multiply,

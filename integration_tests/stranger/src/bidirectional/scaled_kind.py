@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from megatron_parallel import LayoutError, Section
+from megatron_parallel import LayoutError
+from megatron_parallel.extensions import Section
 from megatron_parallel.tensor_parallel import ProductKind
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from megatron_ckpt import ModelRecord
 from megatron_models import ConfigError, config_of, record_of, training_flops
-from megatron_parallel import TensorSpec, gather_from_axis, vocab_parallel_cross_entropy
+from megatron_parallel import TensorSpec, vocab_parallel_cross_entropy
+from megatron_parallel.collectives import gather_from_axis
 from megatron_train import MicroBatch, RunConfig
 from torch import Tensor
 

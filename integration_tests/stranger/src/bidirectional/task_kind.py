@@ -1,6 +1,6 @@
 """The entry in the group ``megatron.tasks``; it needs megatron-train, which the model does not."""
 
-from megatron_parallel import Section
+from megatron_parallel.extensions import Section
 from megatron_train import TaskKind
 
 from bidirectional.settings import MaskedLMConfig, check_masked_lm

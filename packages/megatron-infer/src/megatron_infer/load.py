@@ -24,7 +24,8 @@ from megatron_models import (
     find_kind,
     stored_shapes,
 )
-from megatron_parallel import Mesh, View, collect_shardings, is_out_of_memory, parameter_views
+from megatron_parallel import Mesh, View, collect_shardings, parameter_views
+from megatron_parallel.memory import is_out_of_memory
 
 from megatron_infer.engine.generate import stop_tokens
 from megatron_infer.errors import InferError

@@ -1,6 +1,6 @@
 """What this package raises for values that cannot be used."""
 
-from megatron_parallel import FieldError
+from megatron_parallel.errors import FieldError
 
 
 class ConfigError(FieldError):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_parallel import Extensions
+from megatron_parallel.extensions import Extensions
 
 from megatron_models.errors import ConfigError
 from megatron_models.lookup import import_object

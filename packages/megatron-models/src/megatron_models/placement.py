@@ -6,7 +6,7 @@ from typing import Union
 
 import torch
 from megatron_parallel import Mesh, RecomputeConfig, Sharding, StepState
-from megatron_parallel.state import Update
+from megatron_parallel.sharding.step_state import Update
 from megatron_parallel.tensor_parallel import (
     PLAIN,
     UNFUSED_CROSS_ENTROPY,

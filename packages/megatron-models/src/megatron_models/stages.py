@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megatron_parallel import ParallelLayout, split_layers
+from megatron_parallel import ParallelLayout
+from megatron_parallel.pipeline import split_layers
 
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError

@@ -1,6 +1,6 @@
 """The exception this package raises for mistakes of its user."""
 
-from megatron_parallel import FieldError
+from megatron_parallel.errors import FieldError
 
 
 class OptimError(FieldError):

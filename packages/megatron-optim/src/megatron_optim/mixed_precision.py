@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float
-from megatron_parallel import Trainable, View, parameter_views
+from megatron_parallel import View, parameter_views
+from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
 
 from megatron_optim.errors import OptimError

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Float64
-from megatron_parallel import Trainable, View
+from megatron_parallel import View
+from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
 
 from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
@@ -148,7 +149,7 @@ class Optimizer:
         )
 
     def zero_grad(self) -> None:
-        """Drops all gradients, see `megatron_parallel.Trainable.zero`."""
+        """Drops all gradients, see `megatron_parallel.data_parallel.Trainable.zero`."""
         self._trainable.zero()
 
     def reload_model_parameters(self) -> None:

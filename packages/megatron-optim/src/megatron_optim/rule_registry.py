@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_parallel import Extensions, Section
+from megatron_parallel.extensions import Extensions, Section
 
 from megatron_optim.errors import OptimError
 

@@ -24,8 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_parallel.axes import Axis
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh.axes import Axis
 
 
 class AuxiliaryLosses:

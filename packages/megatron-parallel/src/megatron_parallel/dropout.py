@@ -30,8 +30,8 @@ from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_parallel.axes import Axis
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh.axes import Axis
 
 _WORD: Final = 2**32
 _MULTIPLIERS: Final = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)  # triple32

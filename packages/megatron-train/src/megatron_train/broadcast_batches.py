@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from megatron_models import tokens_per_pair
-from megatron_parallel import Mesh, broadcast_tensors
+from megatron_parallel import Mesh
+from megatron_parallel.collectives import broadcast_tensors
 from torch import Tensor
 
 from megatron_train.batches import RunBatches

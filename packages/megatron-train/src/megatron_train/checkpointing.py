@@ -29,7 +29,8 @@ from megatron_ckpt import (
 )
 from megatron_data import Tokenizer
 from megatron_optim import MAIN_SUFFIX
-from megatron_parallel import Mesh, raise_collective_errors
+from megatron_parallel import Mesh
+from megatron_parallel.collectives import raise_collective_errors
 from megatron_parallel.tensor_parallel import added_parameter_names
 
 from megatron_train.config.from_checkpoint import TOKENIZER_FOLDER

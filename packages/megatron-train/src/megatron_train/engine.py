@@ -21,14 +21,13 @@ from jaxtyping import Float64
 from megatron_parallel import (
     AuxiliaryLosses,
     DataParallelConfig,
-    GradientFusion,
     Mesh,
     PipelineEngine,
     TensorSpec,
     TrainableChunks,
     all_reduce,
-    fuse_gradient_accumulation,
 )
+from megatron_parallel.data_parallel import GradientFusion, fuse_gradient_accumulation
 from megatron_parallel.pipeline import default_schedule
 from torch import Tensor, nn
 

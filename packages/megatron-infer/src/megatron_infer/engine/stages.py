@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 from jaxtyping import Float, Shaped
 from megatron_models import DecodingModel, DecodingPass
-from megatron_parallel import broadcast, receive, send
+from megatron_parallel import broadcast
+from megatron_parallel.collectives import receive, send
 from torch import Tensor, nn
 
 from megatron_infer.errors import InferError

@@ -11,7 +11,7 @@ import time
 
 import torch
 from megatron_data import DataError, Tokenizer
-from megatron_parallel import is_out_of_memory
+from megatron_parallel.memory import is_out_of_memory
 
 from megatron_infer.engine.stages import AnyModel, LocalStages, evaluating
 from megatron_infer.errors import InferError

@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from jaxtyping import Bool, Float
 from megatron_kernels import Mask
-from megatron_parallel import AuxiliaryLosses, PassInterleaver, RecomputeConfig
+from megatron_parallel import AuxiliaryLosses, RecomputeConfig
+from megatron_parallel.pipeline import PassInterleaver
 from megatron_parallel.recompute import activation_checkpoint, discard_output
 from torch import Tensor
 

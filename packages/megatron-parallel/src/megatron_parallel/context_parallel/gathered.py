@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import gather_sequence
+from megatron_parallel.collectives.operations import gather_sequence
 from megatron_parallel.context_parallel.heads import Attend
 from megatron_parallel.context_parallel.split import ContextSplit
+from megatron_parallel.mesh.axes import Axis
 
 
 def all_gather_attention(

@@ -15,13 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import raise_collective_errors
+from megatron_parallel.collectives.failure import raise_collective_errors
 from megatron_parallel.context_parallel.blocks import RingPlan
 from megatron_parallel.context_parallel.plain import BlockOperations
 from megatron_parallel.context_parallel.ring import ring_attention
 from megatron_parallel.context_parallel.split import ContextSplit
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh.axes import Axis
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """An attention that autograd differentiates: q, k, v to `[s, b, n, dv]`."""

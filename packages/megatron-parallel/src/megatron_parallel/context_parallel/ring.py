@@ -17,11 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import raise_collective_errors
+from megatron_parallel.collectives.failure import raise_collective_errors
 from megatron_parallel.context_parallel.blocks import RingPlan
 from megatron_parallel.context_parallel.plain import BlockOperations, PlainBlocks
 from megatron_parallel.errors import LayoutError, rank_list
+from megatron_parallel.mesh.axes import Axis
 
 
 def ring_attention(

@@ -3,6 +3,7 @@ from .bucket import BucketCollective as BucketCollective
 from .buffers import GradientBuffers as GradientBuffers
 from .config import BUCKET_SIZE as BUCKET_SIZE
 from .config import DataParallelConfig as DataParallelConfig
+from .finite import describe_nonfinite_gradients as describe_nonfinite_gradients
 from .fully_sharded import FullySharded as FullySharded
 from .fusion import Accumulator as Accumulator
 from .fusion import AddProduct as AddProduct

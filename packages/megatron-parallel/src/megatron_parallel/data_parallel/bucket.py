@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_parallel.async_collective import AsyncCollective
-from megatron_parallel.axes import Axis
+from megatron_parallel.collectives.async_collective import AsyncCollective
+from megatron_parallel.collectives.exposed_time import ExposedTime
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
 from megatron_parallel.data_parallel.finite import NonFiniteGradient
 from megatron_parallel.data_parallel.plan import BucketPlan
@@ -22,7 +22,7 @@ from megatron_parallel.data_parallel.reduction import (
     reduce_scatter_bucket,
 )
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.exposed_time import ExposedTime
+from megatron_parallel.mesh.axes import Axis
 
 PURPOSE: Final = "gradients"
 """What the messages of a sum are for, in `Traffic`."""

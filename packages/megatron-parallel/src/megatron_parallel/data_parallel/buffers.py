@@ -34,15 +34,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_parallel.axes import Axis
 from megatron_parallel.data_parallel.bucket import Bucket, BucketCollective, late_gradient_error
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
 from megatron_parallel.data_parallel.finite import NonFiniteGradient
 from megatron_parallel.data_parallel.plan import BucketPlan, plan_buckets
 from megatron_parallel.data_parallel.reduction import ReductionAxes
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import Sharding
+from megatron_parallel.mesh.axes import Axis
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.sharding import Sharding
 
 
 class GradientBuffers:

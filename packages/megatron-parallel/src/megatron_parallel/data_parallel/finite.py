@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from megatron_parallel.collectives.packed import all_gather_texts
 from megatron_parallel.errors import rank_list
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.packed import all_gather_texts
+from megatron_parallel.mesh.mesh import Mesh
 
 _PURPOSE: Final = "where a gradient is not finite"
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_parallel import _compat
-from megatron_parallel.collective_failure import raise_collective_errors
+from megatron_parallel.collectives.failure import raise_collective_errors
 from megatron_parallel.data_parallel.bucket import PURPOSE, BucketCollective
 from megatron_parallel.data_parallel.buffers import data_reduction_axes
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
@@ -36,9 +36,9 @@ from megatron_parallel.data_parallel.finite import NonFiniteGradient
 from megatron_parallel.data_parallel.plan import main_dtype
 from megatron_parallel.data_parallel.reduction import AsyncCollectives, ReductionAxes
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import Sharding
-from megatron_parallel.views import View, box_views
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.sharding import Sharding
+from megatron_parallel.sharding.views import View, box_views
 
 GATHERED: Final = "parameters"
 """What the messages of gathers are for, in `Traffic`."""

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_parallel.async_collective import AsyncCollective
+from megatron_parallel.collectives.async_collective import AsyncCollective
 from megatron_parallel.data_parallel.bucket import Bucket, BucketCollective
 from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.data_parallel.reduction import AsyncCollectives
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import Sharding
-from megatron_parallel.views import View, flat_range_views
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.sharding import Sharding
+from megatron_parallel.sharding.views import View, flat_range_views
 
 PURPOSE: Final = "parameters"
 """What the messages of a gather are for, in `Traffic`."""

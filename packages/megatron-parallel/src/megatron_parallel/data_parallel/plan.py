@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_parallel.data_parallel.config import BUCKET_SIZE
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.sharding import Sharding
+from megatron_parallel.sharding.sharding import Sharding
 
 ALIGNMENT: Final = 64
 """Elements: every parameter, and every shard of a bucket, starts at a multiple of this."""

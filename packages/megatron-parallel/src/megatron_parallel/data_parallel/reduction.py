@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron_parallel import _compat
-from megatron_parallel.async_collective import AsyncCollective, Work
-from megatron_parallel.axes import Axis
+from megatron_parallel.collectives.async_collective import AsyncCollective, Work
+from megatron_parallel.mesh.axes import Axis
 
 
 class ReductionAxes(NamedTuple):

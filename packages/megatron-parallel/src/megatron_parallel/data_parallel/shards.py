@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Shaped
 from torch import Tensor
 
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.views import View
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.views import View
 
 
 @runtime_checkable

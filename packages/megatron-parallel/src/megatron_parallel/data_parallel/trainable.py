@@ -14,8 +14,8 @@ from torch.nn import Parameter
 
 from megatron_parallel.data_parallel.shards import ParameterShards
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import Sharding
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.sharding import Sharding
 
 
 @runtime_checkable

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from megatron_parallel.collectives import all_gather
+from megatron_parallel.collectives.operations import all_gather
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.expert_parallel.exchange import (
     PendingAllToAll,
@@ -35,8 +35,8 @@ from megatron_parallel.expert_parallel.exchange import (
     start_all_to_all,
 )
 from megatron_parallel.expert_parallel.gather import gather_rows, gather_sizes, scatter_rows
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.pass_interleaving import PassInterleaver
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.pipeline.pass_interleaving import PassInterleaver
 
 DISPATCH: Final = "dispatched tokens"
 COMBINE: Final = "combined tokens"

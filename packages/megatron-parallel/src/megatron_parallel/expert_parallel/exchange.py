@@ -19,10 +19,10 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import raise_collective_errors
+from megatron_parallel.collectives.failure import raise_collective_errors
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.pass_interleaving import PassInterleaver
+from megatron_parallel.mesh.axes import Axis
+from megatron_parallel.pipeline.pass_interleaving import PassInterleaver
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import all_gather, reduce_scatter
+from megatron_parallel.collectives.operations import all_gather, reduce_scatter
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh.axes import Axis
 
 
 def gather_sizes(size: int, axis: Axis, device: torch.device, *, purpose: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from .layout_string import parse_pipeline_layout as parse_pipeline_layout
 from .order import Action as Action
 from .order import planned_action_groups as planned_action_groups
 from .order import planned_actions as planned_actions
+from .pass_interleaving import PassInterleaver as PassInterleaver
 from .rules import SCHEDULES as SCHEDULES
 from .rules import check_group_size as check_group_size
 from .rules import check_micro_batches as check_micro_batches

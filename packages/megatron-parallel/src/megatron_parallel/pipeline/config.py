@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.layout import ParallelLayout
+from megatron_parallel.mesh.layout import ParallelLayout
 from megatron_parallel.pipeline.layout_string import count_stages, parse_pipeline_layout
 from megatron_parallel.pipeline.rules import (
     SCHEDULES,

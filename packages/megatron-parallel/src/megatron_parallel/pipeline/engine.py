@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.pass_interleaving import PassInterleaver
+from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, Inputs, StageOutputSpec, no_context
 from megatron_parallel.pipeline.loop import LoopRunner, Runner
 from megatron_parallel.pipeline.objective import Loss, Objective
 from megatron_parallel.pipeline.order import Action
+from megatron_parallel.pipeline.pass_interleaving import PassInterleaver
 from megatron_parallel.pipeline.rules import (
     check_group_size,
     check_micro_batches,

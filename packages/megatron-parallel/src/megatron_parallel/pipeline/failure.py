@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import GRACE, failure_reported, report_failure
+from megatron_parallel.collectives.failure import GRACE, failure_reported, report_failure
 from megatron_parallel.errors import CollectiveError, backend_text
-from megatron_parallel.mesh import Mesh
+from megatron_parallel.mesh.axes import Axis
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.mesh.store import BoundedStore, default_store
 from megatron_parallel.pipeline.order import Action
-from megatron_parallel.store import BoundedStore, default_store
 
 SHORT_GRACE: Final = 0.2
 """Seconds to wait for the report of a rank whose connection broke; it reports before it exits."""

@@ -24,10 +24,10 @@ from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
 from megatron_parallel.data_parallel.fully_sharded import FullySharded
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
+from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.pipeline.contract import BackwardPass
 from megatron_parallel.pipeline.shared import stage_parameters
-from megatron_parallel.sharding import Sharding
+from megatron_parallel.sharding.sharding import Sharding
 
 
 class ChunkGradients:

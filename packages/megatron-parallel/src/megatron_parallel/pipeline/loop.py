@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megatron_parallel.pass_interleaving import PassInterleaver
 from megatron_parallel.pipeline.contract import AroundBackward, BackwardPass, Inputs
 from megatron_parallel.pipeline.objective import Objective
 from megatron_parallel.pipeline.order import Action, planned_action_groups
+from megatron_parallel.pipeline.pass_interleaving import PassInterleaver
 
 
 class Runner(Protocol):

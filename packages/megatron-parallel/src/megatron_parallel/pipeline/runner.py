@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from megatron_parallel._compat import pipelining
 from megatron_parallel._compat.pipelining import OverlappedPass
-from megatron_parallel.collectives import all_gather
+from megatron_parallel.collectives.operations import all_gather
 from megatron_parallel.errors import CollectiveError, LayoutError
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.pass_interleaving import PassInterleaver
+from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, Inputs, StageOutputSpec, TensorSpec
 from megatron_parallel.pipeline.failure import PeerError, PipelineMonitor
 from megatron_parallel.pipeline.objective import Objective
 from megatron_parallel.pipeline.order import Action, planned_actions, planned_forward_actions
+from megatron_parallel.pipeline.pass_interleaving import PassInterleaver
 from megatron_parallel.pipeline.schedules import (
     build_forward_schedule,
     build_schedule,

@@ -7,9 +7,9 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_parallel.collectives import all_reduce, broadcast
+from megatron_parallel.collectives.operations import all_reduce, broadcast
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
+from megatron_parallel.mesh.mesh import Mesh
 
 
 def stage_parameters(chunks: Iterable[nn.Module]) -> dict[str, Parameter]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megatron_parallel._compat.pipelining import BareStage
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
+from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, BackwardPass, Inputs, TensorSpec
 from megatron_parallel.pipeline.failure import PipelineMonitor
 from megatron_parallel.pipeline.order import Action

@@ -26,12 +26,12 @@ from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelC
 from megatron_parallel.data_parallel.finite import describe_nonfinite_gradients
 from megatron_parallel.data_parallel.parameters import ParameterBuffers
 from megatron_parallel.data_parallel.shards import ParameterShards
-from megatron_parallel.mesh import Mesh
+from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.pipeline.contract import BackwardPass
 from megatron_parallel.pipeline.gradients import ChunkGradients, FullyShardedChunks
-from megatron_parallel.sharding import Sharding
-from megatron_parallel.state import collect_states
-from megatron_parallel.views import View, collect_shardings, parameter_views
+from megatron_parallel.sharding.sharding import Sharding
+from megatron_parallel.sharding.step_state import collect_states
+from megatron_parallel.sharding.views import View, collect_shardings, parameter_views
 
 
 class TrainableChunks:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.layout import ParallelLayout
+from megatron_parallel.mesh.layout import ParallelLayout
 
 Granularity = Literal["selective", "full"]
 Method = Literal["uniform", "block"]

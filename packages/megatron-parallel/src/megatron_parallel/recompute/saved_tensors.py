@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron_parallel import _compat
 from megatron_parallel._compat import resolve_weak_storage, weak_storage_ref
-from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import all_gather
+from megatron_parallel.collectives.operations import all_gather
+from megatron_parallel.mesh.axes import Axis
 
 PURPOSE: Final = "saved activations"
 """What its messages are for, in `Traffic` and in errors."""

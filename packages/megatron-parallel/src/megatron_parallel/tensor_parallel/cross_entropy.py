@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import all_reduce
+from megatron_parallel.collectives.operations import all_reduce
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh.axes import Axis
 
 IGNORE_INDEX: Final = -100
 """A target that has no loss and no gradient, as in `torch.nn.functional.cross_entropy`."""

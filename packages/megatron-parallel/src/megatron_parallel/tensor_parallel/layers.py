@@ -23,11 +23,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import reduce_from_axis, scatter_sequence
+from megatron_parallel.collectives.operations import reduce_from_axis, scatter_sequence
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import DEFAULT_INIT, Init, Sharding
+from megatron_parallel.mesh.axes import Axis
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from megatron_parallel.tensor_parallel.product import PLAIN, Product
 from megatron_parallel.tensor_parallel.product_layers import add_product_parameters, product_weights

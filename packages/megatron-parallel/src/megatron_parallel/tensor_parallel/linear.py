@@ -29,19 +29,19 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel import _compat
-from megatron_parallel.async_collective import (
+from megatron_parallel.collectives.async_collective import (
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import (
+from megatron_parallel.collectives.operations import (
     all_gather,
     copy_to_axis,
     gather_sequence,
     reduce_from_axis,
     scatter_sequence,
 )
+from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.tensor_parallel.product import (
     PLAIN,
     Product,

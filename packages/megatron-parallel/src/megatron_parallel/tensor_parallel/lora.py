@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_parallel.sharding import ZEROS, Init, Sharding
+from megatron_parallel.sharding.sharding import ZEROS, Init, Sharding
 from megatron_parallel.tensor_parallel.lora_config import LoRAConfig
 from megatron_parallel.tensor_parallel.product import (
     Multiply,

@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from megatron_parallel import _compat
-from megatron_parallel.sharding import Sharding
+from megatron_parallel.sharding.sharding import Sharding
 
 Weights = Sequence[Tensor]
 """A layer's weight, then the parameters that its product adds, this rank's part of each."""

@@ -6,7 +6,7 @@ from typing import Protocol, TypeGuard
 from torch import Tensor, nn
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.sharding import Sharding
+from megatron_parallel.sharding.sharding import Sharding
 from megatron_parallel.tensor_parallel.product import Product
 
 

@@ -7,7 +7,7 @@ read the same description, so that no shape is written twice.
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_parallel.sharding import DEFAULT_INIT, ZEROS, Init, Sharding
+from megatron_parallel.sharding.sharding import DEFAULT_INIT, ZEROS, Init, Sharding
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel import _compat
-from megatron_parallel.async_collective import start_all_reduce, start_reduce_scatter
-from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import all_gather
+from megatron_parallel.collectives.async_collective import start_all_reduce, start_reduce_scatter
+from megatron_parallel.collectives.operations import all_gather
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear
 from megatron_parallel.tensor_parallel.product import Product, Weights, weight_gradient_requests

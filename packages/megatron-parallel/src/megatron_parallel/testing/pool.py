@@ -21,14 +21,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_parallel.devices import backend_of
+from megatron_parallel.mesh.devices import backend_of
 from megatron_parallel.testing import server, wire
 from megatron_parallel.testing import worker as worker_module
 from megatron_parallel.testing.failures import Failure, WorkerError
 from megatron_parallel.testing.worker import Call, Outcome, Rank, Setup
 
 if TYPE_CHECKING:
-    from megatron_parallel.layout import ParallelLayout
+    from megatron_parallel.mesh.layout import ParallelLayout
 
 _START_TIMEOUT = 120.0  # seconds for importing torch and joining a group on a busy machine
 _GRACE = 1.0  # seconds for the other ranks to report after one has failed
@@ -172,9 +172,9 @@ class WorkerPool:
     ) -> list[Any]:
         """Calls ``function(mesh, *arguments)`` on every rank of ``layout``.
 
-        ``mesh`` is the :class:`~megatron_parallel.mesh.Mesh` of the layout, bound at the first use
-        and kept for the next calls. ``ranks`` is needed only where the layout leaves the
-        data-parallel size open. Otherwise as :meth:`run`.
+        ``mesh`` is the `megatron_parallel.Mesh` of the layout, bound at the first use and kept for
+        the next calls. ``ranks`` is needed only where the layout leaves the data-parallel size
+        open. Otherwise as :meth:`run`.
         """
         ranks = layout.world_size if ranks is None else ranks
         return self.run(_on_mesh, layout, function, *arguments, ranks=ranks, timeout=timeout)

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_parallel.devices import own_device
+from megatron_parallel.mesh.devices import own_device
 from megatron_parallel.testing import wire
 
 if TYPE_CHECKING:
-    from megatron_parallel.layout import ParallelLayout
-    from megatron_parallel.mesh import Mesh
+    from megatron_parallel.mesh.layout import ParallelLayout
+    from megatron_parallel.mesh.mesh import Mesh
 
 
 MESHES_KEPT: Final = 4
@@ -52,7 +52,7 @@ class Rank:
         It is bound at the first call; the few that were asked for last are kept for later tests.
         Every rank must ask for the same layouts in the same order.
         """
-        from megatron_parallel.mesh import Mesh
+        from megatron_parallel.mesh.mesh import Mesh
 
         layout = layout.resolve(self.size)
         mesh = self._meshes.pop(layout, None)

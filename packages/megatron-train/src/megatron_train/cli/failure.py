@@ -62,7 +62,7 @@ def _out_of_memory(error: BaseException) -> FailureReport | None:
     """Returns the report of memory that ran out; None where it is something else."""
     if "torch" not in sys.modules and not isinstance(error, MemoryError):
         return None
-    from megatron_parallel import is_out_of_memory
+    from megatron_parallel.memory import is_out_of_memory
 
     if not is_out_of_memory(error):
         return None

@@ -2,7 +2,8 @@
 
 import argparse
 
-from megatron_parallel import ParallelLayout, draw_layout
+from megatron_parallel import ParallelLayout
+from megatron_parallel.mesh import draw_layout
 
 from megatron_train.config.flags import Parser, add_options, given_flags
 from megatron_train.config.options import options_of

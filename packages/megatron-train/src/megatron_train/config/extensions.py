@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron_models import ModelKind, find_kind, model_kinds
 from megatron_optim import OptimizerConfig, update_rules
-from megatron_parallel import Section
+from megatron_parallel.extensions import Section
 from megatron_parallel.tensor_parallel.product_kinds import PRODUCTS, find_product
 
 from megatron_train.config.fields import flag_of

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron_optim import OptimError, find_rule
-from megatron_parallel import FieldError, ParallelLayout, RecomputeConfig
+from megatron_parallel import ParallelLayout, RecomputeConfig
+from megatron_parallel.errors import FieldError
 from megatron_parallel.pipeline import check_micro_batches, find_schedule_kind
 
 from megatron_train.config.context_parallel_checks import check_context_parallel

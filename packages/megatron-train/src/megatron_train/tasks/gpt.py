@@ -7,8 +7,9 @@ from typing import Any, cast
 from megatron_ckpt import ModelRecord
 from megatron_kernels import Mask
 from megatron_models import CausalModel, Dropout, config_of, record_of, training_flops
-from megatron_parallel import Axis, DropoutKey, TensorSpec, pool_group_name
+from megatron_parallel import Axis, DropoutKey, TensorSpec
 from megatron_parallel.context_parallel import ContextSplit
+from megatron_parallel.mesh import pool_group_name
 from torch import Tensor, nn
 
 from megatron_train.config.run import RunConfig

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from megatron_data.datasets import FIMConfig
-from megatron_parallel import Section
+from megatron_parallel.extensions import Section
 
 from megatron_train.config.data import DataConfig
 from megatron_train.tasks.gpt_checks import check_fim

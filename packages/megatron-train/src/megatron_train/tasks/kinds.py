@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_data import Datasets, Tokenizer
 from megatron_data.datasets import Dataset
 from megatron_models.lookup import import_object
-from megatron_parallel import Section
+from megatron_parallel.extensions import Section
 
 from megatron_train.config.run import RunConfig
 from megatron_train.tasks.registry import TASKS

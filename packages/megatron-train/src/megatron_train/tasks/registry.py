@@ -1,6 +1,6 @@
 """The registry of tasks. Importing this module does not import torch."""
 
-from megatron_parallel import Extensions
+from megatron_parallel.extensions import Extensions
 
 from megatron_train.errors import TrainError
 

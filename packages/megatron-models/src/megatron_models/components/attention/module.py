@@ -4,7 +4,8 @@ from functools import partial
 
 from jaxtyping import Float
 from megatron_kernels import attention, rope
-from megatron_parallel import Axis, gather_sequence
+from megatron_parallel import Axis
+from megatron_parallel.collectives import gather_sequence
 from torch import Tensor, nn
 
 from megatron_models.components.attention.sinks import Sinks

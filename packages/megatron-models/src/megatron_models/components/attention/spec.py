@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_parallel import Init, LayoutError, ParallelLayout, Sharding
+from megatron_parallel import LayoutError, ParallelLayout, Sharding
+from megatron_parallel.sharding import Init
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
 from megatron_models.components.attention.config import AttentionConfig

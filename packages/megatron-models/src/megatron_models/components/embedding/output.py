@@ -6,7 +6,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
-from megatron_parallel import Axis, scatter_sequence
+from megatron_parallel import Axis
+from megatron_parallel.collectives import scatter_sequence
 from megatron_parallel.tensor_parallel import OutputLayer, VocabularyLoss
 from torch import Tensor
 from torch.nn import functional

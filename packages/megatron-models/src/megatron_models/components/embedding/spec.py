@@ -6,7 +6,8 @@ Importing this module does not import torch.
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from megatron_parallel import Init, Sharding
+from megatron_parallel import Sharding
+from megatron_parallel.sharding import Init
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, VocabSpec
 
 from megatron_models.components.fields import flag

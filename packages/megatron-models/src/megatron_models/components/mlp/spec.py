@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
-from megatron_parallel import Init, ParallelLayout
+from megatron_parallel import ParallelLayout
+from megatron_parallel.sharding import Init
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
 from megatron_models.components.fields import check_divisible, flag

@@ -11,7 +11,7 @@ others come with it.
 import torch
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import permute, sort_by_expert, unpermute
-from megatron_parallel import gather_from_axis, scatter_to_axis
+from megatron_parallel.collectives import gather_from_axis, scatter_to_axis
 from megatron_parallel.expert_parallel import RowOps, build_dispatcher
 from torch import Tensor, nn
 from torch.nn import functional

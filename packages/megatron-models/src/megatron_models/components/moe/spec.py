@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, Final, Literal
 
-from megatron_parallel import ZEROS, Init, ParallelLayout, Sharding
+from megatron_parallel import ParallelLayout, Sharding
+from megatron_parallel.sharding import ZEROS, Init
 
 from megatron_models.components.fields import check_divisible
 from megatron_models.components.mixer import (

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatron_parallel import ONES, ZEROS, Sharding
+from megatron_parallel import Sharding
+from megatron_parallel.sharding import ONES, ZEROS
 
 from megatron_models.components.fields import flag
 from megatron_models.components.mixer import LayerPass, Parameters, ParameterSpec

@@ -8,15 +8,9 @@ from typing import Any
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import (
-    AuxiliaryLosses,
-    Axis,
-    Mesh,
-    PassInterleaver,
-    RecomputeConfig,
-    initialize_parameters,
-)
+from megatron_parallel import AuxiliaryLosses, Axis, Mesh, RecomputeConfig, initialize_parameters
 from megatron_parallel.context_parallel import ContextSplit, check_length
+from megatron_parallel.pipeline import PassInterleaver
 from megatron_parallel.tensor_parallel import NUM_SLICES, ColumnParallelLinear, overlap_forward
 from torch import Tensor, device
 
@@ -61,7 +55,7 @@ class GPT(Trunk, CausalModel):
             `Placement(mesh)`.
         chunk: which of this rank's ``vpp`` stages, in the order of ``mesh.layout.stages``.
         split: global layer numbers of every stage of the pipeline, in order; by default all get
-            equally many. `megatron_parallel.split_layers` makes uneven ones.
+            equally many. `megatron_parallel.pipeline.split_layers` makes uneven ones.
         seed: of the initial weights.
 
     Attributes:

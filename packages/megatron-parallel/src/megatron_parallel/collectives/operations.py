@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel import _compat
-from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import raise_collective_errors
+from megatron_parallel.collectives.failure import raise_collective_errors
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh.axes import Axis
 
 ReduceOp = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

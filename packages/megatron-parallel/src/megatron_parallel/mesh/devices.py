@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.launcher import environment_number
+from megatron_parallel.mesh.launcher import environment_number
 
 _MOST_RANKS: Final = 2**31 - 1
 

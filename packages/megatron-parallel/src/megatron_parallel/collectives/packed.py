@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import all_gather, broadcast
+from megatron_parallel.collectives.operations import all_gather, broadcast
+from megatron_parallel.mesh.axes import Axis
 
 _ALIGNED: Final = 16  # bytes, where a tensor begins
 

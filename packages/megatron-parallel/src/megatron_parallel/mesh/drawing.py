@@ -1,7 +1,7 @@
 """Layouts as text."""
 
-from megatron_parallel.group_names import describe_group
-from megatron_parallel.layout import ParallelLayout
+from megatron_parallel.mesh.group_names import describe_group
+from megatron_parallel.mesh.layout import ParallelLayout
 
 
 def draw_layout(layout: ParallelLayout, width: int = 100) -> str:

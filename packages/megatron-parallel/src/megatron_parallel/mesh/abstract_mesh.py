@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_parallel.group_names import canonical_group_name
-from megatron_parallel.layout import ParallelLayout
+from megatron_parallel.mesh.group_names import canonical_group_name
+from megatron_parallel.mesh.layout import ParallelLayout
 
 
 @dataclass(frozen=True)

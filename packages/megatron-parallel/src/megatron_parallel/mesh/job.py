@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_parallel import _compat
-from megatron_parallel.agreement import agree
-from megatron_parallel.devices import device_identity, local_device
+from megatron_parallel.collectives.watchdog import backend_timeout
 from megatron_parallel.errors import CollectiveError, LayoutError, backend_text
-from megatron_parallel.rendezvous import init_default_group
-from megatron_parallel.store import default_store
-from megatron_parallel.watchdog import backend_timeout
+from megatron_parallel.mesh.agreement import agree
+from megatron_parallel.mesh.devices import device_identity, local_device
+from megatron_parallel.mesh.rendezvous import init_default_group
+from megatron_parallel.mesh.store import default_store
 
 Groups = dict[tuple[int, ...], dist.ProcessGroup]
 

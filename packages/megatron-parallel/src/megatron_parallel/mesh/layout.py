@@ -19,8 +19,14 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.grid import Grid
-from megatron_parallel.group_names import GROUPS, NESTED, GroupKind, group_kind, pool_group_name
+from megatron_parallel.mesh.grid import Grid
+from megatron_parallel.mesh.group_names import (
+    GROUPS,
+    NESTED,
+    GroupKind,
+    group_kind,
+    pool_group_name,
+)
 
 AXES: Final = ("tp", "cp", "ep", "dp", "pp")
 

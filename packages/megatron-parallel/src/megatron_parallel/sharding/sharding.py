@@ -10,7 +10,7 @@ which dim. It is the same for every layout; only `shard_boxes(mesh)` depends on 
 the rank. All offsets are global and unpadded unless they are called local.
 
 Nothing here imports torch: the parameters of a model are planned and counted without it. `View`,
-which has a tensor, is in `megatron_parallel.views`.
+which has a tensor, is in `megatron_parallel.sharding.views`.
 """
 
 from collections.abc import Iterator

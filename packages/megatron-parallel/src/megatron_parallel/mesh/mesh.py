@@ -14,13 +14,13 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from megatron_parallel.axes import BoundAxes
-from megatron_parallel.devices import local_device
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.grid import Grid
-from megatron_parallel.group_names import canonical_group_name
-from megatron_parallel.job import Groups, Job
-from megatron_parallel.layout import ParallelLayout
+from megatron_parallel.mesh.axes import BoundAxes
+from megatron_parallel.mesh.devices import local_device
+from megatron_parallel.mesh.grid import Grid
+from megatron_parallel.mesh.group_names import canonical_group_name
+from megatron_parallel.mesh.job import Groups, Job
+from megatron_parallel.mesh.layout import ParallelLayout
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=10)
 

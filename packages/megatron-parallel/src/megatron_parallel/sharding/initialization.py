@@ -23,10 +23,10 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import Box, Init, Sharding
-from megatron_parallel.state import collect_states
-from megatron_parallel.views import collect_shardings
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.sharding import Box, Init, Sharding
+from megatron_parallel.sharding.step_state import collect_states
+from megatron_parallel.sharding.views import collect_shardings
 
 BLOCK_NUMEL = 65536
 """Elements per block, at most, unless one row is longer. Part of the format."""

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_parallel import _compat
-from megatron_parallel.devices import backend_of
+from megatron_parallel.collectives.watchdog import backend_timeout
 from megatron_parallel.errors import CollectiveError, LayoutError, backend_text
-from megatron_parallel.launcher import environment_number
-from megatron_parallel.watchdog import backend_timeout
+from megatron_parallel.mesh.devices import backend_of
+from megatron_parallel.mesh.launcher import environment_number
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

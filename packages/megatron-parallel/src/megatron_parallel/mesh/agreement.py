@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from torch.distributed import DistStoreError
 
 from megatron_parallel.errors import CollectiveError, LayoutError, backend_text, rank_list
-from megatron_parallel.store import BoundedStore, StoreError
+from megatron_parallel.mesh.store import BoundedStore, StoreError
 
 _EQUAL: Final = "equal"
 _OWN: Final = "own"

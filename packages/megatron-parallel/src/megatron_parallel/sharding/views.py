@@ -10,9 +10,9 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import Box, Sharding, flat_range_boxes
-from megatron_parallel.state import collect_states
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.sharding import Box, Sharding, flat_range_boxes
+from megatron_parallel.sharding.step_state import collect_states
 
 
 class View(NamedTuple):

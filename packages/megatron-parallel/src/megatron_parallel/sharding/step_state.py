@@ -27,11 +27,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import all_reduce
+from megatron_parallel.collectives.operations import all_reduce
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import Sharding
+from megatron_parallel.mesh.axes import Axis
+from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.sharding import Sharding
 
 Update = Callable[[Tensor, Tensor], Tensor]
 """`update(value, observed)` returns the value after a step; it is called alike on every rank.

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_parallel import _compat
-from megatron_parallel.agreement import agree
+from megatron_parallel.collectives.traffic import Ledger, Traffic
+from megatron_parallel.collectives.watchdog import Watchdog, marker_factory
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.job import Groups, Job
-from megatron_parallel.store import default_store
-from megatron_parallel.traffic import Ledger, Traffic
-from megatron_parallel.watchdog import Watchdog, marker_factory
+from megatron_parallel.mesh.agreement import agree
+from megatron_parallel.mesh.job import Groups, Job
+from megatron_parallel.mesh.store import default_store
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +142,8 @@ class BoundAxes:
     def counting(self) -> Iterator[Traffic]:
         """Counts what this rank communicates over the axes of this mesh in the `with` block.
 
-        `megatron_parallel.traffic` says what is counted and how. Compiled functions run eagerly
-        in the block, as a compiled graph counts nothing.
+        `megatron_parallel.collectives.traffic` describes what is counted. Compiled functions run
+        eagerly in the block, since a compiled graph counts nothing.
         """
         with self._ledger.counting() as traffic:
             yield traffic

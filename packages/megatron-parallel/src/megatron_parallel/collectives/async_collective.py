@@ -7,10 +7,10 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from megatron_parallel import _compat
-from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import raise_collective_errors
+from megatron_parallel.collectives.exposed_time import ExposedTime
+from megatron_parallel.collectives.failure import raise_collective_errors
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.exposed_time import ExposedTime
+from megatron_parallel.mesh.axes import Axis
 
 
 @runtime_checkable

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_parallel.axes import Axis
 from megatron_parallel.errors import CollectiveError, backend_text, rank_list
-from megatron_parallel.store import BoundedStore, StoreError, default_store
+from megatron_parallel.mesh.axes import Axis
+from megatron_parallel.mesh.store import BoundedStore, StoreError, default_store
 
 GRACE: Final = 2.0
 """Seconds in which the other ranks of an axis may report the same failure."""
