@@ -336,7 +336,7 @@ def test_planted_defects_are_seen(worker_pool, one_rank, defect):
 def test_a_sequence_that_cannot_be_cut_is_refused():
     mesh = Mesh(ParallelLayout(tp=4).resolve(4), 1)
     model = GPT(CONFIGS["tied"], Placement(mesh, sequence_parallel=True))
-    message = "10 tokens cannot be cut into 4 equal parts .* multiple of 4"
+    message = "10 tokens cannot be divided over 4 sequence-parallel ranks; .* multiple of 4"
     with pytest.raises(ConfigError, match=message):
         model(torch.zeros(2, 10, dtype=torch.int64))
     with pytest.raises(ConfigError, match=message):

@@ -209,7 +209,7 @@ def test_stages_by_hand_pass_what_they_say_and_logits_leave_padding_out(batch):
         ({"pp": 4}, {"encoder_stages": 4}, "encoder_stages=4 of 4 stages leaves"),
         ({"pp": 4}, {"encoder_stages": 1}, "the decoder's 4 layers .* over its 3 stages"),
         ({"pp": 4}, {"encoder_stages": 3}, "the encoder's 2 layers .* over its 3 stages"),
-        ({}, {"encoder_stages": 1}, "encoder_stages=1 was given for 1 stage"),
+        ({}, {"encoder_stages": 1}, "encoder_stages=1 needs a pipeline"),
         ({"pp": 2}, {"chunk": 1}, "chunk 1 does not exist: the layout has vpp=1"),
         ({"cp": 2}, {}, "context parallelism: cp=2"),
     ],

@@ -33,11 +33,11 @@ def test_stages_have_equally_many_layers_unless_a_split_says_otherwise(small):
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ((range(4),), "1 stages was given for 2"),
-        ((range(3), range(2, 4)), "0:3, 2:4 are not layers 0:4"),
-        ((range(1), range(2, 4)), "0:1, 2:4 are not layers 0:4"),
-        ((range(2), range(2, 3)), "0:2, 2:3 are not layers 0:4"),
-        ((range(2, 4), range(2)), "2:4, 0:2 are not layers 0:4"),
+        ((range(4),), "1 stages, but the pipeline has 2"),
+        ((range(3), range(2, 4)), "0:3, 2:4 do not cover layers 0:4"),
+        ((range(1), range(2, 4)), "0:1, 2:4 do not cover layers 0:4"),
+        ((range(2), range(2, 3)), "0:2, 2:3 do not cover layers 0:4"),
+        ((range(2, 4), range(2)), "2:4, 0:2 do not cover layers 0:4"),
     ],
 )
 def test_a_split_that_is_not_every_layer_once_is_refused(small, split, message):
@@ -117,7 +117,7 @@ def test_stages_decode_with_caches_of_their_own_layers(config, scramble):
             x = stages[0](tokens[:, start:stop], cache=caches[0])
             steps.append(stages[1](x, cache=caches[1]))
     torch.testing.assert_close(torch.cat(steps), model(tokens), rtol=0, atol=1e-12)
-    with pytest.raises(ConfigError, match="no layers"):
+    with pytest.raises(ConfigError, match="at least one layer"):
         StaticKVCache(config, Mesh.single(), 2, 12, layers=[])
 
 

@@ -1,11 +1,11 @@
-"""Bytes of activations that one layer keeps for its backward pass, term by term.
+"""Bytes of activations that one layer saves for its backward pass, by submodule.
 
-The terms are those of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large
-Transformer Models", section 4), evaluated with the bytes that the operations in use keep: element
-size, width of stored dropout masks, attention written out or fused, norm fused or not. With the
-paper's own (`SavedBytes.paper()`: bfloat16, masks of one byte, unfused attention) they add up to
-its constants: `s b h (34 + 5 a s / h)` for a layer, `s b h (10 + 24/t + 5 a s / (h t))` with tensor
-parallelism, that divided by `t` in all its terms with sequence parallelism, `34 s b h / t` with
+The formulas are those of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large
+Transformer Models", section 4), evaluated with the bytes that the operations in use save: element
+size, width of stored dropout masks, fused or unfused attention, fused or unfused norms. With the
+paper's assumptions (`SavedBytes.paper()`: bfloat16, masks of one byte, unfused attention) the sums
+are those of the paper: `s b h (34 + 5 a s / h)` for a layer, `s b h (10 + 24/t + 5 a s / (h t))`
+with tensor parallelism, the former divided by `t` with sequence parallelism, `34 s b h / t` with
 selective and `2 s b h` with full recomputation.
 """
 
@@ -16,16 +16,16 @@ from megatron_models.models.model_config import ModelConfig
 
 
 def layer_activations(config: ModelConfig, layer_pass: LayerPass, *, layer: int = 0) -> BytesByPart:
-    """Returns what one layer keeps of one micro-batch on one rank, by the part that keeps it.
+    """Returns the bytes that one layer saves for one micro-batch on one rank, by submodule.
 
-    What all layers share (tables, dropout keys) is left out. Full recomputation is a matter of
-    several layers: see `stack_activations`. Where experts are on other ranks, what a rank keeps
-    depends on the routing: this is the mean over ranks.
+    Tensors that all layers share (rotary tables, dropout keys) are left out. Full recomputation
+    covers several layers; see `stack_activations`. With expert parallelism the bytes of a rank
+    depend on the routing; the result is the mean over ranks.
 
     Args:
-        config: the model.
-        layer_pass: the micro-batch, how it is cut, and what operations keep.
-        layer: its number; layers may differ.
+        config: The model's configuration.
+        layer_pass: The micro-batch, how it is cut, and the bytes that operations save.
+        layer: Number of the layer; layers may differ.
     """
     return config.trunk().layer_activations(layer, layer_pass)
 
@@ -33,14 +33,14 @@ def layer_activations(config: ModelConfig, layer_pass: LayerPass, *, layer: int 
 def stack_activations(
     config: ModelConfig, layer_pass: LayerPass, *, layers: Sequence[int] | None = None
 ) -> int:
-    """Returns what the layers of one stage keep of one micro-batch, in bytes on the device.
+    """Returns the bytes that the layers of one stage save for one micro-batch on the device.
 
-    What waits in host memory is not counted.
+    Activations that are offloaded to host memory are not counted.
 
     Args:
-        config: the model.
-        layer_pass: the micro-batch, how it is cut, and what operations keep.
-        layers: numbers of those of the stage; by default all.
+        config: The model's configuration.
+        layer_pass: The micro-batch, how it is cut, and the bytes that operations save.
+        layers: Numbers of the stage's layers. Defaults to all.
     """
     plan, trunk = layer_pass.recompute, config.trunk()
     numbers = list(trunk.layers) if layers is None else layers

@@ -1,9 +1,8 @@
-"""State of tokens already seen, so that decoding computes only the new ones.
+"""Key/value caches for decoding.
 
-A layer hands its new keys and values to the cache and gets a handle, which attends for it. How they
-are kept is the cache's alone to know: a dense tensor, pages, quantised. State of another kind (the
-slots of a recurrent layer) is another protocol, which its layers ask for and a cache implements
-beside this one.
+A layer passes its new keys and values to the cache and gets a handle, which computes attention. The
+storage (a dense tensor, pages, quantized values) is private to the cache. State of another type,
+such as that of a recurrent layer, needs another protocol, which a cache may implement too.
 """
 
 from collections.abc import Iterable
@@ -20,12 +19,12 @@ from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.errors import ConfigError
 
 KeysValues = tuple[Float[Tensor, "t b g d"], Float[Tensor, "t b g d"]]
-"""Keys and values of tokens, of this rank's query groups."""
+"""Keys and values of tokens, for this rank's query groups."""
 
 
 @runtime_checkable
 class KVHandle(Protocol):
-    """What the new tokens of one layer attend to."""
+    """Keys and values that the new tokens of one layer attend to."""
 
     def attend(
         self,
@@ -36,40 +35,41 @@ class KVHandle(Protocol):
         sinks: Float[Tensor, " n"] | None = None,
         softcap: float = 0.0,
     ) -> Float[Tensor, "s b n d"]:
-        """Returns attention of new tokens; arguments as for `megatron_kernels.attention`."""
+        """Returns attention of the new tokens, with arguments of `megatron_kernels.attention`."""
         ...
 
 
 @runtime_checkable
 class KVCache(Protocol):
-    """What a model asks of a cache. Layers are called by their number in the model.
+    """The interface of a cache for a model. Layers are identified by their number in the model.
 
-    A forward pass of ``t`` new tokens reads `length` once, calls `update` once for each layer, and
-    leaves `length` larger by ``t``.
+    A forward pass of ``t`` new tokens reads `length` once and calls `update` once for each layer.
+    It increases `length` by ``t``.
     """
 
     @property
     def length(self) -> int:
-        """Positions that every layer has seen: the absolute position of the next token."""
+        """Number of positions that every layer has seen: the index of the next token."""
         ...
 
     def update(
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
     ) -> KVHandle:
-        """Adds the keys and values of new tokens; return the handle of all tokens, old and new."""
+        """Adds the keys and values of new tokens; returns the handle of all tokens."""
         ...
 
 
 @runtime_checkable
 class CrossKVCache(KVCache, Protocol):
-    """A cache that keeps the encoder's side of cross-attention too, which is made once."""
+    """A cache that also stores keys and values of the encoder for cross-attention."""
 
     def encoder_kv(self, layer: int, new: KeysValues | None) -> KVHandle:
         """Returns the handle of the encoder's keys and values.
 
         Args:
-            layer: its number in the model.
-            new: of an encoder's output, to be kept; None in later passes, for those kept.
+            layer: Number of the layer in the model.
+            new: Keys and values of an encoder's output, which the cache stores. None in later
+                passes, which use the stored ones.
         """
         ...
 
@@ -97,20 +97,21 @@ class DenseKV:
 
 
 class StaticKVCache:
-    """A cache of fixed size for one batch, allocated once; every sequence has the same length.
+    """A cache of fixed size for one batch, allocated once. All sequences have the same length.
 
     Args:
-        config: the model's configuration.
-        mesh: the model's mesh; each tensor-parallel rank keeps its own key/value heads.
-        batch_size: sequences.
-        max_length: tokens there is room for, at most the model's positions.
-        dtype: of keys and values.
-        device: where they are kept; by default the mesh's device.
-        layers: numbers of the layers it serves, ``map(int, stage.layers)`` for a pipeline stage; by
-            default all. The decoder of an encoder-decoder counts from ``encoder_num_layers`` on.
+        config: The model's configuration.
+        mesh: The model's mesh. Each tensor-parallel rank stores its own key/value heads.
+        batch_size: Number of sequences.
+        max_length: Capacity in tokens, at most the model's number of positions.
+        dtype: Dtype of keys and values.
+        device: Device of keys and values. Defaults to the mesh's device.
+        layers: Numbers of the cached layers, ``map(int, stage.layers)`` for a pipeline stage.
+            Defaults to all. The decoder of an encoder-decoder counts from ``encoder_num_layers``
+            on.
 
     Raises:
-        ConfigError: more positions than the model has, or no layer at all.
+        ConfigError: There are more positions than the model has, or no layers.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class StaticKVCache:
         served = range(config.num_layers) if layers is None else layers
         self._rows = {layer: row for row, layer in enumerate(served)}
         if not self._rows:
-            raise ConfigError("a cache for no layers cannot tell how many tokens were seen")
+            raise ConfigError("a cache needs at least one layer; layers is empty")
         groups = config.groups_on_rank(mesh.axis("tp").size)
         shape = (len(self._rows), 2, max_length, batch_size, groups, config.kv_channels)
         self._store = torch.empty(shape, dtype=dtype, device=device or mesh.device)
@@ -136,28 +137,28 @@ class StaticKVCache:
 
     @property
     def length(self) -> int:
-        """Positions that every layer has seen."""
+        """Number of positions that every layer has seen."""
         return min(self._filled)
 
     @property
     def max_length(self) -> int:
-        """Positions there is room for."""
+        """Capacity in positions."""
         return self._store.shape[2]
 
     def update(
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
     ) -> DenseKV:
-        """Writes the new keys and values in place; return a handle of views of all so far.
+        """Writes the new keys and values in place; returns a handle of views of all so far.
 
         Raises:
-            ConfigError: there is no room for them.
+            ConfigError: The cache has no room for them.
         """
         row = self._rows[layer]
         start = self._filled[row]
         end = start + len(k)
         if end > self.max_length:
             raise ConfigError(
-                f"{end} positions do not fit in a cache of {self.max_length}; make it longer"
+                f"{end} positions do not fit in a cache of {self.max_length}; increase max_length"
             )
         keys, values = self._store[row]
         keys[start:end] = k
@@ -166,22 +167,22 @@ class StaticKVCache:
         return DenseKV(keys[:end], values[:end])
 
     def encoder_kv(self, layer: int, new: KeysValues | None) -> DenseKV:
-        """Keeps the encoder's side of a layer as it is; return its handle.
+        """Returns the handle of the encoder's keys and values, after storing ``new`` if given.
 
         Raises:
-            ConfigError: nothing is kept, and nothing new was given.
+            ConfigError: Nothing is stored and ``new`` is None.
         """
         if new is not None:
             self._encoded[layer] = DenseKV(*new)
         elif layer not in self._encoded:
             raise ConfigError(
-                f"layer {layer} attends to an encoder's output that the cache has not seen; give "
+                f"layer {layer} attends to an encoder's output that the cache does not hold; pass "
                 "the source in the first pass"
             )
         return self._encoded[layer]
 
     def truncate(self, length: int) -> None:
-        """Forgets all positions from ``length`` on; 0 empties the cache for another batch."""
+        """Removes all positions from ``length`` on; 0 empties the cache for another batch."""
         self._filled = [min(filled, length) for filled in self._filled]
         if length == 0:
             self._encoded.clear()

@@ -1,7 +1,7 @@
-"""What this package raises for values that cannot be used."""
+"""The error of this package."""
 
 from megatron_parallel.errors import FieldError
 
 
 class ConfigError(FieldError):
-    """A model configuration, or a request made to a model, that cannot be met."""
+    """Raised for an invalid model configuration, or a request that a model cannot serve."""

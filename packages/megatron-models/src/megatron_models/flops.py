@@ -1,14 +1,14 @@
 """Floating-point operations of a training step, from the configuration alone.
 
-Counts the matrix products of one forward and one backward pass (two operations per multiply-add,
-the backward twice the forward); causal attention counts half of the square. Recomputed activations
-are not counted, nor are experts that a token does not go to: this is the numerator of model FLOPs
-utilisation (MFU), as in Megatron-LM.
+Counts the matrix products of one forward and one backward pass: two operations per multiply-add,
+and twice the forward pass for the backward pass. Causal attention counts half of the square.
+Recomputation and experts that a token does not use are not counted. This is the numerator of model
+FLOPs utilisation (MFU), as in Megatron-LM.
 """
 
 from megatron_models.models.model_config import ModelConfig
 
-_PASSES = 3  # forward once, backward with respect to inputs and to weights
+_PASSES = 3  # forward, backward for inputs, backward for weights
 _MULTIPLY_ADD = 2
 
 
@@ -19,14 +19,14 @@ def training_flops(
     *,
     squared_lengths: int | None = None,
 ) -> int:
-    """Returns the operations of a forward and backward pass.
+    """Returns the floating-point operations of a forward and backward pass.
 
     Args:
-        config: the model.
-        sequence_length: length of each sequence, in tokens.
-        tokens: tokens processed; by default one sequence.
-        squared_lengths: sum of the squares of the lengths of all documents, where packed documents
-            do not attend to each other; by default ``tokens * sequence_length``.
+        config: The model's configuration.
+        sequence_length: Length of each sequence, in tokens.
+        tokens: Number of tokens. Defaults to one sequence.
+        squared_lengths: Sum of the squared lengths of all documents, for packed documents that do
+            not attend to each other. Defaults to ``tokens * sequence_length``.
     """
     if tokens is None:
         tokens = sequence_length
@@ -41,9 +41,9 @@ def training_flops(
 
 
 def tokens_per_pair(config: ModelConfig) -> float:
-    """Operations of one pair of query and key in attention over all others of one token.
+    """Returns the cost of one query-key pair in attention, in units of the other work of one token.
 
-    So much attention makes a long document dearer than as many tokens in short ones; with ``h``
-    hidden channels and usual widths about ``1 / 6h``.
+    Attention makes a long document more expensive than as many tokens in short ones. With ``h``
+    hidden channels and usual widths the result is about ``1 / 6h``.
     """
     return config.multiply_adds.per_pair / config.multiply_adds.per_token

@@ -1,7 +1,7 @@
-"""Kinds of models, found by the entry-point group ``megatron.models``.
+"""Kinds of models, found through the entry-point group ``megatron.models``.
 
-Who trains, converts or serves a model looks its kind up by the name that a command or a
-checkpoint's record gives, and knows no kind by name. Importing this module does not import torch.
+Code that trains, converts or serves a model looks its kind up by the name in a command or in a
+checkpoint's record. It refers to no kind directly. Importing this module does not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,28 +18,27 @@ if TYPE_CHECKING:
     from torch import nn
 
 KINDS = Extensions("megatron.models", "kind of model", ConfigError)
-"""Kinds of models by name, those of other distributions too."""
+"""Kinds of models by name, including those of other distributions."""
 
 Migration = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""From the fields of one version of a kind's configurations to those of the next."""
+"""Maps the fields of one version of configurations to those of the next."""
 
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A kind of models: its configuration, how its stages are built, and what it is trained for.
+    """A kind of model: its configuration, the builder of its stages, and its default task.
 
     Attributes:
-        name: under which commands and checkpoints know it; that of its entry point.
-        config: the class of its configurations.
-        stages: ``package.module:function`` that builds this rank's stages of a pipeline; called
+        name: Name in commands and checkpoints, and of the entry point.
+        config: Class of its configurations.
+        stages: ``package.module:function`` that builds this rank's pipeline stages. It is called
             with the configuration, a `megatron_models.Placement`, and the keywords ``split`` and
-            ``seed``. It is imported when a model is built, and torch with it.
-        default_task: name of the task that it is pretrained for.
-        summary: one line for lists and ``--help``.
-        supports_decoding: whether it generates token by token, with a cache
+            ``seed``. It is imported, and torch with it, when a model is built.
+        default_task: Name of the task for pretraining.
+        summary: One line for lists and ``--help``.
+        supports_decoding: Whether it generates token by token with a cache
             (`megatron_models.DecodingModel`).
-        migrations: at each place, what makes the fields of the next version of configurations from
-            those of this version; there are as many as versions before the one written now.
+        migrations: Migrations of configurations; index ``i`` maps version ``i`` to ``i + 1``.
     """
 
     name: str
@@ -52,19 +51,20 @@ class ModelKind:
 
     @property
     def version(self) -> int:
-        """The version of configurations that are written now."""
+        """Current version of configurations."""
         return len(self.migrations)
 
     def read(self, fields: Mapping[str, Any], version: int) -> ModelConfig:
-        """Returns the configuration that fields of a version stand for.
+        """Returns the configuration for the fields of a version.
 
         Raises:
-            ConfigError: a newer version, or fields that are no configuration.
+            ConfigError: The version is newer than the current one, or the fields are no valid
+                configuration.
         """
         if version > self.version:
             raise ConfigError(
-                f"the configuration of a model of kind {self.name!r} has version {version}, and "
-                f"what is installed here reads up to {self.version}: use a newer one"
+                f"the configuration of a model of kind {self.name!r} has version {version}, but "
+                f"the installed package reads up to version {self.version}; install a newer one"
             )
         for migrate in self.migrations[version:]:
             fields = migrate(fields)
@@ -74,9 +74,9 @@ class ModelKind:
         """Builds this rank's stages of a model.
 
         Args:
-            config: of this kind.
-            placement: a `megatron_models.Placement`, or a mesh.
-            **options: ``split``, the layers of every stage of the pipeline, and ``seed``.
+            config: A configuration of this kind.
+            placement: A `megatron_models.Placement`, or a mesh.
+            **options: ``split``, the layers of each pipeline stage, and ``seed``.
         """
         build: Callable[..., list[nn.Module]] = import_object(
             self.stages, f"stages of the kind {self.name!r}"
@@ -94,7 +94,7 @@ class ModelKind:
 
 
 def model_kinds() -> dict[str, ModelKind]:
-    """Returns every installed kind by name, other distributions' too."""
+    """Returns every installed kind by name, including those of other distributions."""
     return {name: find_kind(name) for name in KINDS.entries()}
 
 
@@ -102,6 +102,6 @@ def find_kind(name: str) -> ModelKind:
     """Returns an installed kind.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: No kind has this name.
     """
     return KINDS.load_instance(name, ModelKind)

@@ -1,4 +1,4 @@
-"""Which layers of a model are of a kind, from Megatron-LM's way of writing it.
+"""Patterns that select layers of a model, in Megatron-LM's syntax.
 
 >>> layer_pattern("2", 4)
 (True, False, True, False)
@@ -12,35 +12,40 @@ from megatron_models.errors import ConfigError
 
 
 class PatternError(ConfigError):
-    """A pattern that cannot be read, or is for another number of layers."""
+    """A pattern that is invalid, or has another number of layers."""
 
 
 def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Reads a pattern: for each layer whether it is of the kind.
+    """Returns for each layer whether a pattern selects it.
 
     Args:
-        text: a number N, for every N-th layer beginning with the first, or an expression of lists
+        text: A number N, for every N-th layer beginning with the first, or an expression of lists
             of ones and zeros, joined by ``+`` and repeated by ``*``.
-        num_layers: of the model.
+        num_layers: Number of layers of the model.
 
     Raises:
-        PatternError: anything else, or a list of another length.
+        PatternError: The text is no pattern, or its list has another length.
     """
     shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
     try:
         value = _value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last of Python's parser
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # MemoryError is raised by Python's parser
         raise PatternError(
-            f"{shown!r} is no pattern of layers: give a number, or lists of ones and zeros like "
+            f"{shown!r} is not a pattern of layers; give a number, or lists of ones and zeros like "
             "([0]*2+[1])*4"
         ) from None
     if isinstance(value, int):
         if value < 1:
-            raise PatternError(f"every {value}-th layer is no pattern: give a number from 1 on")
+            raise PatternError(f"{value} is not a pattern of layers; give a number of at least 1")
         return tuple(layer % value == 0 for layer in range(num_layers))
     if len(value) != num_layers:
         raise PatternError(
-            f"the pattern {shown} is of {len(value)} layers, the model has {num_layers}"
+            f"the pattern {shown} has {len(value)} layers, but the model has {num_layers}"
         )
     return tuple(bool(each) for each in value)
 
@@ -50,7 +55,7 @@ _LONGEST = 100_000
 
 
 def _value(node: ast.expr) -> int | list[int]:
-    """Evaluates what patterns are made of, and nothing else."""
+    """Evaluates the syntax of patterns, and nothing else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

@@ -1,4 +1,4 @@
-"""Objects that descriptions name by ``package.module:name``, imported when they are needed."""
+"""Import of objects named by ``package.module:name``."""
 
 import pkgutil
 from typing import Any
@@ -7,14 +7,14 @@ from megatron_models.errors import ConfigError
 
 
 def import_object(name: str, referrer: str) -> Any:
-    """Returns what ``package.module:name`` names.
+    """Returns the object that ``package.module:name`` names.
 
     Args:
-        name: of the object.
-        referrer: what names it, for the message.
+        name: Name of the object.
+        referrer: The setting that names it, for the message.
 
     Raises:
-        ConfigError: there is no such module or object.
+        ConfigError: The module or object does not exist.
     """
     try:
         return pkgutil.resolve_name(name)

@@ -1,8 +1,8 @@
-"""Memory of a training step on one rank, from the configuration alone.
+"""Memory of a training step on one rank, computed from the configuration alone.
 
-Counts what stays: parameters, gradients, optimizer state, and the activations kept from the forward
-for the backward pass (`megatron_models.activations` has their formula, term by term). What an
-operation needs while it runs, and what an allocator leaves unused, comes on top.
+Counts the persistent tensors: parameters, gradients, optimizer state, and the activations saved for
+the backward pass (`megatron_models.activations` has their formula). Temporary buffers of operations
+and unused memory of an allocator come on top.
 """
 
 import dataclasses
@@ -31,7 +31,14 @@ _ADAM_MOMENTS = 2
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes by what they hold."""
+    """Bytes of a training step on one rank.
+
+    Attributes:
+        parameters: Bytes of the parameters.
+        gradients: Bytes of the gradients.
+        optimizer: Bytes of the optimizer state.
+        activations: Bytes of the saved activations.
+    """
 
     parameters: int
     gradients: int
@@ -40,7 +47,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all."""
+        """Sum of all bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
@@ -63,45 +70,46 @@ def training_memory(
 ) -> TrainingMemory:
     """Returns the bytes that training holds on one rank, with fused kernels.
 
-    Parameters, gradients and optimizer state are those of the tensors themselves: the buckets they
-    lie in are padded by less than 64 elements a parameter and 64 for each rank a bucket is cut
-    over. What is cut over data-parallel ranks is the mean of them. Fully sharded training holds the
-    gathered parameters of a layer beside this, and whole gradients between micro-batches.
+    Parameters, gradients and optimizer state are counted without the padding of buckets, which is
+    less than 64 elements a parameter plus 64 for each rank that a bucket is cut over. For tensors
+    that are cut over data-parallel ranks the result is the mean over these ranks. Fully sharded
+    training also holds the gathered parameters of one layer, and whole gradients between
+    micro-batches.
 
     Args:
-        config: the model.
-        sequence_length: tokens in a sequence.
-        micro_batch_size: sequences in a forward pass.
-        precision: of parameters and activations; with bfloat16 the optimizer keeps float32 main
-            parameters too.
-        layout: ranks of each kind, the data-parallel ones given; by default one rank.
-        data_parallel: what of parameters, gradients and optimizer state is cut over data-parallel
-            ranks, and in which precision gradients are added up; by default nothing is cut.
-        sequence_parallel: whether activations between the cut layers are cut too.
-        layers: those of the first pipeline stage; by default the whole model is one stage.
-        in_flight: micro-batches whose activations are kept at once: `pp` on the first stage of
-            1F1B with enough of them.
-        recompute: what is computed again; by default nothing.
-        dispatcher: how tokens get to their experts, ``allgather`` or ``alltoall``.
-        moments: float32 tensors that the optimizer's update rule keeps for each parameter. Defaults
+        config: The model's configuration.
+        sequence_length: Tokens in a sequence.
+        micro_batch_size: Sequences in a forward pass.
+        precision: Precision of parameters and activations. With bfloat16 the optimizer also holds
+            float32 main parameters.
+        layout: Parallel sizes, with ``dp`` resolved. Defaults to one rank.
+        data_parallel: Which of parameters, gradients and optimizer state are cut over data-parallel
+            ranks, and the precision of gradient accumulation. Defaults to cutting nothing.
+        sequence_parallel: Whether activations between tensor-parallel layers are cut too.
+        layers: Number of layers of the first pipeline stage. Defaults to the whole model as one
+            stage.
+        in_flight: Number of micro-batches whose activations are saved at once: `pp` on the first
+            stage of 1F1B with enough micro-batches.
+        recompute: What activation checkpointing recomputes. Defaults to nothing.
+        dispatcher: How tokens are sent to experts, ``allgather`` or ``alltoall``.
+        moments: Number of float32 tensors that the update rule holds for each parameter. Defaults
             to the two of AdamW.
-        products: what linear layers multiply by, by role (`Placement.products`). Where one adapts,
-            only what it adds has gradients and optimizer state. Defaults to plain products.
+        products: Products of linear layers by role (`Placement.products`). Under an adapter only
+            the adapter's parameters have gradients and optimizer state. Defaults to plain products.
         saves_logits: Whether the loss saves a number for each token and vocabulary entry, as all
             but `LinearCrossEntropy` do (`Placement.vocabulary_loss`).
 
     Raises:
-        ConfigError: the sequence is longer than the model's positions, or ``layout`` does not say
-            how many data-parallel ranks there are.
+        ConfigError: The sequence is longer than the model's positions, or ``layout.dp`` is None.
     """
     trunk, layout = config.trunk(), layout or ParallelLayout(dp=1)
     if trunk.embedding is not None:
         trunk.embedding.check_sequence_length(sequence_length)
     if layout.dp is None:
-        raise ConfigError(f"{layout} has no data-parallel size: call its resolve(world size)")
+        raise ConfigError(f"{layout} has no data-parallel size; call its resolve(world_size)")
     size = _FP32 if precision == "float32" else 2
-    sharing = data_parallel or DataParallelConfig()
-    held = _model_states(config, layout, sharing, size, layers, moments, products or {})
+    data_parallel = data_parallel or DataParallelConfig()
+    held = _model_states(config, layout, data_parallel, size, layers, moments, products or {})
     layer_pass = LayerPass(
         -(-sequence_length // layout.cp),
         micro_batch_size,
@@ -119,13 +127,13 @@ def training_memory(
 
 
 def _end(trunk: TrunkSpec, layer_pass: LayerPass, saves_logits: bool) -> int:
-    """Bytes that the final norm, the output layer and the loss keep."""
+    """Returns the bytes that the final norm, the output layer and the loss save."""
     # The input of the output layer.
     kept = layer_pass.stream_tokens * trunk.width * layer_pass.saved_bytes.activation
     if trunk.final_norm is not None:
         kept += trunk.final_norm.activation_bytes(layer_pass)
     if trunk.embedding is not None:
-        # The label, two flags of it, and probabilities over the vocabulary; or the label.
+        # The label, two flags for it, and probabilities over the vocabulary; or the label alone.
         part = trunk.embedding.padded_vocab_size // layer_pass.tp
         kept += layer_pass.tokens * (8 + 2 + part * _FP32 if saves_logits else 8)
     return kept
@@ -140,7 +148,7 @@ def _model_states(
     moments: int,
     products: "Mapping[str, Product]",
 ) -> TrainingMemory:
-    """Bytes of parameters of ``size`` bytes each, their gradients and the optimizer's state."""
+    """Returns the bytes of parameters of ``size`` bytes, gradients and optimizer state."""
     base = _elements(config, layout, layers)
     further = _elements(config, layout, layers, products)
     held = size * (sum(base) + sum(further))
@@ -151,7 +159,7 @@ def _model_states(
     data_ranks = (layout.dp or 1) * layout.cp // layout.dp_outer
     part = -(-dense // data_ranks) + -(-experts // layout.expert_dp)
     state = _FP32 * (moments if size == _FP32 else moments + 1)
-    if data_parallel.use_torch_fsdp2:  # experts are copied like the rest
+    if data_parallel.use_torch_fsdp2:  # experts are cut like dense parameters
         part = -(-whole // data_ranks)
         cut = -(-held // (size * data_ranks))
         return TrainingMemory(cut * size, part * size, part * state, 0)
@@ -166,9 +174,10 @@ def _elements(
     layers: int | None,
     products: "Mapping[str, Product] | None" = None,
 ) -> tuple[int, int]:
-    """Elements of one rank's parameters, of the first stage or of all: dense ones, and experts'.
+    """Returns the elements of one rank's dense parameters, and of its experts' parameters.
 
-    With ``products``, of what these add. Padding of the vocabulary is included.
+    Counts the first stage or the whole model. With ``products``, counts only the parameters that
+    these add. Padding of the vocabulary is included.
     """
     dense = experts = 0
     parameters = config.parameters()

@@ -1,7 +1,7 @@
 """Names and shapes of a model's parameters, from the configuration alone.
 
-Shapes are global and unpadded, as checkpoints store them, so sizes and conversions can be planned
-without building a model or importing torch. Every component says what it has
+Shapes are global and unpadded, as checkpoints store them. Sizes and conversions can be planned
+without building a model or importing torch. Each component's description defines its parameters
 (`megatron_models.components.mixer`).
 """
 
@@ -13,12 +13,12 @@ Shape = tuple[int, ...]
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Returns the stored shape of every parameter by its global name, in the order of the model."""
+    """Returns the stored shape of each parameter by global name, in the order of the model."""
     return {name: spec.sharding.shape for name, spec in config.parameters().items()}
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the stored shape of all that a checkpoint holds of a model: parameters, then state."""
+    """Returns the shapes of all tensors of a model in a checkpoint: parameters, then state."""
     state = {name: sharding.shape for name, sharding in config.state().items()}
     return {**parameter_shapes(config), **state}
 
@@ -27,9 +27,9 @@ def parameter_count(config: ModelConfig, *, padded: bool = False, active: bool =
     """Returns the number of parameters; tied embeddings count once.
 
     Args:
-        config: the model.
-        padded: count the padded rows of the vocabulary too, which exist in memory only.
-        active: count only the experts that one token goes to.
+        config: The model's configuration.
+        padded: Count the padding rows of the vocabulary too, which exist in memory only.
+        active: Count only the experts that one token uses.
     """
     count = 0
     for spec in config.parameters().values():

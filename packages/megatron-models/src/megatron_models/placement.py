@@ -1,4 +1,4 @@
-"""Where a model is built, and how it computes there: one object for all of its modules."""
+"""The placement of a model: mesh, dtype, device and options of all its modules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,31 +24,31 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """What the modules of a model have in common that is no property of the model.
+    """Settings that all modules of a model share and that are no property of the model.
 
     Attributes:
-        mesh: where this rank stands, and over which ranks weights are cut.
-        dtype: of the parameters; losses are float32, or float64 for a float64 model.
-        device: of the parameters; None is the mesh's device. On the meta device a model has no
-            values.
-        sequence_parallel: between the tensor-parallel layers, cut activations along the sequence,
+        mesh: The mesh over which weights are cut, with this rank's coordinates.
+        dtype: Dtype of the parameters. Losses are float32, or float64 for a float64 model.
+        device: Device of the parameters. None means the mesh's device. On the meta device a model
+            has no values.
+        sequence_parallel: Cut activations between the tensor-parallel layers along the sequence,
             ``[s/tp, b, h]``. Gradients of norms, position embeddings and row-parallel biases are
             then partial sums, which `megatron_parallel.GradientBuffers` adds up.
-        tp_comm_overlap: with sequence parallelism, communicate in chunks while the forward pass
+        tp_comm_overlap: With sequence parallelism, communicate in slices while the forward pass
             computes (`megatron_parallel.tensor_parallel.overlap_forward`).
-        recompute: what is computed again in the backward pass, and where the rest is kept; by
-            default everything that autograd asks for is kept.
-        dispatcher: how tokens get to the experts of a mixture of experts: ``allgather`` or
+        recompute: What the backward pass recomputes, and where saved activations are stored.
+            Defaults to recomputing nothing.
+        dispatcher: How tokens are sent to the experts of a mixture of experts: ``allgather`` or
             ``alltoall``, see `megatron_parallel.expert_parallel.dispatch`.
-        cp_comm_type: how attention goes over context-parallel ranks, for all layers or for each:
+        cp_comm_type: Attention over context-parallel ranks, one value or one for each layer:
             ``p2p`` (ring), ``a2a`` (heads scattered), ``allgather``, or ``a2a+p2p``.
-        products: what linear layers multiply by, by their role, as Megatron-Core names it:
-            ``linear_qkv``, ``linear_proj``, ``linear_q`` and ``linear_kv`` of cross-attention,
-            ``linear_fc1`` and ``linear_fc2`` of feed-forward layers and experts, ``output_layer``.
-            Others are plain. `megatron_parallel.tensor_parallel.freeze_all_but_adapters` then
-            freezes what is not trained.
-        vocabulary_loss: output layer and loss as one operation; by default logits of all tokens are
-            made.
+        products: Products of linear layers by role, with Megatron-Core's names: ``linear_qkv``,
+            ``linear_proj``, ``linear_q`` and ``linear_kv`` of cross-attention, ``linear_fc1`` and
+            ``linear_fc2`` of feed-forward layers and experts, ``output_layer``. Other layers have
+            the plain product. `megatron_parallel.tensor_parallel.train_adapters` then freezes the
+            parameters that are not trained.
+        vocabulary_loss: Output layer and loss as one operation. By default the logits of all tokens
+            are computed.
     """
 
     mesh: Mesh
@@ -64,25 +64,25 @@ class Placement:
 
     @classmethod
     def resolve(cls, placement: Union["Placement", Mesh]) -> "Placement":
-        """Returns ``placement``, or what a mesh alone stands for: all else at its default."""
+        """Returns ``placement`` itself, or for a mesh a placement with defaults."""
         return cls(placement) if isinstance(placement, Mesh) else placement
 
     @property
     def resolved_device(self) -> torch.device:
-        """The device of the parameters."""
+        """Device of the parameters."""
         return self.mesh.device if self.device is None else torch.device(self.device)
 
     @property
     def sequence_parallel_size(self) -> int:
-        """Parts that the sequence is cut into between tensor-parallel layers."""
+        """Number of ranks that cut the sequence between tensor-parallel layers."""
         return self.mesh.axis("tp").size if self.sequence_parallel else 1
 
     def product(self, role: str) -> Product:
-        """Returns what the layers of a role multiply by."""
+        """Returns the product of the layers with a role."""
         return self.products.get(role, PLAIN)
 
     def column_parallel_linear(self, spec: ColumnSpec) -> ColumnParallelLinear:
-        """Builds a column-parallel layer here."""
+        """Builds a column-parallel layer."""
         return ColumnParallelLinear.from_spec(
             spec,
             self.mesh,
@@ -93,7 +93,7 @@ class Placement:
         )
 
     def row_parallel_linear(self, spec: RowSpec) -> RowParallelLinear:
-        """Builds a row-parallel layer here."""
+        """Builds a row-parallel layer."""
         return RowParallelLinear.from_spec(
             spec,
             self.mesh,
@@ -104,7 +104,7 @@ class Placement:
         )
 
     def vocab_parallel_embedding(self, spec: VocabSpec) -> VocabParallelEmbedding:
-        """Builds token embeddings here."""
+        """Builds token embeddings."""
         cut = self.sequence_parallel
         return VocabParallelEmbedding.from_spec(
             spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.resolved_device
@@ -118,18 +118,18 @@ class Placement:
         update: Update,
         observation_shape: tuple[int, ...] | None = None,
     ) -> StepState | None:
-        """Gives a module state that is not a parameter, in at least float32.
+        """Registers state that is not a parameter on a module, in at least float32.
 
         Args:
-            module: gets a buffer, and its row in the attribute ``sharding``.
-            shardings: of the mixer's state (`Mixer.state`); without a row for ``name`` there is
-                none.
-            name: in ``shardings``; its last part is that of the buffer.
-            update: returns the value after a step, see `megatron_parallel.StepState`.
-            observation_shape: shape of an observation. Defaults to that of the value.
+            module: Gets a buffer, and its entry in the attribute ``sharding``.
+            shardings: Shardings of the mixer's state (`Mixer.state`). Without an entry for ``name``
+                nothing is registered.
+            name: Key in ``shardings``; its last part is the name of the buffer.
+            update: Returns the value after a step, see `megatron_parallel.StepState`.
+            observation_shape: Shape of an observation. Defaults to that of the value.
 
         Returns:
-            What takes the module's observations, or None.
+            The `StepState` that takes the module's observations, or None.
         """
         if name not in shardings:
             return None
@@ -149,12 +149,12 @@ class Placement:
     def register_parameters(
         self, module: nn.Module, shardings: Mapping[str, Sharding], *names: str
     ) -> None:
-        """Gives a module its sharding table, and parameters without values.
+        """Registers parameters without values on a module, and its sharding table.
 
         Args:
-            module: gets the attribute ``sharding``, and a parameter for each entry.
-            shardings: of its parameters.
-            *names: of parameters that it may have; those without an entry are None.
+            module: Gets the attribute ``sharding``, and a parameter for each entry.
+            shardings: Shardings of its parameters.
+            *names: Names of parameters that it may have. Those without an entry are None.
         """
         module.sharding = dict(shardings)  # type: ignore[assignment]
         for name in dict.fromkeys((*shardings, *names)):

@@ -1,7 +1,7 @@
-"""The record of a model that a checkpoint keeps: its kind, and its configuration with a version.
+"""The record of a model in a checkpoint: its kind, and its configuration with a version.
 
-A checkpoint outlives the code that wrote it. The version says how its configuration is to be read
-(`ModelKind.migrations`).
+The version selects the migrations that read the configuration (`ModelKind.migrations`), so that
+newer code reads older checkpoints.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from megatron_models.models.model_config import ModelConfig
 
 
 class Record(Protocol):
-    """What is read of a record; megatron-ckpt's ``ModelRecord`` has it."""
+    """The fields of a record that are read; megatron-ckpt's ``ModelRecord`` has them."""
 
     @property
     def kind(self) -> str:
-        """The kind of model."""
+        """Kind of the model."""
 
     @property
     def version(self) -> int:
-        """The version of the configuration."""
+        """Version of the configuration."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -28,16 +28,16 @@ class Record(Protocol):
 
 
 def record_of(config: ModelConfig) -> dict[str, Any]:
-    """Returns ``kind``, ``version`` and ``config`` of the record that a checkpoint keeps."""
+    """Returns ``kind``, ``version`` and ``config`` of a checkpoint's record."""
     version = find_kind(config.kind).version
     return {"kind": config.kind, "version": version, "config": config.to_dict()}
 
 
 def config_of(record: Record) -> ModelConfig:
-    """Returns the configuration in a checkpoint's record, of whatever version.
+    """Returns the configuration in a checkpoint's record, of any version.
 
     Raises:
-        ConfigError: a kind that is not installed, a version that is newer than the kind's, or
-            fields that are no configuration.
+        ConfigError: The kind is not installed, the version is newer than the kind's, or the fields
+            are no valid configuration.
     """
     return find_kind(record.kind).read(record.config, record.version)

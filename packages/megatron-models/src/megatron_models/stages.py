@@ -1,4 +1,4 @@
-"""Which part of a model a pipeline stage is, in pure Python."""
+"""Assignment of layers to pipeline stages, in pure Python."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,13 @@ from megatron_models.errors import ConfigError
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The place of a stage: number `stage` of `count`, with these global layer numbers."""
+    """The layers of one stage.
+
+    Attributes:
+        stage: Index of the stage.
+        count: Number of stages.
+        layers: Global numbers of the stage's layers.
+    """
 
     stage: int
     count: int
@@ -21,12 +27,12 @@ class StagePlan:
 
     @property
     def first(self) -> bool:
-        """Whether the model begins here: the stage embeds tokens."""
+        """Whether this is the first stage, which embeds tokens."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Whether the model ends here: the stage gives logits and losses."""
+        """Whether this is the last stage, which returns logits and losses."""
         return self.stage == self.count - 1
 
 
@@ -37,39 +43,45 @@ def plan_stage(
     chunk: int = 0,
     split: Sequence[range] | None = None,
 ) -> StagePlan:
-    """Finds what stage ``layout.stages(pipeline_rank)[chunk]`` holds.
+    """Returns the plan of stage ``layout.stages(pipeline_rank)[chunk]``.
 
     Args:
-        config: the model.
-        layout: its ``pp`` and ``vpp`` count the stages.
-        pipeline_rank: index on the pipeline axis.
-        chunk: which of the ``vpp`` chunks of that rank.
-        split: global layer numbers of every stage; by default all stages get equally many.
+        config: The model's configuration.
+        layout: Its ``pp`` and ``vpp`` determine the number of stages.
+        pipeline_rank: Coordinate on the pipeline axis.
+        chunk: Index of one of the ``vpp`` model chunks of that rank.
+        split: Global layer numbers of every stage. By default all stages get equally many.
 
     Raises:
-        ConfigError: no such chunk, or a split that is not every layer once, in order.
-        LayoutError: without a split, layers that do not divide over the stages.
+        ConfigError: The chunk does not exist, or the split is not every layer once, in order.
+        LayoutError: Without a split, the layers do not divide over the stages.
     """
     pp, vpp = layout.pp, layout.vpp
     stage = _stage(layout, pipeline_rank, chunk)
     if split is None:
         split = split_layers(config.num_layers, pp, vpp)
     if len(split) != pp * vpp:
-        raise ConfigError(f"a split into {len(split)} stages was given for {pp * vpp} stages")
+        raise ConfigError(f"the split has {len(split)} stages, but the pipeline has {pp * vpp}")
     if list(chain.from_iterable(split)) != list(range(config.num_layers)):
         stages = ", ".join(f"{each.start}:{each.stop}" for each in split)
         raise ConfigError(
-            f"stages of layers {stages} are not layers 0:{config.num_layers}, each once and in "
-            "order; make a split with split_layers"
+            f"stages of layers {stages} do not cover layers 0:{config.num_layers} in order, each "
+            "once; use split_layers"
         )
     return StagePlan(stage, pp * vpp, split[stage])
 
 
 @dataclass(frozen=True)
 class EncoderDecoderStagePlan:
-    """Stage number `stage`, and its place in the encoder, the decoder, or both.
+    """The layers of one stage of an encoder-decoder.
 
-    The first `encoder_stages` of the pipeline are the encoder's.
+    The first ``encoder_stages`` stages of the pipeline belong to the encoder.
+
+    Attributes:
+        stage: Index of the stage in the pipeline.
+        encoder_stages: Number of stages of the encoder.
+        encoder: The stage among those of the encoder, or None.
+        decoder: The stage among those of the decoder, or None.
     """
 
     stage: int
@@ -86,30 +98,30 @@ def plan_encoder_decoder_stage(
     chunk: int = 0,
     encoder_stages: int | None = None,
 ) -> EncoderDecoderStagePlan:
-    """Finds what stage ``layout.stages(pipeline_rank)[chunk]`` of encoder and decoder holds.
+    """Returns the plan of an encoder-decoder's stage ``layout.stages(pipeline_rank)[chunk]``.
 
-    The encoder's stages come first, as in Megatron; each half is cut evenly over its own. A single
-    stage holds both.
+    The encoder's stages come first, as in Megatron. The layers of each side are divided evenly over
+    its stages. A single stage holds both sides.
 
     Args:
-        encoder_layers: of the encoder.
-        decoder_layers: of the decoder.
-        layout: its ``pp`` and ``vpp`` count the stages.
-        pipeline_rank: index on the pipeline axis.
-        chunk: which of the ``vpp`` chunks of that rank.
-        encoder_stages: how many of the stages the encoder has; by default half of them.
+        encoder_layers: Number of encoder layers.
+        decoder_layers: Number of decoder layers.
+        layout: Its ``pp`` and ``vpp`` determine the number of stages.
+        pipeline_rank: Coordinate on the pipeline axis.
+        chunk: Index of one of the ``vpp`` model chunks of that rank.
+        encoder_stages: Number of stages of the encoder. Defaults to half of them.
 
     Raises:
-        ConfigError: no such chunk, a half without a stage, or layers that do not divide over the
-            stages of their half.
+        ConfigError: The chunk does not exist, a side has no stage, or its layers do not divide over
+            its stages.
     """
     count = layout.pp * layout.vpp
     stage = _stage(layout, pipeline_rank, chunk)
     if count == 1:
         if encoder_stages is not None:
             raise ConfigError(
-                f"encoder_stages={encoder_stages} was given for 1 stage, which holds encoder and "
-                "decoder; leave it out or use a pipeline"
+                f"encoder_stages={encoder_stages} needs a pipeline; leave it out for 1 stage, "
+                "which holds encoder and decoder"
             )
         return EncoderDecoderStagePlan(
             0, 1, StagePlan(0, 1, range(encoder_layers)), StagePlan(0, 1, range(decoder_layers))
@@ -118,9 +130,9 @@ def plan_encoder_decoder_stage(
     if not 0 < first < count:
         raise ConfigError(
             f"encoder_stages={first} of {count} stages leaves the encoder or the decoder without "
-            f"one; use 1 to {count - 1}"
+            f"a stage; use 1 to {count - 1}"
         )
-    # Both on every rank, so that none goes on alone.
+    # Check both sides on every rank, so that all ranks fail together.
     encoder = _even_split("encoder", encoder_layers, first)
     decoder = _even_split("decoder", decoder_layers, count - first)
     if stage < first:
@@ -130,31 +142,31 @@ def plan_encoder_decoder_stage(
 
 
 def sequence_shard_length(length: int, parts: int) -> int:
-    """Tokens of a sequence that one of ``parts`` sequence-parallel ranks has in its stream.
+    """Returns the tokens of a sequence on one of ``parts`` sequence-parallel ranks.
 
     Raises:
-        ConfigError: a length that cannot be cut into so many equal parts.
+        ConfigError: The length is not divisible by ``parts``.
     """
     if length % parts:
         raise ConfigError(
-            f"a sequence of {length} tokens cannot be cut into {parts} equal parts for "
-            f"sequence parallelism; use a multiple of {parts}"
+            f"a sequence of {length} tokens cannot be divided over {parts} "
+            f"sequence-parallel ranks; use a multiple of {parts}"
         )
     return length // parts
 
 
 def _stage(layout: ParallelLayout, pipeline_rank: int, chunk: int) -> int:
-    """Returns the number of a rank's chunk among the stages of the pipeline."""
+    """Returns the stage of a rank's model chunk."""
     if not 0 <= chunk < layout.vpp:
         raise ConfigError(f"chunk {chunk} does not exist: the layout has vpp={layout.vpp}")
     return layout.stages(pipeline_rank)[chunk]
 
 
 def _even_split(half: str, layers: int, stages: int) -> tuple[range, ...]:
-    """Returns the layers of every stage of a half that is cut evenly."""
+    """Returns the layers of each stage of an evenly divided side."""
     if layers % stages:
         raise ConfigError(
-            f"the {half}'s {layers} layers cannot be cut evenly over its {stages} stages; change "
+            f"the {half}'s {layers} layers do not divide evenly over its {stages} stages; change "
             "the layers or encoder_stages"
         )
     return split_layers(layers, stages)
