@@ -105,7 +105,7 @@ def test_what_does_not_fit_an_adapted_model_is_refused(train, base):
         (f"--load {base} {LORA}", "begin a new run with its weights, by --finetune"),
         (f"--load tuned {LORA} --lora-rank 2", "of --linear-product lora: --lora-rank 4 there, 2"),
         (f"--load tuned {LORA} --lora-alpha 9", "lora.alpha 8.0 there, 9.0 here"),
-        ("--lora-rank 2", "--lora-rank is a setting of the product lora, and the run has plain"),
+        ("--lora-rank 2", "--lora-rank is a setting of the product lora, but the run uses plain"),
         (f"{LORA} --lora-rank 0", "--lora-rank 0 is not a number of columns >= 1"),
         ("--linear-product lara", "no product of linear layers 'lara'; did you mean 'lora'?"),
         (f"{LORA} --lora-target-modules q_proj", "is chosen for q_proj, and a model of kind gpt"),

@@ -128,7 +128,7 @@ MISTAKES = {
         f"{TRAIN} {DATA} --split 1,0,0 --eval-iters 1",
         ["--split", "validate"],
     ),
-    "nothing to validate on": (
+    "no validation data": (
         f"{TRAIN} --train-data-path good --tokenizer-model bytes --eval-iters 1",
         ["--valid-data-path"],
     ),
@@ -250,7 +250,7 @@ MISTAKES = {
     "a sequence that ranks cannot cut": (
         f"{TRAIN} {DATA} --nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel "
         "--seq-length 15",
-        ["--seq-length 15", "2 equal parts"],
+        ["--seq-length 15", "2 equal slices"],
     ),
     "a batch that ranks cannot share": (
         f"{TRAIN} {DATA} --nproc-per-node 2 --global-batch-size 6",

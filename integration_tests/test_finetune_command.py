@@ -139,7 +139,7 @@ def test_it_takes_the_file_of_its_own_run_and_no_other_command(corpus, start, ba
     assert "continuing from filed after step 1" in start(words)
     (corpus / "other.yaml").write_text("checkpoint: {finetune: true}\n")
     printed = start(f"{TUNE} {base} --train-iters 1 --config other.yaml", status=1)
-    assert "other.yaml: checkpoint.finetune is True, and this is finetune gpt" in printed
+    assert "other.yaml: checkpoint.finetune is True, but the command is finetune gpt" in printed
 
 
 @pytest.mark.parametrize(

@@ -81,12 +81,12 @@ def test_limits_of_lines_are_settings_of_a_run(train):
         limit = f"--max-template-{flag}"
         assert limit in train(f"--data-path talks.jsonl {limit} 5", status=1)
         printed = train(f"--data-path talks_conversation {limit} 5", status=1)
-        assert f"{limit} bounds what --sft reads of JSON lines" in printed
+        assert f"{limit} limits what --sft reads from JSON lines" in printed
 
 
 def test_losses_are_those_of_tokenized_conversations_and_a_run_goes_on(talks, train):
     printed = train("--data-path talks.jsonl --save lines")
-    assert "data.sample_order: compat  [--sft, of JSON lines]" in printed
+    assert "data.sample_order: compat  [--sft with JSON lines]" in printed
     train("--data-path talks_conversation --sample-order compat --save tokens")
     assert losses(talks, "lines") == losses(talks, "tokens")
     train("--data-path talks.jsonl --save parts --exit-interval 2")

@@ -183,12 +183,12 @@ def refused(sentences, monkeypatch, capsys, plain_runs):
         ("--optimizer rmsprop --rmsprop-decay 2", "--rmsprop-decay must lie in [0, 1), got 2.0"),
         (
             "--rmsprop-decay 0.9",
-            "--rmsprop-decay is a setting of the update rule rmsprop, and the run has adam; give "
-            "--optimizer rmsprop, or leave it out",
+            "--rmsprop-decay is a setting of the update rule rmsprop, but the run uses adam; give "
+            "--optimizer rmsprop or leave the setting out",
         ),
         (
             "--reset-position-ids",
-            "--reset-position-ids has no effect in the task masked_lm, which does not read it; ",
+            "--reset-position-ids has no effect: the task masked_lm does not read it; ",
         ),
         ("--no-masked-lm-head", "hidden tokens are predicted by --masked-lm-head; give it"),
         ("--task gpt", "--task gpt trains models of kind gpt, not bidirectional; give one of "),

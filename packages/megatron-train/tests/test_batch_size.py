@@ -65,17 +65,17 @@ def test_tokens_are_rounded_down_to_samples() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the first size is missing; begin with 0:SAMPLES"),
-        ("99:768", "99:768: the first size is missing"),
+        ("", "no batch size for token 0; begin with 0:SAMPLES"),
+        ("99:768", "99:768: no batch size for token 0"),
         ("0:768 250B", "'250B' is not TOKENS:SAMPLES"),
         ("0:768 250G:1536", "'250G:1536' is not"),
         ("0:0", "with at least 1 sample"),
-        ("0:1.5", "two whole numbers"),
-        ("0:-4", "two whole numbers"),
+        ("0:1.5", "two integers"),
+        ("0:-4", "two integers"),
         ("0:4:8", "'0:4:8' is not"),
         ("0:nan", "'0:nan' is not"),
         ("0:4 9e99T:8", "'9e99T:8' is not"),
-        ("0:2 5:4 7:8", "0:2 and 5:4 both begin at sample 0, as --seq-length is 16"),
+        ("0:2 5:4 7:8", "0:2 and 5:4 both begin at sample 0 with --seq-length 16"),
     ],
 )
 def test_what_is_no_schedule_is_refused_in_a_line(text: str, message: str) -> None:
@@ -94,7 +94,7 @@ def test_sizes_are_rounded_down_to_what_ranks_can_share() -> None:
     with pytest.raises(TrainError) as caught:
         BatchSizeSchedule.constant(3, 4)
     assert str(caught.value).startswith(
-        "--global-batch-size 3 is less than 4 samples, one micro-batch of every data parallel rank"
+        "--global-batch-size 3 is less than 4 samples, one micro-batch on each data parallel rank"
     )
 
 
@@ -131,9 +131,12 @@ def test_a_size_is_that_of_the_last_pair_reached(
 @pytest.mark.parametrize(
     ("ramp", "message"),
     [
-        ((2, 3), "is not a first batch size, an increment and a number of samples"),
-        ((2, 0, 9), "all at least 1"),
-        ((2, 4, 9), "steps of 4 do not lead from 2 to --global-batch-size 8"),
+        (
+            (2, 3),
+            "needs three numbers of at least 1: first batch size, increment and number of samples",
+        ),
+        ((2, 0, 9), "three numbers of at least 1"),
+        ((2, 4, 9), "increments of 4 do not lead from 2 to --global-batch-size 8"),
         ((8, 1, 9), "do not lead from 8"),
     ],
 )

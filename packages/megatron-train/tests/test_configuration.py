@@ -89,8 +89,8 @@ def test_what_is_missing_is_named():
         ("training: {sead: 1}", "unknown key training.sead; did you mean training.seed?"),
         ("training: {lr: 1}", "unknown key training.lr; did you mean optimizer.lr?"),
         ("training: {seed: x}", "training.seed needs an integer, got 'x'"),
-        ("training: 3", "section 'training' must hold `key: value` lines, got 3"),
-        ("- a", "must hold sections such as `model:`, not list"),
+        ("training: 3", "section 'training' must contain `key: value` lines, got 3"),
+        ("- a", "must contain sections such as `model:`, got list"),
         ("a: [", "is not YAML"),
     ],
 )
@@ -123,7 +123,8 @@ def test_a_setting_in_its_old_and_its_new_place_is_refused(sections, tmp_path):
     with pytest.raises(TrainError) as caught:
         read_file(path, run_options())
     assert str(caught.value) == (
-        f"{path}: {newer} and {older} are one setting, which has moved; leave out one of them"
+        f"{path}: {newer} and {older} are the old and the new key of one setting; leave out one of "
+        "them"
     )
 
 
@@ -151,18 +152,18 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
         ),
         (
             "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-            "needs a multiple of 4 ranks, and there is 1: start with --nproc-per-node 4",
+            "needs a multiple of 4 ranks, but there is 1; start with --nproc-per-node 4",
         ),
-        ("--num-experts 3 --expert-model-parallel-size 2", "needs a multiple of 2 ranks, and ther"),
+        ("--num-experts 3 --expert-model-parallel-size 2", "needs a multiple of 2 ranks, but ther"),
         ("--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 1 needs --num-experts"),
-        ("--moe-token-dispatcher-type alltoall", "alltoall needs --num-experts; give it, or leave"),
-        ("--overlap-moe-expert-parallel-comm", "comm needs --num-experts; give it, or leave"),
+        ("--moe-token-dispatcher-type alltoall", "alltoall needs --num-experts; give it or leave"),
+        ("--overlap-moe-expert-parallel-comm", "comm needs --num-experts; give it or leave"),
         (
             "--num-experts 4 --overlap-moe-expert-parallel-comm",
-            "parallel-size of at least 2, as no",
+            "parallel-size of at least 2: with 1",
         ),
         ("--moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff 0.1 needs --num-experts, of which"),
-        ("--num-experts 4 --compile", "--compile does not go with --num-experts"),
+        ("--num-experts 4 --compile", "--compile does not work with --num-experts"),
         ("--num-experts 4 --moe-layer-freq [1]*9", "--moe-layer-freq: the pattern [1]*9 is of 9"),
         ("--hidden-dropout 1", "--hidden-dropout must be in [0, 1), got 1.0"),
         ("--bf16 --float64", "exclude each other"),
@@ -172,15 +173,15 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
         ("--save-interval 5", "--save-interval needs --save"),
         ("--exit-on-missing-checkpoint", "needs --load"),
         ("--no-load-optim", "--no-load-optim needs --load"),
-        ("--no-load-rng", "--no-load-rng needs --load"),
-        ("--finetune", "--finetune needs --load, or --pretrained-checkpoint"),
-        ("--use-checkpoint-args --load nowhere", "--use-checkpoint-args finds no checkpoint"),
+        ("--no-load-rng", "--no-load-rng needs a checkpoint: give --load"),
+        ("--finetune", "--finetune needs a checkpoint: give --load or --pretrained-checkpoint"),
+        ("--use-checkpoint-args --load nowhere", "--use-checkpoint-args: no checkpoint"),
         ("--test-data-path other", "--data-path, which --split divides, and --test-data-path"),
         (
             "--merge-file m",
-            "--merge-file: there is no tokenizer; give --tokenizer-model, --vocab-f",
+            "--merge-file: the run has no tokenizer; give --tokenizer-model, --voca",
         ),
-        ("--image-tag-type nvlm", "--image-tag-type: there is no tokenizer"),
+        ("--image-tag-type nvlm", "--image-tag-type: the run has no tokenizer"),
         (
             "--tokenizer-model t --tiktoken-num-special-tokens 0",
             "--tiktoken-num-special-tokens does not go with",
@@ -193,7 +194,7 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
             "--tokenizer-type ByteTokenizer --tokenizer-model t",
             "--tokenizer-model does not go with",
         ),
-        ("--eod-mask-loss", "--eod-mask-loss needs --tokenizer-model"),
+        ("--eod-mask-loss", "--eod-mask-loss needs a tokenizer with an end-of-d"),
         ("--micro-batch-size 0", "--micro-batch-size must be positive, got 0"),
         ("--seed -1", "--seed must not be negative, got -1"),
     ],
@@ -265,12 +266,12 @@ CP2 = "--context-parallel-size 2"
             1,
             "--hierarchical-context-parallel-sizes (2, 2) is not two sizes, inside and outside",
         ),
-        (f"{CP2} --seq-length 10", 2, "--seq-length 10 cannot be cut into 2 x 2 equal chunks"),
+        (f"{CP2} --seq-length 10", 2, "--seq-length 10 cannot be split into 2 x 2 equal slices"),
         (
             f"{CP2} --tensor-model-parallel-size 4 --num-attention-heads 4 --sequence-parallel "
             "--seq-length 12",
             8,
-            "--seq-length 12 on --context-parallel-size 2 leaves 6 tokens, which --sequence-par",
+            "--seq-length 12 with --context-parallel-size 2 leaves 6 tokens on a rank, which --seq",
         ),
         (
             f"{CP2} --context-parallel-split per_document",
@@ -283,7 +284,7 @@ CP2 = "--context-parallel-size 2"
         (
             f"{CP2} --hierarchical-context-parallel-sizes 2 1",
             2,
-            "--hierarchical-context-parallel-sizes is of use with --cp-comm-type a2a+p2p only",
+            "--hierarchical-context-parallel-sizes is used only with --cp-comm-type a2a+p2p",
         ),
         (
             f"{CP2} --cp-comm-type p2p a2a --tensor-model-parallel-size 4 --num-attention-heads 4",
@@ -323,7 +324,7 @@ def test_options_of_filling_in_the_middle_that_do_nothing_are_refused(flags, mes
         ("--sft --reset-position-ids", "--sft needs --reset-attention-mask"),
         (
             "--sft --reset-position-ids --reset-attention-mask --eod-mask-loss",
-            "--eod-mask-loss does not go with --sft",
+            "--eod-mask-loss does not work with --sft",
         ),
     ],
 )
@@ -363,41 +364,45 @@ TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
         (
             "--max-seqlen-per-dp-cp-rank 8",
             1,
-            "--max-seqlen-per-dp-cp-rank 8 needs --hybrid-context-parallel; give it, or leave this",
+            "--max-seqlen-per-dp-cp-rank 8 needs --hybrid-context-parallel; give both or neither",
         ),
-        ("--hybrid-context-parallel", 2, "needs --max-seqlen-per-dp-cp-rank, the tokens that one"),
+        ("--hybrid-context-parallel", 2, "needs --max-seqlen-per-dp-cp-rank, the maximum num"),
         (f"{POOL} --max-seqlen-per-dp-cp-rank 0", 2, "--max-seqlen-per-dp-cp-rank must be positi"),
         (
             f"{POOL} --max-seqlen-per-dp-cp-rank 7",
             2,
-            "--max-seqlen-per-dp-cp-rank 7, in parts of 2, on 2 data and context parallel ranks is "
-            "room for 12 tokens, and a document may have --seq-length 16",
+            "--max-seqlen-per-dp-cp-rank 7, in multiples of 2, on 2 data and context parallel "
+            "ranks holds 12 tokens, but a document may have --seq-length 16",
         ),
-        (f"{POOL} {TP2_SP}", 2, "on 1 data and context parallel ranks is room for 8 tokens"),
+        (f"{POOL} {TP2_SP}", 2, "on 1 data and context parallel ranks holds 8 tokens"),
         (POOL, 6, "--hybrid-context-parallel needs a power of two of ranks to choose from, not dp"),
         (
             f"{POOL} --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
             4,
             "--hybrid-context-parallel has context-parallel groups of many sizes",
         ),
-        (f"{POOL} --no-reset-attention-mask", 2, "needs --reset-attention-mask: without it every"),
+        (f"{POOL} --no-reset-attention-mask", 2, "needs --reset-attention-mask: without it each"),
         (
             f"{POOL} --pipeline-model-parallel-size 2",
             4,
             "--pipeline-model-parallel-size 2 does",
         ),
-        (f"{POOL} --no-calculate-per-token-loss", 2, "--no-calculate-per-token-loss does not go"),
-        (f"{POOL} --micro-batch-size 2", 2, "how many tokens are in a micro-batch; use 1"),
-        (f"{POOL} --num-experts 4", 2, "--hybrid-context-parallel does not go with --num-experts"),
-        (f"{POOL} --compile", 2, "--compile does not go with --hybrid-context-parallel: every len"),
-        (f"{POOL} {CP2} --broadcast-batches", 2, "--broadcast-batches does not go with"),
-        (f"{POOL} --context-parallel-split per_document", 2, "a pool always cuts that way"),
-        (f"{POOL} --cp-comm-type a2a+p2p", 2, "--cp-comm-type a2a+p2p does not go with"),
+        (f"{POOL} --no-calculate-per-token-loss", 2, "--no-calculate-per-token-loss does not wor"),
+        (f"{POOL} --micro-batch-size 2", 2, "sets the size of a micro-batch; use 1"),
+        (f"{POOL} --num-experts 4", 2, "--hybrid-context-parallel does not work with --num-exper"),
+        (
+            f"{POOL} --compile",
+            2,
+            "--compile does not work with --hybrid-context-parallel: each len",
+        ),
+        (f"{POOL} {CP2} --broadcast-batches", 2, "--broadcast-batches does not work with"),
+        (f"{POOL} --context-parallel-split per_document", 2, "a pool always splits per document"),
+        (f"{POOL} --cp-comm-type a2a+p2p", 2, "--cp-comm-type a2a+p2p does not work with"),
         (f"{POOL} --cp-comm-type p2p a2a p2p", 2, "--cp-comm-type has 3 values for --num-layers 2"),
         (
             f"{POOL} --softmax-type learnable",
             2,
-            "--hybrid-context-parallel does not go with --softmax-type learnable",
+            "--hybrid-context-parallel does not work with --softmax-type learnable",
         ),
         (
             f"{POOL} --cp-comm-type p2p a2a",
@@ -422,10 +427,10 @@ def test_a_pool_is_made_of_data_and_context_parallel_ranks():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tp-comm-overlap", "--tp-comm-overlap needs --sequence-parallel; leave it out"),
+        ("--tp-comm-overlap", "--tp-comm-overlap needs --sequence-parallel; give both"),
         (
             "--tp-comm-overlap --sequence-parallel --compile",
-            "--tp-comm-overlap does not reach code that --compile compiles",
+            "--tp-comm-overlap has no effect on compiled code",
         ),
         (
             "--num-attention-heads 12 --hidden-size 48 --num-query-groups 3",
@@ -447,9 +452,9 @@ def test_query_groups_may_be_fewer_than_ranks():
 @pytest.mark.parametrize(
     ("flags", "ranks", "message"),
     [
-        ("", 3, "needs a multiple of 2 ranks, and there are 3"),
+        ("", 3, "needs a multiple of 2 ranks, but there are 3"),
         ("--global-batch-size 8", 6, "not a multiple of --micro-batch-size 2 times 3 data"),
-        ("--seq-length 15 --sequence-parallel", 2, "15 cannot be cut into 2 equal parts"),
+        ("--seq-length 15 --sequence-parallel", 2, "15 cannot be split into 2 equal slices"),
     ],
 )
 def test_layouts_that_do_not_fit_the_run_are_refused(flags, ranks, message):
@@ -466,12 +471,12 @@ IN_SAMPLES = MINIMAL.replace("--train-iters 10", "--train-samples 48")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "needs --moe-token-dispatcher-type alltoall: allgather waits where it sends"),
+        ("", "needs --moe-token-dispatcher-type alltoall: allgather waits for its"),
         (
             ALLTOALL,
-            "needs at least 2 micro-batches a step, one of which computes while the other's tokens "
-            "travel, but 4 samples in micro-batches of 2 on 2 data parallel ranks are 1: raise "
-            "--global-batch-size, or lower --micro-batch-size",
+            "needs at least 2 micro-batches a step, to compute one while the tokens of the other "
+            "are sent, but 4 samples in micro-batches of 2 on 2 data parallel ranks are 1; "
+            "raise --global-batch-size or lower --micro-batch-size",
         ),
         (
             f"{ALLTOALL} --global-batch-size 12 --rampup-batch-size 4 4 24",
@@ -511,7 +516,7 @@ PP4 = "--pipeline-model-parallel-size 4"
         ),
         (
             "--pipeline-schedule zb-v --pipeline-model-parallel-layout E|t||||||tL --compile",
-            "--pipeline-schedule zb-v splits backward passes, which compiled code cannot",
+            "--pipeline-schedule zb-v splits backward passes, which compiled code does not",
         ),
     ],
 )
@@ -536,13 +541,13 @@ UNFIT = [
     ("--position-embedding-type rope --kv-channels 3", "--kv-channels 3 x --rotary-percent 1.0 "),
     ("--rotary-percent 2", "--rotary-percent must lie in (0, 1], not 2.0"),
     ("--num-layers 0", "--num-layers must be a positive number, not 0"),
-    ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be below --train-iters 10, where"),
-    ("--lr-warmup-iters 5 --lr-decay-iters 5", "5 must be below --lr-decay-iters 5, where"),
-    ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters, the length of its last phase in steps"),
+    ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be below --train-iters 10, the"),
+    ("--lr-warmup-iters 5 --lr-decay-iters 5", "5 must be below --lr-decay-iters 5, the"),
+    ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters, the length of its final phase in steps"),
     (
         "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2",
         "--lr-wsd-decay-iters 9 does not fit between the end of the warm-up at 2 "
-        "(--lr-warmup-iters) and that of the decay at 10 (--train-iters)",
+        "(--lr-warmup-iters) and the end of the decay at 10 (--train-iters)",
     ),
     ("--min-lr 1 --lr 0.1", "--min-lr 1.0 must lie between 0 and --lr 0.1; "),
     (
@@ -616,10 +621,10 @@ def test_a_run_may_be_measured_in_samples():
     ("command", "message"),
     [
         (f"{MINIMAL} --train-samples 9", "--train-iters and --train-samples exclude each other"),
-        (f"{SAMPLES} --lr-decay-iters 9", "and --lr-decay-iters do not go together; give --lr-d"),
-        (f"{SAMPLES} --lr-warmup-iters 9", "--train-samples and --lr-warmup-iters do not go"),
-        (f"{SAMPLES} --lr-wsd-decay-iters 9", "--train-samples and --lr-wsd-decay-iters do not"),
-        (f"{MINIMAL} --lr-decay-samples 9", "--train-iters and --lr-decay-samples do not go toge"),
+        (f"{SAMPLES} --lr-decay-iters 9", "and --lr-decay-iters exclude each other; give --lr-de"),
+        (f"{SAMPLES} --lr-warmup-iters 9", "--train-samples and --lr-warmup-iters exclude"),
+        (f"{SAMPLES} --lr-wsd-decay-iters 9", "--train-samples and --lr-wsd-decay-iters exc"),
+        (f"{MINIMAL} --lr-decay-samples 9", "--train-iters and --lr-decay-samples exclude each"),
         (f"{MINIMAL} --lr-warmup-samples 9", "give --lr-warmup-iters"),
         (f"{SAMPLES} --lr-warmup-samples 9 --lr-warmup-fraction 0.1", "exclude each other"),
         (f"{SAMPLES} --train-samples 7", "--train-samples 7 is less than one step of 8 samples"),

@@ -33,8 +33,8 @@ optimizer: {lr: 1e-3}
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: " + "[" * 5_000, "nested deeper than 20 levels"),
-        ("{" * 5_000, "nested deeper than 20 levels"),
+        ("model: " + "[" * 5_000, "more than 20 levels of nesting"),
+        ("{" * 5_000, "more than 20 levels of nesting"),
         ("model: {num_layers: 2, num_layers: 3}", "the key 'num_layers' is given twice"),
         ("model: {num_layers: 2}\nmodel: {hidden_size: 2}", "the key 'model' is given twice"),
         ("training: {seed: 0x" + "f" * 5_000 + "}", "got a number of thousands of digits"),
@@ -66,7 +66,7 @@ def test_a_bomb_of_aliases_is_refused_by_a_short_line():
 
 def test_a_file_that_is_too_large_for_settings_is_not_parsed(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"#" * (2 << 20))
-    with pytest.raises(TrainError, match="has more than the 1048576 bytes"):
+    with pytest.raises(TrainError, match="is larger than 1048576 bytes"):
         read_file(tmp_path / "run.yaml", OPTIONS)
 
 

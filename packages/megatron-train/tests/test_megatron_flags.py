@@ -171,11 +171,11 @@ def test_what_changes_nothing_in_a_run_is_named(capsys):
     assert [line.split(" has no effect with ") for line in lines] == [
         [
             "megatron-train: note: --sequence-parallel",
-            "--tensor-model-parallel-size 1, where no activations are cut",
+            "--tensor-model-parallel-size 1: there are no activations to split",
         ],
         [
             "megatron-train: note: --data-cache-path",
-            "--sample-order stateless, which has no index to keep",
+            "--sample-order stateless, which has no index to cache",
         ],
     ]
 
@@ -203,7 +203,7 @@ def test_layers_of_a_virtual_stage_say_how_many_there_are(capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     both = f"{words} 2 --num-virtual-stages-per-pipeline-rank 3"
     for wrong, message in {
-        f"{words} 4": "does not divide 12 layers on 2 pipeline stages",
+        f"{words} 4": "does not divide 12 layers on 2 pipeline ranks",
         f"{words} two": "needs a positive number, got 'two'",
         both: "exclude each other",
     }.items():

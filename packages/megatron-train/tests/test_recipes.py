@@ -114,7 +114,7 @@ def test_the_first_model_warms_up_and_decays_within_a_run_of_any_length():
 def test_an_unknown_recipe_is_one_line_with_the_nearest(capsys):
     assert main(["recipes", "show", "llama-tinny"]) == 1
     captured = capsys.readouterr().err
-    assert "no recipe is called 'llama-tinny'; did you mean llama-tiny?" in captured
+    assert "unknown recipe 'llama-tinny'; did you mean llama-tiny?" in captured
     assert captured.count("\n") == 1
     assert main(["pretrain", "gpt", "--recipe", "gpt"]) == 1
 
@@ -140,8 +140,8 @@ def test_a_model_that_flags_make_another_has_not_the_family_of_its_recipe(capsys
     assert main(words.split()) == 0
     printed = capsys.readouterr()
     note = (
-        "megatron-train: note: the recipe's model_family llama has no effect, as such a model has "
-        "num_experts = 0, this one has 4"
+        "megatron-train: note: the recipe's model_family llama has no effect: models of this "
+        "family have num_experts = 0, this one has 4"
     )
     assert printed.err.startswith("" if family else note)
     if family:

@@ -138,13 +138,13 @@ def test_settings_of_a_task_are_flags_keys_and_part_of_the_run(capsys, tmp_path)
         ("--task paint --red-share much", "--red-share needs a number, got 'much'"),
         (
             "--blue 2",
-            "--blue is a setting of the task paint, and the run has gpt; give --task paint, or "
-            "leave it out",
+            "--blue is a setting of the task paint, but the run uses gpt; give --task paint or "
+            "leave the setting out",
         ),
         (
             "--task paint --fim-rate 1",
-            "--fim-rate is a setting of the task gpt, and the run has paint; give --task gpt, or "
-            "leave it out",
+            "--fim-rate is a setting of the task gpt, but the run uses paint; give --task gpt or "
+            "leave the setting out",
         ),
         (
             "--task other",
@@ -169,9 +169,11 @@ def test_settings_that_two_distributions_bring_are_refused(painting, monkeypatch
     section = Section("paint", Lengths, "lengths")
     painting.TWIN = TaskKind("twin", "for this test", "t:a", "t:b", sections=(section,))
     installed(monkeypatch, ("paint", "theirs:PAINT"), ("twin", "theirs:TWIN"))
-    with pytest.raises(TrainError, match="the section 'paint' is brought twice: "):
+    with pytest.raises(TrainError, match="two extensions add a section 'paint': "):
         run_options("gpt")
-    with pytest.raises(TrainError, match=r"data\.seq_length and paint\.seq_length have one flag"):
+    with pytest.raises(
+        TrainError, match=r"data\.seq_length and paint\.seq_length have the same flag"
+    ):
         run_options("gpt", SelectedExtensions("twin"))
 
 

@@ -1,1 +1,1 @@
-"""The configuration of a run, and the flags, YAML files and reference made from it."""
+"""The configuration of a run, and the flags, YAML files and reference page made from it."""

@@ -1,4 +1,4 @@
-"""Samples in a step, which may change while a run goes on."""
+"""The global batch size as a function of consumed samples."""
 
 import re
 from bisect import bisect_right
@@ -23,17 +23,17 @@ _NUMBER: Final = re.compile(r"(\d{1,20}\.?\d{0,20})(?:E\+?(\d{1,2}))?([KMBT]?)",
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """Samples in each step, as a function of the samples consumed before it.
+    """The number of samples in each step, as a function of the samples consumed before it.
 
     Attributes:
-        plateaus: pairs ``(first, size)`` in increasing order of ``first``, which is 0 in the first
-            pair: a step that begins after at least ``first`` samples has ``size`` samples.
-        multiple: every size is rounded down to a multiple of this number of samples, as
-            Megatron-LM's ``--decrease-batch-size-if-needed`` does.
-        flag: where the sizes are given, for errors.
+        plateaus: Pairs ``(first, size)`` in increasing order of ``first``: a step that begins after
+            at least ``first`` consumed samples has ``size`` samples. The first pair begins at 0.
+        multiple: Number of samples that every size is rounded down to a multiple of, as by
+            Megatron-LM's ``--decrease-batch-size-if-needed``.
+        flag: Flag that gives the sizes; errors name it.
 
     Raises:
-        TrainError: a size is rounded down to 0.
+        TrainError: A size is rounded down to 0.
     """
 
     plateaus: tuple[tuple[int, int], ...]
@@ -44,42 +44,42 @@ class BatchSizeSchedule:
         smallest = min(size for _, size in self.plateaus)
         if smallest < self.multiple:
             raise TrainError(
-                f"{self._named(smallest)} is less than {self.multiple} samples, one micro-batch of "
-                "every data parallel rank; raise it, or lower --micro-batch-size"
+                f"{self._named(smallest)} is less than {self.multiple} samples, one micro-batch on "
+                "each data parallel rank; raise it or lower --micro-batch-size"
             )
 
     @classmethod
     def constant(cls, size: int, multiple: int = 1) -> "BatchSizeSchedule":
-        """Returns a schedule whose steps all have ``size`` samples."""
+        """Returns a schedule in which every step has ``size`` samples."""
         return cls(((0, size),), multiple)
 
     @classmethod
     def ramp(cls, ramp: Sequence[int], final: int, multiple: int = 1) -> "BatchSizeSchedule":
-        """Returns a schedule that grows in equal increments, each after an equal share of samples.
+        """Returns a schedule that grows by equal increments after equal numbers of samples.
 
-        Megatron-LM's calculator (``megatron.core.num_microbatches_calculator``) divides in floats
-        and may be one step late where a share ends exactly; here are whole numbers.
+        It is computed with integers. Megatron-LM (``megatron.core.num_microbatches_calculator``)
+        divides floats, so that an increment may come one step later there.
 
         Args:
-            ramp: first size, increment, and samples until ``final`` is reached.
-            final: size after the ramp.
-            multiple: see the class.
+            ramp: First batch size, increment, and number of samples until ``final`` is reached.
+            final: Batch size after the ramp.
+            multiple: As for the class.
 
         Raises:
-            TrainError: a ramp that is not three numbers, or does not lead from one size to the
-                other.
+            TrainError: The ramp does not consist of three positive numbers, or its increments do
+                not lead to ``final``.
         """
         flag = f"{RAMP} {' '.join(map(str, ramp))}"
         if len(ramp) != 3 or min(ramp) < 1:
             raise TrainError(
-                f"{flag} is not a first batch size, an increment and a number of samples, "
-                "all at least 1"
+                f"{flag}: needs three numbers of at least 1: first batch size, increment and "
+                "number of samples"
             )
         start, increment, samples = ramp
         if start >= final or (final - start) % increment:
             raise TrainError(
-                f"{flag}: steps of {increment} do not lead from {start} to {GLOBAL} "
-                f"{final}; change one of them"
+                f"{flag}: increments of {increment} do not lead from {start} to {GLOBAL} "
+                f"{final}; change one of these numbers"
             )
         sizes = range(start, final + 1, increment)
         plateaus = tuple(
@@ -89,17 +89,17 @@ class BatchSizeSchedule:
 
     @classmethod
     def stepped(cls, words: Sequence[str], sequence_length: int) -> "BatchSizeSchedule":
-        """Returns the schedule that Megatron-LM's ``--step-batch-size-schedule`` describes.
+        """Returns the schedule of Megatron-LM's ``--step-batch-size-schedule``.
 
         Args:
-            words: pairs ``TOKENS:SAMPLES`` between spaces or commas, such as
-                ``0:768 250B:1536``: from that many consumed tokens on a step has that many
-                samples. K, M, B and T multiply by powers of 1,000. Megatron-LM multiplies floats
-                and cuts off; here a number is exact, and has to be whole.
-            sequence_length: tokens in a sample; tokens are counted in whole samples, rounded down.
+            words: Pairs ``TOKENS:SAMPLES``, separated by spaces or commas, such as
+                ``0:768 250B:1536``: after that many consumed tokens a step has that many samples.
+                The suffixes K, M, B and T multiply by powers of 1,000. A number must be an exact
+                integer; Megatron-LM multiplies floats and truncates.
+            sequence_length: Tokens in a sample. Token counts are rounded down to whole samples.
 
         Raises:
-            TrainError: text that is no such schedule; the line names the pair.
+            TrainError: The text is not such a schedule; the message names the pair.
         """
         text = ", ".join(words).replace(",", " ").split()
         found = []
@@ -108,39 +108,39 @@ class BatchSizeSchedule:
             tokens, size = _number(threshold), _number(samples)
             if tokens is None or not size:
                 raise TrainError(
-                    f"{STEPPED}: {short_repr(pair)} is not TOKENS:SAMPLES, two whole numbers that "
-                    "may end in K, M, B or T, with at least 1 sample; give such as "
+                    f"{STEPPED}: {short_repr(pair)} is not TOKENS:SAMPLES, two integers that "
+                    "may end in K, M, B or T, with at least 1 sample, as in "
                     '"0:768 250B:1536"'
                 )
             found.append((tokens // sequence_length, size, pair))
         found.sort(key=itemgetter(0))
         if not found or found[0][0]:
             raise TrainError(
-                f"{STEPPED} {' '.join(text)}: the first size is missing; begin with 0:SAMPLES"
+                f"{STEPPED} {' '.join(text)}: no batch size for token 0; begin with 0:SAMPLES"
             )
         for (first, _, pair), (then, _, other) in pairwise(found):
             if first == then:
                 raise TrainError(
-                    f"{STEPPED}: {pair} and {other} both begin at sample {first}, as --seq-length "
-                    f"is {sequence_length}; leave out one of them"
+                    f"{STEPPED}: {pair} and {other} both begin at sample {first} with --seq-length "
+                    f"{sequence_length}; leave out one of them"
                 )
         return cls(tuple((first, size) for first, size, _ in found), flag=STEPPED)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Every size of a step, in the order of the run."""
+        """The batch sizes in the order of the run."""
         return tuple(size // self.multiple * self.multiple for _, size in self.plateaus)
 
     @property
     def last(self) -> int:
-        """Samples in a step at the end of the schedule."""
+        """The last batch size of the schedule."""
         return self.sizes[-1]
 
     def check(self, micro_batch_size: int, ranks: int) -> None:
-        """Refuses a size that is not whole micro-batches of every data-parallel rank.
+        """Refuses a batch size that is not a whole number of micro-batches on each rank.
 
         Raises:
-            TrainError: with the size.
+            TrainError: A size is not a multiple of ``micro_batch_size * ranks``.
         """
         for size in self.sizes:
             if size % (micro_batch_size * ranks):
@@ -151,14 +151,14 @@ class BatchSizeSchedule:
                 )
 
     def at(self, consumed: int) -> int:
-        """Samples in the step that begins after ``consumed`` samples."""
+        """Returns the samples in the step that begins after ``consumed`` samples."""
         return self.sizes[bisect_right(self.plateaus, consumed, key=itemgetter(0)) - 1]
 
     def whole_steps(self, samples: int, consumed: int = 0) -> tuple[int, int]:
-        """Returns how many whole steps lead from ``consumed`` to at most ``samples`` samples.
+        """Returns the number of whole steps between ``consumed`` and ``samples`` samples.
 
         Returns:
-            The steps, and the samples that are consumed after them, ``consumed`` included.
+            The number of steps, and the samples consumed after them, ``consumed`` included.
         """
         steps = 0
         for size, most in self._stretches(consumed):
@@ -170,7 +170,7 @@ class BatchSizeSchedule:
         return steps, consumed
 
     def consumed_by(self, steps: int) -> int:
-        """Returns the samples that the first ``steps`` steps consume."""
+        """Returns the number of samples that the first ``steps`` steps consume."""
         consumed = 0
         for size, most in self._stretches():
             count = steps if most is None else min(most, steps)
@@ -178,9 +178,9 @@ class BatchSizeSchedule:
         return consumed
 
     def _stretches(self, consumed: int = 0) -> Iterator[tuple[int, int | None]]:
-        """Yields each size from ``consumed`` samples on with its number of steps, None at the end.
+        """Yields each size after ``consumed`` samples with its number of steps (None: no end).
 
-        A step may consume samples beyond the first ones of the next size, or of several.
+        The last step of a size may consume samples beyond the beginning of the next sizes.
         """
         ends: list[int | None] = [first for first, _ in self.plateaus[1:]]
         for size, end in zip(self.sizes, [*ends, None], strict=True):
@@ -192,7 +192,7 @@ class BatchSizeSchedule:
                 consumed += steps * size
 
     def _named(self, size: int) -> str:
-        """Returns a size as the flag gives it, the subject of a sentence."""
+        """Returns the flag and a size as the subject of an error message."""
         final = self.flag == RAMP and size == self.plateaus[-1][1]
         if self.flag == GLOBAL or final:
             return f"{GLOBAL} {size}"
@@ -200,7 +200,7 @@ class BatchSizeSchedule:
 
 
 def _number(text: str) -> int | None:
-    """Returns a whole number that may be written with a point, an exponent or a suffix, or None."""
+    """Returns an integer written with a point, exponent or suffix; None if it is not one."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""The section ``checkpoint``: where a run is kept, and where it starts from."""
+"""The section ``checkpoint``: where a run saves its checkpoints and where it starts from."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,55 +9,57 @@ from megatron_train.errors import TrainError
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where checkpoints are written and read."""
+    """Settings of saving and loading checkpoints."""
 
     save: str | None = setting(
         None, "folder for checkpoints, metrics and the loss plot of this run", unit="path"
     )
     load: str | None = setting(
-        None, "folder to continue from; takes its newest complete checkpoint", unit="path"
+        None,
+        "folder of checkpoints to continue from; the newest complete one is loaded",
+        unit="path",
     )
     save_interval: int | None = setting(
-        None, "steps between checkpoints; one is written at the end in any case", unit="steps"
+        None, "steps between checkpoints; the end of a run is always saved", unit="steps"
     )
     keep_last: int | None = setting(
-        None, "complete checkpoints to keep; unset: all (our name)", unit="checkpoints"
+        None, "number of complete checkpoints to keep; unset: all (our name)", unit="checkpoints"
     )
     finetune: bool = setting(
         False,
-        "begin a new run with the weights in --load: step 0, fresh optimizer; where --save already "
-        "holds this very run, it is continued",
+        "begin a new run with the weights in --load, at step 0 with a new optimizer state; if "
+        "--save already holds this run, continue it",
     )
     pretrained_checkpoint: str | None = setting(
         None,
-        "folder whose weights a new run begins with, as by --finetune, where --load has no "
-        "checkpoint yet",
+        "folder of checkpoints whose weights a new run begins with, as by --finetune; used while "
+        "--load has no checkpoint",
         unit="path",
     )
     model_family: str | None = setting(
         None,
-        "family of published models that a new run's checkpoints name, for an export; a run that "
-        "begins with a checkpoint keeps its family (our name)",
+        "family of published models to record in checkpoints, for export; a run that begins with a "
+        "checkpoint keeps the family of that checkpoint (our name)",
         unit="family",
     )
     no_load_optim: bool = setting(
-        False, "continue from --load with a fresh optimizer, its weights and position kept"
+        False, "load weights and position from --load, but begin with a new optimizer state"
     )
     no_load_rng: bool = setting(
         False,
-        "continue a run with another --seed, which is all the random state there is; "
-        "refused without this flag",
+        "allow --seed to differ from the checkpoint's, which is refused otherwise; the seed is the "
+        "only random state",
     )
     allow_changed_run: tuple[Literal["data", "tokenizer", "objective"], ...] | None = setting(
         None,
-        "continue a run although it has other data, another tokenizer or another "
-        "objective than the checkpoint's, which is refused otherwise (our name)",
+        "parts of the run that may differ from the checkpoint's (data, tokenizer, objective); "
+        "differences are refused otherwise (our name)",
     )
     use_checkpoint_args: bool = setting(
-        False, "take what is not given of the model's configuration from the checkpoint to load"
+        False, "take settings of the model that are not given from the checkpoint to load"
     )
     exit_on_missing_checkpoint: bool = setting(
-        False, "refuse to start fresh where --load has no complete checkpoint"
+        False, "fail if --load has no complete checkpoint, instead of starting a new run"
     )
 
     def __post_init__(self) -> None:
@@ -65,14 +67,14 @@ class CheckpointConfig:
         if self.save is None:
             for name in ("save_interval", "keep_last"):
                 if getattr(self, name) is not None:
-                    raise TrainError(
-                        f"{flag_of(name)} needs --save, the folder to write checkpoints to"
-                    )
+                    raise TrainError(f"{flag_of(name)} needs --save, the folder for checkpoints")
         for name in ("exit_on_missing_checkpoint", "no_load_optim"):
             if getattr(self, name) and self.load is None:
-                raise TrainError(f"{flag_of(name)} needs --load")
+                raise TrainError(
+                    f"{flag_of(name)} needs --load, the folder of checkpoints to continue from"
+                )
         for name in ("finetune", "use_checkpoint_args", "no_load_rng", "allow_changed_run"):
             if getattr(self, name) and self.load is None and self.pretrained_checkpoint is None:
                 raise TrainError(
-                    f"{flag_of(name)} needs --load, or --pretrained-checkpoint, to take it from"
+                    f"{flag_of(name)} needs a checkpoint: give --load or --pretrained-checkpoint"
                 )

@@ -1,4 +1,4 @@
-"""What context parallelism refuses, told in flags."""
+"""Checks of settings for context parallelism."""
 
 from megatron_train.config.pool_checks import check_pool_run
 from megatron_train.config.run_sections import RunSections
@@ -6,10 +6,10 @@ from megatron_train.errors import TrainError
 
 
 def check_context_parallel(run: RunSections) -> None:
-    """Refuses sequences, heads and settings that the context-parallel axis cannot do.
+    """Refuses sequence lengths, heads and settings that context parallelism does not support.
 
     Raises:
-        TrainError: one line that names the flags and the numbers.
+        TrainError: The message names the flags and their values.
     """
     layout, placement, length = run.layout, run.placement, run.data.seq_length
     comm_types, split = placement.cp_comm_type, placement.context_parallel_split
@@ -28,22 +28,22 @@ def check_context_parallel(run: RunSections) -> None:
                     f"{flag} needs --context-parallel-size of at least 2; leave it out"
                 )
         return
-    chunks = 2 * layout.cp
-    if length % chunks:
+    slices = 2 * layout.cp
+    if length % slices:
         raise TrainError(
-            f"--seq-length {length} cannot be cut into 2 x {layout.cp} equal chunks for "
-            f"--context-parallel-size {layout.cp}; use a multiple of {chunks}"
+            f"--seq-length {length} cannot be split into 2 x {layout.cp} equal slices for "
+            f"--context-parallel-size {layout.cp}; use a multiple of {slices}"
         )
     if placement.sequence_parallel and length // layout.cp % layout.tp:
         raise TrainError(
-            f"--seq-length {length} on --context-parallel-size {layout.cp} leaves "
-            f"{length // layout.cp} tokens, which --sequence-parallel cannot cut into {layout.tp} "
-            "equal parts; change one of them"
+            f"--seq-length {length} with --context-parallel-size {layout.cp} leaves "
+            f"{length // layout.cp} tokens on a rank, which --sequence-parallel cannot split into "
+            f"{layout.tp} equal slices; change one of them"
         )
     if split == "per_document" and not run.data.reset_attention_mask:
         raise TrainError(
-            "--context-parallel-split per_document needs --reset-attention-mask: without it every "
-            "token attends across documents, and zigzag is even"
+            "--context-parallel-split per_document needs --reset-attention-mask: without it tokens "
+            "attend across documents, and zigzag balances the work; give it or use zigzag"
         )
     _check_comm_types(run)
     _check_hierarchy(run)
@@ -55,7 +55,7 @@ def _check_comm_types(run: RunSections) -> None:
     if len(comm_types) not in (1, run.model.depth):
         raise TrainError(
             f"--cp-comm-type has {len(comm_types)} values for --num-layers {run.model.depth}; give "
-            "one for all layers or one for each"
+            "one value for all layers or one for each layer"
         )
 
 
@@ -64,11 +64,11 @@ def _check_hierarchy(run: RunSections) -> None:
     wanted = "a2a+p2p" in run.placement.cp_comm_type
     if wanted and not given:
         raise TrainError(
-            f"--cp-comm-type a2a+p2p needs {flag}, the ranks inside and outside, whose product is "
-            f"--context-parallel-size {run.layout.cp}"
+            f"--cp-comm-type a2a+p2p needs {flag}: the inner and the outer number of ranks, whose "
+            f"product is --context-parallel-size {run.layout.cp}"
         )
     if given and not wanted:
-        raise TrainError(f"{flag} is of use with --cp-comm-type a2a+p2p only; leave it out")
+        raise TrainError(f"{flag} is used only with --cp-comm-type a2a+p2p; leave it out")
 
 
 def _check_heads(run: RunSections) -> None:

@@ -1,4 +1,4 @@
-"""The section ``data``: where the tokens of a run come from."""
+"""The section ``data``: the corpora and the tokenizer of a run."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +22,7 @@ CONVERSATION_OPTIONS = (
     "image_tag_type",
     "force_system_message",
 )
-"""Settings of the section that say how conversations are written."""
+"""Settings of the section that define the format of conversations."""
 
 TOKENIZER_OPTIONS = (
     "tokenizer_model",
@@ -34,10 +34,10 @@ TOKENIZER_OPTIONS = (
     "tokenizer_special_tokens",
     *CONVERSATION_OPTIONS,
 )
-"""Settings of the section that tokenizers are made from."""
+"""Settings of the section that tokenizers are built from."""
 
 LINE_LIMITS = ("max_document_bytes", "max_template_steps", "max_template_characters")
-"""Settings of the section that bound what JSON lines of conversations may take."""
+"""Settings of the section that limit JSON lines of conversations."""
 
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 """Settings of the section that name corpora."""
@@ -45,165 +45,165 @@ DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the tokens come from."""
+    """Settings of corpora, samples and tokenizer."""
 
     seq_length: int = required("length of a training sample", unit="tokens")
     data_path: tuple[str, ...] | None = setting(
         None,
-        "path of a tokenised corpus without .bin/.idx, divided by --split; several corpora are "
-        "given as weight path pairs",
+        "path of a tokenized corpus without .bin/.idx, divided by --split; or pairs of weight and "
+        "path for several corpora",
         unit="path",
     )
     train_data_path: tuple[str, ...] | None = setting(
-        None, "tokenised corpus to train on, in the forms of --data-path", unit="path"
+        None, "tokenized corpora to train on, given as for --data-path", unit="path"
     )
     valid_data_path: tuple[str, ...] | None = setting(
-        None, "tokenised corpus to validate on, in the forms of --data-path", unit="path"
+        None, "tokenized corpora to validate on, given as for --data-path", unit="path"
     )
     test_data_path: tuple[str, ...] | None = setting(
         None,
-        "tokenised corpus to measure the loss on once, after the last step, in the forms of "
-        "--data-path",
+        "tokenized corpora to test on once, after the last step, given as for --data-path",
         unit="path",
     )
     mock_data: bool = setting(
         False,
-        "train, validate and test on made-up samples, whose tokens count up, in place of a corpus",
+        "train, validate and test on synthetic samples, whose tokens count up, without a corpus",
     )
     split: str = setting(
         "969,30,1",
-        "shares of train, validation and test that --data-path is divided into by documents; the "
-        "test share is measured once, after the last step",
+        "weights of the training, validation and test splits that the documents of --data-path are "
+        "divided into; the test split is evaluated once, after the last step",
     )
     tokenizer_type: TokenizerKind | None = setting(  # noqa: RUF009
         None,
-        "kind of tokenizer; unset: GPT2BPETokenizer with --vocab-file, the kind that a prompt "
-        "format is of, otherwise what --tokenizer-model holds; NullTokenizer, "
+        "kind of tokenizer; unset: GPT2BPETokenizer with --vocab-file, the kind that the prompt "
+        "format belongs to, otherwise the kind in --tokenizer-model; NullTokenizer, "
         "NullMultimodalTokenizer and ByteTokenizer need no file",
     )
     tokenizer_model: str | None = setting(
         None,
-        "tokenizer file or folder; gives the vocabulary size and is kept in the checkpoint",
+        "tokenizer file or folder; sets the vocabulary size and is saved in checkpoints",
         unit="path",
     )
     vocab_file: str | None = setting(
         None,
-        "vocab.json of a GPT2BPETokenizer, in place of --tokenizer-model, or vocab.txt of BERT's",
+        "vocab.json of a GPT2BPETokenizer or vocab.txt of a BERT tokenizer, instead of "
+        "--tokenizer-model",
         unit="path",
     )
     merge_file: str | None = setting(
-        None, "merges.txt of a GPT2BPETokenizer, beside --vocab-file", unit="path"
+        None, "merges.txt of a GPT2BPETokenizer, with --vocab-file", unit="path"
     )
     vocab_extra_ids: int | None = setting(
-        None, "sentinels for T5 behind the tokens of BERT's tokenizers or a SentencePieceTokenizer"
+        None,
+        "number of sentinel tokens for T5, added after the tokens of a BERT tokenizer or a "
+        "SentencePieceTokenizer",
     )
     tiktoken_pattern: Literal["v1", "v2"] | None = setting(
-        None, "how a TikTokenizer cuts texts into words; unset: v2"
+        None, "pattern by which a TikTokenizer splits text into words; unset: v2"
     )
     tiktoken_num_special_tokens: int | None = setting(
-        None, "numbers that the special tokens of a TikTokenizer take; unset: 1000"
+        None, "token ids reserved for the special tokens of a TikTokenizer; unset: 1000"
     )
     tokenizer_special_tokens: tuple[str, ...] | None = setting(
         None,
-        "tokens that are kept whole, added to the tokenizer; all the special tokens of a "
-        "TikTokenizer; unset, a MultimodalTokenizer adds <image>",
+        "special tokens to add, which are never split; for a TikTokenizer, all of its special "
+        "tokens; unset: a MultimodalTokenizer adds <image>",
     )
     sft_tokenizer_prompt_format: SFTPromptFormat | None = setting(  # noqa: RUF009
         None,
-        "how an SFTTokenizer writes conversations, default by the template in the tokenizer's "
-        "folder; unset: nemotron-h-aligned, as in Megatron",
+        "format in which an SFTTokenizer writes conversations; default takes the template in the "
+        "tokenizer's folder; unset: nemotron-h-aligned, as in Megatron",
     )
     chat_template: str | None = setting(
-        None, "file of the template by which an SFTTokenizer writes conversations", unit="path"
+        None, "file with the chat template of an SFTTokenizer", unit="path"
     )
     tokenizer_prompt_format: MultimodalPromptFormat | None = setting(  # noqa: RUF009
-        None, "how a MultimodalTokenizer writes conversations"
+        None, "format in which a MultimodalTokenizer writes conversations"
     )
     image_tag_type: Literal["nvlm", "internvl"] | None = setting(
         None,
-        "what a MultimodalTokenizer puts around <image>: nvlm <Image>, internvl <img>; unset: "
-        "nothing",
+        "tag that a MultimodalTokenizer puts around <image>: nvlm <Image>, internvl <img>; unset: "
+        "none",
     )
     force_system_message: bool = setting(
-        False, "let a MultimodalTokenizer begin every conversation with Qwen's system message"
+        False, "begin every conversation of a MultimodalTokenizer with Qwen's system message"
     )
     allow_tokenizer_mismatch: bool = setting(
         False,
-        "train on corpora whose manifest names another tokenizer, which is refused otherwise: for "
-        "a tokenizer that was saved anew by other software, with the same tokens (our name)",
+        "accept corpora whose manifest names another tokenizer, which are refused otherwise; for a "
+        "tokenizer with the same tokens that other software has saved (our name)",
     )
-    reset_position_ids: bool = setting(False, "restart positions after each document", by_task=True)
-    reset_attention_mask: bool = setting(False, "attend within a document only", by_task=True)
+    reset_position_ids: bool = setting(False, "restart position ids in each document", by_task=True)
+    reset_attention_mask: bool = setting(False, "attend only within a document", by_task=True)
     eod_mask_loss: bool = setting(
-        False, "no loss where the input is the end-of-document token", by_task=True
+        False, "mask the loss where the input is the end-of-document token", by_task=True
     )
     fim_data: bool = setting(
         False,
-        "take documents apart, by --fim-rate, so that a model learns to fill in the middle; the "
-        "tokenizer needs the tokens that name the parts (--tokenizer-special-tokens)",
+        "reorder documents for fill-in-the-middle training, with probability --fim-rate; the "
+        "tokenizer needs the tokens that mark the parts (--tokenizer-special-tokens)",
         by_task=True,
     )
     sft: bool = setting(
         False,
-        "train on conversations, what assistants say in them: --data-path names what "
-        "megatron-data tokenize-conversations wrote, or files of JSON lines (.jsonl, .json) that "
-        "are tokenized as samples ask for them",
+        "train on the assistant's turns of conversations; --data-path names output of "
+        "megatron-data tokenize-conversations, or files of JSON lines (.jsonl, .json), which are "
+        "tokenized when samples are read",
         by_task=True,
     )
     max_document_bytes: int | None = setting(
         None,
-        "bytes that a line of conversations may have which --sft reads as JSON lines; unset: "
-        "33554432",
+        "maximum size of a line that --sft reads from JSON lines; unset: 33554432",
         unit="bytes",
         by_task=True,
     )
     max_template_steps: int | None = setting(
         None,
-        "steps that the chat template may take for a conversation of these lines; unset: 20000000",
+        "maximum number of steps of the chat template for one conversation; unset: 20000000",
         by_task=True,
     )
     max_template_characters: int | None = setting(
         None,
-        "characters that a text may have which the chat template makes of these lines; unset: "
-        "67108864",
+        "maximum number of characters of a text that the chat template makes; unset: 67108864",
         by_task=True,
     )
     sample_order: Literal["stateless", "packed", "compat"] = setting(
         "stateless",
-        "which tokens make up which sample: stateless computes every sample from its number, so "
-        "that a run can be made longer and its data changed; packed does so with whole documents, "
-        "cutting only those longer than a sample; compat gives Megatron's samples (our name)",
+        "how samples are made of documents: stateless computes each sample from its number, so "
+        "that a run can be extended and its data changed; packed does so with whole documents and "
+        "splits only those longer than a sample; compat gives Megatron's samples (our name)",
         by_task=True,
     )
     data_path_changes: str | None = setting(
         None,
-        "JSON file of data that takes the place of --data-path in training from a sample on: "
+        "JSON file of corpora that replace --data-path in training from a given sample on: "
         '[{"from_sample": 80000, "data_path": ["0.7", "a", "0.3", "b"]}] (our name)',
         unit="path",
         by_task=True,
     )
     data_cache_path: str | None = setting(
         None,
-        "folder that keeps built sample indices of --sample-order compat for the next start",
+        "cache folder for the sample indices of --sample-order compat",
         unit="path",
         by_task=True,
     )
     mmap_bin_files: bool = setting(
         True,
-        "map token files into memory; otherwise stretches are read as samples ask for them: "
-        "nothing is read ahead, and the memory of the process does not grow with the page cache",
+        "map token files into memory; otherwise each sample reads its own ranges: nothing is read "
+        "ahead, and the memory of the process does not grow with the page cache",
     )
     object_storage_cache_path: str | None = setting(
         None,
-        "folder on a local disk that keeps what is read of corpora at URLs (s3://, gs://, hf://): "
-        "indices whole, tokens in blocks, of which those used longest ago are removed beyond 64 "
-        "GiB; the ranks of a machine share it",
+        "cache folder on a local disk for corpora at URLs (s3://, gs://, hf://): whole indices, "
+        "and tokens in blocks; beyond 64 GiB the least recently used blocks are removed; the "
+        "ranks of a machine share it",
         unit="path",
     )
     broadcast_batches: bool = setting(
         False,
-        "let one rank of each copy of the model open the corpus and send its micro-batches to the "
-        "others; opening it has to take less than --distributed-timeout-minutes (our name)",
+        "read micro-batches on one rank of each model replica and broadcast them to the others; "
+        "opening the corpus must take less than --distributed-timeout-minutes (our name)",
     )
 
     def __post_init__(self) -> None:
@@ -213,26 +213,27 @@ class DataConfig:
             if self.data_path and getattr(self, name):
                 raise TrainError(
                     f"--data-path, which --split divides, and {flag_of(name)} exclude each other; "
-                    "give the one or the other"
+                    "give one of them"
                 )
         self._check_mock_data()
         if not self.data_path and not self.train_data_path and not self.mock_data:
-            raise TrainError("no corpus: give --data-path, or --train-data-path, or --mock-data")
+            raise TrainError("no corpus: give --data-path, --train-data-path or --mock-data")
         if self.data_path_changes and self.sample_order == "compat":
             raise TrainError(
-                "--data-path-changes does not go with --sample-order compat, which is drawn for "
-                "a whole run; give stateless or packed"
+                "--data-path-changes does not work with --sample-order compat, which is computed "
+                "for a whole run at once; give stateless or packed"
             )
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) and self.tokenizer is None:
                 raise TrainError(
-                    f"{flag_of(name)} needs --tokenizer-model, which knows where documents end"
+                    f"{flag_of(name)} needs a tokenizer with an end-of-document token; give "
+                    "--tokenizer-model"
                 )
 
         self._check_sft()
 
     def _check_mock_data(self) -> None:
-        """Refuses what needs a corpus where samples are made up."""
+        """Refuses settings that need a corpus, if samples are synthetic."""
         if not self.mock_data:
             return
         corpora = (*DATA_PATHS, "data_path_changes", "sft", "fim_data")
@@ -240,17 +241,17 @@ class DataConfig:
         for name in (*corpora, *documents):
             if getattr(self, name):
                 raise TrainError(
-                    f"{flag_of(name)} does not go with --mock-data, which has no documents; give "
-                    "the one or the other"
+                    f"{flag_of(name)} does not work with --mock-data, which has no documents; "
+                    "give one of them"
                 )
 
     def _check_sft(self) -> None:
-        """Refuses what conversations need, or have no use for."""
+        """Refuses settings that --sft needs but lacks, or does not use."""
         limits = [flag_of(name) for name in LINE_LIMITS if getattr(self, name) is not None]
         if limits and not (self.sft and self.holds_conversation_lines):
             raise TrainError(
-                f"{limits[0]} bounds what --sft reads of JSON lines, of which no corpus is a file; "
-                "leave it out, or give it to megatron-data tokenize-conversations"
+                f"{limits[0]} limits what --sft reads from JSON lines, but no corpus is such a "
+                "file; leave it out, or give it to megatron-data tokenize-conversations"
             )
         if not self.sft:
             return
@@ -258,19 +259,19 @@ class DataConfig:
         missing = [flag_of(name) for name in wanted if not getattr(self, name)]
         if missing:
             raise TrainError(
-                f"--sft needs {' and '.join(missing)}: the conversations of a sample have nothing "
-                "to do with each other"
+                f"--sft needs {' and '.join(missing)}: the conversations in a sample are "
+                "independent of each other"
             )
         for name in ("eod_mask_loss", "fim_data", "data_path_changes", "data_cache_path"):
             if getattr(self, name):
                 raise TrainError(
-                    f"{flag_of(name)} does not go with --sft, whose samples are conversations; "
+                    f"{flag_of(name)} does not work with --sft, whose samples are conversations; "
                     "leave it out"
                 )
 
     @property
     def corpora(self) -> tuple[str, ...] | dict[str, tuple[str, ...] | None]:
-        """The corpora of all splits together, or of each by its name: train, valid and test."""
+        """The corpora of all splits, or a dictionary of those of train, valid and test."""
         return self.data_path or {
             "train": self.train_data_path,
             "valid": self.valid_data_path,
@@ -279,16 +280,16 @@ class DataConfig:
 
     @property
     def holds_conversation_lines(self) -> bool:
-        """Whether a corpus is a file of JSON lines."""
+        """Whether any corpus is a file of JSON lines."""
         paths = (path for name in DATA_PATHS for path in getattr(self, name) or ())
         return any(map(is_conversation_file, paths))
 
     @property
     def tokenizer(self) -> TokenizerKind | None:
-        """The kind of tokenizer, None where there is none.
+        """The kind of tokenizer; None if the run has no tokenizer.
 
-        A --tokenizer-model whose kind nobody said counts as a HuggingFaceTokenizer; it may be any
-        that megatron-data has saved.
+        Defaults to HuggingFaceTokenizer for a --tokenizer-model without --tokenizer-type, which may
+        hold any tokenizer that megatron-data has saved.
         """
         if self.tokenizer_type is not None:
             return self.tokenizer_type
@@ -299,26 +300,26 @@ class DataConfig:
 
     @property
     def tokenizer_settings(self) -> dict[str, Any]:
-        """Settings that tokenizers are made from, by name, as far as they are given."""
+        """The given settings that tokenizers are built from, by name."""
         values = {name: getattr(self, name) for name in TOKENIZER_OPTIONS}
         return {
             name: value
             for name, value in values.items()
-            if value is not None and value is not False  # a number of 0 is given
+            if value is not None and value is not False  # 0 counts as given
         }
 
     def _check_tokenizer(self) -> None:
-        """Refuses files that the kind of tokenizer lacks, or has no use for."""
+        """Refuses missing settings of the tokenizer, and settings that its kind does not use."""
         given = self.tokenizer_settings
         if self.tokenizer is None:
             if given:
                 names = ", ".join(map(flag_of, given))
                 raise TrainError(
-                    f"{names}: there is no tokenizer; give --tokenizer-model, --vocab-file or "
-                    f"--tokenizer-type as well, or leave {names} out"
+                    f"{names}: the run has no tokenizer; give --tokenizer-model, --vocab-file or "
+                    f"--tokenizer-type too, or leave {names} out"
                 )
             return
         if self.tokenizer.startswith("Null"):
-            given["vocab_size"] = None  # a setting of the model
+            given["vocab_size"] = None  # --vocab-size is a setting of the model
         if error := tokenizer_options_error(self.tokenizer_type, given):
             raise TrainError(error)

@@ -1,4 +1,4 @@
-"""A configuration written out: the YAML of a run's folder, and that of --print-config."""
+"""Configurations as YAML: the file in the folder of a run, and the output of --print-config."""
 
 from pathlib import Path
 from typing import Any
@@ -16,29 +16,29 @@ _COLUMN = 44
 
 
 def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Returns every setting of a run by section, as a file of --config has to give it.
+    """Returns all settings of a run by section, as a file for --config gives them.
 
-    What is not set is left out, and so are degrees that follow from the number of ranks.
+    Unset values and degrees that follow from the number of ranks are left out.
     """
     settings: dict[str, dict[str, Any]] = {}
     for section, (_, cls) in sections(config.model.kind, config.selected_extensions).items():
         holder = config.section_by_name(section)
         values = {option.name: getattr(holder, option.name) for option in options_of(cls, section)}
         settings[section] = {name: value for name, value in values.items() if value is not None}
-    if config.data.tokenizer == "NullTokenizer":  # --vocab-size does not count its last token
+    if config.data.tokenizer == "NullTokenizer":  # --vocab-size excludes the end-of-document token
         settings["model"]["vocab_size"] -= 1
     return settings
 
 
 def write_config(config: RunConfig, path: Path) -> None:
-    """Writes every setting of a run to a YAML file that ``--config`` accepts."""
+    """Writes all settings of a run to a YAML file that ``--config`` accepts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path) as temporary:
         temporary.write_text(to_yaml(settings_of(config)), encoding="utf-8")
 
 
 def format_config(config: RunConfig, values: Values) -> str:
-    """Returns every setting as YAML that ``--config`` accepts, with its origin as a comment."""
+    """Returns all settings as YAML that ``--config`` accepts, with their origins as comments."""
     settings = settings_of(config)
     lines = []
     kind, selected = config.model.kind, config.selected_extensions

@@ -1,9 +1,10 @@
-"""Sections and checks that extensions bring to the configuration of a run.
+"""Sections of settings and checks that extensions add to the configuration of a run.
 
-A run chooses a task (--task), an update rule (--optimizer) and what linear layers multiply by
-(--linear-product), by name. Such an extension may bring sections of settings, which become flags of
-``pretrain KIND`` and sections of files, and checks of the whole run. A run has those of what it has
-chosen, and refuses the others. Importing this module does not import torch.
+A run selects three extensions by name: a task (--task), an update rule (--optimizer) and a product
+of linear layers (--linear-product). An extension may add sections of settings, which become flags
+of ``pretrain KIND`` and sections of configuration files, and checks of the whole run. A run has the
+sections of the extensions that it selects and refuses settings of the others. Importing this module
+does not import torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,17 +23,17 @@ from megatron_train.errors import TrainError
 from megatron_train.tasks.registry import TASKS
 
 Check = Callable[[Any], None]
-"""A function of the run that raises a `TrainError` with the flags named."""
+"""Takes the run and raises a `TrainError` that names the flags."""
 
 
 @dataclass(frozen=True)
 class SelectedExtensions:
-    """What a run has chosen by name; of what is None, everything that is installed counts.
+    """The names of the extensions that a run selects. None stands for all that are installed.
 
     Attributes:
-        task: what the model is trained to do.
-        rule: how parameters follow from gradients.
-        product: what linear layers multiply by.
+        task: Name of the task.
+        rule: Name of the update rule.
+        product: Name of the product that linear layers compute.
     """
 
     task: str | None = None
@@ -41,14 +42,14 @@ class SelectedExtensions:
 
     @classmethod
     def from_values(cls, values: Values, kind: str) -> "SelectedExtensions":
-        """Returns what given values choose, and the defaults of a kind of model."""
+        """Returns the extensions that ``values`` name, and defaults for a kind of model."""
         rule: str = values.get("optimizer.optimizer") or OptimizerConfig.optimizer
         product: str = values.get("placement.linear_product") or PLAIN
         return cls(values.get("training.task") or default_task(kind), rule, product)
 
 
 class _Kind(Protocol):
-    """An extension that brings one section at most."""
+    """An extension that adds at most one section."""
 
     @property
     def name(self) -> str: ...
@@ -59,7 +60,7 @@ class _Kind(Protocol):
 
 @dataclass(frozen=True)
 class _Extension:
-    """One of the extensions that runs choose from: the flag that names it, and what it brings."""
+    """An installed extension: the flag that selects it, and its sections and checks."""
 
     flag: str
     what: str
@@ -74,30 +75,30 @@ class _Extension:
 
 
 def tasks_for(kind: str) -> list[str]:
-    """Returns the names of the installed tasks that can train a kind of model.
+    """Returns the names of the installed tasks that can train models of ``kind``.
 
     Raises:
-        ConfigError: no such kind is installed.
+        ConfigError: The kind is not installed.
     """
     found = find_kind(kind)
     return [name for name in TASKS.entries() if _trains(name, found)]
 
 
 def kinds_for(task: str) -> list[str]:
-    """Returns the names of the installed kinds of models that a task can train."""
+    """Returns the names of the installed kinds of models that ``task`` can train."""
     return [name for name, kind in model_kinds().items() if _trains(task, kind)]
 
 
 def default_task(kind: str) -> str:
-    """Returns the name of the task that a kind of model is trained for where none is named."""
+    """Returns the name of the task that models of ``kind`` are trained for by default."""
     return find_kind(kind).default_task
 
 
 def extension_sections(kind: str, selected: SelectedExtensions) -> dict[str, Section]:
-    """Returns the sections of what is chosen by name.
+    """Returns the sections of the selected extensions by name.
 
     Raises:
-        TrainError: two extensions bring different sections of one name.
+        TrainError: Two extensions add different sections with the same name.
     """
     found: dict[str, Section] = {}
     for extension in _extensions(kind, selected):
@@ -105,22 +106,23 @@ def extension_sections(kind: str, selected: SelectedExtensions) -> dict[str, Sec
             other = found.setdefault(section.name, section)
             if other.config is not section.config:
                 raise TrainError(
-                    f"the section {section.name!r} is brought twice: {_path(other.config)} and "
-                    f"{_path(section.config)}; uninstall one"
+                    f"two extensions add a section {section.name!r}: {_path(other.config)} and "
+                    f"{_path(section.config)}; uninstall one of them"
                 )
     return found
 
 
 def extension_checks(kind: str, selected: SelectedExtensions) -> list[Check]:
-    """Returns the checks of what is chosen."""
+    """Returns the checks of the selected extensions."""
     return [check for extension in _extensions(kind, selected) for check in extension.checks]
 
 
 def check_task(kind: str, task: str) -> None:
-    """Refuses a task that cannot train a kind of model.
+    """Refuses a task that cannot train models of ``kind``.
 
     Raises:
-        TrainError: with the tasks that can.
+        TrainError: The task is not installed or trains other kinds; the message names the tasks
+            that can train the kind.
     """
     if task not in TASKS:
         raise TrainError(f"--task {task}: {TASKS.unknown_name_message(task)}")
@@ -133,42 +135,42 @@ def check_task(kind: str, task: str) -> None:
 
 
 def refuse_unread_settings(run_task: str, section: str, config: Any) -> None:
-    """Refuses settings that not every task reads, and the run's does not.
+    """Refuses settings that the task of the run does not read.
 
     The metadata of such a field has ``by_task``. `TaskKind.supported_settings` lists the settings
     that a task reads.
 
     Args:
-        run_task: of the run.
-        section: name of a section.
-        config: the section.
+        run_task: Name of the task.
+        section: Name of a section.
+        config: The section.
 
     Raises:
-        TrainError: with the flag.
+        TrainError: A given setting is not read; the message names its flag.
     """
     read: Sequence[str] = getattr(TASKS.load(run_task), "supported_settings", ())
     for field in fields(config):
         given = field.metadata.get("by_task") and getattr(config, field.name) != field.default
         if given and f"{section}.{field.name}" not in read:
             raise TrainError(
-                f"{flag_of(field.name)} has no effect in the task {run_task}, which does not read "
-                "it; leave it out"
+                f"{flag_of(field.name)} has no effect: the task {run_task} does not read it; "
+                "leave it out"
             )
 
 
 def refuse_unselected_settings(
     values: Values, kind: str, selected: SelectedExtensions, flags: Mapping[str, str]
 ) -> None:
-    """Refuses settings of extensions that the run has not chosen.
+    """Refuses settings of extensions that the run does not select.
 
     Args:
-        values: what was given.
-        kind: of the model.
-        selected: What the run selects.
-        flags: flag of every setting, by its key.
+        values: The given values.
+        kind: Kind of the model.
+        selected: Extensions that the run selects.
+        flags: Flag of each setting by key.
 
     Raises:
-        TrainError: naming an extension that has the setting.
+        TrainError: A setting of another extension is given; the message names the extension.
     """
     own = extension_sections(kind, selected)
     names = {
@@ -182,15 +184,15 @@ def refuse_unselected_settings(
             if given is not None:
                 raise TrainError(
                     f"{flags[f'{name}.{given}']} is a setting of the {other.what} {other.name}, "
-                    f"and the run has {names[other.flag]}; give {other.flag} {other.name}, or "
-                    "leave it out"
+                    f"but the run uses {names[other.flag]}; give {other.flag} {other.name} or "
+                    "leave the setting out"
                 )
 
 
 def _extensions(kind: str, selected: SelectedExtensions) -> Iterator[_Extension]:
-    """Yields what is chosen, or all there is to choose from.
+    """Yields the selected extensions; all installed ones where nothing is selected.
 
-    A rule or product that is not installed is left out: it is refused where it is named.
+    An update rule or product that is not installed is skipped here and refused by its own check.
     """
     for name in tasks_for(kind) if selected.task is None else [selected.task]:
         task = TASKS.load(name)
@@ -205,7 +207,7 @@ def _extensions(kind: str, selected: SelectedExtensions) -> Iterator[_Extension]
 
 
 def _trains(task: str, kind: ModelKind) -> bool:
-    """Whether a task can train a kind: one that names it, or any unless the task is limited."""
+    """Returns whether a task can train a kind: it is the default task, or not limited to others."""
     if kind.default_task == task:
         return True
     names = getattr(TASKS.load(task), "model_kinds", None)

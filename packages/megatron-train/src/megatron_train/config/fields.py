@@ -1,4 +1,4 @@
-"""How the sections of a configuration declare their fields, and the checks many of them share."""
+"""Declarations of fields in sections of a configuration, and checks that sections share."""
 
 from dataclasses import field
 from typing import Any
@@ -7,25 +7,26 @@ from megatron_train.errors import TrainError
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:  # noqa: A002
-    """Returns a field with a default and one line of help.
+    """Returns a dataclass field with a default and one line of help.
 
-    Metadata are ``flag``, ``unit``, ``choices``, and ``by_task`` for what not every task reads.
+    Metadata are ``flag``, ``unit``, ``choices``, and ``by_task`` for settings that only some tasks
+    read.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
 
 def required(help: str, **metadata: Any) -> Any:  # noqa: A002
-    """Returns a field that has to be given, with one line of help."""
+    """Returns a dataclass field without a default, with one line of help."""
     return field(metadata={"help": help, **metadata})
 
 
 def flag_of(name: str) -> str:
-    """Returns the flag of a field that has no spelling of its own."""
+    """Returns the flag of the field ``name`` if its metadata give no other."""
     return "--" + name.replace("_", "-")
 
 
 def check_positive(section: object, *names: str) -> None:
-    """Refuses fields that are given and not above 0."""
+    """Refuses given fields that are not above 0."""
     for name in names:
         value = getattr(section, name)
         if value is not None and not value > 0:
@@ -33,7 +34,7 @@ def check_positive(section: object, *names: str) -> None:
 
 
 def check_not_negative(section: object, *names: str) -> None:
-    """Refuses fields that are given and below 0."""
+    """Refuses given fields that are below 0."""
     for name in names:
         value = getattr(section, name)
         if value is not None and not value >= 0:

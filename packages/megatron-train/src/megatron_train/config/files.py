@@ -1,4 +1,4 @@
-"""Configuration files: YAML with one mapping for each section, and nothing unknown in it."""
+"""Configuration files: YAML with one mapping for each section; unknown keys are errors."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_train.errors import TrainError, collect_errors, raise_collected
 from megatron_train.saved_values import short_repr
 
 _ABOUT = "about"
-"""Key of a file that is not a section: a text for its readers."""
+"""Key of a file that is not a section but a description of the file."""
 
 
 _MOST_BYTES = 1 << 20
@@ -23,14 +23,14 @@ _DEEPEST = 20
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values from YAML; a key given twice and deep nesting are errors."""
+    """Loads plain values from YAML; duplicate keys and deep nesting are errors."""
 
     _depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self._depth += 1
         if self._depth > _DEEPEST:
-            raise yaml.YAMLError(f"it is nested deeper than {_DEEPEST} levels")
+            raise yaml.YAMLError(f"more than {_DEEPEST} levels of nesting")
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -49,15 +49,15 @@ def read_file(path: Path, options: Sequence[Option]) -> Values:
     """Reads the settings in the YAML file ``path``.
 
     Raises:
-        TrainError: the file is not YAML, is not made of sections, or holds a section, key or value
-            that does not exist; the message names the file, the place and the nearest key.
+        TrainError: The file is not YAML or has no sections, or a section or key is unknown or a
+            value invalid; the message names the file, the key and the nearest known key.
     """
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise TrainError(
-            f"{path} has more than the {_MOST_BYTES} bytes that a file of settings may have; give "
-            "a file of settings"
+            f"{path} is larger than {_MOST_BYTES} bytes, the maximum for a configuration file; "
+            "give a YAML file of settings"
         )
     try:
         text = content.decode("utf-8")
@@ -67,7 +67,7 @@ def read_file(path: Path, options: Sequence[Option]) -> Values:
 
 
 def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
-    """Reads the settings in YAML ``text``, which errors and origins call ``name``."""
+    """Reads the settings in YAML ``text``; errors and origins name it ``name``."""
     document = _load(text, name)
     document.pop(_ABOUT, None)
     given: dict[str, GivenValue] = {}
@@ -78,8 +78,8 @@ def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
             for key in found.keys() & given.keys():
                 other = given[key].origin.rpartition(" ")[2]
                 wrong.append(
-                    f"{found[key].origin} and {other} are one setting, which has moved; leave out "
-                    "one of them"
+                    f"{found[key].origin} and {other} are the old and the new key of one setting; "
+                    "leave out one of them"
                 )
             given.update(found)
     raise_collected(wrong)
@@ -87,21 +87,21 @@ def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
 
 
 def file_description(text: str) -> str:
-    """Returns what a file says of itself under ``about``, in one line; empty if nothing."""
+    """Returns the description under ``about`` in one line; empty if there is none."""
     return " ".join(str(_load(text, "recipe").get(_ABOUT, "")).split())
 
 
 def _load(text: str, name: str) -> dict[Any, Any]:
     try:
         document = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no such date, too many digits
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid date or too many digits
         reason = " ".join(str(error).split())[:_LONGEST_REASON]
         raise TrainError(f"{name} is not YAML: {reason}") from error
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise TrainError(
-            f"{name} must hold sections such as `model:`, not {type(document).__name__}"
+            f"{name} must contain sections such as `model:`, got {type(document).__name__}"
         )
     return document
 
@@ -121,7 +121,7 @@ def _read_section(
         return {}
     if not isinstance(content, dict):
         raise TrainError(
-            f"{path}: section {short_repr(section)} must hold `key: value` lines, "
+            f"{path}: section {short_repr(section)} must contain `key: value` lines, "
             f"got {short_repr(content)}"
         )
     given: dict[str, GivenValue] = {}

@@ -1,4 +1,4 @@
-"""The configuration of ``megatron-train finetune TASK``: the model is that of a checkpoint."""
+"""The configuration of ``megatron-train finetune TASK``, which takes the model of a checkpoint."""
 
 import argparse
 from dataclasses import replace
@@ -25,15 +25,15 @@ FLAG: Final = "--pretrained-checkpoint"
 
 _SOURCE = "checkpoint.pretrained_checkpoint"
 _SET_BY_COMMAND = ("training.task", "checkpoint.finetune", "checkpoint.use_checkpoint_args")
-"""Settings that the command itself says."""
+"""Settings that the command itself sets."""
 
 
 @cache
 def finetune_options(task: str) -> tuple[Option, ...]:
-    """Returns the options of ``finetune TASK``: those of all kinds of models that it can train.
+    """Returns the options of ``finetune TASK``: those of all kinds of models that TASK can train.
 
-    Those of the model are the checkpoint's by default. Of options with one flag, the first kind's
-    is returned.
+    Options of the model default to the values in the checkpoint. If several kinds have the same
+    flag, the option of the first kind is returned.
     """
     found: dict[str, Option] = {}
     for kind in kinds_for(task):
@@ -41,14 +41,14 @@ def finetune_options(task: str) -> tuple[Option, ...]:
             if option.section == "model":
                 option = replace(option, required=True, derived_default="the checkpoint's")
             if option.key == _SOURCE:
-                text = "folder of the checkpoint to begin with, or one checkpoint"
+                text = "folder of checkpoints whose newest one to begin with, or one checkpoint"
                 option = replace(option, help=text, required=True)
             found.setdefault(option.flag, option)
     return tuple(option for option in found.values() if option.key not in _SET_BY_COMMAND)
 
 
 def finetune_titles(task: str) -> dict[str, str]:
-    """Returns the title of every section of ``finetune TASK``."""
+    """Returns the title of each section of ``finetune TASK`` by name."""
     return {
         name: title
         for kind in kinds_for(task)
@@ -61,17 +61,17 @@ def resolve_finetuning(
     world_size: int | None = None,
     tokenizers: TokenizerCache | None = None,
 ) -> tuple[RunConfig, Values]:
-    """Returns the configuration of a run of ``finetune TASK`` and the values it was made from.
+    """Returns the configuration of a run of ``finetune TASK`` and the values it is built from.
 
     Args:
-        namespace: the parsed command line.
-        world_size: ranks of the run; by default as torchrun says, and 1 without it.
-        tokenizers: keeps the tokenizer that is opened for the size of the vocabulary.
+        namespace: The parsed command line.
+        world_size: Number of ranks. Defaults to ``WORLD_SIZE`` of the environment, or 1.
+        tokenizers: Keeps the tokenizer that is opened for the size of the vocabulary.
 
     Raises:
-        TrainError: a checkpoint or a value that cannot be used.
-        CheckpointError: the checkpoint is torn.
-        UsageError: a required value that nobody gave.
+        TrainError: A checkpoint or value cannot be used.
+        CheckpointError: The checkpoint is incomplete or damaged.
+        UsageError: A required value is missing.
     """
     task: str = namespace.task
     options = finetune_options(task)
@@ -82,14 +82,14 @@ def resolve_finetuning(
     folder = given.get(_SOURCE)
     if folder is None:
         raise UsageError(
-            f"finetune {task} begins with the weights of a checkpoint: give {FLAG}, its folder"
+            f"finetune {task} needs {FLAG}, the folder of the checkpoint to begin with"
         )
     checkpoint = _checkpoint(Path(folder))
     model = model_of(checkpoint, FLAG)
     if task not in (able := tasks_for(model.kind)):
         raise TrainError(
-            f"{FLAG}: {checkpoint.path} holds a model of kind {model.kind}, and {task} trains "
-            f"{' and '.join(kinds_for(task))}; give finetune {' or '.join(able) or 'another'}"
+            f"{FLAG}: {checkpoint.path} holds a model of kind {model.kind}, but {task} trains "
+            f"{' and '.join(kinds_for(task))}; use finetune {' or '.join(able) or 'another'}"
         )
     _refuse_settings_of_other_kinds(given, options, model.kind, task)
     values = with_model_of(Values(), checkpoint, model).updated(given)
@@ -99,7 +99,7 @@ def resolve_finetuning(
 
 
 def _read(path: Path, task: str) -> Values:
-    """Reads a file of settings; those that the command says itself may say the same."""
+    """Reads a configuration file; it may repeat the values that the command itself sets."""
     every: dict[str, Option] = {}
     for kind in kinds_for(task):
         every |= {option.key: option for option in run_options(kind, SelectedExtensions(task))}
@@ -107,18 +107,18 @@ def _read(path: Path, task: str) -> Values:
     for key in _SET_BY_COMMAND:
         if values.get(key) not in (None, False, task):
             raise TrainError(
-                f"{values.given[key].origin} is {values.get(key)}, and this is finetune {task}; "
-                "leave it out"
+                f"{values.given[key].origin} is {values.get(key)}, but the command is finetune "
+                f"{task}; leave it out"
             )
     return Values({key: value for key, value in values.given.items() if key not in _SET_BY_COMMAND})
 
 
 def _checkpoint(folder: Path) -> "Checkpoint":
-    """Returns the newest complete checkpoint in a folder, or the one that it is.
+    """Returns the newest complete checkpoint in a folder, or the folder as one checkpoint.
 
     Raises:
-        TrainError: there is none.
-        CheckpointError: it is torn.
+        TrainError: There is no checkpoint.
+        CheckpointError: The checkpoint is incomplete or damaged.
     """
     from megatron_ckpt import CheckpointError, describe_foreign_checkpoint, find_checkpoint
 
@@ -137,6 +137,6 @@ def _refuse_settings_of_other_kinds(
     for option in options:
         if option.key in given.given and option.key not in known:
             raise TrainError(
-                f"{given.name_in_source(option)} is no setting of models of kind {kind}, which the "
-                "checkpoint holds; leave it out"
+                f"{given.name_in_source(option)} is not a setting of models of kind {kind}, the "
+                "kind in the checkpoint; leave it out"
             )

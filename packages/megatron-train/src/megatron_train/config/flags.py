@@ -1,4 +1,4 @@
-"""Command-line flags made from options."""
+"""Command-line flags generated from options."""
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 _PREFIX = "option:"
 _WEAK = "weak:"
 _LONGEST_CHOICES = 80
-"""Columns that the choices of a flag may take behind it; more of them are told in its help."""
+"""Columns that the choices may take after a flag; longer lists are part of the help text."""
 
 FLAG_VALUE = object()
-"""In an alias, the value that is given with the flag."""
+"""Stands in an alias for the value given with the flag."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Alias:
     """A flag that sets other options.
 
     Attributes:
-        sets: option keys with the value they get, `FLAG_VALUE` for that of the flag.
-        help: one line.
-        weak: whether it gives way to the option itself, wherever that is given.
+        sets: Pairs of an option's key and its value; `FLAG_VALUE` stands for the flag's value.
+        help: One line of help.
+        weak: Whether a value given for the option itself overrides the alias.
     """
 
     sets: tuple[tuple[str, Any], ...]
@@ -38,7 +38,7 @@ class Alias:
 
     @property
     def takes_value(self) -> bool:
-        """Whether a value stands behind the flag."""
+        """Whether the flag takes a value."""
         return any(value is FLAG_VALUE for _, value in self.sets)
 
 
@@ -57,7 +57,7 @@ ALIASES: Mapping[str, Alias] = {
     ),
     "--group-query-attention": Alias(
         (("model.num_query_groups", 1),),
-        "the same as --num-query-groups 1 where that is not given",
+        "the same as --num-query-groups 1, unless --num-query-groups is given",
         weak=True,
     ),
     "--use-rotary-position-embeddings": Alias(
@@ -93,11 +93,11 @@ _WITHOUT_EFFECT = "without_effect"
 
 
 class Parser(_command.Parser):
-    """The parser of every command, which knows Megatron-LM's flags too.
+    """The parser of every command. Knows Megatron-LM's flags too.
 
     Args:
-        megatron: whether flags of Megatron-LM that have no effect here are accepted.
-        settings: those of `_command.Parser`.
+        megatron: Whether to accept flags of Megatron-LM that have no effect here.
+        settings: Arguments of `_command.Parser`.
     """
 
     def __init__(self, *, megatron: bool = False, **settings: Any) -> None:
@@ -146,7 +146,7 @@ class Parser(_command.Parser):
 
 
 class _WithoutEffect(argparse.Action):
-    """Note a flag that has no effect."""
+    """Records a flag that has no effect."""
 
     def __call__(
         self,
@@ -160,7 +160,7 @@ class _WithoutEffect(argparse.Action):
 
 
 def notes_on_ignored_flags(namespace: argparse.Namespace) -> list[str]:
-    """Returns a line for each reason why flags in ``namespace`` have no effect."""
+    """Returns one line per reason for which flags in ``namespace`` have no effect."""
     by_reason: dict[str, list[str]] = {}
     for flag in getattr(namespace, _WITHOUT_EFFECT, ()):
         by_reason.setdefault(flag.reason, []).append(flag.flag)
@@ -172,7 +172,7 @@ def notes_on_ignored_flags(namespace: argparse.Namespace) -> list[str]:
 
 
 class _Store(argparse.Action):
-    """Keep a value under its option, with the spelling it was given in."""
+    """Stores a value and the given spelling of the flag under the key of its option."""
 
     def __call__(
         self,
@@ -187,7 +187,7 @@ class _Store(argparse.Action):
 
 
 class _StoreAlias(argparse.Action):
-    """Keep what an alias sets under the options that it sets."""
+    """Stores the values that an alias sets under the keys of their options."""
 
     def __call__(
         self,
@@ -203,13 +203,13 @@ class _StoreAlias(argparse.Action):
 
 
 LAYERS_PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
-"""Megatron's other way to say how many virtual stages there are; `resolve` does the division."""
+"""Megatron's other flag for the number of virtual stages; `resolve` does the division."""
 
 
 def add_options(
     parser: argparse.ArgumentParser, options: Iterable[Option], titles: Mapping[str, str]
 ) -> None:
-    """Adds a flag for each option, grouped by section."""
+    """Adds a flag for each option, in one group for each section."""
     groups: dict[str, Any] = {}
     for option in options:
         if option.section not in groups:
@@ -222,7 +222,7 @@ def add_options(
             groups[option.section].add_argument(
                 LAYERS_PER_VIRTUAL_STAGE,
                 metavar="N",
-                help="sets the flag above to --num-layers / (stages x N)",
+                help="sets the flag above to --num-layers / (pipeline ranks x N)",
             )
 
 
@@ -287,12 +287,12 @@ def describe(option: Option) -> str:
 
 
 def given_flags(namespace: argparse.Namespace, options: Sequence[Option]) -> Values:
-    """Returns the values of the flags in ``namespace`` that were given."""
+    """Returns the values of the given flags in ``namespace``."""
     return _stored(namespace, options, _PREFIX)
 
 
 def implied_flags(namespace: argparse.Namespace, options: Sequence[Option]) -> Values:
-    """Returns the values that flags in ``namespace`` set where nothing else does."""
+    """Returns the values that weak aliases in ``namespace`` set."""
     return _stored(namespace, options, _WEAK)
 
 

@@ -1,4 +1,4 @@
-"""Settings that a run takes from a checkpoint: of the model, and the tokenizer that lies in it.
+"""Settings that a run takes from a checkpoint: those of the model and its tokenizer.
 
 Importing this module imports neither torch nor the checkpoint package.
 """
@@ -16,27 +16,29 @@ if TYPE_CHECKING:
     from megatron_models import ModelConfig
 
 CHECKPOINT_ORIGIN: Final = "the checkpoint "
-"""How the origin of a value that a checkpoint gives begins."""
+"""Prefix of the origin of values that come from a checkpoint."""
 
 TOKENIZER_FOLDER: Final = "tokenizer"
-"""Folder of a checkpoint that holds its tokenizer."""
+"""Folder of the tokenizer in a checkpoint."""
 
 TOKENIZER_SETTINGS: Final = ("tokenizer_type", "tokenizer_model", "vocab_file")
-"""Settings of the section ``data``, any of which says that there is a tokenizer."""
+"""Settings of the section ``data`` that each select a tokenizer."""
 
 
 def model_of(checkpoint: "Checkpoint", flag: str) -> "ModelConfig":
     """Returns the model configuration that a checkpoint records.
 
     Args:
-        checkpoint: complete.
-        flag: that asks for it, for messages.
+        checkpoint: A complete checkpoint.
+        flag: Flag that requests the model; errors name it.
 
     Raises:
-        TrainError: it records none, or one that is not known here.
+        TrainError: The checkpoint records no model, or an unknown kind of model.
     """
     if checkpoint.model is None:
-        raise TrainError(f"{flag}: {checkpoint.path} does not say what model it holds")
+        raise TrainError(
+            f"{flag}: {checkpoint.path} has no record of its model; give another checkpoint"
+        )
     try:
         return config_of(checkpoint.model)
     except ConfigError as error:
@@ -44,7 +46,7 @@ def model_of(checkpoint: "Checkpoint", flag: str) -> "ModelConfig":
 
 
 def with_model_of(values: Values, checkpoint: "Checkpoint", model: "ModelConfig") -> Values:
-    """Returns ``values`` with every setting of the model that is not given taken from ``model``."""
+    """Returns ``values`` with the missing settings of the model taken from ``model``."""
     for option in options_of(type(model), "model"):
         value = getattr(model, option.name)
         values = values.with_derived(option.key, value, f"{CHECKPOINT_ORIGIN}{checkpoint.path}")
@@ -52,10 +54,10 @@ def with_model_of(values: Values, checkpoint: "Checkpoint", model: "ModelConfig"
 
 
 def with_tokenizer_of(values: Values, checkpoint: "Checkpoint") -> Values:
-    """Returns ``values`` with the tokenizer in a checkpoint, unless one is given or none is there.
+    """Returns ``values`` with the tokenizer in a checkpoint, if there is one and none is given.
 
     Raises:
-        CheckpointError: a file of the tokenizer is damaged.
+        CheckpointError: A file of the tokenizer is damaged.
     """
     held = any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in checkpoint.manifest.files)
     if any(f"data.{name}" in values.given for name in TOKENIZER_SETTINGS) or not held:

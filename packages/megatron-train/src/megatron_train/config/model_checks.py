@@ -1,7 +1,7 @@
-"""What a layout and a training can do with the model, checked before ranks meet.
+"""Checks of the model against layout and training, made before ranks communicate.
 
-The model's components know what cannot be cut and what is not proven; this asks them, and reports
-their answers in flags.
+The components of a model define which dims can be sharded and which features are not tested. The
+functions here query them and report refusals with the names of flags.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ from megatron_train.errors import TrainError
 def check_model_layout(
     model: ModelConfig, layout: ParallelLayout, placement: PlacementConfig
 ) -> None:
-    """Refuses a layout that cannot cut the model, and axes of experts where there are none.
+    """Refuses a layout that cannot shard the model, and expert axes for a model without experts.
 
     Raises:
-        TrainError: in one line, with the flags and their numbers.
+        TrainError: The message names the flags and their values.
     """
     if not model.expert_parallel:
         _refuse_without_experts(layout, placement)
@@ -36,30 +36,30 @@ def check_model_layout(
 
 
 def check_features(run: RunSections) -> None:
-    """Refuses ways to train that a component of the model is not proven with.
+    """Refuses features of training that a component of the model is not tested with.
 
     Raises:
-        TrainError: in one line, with the flags.
+        TrainError: The message names the flags.
     """
     for feature, asked in _features(run):
-        _refuse(run.model, feature, f"{asked} does not go with {{setting}}: {{why}}")
+        _refuse(run.model, feature, f"{asked} does not work with {{setting}}: {{why}}")
 
 
 def check_initial_weights(model: ModelConfig, checkpoint: CheckpointConfig) -> None:
-    """Refuses to begin with weights that the loss does not reach.
+    """Refuses to initialize weights that the loss does not depend on.
 
-    Published models are like that, so weights that are there already may be trained on.
+    Some published models have such weights, so a run that begins with a checkpoint is accepted.
 
     Raises:
-        TrainError: in one line, with the flags.
+        TrainError: The message names the flags.
     """
     if not checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
-        ending = " (--finetune takes such a model as it is)"
+        ending = " (--finetune accepts such a model from a checkpoint)"
         _refuse(model, "from_scratch", f"{{setting}} {{why}}{ending}")
 
 
 def _features(run: RunSections) -> Iterator[tuple[Feature, str]]:
-    """Yields the ways to train that a component may refuse, and the flag that asked for each."""
+    """Yields the features that a component may refuse, and the flag that turned each on."""
     if run.training.compile:
         yield "compile", "--compile"
     schedule = run.pipeline.resolve_schedule(run.layout)
@@ -79,33 +79,33 @@ def _refuse(model: ModelConfig, feature: Feature, form: str) -> None:
 
 
 def check_expert_overlap(run: RunSections) -> None:
-    """Refuses to hide messages of experts where there are none, or nothing to hide them behind.
+    """Refuses to overlap expert communication where there is none, or nothing to overlap it with.
 
     Raises:
-        TrainError: in one line, with the flags and their numbers.
+        TrainError: The message names the flags and their values.
     """
     if not run.pipeline.overlap_experts:
         return
     flag, dispatcher = "--overlap-moe-expert-parallel-comm", run.placement.moe_token_dispatcher_type
     if not run.model.expert_parallel:
-        raise TrainError(f"{flag} needs --num-experts; give it, or leave this out")
+        raise TrainError(f"{flag} needs --num-experts; give it or leave {flag} out")
     if run.layout.ep == 1:
         raise TrainError(
-            f"{flag} needs --expert-model-parallel-size of at least 2, as no token leaves its rank "
-            "otherwise; leave it out"
+            f"{flag} needs --expert-model-parallel-size of at least 2: with 1, no token leaves its "
+            "rank; leave it out"
         )
     if dispatcher != "alltoall":
         raise TrainError(
-            f"{flag} needs --moe-token-dispatcher-type alltoall: {dispatcher} waits where it "
-            "sends, so that nothing else can be computed meanwhile; change one of them"
+            f"{flag} needs --moe-token-dispatcher-type alltoall: {dispatcher} waits for its "
+            "communication, which therefore overlaps with nothing; change one of them"
         )
     for size in run.batch_sizes.sizes:
         if size // run.micro_batch_times_data_parallel_size == 1:
             raise TrainError(
-                f"{flag} needs at least 2 micro-batches a step, one of which computes while the "
-                f"other's tokens travel, but {size} samples in micro-batches of "
+                f"{flag} needs at least 2 micro-batches a step, to compute one while the tokens of "
+                f"the other are sent, but {size} samples in micro-batches of "
                 f"{run.training.micro_batch_size} on {run.data_parallel_size} data parallel ranks "
-                "are 1: raise --global-batch-size, or lower --micro-batch-size"
+                "are 1; raise --global-batch-size or lower --micro-batch-size"
             )
 
 
@@ -119,4 +119,4 @@ def _refuse_without_experts(layout: ParallelLayout, placement: PlacementConfig) 
     }
     for flag, given in asked.items():
         if given:
-            raise TrainError(f"{flag} needs --num-experts; give it, or leave this out")
+            raise TrainError(f"{flag} needs --num-experts; give it or leave {flag} out")

@@ -1,8 +1,8 @@
-"""Every setting as one plain record, read from the fields of a configuration dataclass.
+"""Settings as plain records, read from the fields of configuration dataclasses.
 
-A field's ``metadata`` may hold ``help``, ``flag`` (the flag's spelling; by default the field's
-name), ``unit`` and ``choices``. Flags, YAML keys, the reference table and the checks are all made
-from the records here, so a setting is described in exactly one place.
+A field's ``metadata`` may have ``help``, ``flag`` (defaults to the field's name), ``unit`` and
+``choices``. Flags, YAML keys, the reference page and checks are generated from these records, so
+that each setting is described in exactly one place.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: 
 _DERIVED = {
     "model.vocab_size": "the tokenizer's",
     "model.max_position_embeddings": "--seq-length",
-    "data.sample_order": "stateless; with --sft packed, or compat where it is JSON lines",
+    "data.sample_order": "stateless; with --sft packed, or compat for JSON lines",
 }
 _OFF_PREFIXES = ("--no-", "--disable-")
 _OFF_NAMES = ("no_", "disable_")
@@ -30,22 +30,23 @@ _OFF_NAMES = ("no_", "disable_")
 
 @dataclass(frozen=True)
 class Option:
-    """One setting: where it lives, what it takes and how it is spelt.
+    """One setting: its key, type, default and flag.
 
     Attributes:
-        section: name of the section of the run's configuration that holds it.
-        name: field of the section's dataclass, and key in a YAML file.
-        flag: command-line spelling. For a switch it is the spelling that changes the default.
-        opposite: for a switch, the spelling that sets it the other way; otherwise None.
-        kind: ``integer``, ``number``, ``text`` or ``switch``; of each element where ``repeated``.
-        repeated: whether it takes several values.
-        optional: whether it may be left unset (None).
-        required: whether it has no default at all.
+        section: Name of the section.
+        name: Field of the section's dataclass and key in the section of a YAML file.
+        flag: Command-line flag. For a switch, the flag that changes the default.
+        opposite: For a switch, the flag that sets the other value; otherwise None.
+        kind: ``integer``, ``number``, ``text`` or ``switch``: the type of the value, or of each
+            element if ``repeated``.
+        repeated: Whether the setting takes several values.
+        optional: Whether the setting may be unset (None).
+        required: Whether the setting has no default.
         derived_default: For a required option, what replaces a missing value; empty if nothing.
-        default: the default; None where ``required``.
-        choices: the values it may take, empty if any.
-        help: one line of explanation.
-        unit: unit of the value, empty if none.
+        default: Default value; None if ``required``.
+        choices: Allowed values; empty if all values are allowed.
+        help: One line of help.
+        unit: Unit of the value; empty if there is none.
     """
 
     section: str
@@ -64,32 +65,37 @@ class Option:
 
     @property
     def key(self) -> str:
-        """The setting's place in a YAML file, ``section.name``."""
+        """The key of the setting: ``section.name``."""
         return f"{self.section}.{self.name}"
 
     @property
     def default_text(self) -> str:
-        """The default as it would be given."""
+        """The default as command-line text."""
         return " ".join(map(str, self.default)) if self.repeated else str(self.default)
 
     def flag_value(self) -> bool:
-        """For a switch, the value that ``flag`` sets."""
-        if self.name.startswith(_OFF_NAMES):  # the field itself is a denial, as no_load_optim
+        """Returns the value that ``flag`` sets, for a switch."""
+        if self.name.startswith(
+            _OFF_NAMES
+        ):  # the name of the field is negative, such as no_load_optim
             return True
         return not self.flag.startswith(_OFF_PREFIXES)
 
     def command_line(self, value: Any) -> str:
-        """Returns the command-line text that sets this option to ``value``."""
+        """Returns the command-line arguments that set this option to ``value``."""
         if self.kind == "switch":
             return self.flag if value == self.flag_value() else str(self.opposite)
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         return f"{self.flag} {shown}"
 
     def coerce(self, value: Any, origin: str) -> Any:
-        """Returns ``value`` as this option's type, or raises an error that names ``origin``.
+        """Returns ``value`` converted to this option's type.
 
-        Text is accepted for numbers (a flag always gives text, and YAML reads ``1e-4`` as text);
-        a switch takes only true and false, and a number is never taken for text.
+        Text is accepted for numbers: flags give text, and YAML reads ``1e-4`` as text. A switch
+        takes only true and false. A number is not accepted for text.
+
+        Raises:
+            TrainError: The value does not have the type; the message names ``origin``.
         """
         if value is None:
             if self.optional:
@@ -97,7 +103,7 @@ class Option:
             raise TrainError(f"{origin} needs {self._wanted()}, got nothing")
         if self.repeated:
             items = value if isinstance(value, list | tuple) else [value]
-            if self.kind == "text":  # weights among paths
+            if self.kind == "text":  # weights between paths
                 items = [str(item) if type(item) in (int, float) else item for item in items]
             return tuple(self._coerce_one(item, origin) for item in items)
         return self._coerce_one(value, origin)
@@ -121,14 +127,14 @@ class Option:
 
 
 def flags_of(cls: type[Any]) -> dict[str, str]:
-    """Returns the flag of every field of a configuration dataclass that is a setting."""
+    """Returns the flags of the settings of a configuration dataclass by field name."""
     return {option.name: option.flag for option in options_of(cls, "")}
 
 
 def options_of(cls: type, section: str) -> tuple[Option, ...]:
-    """Reads the options of the configuration dataclass ``cls``, in the order of its fields.
+    """Returns the options of the configuration dataclass ``cls`` in the order of its fields.
 
-    A field with ``metadata={"flag": None}`` is not an option: only code sets it.
+    A field with ``metadata={"flag": None}`` is not an option; only code sets it.
     """
     hints = typing.get_type_hints(cls)
     fields = (
@@ -159,7 +165,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any, section: str) -> Option:
 
 
 def _flag_of(name: str, *, off: bool) -> str:
-    """The flag of a field that names none: of a switch that is on, the one that turns it off."""
+    """Returns the default flag of a field; with ``off``, the flag that turns a switch off."""
     return ("--no-" if off else "--") + name.replace("_", "-")
 
 
@@ -180,7 +186,7 @@ def _default_of(field: "dataclasses.Field[Any]") -> tuple[Any, bool]:
 
 
 def _type_of(hint: Any, where: str) -> tuple[str, bool, bool, tuple[Any, ...]]:
-    """Splits a type hint into (kind, repeated, optional, choices of a Literal)."""
+    """Splits a type hint into kind, repeated, optional and the choices of a Literal."""
     optional = False
     if typing.get_origin(hint) in (Union, types.UnionType):
         members = [member for member in typing.get_args(hint) if member is not type(None)]
@@ -205,7 +211,7 @@ def _type_of(hint: Any, where: str) -> tuple[str, bool, bool, tuple[Any, ...]]:
 
 
 def _read(kind: str, value: Any) -> Any:
-    """Returns ``value`` as ``kind``, or None if it is not one."""
+    """Returns ``value`` converted to ``kind``; None if that is impossible."""
     if kind == "switch":
         return value if isinstance(value, bool) else None
     if isinstance(value, bool):
@@ -225,7 +231,7 @@ def _read(kind: str, value: Any) -> Any:
 
 
 def _can_be_a_path(text: str) -> bool:
-    """Returns whether the system takes a text for a name; arguments that are no UTF-8 count."""
+    """Returns whether the system accepts a text as a path; it need not be valid UTF-8."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:

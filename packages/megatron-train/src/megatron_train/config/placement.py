@@ -1,4 +1,4 @@
-"""The section ``placement``: how ranks compute together what the layout cuts."""
+"""The section ``placement``: how the ranks of a layout compute a model together."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,40 +8,43 @@ from megatron_train.config.fields import setting
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """How a model is placed on the ranks of its layout, and what its linear layers multiply by.
+    """How a model is placed on the ranks of its layout, and the product of its linear layers.
 
-    With mesh, dtype, device and recomputation it makes the `megatron_models.Placement` of a run.
+    The `megatron_models.Placement` of a run consists of these settings, mesh, dtype, device and
+    recomputation.
     """
 
     sequence_parallel: bool = setting(
-        False, "cut activations between tensor parallel regions along the sequence"
+        False, "split activations along the sequence between tensor parallel regions"
     )
     tp_comm_overlap: bool = setting(
         False,
-        "with --sequence-parallel, gather and scatter activations in chunks while matrix products "
-        "of other chunks are computed",
+        "with --sequence-parallel, gather and scatter activations in slices while matrix products "
+        "of other slices are computed",
     )
     cp_comm_type: tuple[Literal["p2p", "a2a", "allgather", "a2a+p2p"], ...] = setting(
         ("p2p",),
-        "how attention goes over context parallel ranks, for all layers or for each: ring, heads "
-        "scattered, keys gathered, heads scattered inside and a ring outside",
+        "attention over context parallel ranks, for all layers or for each: p2p (a ring), a2a "
+        "(heads are scattered), allgather (keys are gathered), a2a+p2p (a2a inside, a ring "
+        "outside)",
     )
     context_parallel_split: Literal["zigzag", "per_document"] = setting(
         "zigzag",
-        "whether context parallelism cuts the whole sequence, or every packed document by itself, "
-        "so that ranks have equal work (our name)",
+        "split of a sequence over context parallel ranks: of the whole sequence (zigzag), or of "
+        "each packed document by itself, which balances the work (per_document) (our name)",
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = setting(
         "allgather",
-        "how tokens get to experts on other ranks: all tokens to all of them, or each to its own",
+        "communication of tokens to experts on other ranks: every token to every rank (allgather), "
+        "or to the ranks of its experts (alltoall)",
     )
     cross_entropy_fusion_impl: Literal["native", "te", "linear"] = setting(
         "native",
-        "how output layer and loss are computed: with the logits of all tokens (native; te is the "
-        "same here), or with those of 1,024 at a time, and again in the backward pass (linear)",
+        "computation of output layer and loss: with the logits of all tokens (native; te is the "
+        "same here), or of 1,024 tokens at a time, recomputed in the backward pass (linear)",
     )
     linear_product: str = setting(
         "plain",
-        "what linear layers multiply by: their weight alone (plain), or a product that is "
-        "installed, such as lora, low-rank adapters of a model that is frozen (our name)",
+        "product of linear layers: plain, or an installed product, such as lora (low-rank adapters "
+        "of a frozen model) (our name)",
     )

@@ -1,4 +1,4 @@
-"""What a pool of data- and context-parallel ranks refuses, told in flags."""
+"""Checks of settings for a pool of data- and context-parallel ranks."""
 
 import math
 
@@ -9,26 +9,27 @@ POOL_FLAG, TOKENS_FLAG = "--hybrid-context-parallel", "--max-seqlen-per-dp-cp-ra
 
 
 def slice_multiple(run: RunSections) -> int:
-    """What a rank's part of a row is a multiple of: zig-zag and sequence parallelism cut it."""
+    """Returns what the length of a rank's slice of a row must be a multiple of.
+
+    The zig-zag split and sequence parallelism divide it further.
+    """
     return math.lcm(2, run.layout.tp if run.placement.sequence_parallel else 1)
 
 
 def check_pool_run(run: RunSections) -> None:
-    """Refuses what cannot be trained in a pool, and the room on its ranks where there is no pool.
+    """Refuses settings that do not work with a pool, and its settings if there is no pool.
 
     Raises:
-        TrainError: one line that names the flags and the numbers.
+        TrainError: The message names the flags and their values.
     """
     max_tokens = run.training.max_seqlen_per_dp_cp_rank
     if not run.layout.hybrid_cp:
         if max_tokens is not None:
-            raise TrainError(
-                f"{TOKENS_FLAG} {max_tokens} needs {POOL_FLAG}; give it, or leave this out"
-            )
+            raise TrainError(f"{TOKENS_FLAG} {max_tokens} needs {POOL_FLAG}; give both or neither")
         return
     if max_tokens is None:
         raise TrainError(
-            f"{POOL_FLAG} needs {TOKENS_FLAG}, the tokens that one rank may hold at a time"
+            f"{POOL_FLAG} needs {TOKENS_FLAG}, the maximum number of tokens on a rank at a time"
         )
     _check_capacity(run, max_tokens)
     _check_settings(run)
@@ -44,14 +45,14 @@ def check_pool_run(run: RunSections) -> None:
 
 
 def _check_capacity(run: RunSections, max_tokens: int) -> None:
-    """Returns a sample may be one document, and then the pool has to hold all of it."""
+    """Refuses a pool that cannot hold a document as long as a sample."""
     multiple, ranks, length = slice_multiple(run), run.layout.pool, run.data.seq_length
     most = ranks * (max_tokens // multiple * multiple)
     if length > most:
         raise TrainError(
-            f"{TOKENS_FLAG} {max_tokens}, in parts of {multiple}, on {ranks} data and context "
-            f"parallel ranks is room for {most} tokens, and a document may have --seq-length "
-            f"{length}; raise it, or start more ranks"
+            f"{TOKENS_FLAG} {max_tokens}, in multiples of {multiple}, on {ranks} data and context "
+            f"parallel ranks holds {most} tokens, but a document may have --seq-length {length}; "
+            "raise it or start more ranks"
         )
 
 
@@ -59,36 +60,36 @@ def _check_settings(run: RunSections) -> None:
     training, layout = run.training, run.layout
     if not run.data.reset_attention_mask:
         raise TrainError(
-            f"{POOL_FLAG} needs --reset-attention-mask: without it every sample is one document, "
-            "and all are equally long"
+            f"{POOL_FLAG} needs --reset-attention-mask: without it each sample is one document, "
+            "and all have the same length"
         )
     refused = {
         f"--pipeline-model-parallel-size {layout.pp}": (
             layout.pp > 1,
-            "micro-batches have lengths of their own, and a pipeline passes on equal ones",
+            "micro-batches have different lengths, and a pipeline sends tensors of one shape",
         ),
         "--no-calculate-per-token-loss": (
             not training.calculate_per_token_loss,
-            "micro-batches are what the documents' lengths make of them, and no weights",
+            "micro-batches have different numbers of tokens, so their means cannot be averaged",
         ),
         f"--micro-batch-size {training.micro_batch_size}": (
             training.micro_batch_size > 1,
-            f"{TOKENS_FLAG} says how many tokens are in a micro-batch; use 1",
+            f"{TOKENS_FLAG} sets the size of a micro-batch; use 1",
         ),
-        "--compile": (training.compile, "every length would be compiled anew"),
+        "--compile": (training.compile, "each length would be compiled again"),
         "--broadcast-batches": (
             run.data.broadcast_batches,
-            "context parallel ranks have micro-batches of their own",
+            "context parallel ranks have different micro-batches",
         ),
         "--context-parallel-split per_document": (
             run.placement.context_parallel_split == "per_document",
-            "a pool always cuts that way",
+            "a pool always splits per document",
         ),
         "--cp-comm-type a2a+p2p": (
             "a2a+p2p" in run.placement.cp_comm_type,
-            "its groups have one size",
+            "its groups have a fixed size",
         ),
     }
     for flag, (given, why) in refused.items():
         if given:
-            raise TrainError(f"{flag} does not go with {POOL_FLAG}: {why}")
+            raise TrainError(f"{flag} does not work with {POOL_FLAG}: {why}")

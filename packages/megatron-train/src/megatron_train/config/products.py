@@ -1,4 +1,4 @@
-"""The names of what linear layers multiply by. Nothing here imports torch."""
+"""Names of the products of linear layers. Importing this module does not import torch."""
 
 from typing import Final
 
@@ -8,14 +8,14 @@ from megatron_parallel.tensor_parallel.product_kinds import find_product
 from megatron_train.errors import TrainError
 
 PLAIN: Final = "plain"
-"""The product of every layer where no other is chosen."""
+"""The default product of all linear layers."""
 
 
 def check_product(product: str) -> None:
     """Refuses a product that is not installed.
 
     Raises:
-        TrainError: with those that are.
+        TrainError: The message names the installed products.
     """
     if product == PLAIN:
         return

@@ -1,4 +1,4 @@
-"""Recipes by name, what they set, and how two of them differ."""
+"""Recipes: their names, their settings and the differences between two of them."""
 
 from collections.abc import Sequence
 from importlib import resources
@@ -12,7 +12,7 @@ from megatron_train.config.values import Values
 from megatron_train.errors import TrainError
 
 RECIPE_ORIGIN: Final = "recipe "
-"""How the origin of a value that a recipe gives begins."""
+"""Prefix of the origin of values that come from a recipe."""
 
 _SUFFIX = ".yaml"
 
@@ -28,12 +28,12 @@ def recipe_text(name: str) -> str:
     """Returns the YAML text of a recipe.
 
     Raises:
-        TrainError: there is none of this name.
+        TrainError: There is no recipe with this name.
     """
     names = recipe_names()
     if name not in names:
         near = nearest(name, names)
-        raise TrainError(f"no recipe is called {name!r}{near} (there are: {', '.join(names)})")
+        raise TrainError(f"unknown recipe {name!r}{near} (known: {', '.join(names)})")
     folder = resources.files("megatron_train.recipes")
     return folder.joinpath(name + _SUFFIX).read_text(encoding="utf-8")
 
@@ -44,22 +44,22 @@ def recipe_values(name: str, options: Sequence[Option]) -> Values:
 
 
 def recipe_description(name: str) -> str:
-    """Returns what a recipe says of itself, in one line."""
+    """Returns the description of a recipe in one line."""
     return file_description(recipe_text(name))
 
 
 def compare_recipes(one: str, other: str, options: Sequence[Option]) -> list[tuple[str, Any, Any]]:
-    """Returns the settings in which two recipes, or files, differ.
+    """Returns the settings in which two recipes or configuration files differ.
 
-    A setting that one of them does not give counts with its default.
+    A missing setting counts with its default.
 
     Args:
-        one: name of a recipe, or path of a YAML file.
-        other: likewise.
-        options: every setting there is.
+        one: Name of a recipe or path of a YAML file.
+        other: Name of a recipe or path of a YAML file.
+        options: All settings.
 
     Returns:
-        Key, value in ``one``, value in ``other``; in the order of the options.
+        Triples of key, value in ``one`` and value in ``other``, in the order of the options.
     """
     first, second = (_values(name, options) for name in (one, other))
     pairs = ((o.key, _value(first, o), _value(second, o)) for o in options)

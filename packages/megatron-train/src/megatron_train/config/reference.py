@@ -1,4 +1,4 @@
-"""The configuration reference (docs/configuration.md), made from the dataclasses."""
+"""The configuration reference (docs/configuration.md), generated from the dataclasses."""
 
 from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
 from megatron_train.config.options import Option
@@ -7,10 +7,10 @@ from megatron_train.config.run_sections import run_options, sections
 _INTRODUCTION = """\
 # Configuration reference
 
-Every setting of `megatron-train pretrain gpt`, made from the configuration dataclasses by
-`megatron_train.config.reference` (a test keeps this page equal to them).
+All settings of `megatron-train pretrain gpt`. `megatron_train.config.reference` generates this
+page from the configuration dataclasses, and a test checks that it is up to date.
 
-A setting is given as a flag, or in a YAML file named by `--config`, under its section:
+Give a setting as a flag, or in its section of a YAML file named by `--config`:
 
 ```yaml
 model:
@@ -19,15 +19,15 @@ training:
   micro_batch_size: 8
 ```
 
-Flags override the file, the file overrides [`--recipe`](recipes.md), the recipe overrides the
-defaults. An unknown flag or key is an error that
-names the nearest one; there is a [table of Megatron-LM's flags](megatron-flags.md). A switch has a
-second spelling that sets it the other way, so that a flag can override a file.
+Flags override the file, the file overrides [`--recipe`](recipes.md), and the recipe overrides the
+defaults. An unknown flag or key is an error that names the nearest known one. Each switch has a
+second flag for the other value, so that a flag can override a file. See also the
+[table of Megatron-LM's flags](megatron-flags.md).
 """
 
 
 def documented_options() -> tuple[Option, ...]:
-    """Returns the options of the page: those that other distributions bring are left out."""
+    """Returns the options on the page: those of this project's own distributions."""
     ours = {name for name, (_, cls) in sections().items() if cls.__module__.startswith("megatron_")}
     return tuple(option for option in run_options() if option.section in ours)
 
@@ -45,7 +45,7 @@ def render_reference() -> str:
     rows = [f"| `{flag}` | {alias.help} |" for flag, alias in ALIASES.items()]
     rows.append(
         f"| `{LAYERS_PER_VIRTUAL_STAGE}` | sets `--num-virtual-stages-per-pipeline-rank` to "
-        "layers / (stages x this) |"
+        "layers / (pipeline ranks x this) |"
     )
     parts.append("## Other spellings\n\n| flag | meaning |\n|---|---|\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""Settings that once had another place in files, which are still read from there."""
+"""Keys of settings in older configuration files, which are still read."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -12,4 +12,4 @@ _OF_PLACEMENT = (
 )
 
 RENAMED_KEYS: Final[Mapping[str, str]] = {f"training.{n}": f"placement.{n}" for n in _OF_PLACEMENT}
-"""From the place of a setting in files that were written before to its place now."""
+"""The present key of a setting by its key in older files."""

@@ -1,4 +1,4 @@
-"""From a command line to a checked configuration: collect, derive, build."""
+"""From a command line to a checked configuration: collects values, derives others, builds it."""
 
 import argparse
 import os
@@ -30,16 +30,16 @@ def resolve(
     world_size: int | None = None,
     tokenizers: TokenizerCache | None = None,
 ) -> tuple[RunConfig, Values]:
-    """Returns the configuration of a run and the values it was made from.
+    """Returns the configuration of a run and the values it is built from.
 
     Args:
-        namespace: the parsed command line.
-        world_size: ranks of the run; by default as torchrun says, and 1 without it.
-        tokenizers: keeps the tokenizer that is opened for the size of the vocabulary.
+        namespace: The parsed command line.
+        world_size: Number of ranks. Defaults to ``WORLD_SIZE`` of the environment, or 1.
+        tokenizers: Keeps the tokenizer that is opened for the size of the vocabulary.
 
     Raises:
-        TrainError: a value that cannot be used, told as it was given.
-        UsageError: a required value that nobody gave.
+        TrainError: A value cannot be used; the message names it as it was given.
+        UsageError: A required value is missing.
     """
     kind: str = namespace.kind
     options = run_options(kind)
@@ -58,18 +58,18 @@ def complete(
     world_size: int | None = None,
     tokenizers: TokenizerCache | None = None,
 ) -> tuple[RunConfig, Values]:
-    """Returns the configuration of a run, and ``values`` with all that they were completed by.
+    """Returns the configuration of a run, and ``values`` with flags and derived values added.
 
     Args:
-        values: from files.
-        namespace: the parsed command line, whose flags are put over them.
-        kind: of the model.
-        world_size: ranks of the run; by default as torchrun says, and 1 without it.
-        tokenizers: keeps the tokenizer that is opened for the size of the vocabulary.
+        values: Values from files.
+        namespace: The parsed command line; its flags override ``values``.
+        kind: Kind of the model.
+        world_size: Number of ranks. Defaults to ``WORLD_SIZE`` of the environment, or 1.
+        tokenizers: Keeps the tokenizer that is opened for the size of the vocabulary.
 
     Raises:
-        TrainError: a value that cannot be used, told as it was given.
-        UsageError: a required value that nobody gave.
+        TrainError: A value cannot be used; the message names it as it was given.
+        UsageError: A required value is missing.
     """
     values = _with_described_stages(with_flags(values, namespace, kind))
     values = derive(values, kind, tokenizers)
@@ -81,7 +81,7 @@ def complete(
 
 
 def _without_strange_family(config: RunConfig, name: str) -> RunConfig:
-    """Returns a run without the family of its recipe, where flags have made it another model."""
+    """Returns the run without the family of its recipe, if the model does not fit that family."""
     from megatron_ckpt import find_family
 
     if not find_family(name).differences(config.model):
@@ -90,15 +90,15 @@ def _without_strange_family(config: RunConfig, name: str) -> RunConfig:
 
 
 def with_flags(values: Values, namespace: argparse.Namespace, kind: str = DEFAULT_KIND) -> Values:
-    """Returns ``values`` with those of a parsed command line put over them.
+    """Returns ``values`` overridden by those of a parsed command line.
 
     Args:
-        values: to be put over.
-        namespace: the parsed command line.
-        kind: of the model, whose flags it has.
+        values: Values to override.
+        namespace: The parsed command line.
+        kind: Kind of the model that the command line has flags of.
 
     Raises:
-        UsageError: a flag whose value cannot be used.
+        UsageError: The value of a flag cannot be used.
     """
     options = run_options(kind)
     values = values.updated(given_flags(namespace, options))
@@ -109,10 +109,10 @@ def with_flags(values: Values, namespace: argparse.Namespace, kind: str = DEFAUL
 
 
 def world_size_from_environment() -> int:
-    """Returns the number of ranks that torchrun, or whoever sets its variables, has started.
+    """Returns the number of ranks in ``WORLD_SIZE``, which torchrun sets; 1 without it.
 
     Raises:
-        UsageError: the variable is no number of ranks.
+        UsageError: ``WORLD_SIZE`` is not a positive integer.
     """
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
@@ -123,7 +123,7 @@ def world_size_from_environment() -> int:
 def derive(
     values: Values, kind: str = DEFAULT_KIND, tokenizers: TokenizerCache | None = None
 ) -> Values:
-    """Fills in what follows from other settings: positions, vocabulary, the checkpoint's model."""
+    """Adds values that follow from others: positions, vocabulary, the checkpoint's model."""
     if values.get("checkpoint.use_checkpoint_args"):
         values = _with_model_of_checkpoint(values, kind)
     seq_length = values.get("data.seq_length")
@@ -134,7 +134,7 @@ def derive(
 
 
 def _with_virtual_stages(values: Values, layers_each: str | None) -> Values:
-    """Turns layers of a virtual stage into virtual stages of a rank."""
+    """Converts the number of layers per virtual stage to virtual stages per rank."""
     layers, stages = values.get("model.num_layers"), values.get("layout.pp") or 1
     if layers_each is None or layers is None:
         return values
@@ -146,15 +146,14 @@ def _with_virtual_stages(values: Values, layers_each: str | None) -> Values:
         raise UsageError(f"{flag} and {other.origin} exclude each other; give one")
     if layers % (stages * int(layers_each)):
         raise UsageError(
-            f"{flag} does not divide {layers} layers on {stages} pipeline stages; change one of "
-            "them"
+            f"{flag} does not divide {layers} layers on {stages} pipeline ranks; change one of them"
         )
     count = layers // (stages * int(layers_each))
     return values.updated(Values({"layout.vpp": GivenValue(count, LAYERS_PER_VIRTUAL_STAGE)}))
 
 
 def _with_described_stages(values: Values) -> Values:
-    """Counts virtual stages where every stage is described."""
+    """Sets the number of virtual stages if a description of all stages is given."""
     text, pipeline = values.get("pipeline.stages"), values.get("layout.pp") or 1
     if text is None or pipeline == 1 or (count := count_stages(text)) % pipeline:
         return values
@@ -162,16 +161,16 @@ def _with_described_stages(values: Values) -> Values:
 
 
 def _with_vocabulary(values: Values, tokenizers: TokenizerCache) -> Values:
-    """Takes the size of the vocabulary from the tokenizer, unless it is given."""
+    """Sets the size of the vocabulary to that of the tokenizer, unless it is given."""
     key = "model.vocab_size"
     given = values.given.get(key)
     kind = values.get("data.tokenizer_type")
     if kind in ("NullTokenizer", "NullMultimodalTokenizer"):
         if given is None:
             raise UsageError(f"--tokenizer-type {kind} needs --vocab-size")
-        if given.origin.startswith(CHECKPOINT_ORIGIN):  # it counts that token
+        if given.origin.startswith(CHECKPOINT_ORIGIN):  # includes the end-of-document token
             return values
-        whole = GivenValue(given.value + 1, f"{given.origin}, and one token that ends a document")
+        whole = GivenValue(given.value + 1, f"{given.origin}, and the end-of-document token")
         return values.updated(Values({key: whole}))
     if given is not None or not any(f"data.{name}" in values.given for name in TOKENIZER_SETTINGS):
         return values
@@ -182,18 +181,18 @@ def _with_vocabulary(values: Values, tokenizers: TokenizerCache) -> Values:
 
 
 def _with_whole_conversations(values: Values) -> Values:
-    """Takes the order of samples that leaves conversations whole, unless one is given."""
+    """Sets the sample order that keeps conversations whole, unless one is given."""
     if not values.get("data.sft"):
         return values
     lists = [values.get(f"data.{name}") or () for name in DATA_PATHS]
     paths = [path for given in lists for path in ([given] if isinstance(given, str) else given)]
     if any(is_conversation_file(path) for path in paths):
-        return values.with_derived("data.sample_order", "compat", "--sft, of JSON lines")
+        return values.with_derived("data.sample_order", "compat", "--sft with JSON lines")
     return values.with_derived("data.sample_order", "packed", "--sft")
 
 
 def _with_model_of_checkpoint(values: Values, kind: str) -> Values:
-    """Takes every setting of the model that is not given from the checkpoint to start with."""
+    """Takes missing settings of the model from the checkpoint to load."""
     from megatron_ckpt import Checkpoint, CheckpointError, find_checkpoint
 
     folders = [values.get("checkpoint.load"), values.get("checkpoint.pretrained_checkpoint")]
@@ -205,11 +204,11 @@ def _with_model_of_checkpoint(values: Values, kind: str) -> Values:
         except CheckpointError as error:
             reason = str(error)
     if found is None:
-        raise TrainError(f"--use-checkpoint-args finds no checkpoint with a model: {reason}")
+        raise TrainError(f"--use-checkpoint-args: no checkpoint to take the model from: {reason}")
     model = model_of(found, "--use-checkpoint-args")
     if model.kind != kind:
         raise TrainError(
-            f"--use-checkpoint-args: {found.path} holds a model of kind {model.kind}; train it by "
-            f"megatron-train pretrain {model.kind}"
+            f"--use-checkpoint-args: {found.path} holds a model of kind {model.kind}; train it "
+            f"with megatron-train pretrain {model.kind}"
         )
     return with_model_of(values, found, model)

@@ -39,13 +39,13 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True)
 class RunConfig(RunSections):
-    """Everything that defines a run: one field for each section, all checked."""
+    """The configuration of a run: one field for each section. All sections are checked."""
 
     def __post_init__(self) -> None:
         if self.layout.dp is None:
             object.__setattr__(self, "layout", self.layout.resolve(_model_ranks(self.layout)))
         self._place_stages()
-        if self.placement.sequence_parallel and self.layout.tp == 1:  # there is nothing to cut
+        if self.placement.sequence_parallel and self.layout.tp == 1:  # there is nothing to split
             alone = dataclasses.replace(self.placement, sequence_parallel=False)
             object.__setattr__(self, "placement", alone)
         self._complete_extension_sections()
@@ -76,13 +76,13 @@ class RunConfig(RunSections):
         self._check_pipeline()
 
     def _complete_extension_sections(self) -> None:
-        """Completes the sections of task, update rule and product by those that are not given."""
+        """Adds default sections of task, update rule and product where none are given."""
         check_task(self.model.kind, self.task)
         check_product(self.product)
         known = extension_sections(self.model.kind, self.selected_extensions)
         if strange := self.extension_settings.keys() - known.keys():
             raise TrainError(
-                f"{self.selected_extensions} brings no section {', '.join(sorted(strange))}"
+                f"{self.selected_extensions} has no section {', '.join(sorted(strange))}"
             )
         found = {
             name: self.extension_settings[name]
@@ -96,16 +96,16 @@ class RunConfig(RunSections):
         object.__setattr__(self, "optimizer", own)
 
     def _check_length(self) -> None:
-        """Refuses samples longer than the model takes."""
+        """Refuses samples that are longer than the model's maximum."""
         longest = self.model.embedding.max_position_embeddings
         if self.data.seq_length > longest:
             raise TrainError(
                 f"--seq-length {self.data.seq_length} exceeds --max-position-embeddings "
-                f"{longest}; shorten the one or raise the other"
+                f"{longest}; lower the first or raise the second"
             )
 
     def _check_batch(self) -> None:
-        """Refuses batches that ranks cannot share out."""
+        """Refuses batch sizes that cannot be divided over the ranks."""
         training, sizes = self.training, self.batch_sizes
         given = training.global_batch_size
         if training.step_batch_size_schedule is not None and given not in (None, sizes.last):
@@ -116,39 +116,41 @@ class RunConfig(RunSections):
         sizes.check(training.micro_batch_size, self.data_parallel_size)
 
     def _check_layout(self) -> None:
-        """Refuses what the layout cannot do with this model, sequence and batch."""
+        """Refuses settings of data and placement that the layout does not support."""
         layout, placement = self.layout, self.placement
         if self.data.broadcast_batches and layout.tp * layout.cp * layout.pp == 1:
             raise TrainError(
-                "--broadcast-batches needs several ranks with the same samples, by "
+                "--broadcast-batches needs several ranks per model replica; raise "
                 "--tensor-model-parallel-size, --context-parallel-size or "
-                "--pipeline-model-parallel-size; leave it out"
+                "--pipeline-model-parallel-size, or leave it out"
             )
         if placement.sequence_parallel and self.data.seq_length % layout.tp:
             raise TrainError(
-                f"--seq-length {self.data.seq_length} cannot be cut into {layout.tp} equal parts "
-                "for --sequence-parallel; change one of them"
+                f"--seq-length {self.data.seq_length} cannot be split into {layout.tp} equal "
+                "slices for --sequence-parallel; change one of them"
             )
         if placement.tp_comm_overlap and not placement.sequence_parallel:
-            raise TrainError("--tp-comm-overlap needs --sequence-parallel; leave it out")
+            raise TrainError(
+                "--tp-comm-overlap needs --sequence-parallel; give both or leave it out"
+            )
         if placement.tp_comm_overlap and self.training.compile:
             raise TrainError(
-                "--tp-comm-overlap does not reach code that --compile compiles, which moves "
-                "communication itself; leave out one of them"
+                "--tp-comm-overlap has no effect on compiled code (--compile), whose communication "
+                "the compiler orders; leave out one of them"
             )
         if placement.cross_entropy_fusion_impl == "linear" and self.training.compile:
             raise TrainError(
-                "--cross-entropy-fusion-impl linear does not go through --compile, which makes the "
-                "logits of all tokens; leave out one of them"
+                "--cross-entropy-fusion-impl linear does not work with --compile, which computes "
+                "the logits of all tokens; leave out one of them"
             )
 
     def _place_stages(self) -> None:
-        """Completes the layout: its stages lie where the schedule wants them."""
+        """Completes the layout with the mapping of stages to ranks that the schedule needs."""
         with _named_by_flags("pipeline"):
             object.__setattr__(self, "layout", self.pipeline.resolve_layout(self.layout))
 
     def _check_pipeline(self) -> None:
-        """Refuses what the schedule cannot run."""
+        """Refuses settings that the pipeline schedule does not support."""
         layout = self.layout
         with _named_by_flags("pipeline"):
             self.pipeline.stage_layers(self.model.depth, layout)
@@ -162,62 +164,62 @@ class RunConfig(RunSections):
         if self.training.compile:
             raise TrainError(
                 f"--pipeline-schedule {schedule} splits backward passes, which compiled code "
-                "cannot; leave out --compile, or choose another schedule"
+                "does not support; leave out --compile or choose another schedule"
             )
 
     def _check_recompute(self) -> None:
-        """Refuses to keep activations in a way that the layout or compiled code cannot."""
+        """Refuses settings of recomputation that layout or compiled code do not support."""
         with _named_by_flags("recompute"):
             cut = self.placement.sequence_parallel
             self.recompute.check(self.layout, sequence_parallel=cut)
         packing = self.recompute.hooks_field
         if self.training.compile and packing is not None:
             raise TrainError(
-                f"{flags_of(RecomputeConfig)[packing]} does not reach code that --compile "
-                "compiles, which decides itself how activations are kept; leave out one of them"
+                f"{flags_of(RecomputeConfig)[packing]} has no effect on compiled code "
+                "(--compile), for which the compiler decides what to save; leave out one of them"
             )
 
     def _check_data_parallel(self) -> None:
-        """Refuses what data-parallel ranks cannot share out in this layout."""
+        """Refuses settings of data parallelism that the layout does not support."""
         layout, shared = self.layout, self.data_parallel
         if self.training.compile and (shared.overlap_param_gather or shared.use_torch_fsdp2):
             flag = "--use-torch-fsdp2" if shared.use_torch_fsdp2 else "--overlap-param-gather"
             raise TrainError(
-                f"--compile and {flag} do not go together: a compiled stage cannot wait for its "
-                "weights module by module; leave out one"
+                f"--compile does not work with {flag}: a compiled stage cannot wait for the "
+                "weights of single modules; leave out one of them"
             )
         if not shared.accumulate_allreduce_grads_in_fp32 and not self.training.bf16:
-            raise TrainError(
-                "--grad-reduce-in-bf16 is about gradients of bf16 weights: give --bf16 too, or "
-                "leave it out"
-            )
+            raise TrainError("--grad-reduce-in-bf16 needs --bf16; give both or leave it out")
         if not shared.use_torch_fsdp2:
             return
         schedule = self.pipeline.resolve_schedule(layout)
         if find_schedule_kind(schedule).splits_backward or layout.stage_mapping == "v":
             raise TrainError(
-                f"--use-torch-fsdp2 needs whole backward passes and stages in a loop, which "
-                f"--pipeline-schedule {schedule} has not; choose 1f1b, or leave out one"
+                f"--use-torch-fsdp2 does not work with --pipeline-schedule {schedule}, which "
+                "splits backward passes or places stages in a V; choose 1f1b, or leave one of "
+                "them out"
             )
         if self.data_parallel_size * layout.cp == layout.dp_outer:
             raise TrainError(
-                "--use-torch-fsdp2 needs at least 2 data parallel ranks in an instance, and there "
-                "is 1; leave it out, or start more ranks"
+                "--use-torch-fsdp2 needs at least 2 data parallel ranks in an optimizer instance, "
+                "but there is 1; leave it out or start more ranks"
             )
 
     def _check_evaluation(self) -> None:
-        """Refuses an evaluation that has nothing to evaluate on, or the other way round."""
+        """Refuses an evaluation without data, and test data without an evaluation."""
         data = self.data
         valid = data.data_path or data.valid_data_path or data.mock_data
         if self.evaluation.eval_iters and not valid:
             raise TrainError(
-                "nothing to validate on: give --valid-data-path, or --eval-iters 0 to do without"
+                "no validation data: give --valid-data-path, or --eval-iters 0 to skip evaluation"
             )
         if data.test_data_path and not self.evaluation.eval_iters:
-            raise TrainError("--test-data-path is of no use with --eval-iters 0; leave out one")
+            raise TrainError(
+                "--test-data-path has no effect with --eval-iters 0; leave out one of them"
+            )
 
     def _check_schedules(self) -> None:
-        """Refuses schedules that cannot be, in the flags they were made from."""
+        """Refuses invalid schedules of learning rate and weight decay."""
         if self.train_iters == 0:
             raise TrainError(
                 f"--train-samples {self.training.train_samples} is less than one step of "
@@ -252,13 +254,13 @@ def build_run(values: Values, world_size: int = 1, kind: str = DEFAULT_KIND) -> 
     """Builds and checks the configuration of a run from given values.
 
     Args:
-        values: by section and name.
-        world_size: ranks of the run.
-        kind: of the model.
+        values: Given values by section and name.
+        world_size: Number of ranks.
+        kind: Kind of the model.
 
     Raises:
-        TrainError: values that are refused, or do not go together.
-        UsageError: a required value that is not given.
+        TrainError: A value is invalid, or a combination of values.
+        UsageError: A required value is missing.
     """
     flags = {option.key: option.flag for option in run_options(kind)}
     selected = SelectedExtensions.from_values(values, kind)
@@ -276,7 +278,7 @@ def build_run(values: Values, world_size: int = 1, kind: str = DEFAULT_KIND) -> 
         )
     if missing:
         raise UsageError(
-            f"missing: {', '.join(missing)}; give as flags, by --recipe, or in --config"
+            f"missing: {', '.join(missing)}; give them as flags, by --recipe or in --config"
         )
     built, wrong = {}, list[str]()
     for name, (_, cls) in sections(kind, selected).items():
@@ -289,16 +291,16 @@ def build_run(values: Values, world_size: int = 1, kind: str = DEFAULT_KIND) -> 
 
 
 def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -> Section:
-    """Returns a section made of the values given; what it refuses is told as it was given.
+    """Builds a section from the given values.
 
     Args:
-        name: of the section.
-        cls: its dataclass.
-        values: what was given.
-        fixed: fields that are no settings.
+        name: Name of the section.
+        cls: Dataclass of the section.
+        values: Given values.
+        fixed: Values of fields that are not settings.
 
     Raises:
-        TrainError: values that the section refuses.
+        TrainError: The section refuses a value; the message names it as it was given.
     """
     try:
         return cls(**values.section(name), **fixed)
@@ -317,9 +319,9 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
             if o.name in ("tp", "cp", "ep", "pp", "etp") and (getattr(layout, o.name) or 1) > 1
         ]
         raise TrainError(
-            f"{' '.join(asked)} needs a multiple of {needed} ranks, and there "
-            f"{'is 1' if world_size == 1 else f'are {world_size}'}: start with --nproc-per-node "
-            f"{needed}, or by torchrun"
+            f"{' '.join(asked)} needs a multiple of {needed} ranks, but there "
+            f"{'is 1' if world_size == 1 else f'are {world_size}'}; start with --nproc-per-node "
+            f"{needed} or torchrun"
         )
     with _named_by_flags("layout"):
         return layout.resolve(world_size)
@@ -327,7 +329,7 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
 
 @contextmanager
 def _named_by_flags(section: str) -> Iterator[None]:
-    """What the section refuses in the `with` block is told by its flags, as a `TrainError`."""
+    """Converts errors of the section in the `with` block to `TrainError`s that name flags."""
     try:
         yield
     except FieldError as error:
@@ -335,6 +337,6 @@ def _named_by_flags(section: str) -> Iterator[None]:
 
 
 def _model_ranks(layout: ParallelLayout) -> int:
-    """Ranks that hold one copy of the model, and of its experts."""
+    """Returns the number of ranks of one model replica with its experts."""
     experts = layout.expert_tp * layout.ep
     return math.lcm(layout.tp * layout.cp, experts) * layout.pp

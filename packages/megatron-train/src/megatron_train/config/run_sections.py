@@ -1,4 +1,4 @@
-"""The sections of a run, and the numbers that follow from several of them."""
+"""The sections of a run, and values that are computed from several of them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ from megatron_train.errors import TrainError
 SectionT = TypeVar("SectionT")
 
 ALL_EXTENSIONS = SelectedExtensions()
-"""Every extension that is installed."""
+"""All installed extensions."""
 
 DEFAULT_KIND = "gpt"
-"""The kind of model whose settings are shown where no kind is named."""
+"""The kind of model whose settings are shown by default."""
 
 _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "data": ("data", DataConfig),
@@ -53,22 +53,22 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
 def sections(
     kind: str = DEFAULT_KIND, selected: SelectedExtensions = ALL_EXTENSIONS
 ) -> dict[str, tuple[str, type[Any]]]:
-    """Returns every section of a run: key in YAML files, title, and the dataclass that holds it.
+    """Returns title and dataclass of each section of a run, by its key in YAML files.
 
     Args:
-        kind: of the model.
-        selected: extensions whose sections are among them. Defaults to all that are installed.
+        kind: Kind of the model.
+        selected: Extensions whose sections are included. Defaults to all that are installed.
 
     Raises:
-        ConfigError: no such kind is installed.
-        TrainError: an extension brings a section whose name is taken.
+        ConfigError: The kind is not installed.
+        TrainError: An extension adds a section with the name of a section of every run.
     """
     found = {"model": ("model", find_kind(kind).config), **_SECTIONS}
     for name, section in extension_sections(kind, selected).items():
         if name in found:
             raise TrainError(
-                f"the section {name!r} that {section.config.__module__} brings has the name of a "
-                "section of every run; uninstall it"
+                f"the section {name!r} of {section.config.__module__} has the name of a section of "
+                "every run; uninstall that distribution"
             )
         found[name] = (section.title, section.config)
     return found
@@ -78,16 +78,16 @@ def sections(
 def run_options(
     kind: str = DEFAULT_KIND, selected: SelectedExtensions = ALL_EXTENSIONS
 ) -> tuple[Option, ...]:
-    """Returns every option of a run, section by section.
+    """Returns all options of a run, section by section.
 
-    Cached: a run asks several times, and type hints are slow to evaluate.
+    The result is cached because type hints are slow to evaluate.
 
     Args:
-        kind: of the model.
-        selected: extensions whose options are among them. Defaults to all that are installed.
+        kind: Kind of the model.
+        selected: Extensions whose options are included. Defaults to all that are installed.
 
     Raises:
-        TrainError: two options have one flag.
+        TrainError: Two options have the same flag.
     """
     found: dict[str, Option] = {}
     for name, (_, cls) in sections(kind, selected).items():
@@ -95,15 +95,15 @@ def run_options(
             other = found.setdefault(option.flag, option)
             if other is not option:
                 raise TrainError(
-                    f"the settings {other.key} and {option.key} have one flag, {option.flag}; "
-                    "uninstall the distribution that brings the one or the other"
+                    f"the settings {other.key} and {option.key} have the same flag {option.flag}; "
+                    "uninstall the distribution that adds one of them"
                 )
     return tuple(found.values())
 
 
 @dataclass(frozen=True)
 class RunSections:
-    """Everything that defines a run: one field for each section. `RunConfig` checks them.
+    """The sections of a run, unchecked. `RunConfig` checks them.
 
     Sections that the task, the update rule and the product of linear layers add are in
     ``extension_settings`` by name; `section` finds them by class.
@@ -126,21 +126,21 @@ class RunSections:
 
     @property
     def task(self) -> str:
-        """Name of the task: that of --task, or the one of the kind of model."""
+        """The name of the task: --task, or the default task of the kind of model."""
         return self.training.task or default_task(self.model.kind)
 
     @property
     def selected_extensions(self) -> SelectedExtensions:
-        """The extensions of the run by name."""
+        """The names of the extensions of the run."""
         return SelectedExtensions(self.task, self.optimizer.optimizer, self.product)
 
     @property
     def product(self) -> str:
-        """Name of what linear layers multiply by."""
+        """The name of the product of linear layers."""
         return self.placement.linear_product
 
     def section_by_name(self, name: str) -> Any:
-        """Returns a section by its name, also one that an extension brings."""
+        """Returns the section ``name``, which may belong to an extension."""
         return (
             self.extension_settings[name]
             if name in self.extension_settings
@@ -148,46 +148,46 @@ class RunSections:
         )
 
     def section(self, cls: type[SectionT]) -> SectionT:
-        """Returns the section of a class that an extension brings.
+        """Returns the section of an extension by its class.
 
         Args:
-            cls: dataclass of the section.
+            cls: Dataclass of the section.
 
         Raises:
-            TrainError: none that the run has chosen brings one.
+            TrainError: No extension of the run has such a section.
         """
         for section in self.extension_settings.values():
             if type(section) is cls:
                 return section
         raise TrainError(
-            f"nothing that the run has chosen ({self.selected_extensions}) brings a {cls.__name__}"
+            f"no extension of the run ({self.selected_extensions}) has a section {cls.__name__}"
         )
 
     @property
     def layer_split(self) -> tuple[range, ...]:
-        """Global layer numbers of every pipeline stage."""
+        """The global layer numbers of each pipeline stage."""
         return self.pipeline.stage_layers(self.model.depth, self.layout)
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that share out the samples of a step."""
+        """The number of ranks that divide the samples of a step."""
         return self.layout.dp or 1
 
     @property
     def micro_batch_times_data_parallel_size(self) -> int:
-        """Samples in one micro-batch of every data-parallel rank."""
+        """The number of samples in one micro-batch of all data-parallel ranks together."""
         return self.training.micro_batch_size * self.data_parallel_size
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in one step as they are asked for, those of the last step if sizes differ."""
+        """The requested number of samples in one step; in the last step if sizes differ."""
         if self.training.step_batch_size_schedule is not None:
             return self.batch_sizes.last
         return self.training.global_batch_size or self.micro_batch_times_data_parallel_size
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
-        """Samples in each step."""
+        """The number of samples in each step."""
         training = self.training
         if training.step_batch_size_schedule is not None:
             words = training.step_batch_size_schedule
@@ -204,18 +204,18 @@ class RunSections:
 
     @property
     def train_iters(self) -> int:
-        """Steps of the whole run."""
+        """The number of steps of the whole run."""
         return self.train_iters_after(0, 0)
 
     def train_iters_after(self, iteration: int, consumed: int) -> int:
-        """Returns the steps of the whole run, where earlier ones may have had other sizes.
+        """Returns the number of steps of the whole run after some steps of other sizes.
 
-        A run that continues on another number of ranks, or with another batch size, makes other
-        steps of the samples that are left.
+        A run that continues with another number of ranks or another batch size divides the
+        remaining samples into another number of steps.
 
         Args:
-            iteration: steps that were made.
-            consumed: samples that they consumed.
+            iteration: Number of completed steps.
+            consumed: Number of samples that they consumed.
         """
         if self.training.train_iters is not None:
             return self.training.train_iters
@@ -223,9 +223,9 @@ class RunSections:
 
     @property
     def train_samples(self) -> int:
-        """Samples of the whole run, as long as its data order is.
+        """The number of samples of the whole run, for which the data order is computed.
 
-        They do not depend on the layout: sizes count as they are asked for.
+        It does not depend on the layout, because it is computed from the requested batch sizes.
         """
         if self.training.train_samples is not None:
             return self.training.train_samples
@@ -234,7 +234,7 @@ class RunSections:
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that the steps of the whole run consume, `train_samples` at most."""
+        """The number of samples that the whole run consumes, at most `train_samples`."""
         if self.training.train_iters is not None:
             return self.batch_sizes.consumed_by(self.training.train_iters)
         return self.batch_sizes.whole_steps(self.train_samples)[1]
@@ -242,8 +242,8 @@ class RunSections:
     def learning_rate_schedule(self, *, decoupled: bool = False) -> LearningRateSchedule:
         """Returns the learning rate as a function of consumed samples.
 
-        A length in steps counts as that many `global_batch_size`, as in Megatron-LM. With
-        ``decoupled`` it is the rate of token embedding and output matrix.
+        Lengths in steps are multiplied by `global_batch_size`, as in Megatron-LM. With
+        ``decoupled``, returns the learning rate of token embedding and output matrix.
         """
         lengths, unit = self.schedule, self.global_batch_size
         decay = lengths.lr_decay_iters or self.training.train_iters

@@ -1,7 +1,7 @@
 """Values collected from defaults, a recipe, a YAML file and flags, each with its origin.
 
-Precedence is defaults < recipe < file < flags. `Values` holds only what was given; what was not
-given keeps the default of its dataclass.
+Precedence is defaults < recipe < file < flags. `Values` has only given values; the others keep the
+defaults of their dataclasses.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from megatron_train.config.renamed_keys import RENAMED_KEYS
 
 @dataclass(frozen=True)
 class GivenValue:
-    """A value somebody gave, and where: a flag, ``FILE: section.key``, or how it was derived."""
+    """A given value and its origin: a flag, ``FILE: section.key``, or a derivation."""
 
     value: Any
     origin: str
@@ -35,19 +35,19 @@ _ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
     ),
     (("data.tokenizer_model",), ("data.vocab_file", "data.merge_file")),
 )
-"""Groups of settings of which a run has those of one side only."""
+"""Groups of alternative settings; a run has those of only one alternative."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """The given values of a run by ``section.name``."""
+    """The given values of a run by key, ``section.name``."""
 
     given: Mapping[str, GivenValue] = field(default_factory=dict)
 
     def updated(self, other: "Values") -> "Values":
-        """Returns these values with those of ``other`` put over them.
+        """Returns these values overridden by those of ``other``.
 
-        Of settings that exclude each other, what ``other`` gives displaces what was given here.
+        If settings exclude each other, those in ``other`` replace those in ``self``.
         """
         kept = dict(self.given)
         for sides in _ALTERNATIVES:
@@ -58,17 +58,17 @@ class Values:
         return Values({**kept, **other.given})
 
     def with_derived(self, key: str, value: Any, origin: str) -> "Values":
-        """Returns these values with ``key`` derived as ``value``, unless it was given."""
+        """Returns these values with ``value`` for ``key``, unless ``key`` is given."""
         return Values({key: GivenValue(value, origin), **self.given})
 
     def get(self, key: str) -> Any:
-        """Returns the given value of ``key``, or None."""
+        """Returns the given value of ``key``; None if there is none."""
         return self.given[key].value if key in self.given else None
 
     def name_in_source(self, option: Option) -> str:
-        """Returns what ``option`` was called where it was given: its place in a file, or its flag.
+        """Returns the name that ``option`` was given by: its key in a file, or its flag.
 
-        That is its flag also where an alias set it, or nobody did.
+        Returns the flag also if an alias set the option or it was not given.
         """
         given = self.given.get(option.key)
         if given is None:
@@ -77,7 +77,7 @@ class Values:
         return given.origin if RENAMED_KEYS.get(place, place) == option.key else option.flag
 
     def section(self, name: str) -> dict[str, Any]:
-        """Returns the given values of one section by field name."""
+        """Returns the given values of the section ``name`` by field name."""
         prefix = name + "."
         return {
             key.removeprefix(prefix): given.value
@@ -86,5 +86,5 @@ class Values:
         }
 
     def missing(self, options: tuple[Option, ...]) -> Iterator[Option]:
-        """Yields the required options that nobody gave."""
+        """Yields the required options that are not given."""
         return (option for option in options if option.required and option.key not in self.given)
