@@ -1,6 +1,7 @@
 """docs/pipeline-parallelism.md: its two programs run, agree, and print what the page shows."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,12 @@ def test_the_pipeline_has_40_lines(tmp_path: Path) -> None:
     before, end, _ = (tmp_path / "pipeline.py").read_text().partition(END)
     assert end
     assert len([line for line in before.splitlines() if line.strip()]) <= 40
+
+
+def test_the_files_that_it_leads_to_exist() -> None:
+    folder = ROOT / "packages/megatron-parallel/src/megatron_parallel/pipeline"
+    rows = [line.split("|")[2] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    files = [name for row in rows for name in re.findall(r"`(\w+\.py)`", row)]
+    assert len(files) >= 8
+    for name in files:
+        assert (folder / name).exists(), name
