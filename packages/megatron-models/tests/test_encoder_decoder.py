@@ -320,5 +320,5 @@ class TokensOnly:
 @torch.no_grad()
 def test_a_cache_without_the_encoders_side_is_refused(batch):
     model = EncoderDecoder(LEARNED, Placement(Mesh.single()))
-    with pytest.raises(ConfigError, match="which a cache of type TokensOnly does not keep"):
+    with pytest.raises(ConfigError, match="which a cache of type TokensOnly does not store"):
         model(source=batch["source"], target=batch["target"], cache=TokensOnly())

@@ -1,4 +1,4 @@
-"""One transformer layer, of any sublayers."""
+"""One transformer layer with any sublayers."""
 
 from functools import partial
 
@@ -14,14 +14,14 @@ from megatron_models.placement import Placement
 
 
 class Block(nn.Module):
-    """The sublayers of a layer one after another, each added to the residual stream.
+    """The sublayers of a layer in sequence, each added to the residual stream.
 
-    With norms before the mixers it is pre-LN (Xiong et al., 2020).
+    With norms before the mixers the layer is pre-LN (Xiong et al., 2020).
 
     Args:
-        layer: its sublayers.
-        number: by which a cache and dropout know it.
-        placement: where it is built.
+        layer: The sublayers.
+        number: Global layer number, for caches and dropout.
+        placement: Mesh, dtype, device and options.
     """
 
     def __init__(self, layer: Layer, number: int, placement: Placement) -> None:
@@ -38,7 +38,7 @@ class Block(nn.Module):
                 self.add_module(name, norm)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
-        """Transforms the residual stream."""
+        """Returns the residual stream after the layer."""
         for sublayer in self.sublayers:
             mixer = getattr(self, sublayer.name)
             read = partial(self._read, mixer, sublayer.mixer.recompute_name, context)
@@ -62,15 +62,15 @@ class Block(nn.Module):
 
 
 def build_mixer(mixer: Mixer, number: int, placement: Placement) -> nn.Module:
-    """Builds the module of a mixer, of whichever distribution.
+    """Builds the module of a mixer, of any distribution.
 
     Args:
-        mixer: its description.
-        number: of its layer.
-        placement: where it is built.
+        mixer: The mixer's description.
+        number: Number of its layer.
+        placement: Mesh, dtype, device and options.
 
     Raises:
-        ConfigError: the class that the description names cannot be imported.
+        ConfigError: The class that the description names cannot be imported.
     """
     build = import_object(mixer.module, f"{type(mixer).__name__}.module")
     module: nn.Module = build(mixer, number, placement)

@@ -1,6 +1,7 @@
-"""Numbers by which dropout knows where it acts; `megatron_models.components.dropout` has the table.
+"""Numbers of dropout sites; `megatron_models.components.dropout` has the table.
 
-They are part of every training curve and do not change. Nothing here imports torch.
+They are part of every training curve and do not change. Importing this module does not import
+torch.
 """
 
 from typing import Final

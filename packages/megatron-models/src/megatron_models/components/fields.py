@@ -1,10 +1,9 @@
 """Fields of configurations: their flags, and the checks that their metadata describe.
 
 A component's configuration is a frozen dataclass of plain values that derives from
-`ComponentConfig`. A model's configuration derives from those of its components, so that its fields
-are theirs, flat and under Megatron-LM's names, and a field that a component gains is a field of
-every model that has the component. Messages name fields in braces, so that a program
-that took the values from flags can name the flags.
+`ComponentConfig`. A model's configuration derives from those of its components, so it has their
+fields, flat and under Megatron-LM's names. A field added to a component is a field of every model
+with the component. Messages name fields in braces, so that a program with flags can show the flags.
 
 Importing this module does not import torch.
 """
@@ -20,7 +19,7 @@ from megatron_models.errors import ConfigError
 Config = TypeVar("Config", bound="ComponentConfig")
 
 _LARGEST = 2**40
-"""A configuration may come from a damaged file: what is counted through has a bound."""
+"""Bound of integers, since a configuration may come from a damaged file."""
 
 
 def flag(
@@ -38,18 +37,19 @@ def flag(
     """Returns the metadata of a field.
 
     Args:
-        name: its flag.
-        help_text: one line for ``--help`` and the documentation.
-        positive: the value must be above 0, and finite.
-        nonnegative: the value must be 0 or more, and finite.
-        derived: 0 stands for a value worked out from others.
-        maximum: the largest integer allowed.
-        no_effect: what a model computes is the same whatever the value: weights of training losses,
-            padding in memory. A family need not express it.
-        objective: only training losses depend on it. A checkpoint's weights go with any value.
+        name: The flag.
+        help_text: One line for ``--help`` and the documentation.
+        positive: The value must be finite and above 0.
+        nonnegative: The value must be finite and at least 0.
+        derived: 0 stands for a value that is derived from other fields.
+        maximum: The largest integer allowed.
+        no_effect: The value has no effect on what a model computes, such as weights of training
+            losses or padding in memory. A family need not express it.
+        objective: The value affects training losses only. A checkpoint's weights work with any
+            value.
         **metadata: ``unit`` and ``choices``.
     """
-    said = {
+    checks = {
         "positive": positive,
         "nonnegative": nonnegative,
         "derived": derived,
@@ -57,17 +57,17 @@ def flag(
         "no_effect": no_effect,
         "objective": objective,
     }
-    given = {key: value for key, value in said.items() if value}
-    return {"flag": name, "help": help_text, **given, **metadata}
+    used = {key: value for key, value in checks.items() if value}
+    return {"flag": name, "help": help_text, **used, **metadata}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentConfig:
-    """Base of the configurations of components and of models.
+    """Base of the configurations of components and models.
 
     Raises:
-        ConfigError: a value of the wrong type or range, or values that do not fit together. The
-            message names the fields and the numbers.
+        ConfigError: A value has the wrong type or range, or values do not fit together. The message
+            names the fields and the values.
     """
 
     def __post_init__(self) -> None:
@@ -79,23 +79,29 @@ class ComponentConfig:
         self._check()
 
     def _fill(self) -> None:
-        """Work out fields that are 0 from others; calls `super`, as models have several bases."""
+        """Derives fields that are 0 from other fields.
+
+        An override calls `super`, since models have several bases.
+        """
 
     def _check(self) -> None:
-        """Refuses values that do not fit together; all are filled in. Calls `super`, likewise."""
+        """Refuses values that do not fit together, after all fields are derived.
+
+        An override calls `super`, since models have several bases.
+        """
 
     def _set(self, name: str, value: int) -> None:
-        """Gives a field that is 0 its value."""
+        """Sets a field that is 0."""
         if getattr(self, name) == 0:
             object.__setattr__(self, name, value)
 
     def component(self, kind: type[Config], **changes: Any) -> Config:
-        """Returns a component's own configuration, with the values that this model has for it.
+        """Returns a component's own configuration with this model's values.
 
         Args:
-            kind: the component's configuration or description; fields of it that the model lacks
-                keep their defaults.
-            **changes: fields that differ, in one layer for example.
+            kind: The component's configuration or description. Fields that the model lacks have
+                their defaults.
+            **changes: Fields with other values, for example in one layer.
         """
         names = [each.name for each in dataclasses.fields(kind) if hasattr(self, each.name)]
         return kind(**{name: getattr(self, name) for name in names} | changes)
@@ -104,17 +110,17 @@ class ComponentConfig:
 def check_divisible(
     config: ComponentConfig, field: str, axis: str, parts: int, what: str = ""
 ) -> None:
-    """Refuses a size that an axis of the layout cannot cut into equal parts.
+    """Refuses a size that an axis of the layout does not divide.
 
     Args:
-        config: has the field.
-        field: the size.
-        axis: field of the layout that cuts it.
-        parts: of the axis.
-        what: stands before the field in the message.
+        config: The configuration with the field.
+        field: Name of the field with the size.
+        axis: Field of the layout for the axis.
+        parts: Size of the axis.
+        what: Text before the field in the message.
 
     Raises:
-        ConfigError: naming both fields and their values.
+        ConfigError: The size is not divisible; the message names both fields and their values.
     """
     if getattr(config, field) % parts:
         raise ConfigError(
@@ -124,7 +130,7 @@ def check_divisible(
 
 
 def _check_type(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> None:
-    """Refuses a value of another type; an integer given for a float becomes one."""
+    """Refuses a value of another type. An integer for a float is converted."""
     value, kind = getattr(config, entry.name), entry.type
     if get_origin(kind) is Literal:
         choices = get_args(kind)
@@ -148,7 +154,7 @@ def _check_type(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> Non
 
 
 def _check_range(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> None:
-    """Refuses sizes and numbers outside their range."""
+    """Refuses integers and sizes outside their range."""
     name, value, checks = entry.name, getattr(config, entry.name), entry.metadata
     largest = checks.get("maximum", _LARGEST)
     if entry.type is int and value > largest:
@@ -161,5 +167,5 @@ def _check_range(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> No
         )
     if checks.get("nonnegative") and not (value >= 0 and math.isfinite(value)):
         raise ConfigError(
-            f"{{{name}:name}} must be a number from 0 on, not {{{name}:repr}}", vars(config)
+            f"{{{name}:name}} must be a number of at least 0, not {{{name}:repr}}", vars(config)
         )

@@ -1,6 +1,6 @@
-"""A layer and a trunk as plain data: sublayers, each with its norms, around a residual stream.
+"""A layer and a trunk as plain data: sublayers with their norms around a residual stream.
 
-Hybrids, sliding windows by pattern and layers that differ one by one are other tuples of sublayers.
+Hybrid models, patterns of sliding windows and heterogeneous layers are other tuples of sublayers.
 Importing this module does not import torch.
 """
 
@@ -25,19 +25,18 @@ from megatron_models.components.norm.spec import NormSpec
 class Sublayer:
     """A mixer beside the residual stream: ``sum(x + drop(after(mixer(before(x)))))``.
 
-    The three norms ``before``, ``after`` and ``sum`` are there or not: before alone is pre-LN
-    (Xiong et al., 2020), the sum's alone is post-LN (Vaswani et al., 2017; BERT), before and after
-    are a sandwich (Ding et al., 2021).
+    Each of the three norms ``before``, ``after`` and ``sum`` is optional. ``before`` alone is
+    pre-LN (Xiong et al., 2020), ``sum`` alone is post-LN (Vaswani et al., 2017; BERT), ``before``
+    and ``after`` are a sandwich (Ding et al., 2021).
 
     Attributes:
-        name: of the mixer in the layer; its norms are ``<name>_norm``, ``<name>_norm_after`` and
-            ``<name>_norm_sum``.
-        mixer: what it computes.
-        site: the number by which dropout knows its output
-            (`megatron_models.components.dropout`).
-        norm: of what the mixer reads, if there is one.
-        norm_after: of what it adds, if there is one.
-        norm_sum: of the stream after it was added, if there is one.
+        name: Name of the mixer in the layer. Its norms are ``<name>_norm``, ``<name>_norm_after``
+            and ``<name>_norm_sum``.
+        mixer: Description of the mixer.
+        site: Number of the dropout site of its output (`megatron_models.components.dropout`).
+        norm: Norm of the mixer's input, or None.
+        norm_after: Norm of the mixer's output, or None.
+        norm_sum: Norm of the residual stream after the addition, or None.
     """
 
     name: str
@@ -70,15 +69,15 @@ class Sublayer:
         return found
 
     def state(self) -> dict[str, Sharding]:
-        """Returns the state of the mixer that is not a parameter, by its names in the layer."""
+        """Returns the mixer's state that is not a parameter, by its names in the layer."""
         return {f"{self.name}.{name}": cut for name, cut in self.mixer.state().items()}
 
     def activations(self, layer_pass: LayerPass, width: int) -> BytesByPart:
-        """Returns the bytes that norms, mixer and dropout keep, by part.
+        """Returns the bytes that norms, mixer and dropout save, by submodule.
 
         Args:
-            layer_pass: the micro-batch on its way.
-            width: of the residual stream.
+            layer_pass: The micro-batch, how it is cut, and the bytes that operations save.
+            width: Width of the residual stream.
         """
         saved_bytes, stream = layer_pass.saved_bytes, layer_pass.stream_tokens * width
         terms = {name: norm.activation_bytes(layer_pass) for name, norm in self.norms.items()}
@@ -108,15 +107,15 @@ def layer_parameters(layer: Layer, sequence_parallel: bool = False) -> Parameter
 
 @dataclass(frozen=True)
 class TrunkSpec:
-    """An embedding, layers and a final norm: a decoder-only model, or one side of another.
+    """Embedding, layers and final norm: a decoder-only model, or one side of an encoder-decoder.
 
     Attributes:
-        embedding: of tokens and positions; None where another stage has it.
-        layers: of this trunk or of one stage of it, by number.
-        final_norm: None where another stage has it, or there is none.
-        width: of the residual stream.
-        layer_offset: added to a layer's number for dropout, which counts over several trunks.
-        embedding_site: the number by which dropout knows the embedding.
+        embedding: Embedding of tokens and positions; None if another stage has it.
+        layers: Layers of the trunk or of one stage, by number.
+        final_norm: None if another stage has it, or there is none.
+        width: Width of the residual stream.
+        layer_offset: Added to a layer's number for dropout, which counts over several trunks.
+        embedding_site: Number of the dropout site of the embedding.
     """
 
     embedding: EmbeddingSpec | None
@@ -152,13 +151,13 @@ class TrunkSpec:
         return tuple(sublayer.mixer for layer in self.layers.values() for sublayer in layer)
 
     def multiply_adds_per_pair(self) -> int:
-        """Returns the multiply-adds of one query and one key, in all layers together."""
+        """Returns the multiply-adds of one query-key pair, in all layers together."""
         return sum(mixer.multiply_adds_per_pair() for mixer in self.mixers)
 
     def multiply_adds_per_squared_length(self) -> int:
-        """Returns the multiply-adds of a sequence of length 1, which grow with its square.
+        """Returns the multiply-adds of all pairs of a sequence, divided by its squared length.
 
-        Causality keeps half of the pairs of query and key.
+        A causal mixer has half of the pairs.
         """
         return sum(
             mixer.multiply_adds_per_pair() // (1 if mixer.bidirectional else 2)
@@ -166,23 +165,23 @@ class TrunkSpec:
         )
 
     def layer_activations(self, number: int, layer_pass: LayerPass) -> BytesByPart:
-        """Returns the bytes that one layer keeps of one micro-batch, by part."""
+        """Returns the bytes that one layer saves for one micro-batch, by submodule."""
         layer = self.layers[number]
         return sum_by_part(sublayer.activations(layer_pass, self.width) for sublayer in layer)
 
     def auxiliary_losses(self) -> tuple[str, ...]:
-        """Returns the names of the losses that mixers have of their own, each once."""
+        """Returns the names of the auxiliary losses of mixers, each once."""
         return tuple(
             dict.fromkeys(name for mixer in self.mixers for name in mixer.auxiliary_losses())
         )
 
     def stage(self, layers: Sequence[int], *, first: bool, last: bool) -> "TrunkSpec":
-        """Returns the part of a pipeline stage.
+        """Returns the part of one pipeline stage.
 
         Args:
             layers: Global layer numbers of the stage.
-            first: whether it has the embedding.
-            last: whether it has the final norm.
+            first: Whether the stage has the embedding.
+            last: Whether the stage has the final norm.
         """
         return replace(
             self,

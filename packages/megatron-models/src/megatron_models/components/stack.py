@@ -1,4 +1,4 @@
-"""The layers of one stage, run one after another; what is kept of them is as the run asks."""
+"""The layers of one stage in sequence, with recomputation and offloading."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,10 +19,11 @@ from megatron_models.components.context import Context
 def run_layers(
     layers: nn.ModuleDict, x: Float[Tensor, "s b h"], context: Context, tp: Axis
 ) -> Float[Tensor, "s b h"]:
-    """Transforms the residual stream by all layers of a stage, by global layer number.
+    """Returns the residual stream after all layers of a stage.
 
-    Under full recomputation the layers of a group keep their common input only; ``tp`` cuts it
-    where that is asked for. Of the first layers, what is kept may wait in host memory.
+    Under full recomputation a group of layers saves only its input, which ``tp`` cuts if the
+    configuration asks for it. The saved activations of the first layers may be offloaded to host
+    memory.
     """
     plan = context.recompute
     if plan.granularity != "full" and not plan.cpu_offloading_num_layers:

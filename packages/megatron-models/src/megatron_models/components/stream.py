@@ -1,4 +1,4 @@
-"""What all components of a model share: the residual stream that they read and write.
+"""The residual stream, which all components of a model read and write.
 
 Importing this module does not import torch.
 """
@@ -11,7 +11,7 @@ from megatron_models.components.fields import ComponentConfig, flag
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig(ComponentConfig):
-    """Width and depth of the residual stream, and how layers that write to it start."""
+    """Width and depth of the residual stream, and the scale of initial weights."""
 
     num_layers: int = field(
         metadata=flag(
@@ -30,13 +30,13 @@ class StreamConfig(ComponentConfig):
         default=0.02,
         metadata=flag(
             "--init-method-std",
-            "standard deviation of initial weights; projections back to the residual stream get it "
-            "divided by sqrt(2 x num_layers)",
+            "standard deviation of initial weights; divided by sqrt(2 x num_layers) for "
+            "projections back to the residual stream",
             positive=True,
         ),
     )
 
     @property
     def output_std(self) -> float:
-        """Standard deviation of the projections that write to the residual stream."""
+        """Standard deviation of initial weights of projections to the residual stream."""
         return self.init_method_std / math.sqrt(2 * self.num_layers)

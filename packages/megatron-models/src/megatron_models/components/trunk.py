@@ -1,4 +1,4 @@
-"""An embedding, layers and a final norm: a decoder-only model, or a side of an encoder-decoder."""
+"""Embedding, layers and final norm: a decoder-only model, or one side of an encoder-decoder."""
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -14,15 +14,15 @@ from megatron_models.placement import Placement
 
 
 class Trunk(nn.Module):
-    """From tokens to the residual stream after the last layer; whole, or one stage of it.
+    """Maps tokens to the residual stream after the last layer. It is whole or one pipeline stage.
 
     Args:
-        spec: what this stage has.
-        placement: where it is built.
+        spec: Description of this stage.
+        placement: Mesh, dtype, device and options.
 
     Attributes:
-        embeds: whether it takes tokens.
-        layers: its blocks, by global layer number.
+        embeds: Whether this stage takes tokens.
+        layers: The blocks, by global layer number.
     """
 
     def __init__(self, spec: TrunkSpec, placement: Placement) -> None:
@@ -31,7 +31,7 @@ class Trunk(nn.Module):
         self.embedding_site = spec.embedding_site
         self.embeds = spec.embedding is not None and not spec.embedding.output_only
         self.embedding = None if spec.embedding is None else Embedding(spec.embedding, placement)
-        # Keyed by the global layer number, so that a pipeline stage's names are the whole model's.
+        # Keyed by the global layer number: a stage has the parameter names of the whole model.
         self.layers = nn.ModuleDict(
             {
                 str(number): Block(layer, spec.layer_offset + number, placement)
@@ -47,12 +47,13 @@ class Trunk(nn.Module):
         context: Context,
         positions: Int[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "part b h"]:
-        """From tokens, or the stream that the stage before passed on, to this stage's stream.
+        """Returns the residual stream after this stage.
 
         Args:
-            x: tokens ``[b, s]`` where this stage embeds, else the residual stream.
-            context: what the layers of this pass share.
-            positions: of the tokens; by default those after the cache's.
+            x: Tokens ``[b, s]`` if this stage embeds, else the residual stream of the previous
+                stage.
+            context: State of the pass.
+            positions: Positions of the tokens. Defaults to those after the cache's.
         """
         if self.embeds and self.embedding is not None:
             x = self.embedding(x, positions, context.offset, context.sequence_parallel)

@@ -1,4 +1,4 @@
-"""The configuration of attention, and the numbers that follow from it.
+"""The configuration of attention, and the sizes that follow from it.
 
 Importing this module does not import torch.
 """
@@ -16,10 +16,10 @@ RopeScalingType = Literal["none", "linear", "llama3"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(PositionConfig):
-    """Heads of attention, their rotation, and the softmax over their scores.
+    """Heads, rotary positions and softmax of attention.
 
-    ``num_query_groups`` and ``kv_channels`` may be left at 0; they are filled in when the
-    configuration is made.
+    ``num_query_groups`` and ``kv_channels`` may be left at 0. They are then derived from other
+    fields when the configuration is created.
     """
 
     num_attention_heads: int = field(
@@ -29,7 +29,7 @@ class AttentionConfig(PositionConfig):
         default=0,
         metadata=flag(
             "--num-query-groups",
-            "key/value heads, each shared by equally many query heads; 0: one per query head",
+            "key/value heads, each shared by the same number of query heads; 0: one per query head",
             positive=True,
             derived=True,
         ),
@@ -51,7 +51,7 @@ class AttentionConfig(PositionConfig):
     rotary_percent: float = field(
         default=1.0,
         metadata=flag(
-            "--rotary-percent", "part of each head's channels that is rotated, in (0, 1]"
+            "--rotary-percent", "fraction of each head's channels that is rotated, in (0, 1]"
         ),
     )
     rotary_interleaved: bool = field(
@@ -65,21 +65,19 @@ class AttentionConfig(PositionConfig):
         default="none",
         metadata=flag(
             "--rope-scaling-type",
-            "how rotary frequencies are stretched to sequences longer than those trained on",
+            "scaling of rotary frequencies for sequences longer than in the original training",
             choices=get_args(RopeScalingType),
         ),
     )
     rope_scaling_factor: float = field(
         default=8.0,
-        metadata=flag(
-            "--rope-scaling-factor", "factor by which frequencies are stretched", positive=True
-        ),
+        metadata=flag("--rope-scaling-factor", "factor of the rotary scaling", positive=True),
     )
     rope_scaling_low_freq_factor: float = field(
         default=1.0,
         metadata=flag(
             "--rope-scaling-low-freq-factor",
-            "llama3: wavelengths above original length / this are stretched in full",
+            "llama3: wavelengths above original length / this value are scaled in full",
             positive=True,
         ),
     )
@@ -87,7 +85,7 @@ class AttentionConfig(PositionConfig):
         default=4.0,
         metadata=flag(
             "--rope-scaling-high-freq-factor",
-            "llama3: wavelengths below original length / this are left as they are",
+            "llama3: wavelengths below original length / this value are not scaled",
             positive=True,
         ),
     )
@@ -95,7 +93,7 @@ class AttentionConfig(PositionConfig):
         default=8192,
         metadata=flag(
             "--rope-scaling-original-length",
-            "llama3: sequence length before the stretching",
+            "llama3: sequence length of the original training",
             positive=True,
             unit="tokens",
         ),
@@ -117,8 +115,8 @@ class AttentionConfig(PositionConfig):
         default="vanilla",
         metadata=flag(
             "--softmax-type",
-            "of attention: a sink beside the keys, which takes a share and has no value, with a "
-            "logit of 0 (off-by-one) or a learned one for each head (learnable)",
+            "softmax of attention: plain (vanilla), or with an attention sink, which has no value "
+            "and a logit of 0 (off-by-one) or one learned logit for each head (learnable)",
             choices=get_args(SoftmaxType),
         ),
     )
@@ -126,7 +124,7 @@ class AttentionConfig(PositionConfig):
         default=0.0,
         metadata=flag(
             "--attn-logit-softcapping",
-            "bound of attention's scores x, which become bound * tanh(x / bound) (Gemma 2); "
+            "bound of attention scores x, which become bound * tanh(x / bound) (Gemma 2); "
             "0: none (our name)",
             nonnegative=True,
         ),
@@ -152,7 +150,7 @@ class AttentionConfig(PositionConfig):
         if self.num_attention_heads % self.num_query_groups:
             raise ConfigError(
                 "{num_attention_heads} is not a multiple of {num_query_groups}; every group needs "
-                "equally many heads",
+                "the same number of heads",
                 vars(self),
             )
         if self.position_embedding_type == "rope":
@@ -161,7 +159,7 @@ class AttentionConfig(PositionConfig):
     def _check_rotation(self) -> None:
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ConfigError(
-                "rotary positions turn pairs of channels, but {kv_channels} x {rotary_percent} "
+                "rotary positions rotate pairs of channels, but {kv_channels} x {rotary_percent} "
                 f"gives {self.rotary_dim}; make it even",
                 vars(self),
             )
@@ -183,15 +181,15 @@ class AttentionConfig(PositionConfig):
         return self.num_attention_heads // self.num_query_groups
 
     def groups_on_rank(self, tp: int) -> int:
-        """Query groups whose keys and values one of ``tp`` tensor-parallel ranks has.
+        """Returns the number of query groups with keys and values on one of ``tp`` ranks.
 
-        Where there are more ranks than groups each has one, and shares it with others.
+        With more ranks than groups, each rank has one group and shares it with other ranks.
         """
         return max(1, self.num_query_groups // tp)
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that are rotated; 0 with learned positions."""
+        """Rotated channels of a head; 0 with learned positions."""
         if self.position_embedding_type != "rope":
             return 0
         return int(self.kv_channels * self.rotary_percent)

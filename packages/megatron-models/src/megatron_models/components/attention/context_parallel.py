@@ -1,4 +1,4 @@
-"""Attention of a pass whose sequences are cut over context-parallel ranks."""
+"""Attention over sequences that are cut over context-parallel ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,22 +28,22 @@ from megatron_models.components.dropout import StageDropout
 from megatron_models.errors import ConfigError
 
 CP_COMM_TYPES: Final = ("p2p", "a2a", "allgather", "a2a+p2p")
-"""Megatron's names: ring, heads scattered, keys gathered, heads inside and a ring outside."""
+"""Megatron's names: ring, scattered heads, gathered keys, and heads inside a ring."""
 
 
 def check_context_parallel(
     config: AttentionConfig, layout: ParallelLayout, comm: str | Sequence[str]
 ) -> tuple[str, ...]:
-    """Returns how each layer's attention communicates, by its number.
+    """Returns the communication of each layer's attention, by layer number.
 
     Args:
-        config: the model.
-        layout: its degrees.
-        comm: one of `CP_COMM_TYPES` for all layers, or one for each.
+        config: The model's configuration.
+        layout: The parallel sizes.
+        comm: One of `CP_COMM_TYPES` for all layers, or one for each.
 
     Raises:
-        ConfigError: a name that is not known, or another number of them than layers.
-        LayoutError: heads that do not divide over the ranks: of a pool, all of its ranks.
+        ConfigError: A name is unknown, or the number of names is not the number of layers.
+        LayoutError: The heads do not divide over the ranks. For a pool, these are all of its ranks.
     """
     ranks = layout.pool if layout.hybrid_cp else layout.cp
     given = (comm,) if isinstance(comm, str) else tuple(comm)
@@ -53,12 +53,12 @@ def check_context_parallel(
         )
     if len(given) not in (1, config.num_layers):
         raise ConfigError(
-            f"{len(given)} values of cp_comm_type for {config.num_layers} layers: give one for all "
+            f"{len(given)} values of cp_comm_type for {config.num_layers} layers; give one for all "
             "or one for each"
         )
     if ranks > 1 and config.softmax_type != "vanilla":
         raise ConfigError(
-            f"{{softmax_type}} and context parallelism over {ranks} ranks do not go together: "
+            f"{{softmax_type}} does not support context parallelism over {ranks} ranks: "
             "blocks of attention have no sinks yet",
             vars(config),
         )
@@ -75,18 +75,18 @@ def check_context_parallel(
 
 
 class ContextParallel:
-    """How the attention of one pass goes over context-parallel ranks; one for all its layers.
+    """Attention of one forward pass over context-parallel ranks, shared by all layers.
 
     Args:
-        mesh: where this rank stands.
-        axis: the ranks that the micro-batch is cut over.
-        comm: how each layer communicates, by its number.
-        split: which places of the sequence each rank holds.
-        mask: of the whole sequence.
-        dropout: what is dropped.
+        mesh: The mesh.
+        axis: The axis that cuts the micro-batch.
+        comm: Communication of each layer, by layer number.
+        split: Indices of the sequence that each rank holds.
+        mask: Mask of the whole sequence.
+        dropout: Dropout of this rank, or None.
 
     Raises:
-        ConfigError: a mask that is written out, or is of a block already.
+        ConfigError: The mask is dense, or the mask of a block.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ContextParallel:
     ) -> None:
         if mask.dense is not None or mask.query_positions is not None:
             raise ConfigError(
-                "with context parallelism the mask is that of the whole sequence, as plain rules: "
+                "context parallelism needs the mask of the whole sequence as plain rules, "
                 "without dense and without query_positions"
             )
         self._mesh = mesh
@@ -119,10 +119,16 @@ class ContextParallel:
         first_head: int,
         softcap: float = 0.0,
     ) -> Float[Tensor, "part b n d"]:
-        """Attention of this rank's queries over the keys of all ranks.
+        """Returns attention of this rank's queries over the keys of all ranks.
 
-        ``first_head`` is the global number of the first of ``n``, which are those of this
-        tensor-parallel rank. ``softcap`` bounds the scores, as in `megatron_kernels.attention`.
+        Args:
+            q: Queries of this rank.
+            k: Keys of this rank.
+            v: Values of this rank.
+            layer: Global layer number.
+            first_head: Global number of the first of the ``n`` heads, which are those of this
+                tensor-parallel rank.
+            softcap: Bound of the scores, as in `megatron_kernels.attention`.
         """
         comm, axis, split = self._comm[layer], self._axis, self._split
         if comm == "p2p":
@@ -202,7 +208,7 @@ class ContextParallel:
 
 @dataclass(frozen=True, eq=False)
 class _Lowered:
-    """A block's mask as kernels take it, and the places its dropout is found by."""
+    """A block's mask for kernels, and the indices that its dropout depends on."""
 
     mask: Mask
     queries: Int[Tensor, "b_or_1 s"]
@@ -227,7 +233,7 @@ def _lower(block: BlockMask) -> _Lowered:
 
 @dataclass(frozen=True, eq=False)
 class _Blocks:
-    """The kernels' block pair as a ring calls it, with the dropout of one layer."""
+    """The kernels' pair of block functions for a ring, with the dropout of one layer."""
 
     dropout: StageDropout | None
     layer: int

@@ -1,4 +1,4 @@
-"""Attention of a decoder to the encoder's output: two projections, attention, projection back."""
+"""Cross-attention: a decoder's queries attend to the encoder's output."""
 
 from functools import partial
 
@@ -19,8 +19,8 @@ class CrossAttention(nn.Module):
     """Cross-attention of one layer; the tensor-parallel axis cuts it by query groups.
 
     Queries come from the decoder's stream, keys and values from the encoder's output. Neither is
-    rotated: places of two texts have no distance. Where there are more ranks than groups, ranks
-    share a group as in `Attention`.
+    rotated, since positions in two texts have no distance. With more ranks than groups, ranks share
+    a group as in `Attention`.
     """
 
     def __init__(self, spec: CrossAttentionSpec, layer: int, placement: Placement) -> None:
@@ -36,35 +36,35 @@ class CrossAttention(nn.Module):
         self.out = placement.row_parallel_linear(spec.out)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
-        """Lets every token of the decoder attend to the encoder's output as the mask allows.
+        """Returns the attention of the decoder's tokens to the encoder's output.
 
         With sequence parallelism ``x``, the encoder's output and the result are this rank's parts
-        of their sequences; queries, keys and values are those of all of them, for this rank's
-        heads. A token that may attend nowhere gets zeros before the projection back.
+        of their sequences. Queries, keys and values cover the whole sequences, for this rank's
+        heads. A token that may attend to nothing gets zeros before the output projection.
 
         Args:
-            x: the decoder's stream, normalised.
-            context: what the layers of this pass share; ``encoder_output`` ``[t, b, h]`` and
-                ``cross_mask`` ``[b, s, t]`` are the encoder's output and who may attend to it.
-                With a cache the output is projected once, in the pass that has it.
+            x: The decoder's stream, normalized.
+            context: State of the pass. ``encoder_output`` ``[t, b, h]`` is the encoder's output and
+                ``cross_mask`` ``[b, s, t]`` its mask. With a cache the output is projected once, in
+                the pass that has it.
 
         Raises:
-            ConfigError: the context has no encoder's output, or nothing that says who may see it;
-                or a cache that does not keep it.
+            ConfigError: The context lacks the encoder's output or its mask, or its cache does not
+                store the encoder's keys and values.
         """
         cut, mask = context.sequence_parallel, context.cross_mask
         new = None if context.encoder_output is None else self._project(context.encoder_output, cut)
         if mask is None or (new is None and context.cache is None):
             raise ConfigError(
-                f"layer {self.layer} attends to an encoder's output, and the context has none: "
-                "give `encoder_output` and `cross_mask`"
+                f"layer {self.layer} attends to an encoder's output, which the context lacks; "
+                "set `encoder_output` and `cross_mask`"
             )
         q = self.q(x, sequence_parallel=cut)
         if context.cache is not None:
             if not isinstance(context.cache, CrossKVCache):
                 raise ConfigError(
                     f"layer {self.layer} attends to an encoder's output, which a cache of type "
-                    f"{type(context.cache).__name__} does not keep; use a StaticKVCache"
+                    f"{type(context.cache).__name__} does not store; use a StaticKVCache"
                 )
             seen = context.cache.encoder_kv(self.layer, new)
             y = seen.attend(q, mask, softcap=self.softcap)
@@ -75,7 +75,7 @@ class CrossAttention(nn.Module):
         return result
 
     def _project(self, encoded: Float[Tensor, "part b h"], cut: bool | None) -> KeysValues:
-        """Keys and values of the encoder's whole text."""
+        """Returns keys and values of the encoder's whole text."""
         fused = self.kv(encoded, sequence_parallel=cut)
         if self.ranks_per_group > 1:
             fused = gather_query_group(fused, self.tp, self.ranks_per_group)

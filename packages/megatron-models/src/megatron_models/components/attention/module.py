@@ -1,4 +1,4 @@
-"""Self-attention with query groups: fused projection, rotation, attention, projection back."""
+"""Self-attention with query groups: projections, rotary positions and attention."""
 
 from functools import partial
 
@@ -18,10 +18,9 @@ from megatron_models.placement import Placement
 class Attention(nn.Module):
     """Self-attention of one layer; the tensor-parallel axis cuts it by query groups.
 
-    Where there are more ranks than groups, those that share a group cut its rows of the fused
-    weight among them, and each attends with its own of the group's query heads. The fused
-    projection is then gathered, which every rank has a part of (as in Megatron-Core): no weight is
-    held twice, and none is counted twice.
+    With more ranks than groups, the ranks of a group divide its rows of the fused weight, and each
+    computes some of the group's query heads. The output of the fused projection is then gathered
+    within the group, as in Megatron-Core. No weight is replicated or counted twice.
     """
 
     def __init__(self, spec: AttentionSpec, layer: int, placement: Placement) -> None:
@@ -38,11 +37,11 @@ class Attention(nn.Module):
         self.out = placement.row_parallel_linear(spec.out)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
-        """Lets every token attend as the mask allows, in the cache too.
+        """Returns the attention of each token under the mask, over cached tokens too.
 
-        With sequence parallelism ``x`` and the result are this rank's part of the sequence;
-        queries, keys and values are those of all of it, for this rank's heads. With context
-        parallelism "all of it" is what the tensor-parallel group holds of the sequence.
+        With sequence parallelism ``x`` and the result are this rank's part of the sequence.
+        Queries, keys and values cover the whole sequence, for this rank's heads. With context
+        parallelism, "the whole sequence" is the part of the tensor-parallel group.
         """
         cut = context.sequence_parallel
         q, k, v = self._project(x, cut)
@@ -68,7 +67,7 @@ class Attention(nn.Module):
         return result
 
     def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention without a cache, over keys that are all on this rank."""
+        """Returns attention without a cache, over keys that are all on this rank."""
         drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
         sinks = None if self.sinks is None else self.sinks(q)
         return attention(
@@ -97,9 +96,9 @@ class Attention(nn.Module):
 def gather_query_group(
     part: Float[Tensor, "s b 1 rows_part"], tp: Axis, ranks_per_group: int
 ) -> Float[Tensor, "s b 1 rows"]:
-    """Gathers the fused projection of all groups from parts of their rows; keep one group."""
+    """Gathers the fused projection of all groups from parts of their rows; returns one group."""
     rows = gather_sequence(part.squeeze(2).movedim(-1, 0), tp)
     width = rows.shape[0] * ranks_per_group // tp.size
     own = rows.narrow(0, tp.index // ranks_per_group * width, width)
-    # Copied: a view would keep the groups of all ranks, and no fused kernel reads its strides.
+    # A copy: a view would keep the groups of all ranks, and no fused kernel reads its strides.
     return own.movedim(0, -1).contiguous().unsqueeze(2)

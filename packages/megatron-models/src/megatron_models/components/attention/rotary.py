@@ -1,4 +1,4 @@
-"""Cosines and sines of the rotary angles, computed once for every position (Su et al., 2021)."""
+"""Tables of the cosines and sines of rotary angles (Su et al., 2021)."""
 
 import torch
 from jaxtyping import Int
@@ -18,7 +18,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 class RotaryTable(nn.Module):
-    """Looks up the cosines and sines of positions. It has no parameters and nothing is stored.
+    """Looks up the cosines and sines of positions. It has no parameters and no stored state.
 
     The table is float64 for a float64 model and float32 otherwise.
     """
@@ -37,7 +37,7 @@ class RotaryTable(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Computes the table, on whatever device it is kept; on the meta device there is none."""
+        """Computes the table on its device. Does nothing on the meta device."""
         if self.cos.is_meta:
             return
         config, scaling = self.config, rope_scaling(self.config)
@@ -50,7 +50,7 @@ class RotaryTable(nn.Module):
         self.sin.copy_(sin)
 
     def forward(self, length: int, offset: int, positions: Int[Tensor, "b s"] | None) -> Angles:
-        """Returns the angles of ``positions``, by default those from ``offset`` on."""
+        """Returns the angles of ``positions``. Defaults to ``offset`` and the following ones."""
         if positions is None:
             return self.cos[offset : offset + length], self.sin[offset : offset + length]
         index = positions.t()
@@ -58,7 +58,7 @@ class RotaryTable(nn.Module):
 
 
 def rope_scaling(config: AttentionConfig) -> LinearScaling | Llama3Scaling | None:
-    """Returns the rule by which the configuration stretches rotary frequencies, if any."""
+    """Returns the scaling of rotary frequencies, or None."""
     if config.rope_scaling_type == "linear":
         return LinearScaling(config.rope_scaling_factor)
     if config.rope_scaling_type == "llama3":

@@ -1,4 +1,4 @@
-"""Attention sinks: a logit for each head that takes its share of every softmax and has no value."""
+"""Attention sinks: an extra logit for each head in every softmax, without a value."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from megatron_models.placement import Placement
 
 
 class Sinks(nn.Module):
-    """The sinks of one layer's heads, learned (gpt-oss) or all 0 ("softmax off by one")."""
+    """The sinks of the heads of one layer: learned (gpt-oss), or all 0 ("softmax off by one")."""
 
     weight: Tensor | None
 
@@ -17,5 +17,5 @@ class Sinks(nn.Module):
         placement.register_parameters(self, spec.sinks(), "weight")
 
     def forward(self, q: Float[Tensor, "s b n d"]) -> Float[Tensor, " n"]:
-        """Returns the logits of this rank's heads, those of ``q``."""
+        """Returns the logits of this rank's heads, which are those of ``q``."""
         return q.new_zeros(q.shape[2]) if self.weight is None else self.weight

@@ -26,9 +26,9 @@ from megatron_models.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(AttentionConfig, Mixer):
-    """Self-attention with query groups: fused projection, attention, projection back.
+    """Self-attention with query groups: fused projection, attention, output projection.
 
-    The rows of the fused weight ``(g, (n/g + 2) * d, h)`` are, for every group, those of its query
+    The rows of the fused weight ``(g, (n/g + 2) * d, h)`` are, for each group, those of its query
     heads, then its key, then its value.
     """
 
@@ -36,17 +36,17 @@ class AttentionSpec(AttentionConfig, Mixer):
 
     @property
     def heads(self) -> int:
-        """Heads of queries."""
+        """Number of query heads."""
         return self.num_attention_heads
 
     @property
     def slots(self) -> tuple[int, int, int]:
-        """Heads of one group in the fused projection: its queries, its key, its value."""
+        """Heads of one group in the fused projection: queries, key, value."""
         return (self.heads_per_group, 1, 1)
 
     @property
     def qkv(self) -> ColumnSpec:
-        """The fused projection; ranks that share a group cut its rows among them."""
+        """The fused projection. Ranks that share a group divide its rows."""
         rows = (self.num_query_groups, sum(self.slots) * self.kv_channels)
         init = Init(scale=self.init_method_std)
         return ColumnSpec(
@@ -55,18 +55,18 @@ class AttentionSpec(AttentionConfig, Mixer):
 
     @property
     def out(self) -> RowSpec:
-        """The projection back to the residual stream."""
+        """The output projection, back to the residual stream."""
         return out_projection(self)
 
     def sinks(self) -> dict[str, Sharding]:
-        """Returns how learned logits of sinks ``[n]`` are cut; empty if there are none."""
+        """Returns the sharding of learned sink logits ``[n]``; empty without learned sinks."""
         if self.softmax_type != "learnable":
             return {}
         init = Init(scale=self.init_method_std)
         return {"weight": Sharding((self.num_attention_heads,), "tp", 0, init=init)}
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Returns projections and sinks."""
+        """Returns the parameters of projections and sinks."""
         sinks = {name: ParameterSpec(sharding) for name, sharding in self.sinks().items()}
         return {
             **prefixed("qkv", parameters_of(self.qkv, sequence_parallel)),
@@ -79,7 +79,7 @@ class AttentionSpec(AttentionConfig, Mixer):
         return 2 * self.query_size
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
-        """Returns what attention keeps; recomputed attention keeps queries, keys and values."""
+        """Returns the saved bytes. Under recomputation only queries, keys and values are saved."""
         saved_bytes, tp = self._saved_bytes(layer_pass.saved_bytes), layer_pass.tp
         unfused = not layer_pass.recompute.selects("core_attn")
         core = 0
@@ -106,17 +106,20 @@ class AttentionSpec(AttentionConfig, Mixer):
         return "qkv"
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuses tensor-parallel ranks that cannot share out heads and query groups."""
+        """Refuses tensor-parallel sizes that do not divide heads and query groups."""
         check_heads(self, layout.tp)
 
     def unsupported_reason(self, feature: Feature) -> UnsupportedFeature | None:
-        """Returns that sinks are not there where keys go round over ranks."""
+        """Returns that sinks do not support a pool of ranks that share documents."""
         if feature == "document_pool" and self.softmax_type != "vanilla":
             return UnsupportedFeature("{softmax_type}", "blocks of attention have no sinks yet")
         return None
 
     def _saved_bytes(self, saved_bytes: SavedBytes) -> SavedBytes:
-        """Sinks and bounded scores are not fused; a bound keeps the hyperbolic tangents too."""
+        """Returns the saved bytes with unfused attention, if sinks or bounded scores need it.
+
+        A bound saves the hyperbolic tangents too.
+        """
         if self.attn_logit_softcapping:
             return saved_bytes.with_unfused_attention(max(saved_bytes.activation, 4))
         return (
@@ -124,15 +127,15 @@ class AttentionSpec(AttentionConfig, Mixer):
         )
 
     def _saved_sinks(self, saved_bytes: SavedBytes) -> int:
-        """Bytes of the sinks of all heads; learned ones of enough precision are parameters."""
+        """Returns the bytes of all sinks; learned sinks of enough precision are parameters."""
         wide = max(saved_bytes.activation, 4)
         learned = self.softmax_type == "learnable" and saved_bytes.activation == wide
         return 0 if self.softmax_type == "vanilla" or learned else self.num_attention_heads * wide
 
     def _query_key_value(self, tokens: int, tp: int, saved_bytes: SavedBytes, unfused: bool) -> int:
-        """Bytes of the fused projection of one rank, and copies of what is rotated or reordered.
+        """Returns the bytes of one rank's fused projection and of reordered copies.
 
-        Ranks that share a group keep all of its projection, other ranks' queries too.
+        Ranks that share a group save all of its projection, including queries of other ranks.
         """
         heads, groups = self.num_attention_heads // tp, self.groups_on_rank(tp)
         if saved_bytes.qkv_copy and unfused:
@@ -148,17 +151,17 @@ class AttentionSpec(AttentionConfig, Mixer):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSpec(AttentionConfig, Mixer):
-    """Attention of a decoder to the encoder's output, which is never rotated.
+    """Attention of a decoder to the encoder's output, without rotary positions.
 
-    The rows of the queries' weight ``(n, d, h)`` are those of each head. Those of the fused weight
-    ``(g, 2 * d, h)`` are, for every group, its key, then its value.
+    The rows of the queries' weight ``(n, d, h)`` are those of each head. The rows of the fused
+    weight ``(g, 2 * d, h)`` are, for each group, its key, then its value.
     """
 
     module: ClassVar[str] = "megatron_models.components.attention.cross:CrossAttention"
 
     @property
     def heads(self) -> int:
-        """Heads of queries."""
+        """Number of query heads."""
         return self.num_attention_heads
 
     @property
@@ -179,11 +182,11 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
 
     @property
     def out(self) -> RowSpec:
-        """The projection back to the residual stream."""
+        """The output projection, back to the residual stream."""
         return out_projection(self)
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Returns the three projections."""
+        """Returns the parameters of the three projections."""
         return {
             **prefixed("q", parameters_of(self.q, sequence_parallel)),
             **prefixed("kv", parameters_of(self.kv, sequence_parallel)),
@@ -191,14 +194,15 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
         }
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
-        """Refuses: what it keeps depends on the length of the encoder's text too.
+        """Raises an error, since the saved bytes depend on the length of the source.
 
         Raises:
-            ConfigError: always.
+            ConfigError: Always.
         """
         raise ConfigError(
-            "there is no formula for what cross-attention keeps: it depends on the length of the "
-            "encoder's text; measure it with megatron_parallel.recompute.count_saved_activations"
+            "there is no formula for the activations that cross-attention saves, which depend on "
+            "the length of the source; measure them with "
+            "megatron_parallel.recompute.count_saved_activations"
         )
 
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:
@@ -206,7 +210,7 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
         return "q"
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuses tensor-parallel ranks that cannot share out heads and query groups."""
+        """Refuses tensor-parallel sizes that do not divide heads and query groups."""
         check_heads(self, layout.tp)
 
 
@@ -217,10 +221,10 @@ def out_projection(config: AttentionConfig) -> RowSpec:
 
 
 def check_heads(config: AttentionConfig, tp: int) -> None:
-    """Refuses ``tp`` ranks that cannot share out heads and query groups equally.
+    """Refuses a tensor-parallel size that does not divide heads and query groups.
 
     Raises:
-        ConfigError: naming the fields.
+        ConfigError: The sizes do not fit; the message names the fields.
     """
     check_divisible(config, "num_attention_heads", "tp", tp)
     if config.num_query_groups % tp and tp % config.num_query_groups:
@@ -234,7 +238,7 @@ def query_group_ranks(config: AttentionConfig, tp: int) -> int:
     """Returns how many of ``tp`` ranks share a query group.
 
     Raises:
-        LayoutError: its heads do not divide over them.
+        LayoutError: The heads of a group do not divide over its ranks.
     """
     ranks_per_group = tp // min(tp, config.num_query_groups)
     if config.heads_per_group % ranks_per_group:
