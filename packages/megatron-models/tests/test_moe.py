@@ -155,11 +155,11 @@ def test_only_active_experts_are_counted(small):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff 0.1 needs num_experts"),
+        ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff 0.1 has no effect without experts; set num_experts"),
         ({**EXPERTS, "moe_router_topk": 7}, "moe_router_topk 7 must lie between 1 and num_exp"),
-        ({**EXPERTS, "moe_layer_freq": "[1]*3"}, "of 3 layers, the model has 2"),
-        ({**EXPERTS, "moe_layer_freq": "[0]*2"}, "gives no layer any experts"),
-        ({**EXPERTS, "moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff must be a number from 0 on"),
+        ({**EXPERTS, "moe_layer_freq": "[1]*3"}, "has 3 layers, but the model has 2"),
+        ({**EXPERTS, "moe_layer_freq": "[0]*2"}, "selects no layer for experts"),
+        ({**EXPERTS, "moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff must be a number of at least 0"),
         (
             {**EXPERTS, "moe_router_enable_expert_bias": True},
             "moe_router_enable_expert_bias needs moe_router_score_function sigmoid",

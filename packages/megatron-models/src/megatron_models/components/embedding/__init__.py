@@ -1,1 +1,1 @@
-"""Both ends of a model: embeddings of tokens and positions, and the output layer."""
+"""Embeddings of tokens and positions, and the output layer."""

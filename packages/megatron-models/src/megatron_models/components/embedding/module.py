@@ -1,4 +1,4 @@
-"""Token and position embeddings: from token numbers ``[b, s]`` to activations ``[s, b, h]``."""
+"""Token and position embeddings: from token ids ``[b, s]`` to activations ``[s, b, h]``."""
 
 from jaxtyping import Float, Int
 from megatron_parallel.tensor_parallel import PLAIN
@@ -12,7 +12,7 @@ from megatron_models.placement import Placement
 class Embedding(nn.Module):
     """Token embeddings, plus learned position embeddings unless positions are rotary.
 
-    With sequence parallelism it gives this rank's part of the sequence, ``[s/tp, b, h]``.
+    With sequence parallelism the output is this rank's part of the sequence, ``[s/tp, b, h]``.
     """
 
     def __init__(self, spec: EmbeddingSpec, placement: Placement) -> None:
@@ -32,10 +32,14 @@ class Embedding(nn.Module):
         offset: int,
         sequence_parallel: bool | None = None,
     ) -> Float[Tensor, "part b h"]:
-        """Embeds ``tokens`` at ``positions``, by default those from ``offset`` on.
+        """Returns the embeddings of tokens.
 
-        ``sequence_parallel`` says whether this pass cuts the sequence. Defaults to how the module
-        was built.
+        Args:
+            tokens: Token ids.
+            positions: Positions of the tokens. Defaults to ``offset`` and the following ones.
+            offset: Position of the first token.
+            sequence_parallel: Whether this pass cuts the sequence. Defaults to how the module was
+                built.
         """
         x: Tensor = self.word(tokens.t(), sequence_parallel=sequence_parallel)
         if self.position is None:
@@ -50,7 +54,7 @@ class Embedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """One learned vector for each position; every rank holds all of them."""
+    """A learned vector for each position, replicated on every rank."""
 
     weight: Tensor
 
@@ -64,7 +68,7 @@ class PositionEmbedding(nn.Module):
     def forward(
         self, length: int, positions: Int[Tensor, "b s"] | None, offset: int
     ) -> Float[Tensor, "s b_or_1 h"]:
-        """Returns the vectors of ``positions``, by default those from ``offset`` on."""
+        """Returns the vectors of ``positions``. Defaults to ``offset`` and the following ones."""
         if positions is None:
             return self.weight[offset : offset + length, None]
         return functional.embedding(positions.t(), self.weight)

@@ -1,4 +1,4 @@
-"""The end of a model: logits of the vocabulary, cut over tensor-parallel ranks, and losses."""
+"""The end of a model: logits, cut along the vocabulary over tensor-parallel ranks, and losses."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,16 +16,16 @@ from torch.nn import functional
 def select_tokens(
     x: Float[Tensor, "part b h"], indices: Int[Tensor, "b k"], sequence_axis: Axis | None = None
 ) -> Float[Tensor, "_ b h"]:
-    """Returns the residual stream at some places only, as input of an output layer.
+    """Returns the residual stream of selected tokens, as input of an output layer.
 
     Args:
-        x: the stream of all tokens, or with ``sequence_axis`` this rank's part of it.
-        indices: which tokens of each sequence, 0 to s - 1.
-        sequence_axis: the ranks that the sequence is cut over, which the output layer gathers.
+        x: Stream of all tokens, or with ``sequence_axis`` this rank's part of it.
+        indices: Indices of the tokens in each sequence, 0 to s - 1.
+        sequence_axis: The axis that cuts the sequence, which the output layer gathers.
 
     Returns:
-        ``[k, b, h]``; or with ``sequence_axis`` of n ranks this rank's part of it,
-        ``[ceil(k / n), b, h]``, with zeros behind the last place.
+        ``[k, b, h]``; with ``sequence_axis`` of n ranks this rank's part of it,
+        ``[ceil(k / n), b, h]``, padded with zeros.
     """
     rows = torch.arange(x.shape[1], device=x.device)
     if sequence_axis is None:
@@ -40,7 +40,7 @@ def select_tokens(
 
 @runtime_checkable
 class Output(Protocol):
-    """An output layer, tied or not: logits of its input, or a loss."""
+    """An output layer, tied or untied: returns logits or a loss."""
 
     def __call__(
         self,
@@ -49,7 +49,7 @@ class Output(Protocol):
         sequence_parallel: bool | None = None,
         loss: Callable[[Tensor, OutputLayer], Tensor] | None = None,
     ) -> Tensor:
-        """Sees `megatron_parallel.ColumnParallelLinear.forward`."""
+        """Returns logits or a loss; see `megatron_parallel.ColumnParallelLinear.forward`."""
 
 
 def token_losses(
@@ -65,27 +65,29 @@ def token_losses(
     """Returns the loss of each token.
 
     Args:
-        output: the output layer.
-        x: the stream, or this rank's part of it.
-        labels: the token to predict at each place; -100 marks a place without loss.
-        vocab: true tokens of the vocabulary.
-        loss: what computes it, with the output layer.
-        label_smoothing: share of the loss that all tokens of the vocabulary have in common.
-        sequence_parallel: whether ``x`` is cut. Defaults to how the layer was built.
+        output: The output layer.
+        x: The stream, or this rank's part of it.
+        labels: Token to predict at each index; -100 marks a token without loss.
+        vocab: Size of the vocabulary, without padding.
+        loss: Computes the loss, with the output layer.
+        label_smoothing: Share of the loss that is spread over all tokens of the vocabulary.
+        sequence_parallel: Whether ``x`` is cut. Defaults to how the layer was built.
     """
-    of_labels = partial(loss, targets=labels.t(), true_vocab=vocab, label_smoothing=label_smoothing)
-    return output(x, sequence_parallel=sequence_parallel, loss=of_labels).t()
+    label_loss = partial(
+        loss, targets=labels.t(), true_vocab=vocab, label_smoothing=label_smoothing
+    )
+    return output(x, sequence_parallel=sequence_parallel, loss=label_loss).t()
 
 
 def mask_padding_logits(
     logits: Float[Tensor, "s b v_part"], tp: Axis, vocab: int
 ) -> Float[Tensor, "s b v_part"]:
-    """Returns logits with those of padding tokens at -inf; they are overwritten.
+    """Sets the logits of padding tokens to -inf in place; returns the logits.
 
     Args:
-        logits: this rank's columns.
-        tp: the axis that cuts the vocabulary.
-        vocab: true tokens of it.
+        logits: This rank's columns.
+        tp: The axis that cuts the vocabulary.
+        vocab: Size of the vocabulary, without padding.
     """
     true = vocab - tp.index * logits.shape[-1]
     if true < logits.shape[-1]:

@@ -1,4 +1,4 @@
-"""Both ends of a model as plain data: positions, embeddings, the output layer.
+"""Positions, embeddings and the output layer as plain data.
 
 Importing this module does not import torch.
 """
@@ -20,12 +20,12 @@ PositionEmbedding = Literal["learned_absolute", "rope"]
 
 @dataclass(frozen=True, kw_only=True)
 class PositionConfig(StreamConfig):
-    """How a model knows the positions of its tokens, and how many it has."""
+    """Type and number of the positions of a model."""
 
     max_position_embeddings: int = field(
         metadata=flag(
             "--max-position-embeddings",
-            "longest sequence the model takes",
+            "longest sequence that the model supports",
             positive=True,
             unit="tokens",
         )
@@ -34,13 +34,13 @@ class PositionConfig(StreamConfig):
         default="learned_absolute",
         metadata=flag(
             "--position-embedding-type",
-            "learned absolute positions added to the embedding, or rotary ones inside attention",
+            "learned absolute positions added to the embedding, or rotary positions in attention",
             choices=get_args(PositionEmbedding),
         ),
     )
 
     def check_sequence_length(self, length: int) -> None:
-        """Raise ConfigError if a sequence of ``length`` tokens has no position for each of them."""
+        """Raises ConfigError if a sequence of ``length`` tokens exceeds the number of positions."""
         if length > self.max_position_embeddings:
             raise ConfigError(
                 f"a sequence of {length} tokens is longer than max_position_embeddings "
@@ -55,7 +55,7 @@ class EmbeddingConfig(PositionConfig):
     vocab_size: int = field(
         metadata=flag(
             "--vocab-size",
-            "number of true tokens, before padding",
+            "number of tokens in the vocabulary, without padding",
             positive=True,
             unit="tokens",
         )
@@ -64,7 +64,7 @@ class EmbeddingConfig(PositionConfig):
         default=128,
         metadata=flag(
             "--make-vocab-size-divisible-by",
-            "the vocabulary is padded to a multiple of this, whatever the tensor-parallel size",
+            "multiple to which the vocabulary is padded, for every tensor-parallel size",
             positive=True,
             no_effect=True,
             unit="tokens",
@@ -73,7 +73,7 @@ class EmbeddingConfig(PositionConfig):
 
     @property
     def padded_vocab_size(self) -> int:
-        """The vocabulary rounded up to a multiple of ``make_vocab_size_divisible_by``."""
+        """Vocabulary size rounded up to a multiple of ``make_vocab_size_divisible_by``."""
         unit = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // unit) * unit
 
@@ -83,9 +83,10 @@ class EmbeddingSpec(EmbeddingConfig):
     """Token embeddings, plus learned position embeddings unless positions are rotary.
 
     Attributes:
-        is_output_weight: whether the token embeddings are the output matrix too.
-        tied_over_stages: whether another pipeline stage holds them too.
-        output_only: on the last stage, whose output layer needs the token embeddings and no more.
+        is_output_weight: Whether the token embeddings are the output matrix too.
+        tied_over_stages: Whether another pipeline stage holds them too.
+        output_only: Whether this is the last stage, which uses the token embeddings as output
+            matrix only.
     """
 
     is_output_weight: bool = False
@@ -99,7 +100,7 @@ class EmbeddingSpec(EmbeddingConfig):
         return VocabSpec(self.vocab_size, self.hidden_size, self.padded_vocab_size, init=init)
 
     def position(self, sequence_parallel: bool = False) -> Sharding | None:
-        """Returns how learned positions ``[positions, h]`` are held: by every rank, all of them."""
+        """Returns the sharding of learned positions ``[positions, h]``, which every rank holds."""
         if self.output_only or self.position_embedding_type != "learned_absolute":
             return None
         shape = (self.max_position_embeddings, self.hidden_size)
@@ -107,11 +108,11 @@ class EmbeddingSpec(EmbeddingConfig):
         return Sharding(shape, init=Init(scale=self.init_method_std), partial=partial)
 
     def word_sharding(self) -> Sharding:
-        """Returns how the token embeddings are cut."""
+        """Returns the sharding of the token embeddings."""
         return replace(self.word.shardings()["weight"], tied=self.tied_over_stages)
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Returns the embeddings' parameters; a token is multiplied with those of a tied output."""
+        """Returns the parameters; tied token embeddings have the multiply-adds of the output."""
         multiply_adds = self.hidden_size * self.padded_vocab_size if self.is_output_weight else 0
         found = {"word.weight": ParameterSpec(self.word_sharding(), multiply_adds)}
         position = self.position(sequence_parallel)
@@ -121,7 +122,7 @@ class EmbeddingSpec(EmbeddingConfig):
 
 
 def output_spec(config: EmbeddingConfig) -> ColumnSpec:
-    """Returns an output matrix of its own, not tied to an embedding."""
+    """Returns an untied output matrix."""
     return ColumnSpec(
         config.hidden_size,
         (config.vocab_size,),
@@ -133,7 +134,7 @@ def output_spec(config: EmbeddingConfig) -> ColumnSpec:
 
 
 def output_parameters(config: EmbeddingConfig) -> Parameters:
-    """Returns the parameters of an output matrix; its padding is multiplied, too."""
+    """Returns the parameters of an untied output matrix; padding counts as multiply-adds."""
     found = parameters_of(output_spec(config), False)
     multiply_adds = config.hidden_size * config.padded_vocab_size
     return {name: replace(spec, multiply_adds=multiply_adds) for name, spec in found.items()}

@@ -1,4 +1,4 @@
-"""The feed-forward layer: up, activation, down."""
+"""The feed-forward layer: up projection, activation, down projection."""
 
 from jaxtyping import Float
 from megatron_kernels import gelu, swiglu
@@ -10,7 +10,7 @@ from megatron_models.placement import Placement
 
 
 class MLP(nn.Module):
-    """``down(activation(up(x)))``; with SwiGLU ``up`` is gate and up together, ``(2, f, h)``."""
+    """``down(activation(up(x)))``. With SwiGLU, ``up`` is gate and up projection, ``(2, f, h)``."""
 
     def __init__(self, spec: MLPSpec, layer: int, placement: Placement) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class MLP(nn.Module):
     def forward(
         self, x: Float[Tensor, "s b h"], context: Context | None = None
     ) -> Float[Tensor, "s b h"]:
-        """Transforms every token by itself; all of the sequence, or this rank's part."""
+        """Transforms each token of the sequence, or of this rank's part of it."""
         cut = None if context is None else context.sequence_parallel
         y = activate(self.up(x, sequence_parallel=cut), self.activation)
         result: Tensor = self.down(y, sequence_parallel=cut)

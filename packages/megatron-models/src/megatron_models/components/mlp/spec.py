@@ -23,9 +23,9 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig(StreamConfig):
-    """Width and activation of feed-forward layers.
+    """Width, activation and biases of feed-forward layers.
 
-    ``ffn_hidden_size`` may be left at 0; it is filled in when the configuration is made.
+    ``ffn_hidden_size`` may be left at 0. It is then derived when the configuration is created.
     """
 
     ffn_hidden_size: int = field(
@@ -69,13 +69,13 @@ class MLPConfig(StreamConfig):
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward layer is gated, so that its first matrix is double."""
+        """Whether the feed-forward layer is gated, so that its first matrix is doubled."""
         return self.activation == "swiglu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec(MLPConfig, Mixer):
-    """``down(activation(up(x)))``; gated, ``up`` is gate and up together, ``(2, f, h)``."""
+    """``down(activation(up(x)))``. If gated, ``up`` is gate and up projection, ``(2, f, h)``."""
 
     module: ClassVar[str] = "megatron_models.components.mlp.module:MLP"
     recompute_name: ClassVar[str | None] = "mlp"
@@ -102,14 +102,14 @@ class MLPSpec(MLPConfig, Mixer):
         return RowSpec(*sizes, self.has_mlp_bias, init=init, role="linear_fc2")
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Returns both projections."""
+        """Returns the parameters of both projections."""
         return {
             **prefixed("up", parameters_of(self.up, sequence_parallel)),
             **prefixed("down", parameters_of(self.down, sequence_parallel)),
         }
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
-        """Returns input and output of the activation; SwiGLU also keeps the activated gate."""
+        """Returns input and output of the activation; SwiGLU also saves the activated gate."""
         if layer_pass.recompute.selects("mlp"):
             return {}
         width = (
@@ -125,5 +125,5 @@ class MLPSpec(MLPConfig, Mixer):
         return "up"
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuses tensor-parallel ranks that cannot share out the width."""
+        """Refuses tensor-parallel sizes that do not divide the width."""
         check_divisible(self, "ffn_hidden_size", "tp", layout.tp)

@@ -1,10 +1,11 @@
-"""Bytes of activations that a layer with experts keeps for its backward pass, on one rank.
+"""Bytes of activations that a layer with experts saves for its backward pass, on one rank.
 
-Of ``t`` tensor-parallel ranks each routes ``n = s b / t`` tokens of its own. They go to ``ep``
-parts of the experts, whose matrices are cut over ``expert_tp`` ranks: all-gather brings all
-``n ep expert_tp`` tokens of these ranks here, all-to-all the rows of this rank's experts alone.
-Either way ``n k expert_tp`` rows are computed here if the load is even, ``k`` being the choices of
-a token; with ``ep = 1`` that is exact, otherwise it is the mean over the ranks of ``ep``.
+Each of ``t`` tensor-parallel ranks routes ``n = s b / t`` tokens of its own. The experts are
+divided over ``ep`` ranks, and each expert's matrices are cut over ``expert_tp`` ranks. All-gather
+brings all ``n ep expert_tp`` tokens of these ranks to each rank; all-to-all brings only the rows of
+the rank's own experts. Either way a rank computes ``n k expert_tp`` rows under an even load, where
+``k`` is the number of experts of a token. With ``ep = 1`` that is exact; otherwise it is the mean
+over the ranks of ``ep``.
 """
 
 from typing import Final
@@ -17,9 +18,9 @@ _FP32: Final = 4
 
 
 def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
-    """Returns the bytes that routing, dispatch and experts keep, by the part that keeps them.
+    """Returns the bytes that routing, dispatch and experts save, by submodule.
 
-    The input of the layer is left out, and so are losses of the router.
+    The input of the layer and the losses of the router are left out.
     """
     tokens, size, tp, ranks = (
         layer_pass.tokens,
@@ -34,16 +35,16 @@ def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
     own = -(-tokens // tp)
     chosen = own * choices
     rows = chosen * cut
-    # The expert and the weight of each choice; copies of tokens and weights in lower precision.
+    # Expert and weight of each choice; for lower precisions, float32 copies of tokens and weights.
     router = chosen * (_INDEX + wide)
     if size < _FP32:
         router += (own + config.num_experts) * hidden * wide
-    # Whence each row comes and where its answer goes; and the answers, to weight them.
+    # Source and destination index of each row; and the outputs of experts, for the weighted sum.
     if parts == 1:
         dispatch = rows * _INDEX + chosen * (_INDEX + hidden * wide)
     elif ranks.dispatcher == "allgather":
         dispatch = rows * _INDEX + chosen * parts * (_INDEX + wide + hidden * wide)
-    else:  # rows are sorted by expert after they have come, and back again
+    else:  # received rows are sorted by expert, and sorted back
         dispatch = 2 * rows * _INDEX + chosen * (2 * _INDEX + hidden * wide)
     inner = 4 if config.gated else 2  # widths of the activation's input and output
     row = (hidden + config.moe_ffn_hidden_size // cut * inner) * size

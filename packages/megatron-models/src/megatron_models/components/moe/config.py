@@ -15,10 +15,10 @@ ScoreFunction = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(MLPConfig):
-    """Experts, the layers that have them, and how tokens are routed to them.
+    """Experts, the layers that have them, and the routing of tokens.
 
-    ``moe_ffn_hidden_size`` may be left at 0; with experts it is filled in when the configuration is
-    made.
+    ``moe_ffn_hidden_size`` may be left at 0. With experts it is then derived when the configuration
+    is created.
     """
 
     num_experts: int = field(
@@ -31,7 +31,7 @@ class MoEConfig(MLPConfig):
         ),
     )
     moe_router_topk: int = field(
-        default=2, metadata=flag("--moe-router-topk", "experts that each token goes to")
+        default=2, metadata=flag("--moe-router-topk", "number of experts of each token")
     )
     moe_ffn_hidden_size: int = field(
         default=0,
@@ -46,7 +46,7 @@ class MoEConfig(MLPConfig):
         default=0,
         metadata=flag(
             "--moe-shared-expert-intermediate-size",
-            "width of an expert that every token goes to besides; 0: none",
+            "width of a shared expert, which every token uses too; 0: none",
             nonnegative=True,
             unit="channels",
         ),
@@ -63,15 +63,15 @@ class MoEConfig(MLPConfig):
         default=False,
         metadata=flag(
             "--moe-router-pre-softmax",
-            "softmax over all experts before the choice instead of over the chosen ones after it",
+            "softmax over all experts before the top-k instead of over the selected ones after it",
         ),
     )
     moe_router_score_function: ScoreFunction = field(
         default="softmax",
         metadata=flag(
             "--moe-router-score-function",
-            "what makes scores of a router's logits; sigmoid ones are divided by the sum of the "
-            "chosen",
+            "function from a router's logits to scores; sigmoid scores are divided by the sum of "
+            "the selected ones",
             choices=get_args(ScoreFunction),
         ),
     )
@@ -79,15 +79,15 @@ class MoEConfig(MLPConfig):
         default=False,
         metadata=flag(
             "--moe-router-enable-expert-bias",
-            "balance experts by a bias for the choice alone, which falls after each step where an "
-            "expert had more tokens than the mean; needs sigmoid scores",
+            "balance experts by a bias that affects the selection only and falls after each step "
+            "in which an expert had more tokens than the mean; needs sigmoid scores",
         ),
     )
     moe_router_bias_update_rate: float = field(
         default=1e-3,
         metadata=flag(
             "--moe-router-bias-update-rate",
-            "how much an expert's bias changes in a step",
+            "change of an expert's bias in one step",
             nonnegative=True,
             no_effect=True,
             objective=True,
@@ -97,7 +97,7 @@ class MoEConfig(MLPConfig):
         default="aux_loss",
         metadata=flag(
             "--moe-router-load-balancing-type",
-            "load is balanced over a micro-batch, over each of its sequences, or not at all",
+            "balance the load over a micro-batch, over each of its sequences, or not at all",
             choices=get_args(LoadBalancing),
             no_effect=True,
             objective=True,
@@ -107,7 +107,7 @@ class MoEConfig(MLPConfig):
         default=0.0,
         metadata=flag(
             "--moe-aux-loss-coeff",
-            "weight of the load balancing loss",
+            "weight of the load-balancing loss",
             nonnegative=True,
             no_effect=True,
             objective=True,
@@ -117,7 +117,7 @@ class MoEConfig(MLPConfig):
         default=0.0,
         metadata=flag(
             "--moe-z-loss-coeff",
-            "weight of the z loss, which keeps router logits low",
+            "weight of the z-loss, which keeps router logits small",
             nonnegative=True,
             no_effect=True,
             objective=True,
@@ -135,7 +135,7 @@ class MoEConfig(MLPConfig):
             for entry in dataclasses.fields(MoEConfig):
                 if entry.name.startswith("moe_") and getattr(self, entry.name) != entry.default:
                     raise ConfigError(
-                        f"{{{entry.name}}} needs {{num_experts:name}}, of which there are none",
+                        f"{{{entry.name}}} has no effect without experts; set {{num_experts:name}}",
                         vars(self),
                     )
             return
@@ -172,11 +172,11 @@ class MoEConfig(MLPConfig):
             reason = str(error).replace("{", "{{").replace("}", "}}")
             raise ConfigError(f"{{moe_layer_freq:name}}: {reason}", vars(self)) from None
         if not any(pattern):
-            raise ConfigError("{moe_layer_freq} gives no layer any experts", vars(self))
+            raise ConfigError("{moe_layer_freq} selects no layer for experts", vars(self))
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """For every layer, whether experts take the place of its feed-forward layer."""
+        """For each layer, whether experts replace its feed-forward layer."""
         if not self.num_experts:
             return (False,) * self.num_layers
         return layer_pattern(self.moe_layer_freq, self.num_layers)

@@ -1,7 +1,8 @@
-"""The experts of one layer: as many feed-forward layers, applied to rows sorted by expert.
+"""The experts of one layer: feed-forward layers applied to rows that are sorted by expert.
 
-Expert parallelism gives this rank some of them, expert tensor parallelism a part of the channels of
-each, as column- and row-parallel layers have; answers are then partial sums.
+With expert parallelism a rank holds some of the experts. With expert tensor parallelism it holds
+part of each expert's channels, as in column- and row-parallel layers, and its outputs are partial
+sums.
 """
 
 from jaxtyping import Float, Int
@@ -16,7 +17,7 @@ from megatron_models.placement import Placement
 
 
 class Experts(nn.Module):
-    """``down(activation(up(x)))`` of every expert, by `grouped_matmul`."""
+    """``down(activation(up(x)))`` of each expert, by `grouped_matmul`."""
 
     def __init__(self, spec: MoESpec, placement: Placement) -> None:
         super().__init__()
@@ -25,17 +26,16 @@ class Experts(nn.Module):
         self.down = ExpertLinear(spec.experts_down, placement)
 
     def forward(self, x: Float[Tensor, "m h"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m h"]:
-        """Answers every row; ``counts`` are the rows of each of this rank's experts, in order."""
-        answers: Tensor = self.down(activate(self.up(x, counts), self.activation), counts)
-        return answers
+        """Returns the output of each row; ``counts`` are the rows of each expert on this rank."""
+        y: Tensor = self.down(activate(self.up(x, counts), self.activation), counts)
+        return y
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer for each expert; axis ``ep`` cuts the experts, ``expert_tp`` each of them.
+    """A linear layer for each expert; ``ep`` divides the experts, ``expert_tp`` cuts each expert.
 
-    Its product multiplies rows by experts: the product's own parameters number experts, too.
-
-    Cut inputs give partial sums, to which each rank adds the bias of its own part of the channels.
+    The product multiplies rows by experts, so its own parameters have an expert dim too. With cut
+    inputs the output is a partial sum, to which each rank adds the bias of its own channels.
     """
 
     weight: Tensor
@@ -61,7 +61,7 @@ class ExpertLinear(nn.Module):
         y = self.product.forward(x, product_weights(self), None, multiply)
         if bias is not None:
             whole = bias.flatten(1)
-            missing = y.shape[1] - whole.shape[1] - self.start  # channels of ranks after this one
+            missing = y.shape[1] - whole.shape[1] - self.start  # channels of later ranks
             if self.start or missing:
                 whole = functional.pad(whole, (self.start, missing))
             y = y + whole.repeat_interleave(counts, 0, output_size=len(y))

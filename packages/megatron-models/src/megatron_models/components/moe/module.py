@@ -1,11 +1,11 @@
-"""Mixture of experts: every token goes to a few of many feed-forward layers (Shazeer et al. 2017).
+"""Mixture of experts: each token uses a few of many feed-forward layers (Shazeer et al. 2017).
 
     tokens of this rank -> router -> dispatch -> experts -> combine -> weighted sum
 
-Inside, the tokens of a micro-batch are cut over tensor-parallel ranks, also where nothing else is:
-each rank routes tokens that no other has, and the experts' ranks (``ep``, ``expert_tp``) need not
-be those of the dense layers. Nothing is dropped, so that a token's answer does not depend on which
-others come with it.
+The tokens of a micro-batch are always divided over tensor-parallel ranks inside this layer, with
+or without sequence parallelism. Each rank routes its own tokens, and the ranks of the experts
+(``ep``, ``expert_tp``) need not be those of the dense layers. No token is dropped, so the output of
+a token does not depend on other tokens.
 """
 
 import torch
@@ -27,8 +27,8 @@ from megatron_models.placement import Placement
 class MoE(nn.Module):
     """The feed-forward layer of a mixture of experts.
 
-    `Placement.dispatcher`, one of `megatron_parallel.expert_parallel.DISPATCHERS`, says how tokens
-    get to their experts.
+    `Placement.dispatcher`, one of `megatron_parallel.expert_parallel.DISPATCHERS`, selects how
+    tokens are sent to their experts.
     """
 
     def __init__(self, spec: MoESpec, layer: int, placement: Placement) -> None:
@@ -44,13 +44,14 @@ class MoE(nn.Module):
         self.shared = None if spec.shared is None else MLP(spec.shared, layer, placement)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
-        """Sends every token to its experts and adds their answers up.
+        """Returns the sum of the outputs of each token's experts.
 
-        The shared expert computes while tokens are on their way, forwards and backwards; then,
-        with `Context.interleaver`, another micro-batch does.
+        The shared expert computes while tokens are in flight, in both passes. With
+        `Context.interleaver`, another micro-batch computes after it.
         """
-        given = context.sequence_parallel
-        cut = self.sequence_parallel if given is None else given
+        cut = context.sequence_parallel
+        if cut is None:
+            cut = self.sequence_parallel
         tokens, routed, sequences = self._own_tokens(x, context.padding, cut)
         routing = self.router(tokens, routed)
         weights = routing.weights
@@ -58,17 +59,17 @@ class MoE(nn.Module):
             weights = self.losses.attach(routing, sequences, x.shape[1], context.auxiliary_losses)
         dispatch = self.dispatcher.dispatch(tokens, routing.experts, weights, context.interleaver)
         shared = None if self.shared is None else self.shared(x, context)
-        answers = self.experts(*dispatch.wait())
-        y = self._all_tokens(dispatch.combine(answers).wait(), x, cut)
+        outputs = self.experts(*dispatch.wait())
+        y = self._all_tokens(dispatch.combine(outputs).wait(), x, cut)
         return y if shared is None else y + shared
 
     def _own_tokens(
         self, x: Float[Tensor, "part b h"], padding: Bool[Tensor, "s b"] | None, cut: bool
     ) -> tuple[Float[Tensor, "n h"], Bool[Tensor, " n"] | None, Int[Tensor, " n"]]:
-        """This rank's tokens, whether they are routed, and which sequence each is of.
+        """Returns this rank's tokens, whether they are routed, and the sequence of each.
 
-        Where the sequence is not ``cut``, all tensor-parallel ranks have the same tokens: each
-        takes its part, the last ones filled up with tokens that are routed nowhere.
+        If the sequence is not ``cut``, all tensor-parallel ranks hold the same tokens. Each takes
+        its part, and the last parts are padded with tokens that are not routed.
         """
         batch, flat = x.shape[1], x.flatten(0, 1)
         routed = None if padding is None else ~padding.flatten()
@@ -91,7 +92,7 @@ class MoE(nn.Module):
     def _all_tokens(
         self, y: Float[Tensor, "n h"], like: Float[Tensor, "part b h"], cut: bool
     ) -> Float[Tensor, "part b h"]:
-        """Returns the tokens as the residual stream has them."""
+        """Returns the tokens in the shape of the residual stream."""
         if not cut:
             y = gather_from_axis(y, self.tp, dim=0)[: like.shape[0] * like.shape[1]]
         return y.view(like.shape)

@@ -1,24 +1,25 @@
-"""The router of a mixture of experts: which experts a token goes to, and what steers it.
+"""The router of a mixture of experts, and its auxiliary losses.
 
-Logits and softmax are in float32, or float64 in a float64 model, whatever the model's precision: a
-rounding error sends a token to another expert.
+Logits and softmax are float32, or float64 in a float64 model, independent of the model's precision,
+since a rounding error sends a token to another expert.
 
-The load-balancing loss of a micro-batch (Fedus et al. 2021, equations 4 to 6, with the choices of
-top-k routing as in Megatron-LM) is ``E sum_e f_e P_e``: ``f_e`` is the part of all choices that
-fell on expert ``e``, ``P_e`` its mean probability, softmax over all experts. Both are over the
-tokens of the *micro-batch*, on whatever tensor- and context-parallel ranks they lie, so choices are
-counted over those ranks. It is 1 for an even load. ``seq_aux_loss`` takes each sequence by itself.
-The z loss (Zoph et al. 2022, equation 5) is the mean of the squared logsumexp of the logits.
+The load-balancing loss of a micro-batch (Fedus et al. 2021, equations 4 to 6, with top-k routing as
+in Megatron-LM) is ``E sum_e f_e P_e``. ``f_e`` is the fraction of all selections that chose expert
+``e``, and ``P_e`` its mean probability, by a softmax over all experts. Both are over the tokens of
+the *micro-batch* on all its tensor- and context-parallel ranks, so counts are summed over these
+ranks. The loss is 1 for an even load. ``seq_aux_loss`` is computed for each sequence. The z-loss
+(Zoph et al. 2022, equation 5) is the mean of the squared logsumexp of the logits.
 
-With sigmoid scores (DeepSeek-AI 2024, section 2.1.2), ``P_e`` is a score divided by the sum of all,
-and the weights of a token's experts are their scores divided by the sum of the chosen. An expert
-may then have a bias that counts for the choice alone (Wang et al. 2024): after each step it falls
-by a constant where the expert had more tokens than the mean, and rises where it had fewer. The
-loss counts the choices that would be made without it, as in Megatron-LM.
+With sigmoid scores (DeepSeek-AI 2024, section 2.1.2), ``P_e`` is a score divided by the sum of all
+scores, and the weights of a token's experts are their scores divided by the sum of the selected
+ones. An expert may then have a bias that affects the selection only (Wang et al. 2024). After each
+step it falls by a constant if the expert had more tokens than the mean, and rises if it had fewer.
+The loss counts the selections without the bias, as in Megatron-LM.
 
 Both losses are attached as sums over tokens: the loss of a micro-batch times its number of tokens,
-to be divided by that of the global batch. Micro-batches of equally many tokens weigh alike, as in
-Megatron-LM, and others by their tokens. Padding is neither routed nor counted.
+to be divided by the number of tokens of the global batch. Micro-batches with the same number of
+tokens have the same weight, as in Megatron-LM; others are weighted by their tokens. Padding is
+neither routed nor counted.
 """
 
 from typing import Final, NamedTuple
@@ -37,13 +38,13 @@ SMALL: Final = 1e-20
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """The experts of each token.
 
     Attributes:
-        experts: ``[n, k]``, the best first; -1 for padding.
-        weights: ``[n, k]`` of their answers, float32 or float64.
-        logits: ``[n, e]`` of all experts, likewise.
-        preferred: ``[n, k]``, the choice without a bias, which the loss counts.
+        experts: Numbers of the experts ``[n, k]``, best first; -1 for padding.
+        weights: Weights of the experts' outputs ``[n, k]``, float32 or float64.
+        logits: Logits of all experts ``[n, e]``, of the same dtype.
+        preferred: Numbers of the experts without biases ``[n, k]``, which the loss counts.
     """
 
     experts: Int[Tensor, "n k"]
@@ -55,8 +56,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Top-k routing without dropping.
 
-    The tokens of a micro-batch are cut over tensor-parallel ranks, with sequence parallelism or
-    without, so the gradient of the weight is always partial over them.
+    The tokens of a micro-batch are divided over tensor-parallel ranks, with or without sequence
+    parallelism, so the gradient of the weight is always a partial sum over them.
     """
 
     weight: Tensor
@@ -74,7 +75,7 @@ class Router(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "n h"], routed: Bool[Tensor, " n"] | None) -> Routing:
-        """Chooses experts for every token; ``routed`` is False where a token is padding."""
+        """Selects the experts of each token; ``routed`` is False for padding."""
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         logits = functional.linear(x.to(exact), self.weight.to(exact))
         weights, experts, preferred = self._choose(logits)
@@ -89,7 +90,7 @@ class Router(nn.Module):
     def _choose(
         self, logits: Float[Tensor, "n e"]
     ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Returns weights and numbers of each token's experts, and those without a bias."""
+        """Returns weights and numbers of each token's experts, and the numbers without biases."""
         if self.sigmoid:
             scores = torch.sigmoid(logits)
             chosen, preferred = torch.topk(scores, self.top_k)
@@ -112,7 +113,7 @@ class Router(nn.Module):
 
 
 class RouterLosses:
-    """The losses of one layer's router, as the configuration asks for them."""
+    """The auxiliary losses of one layer's router."""
 
     def __init__(self, spec: MoESpec, mesh: Mesh) -> None:
         self.sigmoid = spec.moe_router_score_function == "sigmoid"
@@ -128,15 +129,15 @@ class RouterLosses:
         count: int,
         auxiliary_losses: AuxiliaryLosses,
     ) -> Float[Tensor, "n k"]:
-        """Returns the combine weights, with the losses hanging on them.
+        """Returns the combine weights with the losses attached.
 
         Args:
-            routing: of this rank's tokens.
-            sequences: for each token, which sequence of the micro-batch it is of.
-            count: sequences of the micro-batch.
-            auxiliary_losses: takes the losses; what it reports is their mean over layers.
+            routing: Routing of this rank's tokens.
+            sequences: Index of each token's sequence in the micro-batch.
+            count: Sequences of the micro-batch.
+            auxiliary_losses: Collects the losses; it reports their mean over layers.
         """
-        weights = routing.weights  # of tokens that no other rank has: nothing is replicated
+        weights = routing.weights  # of tokens that no other rank has, so nothing is replicated
         if self.balance:
             if not self.by_sequence:
                 sequences, count = torch.zeros_like(sequences), 1
@@ -159,14 +160,14 @@ def load_balancing_loss(
     axis: Axis,
     sigmoid: bool = False,
 ) -> Float[Tensor, ""]:
-    """Returns this rank's part of the sum over groups of their load-balancing loss times tokens.
+    """Returns this rank's share of the sum over groups of load-balancing loss times tokens.
 
     Args:
-        routing: of this rank's tokens.
-        groups: number of the group in which each token is balanced.
-        count: of groups, on all ranks.
-        axis: ranks that have the other tokens of these groups.
-        sigmoid: whether scores are sigmoids of logits instead of their softmax.
+        routing: Routing of this rank's tokens.
+        groups: Index of the group in which each token is balanced.
+        count: Number of groups on all ranks.
+        axis: Ranks with the other tokens of these groups.
+        sigmoid: Whether scores are sigmoids of logits instead of their softmax.
     """
     experts, logits = routing.preferred, routing.logits
     routed = (experts[:, :1] >= 0).to(logits.dtype)
@@ -174,13 +175,13 @@ def load_balancing_loss(
     probabilities = members @ (_shares(logits, sigmoid) * routed)  # [groups, e]
     choices = functional.one_hot(experts.clamp(min=0), logits.shape[1]).sum(1) * routed
     counts = all_reduce((members @ choices).long(), axis, purpose="routing counts")
-    total = counts.sum(1, keepdim=True).clamp(min=1)  # choices of the group, k for each token
+    total = counts.sum(1, keepdim=True).clamp(min=1)  # selections of the group, k for each token
     shares = counts.to(logits.dtype) / total
     return logits.shape[1] * (shares * probabilities).sum()
 
 
 def _shares(logits: Float[Tensor, "n e"], sigmoid: bool) -> Float[Tensor, "n e"]:
-    """Scores of all experts, which add up to 1."""
+    """Returns scores of all experts, normalized to a sum of 1."""
     if not sigmoid:
         return torch.softmax(logits, -1)
     scores = torch.sigmoid(logits)

@@ -1,4 +1,4 @@
-"""A mixture of experts as plain data: router, experts, the shared expert.
+"""Router, experts and shared expert of a mixture of experts as plain data.
 
 Importing this module does not import torch.
 """
@@ -36,15 +36,15 @@ Cut = Literal["outputs", "inputs"]
 
 
 _REFUSED: Final[Mapping[Feature, str]] = {
-    "compile": "how many tokens an expert gets differs from step to step; leave one out",
+    "compile": "the number of tokens of an expert changes from step to step; leave one out",
     "split_backward": "it is not proven for experts; choose a schedule that does not split "
     "backward passes, such as 1f1b",
     "fully_shard": "it is not proven for experts; leave it out, or use the distributed optimizer",
     "document_pool": "routers balance experts over micro-batches of whole samples",
 }
-_UNTAUGHT: Final = (
-    "gives the router no gradient of the loss, as the weight of the only expert is always 1; add "
-    "{moe_router_pre_softmax:name}"
+_NO_ROUTER_GRADIENT: Final = (
+    "gives the router no gradient of the loss, since the weight of the only expert is always 1; "
+    "add {moe_router_pre_softmax:name}"
 )
 
 
@@ -53,13 +53,13 @@ class ExpertLinearSpec:
     """A linear layer for each expert, weight ``(experts, *outputs, inputs)``.
 
     Attributes:
-        experts: of the whole layer; axis ``ep`` cuts them.
-        inputs: size of a row.
-        outputs: shape of an answer; of two dims the first enumerates fused weights.
-        cut: what ``expert_tp`` cuts: the last dim of ``outputs``, or the inputs.
-        bias: whether there is one.
-        init: how the weight starts; the bias starts at zero.
-        role: what Megatron-Core calls the layer; products are chosen by it.
+        experts: Number of experts of the whole layer, divided by the axis ``ep``.
+        inputs: Size of an input row.
+        outputs: Shape of an output row; with two dims, the first enumerates fused weights.
+        cut: What ``expert_tp`` cuts: the last dim of ``outputs``, or the inputs.
+        bias: Whether there is a bias.
+        init: Initialization of the weight; the bias starts at zero.
+        role: Megatron-Core's name of the layer, which selects its product.
     """
 
     experts: int
@@ -71,7 +71,7 @@ class ExpertLinearSpec:
     role: str
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """Returns how weight and bias are cut; sequence parallelism changes nothing."""
+        """Returns the shardings of weight and bias; sequence parallelism has no effect."""
         del sequence_parallel
         fused, last = 1 if len(self.outputs) > 1 else None, len(self.outputs)
         dim = last if self.cut == "outputs" else last + 1
@@ -95,7 +95,7 @@ class ExpertLinearSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec(MoEConfig, Mixer):
-    """Every token goes to a few of many feed-forward layers, and to a shared one if there is."""
+    """Feed-forward layers of which each token uses a few, and an optional shared one."""
 
     module: ClassVar[str] = "megatron_models.components.moe.module:MoE"
     recompute_name: ClassVar[str | None] = "moe"
@@ -103,18 +103,18 @@ class MoESpec(MoEConfig, Mixer):
     expert_parallel: ClassVar[bool] = True
 
     def router(self) -> dict[str, Sharding]:
-        """Returns how the router ``[e, h]`` is held: by every rank.
+        """Returns the sharding of the router ``[e, h]``, which every rank holds.
 
-        The tokens of a micro-batch are cut over tensor-parallel ranks, with sequence parallelism or
-        without, so its gradient is always partial over them.
+        The tokens of a micro-batch are divided over tensor-parallel ranks, with or without sequence
+        parallelism, so its gradient is always a partial sum over them.
         """
         shape = (self.num_experts, self.hidden_size)
         return {"weight": Sharding(shape, init=Init(scale=self.init_method_std), partial="tp")}
 
     def state(self) -> dict[str, Sharding]:
-        """Returns how the biases of experts ``[e]`` are held, if there are any: by every rank.
+        """Returns the sharding of the biases of experts ``[e]``, which every rank holds; or none.
 
-        What is observed are the tokens of each expert, other ones on tensor-parallel ranks.
+        The observations are the tokens of each expert, which differ between tensor-parallel ranks.
         """
         if not self.moe_router_enable_expert_bias:
             return {}
@@ -138,7 +138,7 @@ class MoESpec(MoEConfig, Mixer):
 
     @property
     def experts_down(self) -> ExpertLinearSpec:
-        """The projections back."""
+        """The projections back to the residual stream."""
         rows, init = (self.hidden_size,), Init(scale=self.output_std)
         return ExpertLinearSpec(
             self.num_experts,
@@ -152,12 +152,12 @@ class MoESpec(MoEConfig, Mixer):
 
     @property
     def shared(self) -> MLPSpec | None:
-        """The expert that every token goes to."""
+        """The shared expert, which every token uses, or None."""
         width = self.moe_shared_expert_intermediate_size
         return self.component(MLPSpec, ffn_hidden_size=width) if width else None
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Returns router, experts and shared expert."""
+        """Returns the parameters of router, experts and shared expert."""
         router = {
             name: ParameterSpec(sharding, prod(sharding.shape))
             for name, sharding in self.router().items()
@@ -173,31 +173,31 @@ class MoESpec(MoEConfig, Mixer):
         return found
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
-        """Returns what routing, dispatch and experts keep."""
+        """Returns the bytes that routing, dispatch and experts save."""
         return {} if layer_pass.recompute.selects("moe") else expert_activations(self, layer_pass)
 
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:
-        """Returns the part that keeps the input itself, not a copy in higher precision."""
+        """Returns the part that saves the input itself and not a copy in higher precision."""
         wide = layer_pass.saved_bytes.activation >= 4
         if layer_pass.recompute.selects("moe") or wide or self.moe_shared_expert_intermediate_size:
             return "up"
         return None
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuses ranks that cannot share out experts, or the channels of each."""
+        """Refuses sizes that do not divide the experts, or the channels of each."""
         check_divisible(self, "num_experts", "ep", layout.ep)
         axis = "tp" if layout.etp is None else "etp"
         check_divisible(self, "moe_ffn_hidden_size", axis, layout.expert_tp, "the experts' ")
-        if self.has_mlp_bias:  # that of the second matrix is cut, too
+        if self.has_mlp_bias:  # the bias of the second matrix is cut too
             check_divisible(self, "hidden_size", axis, layout.expert_tp, "the experts' ")
         check_divisible(self, "moe_shared_expert_intermediate_size", "tp", layout.tp)
 
     def unsupported_reason(self, feature: Feature) -> UnsupportedFeature | None:
-        """Returns what is not proven for experts, and a router that learns nothing."""
+        """Returns the features that are unproven for experts, and a router without a gradient."""
         if feature == "from_scratch":
             if self.moe_router_topk > 1 or self.moe_router_pre_softmax:
                 return None
-            return UnsupportedFeature("{moe_router_topk}", _UNTAUGHT)
+            return UnsupportedFeature("{moe_router_topk}", _NO_ROUTER_GRADIENT)
         why = _REFUSED.get(feature)
         return None if why is None else UnsupportedFeature("{num_experts:name}", why)
 

@@ -1,1 +1,1 @@
-"""Normalisation of the residual stream."""
+"""Normalization of the residual stream."""

@@ -1,4 +1,4 @@
-"""Normalisation of the residual stream: LayerNorm or RMSNorm."""
+"""Normalization of the residual stream: LayerNorm or RMSNorm."""
 
 from jaxtyping import Float
 from megatron_kernels import layer_norm, rms_norm
@@ -9,9 +9,9 @@ from megatron_models.placement import Placement
 
 
 class Norm(nn.Module):
-    """LayerNorm, or RMSNorm without a bias, as the description says.
+    """LayerNorm, or RMSNorm without a bias.
 
-    Values are filled by `initialize_parameters`: gain 1, bias 0.
+    `initialize_parameters` sets the gain to 1 and the bias to 0.
     """
 
     weight: Tensor
@@ -25,7 +25,7 @@ class Norm(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "*rows h"]) -> Float[Tensor, "*rows h"]:
-        """Normalises the last dimension."""
+        """Normalizes the last dim."""
         if self.bias is None:
             return rms_norm(x, self.weight, self.epsilon)
         return layer_norm(x, self.weight, self.bias, self.epsilon)

@@ -1,4 +1,4 @@
-"""Normalisation as plain data. Importing this module does not import torch."""
+"""Normalization as plain data. Importing this module does not import torch."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -15,31 +15,31 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig(StreamConfig):
-    """Which normalisation, the same in the whole model."""
+    """Type and epsilon of normalization, the same in the whole model."""
 
     normalization: Normalization = field(
         default="LayerNorm",
         metadata=flag(
             "--normalization",
-            "normalisation before attention, before the feed-forward layer and at the end",
+            "normalization before attention, before the feed-forward layer and at the end",
             choices=get_args(Normalization),
         ),
     )
     norm_epsilon: float = field(
         default=1e-05,
-        metadata=flag("--norm-epsilon", "added to the variance in normalisation", positive=True),
+        metadata=flag("--norm-epsilon", "added to the variance in normalization", positive=True),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec(NormConfig):
-    """LayerNorm, or RMSNorm without a bias; every rank holds all of it."""
+    """LayerNorm, or RMSNorm without a bias, replicated on every rank."""
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """Returns how gain and bias are held.
+        """Returns the shardings of gain and bias.
 
-        Under sequence parallelism a tensor-parallel rank normalises its part of the sequence only,
-        so that its gradient is a part of the sum over those ranks.
+        Under sequence parallelism a tensor-parallel rank normalizes only its part of the sequence,
+        so its gradient is a partial sum over these ranks.
         """
         shape, partial = (self.hidden_size,), "tp" if sequence_parallel else None
         found = {"weight": Sharding(shape, init=ONES, partial=partial)}
@@ -48,12 +48,12 @@ class NormSpec(NormConfig):
         return found
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Returns gain and bias, which no token is multiplied with as with a matrix."""
+        """Returns gain and bias, which have no multiply-adds."""
         cuts = self.shardings(sequence_parallel)
         return {name: ParameterSpec(sharding) for name, sharding in cuts.items()}
 
     def activation_bytes(self, layer_pass: LayerPass) -> int:
-        """Returns the bytes that it keeps for its backward pass."""
+        """Returns the bytes saved for the backward pass."""
         saved_bytes = layer_pass.saved_bytes
         stream = layer_pass.stream_tokens * self.hidden_size
         statistics = 2 if self.normalization == "LayerNorm" else 1
