@@ -566,10 +566,10 @@ def test_calls_out_of_turn_are_refused(single: Mesh) -> None:
     with pytest.raises(LayoutError, match=r"not summed yet: call finish\(\)"):
         buffers.gradients()
     buffers.begin(last=True)
-    with pytest.raises(LayoutError, match=r"begin\(\) after the last backward pass"):
+    with pytest.raises(LayoutError, match=r"begin\(\) after begin\(last=True\)"):
         buffers.begin()
     weight.sum().backward()
-    with pytest.raises(LayoutError, match=r"'w' came after its bucket"):
+    with pytest.raises(LayoutError, match=r"'w' came after the reduction of its bucket"):
         weight.sum().backward()
     with pytest.raises(LayoutError, match=r"zero\(\) while"):
         buffers.zero()
@@ -578,7 +578,7 @@ def test_calls_out_of_turn_are_refused(single: Mesh) -> None:
         buffers.finish()
     with pytest.raises(LayoutError, match=r"begin\(\) after finish\(\): call zero\(\)"):
         buffers.begin()
-    with pytest.raises(LayoutError, match=r"'w' came after its bucket"):
+    with pytest.raises(LayoutError, match=r"'w' came after the reduction of its bucket"):
         weight.sum().backward()
     buffers.zero()
     buffers.begin()
@@ -600,5 +600,5 @@ def test_a_late_gradient_is_refused_before_it_spoils_a_sum(worker_pool: WorkerPo
         weight.sum().backward()
         weight.sum().backward()
 
-    with pytest.raises(WorkerError, match="announce the last backward pass of a step only"):
+    with pytest.raises(WorkerError, match="pass last=True only to the last backward pass"):
         worker_pool.run_mesh(ParallelLayout(dp=2), careless)

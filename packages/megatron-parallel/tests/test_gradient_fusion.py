@@ -285,7 +285,7 @@ def test_a_product_that_comes_too_late_is_refused(single: Mesh) -> None:
     model, buffers = built(single)
     fuse_gradient_accumulation([model], [buffers])
     truth = step(model, buffers)
-    with pytest.raises(LayoutError, match="came after its bucket had been handed"):
+    with pytest.raises(LayoutError, match="came after the reduction of its bucket"):
         model(tokens(0)).backward()
     for name, gradient in buffers.gradients().items():
         assert torch.equal(gradient, truth[name])

@@ -177,7 +177,7 @@ def test_gradients_are_added_up_in_bf16_only_where_asked_for(single: Mesh) -> No
 
     assert added(DataParallelConfig()) == 259.0
     assert added(IN_BF16) == 256.0
-    with pytest.raises(LayoutError, match="give --grad-reduce-in-bf16 too"):
+    with pytest.raises(LayoutError, match="add --grad-reduce-in-bf16"):
         DataParallelConfig(ddp_reduce_scatter_with_fp32_accumulation=True)
 
 

@@ -35,10 +35,10 @@ def test_groups_of_layers():
     ("given", "message"),
     [
         ({"granularity": "full"}, "granularity full needs method and num_layers of at least 1"),
-        ({"method": "uniform"}, "method uniform is about whole layers: give granularity full"),
-        ({"num_layers": 3}, "num_layers 3 is about whole layers"),
-        ({"distribute_saved_activations": True}, "distribute_saved_activations is about whole"),
-        ({"modules": ("moe_act",)}, "modules moe_act is none of core_attn, mlp, moe, layernorm"),
+        ({"method": "uniform"}, "method uniform needs whole layers: add granularity full"),
+        ({"num_layers": 3}, "num_layers 3 needs whole layers"),
+        ({"distribute_saved_activations": True}, "distribute_saved_activations needs whole"),
+        ({"modules": ("moe_act",)}, "modules moe_act is unknown: use core_attn, mlp, moe"),
         ({"cpu_offloading_num_layers": -1}, "cpu_offloading_num_layers -1 is negative"),
         (
             {
@@ -46,7 +46,7 @@ def test_groups_of_layers():
                 "modules": ("layernorm",),
                 "cpu_offloading_num_layers": 1,
             },
-            "cannot move what modules layernorm keeps",
+            "cannot offload what modules layernorm saves",
         ),
     ],
 )
@@ -60,7 +60,7 @@ def test_kept_parts_are_of_no_use_where_every_rank_has_its_part_anyway():
         granularity="full", method="uniform", num_layers=1, distribute_saved_activations=True
     )
     plan.check(ParallelLayout(tp=2, dp=1), sequence_parallel=False)
-    with pytest.raises(LayoutError, match="with sequence parallelism every rank has only its part"):
+    with pytest.raises(LayoutError, match="with sequence parallelism every rank has only"):
         plan.check(ParallelLayout(tp=2, dp=1), sequence_parallel=True)
 
 

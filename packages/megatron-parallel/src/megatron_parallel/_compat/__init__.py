@@ -1,6 +1,11 @@
-"""Every contact with private or fast-moving parts of torch, in one place.
+"""All uses of private or changing parts of torch.
 
-`_compat.pipelining` is imported by itself: it imports torch's pipelining, which takes seconds.
+- `autograd`: queries of the autograd engine, saved-tensor hooks, weak references to storages.
+- `collectives`: torch's collectives, under the names of each version of torch.
+- `fully_sharded`: torch's `fully_shard` with our collectives.
+- `groups`: the key-value store of the job, process groups and aborting them.
+- `pipelining`: torch's pipeline schedules. Import it explicitly: importing torch's pipelining takes
+  seconds.
 """
 
 from megatron_parallel._compat.autograd import (

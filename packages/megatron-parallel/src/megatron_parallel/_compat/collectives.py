@@ -1,4 +1,4 @@
-"""torch's collectives, under the names that its versions give them."""
+"""torch's collectives, under the names of each version of torch."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,14 +11,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    """Fills `whole` with the parts of all members, along dim 0."""
+    """Fills `whole` with the shards of all ranks of the group, along dim 0."""
     _all_gather(whole, part, group=group)
 
 
 def reduce_scatter(
     part: Tensor, whole: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> None:
-    """Fills `part` with this member's part, along dim 0, of the reduced `whole`."""
+    """Fills `part` with this rank's shard, along dim 0, of the reduced `whole`."""
     _reduce_scatter(part, whole, op, group=group)
 
 
@@ -28,21 +28,21 @@ def start_all_reduce(t: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts filling `whole` with the parts of all members; `part` may be a view of it."""
+    """Starts filling `whole` with the shards of all ranks; `part` may be a view of it."""
     return _started(_all_gather(whole, part, group=group, async_op=True))
 
 
 def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts summing this member's part of `whole` into `part`, which may be a view of it."""
+    """Starts summing this rank's shard of `whole` into `part`, which may be a view of `whole`."""
     return _started(_reduce_scatter(part, whole, group=group, async_op=True))
 
 
 def start_all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts sending each member its part of `sent`, along dim 0."""
+    """Starts sending each rank its slice of `sent`, along dim 0."""
     return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
 
 
 def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:  # only to ranks outside of the group
-        raise RuntimeError("the collective gave no work to wait for")
+    if work is None:  # only on ranks outside of the group
+        raise RuntimeError("this rank is not in the group of the collective")
     return work

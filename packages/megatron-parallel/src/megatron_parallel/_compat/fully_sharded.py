@@ -17,17 +17,17 @@ class Named(AbstractContextManager[None], Protocol):
     """Names the collective that fails in its block, as `raise_collective_errors` does."""
 
     def for_launch(self) -> AbstractContextManager[None]:
-        """Returns the same for a block that starts what a later block waits for."""
+        """Returns the same for a block that starts a collective which a later block waits for."""
 
 
 class ShardedModule:
-    """What torch's `fully_shard` has made of a stage and its units."""
+    """A module and its units after torch's `fully_shard`."""
 
     def __init__(self, units: Sequence[Any]) -> None:
         self._units = units  # the stage itself comes last
 
     def set_gradient_sync(self, wanted: bool) -> None:
-        """Whether the next backward pass sums gradients over the ranks, or only adds them up."""
+        """Sets whether the next backward pass sums gradients over ranks or accumulates them."""
         self._units[-1].set_requires_gradient_sync(wanted)
 
     def reshard(self) -> None:
@@ -50,11 +50,11 @@ def fully_shard(
     on_start: Callable[[str, Tensor], None],
     name_failures: Callable[[str, Tensor], Named],
 ) -> ShardedModule:
-    """Cuts the parameters of `module` over `inner`; gradients are sums, over `outer` too.
+    """Shards the parameters of `module` over `inner`; sums gradients over `inner` and `outer`.
 
-    `ranks` are the global ranks of both groups, a row for each inner one. `on_start` is called with
-    each all-gather and reduce-scatter. They start and are waited for in the context that
-    `name_failures` returns.
+    `ranks` are the global ranks of both groups, with a row for each inner group. `on_start` is
+    called with each all-gather and reduce-scatter. These start, and are waited for, in the context
+    that `name_failures` returns.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -63,7 +63,7 @@ def fully_shard(
     from torch.distributed.tensor import Shard
 
     class NamedWork(dist.Work):
-        """torch waits for it long after the call, elsewhere."""
+        """Work that torch waits for after the call has returned."""
 
         def __init__(self, work: dist.Work, named: Named) -> None:
             super().__init__()
@@ -134,6 +134,6 @@ def fully_shard(
 
 @torch.no_grad()
 def local_part(t: Tensor) -> Tensor:
-    """Returns what this rank holds of a `DTensor`, in the same memory."""
+    """Returns this rank's shard of a `DTensor`, in the same memory."""
     part: Tensor = t._local_tensor  # type: ignore[attr-defined]
     return part

@@ -15,9 +15,9 @@ Store = _distributed_c10d.Store  # torch.distributed has this, but its type stub
 def tcp_store(
     address: str, port: int, size: int, timeout: timedelta, listener: int | None = None
 ) -> Store:
-    """Returns the key-value store of `size` ranks, when all of them have come.
+    """Returns the key-value store of `size` ranks, when all of them have connected.
 
-    The rank that keeps it gives `listener`, a socket's descriptor, which torch takes over.
+    The rank that hosts it passes `listener`, a socket's file descriptor, which torch takes over.
     """
     return _distributed_c10d.TCPStore(
         address,
@@ -30,18 +30,18 @@ def tcp_store(
 
 
 def default_store() -> Store:
-    """Returns the key-value store the default process group was built on."""
+    """Returns the key-value store of the default process group."""
     return distributed_c10d._get_default_store()
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Gives up what is under way on these groups and the default one, from any thread."""
+    """Aborts the collectives in flight on these groups and the default one, from any thread."""
     whole = [*groups, *([dist.group.WORLD] if dist.is_initialized() and dist.group.WORLD else [])]
     nccl: Any = None
     if dist.is_nccl_available():
         found = [group._get_backend(torch.device("cuda")) for group in whole if _has_nccl(group)]
         nccl = next(iter(found), None)
-    if nccl is not None:  # in one NCCL group, else aborts of several communicators may deadlock
+    if nccl is not None:  # in one NCCL group: separate aborts of communicators may deadlock
         nccl._group_start()
     for group in whole:
         group.abort()
@@ -56,12 +56,12 @@ def _has_nccl(group: dist.ProcessGroup) -> bool:
 def new_groups(
     groups: list[tuple[int, ...]], timeout: timedelta
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Creates process groups, on all ranks in the same order; returns those this rank is in.
+    """Creates process groups, in the same order on all ranks; returns those that have this rank.
 
-    Groups of others cost a rank a counter: torch does not wait there (unless it is asked to, by
-    `TORCH_DIST_INIT_BARRIER=1`). `use_local_synchronization` would leave them out, but it names a
-    group by how many groups its rank has, and ranks that have more of them, as those with tied
-    embeddings do, would wait for one another under different names.
+    A group without this rank costs only a counter: torch does not wait there, unless
+    `TORCH_DIST_INIT_BARRIER=1`. `use_local_synchronization` would skip such groups, but it names a
+    group by the number of groups of its rank. Ranks with more groups, as those with tied embeddings
+    have, would then wait for one another under different names.
     """
     mine = {}
     rank = dist.get_rank()

@@ -1,6 +1,6 @@
-"""torch's pipeline schedules, and what they ask of a stage in each version of torch.
+"""torch's pipeline schedules, and what they need of a stage in each version of torch.
 
-Imported where there is a pipeline only: torch's pipelining takes seconds to import.
+Imported only where there is a pipeline: importing torch's pipelining takes seconds.
 """
 
 import logging
@@ -18,40 +18,46 @@ from megatron_parallel.pipeline.order import Action
 
 
 class BareStage(PipelineStage):
-    """A stage of which torch's schedules prepare nothing.
+    """A stage for which torch's schedules prepare nothing.
 
-    From 2.11 to 2.13 torch changed how a stage prepares its buffers, checks what goes in and out,
-    and infers shapes by a hidden forward pass. A subclass of this one keeps its own tensors and
-    overrides every pass and every list of messages, so none of that is used. What is left of
-    torch's stage is its place among the others.
+    From 2.11 to 2.13 torch changed how a stage prepares its buffers, checks its inputs and outputs,
+    and infers shapes with a hidden forward pass. Subclasses of this class keep their own tensors
+    and override every pass and every list of messages, so they use none of that. What remains of
+    torch's stage is its index.
     """
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
     ) -> Any:
-        """Called before the first step."""
-        # torch 2.13 looks here for messages between stages that are no neighbours.
+        """Prepares nothing; torch calls it before the first step."""
+        # torch 2.13 looks here for messages between stages that are not neighbours.
         self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
         self.act_send_info = {}
         return ()
 
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
-        """Called before the first step with backward passes."""
+        """Prepares nothing; torch calls it before the first step with backward passes."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Called before the first step of torch below 2.13, to connect neighbours.
+        """Returns no operations; torch below 2.13 connects neighbours with them before a step.
 
-        At the bottom of a V it would connect a rank with itself, which Gloo cannot. The ranks of a
-        pipeline are connected: before every step they gather a digest of it.
+        At the bottom of a V they would connect a rank with itself, which Gloo cannot. The ranks of
+        a pipeline are connected already: before every step they gather a digest of it.
         """
         return []
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Called after both, to drop the gradients of a hidden pass: there was none."""
+        """Does nothing; torch drops the gradients of its hidden pass here, which did not run."""
 
 
 class OverlappedPass(NamedTuple):
-    """One pass of a pair: what it is, what waits for its input, and what runs it then."""
+    """One of two passes that overlap.
+
+    Attributes:
+        action: The pass.
+        receive: Waits for its input.
+        run: Runs it.
+    """
 
     action: Action
     receive: Callable[[], None]
@@ -65,12 +71,12 @@ def build_planned_schedule(
     plans: Sequence[Sequence[tuple[Action, ...]]],
     run_pair: Callable[[OverlappedPass, OverlappedPass], None] | None,
 ) -> Any:
-    """Returns a schedule of our own: torch adds to the plan of each rank what is sent and received.
+    """Returns a schedule that runs our plans; torch adds the sends and receives of each rank.
 
-    Of a pair, `run_pair` is given the forward and the backward pass; plans without pairs need none.
+    `run_pair` runs a forward and a backward pass that overlap. Plans without such pairs need none.
     """
     kinds = torchs._ComputationType
-    here = {stage.stage_index: stage for stage in stages}
+    stage_of_index = {stage.stage_index: stage for stage in stages}
     schedule: Any = torchs._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
         list(stages), micro_batches, loss_fn=loss, scale_grads=False
     )
@@ -99,13 +105,13 @@ def build_planned_schedule(
         )
 
     def one_of_pair(action: Any, context: Any) -> OverlappedPass:
-        stage, number = here[action.stage_index], action.microbatch_index
-        ahead = action.computation_type == kinds.FORWARD
-        there = schedule.fwd_recv_ops if ahead else schedule.bwd_recv_ops
-        run = partial(forward if ahead else backward, stage, number, context)
+        stage, number = stage_of_index[action.stage_index], action.microbatch_index
+        is_forward = action.computation_type == kinds.FORWARD
+        receives = schedule.fwd_recv_ops if is_forward else schedule.bwd_recv_ops
+        run = partial(forward if is_forward else backward, stage, number, context)
 
         def receive() -> None:
-            for work in there.pop((action.stage_index, number), ()):
+            for work in receives.pop((action.stage_index, number), ()):
                 work.wait()
 
         return OverlappedPass(ours[action], receive, run)
@@ -135,9 +141,9 @@ def run_schedule(
     *,
     backward: bool,
 ) -> None:
-    """One step over micro-batches as they are; torch's `step` would split a batch of tensors.
+    """Runs one step over micro-batches as they are; torch's `step` would split a batch of tensors.
 
-    Each micro-batch is the target of the loss and the keyword argument `micro_batch` of stages.
+    Each micro-batch is the target of the loss, and the keyword argument `micro_batch` of stages.
     """
     schedule._has_backward = backward
     schedule._internal_losses.clear()
@@ -159,7 +165,7 @@ def run_schedule(
 
 @contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Errors of this logger are details: it dumps whole schedules, and the error is raised too."""
+    """Demotes errors of this logger, which dumps whole schedules, to debug; they are raised too."""
 
     def demote(record: logging.LogRecord) -> bool:
         if record.levelno > logging.DEBUG:

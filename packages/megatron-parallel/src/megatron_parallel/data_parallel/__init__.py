@@ -1,4 +1,4 @@
-"""Data parallelism: gradients in contiguous buckets, summed while the backward pass still runs."""
+"""Data parallelism: gradients in contiguous buckets, reduced while the backward pass still runs."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""One bucket: flat storage, a view of it for each parameter, and a sum in flight."""
+"""One bucket: flat storage, a view of it for each parameter, and a reduction in flight."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -15,8 +15,8 @@ from megatron_parallel.data_parallel.finite import NonFiniteGradient
 from megatron_parallel.data_parallel.plan import BucketPlan
 from megatron_parallel.data_parallel.reduction import (
     AsyncCollectives,
+    CollectiveSequence,
     ReductionAxes,
-    Sum,
     all_reduce_bucket,
     reduce_in_bf16,
     reduce_scatter_bucket,
@@ -25,7 +25,7 @@ from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import Axis
 
 PURPOSE: Final = "gradients"
-"""What the messages of a sum are for, in `Traffic`."""
+"""Purpose of the reductions' collectives, as reported in `Traffic`."""
 
 
 class BucketCollective(NamedTuple):
@@ -35,9 +35,9 @@ class BucketCollective(NamedTuple):
         axis: Name of the axis.
         operation: For example `all_reduce of gradients`.
         parameters: Names of the parameters in the bucket, in backward order.
-        nbytes: Bytes handed in.
+        nbytes: Bytes of the input.
         launched: When it started (`time.perf_counter`).
-        exposed: How long the device waited for it: communication that nothing hid.
+        exposed: How long the device waited for it: communication that was not hidden.
     """
 
     axis: str
@@ -48,13 +48,13 @@ class BucketCollective(NamedTuple):
     exposed: ExposedTime
 
     @property
-    def stall_seconds(self) -> float:
-        """Seconds of `exposed`; on CUDA devices reading them waits for the stream."""
+    def exposed_seconds(self) -> float:
+        """Seconds of `exposed`. On CUDA devices, reading them synchronizes with the stream."""
         return self.exposed.seconds
 
     @classmethod
     def of(cls, started: AsyncCollective, parameters: Iterable[str]) -> "BucketCollective":
-        """Returns what a collective did that has been waited for."""
+        """Returns the record of a collective that has been waited for."""
         return cls(
             started.axis.name,
             started.operation,
@@ -66,16 +66,16 @@ class BucketCollective(NamedTuple):
 
 
 class Bucket:
-    """Gradients of a few parameters, and their sum over a route, then over `further` axes.
+    """Gradients of a few parameters, reduced over `axes`, then over `extra_axes`.
 
-    Of a parameter in full precision, `.grad` is the gradient: the first micro-batch's is copied
-    into the bucket, `.grad` becomes the view of it, and autograd adds the others in place. Of a
-    parameter in low precision, `.grad` is what has not been added to the bucket yet. The product
-    that makes a fused gradient adds it up itself, where `place` says.
+    For a parameter in main precision, `.grad` is the gradient: the first micro-batch's gradient is
+    copied into the bucket, `.grad` becomes the view of it, and autograd adds the others in place.
+    For a low-precision parameter, `.grad` holds only what has not been added to the bucket yet. A
+    fused product adds a gradient itself, into its `accumulation_target`.
 
-    A sharded bucket sums each rank's shard only; of `flat`, nothing but `shard` means anything
-    after that. A bucket that neither sums nor widens has no storage (`flat` is None): the gradients
-    stay where autograd puts them.
+    A sharded bucket reduces each rank's shard only; afterwards the rest of `flat` is undefined. A
+    bucket that neither reduces nor has low-precision parameters has no storage (`flat` is None):
+    gradients stay where autograd puts them.
     """
 
     def __init__(
@@ -96,29 +96,29 @@ class Bucket:
         self.axes = axes
         self.extra_axes = tuple(other for other in extra_axes if other.size > 1)
         self.sharded = sharded
-        self.checked = config.check_for_nan_in_loss_and_grad
-        self.bf16_wire = (
+        self.checks_finite = config.check_for_nan_in_loss_and_grad
+        self.sends_bf16 = (
             config.ddp_reduce_scatter_with_fp32_accumulation
             and plan.parameter_dtype == torch.bfloat16
         )
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
         self.pending: set[str] = set()
         self.launched = False
-        self._own_total: Tensor | None = None  # not finite if a gradient of this rank is not
+        self._local_total: Tensor | None = None  # finite only if this rank's gradients are
         self.reductions: list[BucketCollective] = []
-        self._sum: Sum | None = None
-        self._started: AsyncCollective | None = None  # what the sum waits for
-        self._widened = {n for n, p in self.parameters.items() if p.dtype != plan.dtype}
-        self._empty = set(self._widened)  # of those, whose views hold nothing of this step yet
+        self._sum: CollectiveSequence | None = None
+        self._started: AsyncCollective | None = None  # the collective in flight
+        self._low_precision = {n for n, p in self.parameters.items() if p.dtype != plan.dtype}
+        self._unwritten = set(self._low_precision)  # those without a gradient in this step yet
         self.closed = False
         self.dummy_gradient = torch.zeros((), dtype=plan.parameter_dtype, device=plan.device)
-        """A gradient that a fused product has added up already is this number, expanded."""
+        """Expanded, what autograd gets as the gradient of a weight whose product has added it."""
         self._fused: set[str] = set()
-        self._aside: dict[str, Tensor | None] | None = None  # `.grad` of those in a split pass
+        self._saved_grads: dict[str, Tensor | None] | None = None  # of `_fused`, in a weight half
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
         self.views: dict[str, Tensor] = {}
-        if axes.size > 1 or self.extra_axes or self._widened:
+        if axes.size > 1 or self.extra_axes or self._low_precision:
             self.flat = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
             self.shard = self.flat[slice(*plan.shard_range(axes.inner.index))]
             self.views = {
@@ -127,75 +127,78 @@ class Bucket:
 
     @torch.no_grad()
     def collect_gradient(self, name: str) -> None:
-        """Brings what autograd left on `.grad` into the bucket."""
+        """Moves a gradient that autograd left on `.grad` into the bucket."""
         parameter, view = self.parameters[name], self.views[name]
         gradient = parameter.grad
         if gradient is None or gradient is view:
             return
-        if name not in self._widened:
+        if name not in self._low_precision:
             view.copy_(gradient)
             parameter.grad = view
             return
-        if name in self._empty:
+        if name in self._unwritten:
             view.copy_(gradient)
-            self._empty.remove(name)
+            self._unwritten.remove(name)
         else:
             view.add_(gradient)
         parameter.grad = None
 
     def mark_fused(self, name: str) -> None:
-        """Says that products add up the gradient of this weight, at its `place`."""
+        """Records that products add the gradient of this weight into its `accumulation_target`."""
         self._fused.add(name)
 
     def accumulation_target(self, name: str) -> tuple[Tensor, bool]:
-        """Where a product adds up the gradient of a weight, and whether it is the first one there.
+        """Returns the tensor to which a product adds the gradient of a weight.
 
-        Raises `LayoutError` if the bucket has been handed to the other ranks.
+        Returns also whether the product is the first one there and overwrites the tensor.
+
+        Raises:
+            LayoutError: The bucket's reduction has started.
         """
         if self.launched:
             raise late_gradient_error(name)
-        if name in self._widened:
-            first = name in self._empty
-            self._empty.discard(name)
+        if name in self._low_precision:
+            first = name in self._unwritten
+            self._unwritten.discard(name)
             return self.views[name], first
         parameter = self.parameters[name]
-        if self._aside is None and self.views:
+        if self._saved_grads is None and self.views:
             self.collect_gradient(name)
-        held = parameter.grad if self._aside is None else self._aside[name]
+        held = parameter.grad if self._saved_grads is None else self._saved_grads[name]
         if held is not None:
             return held, False
         held = self.views[name] if self.views else torch.empty_like(parameter, requires_grad=False)
-        if self._aside is None:
+        if self._saved_grads is None:
             parameter.grad = held
         else:
-            self._aside[name] = held
+            self._saved_grads[name] = held
         return held, True
 
     @property
     def in_weight_backward(self) -> bool:
-        """Whether the weight half of a split backward pass is under way."""
-        return self._aside is not None
+        """Whether the weight half of a split backward pass is running."""
+        return self._saved_grads is not None
 
     def begin_weight_backward(self) -> None:
-        """Before the weight half of a split pass, which adds what it is returned to `.grad`.
+        """Prepares for the weight half of a split pass, which adds returned gradients to `.grad`.
 
-        Of fused gradients that is `nothing`: their `.grad` must not be in the way, or adding it
-        would cost what was saved.
+        The gradient returned for a fused weight is `dummy_gradient`. Its `.grad` is set aside,
+        since adding to it would cost the pass over memory that fusion saves.
         """
-        self._aside = {name: self.parameters[name].grad for name in self._fused}
+        self._saved_grads = {name: self.parameters[name].grad for name in self._fused}
         for name in self._fused:
             self.parameters[name].grad = None
 
     @torch.no_grad()
     def end_weight_backward(self) -> None:
-        """After it."""
-        aside, self._aside = self._aside or {}, None
+        """Restores `.grad` of fused weights after the weight half; collects the other gradients."""
+        aside, self._saved_grads = self._saved_grads or {}, None
         for name, held in aside.items():
             parameter = self.parameters[name]
             left, parameter.grad = parameter.grad, held
             if left is None or left.data_ptr() == self.dummy_gradient.data_ptr():
                 continue
-            if held is None:  # another use of the weight
+            if held is None:  # a use of the weight that is not fused
                 parameter.grad = left
             else:
                 held.add_(left)
@@ -203,18 +206,18 @@ class Bucket:
             self.collect_gradient(name)
 
     def launch(self) -> None:
-        """Starts the sum; nothing may be added from now on."""
+        """Starts the reduction; nothing may be added to the bucket from now on."""
         self.launched = True
         if self.flat is None or self.shard is None:
             return
         for name, view in self.views.items():
             self.collect_gradient(name)
             self._fill_if_empty(name, view)
-        if self.checked:
-            # Looked at only if something turns out wrong; of all tests the cheapest.
-            self._own_total = self.flat.sum()
+        if self.checks_finite:
+            # The cheapest check; read only if a reduced gradient is not finite.
+            self._local_total = self.flat.sum()
         operands = (self.flat, self.shard, self.axes, self.collectives)
-        if self.bf16_wire:
+        if self.sends_bf16:
             self._sum = reduce_in_bf16(*operands, whole=not self.sharded)
         else:
             self._sum = (
@@ -223,15 +226,15 @@ class Bucket:
         self._proceed()
 
     def _fill_if_empty(self, name: str, view: Tensor) -> None:
-        """Zeros the gradient of a parameter that no backward pass of the step reached."""
-        if name in self._empty:
+        """Sets the gradient of a parameter that no backward pass of the step reached to zero."""
+        if name in self._unwritten:
             view.zero_()
-            self._empty.remove(name)
-        elif name not in self._widened and self.parameters[name].grad is None:
+            self._unwritten.remove(name)
+        elif name not in self._low_precision and self.parameters[name].grad is None:
             self.parameters[name].grad = view.zero_()
 
     def _proceed(self) -> None:
-        """Starts the next collective of the sum."""
+        """Starts the next collective of the reduction."""
         if self._sum is not None:
             self._started = next(self._sum, None)
         if self._started is None:
@@ -239,57 +242,57 @@ class Bucket:
 
     @property
     def needs_several_collectives(self) -> bool:
-        """Whether its sum is several collectives, one after another."""
-        return self.axes.outer is not None or (self.bf16_wire and not self.sharded)
+        """Whether the reduction is several collectives, one after another."""
+        return self.axes.outer is not None or (self.sends_bf16 and not self.sharded)
 
     @property
     def done(self) -> bool:
-        """Whether the sum was started and nothing of it is under way."""
+        """Whether the reduction has started and none of its collectives is in flight."""
         return self.launched and (self._started is None or self._started.is_completed)
 
     def advance(self) -> None:
-        """Of a sum of several collectives, start the next one, when that before it is there."""
+        """Waits for the collective in flight and starts the next one of the reduction."""
         if self._started is not None:
             self._wait(self._started)
             self._proceed()
 
     def wait(self) -> None:
-        """Returns when the sum over the route is there."""
+        """Returns when the reduction over `axes` is complete."""
         while self._started is not None:
             self.advance()
 
     def reduce_extra_axes(self) -> None:
-        """Sums over the further axes, after `wait`: partial gradients, then twins of a tied weight.
+        """Sums over `extra_axes`, after `wait`: partial gradients, then copies of a tied weight.
 
-        The ranks of such an axis have summed over their own data-parallel ranks by then, in buckets
-        of equal length, so whatever shard of the bucket a rank keeps, the others keep the same.
+        The ranks of such an axis have by then summed over their own data-parallel ranks, in buckets
+        of equal length. So all of them hold the same shard of the bucket.
         """
-        kept = self.shard if self.sharded else self.flat
-        if kept is None:
+        local = self.shard if self.sharded else self.flat
+        if local is None:
             return
         for axis in self.extra_axes:
-            self._wait(self.collectives.all_reduce(kept, axis))
+            self._wait(self.collectives.all_reduce(local, axis))
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """By name, in main precision; zero where the backward pass came to nothing.
+        """Returns main gradients by name; zero for a parameter that no backward pass reached.
 
-        Of a sharded bucket, what lies in this rank's shard (`BucketPlan.split_shard`).
+        For a sharded bucket, returns this rank's ranges of them (`BucketPlan.split_shard`).
         """
         if self.sharded and self.shard is not None:
             return self.plan.split_shard(self.shard, self.axes.inner.index)
         if self.flat is not None:
             return dict(self.views)
-        where_autograd_puts_them = {
+        local = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.parameters.items()
         }
-        if self.sharded and not self.plan.whole:  # over one rank: its shard is all of them
-            return {name: gradient.view(-1) for name, gradient in where_autograd_puts_them.items()}
-        return where_autograd_puts_them
+        if self.sharded and not self.plan.whole:  # one rank, whose shard is the whole bucket
+            return {name: gradient.view(-1) for name, gradient in local.items()}
+        return local
 
     def nonfinite_gradients(self) -> list[NonFiniteGradient]:
-        """Summed gradients that are NaN or infinite, and whether this rank's own share was."""
-        total = self._own_total
+        """Returns summed gradients that are NaN or infinite, and whether this rank's own were."""
+        total = self._local_total
         own = None if total is None else not bool(total.isfinite())
         return [
             NonFiniteGradient(f"bucket {self.label}", name, bool(gradient.isnan().any()), own)
@@ -298,10 +301,10 @@ class Bucket:
         ]
 
     def clear(self) -> None:
-        """Forgets all gradients. Nothing is written: the next ones overwrite the old."""
+        """Drops all gradients. No memory is written: the next gradients overwrite it."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._empty = set(self._widened)
+        self._unwritten = set(self._low_precision)
         self.pending = set()
         self.launched = False
         self.reductions = []
@@ -316,8 +319,8 @@ class Bucket:
 
 
 def late_gradient_error(name: str) -> LayoutError:
-    """Returns a gradient came when the sum of its bucket had started."""
+    """Returns the error for a gradient added after the reduction of its bucket has started."""
     return LayoutError(
-        f"a gradient of {name!r} came after its bucket had been handed to the other ranks: "
-        "announce the last backward pass of a step only, and call zero() before the next"
+        f"a gradient of {name!r} came after the reduction of its bucket had started: pass "
+        "last=True only to the last backward pass of a step, and call zero() before the next step"
     )

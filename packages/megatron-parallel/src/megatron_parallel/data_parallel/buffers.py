@@ -1,4 +1,4 @@
-"""Gradient buffers: what a data-parallel rank does between its backward passes and its optimizer.
+"""Gradient buffers: accumulate and reduce gradients between backward passes and optimizer.
 
     buffers = GradientBuffers(model.named_parameters(), collect_shardings(model), mesh)
     for number, batch in enumerate(micro_batches):
@@ -9,20 +9,20 @@
     buffers.zero()
 
 Gradients are *summed* over the axis, never averaged: the loss is already divided by the number of
-true tokens of the global batch, so every token has the same weight however many of them a rank got.
-Two kinds are summed once more in `finish()`: those of parameters whose tensor-parallel ranks saw
-different positions (`Sharding.partial`), and those of a weight that two pipeline stages share.
+true tokens of the global batch, so every token has the same weight on every rank. `finish()` sums
+two kinds once more: gradients of parameters whose tensor-parallel ranks saw different positions
+(`Sharding.partial`), and gradients of a weight that two pipeline stages share.
 
-In the last micro-batch the sum of a bucket starts as soon as its gradients are complete, while the
-backward pass goes on. There are two ways of telling that they are:
+In the last micro-batch the reduction of a bucket starts as soon as its gradients are complete,
+while the backward pass continues. Two signals mark them complete:
 
 - `begin(last=True)` before a plain backward pass: hooks on the parameters report each gradient.
 - `start_reductions()` from a pipeline schedule, once this stage has no backward pass left.
-  Under schedules that split the backward pass, weight gradients appear without any hook being
-  called, so nothing is counted there; `weight_backward()` is around its weight half.
+  Schedules that split the backward pass add weight gradients without calling hooks; they run the
+  weight half inside `weight_backward()`.
 
-Buckets start in one fixed order on all ranks, also where a rank does not use a parameter. Without
-either signal, `finish()` starts all of them: later, but just as right.
+All ranks start buckets in the same order, even if a rank does not use a parameter. Without either
+signal, `finish()` starts all reductions: later, but with the same result.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,23 +48,24 @@ from megatron_parallel.sharding.sharding import Sharding
 class GradientBuffers:
     """Main gradients of one rank, in buckets, summed over the data-parallel axis.
 
-    Main gradients are float32, or float64 for float64 parameters. Where nothing is to be summed,
-    full-precision gradients stay where autograd puts them and no hook is installed. A pipeline rank
-    makes one of these for each model chunk it holds.
+    Main gradients are float32, or float64 for float64 parameters. If nothing is to be reduced,
+    gradients in main precision stay where autograd puts them and no hook is installed. A pipeline
+    rank has one `GradientBuffers` for each model chunk.
 
     Args:
         named_parameters: Global names and this rank's parameters in forward order, each of them
-            once. Those that need no gradient are left out.
-        table: Says over which axis a gradient is summed (`dp_cp`; `expert_dp` for experts), over
-            which one it is partial and whether its weight is tied over pipeline stages.
-        mesh: Where this rank stands.
-        config: Size of the buckets, whether sums overlap with the backward pass, and whether a rank
-            keeps whole gradients or, for a distributed optimizer, its shard of each bucket.
+            once. Parameters that need no gradient are left out.
+        table: Sharding of each parameter: over which axis its gradient is summed (`dp_cp`, or
+            `expert_dp` for experts), over which axis it is partial, and whether its weight is tied
+            over pipeline stages.
+        mesh: The mesh of this rank.
+        config: Size of the buckets, whether reductions overlap with the backward pass, and whether
+            a rank holds whole gradients or, for a distributed optimizer, its shard of each bucket.
 
     Raises:
-        LayoutError: A parameter the table does not know, one that is partial over ranks of its data
-            axis, or a call out of turn.
-        CollectiveError: Within the mesh's time-out, if a rank of the axis does not take part.
+        LayoutError: A parameter is not in the table, a gradient is partial over ranks of its data
+            axis, or a method is called in the wrong order.
+        CollectiveError: A rank of the axis does not take part within the mesh's time-out.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class GradientBuffers:
         config: DataParallelConfig = DEFAULT_CONFIG,
     ) -> None:
         parameters = {n: p for n, p in dict(named_parameters).items() if p.requires_grad}
-        _require_distinct(parameters)
+        _check_distinct(parameters)
         axes_of = {"dp_cp": data_reduction_axes(mesh)}
         if mesh.has_axis("expert_dp"):
             axes_of["expert_dp"] = ReductionAxes(mesh.axis("expert_dp"))
@@ -102,7 +103,7 @@ class GradientBuffers:
         )
         self._names = tuple(parameters)
         self._last = False
-        self._next = 0  # first bucket whose sum has not started
+        self._next = 0  # index of the first bucket whose reduction has not started
         self._finished = False
         self._hooks: list[RemovableHandle] = []
         for bucket in self.buckets:
@@ -112,34 +113,34 @@ class GradientBuffers:
                 self._hooks.append(handle)
 
     def begin(self, *, last: bool = False) -> None:
-        """Announces a forward and a plain backward pass; `last`: no other one follows.
+        """Announces a forward and a plain backward pass. `last`: it is the last one of the step.
 
-        In the last one, sums start as soon as hooks have reported all gradients of a bucket.
+        In the last one, reductions start as soon as hooks have reported all gradients of a bucket.
         """
-        self._require_open("begin()")
+        self._check_open("begin()")
         self._last = last
         if last and self.config.overlap_grad_reduce:
             for bucket in self.buckets:
                 bucket.pending = set(bucket.parameters)
 
     def collect_gradients(self) -> None:
-        """Brings gradients that were put on `.grad` without hooks into the buckets.
+        """Moves gradients that were added to `.grad` without hooks into the buckets.
 
         So gradients of low-precision parameters are accumulated in main precision. Hooks and
-        `weight_backward` call it themselves.
+        `weight_backward` do this themselves.
         """
-        self._require_open("collect_gradients()")
+        self._check_open("collect_gradients()")
         for bucket in self.buckets:
             for name in bucket.views:
                 bucket.collect_gradient(name)
 
     @contextmanager
     def weight_backward(self) -> Iterator[None]:
-        """Around the weight half of a split backward pass, which adds to `.grad` without hooks.
+        """Returns a context for the weight half of a split backward pass, which calls no hooks.
 
-        In the end everything it came to is in the buckets.
+        On exit all its gradients are in the buckets.
         """
-        self._require_open("weight_backward()")
+        self._check_open("weight_backward()")
         for bucket in self.buckets:
             bucket.begin_weight_backward()
         yield
@@ -147,15 +148,21 @@ class GradientBuffers:
             bucket.end_weight_backward()
 
     def start_reductions(self) -> None:
-        """Says that all gradients are there: every sum that has not started starts now."""
-        self._require_open("start_reductions()")
+        """Starts every reduction that has not started.
+
+        All gradients of the step must be complete.
+        """
+        self._check_open("start_reductions()")
         self._last = False
         for bucket in self.buckets:
             bucket.pending = set()
         self._launch()
 
     def finish(self) -> None:
-        """Waits until all sums are there. Afterwards every rank of an axis has equal gradients."""
+        """Returns when all reductions are complete.
+
+        Afterwards all ranks of an axis have equal gradients.
+        """
         if self._finished:
             raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
         if self._next < len(self.buckets):
@@ -170,11 +177,11 @@ class GradientBuffers:
         self._last = False
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """This rank's summed main gradients by global name, as views of the buckets.
+        """Returns this rank's summed main gradients by global name, as views of the buckets.
 
-        They may be scaled in place. A parameter that no backward pass reached has gradient zero.
-        Of sharded buckets they are the parts in this rank's shard (`BucketPlan.split_shard`), and
-        parameters that do not reach into it are absent.
+        They may be scaled in place. The gradient of a parameter that no backward pass reached is
+        zero. For sharded buckets, returns the ranges in this rank's shard
+        (`BucketPlan.split_shard`), without parameters that do not reach into it.
         """
         if not self._finished:
             raise LayoutError("the gradients are not summed yet: call finish() first")
@@ -182,7 +189,7 @@ class GradientBuffers:
         return {name: found[name] for name in self._names if name in found}
 
     def nonfinite_gradients(self) -> list[NonFiniteGradient]:
-        """Returns which gradients are NaN or infinite after `finish`, bucket by bucket."""
+        """Returns the gradients that are NaN or infinite after `finish`, bucket by bucket."""
         return [found for bucket in self.buckets for found in bucket.nonfinite_gradients()]
 
     def zero(self) -> None:
@@ -194,12 +201,12 @@ class GradientBuffers:
         self._finished, self._last, self._next = False, False, 0
 
     def reductions(self) -> list[BucketCollective]:
-        """What this step has summed over several ranks, in the order in which it was started."""
+        """Returns the collectives of this step, in the order in which they started."""
         found = [reduction for bucket in self.buckets for reduction in bucket.reductions]
         return sorted(found, key=lambda reduction: reduction.launched)
 
     def close(self) -> None:
-        """Removes the hooks and leave gradients to autograd; the parameters are as before."""
+        """Removes the hooks and leaves gradients to autograd; parameters do not change."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -207,7 +214,7 @@ class GradientBuffers:
             bucket.close()
 
     def _arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
-        """Returns a gradient was added to `.grad` by autograd."""
+        """Collects a gradient that autograd has added to `.grad`."""
         if self._finished or bucket.launched:
             raise late_gradient_error(name)
         bucket.collect_gradient(name)
@@ -217,10 +224,10 @@ class GradientBuffers:
                 self._launch()
 
     def _launch(self) -> None:
-        """Starts every sum whose turn it is, and the next collective of those that have several.
+        """Starts every reduction whose gradients are complete, in order.
 
-        What has started before goes on first, always in the same order: ranks fill their buckets
-        at different times, and must all the same do the same one after another.
+        First advances reductions of several collectives that started before. All ranks must start
+        the same collectives in the same order, although they fill their buckets at different times.
         """
         while self._next < len(self.buckets) and not self.buckets[self._next].pending:
             for bucket in self.buckets[: self._next]:
@@ -229,24 +236,27 @@ class GradientBuffers:
             self.buckets[self._next].launch()
             self._next += 1
 
-    def _require_open(self, call: str) -> None:
+    def _check_open(self, call: str) -> None:
         if self._finished:
             raise LayoutError(f"{call} after finish(): call zero() to start the next step")
         if self._next or self._last:
             raise LayoutError(
-                f"{call} after the last backward pass of the step was announced: call finish()"
+                f"{call} after begin(last=True) or start_reductions(): call finish() first"
             )
 
 
 def data_reduction_axes(mesh: Mesh) -> ReductionAxes:
-    """Returns the ranks that see other samples, or other parts of them."""
+    """Returns the axes of the ranks that see other samples, or other parts of the same samples."""
     if mesh.layout.dp_outer > 1:
         return ReductionAxes(mesh.axis("dp_cp_inner"), mesh.axis("dp_cp_outer"))
     return ReductionAxes(mesh.axis("dp" if mesh.layout.cp == 1 else "dp_cp"))
 
 
 def _extra_axes(plan: BucketPlan, axes: ReductionAxes, mesh: Mesh) -> list[Axis]:
-    """Returns what a bucket is summed over after the data axis, the same order on all ranks."""
+    """Returns the axes that a bucket is summed over after the data axis.
+
+    Their order is the same on all ranks.
+    """
     extra_axes = []
     if plan.partial is not None:
         partial = mesh.axis(plan.partial)
@@ -254,8 +264,8 @@ def _extra_axes(plan: BucketPlan, axes: ReductionAxes, mesh: Mesh) -> list[Axis]
             if data is not None and set(partial.ranks) & set(data.ranks) != {mesh.rank}:
                 raise LayoutError(
                     f"the gradient of {plan.slots[0].name!r} is partial over axis "
-                    f"{plan.partial!r}, whose ranks are among those of axis {data.name!r}: it "
-                    "would be summed twice"
+                    f"{plan.partial!r}, whose ranks are also on axis {data.name!r}: it would be "
+                    "summed twice"
                 )
         extra_axes.append(partial)
     if plan.tied and mesh.has_axis("embedding"):
@@ -263,9 +273,9 @@ def _extra_axes(plan: BucketPlan, axes: ReductionAxes, mesh: Mesh) -> list[Axis]
     return extra_axes
 
 
-def _require_distinct(parameters: Mapping[str, Parameter]) -> None:
+def _check_distinct(parameters: Mapping[str, Parameter]) -> None:
     names: dict[int, str] = {}
     for name, parameter in parameters.items():
         other = names.setdefault(id(parameter), name)
         if other != name:
-            raise LayoutError(f"{other!r} and {name!r} are the same parameter: name it once")
+            raise LayoutError(f"{other!r} and {name!r} are the same parameter: pass one of them")

@@ -1,4 +1,4 @@
-"""Which gradient is not a finite number, and which rank it came from: one line for all ranks."""
+"""Reports which gradient is not finite and on which rank it arose, in one line for all ranks."""
 
 import json
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ class NonFiniteGradient(NamedTuple):
     """A gradient, summed over ranks, that is not finite.
 
     Attributes:
-        where: Which bucket it lies in.
+        where: The bucket that it belongs to.
         parameter: Global name.
-        nan: Whether it is NaN somewhere; otherwise infinite.
-        own: Whether this rank's own share of the bucket was not finite; None if nobody looked.
+        nan: Whether an element is NaN; otherwise elements are infinite.
+        own: Whether this rank's own gradients in the bucket were not finite; None if not checked.
     """
 
     where: str
@@ -28,9 +28,9 @@ class NonFiniteGradient(NamedTuple):
 
 
 def describe_nonfinite_gradients(found: Sequence[NonFiniteGradient], mesh: Mesh) -> str:
-    """Says which gradient is not finite, and by which ranks; empty if none is.
+    """Describes which gradient is not finite, and on which ranks; empty if all are finite.
 
-    Every rank of the mesh calls this and gets the same line, whatever it found itself.
+    Every rank of the mesh calls this with its own findings and gets the same line.
     """
     world = mesh.axis("world")
     texts = all_gather_texts(json.dumps(found), world, device=mesh.device, purpose=_PURPOSE)

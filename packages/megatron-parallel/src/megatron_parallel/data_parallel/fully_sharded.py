@@ -5,18 +5,18 @@
         sharded.begin(last=number == len(micro_batches) - 1)
         (losses(sharded.module, batch).sum() / true_tokens_of_all_ranks).backward()
     sharded.finish()
-    ...update sharded.local_shards() by sharded.gradients()...
+    ...update sharded.local_shards() with sharded.gradients()...
     sharded.zero()
 
 A rank holds a box of every parameter, its gradient and its optimizer state. Each unit (a block) is
-gathered before its forward and its backward pass and dropped after it; what is in no unit
-(embeddings, output layer, last norm) is gathered once per pass. Gradients are *summed* over the
-ranks, once a step: those of earlier micro-batches stay whole on each rank, added up in main
-precision. With several instances (`ParallelLayout.dp_outer`) parameters are cut over the ranks of
-one, and gradients summed across: hybrid sharding, on torch's mesh of two dims.
+gathered before its forward and its backward pass and dropped after it. Parameters in no unit
+(embeddings, output layer, last norm) are gathered once per pass. Gradients are *summed* over the
+ranks, once a step: those of earlier micro-batches stay whole on each rank, accumulated in main
+precision. With several instances (`ParallelLayout.dp_outer`) parameters are sharded over the ranks
+of one instance, and gradients summed across instances: hybrid sharding, on torch's 2D mesh.
 
-Which dim is cut, the sharding table says: never one that only enumerates fused weights. torch cuts
-the first dim anywhere, others into equal parts only.
+The sharding table gives the dim that is sharded, never one that only enumerates fused weights.
+torch shards the first dim unevenly if necessary, others into equal shards only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,25 +41,25 @@ from megatron_parallel.sharding.sharding import Sharding
 from megatron_parallel.sharding.views import View, box_views
 
 GATHERED: Final = "parameters"
-"""What the messages of gathers are for, in `Traffic`."""
+"""Purpose of the gathers of parameters, as reported in `Traffic`."""
 
 
 class FullySharded:
-    """One stage whose parameters are cut over data-parallel ranks.
+    """One model chunk whose parameters are sharded over data-parallel ranks.
 
     Args:
-        module: The stage; its parameters become torch's `DTensor`s under the names they had.
-        units: Modules of it that are gathered one at a time, in forward order.
-        table: Says where each parameter may be cut, and how its gradient is summed further.
-        mesh: Where this rank stands.
+        module: The chunk. Its parameters become torch's `DTensor`s under the same names.
+        units: Submodules that are gathered one at a time, in forward order.
+        table: Sharding of each parameter: its dim to shard, and how its gradient is summed further.
+        mesh: The mesh of this rank.
         config: Whether units are dropped between their forward and backward pass.
 
     Attributes:
-        module: Runs the stage; what a pipeline is given.
+        module: Runs the chunk; pass it to a pipeline.
 
     Raises:
-        LayoutError: There is nobody to cut over, or a parameter cannot be cut.
-        CollectiveError: Within the mesh's time-out, if a rank of the axis does not take part.
+        LayoutError: There is only one rank, or a parameter cannot be sharded.
+        CollectiveError: A rank of the axis does not take part within the mesh's time-out.
     """
 
     def __init__(
@@ -70,35 +70,35 @@ class FullySharded:
         mesh: Mesh,
         config: DataParallelConfig = DEFAULT_CONFIG,
     ) -> None:
-        self._route = data_reduction_axes(mesh)
+        self._axes = data_reduction_axes(mesh)
         self._table = table
         self._mesh = mesh
-        parts = self._route.inner.size
+        parts = self._axes.inner.size
         if parts == 1:
             raise LayoutError(
-                "fully sharded training needs at least 2 data parallel ranks in an instance, and "
-                "there is 1: it has nobody to share parameters with"
+                "fully sharded training needs at least 2 data parallel ranks in an instance, not "
+                "1: add ranks or leave it out"
             )
         named = dict(module.named_parameters())
-        _require_known(named, table, mesh)
+        _check_parameters(named, table, mesh)
         whole = {name: tuple(parameter.shape) for name, parameter in named.items()}
         self._dims = {name: cut_dim(name, table[name], whole[name], parts) for name in named}
         dims = {id(parameter): self._dims[name] for name, parameter in named.items()}
-        # torch hangs its hooks on what the stage returns, and warns if that is a view.
+        # torch registers hooks on the outputs of the chunk, and warns if one is a view.
         module.register_forward_hook(lambda _, given, output: _own_memory(output))
         self._sharded = _compat.fully_shard(
             module,
             units,
-            inner=self._route.inner.process_group,
-            outer=None if self._route.outer is None else self._route.outer.process_group,
-            ranks=_grid(self._route, mesh),
+            inner=self._axes.inner.process_group,
+            outer=None if self._axes.outer is None else self._axes.outer.process_group,
+            ranks=_grid(self._axes, mesh),
             device=mesh.device.type,
             dim_of=lambda parameter: dims[id(parameter)],
             reduce_dtype=None if config.low_precision else _reduce_dtype(named),
             keep_gathered=config.torch_fsdp2_no_reshard_after_forward,
-            on_start=lambda operation, payload: self._route.inner.count(_what(operation), payload),
+            on_start=lambda operation, payload: self._axes.inner.count(_what(operation), payload),
             name_failures=lambda operation, payload: raise_collective_errors(
-                self._route.inner, _what(operation), payload
+                self._axes.inner, _what(operation), payload
             ),
         )
         self.module: nn.Module = _Wrapper(module)
@@ -110,13 +110,16 @@ class FullySharded:
     # -- a step --------------------------------------------------------------------------------
 
     def begin(self, *, last: bool = False) -> None:
-        """Announces a backward pass; `last`: no other one follows, so gradients may be summed."""
+        """Announces a backward pass. `last`: it is the last of the step and sums gradients."""
         if self._finished:
             raise LayoutError("begin() after finish(): call zero() to start the next step")
         self._sharded.set_gradient_sync(last)
 
     def finish(self) -> None:
-        """Sums what is partial over tensor ranks, and tied over stages; data ranks have summed."""
+        """Sums gradients that are partial over tensor-parallel ranks or tied over stages.
+
+        The sums over data-parallel ranks are complete by then.
+        """
         if self._finished:
             raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
         for axis in ("tp", "embedding"):
@@ -126,13 +129,16 @@ class FullySharded:
         self._finished = True
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """This rank's boxes of the summed gradients by global name; zero where there is none."""
+        """Returns this rank's boxes of the summed gradients by global name.
+
+        The gradient of a parameter that no backward pass reached is zero.
+        """
         if not self._finished:
             raise LayoutError("the gradients are not summed yet: call finish() first")
         return {name: self._gradient(name) for name in self.local_shards()}
 
     def nonfinite_gradients(self) -> list[NonFiniteGradient]:
-        """Returns which gradients are NaN or infinite after `finish`, on this rank's boxes."""
+        """Returns the gradients that are NaN or infinite after `finish`, in this rank's boxes."""
         return [
             NonFiniteGradient("fully sharded", name, bool(gradient.isnan().any()), None)
             for name, gradient in self.gradients().items()
@@ -147,13 +153,13 @@ class FullySharded:
         self._reductions = []
 
     def reductions(self) -> list[BucketCollective]:
-        """Returns what `finish` has summed; torch's own sums are in `Traffic` alone."""
+        """Returns the collectives of `finish`; those of torch are recorded in `Traffic` only."""
         return list(self._reductions)
 
     # -- parameters ----------------------------------------------------------------------------
 
     def local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
-        """This rank's boxes of the parameters that have a gradient; empty ones are left out."""
+        """Returns this rank's boxes of the parameters that have a gradient, without empty boxes."""
         boxes = {
             name: _compat.local_part(parameter)
             for name, parameter in self._parameters.items()
@@ -162,7 +168,7 @@ class FullySharded:
         return {name: box for name, box in boxes.items() if box.numel()}
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
-        """Views, for a checkpoint, of tensors shaped like this rank's boxes."""
+        """Returns views, for a checkpoint, of tensors with the shapes of this rank's boxes."""
         found = {}
         for name in self._offsets.keys() & tensors.keys():
             sharding = self._table[name]
@@ -171,22 +177,22 @@ class FullySharded:
         return found
 
     def all_local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
-        """This rank's boxes of all parameters, those without a gradient too."""
+        """Returns this rank's boxes of all parameters, with or without a gradient."""
         self.wait_for_parameters()
         return {name: _compat.local_part(p) for name, p in self._parameters.items()}
 
     def start_gather(self) -> None:
-        """Nothing: every forward pass gathers what it needs."""
+        """Does nothing: every forward pass gathers the parameters that it needs."""
 
     def wait_for_parameters(self) -> None:
-        """Drops what an evaluation has left gathered, so that boxes are all there is."""
+        """Drops parameters that an evaluation left gathered, so that only the boxes remain."""
         self._sharded.reshard()
 
     # -- parts of a step -----------------------------------------------------------------------
 
     @torch.no_grad()
     def _sum(self, names: Sequence[str], axis: str) -> None:
-        """Sums this rank's boxes of several gradients over an axis, in one message."""
+        """Sums this rank's boxes of several gradients over an axis, in one collective."""
         boxes = [self._gradient(name) for name in names]
         flat = torch.cat([box.flatten() for box in boxes])
         collectives = AsyncCollectives(PURPOSE, f"fully sharded gradients ({names[0]!r} ...)")
@@ -204,29 +210,32 @@ class FullySharded:
         return _compat.local_part(parameter.grad)
 
     def _offset(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Where this rank's box begins in this rank's whole tensor, which torch cut by `chunk`."""
-        dim, axis = self._dims[name], self._route.inner
+        """Returns where this rank's box begins in the tensor-parallel rank's tensor.
+
+        torch cuts that tensor like `torch.chunk`.
+        """
+        dim, axis = self._dims[name], self._axes.inner
         length = -(-whole[dim] // axis.size)
         start = min(axis.index * length, whole[dim])
         expected = (*whole[:dim], min(length, whole[dim] - start), *whole[dim + 1 :])
         box = _compat.local_part(self._parameters[name])
         if box.numel() and tuple(box.shape) != expected:
             raise LayoutError(
-                f"torch cut {name!r} {whole} into {tuple(box.shape)}, not {expected}: this "
-                "version of torch shards in another way than known"
+                f"torch sharded {name!r} {whole} into {tuple(box.shape)}, not {expected}: this "
+                "version of torch is not supported"
             )
         return tuple(start if d == dim else 0 for d in range(len(whole)))
 
 
 class _Wrapper(nn.Module):
-    """Around a sharded module, for whoever would treat it otherwise than a plain one."""
+    """Wraps a sharded module, so that torch's schedules do not treat it as an `FSDPModule`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.inside = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module inside."""
+        """Runs the wrapped module."""
         return self.inside(*args, **kwargs)
 
 
@@ -241,12 +250,13 @@ def _own_memory(output: Any) -> Any:
 
 
 def cut_dim(name: str, sharding: Sharding, shape: tuple[int, ...], parts: int) -> int:
-    """Returns the dim of a rank's tensor that is cut over `parts` data-parallel ranks.
+    """Returns the dim of a rank's tensor that is sharded over `parts` data-parallel ranks.
 
-    The first that is not fused, if torch can cut it there; else another that divides evenly.
+    That is the first dim that is not fused, if torch can shard it; otherwise another that `parts`
+    divides.
     """
     if not shape:
-        raise LayoutError(f"parameter {name!r} is a scalar, which cannot be cut: give it one dim")
+        raise LayoutError(f"parameter {name!r} is a scalar and cannot be sharded: give it one dim")
     first = sharding.fully_shard_dim
     if first == 0 or shape[first] % parts == 0:
         return first
@@ -254,13 +264,13 @@ def cut_dim(name: str, sharding: Sharding, shape: tuple[int, ...], parts: int) -
         if dim not in (0, sharding.fused_dim) and size % parts == 0:
             return dim
     raise LayoutError(
-        f"parameter {name!r} of shape {shape} on a rank cannot be cut into {parts} equal parts, "
-        "except where weights are fused: use a number of data parallel ranks that divides "
+        f"parameter {name!r} of shape {shape} on a rank has no dim, other than that of fused "
+        f"weights, that {parts} data parallel ranks divide: use a number that divides "
         f"{shape[first]}"
     )
 
 
-def _require_known(
+def _check_parameters(
     named: Mapping[str, Parameter], table: Mapping[str, Sharding], mesh: Mesh
 ) -> None:
     for name in named:
@@ -268,8 +278,8 @@ def _require_known(
             raise LayoutError(f"parameter {name!r} is not in the sharding table")
         if table[name].experts and mesh.layout.has_expert_parallelism:
             raise LayoutError(
-                f"{name!r} belongs to experts, which are not copied on every data parallel rank "
-                f"({mesh.layout}): fully sharded training cannot cut them"
+                f"{name!r} belongs to experts, which differ between data parallel ranks "
+                f"({mesh.layout}): fully sharded training cannot shard them"
             )
         unknown = set(_extra_axes(table[name])) - {"tp", "embedding"}
         if unknown:
@@ -277,19 +287,19 @@ def _require_known(
 
 
 def _extra_axes(sharding: Sharding) -> tuple[str, ...]:
-    """Axes over which a gradient is summed after the data axis."""
+    """Returns the axes over which a gradient is summed after the data axis."""
     partial = () if sharding.partial is None else (sharding.partial,)
     return (*partial, "embedding") if sharding.tied else partial
 
 
 def _reduce_dtype(named: Mapping[str, Parameter]) -> torch.dtype | None:
-    """Main precision, where it is another than the parameters' own."""
+    """Returns the main dtype, if it differs from that of a parameter."""
     wider = (main_dtype(p.dtype) for p in named.values() if p.dtype != main_dtype(p.dtype))
     return next(wider, None)
 
 
 def _grid(axes: ReductionAxes, mesh: Mesh) -> list[list[int]]:
-    """Global ranks of this rank's data-parallel group: a row for each instance."""
+    """Returns the global ranks of this rank's data-parallel group, with a row for each instance."""
     ranks = mesh.axis("dp_cp").ranks
     size = axes.inner.size
     return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]

@@ -1,7 +1,7 @@
-"""Gradient accumulation in the products themselves: `main_gradient += dy^T x`, without `dy^T x`.
+"""Gradient accumulation inside matrix products: `main_gradient += dy^T x` in one operation.
 
     fusion = fuse_gradient_accumulation(chunks, buffers)
-    print(fusion)             # which weights, and of the others why not
+    print(fusion)             # which weights are fused, and why others are not
 
 The `Product` of a layer is replaced by an `AccumulatingProduct`, which adds the gradients of its
 weights into the buffers and returns none to autograd. That saves a matrix as large as the weight
@@ -24,7 +24,7 @@ from megatron_parallel.tensor_parallel.product_layers import is_product_layer, p
 
 @runtime_checkable
 class AddProduct(Protocol):
-    """Adds a product to a matrix."""
+    """An operation that adds a product to a matrix."""
 
     def __call__(
         self,
@@ -34,13 +34,16 @@ class AddProduct(Protocol):
         *,
         first: bool,
     ) -> None:
-        """Adds `dy^T x` to `into`, in place; if it is the `first`, overwrite what is there."""
+        """Adds `dy^T x` to `into`, in place. If it is the `first` product, overwrites `into`."""
 
 
 class ProductOp(NamedTuple):
-    """The fused operation.
+    """The operation that is fused.
 
-    `why_unsupported(dtype, main_dtype, device)` returns why it does not run there, or None.
+    Attributes:
+        add: The operation.
+        why_unsupported: `why_unsupported(dtype, main_dtype, device)` returns why the operation does
+            not run there, or None.
     """
 
     add: AddProduct
@@ -54,7 +57,10 @@ def add_product(
     *,
     first: bool,
 ) -> None:
-    """Torch's `addmm`: factors of the dtype of `into`, or bf16 ones added up in fp32 on CUDA."""
+    """Adds a product with torch's `addmm`.
+
+    `dy` and `x` have the dtype of `into`, or are bf16 and summed in fp32 on CUDA.
+    """
     if into.dtype == dy.dtype:
         if first:
             torch.mm(dy.t(), x, out=into)
@@ -69,7 +75,10 @@ def add_product(
 def why_product_unsupported(
     dtype: torch.dtype, main: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why torch cannot add products of `dtype` up in `main`; tried on the device, with 16 x 16."""
+    """Returns why torch cannot add products of `dtype` in `main`, or None.
+
+    Tries a product of 16 x 16 on the device.
+    """
     if dtype == main:
         return None
     pair = f"products of {_name(dtype)} added up in {_name(main)} on {device.type}"
@@ -84,16 +93,16 @@ def why_product_unsupported(
 
 
 TORCH: Final = ProductOp(add_product, why_product_unsupported)
-"""What torch itself offers."""
+"""The operation of torch itself."""
 
 
 class GradientFusion(NamedTuple):
-    """For which weights gradient accumulation is fused, by global name, and why not for others.
+    """The weights whose gradient accumulation is fused, by global name, and why others are not.
 
     Attributes:
-        fused: weights whose gradients are added up by products.
-        not_fused: weights of layers that could, with the reason.
-        disabled_reason: why it was not even looked at; empty if it was.
+        fused: Weights whose gradients are added by products.
+        not_fused: Weights of layers that support fusion, with the reason why they are not fused.
+        disabled_reason: Why fusion is disabled; empty if it is enabled.
     """
 
     fused: tuple[str, ...] = ()
@@ -116,14 +125,15 @@ def fuse_gradient_accumulation(
 ) -> GradientFusion:
     """Lets the layers of `modules` add the gradients of their weights to main gradients themselves.
 
-    The product of every `ProductLayer` in the modules adds up gradients that are in `buffers`
-    (those of frozen weights are not), if the operation can. It ends with `GradientBuffers.close`.
-    Code that torch.compile has compiled leaves gradients to autograd all the same.
+    Applies to the product of every `ProductLayer` in the modules, for weights whose gradients are
+    in `buffers` (those of frozen weights are not), if the operation supports them.
+    `GradientBuffers.close` ends the fusion. Code compiled by torch.compile leaves gradients to
+    autograd.
 
     Args:
-        modules: Stages of this rank.
-        buffers: Of their parameters.
-        op: What adds products.
+        modules: Model chunks of this rank.
+        buffers: The buffers of their parameters.
+        op: The operation that adds products.
     """
     owners = {
         id(parameter): (bucket, name)
@@ -153,17 +163,17 @@ def fuse_gradient_accumulation(
             else:
                 refused[name] = reason
         if added:
-            layer.product = AccumulatingProduct(_alone(layer.product), added)
+            layer.product = AccumulatingProduct(_unfused(layer.product), added)
     return GradientFusion(tuple(dict.fromkeys(fused)), refused)
 
 
-def _alone(product: Product) -> Product:
+def _unfused(product: Product) -> Product:
     """Returns a product without the buffers that it was fused with before."""
     return product.product if isinstance(product, AccumulatingProduct) else product
 
 
 class Accumulator:
-    """Adds up the gradient of one weight where its bucket has it; an `AccumulateGradient`."""
+    """Adds the gradient of one weight to its bucket; an `AccumulateGradient`."""
 
     def __init__(self, bucket: Bucket, name: str, add: AddProduct) -> None:
         self._bucket, self._name, self._add = bucket, name, add
@@ -172,10 +182,10 @@ class Accumulator:
     def __call__(
         self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, must_return: bool
     ) -> Tensor | None:
-        """Adds `dy^T x`; the result is what autograd is given for it."""
+        """Adds `dy^T x`; returns the gradient for autograd, if any."""
         bucket, shape = self._bucket, self._bucket.parameters[self._name].shape
         if bucket.closed or (must_return and not bucket.in_weight_backward):
-            return (dy.t() @ x).view(shape)  # whoever asks for it is not the buffers' user
+            return (dy.t() @ x).view(shape)  # requested by other code, not for the buffers
         into, first = bucket.accumulation_target(self._name)
         self._add(into.view(-1, shape[-1]), dy, x, first=first)
         return bucket.dummy_gradient.expand(shape) if must_return else None

@@ -1,4 +1,4 @@
-"""Parameters in the buckets of their gradients: a rank updates its shard, the others gather it.
+"""Parameters in the buckets of their gradients: each rank updates a shard, then all gather them.
 
     shards = ParameterBuffers(module, buffers, table)
     optimizer updates shards.local_shards()  # flat ranges, in place
@@ -6,10 +6,10 @@
 
 This is the second half of ZeRO-1 (Rajbhandari et al. 2020): gradients are reduce-scattered in
 `GradientBuffers`, each rank updates a flat shard of every bucket, and weights are all-gathered.
-With overlap, gathers start in forward order all at once, and a module waits, before its forward
-pass, for exactly the buckets that hold parameters of its own. Parameters that are tied over
-pipeline stages are read by a module that does not own them, so the whole stage waits for those.
-Whoever reads parameters otherwise (a checkpoint) calls `wait_for_parameters` first.
+With overlap, all gathers start at once, in forward order. Before its forward pass, a module waits
+for the buckets that hold its own parameters. Parameters that are tied over pipeline stages are read
+by a module that does not own them, so the whole stage waits for those. Other code that reads
+parameters (a checkpoint) calls `wait_for_parameters` first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,23 +32,23 @@ from megatron_parallel.sharding.sharding import Sharding
 from megatron_parallel.sharding.views import View, flat_range_views
 
 PURPOSE: Final = "parameters"
-"""What the messages of a gather are for, in `Traffic`."""
+"""Purpose of the gathers, as reported in `Traffic`."""
 
 
 class ParameterBuffers:
-    """Parameters of one stage, or shared by several, in flat storage: this rank updates its shards.
+    """Parameters of one model chunk, or shared by several, in flat storage that is sharded.
 
     Moves the parameters into that storage: tensors that shared memory with them no longer do.
 
     Args:
-        module: The stage, or stages of this rank that share the parameters; forward hooks are
-            installed on their submodules if `overlap` is asked for.
-        buffers: Sharded gradient buffers of the same parameters; their plan is theirs too.
+        module: The chunk, or the chunks of this rank that share the parameters. With
+            `overlap_param_gather`, forward hooks are installed on their submodules.
+        buffers: Sharded gradient buffers of the same parameters; the parameters use their plan.
         table: Sharding of the parameters.
 
     Raises:
         LayoutError: The buffers are not sharded.
-        CollectiveError: Within the mesh's time-out, if a rank of the axis does not take part.
+        CollectiveError: A rank of the axis does not take part within the mesh's time-out.
     """
 
     def __init__(
@@ -58,27 +58,32 @@ class ParameterBuffers:
         table: Mapping[str, Sharding],
     ) -> None:
         if not buffers.config.use_distributed_optimizer:
-            raise LayoutError("parameters are cut only where gradients are: shard the buffers too")
+            raise LayoutError(
+                "parameters are sharded only with their gradients: set use_distributed_optimizer"
+            )
         self.buckets = tuple(_ParameterBucket(bucket) for bucket in buffers.buckets)
         self.overlap = buffers.config.overlap_param_gather
         self._table = table
-        self._flying = 0  # gathers nobody has waited for
+        self._gathers_in_flight = 0
         self._hooks: list[RemovableHandle] = []
         if self.overlap:
             for each in [module] if isinstance(module, nn.Module) else module:
                 self._watch(each)
 
     def local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
-        """Returns what this rank updates, by global name; it shares memory with the parameters.
+        """Returns what this rank updates, by global name: views of the parameters.
 
-        Flat parts; of buckets of whole matrices, tensors of the parameters' shape.
+        They are flat, or in buckets of whole matrices have the parameters' shapes.
         """
         return {
             name: part for bucket in self.buckets for name, part in bucket.local_shards().items()
         }
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
-        """Views, for a checkpoint, of tensors shaped like the parts (moments, main weights)."""
+        """Returns views, for a checkpoint, of tensors with the shapes of the shards.
+
+        Such tensors are moments or main weights.
+        """
         starts = {name: start for bucket in self.buckets for name, start in bucket.starts().items()}
         found = {}
         for name in starts.keys() & tensors.keys():
@@ -90,31 +95,34 @@ class ParameterBuffers:
 
     @torch.no_grad()
     def start_gather(self) -> None:
-        """Starts giving every rank all parts, in forward order; without overlap, wait for them."""
+        """Starts gathering all shards on every rank, in forward order.
+
+        Without overlap, returns when all are gathered.
+        """
         for bucket in reversed(self.buckets):
-            self._flying += bucket.start()
+            self._gathers_in_flight += bucket.start()
         if not self.overlap:
             self.wait_for_parameters()
 
     def wait_for_parameters(self) -> None:
         """Returns when all parameters may be read."""
-        for bucket in self.buckets if self._flying else ():
-            self._flying -= bucket.wait()
+        for bucket in self.buckets if self._gathers_in_flight else ():
+            self._gathers_in_flight -= bucket.wait()
 
     def gathers(self) -> list[BucketCollective]:
-        """Returns what the latest `gather` did, in the order in which it was started."""
+        """Returns the collectives of the latest `start_gather`, in the order of their start."""
         found = [bucket.gathered for bucket in self.buckets if bucket.gathered is not None]
         return sorted(found, key=lambda gathered: gathered.launched)
 
     def close(self) -> None:
-        """Waits for what is under way and removes the hooks."""
+        """Waits for the gathers in flight and removes the hooks."""
         self.wait_for_parameters()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def _watch(self, module: nn.Module) -> None:
-        """Makes every module wait, before its forward pass, for the buckets it reads."""
+        """Installs hooks: before its forward pass, a module waits for the buckets that it reads."""
         owners = {id(p): bucket for bucket in self.buckets for p in bucket.parameters.values()}
         tied = [bucket for bucket in self.buckets if bucket.tied]
         for child in module.modules():
@@ -126,14 +134,14 @@ class ParameterBuffers:
                 self._hooks.append(child.register_forward_pre_hook(hook))
 
     def _enter(self, needed: tuple["_ParameterBucket", ...], module: nn.Module, _: Any) -> None:
-        """Returns a module is about to run."""
-        if self._flying:
+        """Waits for the buckets that a module needs; a forward hook."""
+        if self._gathers_in_flight:
             for bucket in needed:
-                self._flying -= bucket.wait()
+                self._gathers_in_flight -= bucket.wait()
 
 
 class _ParameterBucket:
-    """The parameters of one bucket, one after another in flat storage."""
+    """The parameters of one bucket, contiguous in flat storage."""
 
     def __init__(self, gradients: Bucket) -> None:
         plan = gradients.plan
@@ -155,15 +163,15 @@ class _ParameterBucket:
             parameter.data = view
 
     def local_shards(self) -> dict[str, Tensor]:
-        """Of each parameter that reaches into this rank's shard, the part in it."""
+        """Returns the range of each parameter that lies in this rank's shard."""
         return self._plan.split_shard(self._shard, self._axis.index)
 
     def starts(self) -> dict[str, int]:
-        """Returns where each of those parts begins in its flattened parameter."""
+        """Returns where each of these ranges begins in its flattened parameter."""
         return {part.name: part.start for part in self._plan.shard_ranges(self._axis.index)}
 
     def start(self) -> int:
-        """Starts gathering; returns how many gathers there are to wait for."""
+        """Starts gathering; returns the number of gathers to wait for."""
         self.wait()
         self.gathered = None
         if self._axis.size == 1:
@@ -172,7 +180,7 @@ class _ParameterBucket:
         return 1
 
     def wait(self) -> int:
-        """Returns when the parameters may be read, with the number of gathers waited for."""
+        """Waits until the parameters may be read; returns the number of gathers waited for."""
         started = self._started
         if started is None:
             return 0

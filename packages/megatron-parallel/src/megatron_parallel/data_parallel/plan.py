@@ -1,20 +1,19 @@
-"""Which gradient lies where: buckets of flat storage, planned from shapes and dtypes alone.
+"""Plans buckets of flat storage for gradients, from shapes and dtypes alone.
 
-Parameters are taken in backward order, that is last registered first, because that is about the
-order in which their gradients appear. A bucket is closed when the next parameter would overfill it,
-so its reduction can start while the backward pass goes on.
+Parameters are taken in backward order (last registered first), which is roughly the order in which
+their gradients are computed. A bucket is closed when the next parameter would overfill it, so its
+reduction can start while the backward pass continues.
 
     bucket 0  | output.weight ........................... |pad|
     bucket 1  | final_norm.bias | final_norm.weight | layers.1.mlp.down.bias | ... |pad|
 
-The boundaries depend on the parameters and on the bucket size only. Whether a bucket is reduced as
-a whole (every rank keeps all of it) or cut into one shard per rank, and over how many ranks,
-changes nothing but the padding at its end.
+The boundaries depend on the parameters and on the bucket size only. The number of ranks, and
+whether a bucket is reduced whole or in one shard per rank, changes only the padding at its end.
 
-An update rule that needs whole matrices asks for buckets of another kind (`whole_matrices`). Every
-matrix lies in one shard of its bucket. The matrices of a bucket are dealt out to the shards, the
-largest first, each to the shard that is the least full; shards are as long as the fullest one. Such
-a bucket takes as much as fills its shards evenly, so it may be larger than the others.
+An update rule that needs whole matrices uses buckets of another kind (`whole_matrices`): every
+matrix lies in one shard of its bucket. The matrices of a bucket are assigned to shards, the largest
+first, each to the least full shard; all shards are as long as the fullest one. Such a bucket takes
+enough matrices to fill its shards evenly, so it may be larger than the others.
 """
 
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from megatron_parallel.errors import LayoutError
 from megatron_parallel.sharding.sharding import Sharding
 
 ALIGNMENT: Final = 64
-"""Elements: every parameter, and every shard of a bucket, starts at a multiple of this."""
+"""Every parameter, and every shard of a bucket, starts at a multiple of this many elements."""
 
 _MAIN_DTYPES: Final = {
     torch.float64: torch.float64,
@@ -43,7 +42,7 @@ _MAIN_DTYPES: Final = {
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter's gradient: elements `start <= i < stop` of its bucket."""
+    """The position of one parameter's gradient: elements `start <= i < stop` of its bucket."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,18 +55,18 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements of the parameter."""
         return prod(self.shape)
 
 
 class SlotRange(NamedTuple):
-    """The part of a parameter that lies in one shard of its bucket.
+    """The range of a parameter that lies in one shard of its bucket.
 
     Attributes:
-        name: Of the parameter.
-        start: First element of the flattened parameter.
-        stop: End of the part there.
-        offset: Where the part begins in the shard.
+        name: Name of the parameter.
+        start: First element, in the flattened parameter.
+        stop: End, in the flattened parameter.
+        offset: Where the range begins in the shard.
     """
 
     name: str
@@ -78,18 +77,18 @@ class SlotRange(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket.
+    """The slots of one bucket.
 
     Attributes:
         slots: Parameters in backward order.
-        numel: Elements with padding, a multiple of `ALIGNMENT * num_shards`.
-        num_shards: Number of shards the bucket can be cut into: the size of the axis.
+        numel: Number of elements with padding, a multiple of `ALIGNMENT * num_shards`.
+        num_shards: Number of shards of the bucket: the size of the axis.
         axis: Mesh axis over which the gradients are summed.
         partial: Axis over which they are summed after that, if they are partial (`Sharding`).
-        tied: Holds a weight that the first and the last pipeline stage share.
-        dtype: Of the main gradients.
-        parameter_dtype: Of the parameters.
-        device: Where the parameters are.
+        tied: Whether the bucket holds a weight that the first and the last pipeline stage share.
+        dtype: Dtype of the main gradients.
+        parameter_dtype: Dtype of the parameters.
+        device: Device of the parameters.
         whole: Whether each parameter lies in one shard.
     """
 
@@ -105,14 +104,14 @@ class BucketPlan:
     whole: bool = False
 
     def shard_range(self, index: int) -> tuple[int, int]:
-        """Starts and stop of the shard of the rank whose index on the axis is `index`."""
+        """Returns start and end of a rank's shard. `index` is the rank's coordinate on the axis."""
         if not 0 <= index < self.num_shards:
             raise LayoutError(f"shard {index} does not exist: the bucket has {self.num_shards}")
         length = self.numel // self.num_shards
         return index * length, (index + 1) * length
 
     def shard_ranges(self, index: int) -> tuple[SlotRange, ...]:
-        """What the shard of that rank holds: a part of each parameter that reaches into it."""
+        """Returns the range of each parameter that reaches into that rank's shard."""
         begin, end = self.shard_range(index)
         ranges = []
         for slot in self.slots:
@@ -126,9 +125,9 @@ class BucketPlan:
     def split_shard(
         self, shard: Shaped[Tensor, " n"], index: int
     ) -> dict[str, Shaped[Tensor, "..."]]:
-        """Returns what lies in the storage of that rank's shard, by name.
+        """Returns the tensors in the storage of that rank's shard, by parameter name.
 
-        Flat parts of parameters or, in a bucket of whole ones, tensors of their shape.
+        They are flat ranges of parameters, or in a bucket of whole parameters have their shapes.
         """
         found = {
             part.name: shard[part.offset : part.offset + part.stop - part.start]
@@ -141,10 +140,10 @@ class BucketPlan:
 
 
 def main_dtype(dtype: torch.dtype, *, low_precision: bool = False) -> torch.dtype:
-    """The dtype in which gradients of parameters of `dtype` are added up and summed over ranks.
+    """Returns the dtype in which gradients of `dtype` parameters are accumulated and reduced.
 
-    float32 for bfloat16, float16 and float32; float64 for float64. In low precision, bfloat16 for
-    bfloat16.
+    float32 for bfloat16, float16 and float32; float64 for float64. With `low_precision`, bfloat16
+    for bfloat16.
     """
     if low_precision and dtype == torch.bfloat16:
         return dtype
@@ -154,7 +153,7 @@ def main_dtype(dtype: torch.dtype, *, low_precision: bool = False) -> torch.dtyp
 
 
 def reduction_axis(sharding: Sharding) -> str:
-    """Returns the mesh axis whose ranks hold the same part and see other samples."""
+    """Returns the mesh axis whose ranks hold the same parameter and see other samples."""
     return "expert_dp" if sharding.experts else "dp_cp"
 
 
@@ -167,27 +166,27 @@ def plan_buckets(
     low_precision: bool = False,
     whole_matrices: bool = False,
 ) -> tuple[BucketPlan, ...]:
-    """Buckets for `parameters`, in the order in which the backward pass completes them.
+    """Returns buckets for `parameters`, in the order in which the backward pass completes them.
 
-    A bucket holds gradients of parameters of one dtype, device and axis; partial ones have buckets
-    of their own, so that few small sums over their axis do. A parameter that is tied over pipeline
-    stages has a bucket of its own, cut alike on both stages.
+    A bucket holds gradients of parameters of one dtype, device and axis. Partial gradients have
+    buckets of their own, so that few small collectives sum them over their axis. A parameter that
+    is tied over pipeline stages has a bucket of its own, with equal shards on both stages.
 
     Args:
         parameters: In forward order; only their shapes, dtypes and devices are read.
         table: Their sharding.
         num_shards: Sizes of the axes `dp_cp` and `expert_dp`.
-        bucket_size: Elements of a bucket, at most, unless it holds a single parameter.
-        low_precision: Whether gradients of bf16 parameters are added up in bf16 (`main_dtype`).
-        whole_matrices: Whether matrices (`Sharding.hidden_matrix`) have buckets of their own, of
-            which each lies in one shard.
+        bucket_size: Maximum number of elements of a bucket with more than one parameter.
+        low_precision: Whether gradients of bf16 parameters are accumulated in bf16 (`main_dtype`).
+        whole_matrices: Whether matrices (`Sharding.hidden_matrix`) have buckets of their own, in
+            which each matrix lies in one shard.
 
     Raises:
-        LayoutError: A parameter without a sharding or a gradient, or a bad bucket size.
+        LayoutError: A parameter has no sharding or no gradient, or the bucket size is below 1.
     """
     if bucket_size < 1:
-        raise LayoutError(f"bucket size {bucket_size} is not a number of elements >= 1")
-    closed: list[tuple[int, BucketPlan]] = []  # with the place of the last parameter
+        raise LayoutError(f"bucket size {bucket_size} is below 1: use 1 element or more")
+    closed: list[tuple[int, BucketPlan]] = []  # with the index of the last parameter
     filling: dict[_Kind, _Filling] = {}
 
     def close(bucket: "_Filling") -> None:
@@ -224,7 +223,7 @@ def plan_buckets(
 
 
 class _Kind(NamedTuple):
-    """What all gradients of a bucket have in common; see `BucketPlan`."""
+    """The properties that all gradients of a bucket share; see `BucketPlan`."""
 
     axis: str
     partial: str | None
@@ -251,7 +250,7 @@ class _Filling:
         return self
 
     def would_overflow(self, parameter: Tensor, bucket_size: int, num_shards: int) -> bool:
-        """Returns whether the bucket is full without the parameter."""
+        """Returns whether the bucket would exceed its size with the parameter."""
         if self.kind.whole:
             largest = max(parameter.numel(), *(slot.numel for slot in self.slots))
             bucket_size = num_shards * max(bucket_size, largest)
@@ -260,12 +259,12 @@ class _Filling:
     def plan(self, num_shards: int) -> BucketPlan:
         slots, numel = tuple(self.slots), _aligned(self.end, ALIGNMENT * num_shards)
         if self.kind.whole:
-            slots, numel = _dealt_out(slots, num_shards)
+            slots, numel = _assign_to_shards(slots, num_shards)
         return BucketPlan(slots, numel, num_shards, *self.kind)
 
 
-def _dealt_out(slots: tuple[Slot, ...], num_shards: int) -> tuple[tuple[Slot, ...], int]:
-    """Slots that each lie in one of so many equal shards, and the elements of all shards."""
+def _assign_to_shards(slots: tuple[Slot, ...], num_shards: int) -> tuple[tuple[Slot, ...], int]:
+    """Returns slots that each lie in one of `num_shards` equal shards, and the total elements."""
     ends = [0] * num_shards
     places: dict[str, tuple[int, int]] = {}  # shard, and start in it
     for slot in sorted(slots, key=lambda slot: -slot.numel):

@@ -1,18 +1,19 @@
-"""How the gradients of one bucket are summed over its ranks: collectives one after another.
+"""Reduces the gradients of one bucket over its ranks: collectives one after another.
 
-| what a rank keeps | over one axis | over near ranks (inner) and far ones (outer) |
+| a rank ends with | over one axis | over near ranks (inner) and far ones (outer) |
 |---|---|---|
 | all sums | all-reduce | reduce-scatter inner, all-reduce of the shard outer, all-gather inner |
 | its shard | reduce-scatter | reduce-scatter inner, all-reduce of the shard outer |
 
-bf16 on the wire, sums in fp32: every rank sends to each other its part of that one's shard, rounded
-to bf16 (all-to-all); the receiver adds all of them up in fp32. Where all sums are kept, shards are
-rounded once more and all-gathered. The bytes are those of a reduce-scatter (and all-gather) in
-bf16, which would round after each of `n - 1` additions. Between instances shards go in fp32. With
-`u = 2**-8`, a sum of gradients `g` is off by at most `u * sum(|g|)`, and where all sums are kept
-by `u` of itself more; a sum in bf16 by `n * u * sum(|g|)` (both but for terms of the order `u**2`).
+Communication in bf16 with sums in fp32: every rank sends each other rank the latter's shard,
+rounded to bf16 (all-to-all). The receiver sums all of them in fp32. If a rank ends with all sums,
+shards are rounded once more and all-gathered. This sends as many bytes as a reduce-scatter (and
+all-gather) in bf16, which would round after each of `n - 1` additions. Between instances shards are
+sent in fp32. With `u = 2**-8`, the error of a sum of gradients `g` is at most `u * sum(|g|)`, plus
+`u` times the sum if all sums are gathered. That of a sum in bf16 is at most `n * u * sum(|g|)`.
+Terms of order `u**2` are neglected.
 
-A sum is a generator: it starts a collective, yields it, and is resumed when that is there.
+A reduction is a generator: it starts a collective, yields it, and is resumed when that is complete.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from megatron_parallel.mesh.axes import Axis
 
 
 class ReductionAxes(NamedTuple):
-    """The ranks a bucket is summed over: `inner` ones, then their counterparts, if any."""
+    """The ranks that a bucket is reduced over: `inner` ones, then `outer` counterparts, if any."""
 
     inner: Axis
     outer: Axis | None = None
@@ -38,14 +39,14 @@ class ReductionAxes(NamedTuple):
         return self.inner.size * (1 if self.outer is None else self.outer.size)
 
 
-Sum = Iterator[AsyncCollective]
+CollectiveSequence = Iterator[AsyncCollective]
 
 
 class AsyncCollectives(NamedTuple):
-    """What collectives are for: in `Traffic`, and in the line that tells of a failure."""
+    """Starts collectives with a purpose, as reported in `Traffic`, and a description for errors."""
 
     purpose: str
-    told: str
+    description: str
 
     def all_reduce(self, t: Tensor, axis: Axis) -> AsyncCollective:
         """Starts summing `t` in place."""
@@ -54,7 +55,7 @@ class AsyncCollectives(NamedTuple):
         )
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, axis: Axis) -> AsyncCollective:
-        """Starts summing this rank's part of `whole`; `part` may be a view of it."""
+        """Starts summing this rank's shard of `whole` into `part`, possibly a view of `whole`."""
         return self._start(
             "reduce_scatter",
             axis,
@@ -64,7 +65,7 @@ class AsyncCollectives(NamedTuple):
         )
 
     def all_gather(self, whole: Tensor, part: Tensor, axis: Axis) -> AsyncCollective:
-        """Starts filling `whole` with the parts of all ranks; `part` may be a view of it."""
+        """Starts filling `whole` with the shards of all ranks; `part` may be a view of `whole`."""
         return self._start(
             "all_gather",
             axis,
@@ -74,7 +75,7 @@ class AsyncCollectives(NamedTuple):
         )
 
     def all_to_all(self, received: Tensor, sent: Tensor, axis: Axis) -> AsyncCollective:
-        """Starts sending each rank its part of `sent`; `received` has a part from each."""
+        """Starts sending each rank its slice of `sent`; `received` gets a slice from each rank."""
         return self._start(
             "all_to_all",
             axis,
@@ -92,14 +93,16 @@ class AsyncCollectives(NamedTuple):
         collective: Callable[[], Work],
     ) -> AsyncCollective:
         operation = f"{verb} of {self.purpose}"
-        told = f"{verb} of {self.told}"
-        return AsyncCollective(axis, operation, payload, result, collective, description=told)
+        description = f"{verb} of {self.description}"
+        return AsyncCollective(
+            axis, operation, payload, result, collective, description=description
+        )
 
 
 def all_reduce_bucket(
     flat: Tensor, shard: Tensor, axes: ReductionAxes, collectives: AsyncCollectives
-) -> Sum:
-    """Sums `flat` in place; `shard` is this rank's part of it among the inner ranks."""
+) -> CollectiveSequence:
+    """Sums `flat` in place; `shard` is this rank's shard of it among the inner ranks."""
     if axes.outer is None:
         if axes.inner.size > 1:
             yield collectives.all_reduce(flat, axes.inner)
@@ -111,8 +114,8 @@ def all_reduce_bucket(
 
 def reduce_scatter_bucket(
     flat: Tensor, shard: Tensor, axes: ReductionAxes, collectives: AsyncCollectives
-) -> Sum:
-    """Sums this rank's part of `flat` into `shard`, which is that part; the rest is destroyed."""
+) -> CollectiveSequence:
+    """Sums into `shard`, this rank's shard of `flat`; overwrites the rest of `flat`."""
     if axes.inner.size > 1:
         yield collectives.reduce_scatter(shard, flat, axes.inner)
     if axes.outer is not None:
@@ -121,8 +124,11 @@ def reduce_scatter_bucket(
 
 def reduce_in_bf16(
     flat: Tensor, shard: Tensor, axes: ReductionAxes, collectives: AsyncCollectives, *, whole: bool
-) -> Sum:
-    """Sums what ranks send in bf16, in the dtype of `flat`: into `shard`, and `flat` if `whole`."""
+) -> CollectiveSequence:
+    """Sums gradients sent in bf16, in the dtype of `flat`.
+
+    The result is in `shard`, and in `flat` if `whole`.
+    """
     axis, wire = axes.inner, flat.to(torch.bfloat16)
     if axis.size > 1:
         received = torch.empty_like(wire)

@@ -1,4 +1,4 @@
-"""What an optimizer sees of parameters of which each data-parallel rank updates a part."""
+"""The optimizer's view of parameters that are sharded over data-parallel ranks."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -12,22 +12,22 @@ from megatron_parallel.sharding.views import View
 
 @runtime_checkable
 class ParameterShards(Protocol):
-    """The parts of one stage's parameters that this rank updates.
+    """The shards of one model chunk's parameters that this rank updates.
 
-    `ParameterBuffers` (flat parts of buckets) and `FullySharded` (boxes) are of this kind.
+    `ParameterBuffers` (flat ranges of buckets) and `FullySharded` (boxes) implement this protocol.
     """
 
     def local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
-        """By global name, in the parameters' own dtype; updated in place."""
+        """Returns the shards by global name, in the parameters' own dtype; update them in place."""
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
-        """Views, for a checkpoint, of tensors shaped like the parts (moments, main weights).
+        """Returns views, for a checkpoint, of tensors with the shapes of the shards.
 
-        Those of other stages are left to them.
+        Such tensors are moments or main weights. Tensors of other model chunks are ignored.
         """
 
     def start_gather(self) -> None:
-        """Says that the parts were updated: other ranks may have them now."""
+        """Lets other ranks gather the shards, which have been updated."""
 
     def wait_for_parameters(self) -> None:
-        """Returns when parameters may be read, or written to, from outside of the model."""
+        """Returns when code outside of the model may read or write parameters."""

@@ -1,8 +1,8 @@
-"""What an optimizer has to know about parameters: how they are cut, their gradients, its share.
+"""The parameters of a rank as an optimizer needs them: sharding, gradients and local shards.
 
 `TrainableParameters` describes the parameters of a plain module; its gradients are where autograd
-leaves them. `TrainableChunks` holds the stages of a pipeline rank; its gradients are in buffers. An
-optimizer takes either.
+leaves them. `TrainableChunks` holds the model chunks of a pipeline rank; its gradients are in
+buffers. An optimizer takes either.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ class Trainable(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """Where this rank stands."""
+        """The mesh of this rank."""
 
     @property
     def parameters(self) -> Mapping[str, Parameter]:
@@ -32,14 +32,14 @@ class Trainable(Protocol):
 
     @property
     def table(self) -> Mapping[str, Sharding]:
-        """How each parameter is cut."""
+        """Sharding of each parameter."""
 
     @property
     def shards(self) -> Sequence[ParameterShards]:
-        """The parts of them that this rank updates; empty if it updates all of them."""
+        """The parameter shards that this rank updates; empty if it updates whole parameters."""
 
     def gradients(self) -> Mapping[str, Float[Tensor, "..."] | None]:
-        """Returns gradients summed over the data axis; of the parts in `shards` if there are any.
+        """Returns gradients summed over the data axis, of `shards` if there are any.
 
         None stands for a gradient of zero.
         """
@@ -49,22 +49,23 @@ class Trainable(Protocol):
 
 
 class TrainableParameters:
-    """Parameters that are described one by one.
+    """Parameters given by name.
 
     Args:
         parameters: This rank's parameters by global name, such as `module.named_parameters()`.
-        table: How each is cut, such as `collect_shardings(module)`.
-        mesh: Where this rank stands.
+        table: Sharding of each parameter, such as `collect_shardings(module)`.
+        mesh: The mesh of this rank.
         gradients: Returns the gradients, such as `GradientBuffers.gradients`. Defaults to those
             that autograd leaves on the parameters; on several data-parallel ranks the caller sums
             them.
-        shards: The parts that this rank updates, one for each set of buffers. Defaults to all.
+        shards: The parameter shards that this rank updates, one for each set of buffers. Defaults
+            to none: the rank updates whole parameters.
 
     Attributes:
         parameters: By global name.
-        table: How each is cut.
-        mesh: Where this rank stands.
-        shards: The parts that this rank updates.
+        table: Sharding of each parameter.
+        mesh: The mesh of this rank.
+        shards: The parameter shards that this rank updates.
 
     Raises:
         LayoutError: There are shards, but no gradients of shards.
@@ -81,8 +82,8 @@ class TrainableParameters:
     ) -> None:
         if shards and gradients is None:
             raise LayoutError(
-                "shards of parameters need shards of gradients: give the gradients of the buffers "
-                "that the shards were made with"
+                "shards of parameters need shards of gradients: pass the gradients of the buffers "
+                "that the shards were built with"
             )
         self.parameters = dict(parameters)
         self.table = table
@@ -97,7 +98,7 @@ class TrainableParameters:
         return {name: parameter.grad for name, parameter in self.parameters.items()}
 
     def zero(self) -> None:
-        """Drops the gradients on the parameters; their holder drops those that were handed in."""
+        """Drops the gradients on the parameters; the owner of `gradients` drops its own."""
         if self._source is None:
             for parameter in self.parameters.values():
                 parameter.grad = None

@@ -1,4 +1,4 @@
-"""What of the forward pass is kept for the backward pass: computed again, cut, or moved away."""
+"""Memory of activations: recompute them in the backward pass, shard them, or offload them."""
 
 import lazy_loader
 

@@ -1,12 +1,12 @@
-"""Functions whose inner activations are not kept: they run again in the backward pass.
+"""Activation checkpointing: functions whose activations are recomputed in the backward pass.
 
-No state of a random number generator is stashed. Dropout here is a hash of where an element stands
-(`megatron_parallel.dropout`), so the second run drops what the first one dropped, in every layout.
-A function that draws random numbers of any other kind must not be run again.
+No state of a random number generator is saved. Dropout here is a hash of an element's position
+(`megatron_parallel.dropout`), so the recomputation drops the same elements, in every layout. A
+function that draws random numbers in another way must not be recomputed.
 
-What is communicated in the function is communicated again in the backward pass, in the same order
-on all ranks of an axis. The second run ends as soon as all that autograd asks for is there, so what
-comes after (the last sum of a layer, for instance) is not repeated.
+Collectives of the function run again in the backward pass, in the same order on all ranks of an
+axis. The recomputation stops as soon as it has all tensors that autograd needs, so later operations
+(the last reduction of a layer, for instance) are not repeated.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,21 +27,20 @@ def activation_checkpoint(
     *inputs: Float[Tensor, "..."],
     hooks: SavedTensorsHooks | None = None,
 ) -> Float[Tensor, "..."]:
-    """`function(*inputs)`, of which only `inputs` are kept; `hooks` says how.
+    """Returns `function(*inputs)`; saves only `inputs` and recomputes the rest in backward.
 
-    The function may use other tensors, which it keeps alive but which are not packed; it must give
-    the same result when it is called again. Without gradients nothing is kept and nothing runs
-    again.
+    The function may use other tensors, which it keeps alive but which `hooks` do not see. It must
+    give the same result every time. Without gradients nothing is saved or recomputed.
 
     Args:
-        function: Gives one tensor.
-        *inputs: What it is called with.
-        hooks: How the inputs are packed, e.g. `ShardSavedTensors(axis)`; by default as they are.
+        function: Returns one tensor.
+        *inputs: Its arguments.
+        hooks: How the inputs are saved, e.g. `ShardSavedTensors(axis)`. Defaults to as they are.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
     with nullcontext() if hooks is None else hooks.enabled():
-        # Inner hooks replace outer ones: `hooks` see the inputs only.
+        # Inner hooks replace outer ones, so `hooks` see the inputs only.
         result: Tensor = checkpoint(
             function, *inputs, use_reentrant=False, preserve_rng_state=False
         )
@@ -50,14 +49,14 @@ def activation_checkpoint(
 
 @contextmanager
 def discard_output(y: Float[Tensor, "..."], recompute: Callable[[], Tensor]) -> Iterator[None]:
-    """In the `with` block, whoever keeps `y` for its backward pass gets `recompute()` instead.
+    """Discards `y`, which operations in the `with` block save; their backward recomputes it.
 
-    For an output that is large, cheap to make, and needed by the next layer only (a norm's). Frees
-    its memory once nobody else holds it.
+    For an output that is large, cheap to compute, and needed by the next layer only (a norm's).
+    Frees its memory once no other code holds it.
 
     Args:
-        y: What is not kept, nor any view of it: contiguous, in memory of its own.
-        recompute: Makes it again, without gradients; the inputs it uses stay alive.
+        y: The tensor: contiguous, in memory of its own. Views of it are discarded, too.
+        recompute: Returns `y` again, without gradients; the inputs that it uses stay alive.
     """
     if not torch.is_grad_enabled():
         yield

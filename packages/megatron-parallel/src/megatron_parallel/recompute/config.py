@@ -1,9 +1,8 @@
-"""What is computed again in the backward pass, as plain data.
+"""Settings of activation recomputation, as plain data.
 
-Kept for the backward pass is by default whatever autograd asks for. `selective` recomputation
-throws away what is large and cheap to compute again (Korthikanti et al. 2022, section 5); `full`
-keeps the input of a layer, or of several, and runs them again. The names and their meaning are
-Megatron-LM's.
+By default everything that autograd needs is saved. `selective` recomputation discards what is large
+and cheap to recompute (Korthikanti et al. 2022, section 5). `full` saves the input of a layer, or
+of several layers, and recomputes them. Names and meanings are Megatron-LM's.
 """
 
 from collections.abc import Sequence
@@ -17,14 +16,14 @@ Granularity = Literal["selective", "full"]
 Method = Literal["uniform", "block"]
 
 RECOMPUTED_MODULES: Final = ("core_attn", "mlp", "moe", "layernorm")
-"""What selective recomputation knows.
+"""Parts of a layer that selective recomputation supports.
 
-| module | kept instead of what is computed again |
+| module | what is saved |
 |---|---|
-| `core_attn` | queries, keys and values: scores, probabilities and dropout are computed again |
+| `core_attn` | queries, keys and values; scores, probabilities and dropout are recomputed |
 | `mlp` | the normalised input of the feed-forward layer |
-| `moe` | likewise, where the layer has experts: tokens are sent again, too |
-| `layernorm` | the input of each norm: its output is made again for the layer that reads it |
+| `moe` | the same for a layer with experts; tokens are dispatched again, too |
+| `layernorm` | the input of each norm; its output is recomputed for the layer that reads it |
 """
 
 
@@ -33,7 +32,7 @@ def _flag(flag: str, text: str, **more: Any) -> dict[str, Any]:
 
 
 class LayerGroup(NamedTuple):
-    """Neighbouring layers that are run together; `checkpointed`: only their input is kept."""
+    """Consecutive layers that run together; if `checkpointed`, only their input is saved."""
 
     layers: tuple[int, ...]
     checkpointed: bool
@@ -41,32 +40,32 @@ class LayerGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What is kept of a forward pass, and where.
+    """Which activations a forward pass saves, and where.
 
     Raises:
-        LayoutError: settings that contradict one another.
+        LayoutError: Settings contradict one another.
     """
 
     granularity: Granularity | None = field(
         default=None,
         metadata=_flag(
             "--recompute-granularity",
-            "what is computed again in the backward pass: parts of a layer, or whole layers",
+            "what is recomputed in the backward pass: parts of a layer, or whole layers",
         ),
     )
     method: Method | None = field(
         default=None,
         metadata=_flag(
             "--recompute-method",
-            "full: keep the input of each group of --recompute-num-layers layers, or compute the "
-            "first --recompute-num-layers layers of each stage again, one by one",
+            "full: save the input of each group of --recompute-num-layers layers, or recompute "
+            "the first --recompute-num-layers layers of each stage, one by one",
         ),
     )
     num_layers: int | None = field(
         default=None,
         metadata=_flag(
             "--recompute-num-layers",
-            "full: layers in a group (uniform), or computed again in a stage (block)",
+            "full: layers in a group (uniform), or recomputed in a stage (block)",
             unit="layers",
         ),
     )
@@ -74,7 +73,7 @@ class RecomputeConfig:
         default=("core_attn",),
         metadata=_flag(
             "--recompute-modules",
-            "selective: parts of a layer that are computed again",
+            "selective: parts of a layer that are recomputed",
             choices=RECOMPUTED_MODULES,
         ),
     )
@@ -82,14 +81,14 @@ class RecomputeConfig:
         default=False,
         metadata=_flag(
             "--distribute-saved-activations",
-            "full: each tensor parallel rank keeps its part of the inputs that are kept",
+            "full: each tensor parallel rank saves its shard of the saved inputs",
         ),
     )
     cpu_offloading_num_layers: int = field(
         default=0,
         metadata=_flag(
             "--cpu-offloading-num-layers",
-            "layers of each stage, from the first, whose kept activations wait in host memory",
+            "layers of each stage, from the first, whose saved activations are in host memory",
             unit="layers",
         ),
     )
@@ -106,13 +105,13 @@ class RecomputeConfig:
         for module in self.modules:
             if module not in RECOMPUTED_MODULES:
                 known = ", ".join(RECOMPUTED_MODULES)
-                raise self._error(f"{{modules:name}} {module} is none of {known}")
+                raise self._error(f"{{modules:name}} {module} is unknown: use {known}")
         if self.cpu_offloading_num_layers < 0:
-            raise self._error("{cpu_offloading_num_layers} is negative")
+            raise self._error("{cpu_offloading_num_layers} is negative: use 0 or more")
         if self.cpu_offloading_num_layers and self.selects("layernorm"):
             raise self._error(
-                "{cpu_offloading_num_layers:name} cannot move what {modules:name} layernorm keeps: "
-                "leave out one of them"
+                "{cpu_offloading_num_layers:name} cannot offload what {modules:name} layernorm "
+                "saves: leave out one of them"
             )
 
     def _refuse_what_is_about_whole_layers(self) -> None:
@@ -121,18 +120,16 @@ class RecomputeConfig:
             "{num_layers}": self.num_layers is not None,
             "{distribute_saved_activations:name}": self.distribute_saved_activations,
         }
-        for text, there in given.items():
-            if there:
-                raise self._error(
-                    f"{text} is about whole layers: give {{granularity:name}} full with it"
-                )
+        for text, is_set in given.items():
+            if is_set:
+                raise self._error(f"{text} needs whole layers: add {{granularity:name}} full")
 
     def _error(self, message: str) -> LayoutError:
         return LayoutError(message, vars(self))
 
     @property
     def hooks_field(self) -> str | None:
-        """The field that hooks into what autograd keeps, which compiled code never asks."""
+        """The field that needs hooks on saved tensors, which compiled code ignores; or None."""
         hooks = {
             "modules": self.selects("layernorm"),
             "distribute_saved_activations": self.distribute_saved_activations,
@@ -141,15 +138,15 @@ class RecomputeConfig:
         return next((field for field, given in hooks.items() if given), None)
 
     def selects(self, module: str) -> bool:
-        """Returns whether a part of a layer is computed again by itself."""
+        """Returns whether selective recomputation applies to a part of a layer."""
         return self.granularity == "selective" and module in self.modules
 
     def groups(self, layers: Sequence[int]) -> tuple[LayerGroup, ...]:
-        """Returns the layers of one stage in the groups they are run in, in order.
+        """Returns the layers of one stage in the groups in which they run, in order.
 
-        `uniform` makes groups of `num_layers`, the last one smaller where they do not divide; each
-        keeps its input. `block` computes the first `num_layers` again, each by itself, and keeps
-        what autograd asks for of the others.
+        `uniform` makes groups of `num_layers`, the last one smaller if they do not divide, and
+        saves the input of each. `block` recomputes each of the first `num_layers` layers by itself,
+        and saves everything that autograd needs of the others.
         """
         if self.granularity != "full":
             return tuple(LayerGroup((layer,), checkpointed=False) for layer in layers)
@@ -163,12 +160,12 @@ class RecomputeConfig:
         return tuple(LayerGroup(tuple(layers[i : i + count]), checkpointed=True) for i in starts)
 
     def check(self, layout: ParallelLayout, *, sequence_parallel: bool) -> None:
-        """Raises `LayoutError` for what a layout has no use for."""
+        """Raises `LayoutError` for settings that have no effect in a layout."""
         name = "{distribute_saved_activations:name}"
         if self.distribute_saved_activations and layout.tp == 1:
-            raise self._error(f"{name} needs tensor parallel ranks; leave it out")
+            raise self._error(f"{name} needs at least 2 tensor parallel ranks; leave it out")
         if self.distribute_saved_activations and sequence_parallel:
             raise self._error(
-                f"{name}: with sequence parallelism every rank has only its part of them anyway; "
-                "leave it out"
+                f"{name}: with sequence parallelism every rank has only its slice of them; leave "
+                "it out"
             )

@@ -1,4 +1,4 @@
-"""Where tensors wait between forward and backward pass: cut over an axis, or in host memory."""
+"""Where tensors saved for the backward pass stay: sharded over an axis, or in host memory."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -14,36 +14,36 @@ from megatron_parallel.collectives.operations import all_gather
 from megatron_parallel.mesh.axes import Axis
 
 PURPOSE: Final = "saved activations"
-"""What its messages are for, in `Traffic` and in errors."""
+"""Purpose of the gathers, as reported in `Traffic` and in errors."""
 
 
 class SavedTensorsHooks(Protocol):
-    """A way of keeping tensors."""
+    """A way to save tensors."""
 
     def enabled(self) -> AbstractContextManager[object]:
-        """In the `with` block, what autograd keeps is packed, and unpacked when it is used."""
+        """Returns a context in which autograd packs tensors to save and unpacks them on use."""
 
 
 class ShardSavedTensors:
-    """Each rank of an axis keeps its part of a tensor that all of them have (ZeRO-R's P_a).
+    """Saves on each rank of an axis its shard of a tensor that all of them have (ZeRO-R's P_a).
 
     Rajbhandari et al. 2020, section 6.1; Megatron's `--distribute-saved-activations`. The backward
-    pass gathers it again: one all-gather of the part.
+    pass restores the tensor with one all-gather.
     """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
     def enabled(self) -> AbstractContextManager[object]:
-        """Sees `SavedTensorsHooks`; hooks in force get the parts."""
+        """Returns the context of `SavedTensorsHooks`; hooks already active save the shards."""
         outer = _compat.active_saved_tensors_hooks()
         if outer is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         put, take = outer
 
         def pack(t: Tensor) -> Any:
-            part, shape = self._pack(t)
-            return put(part), shape
+            shard, shape = self._pack(t)
+            return put(shard), shape
 
         return torch.autograd.graph.saved_tensors_hooks(
             pack, lambda packed: self._unpack((take(packed[0]), packed[1]))
@@ -55,32 +55,32 @@ class ShardSavedTensors:
             return t.detach(), None
         length = -(-t.numel() // size)
         start = min(self.axis.index * length, t.numel())
-        own = t.detach().flatten()[start : start + length]
-        part = own.new_zeros(length)
-        part[: own.numel()] = own
-        return part, t.shape
+        local = t.detach().flatten()[start : start + length]
+        shard = local.new_zeros(length)
+        shard[: local.numel()] = local
+        return shard, t.shape
 
     def _unpack(self, packed: tuple[Tensor, torch.Size | None]) -> Tensor:
-        part, shape = packed
+        shard, shape = packed
         if shape is None:
-            return part
-        whole = all_gather(part, self.axis, purpose=PURPOSE)
+            return shard
+        whole = all_gather(shard, self.axis, purpose=PURPOSE)
         return whole[: shape.numel()].view(shape)
 
 
 class OffloadSavedTensors:
-    """Activations wait in host memory, pinned where the device is a GPU.
+    """Saves activations in host memory, pinned if the device is a GPU.
 
-    Parameters and the tensors in `except_for` stay where they are. What moves are whole storages,
-    once each, however many functions keep them or views of them. Copies run on the current stream:
-    nobody has to wait for them, and nothing hides the time they take.
+    Parameters and the tensors in `except_for` stay on the device. Whole storages are moved, each
+    once, however many functions save them or views of them. Copies run on the current stream: the
+    host does not wait for them, and nothing hides their time.
 
     Args:
         except_for: Tensors that many layers share, such as tables and masks.
 
     Attributes:
         offloaded: Number of storages moved to host memory so far.
-        reloaded: Number of times one was moved back so far.
+        reloaded: Number of storages moved back to the device so far.
         nbytes: Bytes moved to host memory so far.
     """
 
@@ -90,7 +90,7 @@ class OffloadSavedTensors:
         self.offloaded = self.reloaded = self.nbytes = 0
 
     def enabled(self) -> AbstractContextManager[object]:
-        """Sees `SavedTensorsHooks`."""
+        """Returns the context of `SavedTensorsHooks`."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, t: Tensor) -> Any:
@@ -117,7 +117,7 @@ class OffloadSavedTensors:
 
 
 class _Offloaded:
-    """A storage in host memory; views of it come back together, in the strides they had."""
+    """A storage in host memory; views of it are reloaded together, with their original strides."""
 
     __slots__ = ("__weakref__", "_back", "_device", "_source", "host")
 
@@ -130,11 +130,14 @@ class _Offloaded:
         self._back: Any = None
 
     def in_use(self) -> bool:
-        """Returns whether the storage it was copied from is still that of somebody's tensor."""
+        """Returns whether a tensor still uses the storage that was copied."""
         return not self._source.expired()
 
     def back(self) -> tuple[Tensor, bool]:
-        """The bytes on the device, and whether they had to be moved: not while a view is in use."""
+        """Returns the bytes on the device, and whether they had to be copied.
+
+        They are not copied while a view of an earlier copy is in use.
+        """
         storage = None if self._back is None else resolve_weak_storage(self._back)
         if storage is not None:
             return _bytes(storage), False
