@@ -1,5 +1,5 @@
-"""Plant small defects in the code and see whether the tests of `nox -s tests` notice them.
+"""Plants small defects in the code and checks whether the tests of `nox -s tests` catch them.
 
-cosmic-ray makes the defects; what is here chooses them, plants each in a copy of the repository,
-runs the test files that reach its line, and prints a table. `nox -s mutation` runs it.
+cosmic-ray creates the defects. This package chooses them, plants each in a copy of the repository,
+runs the tests that reach its line, and prints a table. `nox -s mutation` runs it.
 """

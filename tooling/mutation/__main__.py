@@ -1,4 +1,4 @@
-"""`nox -s mutation`: plant defects, run the tests that reach them, print the tables."""
+"""The command of `nox -s mutation`: plants defects, runs tests that reach them, prints tables."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ WANTED = 90.0  # percent
 
 
 def main() -> int:
-    """Run everything; 0 if enough defects are caught."""
+    """Runs everything; returns 0 if enough defects are caught."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--each", type=int, default=12, help="defects per area (12)")
     parser.add_argument("--area", action="append", help="this area alone; may be repeated")
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def say(text: str) -> None:
-    """A line of progress."""
+    """Prints a line of progress."""
     print(text, flush=True)
 
 

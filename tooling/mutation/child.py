@@ -1,4 +1,4 @@
-"""Inside a run: pytest, with worker pools that start warm, too, and whose ranks are measured."""
+"""Runs pytest in a copy: worker pools start from a warm server, and their ranks are measured."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SERVERS = 2  # fork servers of pools that are kept ready
 
 
 def main(order: dict[str, Any]) -> None:
-    """Run pytest within a limit of CPU time for every process, under coverage if asked to."""
+    """Runs pytest with a limit of CPU time for every process, under coverage if requested."""
     resource.setrlimit(resource.RLIMIT_CPU, (order["limit"], order["limit"] + 5))
     measured = None
     if order["coverage"]:
@@ -47,7 +47,7 @@ def main(order: dict[str, Any]) -> None:
 
 
 class Tests:
-    """A pytest plugin: which test function runs what in this process, and its CPU time."""
+    """A pytest plugin that records which test function runs which code, and its CPU time."""
 
     def __init__(self, measured: "Coverage") -> None:
         self.seconds: dict[str, float] = {}
@@ -56,7 +56,7 @@ class Tests:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Function) -> Generator[None, object, object]:
-        """Name the function, without parameters, while it runs with its fixtures."""
+        """Names the function, without parameters, while it and its fixtures run."""
         name = self._name = item.nodeid.partition("[")[0]
         self._measured.switch_context(name)
         before = sum(os.times()[:4])
@@ -70,7 +70,7 @@ class Tests:
     def pytest_fixture_setup(
         self, fixturedef: "pytest.FixtureDef[object]"
     ) -> Generator[None, object, object]:
-        """What makes a fixture for several tests is none of the first one's."""
+        """Attributes a fixture of several tests to none of them, rather than to the first."""
         if fixturedef.scope == "function":
             return (yield)
         self._measured.switch_context("")
@@ -83,7 +83,7 @@ class Tests:
 class ReadyServer:
     """A forked process that waits to become the fork server of a `WorkerPool`.
 
-    It is forked before anything of ours is imported, as a new interpreter would be. It has the
+    It is forked before any of our packages is imported, so it is like a new interpreter. It has the
     methods of `Popen` that a pool uses.
     """
 
@@ -111,12 +111,12 @@ class ReadyServer:
             os._exit(status)
 
     def become(self, theirs: socket.socket, message: bytes) -> None:
-        """Start serving on a socket."""
+        """Starts serving on a socket."""
         self._taken = True
         socket.send_fds(self._ours, [message], [theirs.fileno()])
 
     def poll(self) -> int | None:
-        """The exit status, if it has ended."""
+        """Returns the exit status, or None if the process still runs."""
         if self._status is None:
             done, status = os.waitpid(self.pid, os.WNOHANG)
             if done:
@@ -124,7 +124,7 @@ class ReadyServer:
         return self._status
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end; raises `subprocess.TimeoutExpired` as `Popen` does."""
+        """Waits for the process to end; raises `subprocess.TimeoutExpired` as `Popen` does."""
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -133,18 +133,18 @@ class ReadyServer:
         return status
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kills the process."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def end_if_unused(self) -> None:
-        """End it if no pool took it."""
+        """Ends the process if no pool took it."""
         if not self._taken:
             self.kill()
 
 
 def become_server(message: bytes, descriptor: int) -> None:
-    """Be the fork server of a pool until its connection is closed."""
+    """Serves as the fork server of a pool until its connection is closed."""
 
     directory, preload, typecheck, path, environment = json.loads(message)
     os.environ.clear()
@@ -156,12 +156,12 @@ def become_server(message: bytes, descriptor: int) -> None:
 
 
 class Pools:
-    """A pytest plugin: pools take a server that waits, and let their workers end by themselves.
+    """A pytest plugin that gives pools a waiting server and lets their workers exit by themselves.
 
-    Their time-outs are longer by a factor, for busy machines.
+    It multiplies their time-outs by a factor, for busy machines.
 
-    A pool kills its workers, which leaves coverage no time to save what it has measured. Under
-    coverage it closes their connections, on which they end, and waits for them first.
+    A pool normally kills its workers, which leaves coverage no time to save its data. Under
+    coverage this plugin closes their connections, which makes them exit, and waits for them first.
     """
 
     def __init__(self, servers: Sequence[ReadyServer], slack: float, measured: bool) -> None:
@@ -170,7 +170,7 @@ class Pools:
         self._measured = measured
 
     def pytest_configure(self) -> None:
-        """Change pools in this process, where the copy has their package."""
+        """Changes the pools of this process if the copy has their package."""
         if not Path("packages/megatron-parallel").exists():
             return
 

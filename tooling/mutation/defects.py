@@ -1,4 +1,4 @@
-"""The defects that cosmic-ray can plant in a source file, but for those that change nothing."""
+"""The defects that cosmic-ray can plant in a source file, without those that change nothing."""
 
 import ast
 import hashlib
@@ -41,10 +41,10 @@ PARAMETERS = "the `*` of a parameter list, taken for a product"
 
 
 class DropStatement(Operator):
-    """Replace a call that stands alone, or an augmented assignment, by `pass`."""
+    """Replaces a call whose result is not used, or an augmented assignment, by `pass`."""
 
     def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
-        """The statement, if it is one of these."""
+        """Yields the statement if it is one of these."""
         if node.type == "simple_stmt":
             statement = node.children[0]
             called = statement.type == "atom_expr" and statement.children[-1].type == "trailer"
@@ -54,26 +54,26 @@ class DropStatement(Operator):
                 yield (statement.start_pos, statement.end_pos)
 
     def mutate(self, node: Any, index: int) -> Any:
-        """Put `pass` in its place."""
+        """Puts `pass` in its place."""
         first = node.children[0].get_first_leaf()
         node.children[0] = parso.python.tree.Keyword("pass", first.start_pos, first.prefix)
         return node
 
     @classmethod
     def examples(cls) -> tuple[()]:
-        """None; cosmic-ray asks for the method."""
+        """Returns no examples; cosmic-ray requires the method."""
         return ()
 
 
 def is_augmented(statement: Any) -> bool:
-    """Whether an expression statement is `x += y` or its like."""
+    """Returns whether an expression statement is an augmented assignment such as `x += y`."""
     sign = statement.children[1]
     code: str = sign.get_code().strip()
     return code.endswith("=") and code != "="
 
 
 def operators() -> Iterator[tuple[str, Operator]]:
-    """Every operator with its name."""
+    """Returns every operator by name."""
     for name in OPERATORS:
         yield name, get_operator(f"core/{name}")()
     yield "DropStatement", DropStatement()
@@ -86,9 +86,9 @@ class Defect:
     Attributes:
         source: The file, relative to the repository.
         operator: Name of the operator of cosmic-ray, or `DropStatement`.
-        occurrence: Which of the operator's places in the file, from 0.
-        line: Where, from 1.
-        rank: A fixed random number, which changes of other lines leave as it is.
+        occurrence: Index of the occurrence of the operator in the file, from 0.
+        line: Line number, from 1.
+        rank: A fixed random number that does not depend on other lines.
     """
 
     source: str
@@ -99,7 +99,7 @@ class Defect:
 
 
 def defects(source: str, text: str) -> tuple[list[Defect], Counter[str]]:
-    """All defects of a source file, and how many were left out, by reason."""
+    """Returns all defects of a source file, and the number left out for each reason."""
     found: list[Defect] = []
     left_out: Counter[str] = Counter()
     ignored = without_effect(text)
@@ -123,7 +123,7 @@ def defects(source: str, text: str) -> tuple[list[Defect], Counter[str]]:
 
 
 def plant(defect: Defect, text: str) -> str | None:
-    """The source text with a defect in it; None where that is no Python or nothing changes."""
+    """Returns the source text with a defect, or None if that is no Python or changes nothing."""
     name = defect.operator
     operator = DropStatement() if name == "DropStatement" else get_operator(f"core/{name}")()
     try:
@@ -135,14 +135,14 @@ def plant(defect: Defect, text: str) -> str | None:
 
 
 class Places(Visitor):
-    """Where an operator can change a tree, in the order in which cosmic-ray counts."""
+    """The positions where an operator can change a tree, in cosmic-ray's order."""
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
         self.found: list[tuple[int, int, bool]] = []
 
     def visit(self, node: Any) -> Any:
-        """Note the places of one node, and whether it is a sign between parameters."""
+        """Records the positions of one node, and whether it is an operator between parameters."""
         for (line, column), _ in self.operator.mutation_positions(node):
             parent = node.parent.type if node.parent else ""
             self.found.append((line, column, parent in ("parameters", "param", "lambdef")))
@@ -153,7 +153,7 @@ Span = tuple[tuple[int, int], tuple[int, int]]
 
 
 def without_effect(text: str) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
-    """Parts of a file where a change does nothing that a user of the code could notice."""
+    """Returns the parts of a file where a change has no effect that a user could notice."""
     spans: list[tuple[str, tuple[int, int], tuple[int, int]]] = []
 
     def add(reason: str, node: ast.AST | None) -> None:
@@ -176,7 +176,7 @@ def without_effect(text: str) -> list[tuple[str, tuple[int, int], tuple[int, int
 
 
 def is_type_alias(node: ast.Assign) -> bool:
-    """Whether `A = X | Y` or `A = dict[X, Y]` names a type."""
+    """Returns whether `A = X | Y` or `A = dict[X, Y]` names a type."""
     return (
         isinstance(node.targets[0], ast.Name)
         and node.targets[0].id[:1].isupper()
@@ -186,13 +186,13 @@ def is_type_alias(node: ast.Assign) -> bool:
 
 
 def inside(line: int, column: int, span: list[tuple[int, int]]) -> bool:
-    """Whether a place is in a span."""
+    """Returns whether a position is in a span."""
     start, end = span
     return start <= (line, column) < end
 
 
 def difference(before: str, after: str) -> tuple[str, str]:
-    """The lines that differ, each side joined to one line."""
+    """Returns the lines that differ, each side joined to one line."""
     old, new = before.splitlines(), after.splitlines()
     while old and new and old[0] == new[0]:
         del old[0], new[0]
@@ -202,7 +202,7 @@ def difference(before: str, after: str) -> tuple[str, str]:
 
 
 def statement_lines(text: str, line: int) -> list[int]:
-    """The lines of the innermost statement at a line; of a compound one, its header's."""
+    """Returns the lines of the innermost statement at a line; of a compound one, the header."""
     best = (line, line)
     smallest = None
     for node in ast.walk(ast.parse(text)):

@@ -1,4 +1,4 @@
-"""What became of every defect: run, kept, and checked against runs without a defect."""
+"""The outcome of every defect: run, stored, and checked against runs without a defect."""
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -14,7 +14,7 @@ from mutation.warm import Order, Run, Workers
 
 
 class Outcomes:
-    """Outcomes, kept in a file while a run goes on."""
+    """Outcomes, stored in a file during a run."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
@@ -22,7 +22,7 @@ class Outcomes:
         self.known: dict[str, dict[str, object]] = json.loads(path.read_text()) if read else {}
 
     def get(self, key: str, state: str) -> Outcome | None:
-        """The outcome of the same defect, in the same code, under the same tests."""
+        """Returns the stored outcome of the same defect with the same code and tests."""
         row = self.known.get(key, {})
         if row.get("state") != state:
             return None
@@ -30,7 +30,7 @@ class Outcomes:
         return Outcome(str(row["result"]), str(row["by"]), tuple(tests))  # type: ignore[arg-type]
 
     def put(self, key: str, state: str, outcome: Outcome) -> None:
-        """Keep one."""
+        """Stores one outcome."""
         self.known[key] = {**asdict(outcome), "state": state}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.known, indent=1))
@@ -45,7 +45,7 @@ def run_trials(
     kept: Outcomes,
     report: Callable[[str], None],
 ) -> dict[str, Outcome]:
-    """The outcome of every defect, by its rank, which no other has; of the files some tests run."""
+    """Returns the outcome of every defect by its unique rank, using the given test files."""
     root = reach.root
     outcomes: dict[str, Outcome] = {}
 
@@ -69,7 +69,7 @@ def run_trials(
 def checked(
     outcomes: Mapping[str, Outcome], workers: Workers, report: Callable[[str], None]
 ) -> dict[str, Outcome]:
-    """The same, but for those caught by a test that fails without the defect, too."""
+    """Returns the outcomes without defects caught by a test that also fails without the defect."""
     catchers = {found.by for found in outcomes.values() if found.result == CAUGHT}
     catchers = sorted(name for name in catchers if not name.startswith(BROKEN))
     failing: set[str] = set()

@@ -1,4 +1,4 @@
-"""Which defects are planted: the same number in every area, spread over its files and lines."""
+"""The choice of defects: the same number in every area, spread over its files and lines."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ from mutation.defects import Defect, defects, difference, plant
 
 @dataclass(frozen=True)
 class Planted:
-    """A defect with the text that it makes.
+    """A defect with the text that it produces.
 
     Attributes:
-        defect: Where and what.
+        defect: The defect.
         text: The whole source file with the defect.
         before: The lines that change, joined to one, without indentation.
-        after: What they become.
+        after: The changed lines.
     """
 
     defect: Defect
@@ -27,21 +27,21 @@ class Planted:
 
     @property
     def key(self) -> str:
-        """What names it in `survivors.toml`; holds no line number."""
+        """The name of the defect in `survivors.toml`; contains no line number."""
         return f"{self.defect.source}: {self.before} -> {self.after}"
 
 
 def plan(
     root: Path, areas: Mapping[str, Sequence[str]], each: int
 ) -> tuple[dict[str, list[Planted]], Counter[str], int]:
-    """Choose `each` defects per area, or one per file where it has more files.
+    """Chooses `each` defects per area, or one per file if the area has more files.
 
-    At most one per line, taken from the files in turn. Which line and which defect comes first is
-    random but fixed: it depends on the text of the line, not on its number, so that a change
-    elsewhere does not choose anew.
+    Takes at most one per line, from the files in turn. The order of lines and defects is random but
+    fixed: it depends on the text of the line and not on its number, so that a change elsewhere does
+    not affect the choice.
 
     Returns:
-        The defects by area, how many were left out by reason, and of how many they were chosen.
+        The defects by area, the number left out for each reason, and the number of candidates.
     """
     chosen: dict[str, list[Planted]] = {}
     left_out: Counter[str] = Counter()
@@ -63,7 +63,7 @@ def plan(
 
 
 def one_per_line(root: Path, ranked: Sequence[Defect]) -> Iterator[Planted]:
-    """At most one defect per line, in the given order."""
+    """Returns at most one defect per line, in the given order."""
     lines: set[int] = set()
     for defect in ranked:
         if defect.line not in lines:

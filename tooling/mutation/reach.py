@@ -1,7 +1,7 @@
-"""Which test files reach which lines: every file once under coverage, ranks and programs included.
+"""Which tests reach which lines: runs every test file once under coverage, with ranks and programs.
 
-What was measured is kept in a JSON file and measured again for test files that changed, or whose
-source files did.
+The measurements are stored in a JSON file and repeated for test files that changed or whose source
+files changed.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ OUTSIDE = -1
 
 
 class Reach:
-    """Records of test files, by name, of what they execute of some source files."""
+    """Records by test file of the lines of source files that it executes."""
 
     def __init__(self, root: Path, sources: Sequence[str], kept: Path) -> None:
         self.root = root
@@ -39,7 +39,7 @@ class Reach:
     def measure(
         self, tests: Sequence[str], workers: Workers, report: Callable[[str], None]
     ) -> None:
-        """Run each test file that has no record of the present code, one in each copy at a time."""
+        """Runs each test file without a current record, one at a time in each copy."""
 
         def one(name: str, copy: Scratch) -> Generator[Order, Run, None]:
             record = yield from run_covered(copy, name, self.sources)
@@ -52,7 +52,9 @@ class Reach:
         workers.work(partial(one, name) for name in tests if not self.fresh(name))
 
     def fresh(self, name: str) -> bool:
-        """Whether the record of a test file is of the present code, and of a run that passed."""
+        """Returns whether the record of a test file is of the current code and of a run that
+        passed.
+        """
         record = self.records.get(name)
         return bool(record and record["passed"]) and all(
             digest == digest_of(self.root / source)
@@ -65,12 +67,13 @@ class Reach:
     def reaching(
         self, names: Sequence[str], source: str, lines: Sequence[int], limit: float
     ) -> dict[str, float]:
-        """Tests of these files that execute one of the lines, with CPU seconds: at most `limit`.
+        """Returns tests of these files that execute one of the lines, for up to `limit` CPU
+        seconds.
 
-        The most promising come first: short ones, and those of files that execute much of the
-        source file (each file that imports a module executes its `def`s). What a file executes
-        outside its test functions (in ranks, started programs, or while it is imported) is
-        reached by the whole file; where that does not fit, by its shortest tests.
+        The most promising tests come first: short ones, and those of files that execute much of the
+        source file (each file that imports a module executes its `def`s). Lines that a file
+        executes outside its test functions (in ranks, started programs or on import) are reached by
+        the whole file, or by its shortest tests if the whole file does not fit.
         """
         most = max((len(self.lines(name, source)) for name in names), default=0)
         files = []
@@ -88,7 +91,9 @@ class Reach:
         return chosen
 
     def _parts(self, name: str, places: set[int], limit: float) -> list[tuple[float, str]]:
-        """What to run of a test file, with CPU seconds: the whole, or some test functions."""
+        """Returns what to run of a test file, with CPU seconds: the whole file or some test
+        functions.
+        """
         record = self.records[name]
         if OUTSIDE in places and record["seconds"] <= limit:
             return [(record["seconds"], name)]
@@ -99,13 +104,13 @@ class Reach:
         )
 
     def lines(self, name: str, source: str) -> dict[str, list[int]]:
-        """Lines of a source file that a test file executes, each with the places of its tests."""
+        """Returns the lines of a source file that a test file executes, with the tests that do."""
         covered: dict[str, list[int]] = self.records[name]["sources"].get(source, ("", {}))[1]
         return covered
 
 
 def run_covered(copy: Scratch, name: str, wanted: Sequence[str]) -> Generator[Order, Run, Record]:
-    """Run one test file under coverage of the wanted source files."""
+    """Runs one test file under coverage of the wanted source files."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         settings = Path(folder) / "coveragerc"
         included = "\n".join(f"    {copy.folder}/{source}" for source in wanted)
@@ -138,5 +143,5 @@ def run_covered(copy: Scratch, name: str, wanted: Sequence[str]) -> Generator[Or
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file; empty if there is none."""
+    """Returns the SHA-256 of a file; empty if there is no file."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 class Scratch:
-    """A copy in `folder` of what git tracks, or does not ignore, in a repository.
+    """A copy in `folder` of the files that git tracks, or does not ignore, in a repository.
 
-    Changes go to the copy alone. Its packages come first on `PYTHONPATH`, so that tests, the
-    programs they start and the ranks of a pool import them in place of the installed ones.
+    Only the copy is changed. Its packages come first on `PYTHONPATH`, so tests, programs and ranks
+    of a pool import them instead of the installed ones.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -18,7 +18,7 @@ class Scratch:
 
     @classmethod
     def of(cls, root: Path, folder: Path) -> "Scratch":
-        """Copy a repository."""
+        """Copies a repository."""
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=root,
@@ -33,12 +33,12 @@ class Scratch:
         return cls(folder)
 
     def again(self, folder: Path) -> "Scratch":
-        """Copy the copy."""
+        """Copies the copy."""
         shutil.copytree(self.folder, folder)
         return Scratch(folder)
 
     def environment(self) -> dict[str, str]:
-        """Variables under which programs import the copied packages."""
+        """Returns the variables under which programs import the copied packages."""
         packages = sorted(str(path) for path in self.folder.glob("packages/*/src"))
         return {
             "PYTHONPATH": os.pathsep.join(packages),
@@ -47,9 +47,9 @@ class Scratch:
         }
 
     def write(self, name: str, text: str) -> None:
-        """Replace a file, and forget the byte code made of it.
+        """Replaces a file and removes its byte code.
 
-        Byte code is matched by size and whole seconds alone.
+        Python compares byte code with its source by size and whole seconds only.
         """
         path = self.folder / name
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The tables: what was planted where, what caught it, and why what was not caught stays."""
+"""The tables: planted defects, the tests that caught them, and the reasons of survivors."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ Row = tuple[Planted, Outcome]
 
 
 def reasons(path: Path) -> dict[str, str]:
-    """Why survivors are left alone, by the key of the defect."""
+    """Returns the reasons of survivors by the key of the defect."""
     rows = tomllib.loads(path.read_text(encoding="utf-8")).get("survivor", [])
     return {f"{row['source']}: {row['before']} -> {row['after']}": row["reason"] for row in rows}
 
@@ -22,7 +22,7 @@ def reasons(path: Path) -> dict[str, str]:
 def tables(
     areas: Mapping[str, Sequence[Row]], why: Mapping[str, str], left_out: Counter[str], of: int
 ) -> str:
-    """All tables, as Markdown."""
+    """Returns all tables as Markdown."""
     rows = [row for found in areas.values() for row in found]
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
     parts = [
@@ -38,12 +38,12 @@ def tables(
 
 
 def percent(rows: Sequence[Row]) -> float:
-    """How many in a hundred were noticed."""
+    """Returns the percentage of caught defects."""
     return 100 * sum(outcome.seen for _, outcome in rows) / max(len(rows), 1)
 
 
 def by_area(areas: Mapping[str, Sequence[Row]]) -> str:
-    """How many of each area were caught."""
+    """Returns the table of caught defects by area."""
     lines = ["| code | files | planted | caught | of these timed out |", "|---|---|---|---|---|"]
     for area, rows in areas.items():
         files = len({planted.defect.source for planted, _ in rows})
@@ -54,7 +54,7 @@ def by_area(areas: Mapping[str, Sequence[Row]]) -> str:
 
 
 def survivors(rows: Sequence[Row], why: Mapping[str, str]) -> str:
-    """What no test noticed, with the reason from `survivors.toml`."""
+    """Returns the table of defects that no test caught, with the reasons from `survivors.toml`."""
     lines = ["| file | line | becomes | why it stays |", "|---|---|---|---|"]
     for planted, outcome in rows:
         if outcome.result == SURVIVED:
@@ -66,7 +66,7 @@ def survivors(rows: Sequence[Row], why: Mapping[str, str]) -> str:
 
 
 def by_file(rows: Sequence[Row]) -> str:
-    """Each defect and what noticed it, by file."""
+    """Returns the table of all defects and the tests that caught them, by file."""
     lines = ["| file | line | becomes | caught by |", "|---|---|---|---|"]
     named = ""
     for planted, outcome in sorted(rows, key=lambda row: row[0].defect.source):
@@ -77,7 +77,7 @@ def by_file(rows: Sequence[Row]) -> str:
 
 
 def catcher(outcome: Outcome) -> str:
-    """What noticed a defect, short: file and test without parameters."""
+    """Returns the file and test that caught a defect, without parameters."""
     if outcome.result == SURVIVED:
         return "**nothing**"
     if outcome.result == TIMED_OUT:
@@ -91,12 +91,12 @@ def catcher(outcome: Outcome) -> str:
 
 
 def file_name(planted: Planted) -> str:
-    """The file without `packages/…/src`."""
+    """Returns the file without `packages/…/src`."""
     return f"`{planted.defect.source.partition('/src/')[2] or planted.defect.source}`"
 
 
 def cells(planted: Planted) -> str:
-    """The line, and what of it changes."""
+    """Returns the line and its change as two cells."""
     before, after = planted.before, planted.after
     if planted.defect.operator == "DropStatement":
         return f"{code(before)} | dropped"
@@ -105,7 +105,7 @@ def cells(planted: Planted) -> str:
 
 
 def changed_words(before: str, after: str) -> tuple[str, str]:
-    """The words that differ, each side with the same word before and behind."""
+    """Returns the words that differ, each side with the same word before and after."""
     old, new = re.findall(r"\w+|\s+|[^\w\s]+", before), re.findall(r"\w+|\s+|[^\w\s]+", after)
     start = 0
     while start < min(len(old), len(new)) and old[start] == new[start]:
@@ -118,6 +118,6 @@ def changed_words(before: str, after: str) -> tuple[str, str]:
 
 
 def code(text: str) -> str:
-    """A code span that a table can hold."""
+    """Returns a code span that fits into a table."""
     short = text if len(text) <= 100 else text[:97] + "…"
     return f"`{short.replace('`', chr(39)).replace('|', chr(92) + '|')}`" if short else "nothing"

@@ -1,4 +1,4 @@
-"""Which code gets defects, and which tests may find them."""
+"""The code that gets defects, and the tests that may catch them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +10,8 @@ class Area:
 
     Attributes:
         code: Patterns of its source files.
-        tests: Patterns of the test files, of those in `nox -s tests`, that are about it. Fewer
-            files take less time and catch less, never more.
+        tests: Patterns of its test files among those of `nox -s tests`. Fewer files take less time
+            and never catch more.
     """
 
     code: tuple[str, ...]
@@ -21,7 +21,9 @@ class Area:
 def in_package(
     name: str, code: tuple[str, ...], tests: tuple[str, ...], integration: tuple[str, ...] = ()
 ) -> Area:
-    """An area of one package; patterns are relative to its source, its tests, and all packages'."""
+    """Returns an area of one package; patterns are relative to its source, its tests and all
+    packages'.
+    """
     package = f"packages/{name}"
     source = f"{package}/src/{name.replace('-', '_')}"
     return Area(
@@ -72,16 +74,16 @@ AREAS = {
 
 
 def sources(root: Path) -> dict[str, list[str]]:
-    """The source files of every area, relative to `root`."""
+    """Returns the source files of every area, relative to `root`."""
     return {name: matching(root, area.code) for name, area in AREAS.items()}
 
 
 def test_files(root: Path, name: str) -> list[str]:
-    """The test files of an area, relative to `root`."""
+    """Returns the test files of an area, relative to `root`."""
     return matching(root, AREAS[name].tests)
 
 
 def matching(root: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Files that match, in the order of the patterns, each once."""
+    """Returns files that match, in the order of the patterns, without duplicates."""
     paths = [path for pattern in patterns for path in sorted(root.glob(pattern))]
     return list(dict.fromkeys(path.relative_to(root).as_posix() for path in paths))

@@ -1,4 +1,4 @@
-"""One defect planted in a copy, and the tests that reach it run."""
+"""One trial: a defect is planted in a copy, and the tests that reach it run."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ SHARE = 0.75  # of the limit: what the tests may take without a defect
 
 @dataclass(frozen=True)
 class Limit:
-    """What a defect may cost.
+    """The budget of one defect.
 
     Attributes:
         seconds: CPU time.
-        stretch: How much longer that takes by the clock; more than 1 on a busy machine.
+        stretch: Wall-clock seconds per CPU second; more than 1 on a busy machine.
     """
 
     seconds: float
     stretch: float
 
     def order(self, tests: Sequence[str], expected: float, share: float = 1.0) -> Order:
-        """Run tests until one fails, within a share of the time.
+        """Returns an order that runs tests until one fails, within a share of the time.
 
-        What runs four times as long as it did without a defect has no end.
+        A test that takes four times as long as without a defect counts as endless.
         """
         seconds = min(self.seconds, 10 + 4 * expected) * share
         return Order(tests, seconds, seconds * self.stretch, ("-x",))
@@ -38,12 +38,13 @@ class Limit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a defect.
+    """The outcome of a defect.
 
     Attributes:
-        result: `CAUGHT`, `TIMED_OUT` (an endless loop, say) or `SURVIVED`.
-        by: The first test that failed; the files that ran out of time; or why none failed.
-        tests: The test files, or single tests, that were chosen.
+        result: `CAUGHT`, `TIMED_OUT` (for example an endless loop) or `SURVIVED`.
+        by: The first test that failed, the files that ran out of time, or the reason why none
+            failed.
+        tests: The chosen test files or single tests.
     """
 
     result: str
@@ -52,14 +53,14 @@ class Outcome:
 
     @property
     def seen(self) -> bool:
-        """Whether the tests noticed the defect."""
+        """Whether the tests caught the defect."""
         return self.result != SURVIVED
 
 
 def chosen_tests(
     reach: Reach, files: Sequence[str], planted: Planted, original: str, limit: Limit
 ) -> dict[str, float]:
-    """Tests of the files that reach a defect and together fit into the limit, with CPU seconds."""
+    """Returns tests that reach a defect and together fit into the limit, with CPU seconds."""
     lines = statement_lines(original, planted.defect.line)
     return reach.reaching(files, planted.defect.source, lines, limit.seconds * SHARE)
 
@@ -67,10 +68,10 @@ def chosen_tests(
 def trial(
     copy: Scratch, planted: Planted, original: str, tests: Mapping[str, float], limit: Limit
 ) -> Generator[Order, Run, Outcome]:
-    """Plant a defect in a copy and run tests until one fails; the copy is whole again afterwards.
+    """Plants a defect in a copy, runs tests until one fails, and restores the copy.
 
-    A run that ends without a named test, out of time or otherwise, counts only where the same
-    tests pass without the defect, in half of the time.
+    A run that ends without a named test, by time or otherwise, counts only if the same tests pass
+    without the defect in half of the time.
     """
     ran = tuple(tests)
     expected = sum(tests.values())
@@ -101,7 +102,7 @@ def trial(
 
 
 def by_folder(tests: Iterable[str]) -> list[list[str]]:
-    """Files of one folder together, which one pytest runs; else in the given order."""
+    """Groups files of one folder for one run of pytest; otherwise keeps the given order."""
     groups: dict[PurePosixPath, list[str]] = {}
     for name in tests:
         groups.setdefault(PurePosixPath(name.partition("::")[0]).parent, []).append(name)

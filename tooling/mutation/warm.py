@@ -1,6 +1,6 @@
 """Runs of pytest in copies of the repository, forked from a process that has imported torch.
 
-Importing torch takes longer than most test files do.
+Importing torch takes longer than most test files.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ START = (
 
 @dataclass(frozen=True)
 class Run:
-    """One run of pytest that has ended.
+    """A finished run of pytest.
 
     Attributes:
-        status: Exit status of pytest; None if it was ended for its time.
-        seconds: CPU time of pytest and of all it started and waited for.
+        status: Exit status of pytest, or None if it was killed for its time.
+        seconds: CPU time of pytest and of all processes that it started and waited for.
         output: Standard output and standard error.
     """
 
@@ -56,20 +56,20 @@ class Run:
 
     @property
     def failed_tests(self) -> list[str]:
-        """Names of the tests that failed, in pytest's order."""
+        """Names of the failed tests, in pytest's order."""
         return FAILED.findall(self.output)
 
 
 @dataclass(frozen=True)
 class Order:
-    """A run that is wanted.
+    """A requested run.
 
     Attributes:
         tests: Test files or single tests, relative to the copy.
-        limit: CPU seconds after which each of its processes is ended.
-        patience: Seconds, by the clock, after which all of them are.
+        limit: Limit of CPU seconds for each process.
+        patience: Limit of wall-clock seconds for all processes together.
         options: More arguments for pytest.
-        coverage: Settings of coverage.py to run under, if any.
+        coverage: Settings of coverage.py, or None to run without.
     """
 
     tests: Sequence[str]
@@ -84,12 +84,12 @@ Job = Callable[[Scratch], Generator[Order, Run, Any]]
 
 
 class Workers:
-    """Runs the orders of jobs, in as many copies of the repository at once as there are.
+    """Runs the orders of jobs in several copies of the repository at once.
 
     Args:
-        copies: Where.
-        slack: By what to multiply the time-outs of worker pools.
-        modules: What to import before the runs are forked.
+        copies: The copies; one job runs in each.
+        slack: Factor for the time-outs of worker pools.
+        modules: Modules to import before the runs are forked.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Workers:
         self._preloaded = Preloaded(modules)
 
     def close(self) -> None:
-        """End the process that forks."""
+        """Ends the process that forks."""
         self._preloaded.close()
 
     def work(self, jobs: Iterable[Job]) -> None:
-        """Do all jobs."""
+        """Runs all jobs."""
         waiting = iter(jobs)
         busy: dict[int, tuple[Generator[Order, Run, Any], Going]] = {}
         try:
@@ -162,14 +162,14 @@ class Workers:
 
 @dataclass
 class Going:
-    """A run that goes on."""
+    """A run in progress."""
 
     process: "subprocess.Popen[Any]"
     output: IO[bytes]
     deadline: float
 
     def ended(self) -> Run | None:
-        """The run, if it has ended or has no time left."""
+        """Returns the run if it has ended or has no time left."""
         late = time.monotonic() > self.deadline
         if late:
             self.end()
@@ -187,6 +187,6 @@ class Going:
         return Run(code, usage.ru_utime + usage.ru_stime, text)
 
     def end(self) -> None:
-        """Kill pytest and its process group."""
+        """Kills pytest and its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
