@@ -90,9 +90,9 @@ def test_adapters_are_trained_continued_in_other_layouts_and_merged(train, base,
     assert convert(["convert", "--to-hf", "--family", "gpt2", "whole", "other"]) == 1
     line = capfd.readouterr().err
     assert "no row uses tensor 'layers.0.attention.qkv.lora_a'" in line
-    assert "fold it in first (megatron-train merge)" in line
+    assert "merge it into the weight first (megatron-train merge)" in line
     with pytest.raises(
-        CheckpointError, match=r"has no place to go: layer .* \(megatron-train merge"
+        CheckpointError, match=r"does not exist in the model: layer .* \(megatron-train merge"
     ):
         load_model("whole", tokenizer=None)
 

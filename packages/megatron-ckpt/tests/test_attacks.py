@@ -59,9 +59,9 @@ def test_a_manifest_names_files_of_its_own_folder_only(run, forge, capsys, tmp_p
         content["files"][name] = {"size": len(SECRET), "blocks": [digest(SECRET)]}
 
     outside = tmp_path / "out"
-    outside.write_bytes(SECRET)  # what the name leads to is there, at its size
+    outside.write_bytes(SECRET)  # what the name is a link to is there, at its size
     forge(run / "iter_0000000", add)
-    refused_by_every_reader(run, capsys, "is no name of a file in it")
+    refused_by_every_reader(run, capsys, "is not a valid file name")
 
 
 @pytest.mark.parametrize("file", ["../../secret", "state.json/../../../secret", "other", 3])
@@ -79,7 +79,7 @@ def test_a_manifest_holds_nothing_that_cannot_be_written_again(run, forge, value
         run / "iter_0000000",
         lambda content: content.update(model={"family": None, "config": {"x": value}}),
     )
-    with pytest.raises(CheckpointError, match="no save writes that"):
+    with pytest.raises(CheckpointError, match="has NaN or an unpaired surrogate"):
         _ = find_checkpoint(run).digest
 
 
@@ -88,7 +88,7 @@ def test_links_out_of_a_checkpoint_are_not_followed(run, capsys, tmp_path, name)
     path = run / "iter_0000000" / name
     shutil.move(path, tmp_path / "moved")
     path.symlink_to(tmp_path / "moved")
-    refused_by_every_reader(run, capsys, "lies outside the folder")
+    refused_by_every_reader(run, capsys, "outside the folder")
 
 
 def test_a_link_that_takes_the_place_of_a_checked_file_is_not_followed(tmp_path, monkeypatch):
@@ -143,7 +143,7 @@ def test_an_export_takes_no_weights_or_settings_from_the_tokenizer(folder, tmp_p
     CheckpointStore(tmp_path / "other").save(
         1, values, model=checkpoint.model, files={f"tokenizer/{file}": b"{}"}
     )
-    with pytest.raises(CheckpointError, match=f"tokenizer/{file}', a name that the exported"):
+    with pytest.raises(CheckpointError, match=f"tokenizer/{file}' has the name of another"):
         export_hf(tmp_path / "other", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
@@ -154,7 +154,7 @@ def test_links_out_of_a_hugging_face_folder_are_not_followed(folder, tmp_path, c
     (folder / name).symlink_to(tmp_path / "secret")
     assert main(["convert", "--from-hf", str(folder), str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
-    assert f"{folder / name} leads to {tmp_path / 'secret'}, which lies outside" in error
+    assert f"{folder / name} is a link to {tmp_path / 'secret'}, outside the folder" in error
     assert not (tmp_path / "run").exists()
 
 
@@ -172,7 +172,9 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, file):
     shutil.move(folder / "model.safetensors", tmp_path / "other.safetensors")
     index = {"weight_map": {"net.word": file}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index.json: weight_map: .* is no name of a file"):
+    with pytest.raises(
+        CheckpointError, match=r"index.json: weight_map: .* is not a valid file name"
+    ):
         import_hf(folder, tmp_path / "run")
 
 
@@ -188,7 +190,7 @@ def test_a_folder_of_hugging_faces_cache_is_read_through_its_links(folder, tmp_p
     assert (made / "tokenizer" / "tokenizer.json").read_text() == "{}"
     (blobs / "tokenizer.json").unlink()
     (blobs / "tokenizer.json").symlink_to(tmp_path / "theirs" / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="lies outside the folder"):
+    with pytest.raises(CheckpointError, match="outside the folder"):
         import_hf(snapshot, tmp_path / "again")
 
 
@@ -196,21 +198,21 @@ def test_a_saved_folder_does_not_take_along_what_its_links_lead_to(tmp_path):
     (tmp_path / "secret").write_bytes(SECRET)
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "vocab.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match="lies outside the folder"):
+    with pytest.raises(CheckpointError, match="outside the folder"):
         CheckpointStore(tmp_path / "run").save(1, {}, files={"tokenizer": tmp_path / "tokenizer"})
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"start": -1}, r"pieces\[0\]: start is -1, not an integer from 0"),
+        ({"start": -1}, r"pieces\[0\]: start is -1, not an integer of at least 0"),
         ({"start": 10**9}, "start is 1000000000, past the end of"),
         ({"start": 0.5}, "start is 0.5, not an integer"),
         ({"offsets": [0, 1]}, "outside of shape"),
         ({"lengths": [10**12, 2]}, "outside of shape"),
-        ({"lengths": [5]}, "of a tensor of shape"),
+        ({"lengths": [5]}, "for a tensor of shape"),
         ({"lengths": [4, 2]}, "pieces have 8 elements"),
-        ({"offsets": None}, "offsets is None, not a list of integers"),
+        ({"offsets": None}, "offsets is None, not a list of non-negative integers"),
     ],
 )
 def test_numbers_of_a_piece_are_checked_before_they_are_used(run, forge, change, words):
@@ -223,17 +225,17 @@ def test_numbers_of_a_piece_are_checked_before_they_are_used(run, forge, change,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c["tensors"]["word"].update(shape=[10**10, 10**9]), "larger than any tensor"),
+        (lambda c: c["tensors"]["word"].update(shape=[10**10, 10**9]), "too large for a tensor"),
         (lambda c: c["tensors"]["word"].update(shape=[10**6, 10**6]), "pieces have 10 elements"),
-        (lambda c: c["tensors"]["word"].update(dtype="F4"), "dtype is 'F4', no dtype"),
-        (lambda c: c["files"]["state.json"].update(size=10**12), r"which are not 1 blocks"),
-        (lambda c: c["files"]["state.json"].update(blocks=[]), r"which are not 0 blocks"),
+        (lambda c: c["tensors"]["word"].update(dtype="F4"), "dtype is 'F4', not a dtype"),
+        (lambda c: c["files"]["state.json"].update(size=10**12), r"which is not 1 blocks"),
+        (lambda c: c["files"]["state.json"].update(blocks=[]), r"which is not 0 blocks"),
         (
             lambda c: c["tensors"].update({str(i): c["tensors"]["word"] for i in range(99)}),
             "pieces take",
         ),
         (lambda c: c.update(iteration=True), "iteration is True, not an integer"),
-        (lambda c: c.update(model={"family": 3, "config": {}}), "model: family is 3, not text"),
+        (lambda c: c.update(model={"family": 3, "config": {}}), "model: family is 3, not a string"),
         (lambda c: c.pop("files"), "lacks 'files'"),
     ],
 )
@@ -245,7 +247,7 @@ def test_numbers_of_a_manifest_are_checked_against_each_other(run, forge, change
 
 
 def test_layers_are_counted_against_the_tensors(folder, run, forge, tmp_path):
-    words = "the configuration says 1000000000 layers, but the source has only "
+    words = "the configuration has 1000000000 layers, but the source has only "
     forge(run / "iter_0000000", lambda c: c["model"]["config"].update(num_layers=10**9))
     with pytest.raises(CheckpointError, match=words + "3 tensors"):
         export_hf(run, tmp_path / "back")

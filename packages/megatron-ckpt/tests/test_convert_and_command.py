@@ -148,7 +148,7 @@ def test_folders_that_are_no_models_are_refused_with_the_file(folder, tmp_path, 
 
 def test_without_any_family_the_package_to_install_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: [])
-    with pytest.raises(CheckpointError, match="none is installed: install megatron-models"):
+    with pytest.raises(CheckpointError, match="no family is installed; install megatron-models"):
         import_hf(folder, tmp_path / "run")
 
 
@@ -231,7 +231,7 @@ def test_a_record_without_kind_and_version_is_of_the_first_ones(folder, tmp_path
     old = Checkpoint(made)
     assert old.model == ModelRecord("gpt", "toy", 0, TOY_FIELDS)
     assert old.verify() == []
-    with pytest.raises(CheckpointError, match=r"kind 'gpt', family 'toy' describes .* 'toys'"):
+    with pytest.raises(CheckpointError, match=r"kind 'gpt', but family 'toy' describes .* 'toys'"):
         export_hf(made, tmp_path / "back")
 
 
@@ -252,7 +252,7 @@ def test_a_model_without_family_is_exported_as_the_only_one_that_fits(
 
     monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: twice(toy))
     assert main(["convert", "--to-hf", str(made), str(tmp_path / "two")]) == 1
-    words = "the families toy, twin can all express the model: choose one by --family\n"
+    words = "the families toy, twin can all express the model; choose one with --family\n"
     assert capsys.readouterr().err == f"megatron-ckpt: error: {made}: {words}"
     assert main(["convert", "--to-hf", str(made), str(tmp_path / "two"), "--family", "twin"]) == 0
 
@@ -270,7 +270,7 @@ def test_an_architecture_that_two_families_read_asks_for_one(
     monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: twice(toy))
     line = ["convert", "--from-hf", str(folder), str(tmp_path / "one")]
     assert main(line) == 1
-    words = "the families toy, twin all read ToyModel: choose one by --family\n"
+    words = "the families toy, twin all read ToyModel; choose one with --family\n"
     assert capsys.readouterr().err.endswith(words)
     assert not (tmp_path / "one").exists()
     assert main([*line, "--family", "twin"]) == 0

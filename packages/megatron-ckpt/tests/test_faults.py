@@ -136,7 +136,7 @@ def test_a_full_disk_after_the_commit_is_a_warning(disk, tmp_path, caplog):
     rename = [name for name, _ in rehearsal.log].index("rename")
     with disk(rename + 1, full=True).installed():
         save(tmp_path / "run", 1)
-    assert "is saved, but clearing up after it failed" in caplog.text
+    assert "is saved, but cleaning up failed" in caplog.text
     assert loaded(tmp_path / "run") == 1
 
 
@@ -168,7 +168,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path, cap
     data[-3] ^= 4
     file.write_bytes(data)
     assert loaded(tmp_path) == 1
-    assert "iter_0000002 is damaged and passed over" in caplog.text
+    assert "iter_0000002 is damaged and skipped" in caplog.text
     with pytest.raises(CorruptCheckpointError, match="digest differs"):
         CheckpointStore(tmp_path).load(2, {n: v for n, v in state(0).items() if n in NAMES})
 
@@ -264,13 +264,13 @@ def test_damaged_checkpoints_are_not_none_at_all(tmp_path):
     damage_manifest(store.path(2))
     assert store.latest_checkpoint().iteration == 1
     damage_manifest(store.path(1))
-    words = r"damaged checkpoints and no whole one: .*digest differs.* .and 1 more"
+    words = r"damaged checkpoints and no complete one: .*digest differs.* .and 1 more"
     for choose in (store.latest_checkpoint, store.latest_iteration):
         with pytest.raises(CorruptCheckpointError, match=words):
             choose()
     for path in (store.path(1), store.path(2)):
         (path / "MANIFEST.json").unlink()
-    with pytest.raises(CorruptCheckpointError, match="no whole one"):
+    with pytest.raises(CorruptCheckpointError, match="no complete one"):
         store.latest_checkpoint()
 
 

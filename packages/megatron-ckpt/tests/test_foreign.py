@@ -29,7 +29,7 @@ def place(tmp_path):
         ("megatron", "holds checkpoints of Megatron-LM"),
         ("dist", "holds checkpoints of Megatron-LM"),
         ("weights.gguf", "is a GGUF file; import it"),
-        ("text.bin", "is a file; give a folder"),
+        ("text.bin", "is a file; use a folder"),
     ],
 )
 def test_what_it_is_comes_with_what_to_do(place, name, what):

@@ -324,7 +324,7 @@ WRONG = {
     "rope.dimension_count is 4, but heads have 8": {
         "llama": {"rope.dimension_count": np.uint32(4)}
     },
-    r"head_count is \[4, 4\], not one number": {"llama": {"attention.head_count": [4, 4]}},
+    r"head_count is \[4, 4\], not a number": {"llama": {"attention.head_count": [4, 4]}},
     "no metadata 'llama.block_count'": {"llama": {"block_count": None}},
     r"no tensor 'blk.1.ffn_gate.weight'": {
         "weights": {k: v for k, v in tensors().items() if k != "blk.1.ffn_gate.weight"}
@@ -333,14 +333,14 @@ WRONG = {
         "weights": tensors() | {"blk.2.attn_norm.weight": np.ones(HIDDEN, np.float32)}
     },
     "architecture 'falcon'; supported architectures of GGUF files are llama": {"name": "falcon"},
-    "one of 3 parts: join them": {"more": {"split.count": np.uint32(3)}},
+    "one of 3 parts; join them": {"more": {"split.count": np.uint32(3)}},
     "no metadata 'tokenizer.ggml.model'": {"tokenizer": False},
-    "tokenizers of kind 'bert' are not read": {"more": {"tokenizer.ggml.model": "bert"}},
+    "the tokenizer is of kind 'bert'": {"more": {"tokenizer.ggml.model": "bert"}},
     r"pre 'smolm' \(nearest: 'smollm'\)": {"more": {"tokenizer.ggml.pre": "smolm"}},
-    "bos_token_id is 99, there are 40 tokens": {
+    "bos_token_id is 99, but the vocabulary has 40 tokens": {
         "more": {"tokenizer.ggml.bos_token_id": np.uint32(99)}
     },
-    "40 tokens came with types for 2": {"more": {"tokenizer.ggml.token_type": [1, 1]}},
+    "40 tokens but 2 token types": {"more": {"tokenizer.ggml.token_type": [1, 1]}},
 }
 
 
@@ -366,12 +366,12 @@ def test_a_torn_file_is_refused_wherever_it_ends(tmp_path):
 def test_another_file_and_a_missing_package_are_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "m.bin").write_bytes(b"PK")
     assert main(["convert", "--from-hf", str(tmp_path / "m.bin"), str(tmp_path / "run")]) == 1
-    assert "is not a GGUF file: give one, or the folder" in capsys.readouterr().err
+    assert "is not a GGUF file; use a GGUF file or the folder" in capsys.readouterr().err
     path = write(tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["convert", "--from-hf", str(path), str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.endswith("needs the package gguf; pip install 'megatron-ckpt[gguf]'")
+    assert error.endswith("need the package gguf; pip install 'megatron-ckpt[gguf]'")
 
 
 def test_the_command_converts_a_file(tmp_path, capsys):
@@ -399,7 +399,7 @@ MANY = bytes(9**7)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (header(tensors=10**12), "declares 1000000000000 tensors, 0 bytes are left"),
+        (header(tensors=10**12), "declares 1000000000000 tensors, but only 0 bytes follow"),
         (header(keys=2**63), "declares 9223372036854775808 metadata keys"),
         (header(keys=1, rest=key(b"k", 9) + struct.pack("<IQ", 4, 10**12)), "elements of metadata"),
         (header(keys=1, rest=key(b"k", 9) + struct.pack("<IQ", 8, 10**12)), "elements of metadata"),
@@ -410,7 +410,7 @@ MANY = bytes(9**7)
         (header(keys=1, rest=key(b"k", 8) + struct.pack("<Q", 2**40)), "has 1099511627776 bytes"),
         (header(keys=1, rest=key(b"k", 9) + struct.pack("<IQIQ", 9, 1, 9, 1)), "type 9, which is"),
         (header(tensors=1, rest=shape(2**40)), "has shape .1099511627776., more than"),
-        (header(tensors=1, rest=shape(*[2] * 9)), "has 9 dimensions, at most 4"),
+        (header(tensors=1, rest=shape(*[2] * 9)), "has 9 dims; the limit is 4"),
         (header(tensors=1)[:20], "ends within metadata count"),
     ],
 )

@@ -56,6 +56,6 @@ def test_floats_that_are_not_finite_and_bytes_come_back():
 @pytest.mark.parametrize("value", [torch.ones(2), {1, 2}, np.arange(2), object()])
 def test_other_types_are_refused_with_the_place_they_stand_at(value):
     with pytest.raises(
-        CheckpointError, match=rf"'sched.groups\[1\]' holds a {type(value).__name__}"
+        CheckpointError, match=rf"'sched.groups\[1\]' has type {type(value).__name__}"
     ):
         dumps({"groups": [0, value]}, "sched")

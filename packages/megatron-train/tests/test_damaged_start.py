@@ -29,7 +29,7 @@ def test_no_run_begins_anew_over_damaged_checkpoints(tmp_path, monkeypatch, sett
         folder = CheckpointStore("run").save(iteration, {"trainer": {}})
         manifest = folder / "MANIFEST.json"
         manifest.write_bytes(manifest.read_bytes()[:-9])
-    with pytest.raises(CorruptCheckpointError, match="run has damaged checkpoints and no whole"):
+    with pytest.raises(CorruptCheckpointError, match="run has damaged checkpoints and no complete"):
         StartingPoint.find(CheckpointConfig(**settings), SingleProcessCoordinator())
 
 

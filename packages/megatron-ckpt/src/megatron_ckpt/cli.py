@@ -1,4 +1,4 @@
-"""The command ``megatron-ckpt``. Looking and verifying need no torch."""
+"""The command ``megatron-ckpt``. The subcommands ``inspect`` and ``verify`` do not import torch."""
 
 import argparse
 import re
@@ -24,23 +24,25 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F
 
 def build_parser() -> Parser:
     """Returns the parser with all subcommands."""
-    parser = Parser(prog=PROG, description="Look at, verify and convert checkpoints.")
+    parser = Parser(prog=PROG, description="Inspect, verify and convert checkpoints.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     inspect = commands.add_parser(
         "inspect",
-        help="print what a checkpoint holds",
-        description="Print iteration, model, files and tensors. Sizes are checked, digests not.",
+        help="print the contents of a checkpoint",
+        description="Print the iteration, model, files and tensors of a checkpoint. Checks the "
+        "sizes of files, not their digests.",
     )
     _add_path(inspect)
-    inspect.add_argument("--all", action="store_true", help="each tensor on a line of its own")
+    inspect.add_argument("--all", action="store_true", help="print each tensor on its own line")
     inspect.set_defaults(run=_inspect)
 
     verify = commands.add_parser(
         "verify",
-        help="check every byte against the digests",
-        description="Read every file and compare its digests; exit with 1 if any differs.",
+        help="compare all files with their digests",
+        description="Read all files and compare them with their digests. Exits with status 1 if a "
+        "digest differs.",
     )
     _add_path(verify)
     verify.set_defaults(run=_verify)
@@ -48,47 +50,55 @@ def build_parser() -> Parser:
     convert = commands.add_parser(
         "convert",
         help="convert a model from or to Hugging Face's format",
-        description="Make a checkpoint of a Hugging Face folder or a GGUF file, or a folder of a "
-        "checkpoint.",
+        description="Import a Hugging Face folder or a GGUF file as a checkpoint, or export a "
+        "checkpoint as a Hugging Face folder.",
     )
     direction = convert.add_mutually_exclusive_group(required=True)
     direction.add_argument(
-        "--from-hf", action="store_true", help="Hugging Face or GGUF to checkpoint"
+        "--from-hf", action="store_true", help="import a Hugging Face folder or a GGUF file"
     )
-    direction.add_argument("--to-hf", action="store_true", help="export to Hugging Face")
+    direction.add_argument("--to-hf", action="store_true", help="export a Hugging Face folder")
     convert.add_argument(
-        "source", type=Path, metavar="SOURCE", help="Hugging Face folder, GGUF file, or checkpoint"
+        "source", type=Path, metavar="SOURCE", help="Hugging Face folder, GGUF file or checkpoint"
     )
     convert.add_argument(
-        "destination", type=Path, metavar="DESTINATION", help="run directory, or new folder"
+        "destination",
+        type=Path,
+        metavar="DESTINATION",
+        help="directory of the run, or folder to create",
     )
     convert.add_argument(
         "--family",
         metavar="NAME",
-        help="family of the model [default as the source says, or the only one that fits]",
+        help="family of the model [default as recorded in the source, or the only one that fits]",
     )
     convert.add_argument(
-        "--dtype", choices=list(_DTYPES), help="precision of the weights [default as they are]"
+        "--dtype", choices=list(_DTYPES), help="precision of the weights [default unchanged]"
     )
     convert.add_argument(
         "--iteration",
         type=int,
         metavar="N",
-        help="number to save as [default 0], or checkpoint to convert [default the newest]",
+        help="iteration to save as [default 0], or iteration to export [default: the newest]",
     )
     convert.add_argument(
-        "--max-shard-gb", type=float, default=5.0, metavar="X", help="largest weight file in GB"
+        "--max-shard-gb",
+        type=float,
+        default=5.0,
+        metavar="X",
+        help="largest size of a weight file in GB",
     )
     convert.set_defaults(run=_convert)
     return parser
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint, or directory of a run")
     parser.add_argument(
-        "path", type=Path, metavar="PATH", help="a checkpoint, or a run's directory of them"
-    )
-    parser.add_argument(
-        "--iteration", type=int, metavar="N", help="which one [default the newest complete]"
+        "--iteration",
+        type=int,
+        metavar="N",
+        help="iteration of the checkpoint [default the newest complete one]",
     )
 
 
@@ -119,7 +129,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _print_tensors(tensors: "dict[str, TensorRecord]", *, each: bool) -> None:
-    """Prints tensors; those that differ in the layer number alone share a line unless ``each``."""
+    """Prints tensors; unless ``each``, tensors that differ only in their layer share a line."""
     lines: dict[tuple[str, str, str], list[int]] = {}
     for name, record in tensors.items():
         shown = name if each else re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name)
@@ -191,7 +201,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _bar(total: int, what: str) -> "tqdm[NoReturn]":
     from tqdm import tqdm
 
-    # disable=None: no bar where standard error is not a terminal.
+    # disable=None shows no bar if standard error is not a terminal.
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
 
 
@@ -221,5 +231,5 @@ def _pairs(values: object) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``megatron-ckpt``; returns the exit status (`run_command` lists them)."""
+    """Runs ``megatron-ckpt`` and returns its exit status (see `run_command`)."""
     return run_command(build_parser(), argv, lambda: (CheckpointError,))

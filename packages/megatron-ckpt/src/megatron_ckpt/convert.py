@@ -1,4 +1,4 @@
-"""Models between Hugging Face's format and ours, tensor by tensor."""
+"""Conversion of models between Hugging Face's format and checkpoints, tensor by tensor."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Ends of names that transformers loads weights from.
+#: Suffixes of the files that transformers loads weights from.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class ConversionSize(NamedTuple):
-    """How much a conversion will write, told before it begins."""
+    """The number of tensors and bytes that a conversion will write."""
 
     tensors: int
     nbytes: int
@@ -61,29 +61,28 @@ def import_hf(
     on_start: Callable[[ConversionSize], object] = _ignore,
     progress: Callable[[int], object] = _ignore,
 ) -> Path:
-    """Makes a checkpoint of a Hugging Face model, or of the same model as a GGUF file.
+    """Imports a Hugging Face model, or a GGUF file of one, as a checkpoint.
 
-    Tokenizer files, ``config.json`` and ``generation_config.json`` are kept in the checkpoint; of a
+    The checkpoint keeps the tokenizer files, ``config.json`` and ``generation_config.json``; for a
     GGUF file they are made from its metadata. Memory holds the tensors of one row of the family at
     a time.
 
     Args:
-        source: folder with ``config.json`` and safetensors, or a GGUF file, whose quantised tensors
-            become float32 (`megatron_ckpt.formats.gguf` says what is read; the extra ``gguf`` is
-            needed).
-        directory: of the store to save into.
-        family: name of the family; found by ``architectures`` if not given.
-        dtype: of floating point tensors; None keeps theirs.
-        iteration: to save as.
-        on_start: Called with the number of tensors and bytes before writing.
-        progress: called with the bytes of each tensor written.
+        source: A folder with ``config.json`` and safetensors, or a GGUF file (needs the extra
+            ``gguf``). Quantised tensors become float32; `megatron_ckpt.formats.gguf` describes what
+            is supported.
+        directory: The directory of the `CheckpointStore` to save into.
+        family: The name of the family. Defaults to the family that reads ``architectures``.
+        dtype: The dtype of floating-point tensors. Defaults to the stored dtype of each tensor.
+        iteration: The iteration to save as. Defaults to 0.
+        on_start: Called with the number of tensors and bytes before anything is written.
+        progress: Called with the bytes of each tensor written.
 
     Returns:
         The directory of the checkpoint.
 
     Raises:
-        CheckpointError: a family, configuration or tensor that does not fit; nothing
-            is left behind.
+        CheckpointError: A family, configuration or tensor does not fit. Nothing is left behind.
     """
     model = ForeignModel(source, family=family)
     shards, sizes = [], 0
@@ -120,31 +119,32 @@ def export_hf(
     on_start: Callable[[ConversionSize], object] = _ignore,
     progress: Callable[[int], object] = _ignore,
 ) -> Path:
-    """Writes the model of a checkpoint as a folder that ``transformers`` loads.
+    """Exports the model of a checkpoint as a folder that ``transformers`` loads.
 
-    The folder appears under its name when it is whole. Settings that the family does not know (such
-    as token ids) are taken from the ``config.json`` that came with an import, if there is one.
+    The folder gets its name when it is complete. Settings that the family does not know, such as
+    token ids, are taken from the imported ``config.json`` if the checkpoint has one.
 
     Args:
-        checkpoint: its directory, a store's directory (the newest one), or an open checkpoint.
-        directory: to be made; it may not exist, or be empty.
-        family: name of the family; by default that of the checkpoint, or else the only installed
-            one that can express its model.
-        dtype: of floating point tensors; None keeps ours.
-        max_shard_bytes: tensors are spread over files of about this size.
-        on_start: Called with the number of tensors and bytes before writing.
-        progress: called with the bytes of each tensor written.
+        checkpoint: The directory of a checkpoint, the directory of a store (for its newest
+            checkpoint), or an open checkpoint.
+        directory: The folder to create. It must not exist or must be empty.
+        family: The name of the family. Defaults to the family in the checkpoint, or to the only
+            installed one that can express the model.
+        dtype: The dtype of floating-point tensors. Defaults to the stored dtype of each tensor.
+        max_shard_bytes: The approximate largest size of a weight file, in bytes. Defaults to 5 GB.
+        on_start: Called with the number of tensors and bytes before anything is written.
+        progress: Called with the bytes of each tensor written.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: no family fits the checkpoint, or several do and it names none.
+        CheckpointError: No family fits the checkpoint, or several do and the checkpoint names none.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else find_checkpoint(checkpoint)
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not empty: give another folder")
+        raise CheckpointError(f"{target} exists and is not empty; use another folder")
     kind = family_of(opened, family)
     config = _config_of(opened, kind)
     settings = call_with_path(opened.path, kind.config_to_hf, config)
@@ -154,7 +154,7 @@ def export_hf(
     groups = [_Group(row, tensors, dtype) for row in rows]
     meta = tensors.meta()
     planned = [group.entries([meta[name] for name in group.row.ours]) for group in groups]
-    # Larger elements first, so that each tensor is aligned in its file.
+    # Larger elements come first, so that each tensor is aligned in its file.
     planned.sort(key=lambda entries: -item_size(entries[0].dtype))
     every = [entry for entries in planned for entry in entries]
     on_start(ConversionSize(len(every), sum(entry.nbytes for entry in every)))
@@ -165,7 +165,10 @@ def export_hf(
 
 
 class _Group:
-    """The foreign tensors of one row: made together when the first is wanted, then handed out."""
+    """The foreign tensors of one row.
+
+    All of them are computed when the first is requested, and each is released once it is returned.
+    """
 
     def __init__(
         self, row: Row, source: Mapping[str, "Tensor"], dtype: "torch.dtype | None"
@@ -174,7 +177,11 @@ class _Group:
         self._made: dict[int, Tensor] = {}
 
     def entries(self, meta: "Sequence[Tensor]") -> list[TensorEntry]:
-        """Plans the tensors, given ours without content."""
+        """Returns an entry for each foreign tensor.
+
+        Args:
+            meta: Our tensors of the row, on the meta device.
+        """
         shapes = [_cast(tensor, self._dtype) for tensor in self.row.inverse(meta)]
         return [
             TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), partial(self._take, i))
@@ -233,7 +240,7 @@ def _write_settings(
     dtypes = [entry.dtype for group in groups for entry in group]
     theirs.pop("dtype", None)
     stored = {"torch_dtype": DTYPES[max(set(dtypes), key=dtypes.count)][0]}
-    if not theirs:  # trained here: what a reader needs to know stands in the tokenizer
+    if not theirs:  # trained here: the ids of special tokens come from the tokenizer
         theirs = dict(special_token_ids(_tokenizer_files(checkpoint)))
         numbers = {name: number for name, number in theirs.items() if number is not None}
         _write_json(folder / GENERATION, numbers)
@@ -244,8 +251,8 @@ def _write_settings(
             path = folder / check_name(file, f"{checkpoint.path}: {TOKENIZER}")
             if path.exists() or file == INDEX or file.endswith(_WEIGHTS):
                 raise CheckpointError(
-                    f"{checkpoint.path} holds {name!r}, a name that the exported model has for "
-                    "another file: it cannot be exported"
+                    f"{checkpoint.path} cannot be exported: its file {name!r} has the name of "
+                    "another file of the exported model"
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, checkpoint.read_file(name))
@@ -258,20 +265,20 @@ def _tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def family_of(checkpoint: Checkpoint, name: str | None = None) -> Family:
-    """Returns the family to export a checkpoint as.
+    """Returns the family that a checkpoint is exported as.
 
     Args:
-        checkpoint: what is exported.
-        name: of the family; by default that of the checkpoint, or else the only installed one that
-            can express its model.
+        checkpoint: The checkpoint.
+        name: The name of the family. Defaults to the family in the checkpoint, or to the only
+            installed one that can express its model.
 
     Raises:
-        CheckpointError: the checkpoint does not say what model it holds, or no family fits.
+        CheckpointError: The checkpoint has no model record, or no family fits.
     """
     record = checkpoint.model
     if record is None:
         raise CheckpointError(
-            f"{checkpoint.path} does not say what model it holds: it cannot be exported"
+            f"{checkpoint.path} cannot be exported: it has no record of its model"
         )
     name = name or record.family
     if name is None:
@@ -279,9 +286,8 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> Family:
     family = find_family(name)
     if family.kind != record.kind:
         raise CheckpointError(
-            f"{checkpoint.path} holds a model of kind {shorten(repr(record.kind))}, "
-            f"family {name!r} describes models of kind {family.kind!r}: it cannot be exported to "
-            "that family"
+            f"{checkpoint.path} holds a model of kind {shorten(repr(record.kind))}, but family "
+            f"{name!r} describes models of kind {family.kind!r}; choose another --family"
         )
     return family
 
@@ -289,7 +295,7 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> Family:
 def _config_of(checkpoint: Checkpoint, family: Family) -> Any:
     record = checkpoint.model
     if record is None:
-        raise CheckpointError(f"{checkpoint.path} does not say what model it holds")
+        raise CheckpointError(f"{checkpoint.path} has no record of its model")
     return call_with_path(
         checkpoint.path,
         lambda fields: family.config_from_record(fields, record.version),

@@ -1,8 +1,8 @@
-"""How the ranks of a run agree on a save or a load: all of them, or none with the reason.
+"""Agreement of ranks on a save or a load: all ranks succeed, or all raise the same error.
 
-The store needs two exchanges of text between ranks; what it writes there is JSON, never a pickle,
-so a rank runs nothing that another one sends. A way of talking other than `torch.distributed` is an
-object with these four members.
+The store exchanges text between ranks twice. The text is JSON and never a pickle, so a rank
+executes nothing that another rank sends. To communicate by other means than `torch.distributed`,
+implement the four members of `Coordinator`.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ class Coordinator(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank, from 0."""
+        """The index of this rank, from 0."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
 
     def gather(self, text: str) -> list[str] | None:
-        """Returns every rank's text, by rank, on rank 0; None elsewhere."""
+        """Returns the texts of all ranks, in the order of the ranks, on rank 0; None elsewhere."""
 
     def broadcast(self, text: str) -> str:
-        """Returns rank 0's text on every rank."""
+        """Returns the text of rank 0 on every rank."""
 
 
 class SingleProcessCoordinator:
@@ -41,7 +41,7 @@ class SingleProcessCoordinator:
     world_size = 1
 
     def gather(self, text: str) -> list[str] | None:
-        """Returns the one text."""
+        """Returns a list of the text."""
         return [text]
 
     def broadcast(self, text: str) -> str:
@@ -50,11 +50,14 @@ class SingleProcessCoordinator:
 
 
 class DistributedCoordinator:
-    """The ranks of a `torch.distributed` process group (the default group if none is given).
+    """A coordinator for the ranks of a `torch.distributed` process group.
 
-    A Gloo group is best: with NCCL the texts travel through GPU memory. The group's time-out
-    bounds every wait; a rank that dies raises torch's error on the others, and what was written
-    so far is cleared by the next save.
+    Use a Gloo group; with NCCL the texts travel through GPU memory. The time-out of the group
+    bounds every wait. If a rank dies, the other ranks raise torch's error, and the next save
+    removes what was written.
+
+    Args:
+        group: The process group. Defaults to the default group.
     """
 
     def __init__(self, group: "ProcessGroup | None" = None) -> None:
@@ -65,7 +68,7 @@ class DistributedCoordinator:
         self.world_size = dist.get_world_size(group)
 
     def gather(self, text: str) -> list[str] | None:
-        """Returns every rank's text on the group's rank 0; None elsewhere."""
+        """Returns the texts of all ranks on rank 0 of the group; None elsewhere."""
         import torch
         import torch.distributed as dist
 
@@ -83,7 +86,7 @@ class DistributedCoordinator:
         return [_text(part[: int(one)]) for part, one in zip(parts, sizes, strict=True)]
 
     def broadcast(self, text: str) -> str:
-        """Returns the text of the group's rank 0."""
+        """Returns the text of rank 0 of the group."""
         import torch
         import torch.distributed as dist
 
@@ -96,7 +99,7 @@ class DistributedCoordinator:
         return _text(own)
 
     def _tensor(self, text: str) -> "torch.Tensor":
-        """Returns the bytes of ``text`` as uint8, where the group communicates."""
+        """Returns the bytes of ``text`` as uint8 on a device of the group's backend."""
         import numpy as np
         import torch
         import torch.distributed as dist
@@ -113,7 +116,7 @@ def _text(data: "torch.Tensor") -> str:
     return data.cpu().numpy().tobytes().decode("utf-8", "surrogatepass")
 
 
-_WHAT = "what ranks exchange"
+_WHAT = "values exchanged by ranks"
 
 
 def map_reduce(
@@ -142,13 +145,13 @@ def map_reduce(
     failure: Exception | None = None
     try:
         outcome = dumps((map_fn(), None), _WHAT)
-    except Exception as error:  # noqa: BLE001 - raised below, after the other ranks were told
+    except Exception as error:  # noqa: BLE001 - raised below, once the other ranks have it
         failure = error
         outcome = dumps((None, _describe(error)), _WHAT)
     gathered = coordinator.gather(outcome)
     verdict = ""
     if gathered is not None:
-        try:  # whatever fails here, the other ranks wait for the verdict
+        try:  # the other ranks wait for the verdict, so errors are caught here as well
             outcomes: list[Any] = [loads(text) for text in gathered]
             failed = [(rank, *problem) for rank, (_, problem) in enumerate(outcomes) if problem]
             agreed = None if failed else reduce_fn([value for value, _ in outcomes])
@@ -168,6 +171,6 @@ def map_reduce(
 
 
 def _describe(error: Exception) -> tuple[str, bool]:
-    known = isinstance(error, ValueError | OSError)  # meant for people; others are bugs
+    known = isinstance(error, ValueError | OSError)  # messages for users; other types are bugs
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return message, isinstance(error, CorruptCheckpointError)

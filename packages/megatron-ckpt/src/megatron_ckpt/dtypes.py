@@ -1,4 +1,4 @@
-"""Element types by their safetensors names. The table needs no torch, so listing files is quick."""
+"""Element types by their safetensors names. This module does not import torch."""
 
 from typing import TYPE_CHECKING
 
@@ -29,26 +29,34 @@ DTYPES: dict[str, tuple[str, int, bool]] = {
 
 
 def item_size(name: str) -> int:
-    """Bytes per element of the dtype with this safetensors name."""
+    """Returns the bytes per element of the dtype with this safetensors name."""
     return DTYPES[name][1]
 
 
 def is_floating(name: str) -> bool:
-    """Returns whether the dtype with this safetensors name is a floating point type."""
+    """Returns whether the dtype with this safetensors name is a floating-point type."""
     return DTYPES[name][2]
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
-    """Returns the safetensors name of a torch dtype; refuses what the format cannot hold."""
+    """Returns the safetensors name of a torch dtype.
+
+    Raises:
+        CheckpointError: The safetensors format does not have the dtype.
+    """
     spelled = str(dtype).removeprefix("torch.")
     for name, (torch_name, _, _) in DTYPES.items():
         if torch_name == spelled:
             return name
-    raise CheckpointError(f"dtype {spelled} cannot be stored: convert the tensor to another dtype")
+    raise CheckpointError(f"dtype {spelled} cannot be stored; convert the tensor to another dtype")
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """Returns the torch dtype for a safetensors name."""
+    """Returns the torch dtype for a safetensors name.
+
+    Raises:
+        CheckpointError: The name is unknown.
+    """
     import torch
 
     if name not in DTYPES:

@@ -1,14 +1,14 @@
-"""Errors a user of checkpoints can meet, and the words that help to mend them."""
+"""Errors that a user of checkpoints can encounter, and helpers for their messages."""
 
 import difflib
 from collections.abc import Container, Iterable
 
 
 class CheckpointError(ValueError):
-    """What was wrong with a checkpoint, a view or a conversion, where, and what to do: one line.
+    """An error about a checkpoint, a view or a conversion.
 
-    A name that comes from a file may have any length: of a message over 1,500 characters the middle
-    is left out.
+    The message is one line that names the problem, its location and a remedy. Names from files may
+    have any length, so the middle of a message over 1,500 characters is left out.
     """
 
     def __init__(self, message: str) -> None:
@@ -18,11 +18,11 @@ class CheckpointError(ValueError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint is torn or its bytes changed: files missing, short, or of another digest."""
+    """A checkpoint is torn (files are missing or too short) or the digest of a file differs."""
 
 
 def shorten(message: object) -> str:
-    """Returns what comes from a file or another library as one line of at most 300 characters."""
+    """Returns text from a file or another library as one line of at most 300 characters."""
     text = " ".join(str(message).split())
     return text if len(text) <= 300 else f"{text[:297]}..."
 
@@ -34,14 +34,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def adapter_hint(name: str, known: Container[str]) -> str:
-    """Returns what to do about a tensor that stands beside a known weight, or an empty string.
+    """Returns the remedy for an extra tensor of a layer with a known weight, or an empty string.
 
-    Layers that multiply by a product, such as a low-rank adapter, have more than weight and bias.
+    Layers that multiply by a product, such as a low-rank adapter, have tensors besides weight and
+    bias.
     """
     layer, _, local = name.rpartition(".")
     if not layer or local == "bias" or f"{layer}.weight" not in known:
         return ""
     return (
-        f": layer {layer!r} multiplies by more than its weight, such as an adapter; fold it in "
+        f": layer {layer!r} has more than its weight, such as an adapter; merge it into the weight "
         "first (megatron-train merge)"
     )

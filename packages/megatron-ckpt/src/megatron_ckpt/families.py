@@ -1,4 +1,4 @@
-"""Families of models that other distributions describe, found without importing them by name."""
+"""Lookup of model families that installed distributions register as entry points."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -12,58 +12,62 @@ if TYPE_CHECKING:  # the operations take torch, and a family's configuration doe
     from megatron_ckpt.store.manifest import ModelRecord
 
 GROUP = "megatron.families"
-_NEAREST = 3  # families named where none fits
+_NEAREST = 3  # families named in the error if none fits
 
 
 class Family(Protocol):
-    """What conversion needs to know of a family; ``megatron_models.families`` has such objects."""
+    """A family as conversion sees it; ``megatron_models.families`` implements this protocol."""
 
     @property
     def name(self) -> str:
-        """The family's name, as stored in checkpoints."""
+        """The name of the family, as stored in checkpoints."""
 
     @property
     def kind(self) -> str:
-        """The kind of models that it describes, as stored in checkpoints."""
+        """The kind of the models that the family describes, as stored in checkpoints."""
 
     @property
     def architectures(self) -> Sequence[str]:
-        """Values of ``architectures`` in a ``config.json`` of the family."""
+        """The values of ``architectures`` in a ``config.json`` of the family."""
 
     @property
     def ignored(self) -> "Sequence[Ignored]":
-        """Foreign tensors that may be there without a row, with what they must hold."""
+        """Foreign tensors that may exist without a row, with the check of their content."""
 
     @property
     def prefix(self) -> str:
-        """Start of the foreign names that files of the headless model leave out."""
+        """The prefix of foreign names that files of the headless model leave out."""
 
     @property
     def config_from_hf(self) -> Callable[[Mapping[str, Any]], Any]:
-        """Make a model configuration of a ``config.json``."""
+        """A function that returns the model configuration for a ``config.json``."""
 
     @property
     def config_to_hf(self) -> Callable[[Any], Mapping[str, Any]]:
-        """Make the content of a ``config.json`` of a model configuration."""
+        """A function that returns the content of a ``config.json`` for a model configuration."""
 
     @property
     def config_version(self) -> int:
-        """The version of what `to_json` of a configuration gives."""
+        """The version of the JSON that `to_json` of a configuration returns."""
 
     @property
     def config_from_record(self) -> Callable[[Mapping[str, Any], int], Any]:
-        """Make a model configuration of its own JSON and the version of that."""
+        """A function that returns a model configuration from its JSON and the JSON's version."""
 
     @property
     def differences(self) -> Callable[[Any], Sequence[str]]:
-        """Say what of a model configuration the family cannot express; nothing if it can."""
+        """A function that returns what in a model configuration the family cannot express."""
 
     def active_rows(self, config: Any) -> "Sequence[RowData]":
-        """Rows of the parameters that a model of this configuration has."""
+        """Returns the rows of the parameters that a model with this configuration has."""
 
 
 def find_family(name: str) -> Family:
-    """Returns the family registered under ``name``."""
+    """Returns the family registered under ``name``.
+
+    Raises:
+        CheckpointError: No such family is installed.
+    """
     known = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in known:
         raise CheckpointError(
@@ -74,10 +78,10 @@ def find_family(name: str) -> Family:
 
 
 def detect_family(architectures: Sequence[str]) -> Family:
-    """Returns the family that has one of these architectures.
+    """Returns the family that reads one of these architectures.
 
     Raises:
-        CheckpointError: there is none, or there are several.
+        CheckpointError: No installed family does, or several do.
     """
     known = {entry.name: entry for entry in entry_points(group=GROUP)}
     loaded: dict[str, Family] = {name: known[name].load() for name in sorted(known)}
@@ -87,17 +91,17 @@ def detect_family(architectures: Sequence[str]) -> Family:
     wanted = shorten(" or ".join(architectures)) or "a config.json without architectures"
     if found:
         raise CheckpointError(
-            f"the families {', '.join(found)} all read {wanted}: choose one by --family"
+            f"the families {', '.join(found)} all read {wanted}; choose one with --family"
         )
     raise CheckpointError(f"no family reads {wanted}; {_installed(known)}")
 
 
 def find_compatible_family(record: "ModelRecord") -> Family:
-    """Returns the one family of the record's kind that can express its model.
+    """Returns the only installed family that can express the model of a record.
 
     Raises:
-        CheckpointError: there is none, with what stands in the way of the nearest ones; or there
-            are several, with their names.
+        CheckpointError: No family can; the message names what the nearest ones cannot express. Or
+            several can; the message names them.
     """
     known = {entry.name: entry for entry in entry_points(group=GROUP)}
     loaded: dict[str, Family] = {name: known[name].load() for name in sorted(known)}
@@ -114,7 +118,7 @@ def find_compatible_family(record: "ModelRecord") -> Family:
     fitting = [name for name, differences in found.items() if not differences]
     if len(fitting) > 1:
         raise CheckpointError(
-            f"the families {', '.join(fitting)} can all express the model: choose one by --family"
+            f"the families {', '.join(fitting)} can all express the model; choose one with --family"
         )
     if not fitting:
         nearest = sorted(found, key=lambda name: len(found[name]))[:_NEAREST]
@@ -130,5 +134,5 @@ def _reason(name: str, differences: Sequence[str]) -> str:
 
 def _installed(known: Mapping[str, object]) -> str:
     if not known:
-        return "none is installed: install megatron-models"
+        return "no family is installed; install megatron-models"
     return f"installed are {', '.join(sorted(known))}"

@@ -1,4 +1,4 @@
-"""A model in Hugging Face's format or in a GGUF file, read as ours without writing a checkpoint."""
+"""A model in Hugging Face's format or in a GGUF file, loaded without writing a checkpoint."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def is_foreign_model(path: str | Path) -> bool:
-    """Whether a path is a file (GGUF) or a folder with ``config.json``, and no checkpoint."""
+    """Returns whether a path is a file, or a folder with ``config.json`` and without a manifest."""
     path = Path(path)
     return path.is_file() or ((path / CONFIG).is_file() and not (path / MANIFEST).exists())
 
 
 @dataclass(frozen=True)
 class ForeignTensor:
-    """What one of our tensors will be: safetensors dtype and shape."""
+    """The safetensors dtype and the shape of one of our tensors after conversion."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,25 +47,26 @@ class ForeignTensor:
 
 
 class ForeignModel:
-    """A Hugging Face folder, or a GGUF file, with its tensors under our names.
+    """A Hugging Face folder or a GGUF file, with its tensors under our names.
 
-    Opening reads the configuration and the names, shapes and dtypes of all tensors. A tensor is
-    read and converted when it is asked for, so memory holds those of one row of the family; to fill
-    a view, only the boxes of theirs that it needs are read.
+    The constructor reads the configuration and the names, shapes and dtypes of all tensors. A
+    tensor is read and converted on request, so memory holds the tensors of one row of the family.
+    `load_tensors` reads only the boxes of foreign tensors that the views need.
 
     Args:
-        path: folder with ``config.json`` and safetensors, or a GGUF file.
-        family: name of the family; found by ``architectures`` if not given.
+        path: A folder with ``config.json`` and safetensors, or a GGUF file.
+        family: The name of the family. Defaults to the family that reads ``architectures``.
 
     Attributes:
-        path: as given.
-        model: family, and the model configuration made of theirs.
-        tensors: dtype and global shape of every tensor of ours.
-        files: what a checkpoint keeps of it, by name there: ``tokenizer/...``, ``huggingface/...``.
-        digest: of configuration and tensors, without their content.
+        path: The given path.
+        model: The family and the model configuration, converted from the foreign one.
+        tensors: The dtype and global shape of every tensor, by our names.
+        files: The files that a checkpoint keeps, by their names there: ``tokenizer/...``,
+            ``huggingface/...``.
+        digest: A digest of the configuration and of the names, dtypes and shapes of the tensors.
 
     Raises:
-        CheckpointError: no such model, or a family, configuration or tensor that does not fit.
+        CheckpointError: There is no such model, or a family, configuration or tensor does not fit.
     """
 
     def __init__(self, path: str | Path, *, family: str | None = None) -> None:
@@ -95,7 +96,7 @@ class ForeignModel:
         self.digest = digest(content.encode())
 
     def read_tensor(self, name: str) -> "Tensor":
-        """Reads and convert a whole tensor of ours, in the dtype that is stored."""
+        """Reads and converts a whole tensor in its stored dtype."""
         if name not in self._rows:
             raise CheckpointError(
                 f"{self.path} has no tensor {name!r}{did_you_mean(name, self._rows)}"
@@ -116,7 +117,7 @@ class ForeignModel:
     def check_shapes(
         self, shapes: Mapping[str, Sequence[int]], groups: Sequence[str] | None = None
     ) -> None:
-        """Checks names and global shapes before memory is taken; see `Checkpoint.check_shapes`."""
+        """Checks names and global shapes before memory is allocated; see `Checkpoint`."""
         wanted = {name: tuple(shape) for name, shape in shapes.items()}
         check_names(self.tensors, wanted, groups)
 
@@ -127,12 +128,12 @@ class ForeignModel:
         cast: Cast = "refuse",
         progress: Callable[[int], object] = lambda count: None,
     ) -> None:
-        """Fills the views in place; tensors that are not named stay unread.
+        """Fills the views in place. Tensors without a view are not read.
 
         Args:
-            into: views by our global name.
-            cast: whether other floating-point dtypes are converted.
-            progress: called with the bytes of each view filled.
+            into: Views by our global names.
+            cast: Whether other floating-point dtypes are converted.
+            progress: Called with the bytes of each view filled.
         """
         check_views(self.tensors, into, cast)
         for name, views in into.items():
@@ -157,7 +158,7 @@ def architectures(config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
 
 
 def call_with_path(where: Path, read: Callable[[Any], Any], values: Any) -> Any:
-    """Return ``read(values)``; what it refuses becomes a `CheckpointError` that names ``where``."""
+    """Returns ``read(values)``; a ValueError becomes a `CheckpointError` that names ``where``."""
     try:
         return read(values)
     except ValueError as error:

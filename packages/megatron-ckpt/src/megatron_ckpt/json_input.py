@@ -1,4 +1,4 @@
-"""JSON from files that others may have written: whatever is wrong with it is one kind of error."""
+"""JSON from files of unknown origin: every defect is reported by one type of error."""
 
 import json
 import reprlib
@@ -17,11 +17,11 @@ def parse_object(
 
     Args:
         data: UTF-8 text.
-        where: the file, for messages.
-        error: what to raise.
+        where: The name of the file, for messages.
+        error: The type of error to raise.
 
     Raises:
-        CheckpointError: no JSON, nested too deeply to be read, or no object.
+        CheckpointError: The text is not JSON, is nested too deeply to be read, or is not an object.
     """
     try:
         content = json.loads(data)
@@ -30,17 +30,17 @@ def parse_object(
     except ValueError as problem:
         raise error(f"{where} is not JSON: {shorten(problem)}") from None
     if not isinstance(content, dict):
-        raise error(f"{where} holds no JSON object")
+        raise error(f"{where} is not a JSON object")
     return content
 
 
 class Fields:
-    """One JSON object whose values are asked for with the type that they must have.
+    """One JSON object with methods that check the types of its values.
 
     Args:
-        content: the object, or what stands in its place.
-        where: file and key, for messages.
-        error: what to raise.
+        content: The object. Any other value is refused.
+        where: File and key, for messages.
+        error: The type of error to raise.
     """
 
     def __init__(
@@ -52,38 +52,38 @@ class Fields:
         self.content: dict[str, Any] = content
 
     def integer(self, key: str, least: int = 0) -> int:
-        """Returns an integer from ``least`` that fits 64 bits."""
+        """Returns a 64-bit integer of at least ``least``."""
         value = self.require(key)
         if not _is_integer(value, least):
-            raise self.refuse(key, f"not an integer from {least}")
+            raise self.refuse(key, f"not an integer of at least {least}")
         return int(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Returns a list of integers from 0 as a tuple."""
+        """Returns a list of non-negative integers as a tuple."""
         value = self.require(key)
         if not isinstance(value, list) or not all(_is_integer(each, 0) for each in value):
-            raise self.refuse(key, "not a list of integers from 0")
+            raise self.refuse(key, "not a list of non-negative integers")
         return tuple(value)
 
     def text(self, key: str) -> str:
         """Returns a string."""
         value = self.require(key)
         if not isinstance(value, str):
-            raise self.refuse(key, "not text")
+            raise self.refuse(key, "not a string")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Returns a list of strings as a tuple."""
         value = self.require(key)
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise self.refuse(key, "not a list of text")
+            raise self.refuse(key, "not a list of strings")
         return tuple(value)
 
     def dtype(self, key: str) -> str:
         """Returns the safetensors name of a dtype."""
         value = self.text(key)
         if value not in DTYPES:
-            raise self.refuse(key, f"no dtype; known are {', '.join(DTYPES)}")
+            raise self.refuse(key, f"not a dtype; known are {', '.join(DTYPES)}")
         return value
 
     def inner(self, key: str) -> "Fields":
@@ -91,7 +91,7 @@ class Fields:
         return Fields(self.require(key), f"{self.where}: {key}", self.error)
 
     def items(self, key: str) -> "list[tuple[str, Fields]]":
-        """Returns the objects of the object under ``key``, by name."""
+        """Returns the objects in the object under ``key``, with their names."""
         inner = self.inner(key)
         return [
             (name, Fields(value, f"{inner.where} {name!r}", self.error))
@@ -99,7 +99,7 @@ class Fields:
         ]
 
     def elements(self, key: str) -> "list[Fields]":
-        """Returns the objects of the list under ``key``."""
+        """Returns the objects in the list under ``key``."""
         value = self.require(key)
         if not isinstance(value, list):
             raise self.refuse(key, "not a list")
@@ -108,16 +108,20 @@ class Fields:
         ]
 
     def require(self, key: str) -> Any:
-        """Returns the value under ``key``, of any type."""
+        """Returns the value under ``key``, of any type.
+
+        Raises:
+            CheckpointError: The object has no such key.
+        """
         if key not in self.content:
             raise self.error(f"{self.where} lacks {key!r}")
         return self.content[key]
 
     def refuse(self, key: str, reason: str) -> CheckpointError:
-        """Returns the error that says what is wrong with the value under ``key``."""
+        """Returns the error for the value under ``key``."""
         value = reprlib.repr(self.content.get(key))
         return self.error(f"{self.where}: {key} is {value}, {reason}")
 
 
 def _is_integer(value: object, least: int) -> bool:
-    return type(value) is int and least <= value < _INT64  # a bool is none
+    return type(value) is int and least <= value < _INT64  # excludes bool

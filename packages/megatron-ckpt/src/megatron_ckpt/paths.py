@@ -1,10 +1,10 @@
-"""Files named by a manifest or lying in a folder from elsewhere: which are opened, and how.
+"""Access to files that are named by a manifest or lie in a folder of unknown origin.
 
-Names in `MANIFEST.json` and in `model.safetensors.index.json`, attachments, the files of a Hugging
-Face folder and the names that an export writes all pass through here. Nothing else decides.
+All names pass through this module: those in `MANIFEST.json` and `model.safetensors.index.json`,
+attachments, files of a Hugging Face folder, and the names that an export writes.
 
-A name is relative, with ``/`` between its parts, and stays below its folder. A file is a regular
-one that lies in that folder once links are resolved; a pipe or a device is never read.
+A name is relative, has ``/`` between its parts and stays below its folder. A file must be a regular
+file in that folder after links are resolved; pipes and devices are never read.
 """
 
 import os
@@ -13,22 +13,22 @@ from pathlib import Path
 
 from megatron_ckpt.errors import CheckpointError
 
-#: Bytes of a file that is read into memory as a whole: manifests, configurations, tokenizers.
+#: Largest size in bytes of a file that is read into memory: manifests, configurations, tokenizers.
 MAX_FILE_BYTES = 1 << 30
 _LONGEST_PART = 255  # bytes, the limit of the usual file systems
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}
 
 
 def check_name(name: object, where: str) -> str:
-    """Returns ``name`` if it is the safe relative name of a file.
+    """Returns ``name`` if it is a safe relative name of a file.
 
     Args:
-        name: as it stands in a file, of any type.
-        where: what holds the name, for the message.
+        name: The name as read from a file, of any type.
+        where: What contains the name, for the message.
 
     Raises:
-        CheckpointError: not a string; absolute, with an empty, ``.`` or ``..`` part, a backslash or
-            a character that cannot be printed, or a part too long for a file system.
+        CheckpointError: The name is not a string, is absolute, has an empty, ``.`` or ``..`` part,
+            a backslash, an unprintable character, or a part that is too long for a file system.
     """
     safe = (
         isinstance(name, str)
@@ -42,21 +42,22 @@ def check_name(name: object, where: str) -> str:
     if not safe:
         shown = repr(name) if len(repr(name)) <= _LONGEST_PART else f"{repr(name)[:60]}..."
         raise CheckpointError(
-            f"{where}: {shown} is no name of a file in it: names are relative and stay inside the "
-            "folder"
+            f"{where}: {shown} is not a valid file name; names must be relative and stay inside "
+            "the folder"
         )
     return str(name)
 
 
 def locate(folder: Path, name: str) -> Path:
-    """Returns where the file ``name`` of ``folder`` really lies.
+    """Returns the resolved path of the file ``name`` in ``folder``.
 
     Files of a Hugging Face cache are links from ``snapshots/REVISION`` to ``blobs`` beside it;
     these are followed. Any other link out of the folder is refused.
 
     Raises:
-        CheckpointError: an unsafe name, a link out of the folder, or no regular file.
-        OSError: there is no such file.
+        CheckpointError: The name is unsafe, a link leads out of the folder, or the file is not
+            regular.
+        OSError: There is no such file.
     """
     path = folder / check_name(name, str(folder))
     real = Path(os.path.realpath(path, strict=True))
@@ -66,20 +67,20 @@ def locate(folder: Path, name: str) -> Path:
         inside = real.is_relative_to(root.parent.parent / "blobs")
     if not inside:
         raise CheckpointError(
-            f"{path} leads to {real}, which lies outside the folder: put the file itself there"
+            f"{path} is a link to {real}, outside the folder; replace it by the file itself"
         )
     _check_regular(path, real.lstat().st_mode)
     return real
 
 
 def file_size(folder: Path, name: str) -> int:
-    """Returns the bytes of a file of ``folder``; raises as `locate` does."""
+    """Returns the size in bytes of a file in ``folder``; raises like `locate`."""
     return locate(folder, name).stat().st_size
 
 
 def open_file(folder: Path, name: str) -> int:
-    """Open a file of ``folder`` for reading and return its descriptor; raises as `locate` does."""
-    # All links are resolved; one that takes the file's place meanwhile was not checked.
+    """Opens a file in ``folder`` for reading and returns its descriptor; raises like `locate`."""
+    # All links are resolved; a link that replaced the file since then is not followed.
     return open_regular(locate(folder, name), follow=False)
 
 
@@ -87,14 +88,14 @@ def open_regular(path: Path, *, follow: bool = True) -> int:
     """Opens a regular file for reading and returns its descriptor.
 
     Args:
-        path: of the file.
-        follow: whether ``path`` may be a link.
+        path: The path of the file.
+        follow: Whether ``path`` may be a link.
 
     Raises:
-        CheckpointError: no regular file.
-        OSError: the file cannot be opened.
+        CheckpointError: The file is not regular.
+        OSError: The file cannot be opened.
     """
-    # Without O_NONBLOCK opening a pipe waits for somebody to write into it.
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     try:
@@ -106,16 +107,16 @@ def open_regular(path: Path, *, follow: bool = True) -> int:
 
 
 def read_bytes(folder: Path, name: str, largest: int = MAX_FILE_BYTES) -> bytes:
-    """Returns the content of a file of ``folder``; raises as `locate` does.
+    """Returns the content of a file in ``folder``; raises like `locate`.
 
     Raises:
-        CheckpointError: it has more than ``largest`` bytes.
+        CheckpointError: The file has more than ``largest`` bytes.
     """
     with os.fdopen(open_file(folder, name), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > largest:
             raise CheckpointError(
-                f"{folder / name} has {size} bytes; files of its kind have at most {largest}"
+                f"{folder / name} has {size} bytes; the limit for such files is {largest}"
             )
         return stream.read()
 

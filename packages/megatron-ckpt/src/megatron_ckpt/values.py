@@ -1,8 +1,8 @@
-"""Plain values as JSON that gives back exactly what was put in.
+"""Serialisation of plain values as JSON that restores exactly the same values.
 
-JSON has null, booleans, numbers, strings, lists and objects with string keys. What it lacks is
-written as an object with one key that begins with ``$``: bytes, tuples, floats that are not
-finite, and dictionaries whose own keys are not plain strings or begin with ``$``.
+JSON has null, booleans, numbers, strings, lists and objects with string keys. Other values are
+written as an object with one key that starts with ``$``: bytes, tuples, floats that are not finite,
+and dictionaries whose keys are not plain strings or start with ``$``.
 """
 
 import base64
@@ -18,7 +18,11 @@ Plain: TypeAlias = (
 
 
 def encode(value: object, where: str) -> object:
-    """Returns ``value`` in terms JSON has; ``where`` names it in the error for other types."""
+    """Returns ``value`` in JSON types; ``where`` is its name in error messages.
+
+    Raises:
+        CheckpointError: The value has another type.
+    """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -39,17 +43,17 @@ def encode(value: object, where: str) -> object:
         ]
         return {"$dict": pairs}
     raise CheckpointError(
-        f"state {where!r} holds a {type(value).__name__}: give a list of views for tensors, and "
-        "None, bool, int, float, str, bytes, list, tuple or dict otherwise"
+        f"state {where!r} has type {type(value).__name__}; use a list of views for tensors, or "
+        "None, bool, int, float, str, bytes, list, tuple or dict"
     )
 
 
 def decode(value: object) -> Plain:
-    """Undos `encode`."""
+    """Reverses `encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
-        return value  # type: ignore[return-value]  # json gives nothing else
+        return value  # type: ignore[return-value]  # json returns no other types
     match list(value.items()):
         case [("$float", str(text))]:
             return float(text)
@@ -64,20 +68,20 @@ def decode(value: object) -> Plain:
 
 
 def dumps(value: object, where: str) -> str:
-    """Encodes and serialise ``value``; the text depends on the value alone."""
+    """Returns ``value`` as text, which depends on the value alone."""
     return json.dumps(encode(value, where), ensure_ascii=False, allow_nan=False)
 
 
 def loads(text: str | bytes) -> Plain:
-    """Undos `dumps`.
+    """Reverses `dumps`.
 
     Raises:
-        CheckpointError: no JSON, nested too deeply to be read, or marks that `encode` does not
-            write.
+        CheckpointError: The text is not JSON, is nested too deeply to be read, or has marks that
+            `encode` does not write.
     """
     try:
         return decode(json.loads(text))
     except RecursionError:
         raise CheckpointError("stored values are nested too deeply to be read") from None
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"stored values are not readable: {shorten(error)}") from error
+        raise CheckpointError(f"stored values cannot be read: {shorten(error)}") from error

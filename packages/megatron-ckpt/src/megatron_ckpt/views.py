@@ -1,8 +1,9 @@
-"""Views: which box of a global tensor a local tensor holds; planning and intersecting them.
+"""Views: the boxes of global tensors that local tensors hold, and operations on boxes.
 
-A checkpoint knows nothing of tensor, pipeline or data parallelism. Each rank says what it holds
-as views; together the views of replica 0 have to cover every global tensor exactly once. Loading
-asks for other boxes of the same global tensors, so every layout loads from every layout.
+Checkpoints are independent of tensor, pipeline and data parallelism. Each rank describes what it
+holds as views. The views of replica 0 on all ranks together must cover every global tensor exactly
+once. A load requests other boxes of the same global tensors, so every layout loads from every
+layout.
 """
 
 import math
@@ -16,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class Box(NamedTuple):
-    """A part of a tensor: along each dimension ``length`` elements that begin at ``offset``."""
+    """A rectangular region of a tensor: ``length`` elements from ``offset`` along each dim."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """First index past the box, per dimension."""
+        """The first index past the box along each dim."""
         return tuple(o + n for o, n in zip(self.offsets, self.lengths, strict=True))
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for the box of a scalar."""
+        """The number of elements; 1 for the box of a scalar."""
         return math.prod(self.lengths)
 
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
-        """Slices that cut this box out of a tensor that holds ``outer``."""
+        """Returns the slices that select this box from a tensor that holds the box ``outer``."""
         return tuple(
             slice(o - base, o - base + n)
             for o, n, base in zip(self.offsets, self.lengths, outer.offsets, strict=True)
@@ -44,31 +45,31 @@ class Box(NamedTuple):
 
 
 class ViewLike(Protocol):
-    """What is needed of a view; any object with these attributes will do."""
+    """The attributes that a view needs; any object with them is a view."""
 
     @property
     def tensor(self) -> "Tensor":
-        """Local tensor of shape ``lengths``."""
+        """The local tensor, of shape ``lengths``."""
 
     @property
     def global_shape(self) -> Sequence[int]:
-        """Shape of the whole tensor, unpadded."""
+        """The shape of the global tensor, without padding."""
 
     @property
     def offsets(self) -> Sequence[int]:
-        """Where the local tensor begins in the whole one."""
+        """The first index of the local tensor in the global tensor, along each dim."""
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Extent of the local tensor."""
+        """The shape of the local tensor."""
 
     @property
     def replica(self) -> int:
-        """Which of several equal copies this is; number 0 is the one that is written."""
+        """The index of this copy among equal copies. Copy 0 is written."""
 
 
 class View(NamedTuple):
-    """A local tensor and the box of the global tensor it holds."""
+    """A local tensor and the box of the global tensor that it holds."""
 
     tensor: "Tensor"
     global_shape: tuple[int, ...]
@@ -78,43 +79,48 @@ class View(NamedTuple):
 
     @classmethod
     def whole(cls, tensor: "Tensor") -> Self:
-        """Returns the view of a tensor that is not split and has one copy."""
+        """Returns the view of a tensor that is not sharded and has one copy."""
         shape = tuple(tensor.shape)
         return cls(tensor, shape, (0,) * len(shape), shape)
 
 
 def box_of(name: str, view: ViewLike) -> Box:
-    """Returns the box of ``view`` after checking that it fits its tensor and the global shape."""
+    """Returns the box of ``view`` after checking it against its tensor and the global shape.
+
+    Raises:
+        CheckpointError: The box does not match the tensor or exceeds the global shape, or the
+            replica is negative.
+    """
     shape, box = tuple(view.global_shape), Box(tuple(view.offsets), tuple(view.lengths))
     local = tuple(view.tensor.shape)
     if not len(shape) == len(box.offsets) == len(box.lengths):
         raise CheckpointError(
             f"view of {name!r}: global shape {shape}, offsets {box.offsets} and lengths "
-            f"{box.lengths} differ in their number of dimensions"
+            f"{box.lengths} must have the same number of dims"
         )
     if local != box.lengths:
         raise CheckpointError(
             f"view of {name!r}: the tensor has shape {local} but the lengths are {box.lengths}"
         )
     if any(o < 0 or e > n for o, e, n in zip(box.offsets, box.ends, shape, strict=True)):
-        raise CheckpointError(f"view of {name!r}: box {box} reaches out of global shape {shape}")
+        raise CheckpointError(f"view of {name!r}: box {box} exceeds global shape {shape}")
     if view.replica < 0:
-        raise CheckpointError(f"view of {name!r}: replica {view.replica} is negative")
+        raise CheckpointError(f"view of {name!r}: replica must not be negative, got {view.replica}")
     return box
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Returns the common part of two boxes of one tensor, or None where they share no element."""
+    """Returns the intersection of two boxes of one tensor, or None if it is empty."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     lengths = tuple(min(ea, eb) - o for ea, eb, o in zip(a.ends, b.ends, offsets, strict=True))
     return Box(offsets, lengths) if all(n > 0 for n in lengths) else None
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Returns the positions of two boxes that share elements, or None.
+    """Returns the indices of two boxes that share elements, or None.
 
-    Sweeps along the dimension with most distinct offsets, so a tensor cut along one dimension
-    costs ``n log n`` however many ranks it is cut over.
+    Sweeps along the dim with the most distinct offsets. A tensor that is split along one dim over
+    ``n`` ranks therefore takes ``O(n log n)``.
     """
     filled = [i for i, box in enumerate(boxes) if box.numel]
     if len(filled) < 2:
@@ -135,7 +141,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def find_uncovered(region: Box, boxes: Iterable[Box]) -> Box | None:
-    """Returns a part of ``region`` that none of ``boxes`` covers, or None."""
+    """Returns a box of ``region`` that none of ``boxes`` covers, or None."""
     if not region.numel:
         return None
     inside = [common for box in boxes if (common := intersect(region, box))]
@@ -144,7 +150,7 @@ def find_uncovered(region: Box, boxes: Iterable[Box]) -> Box | None:
     first, rest = inside[0], inside[1:]
     offsets, lengths = list(region.offsets), list(region.lengths)
     for dim, (low, high) in enumerate(zip(first.offsets, first.ends, strict=True)):
-        # What lies before and behind `first` along this dimension; then narrow to its extent.
+        # Search before and after `first` along this dim, then narrow the region to its extent.
         for start, stop in ((offsets[dim], low), (high, offsets[dim] + lengths[dim])):
             o, n = [*offsets], [*lengths]
             o[dim], n[dim] = start, stop - start
@@ -157,10 +163,10 @@ def find_uncovered(region: Box, boxes: Iterable[Box]) -> Box | None:
 def check_tiling(name: str, shape: tuple[int, ...], owners: Sequence[tuple[int, int, Box]]) -> None:
     """Checks that ``(rank, replica, box)`` triples describe one whole tensor.
 
-    Boxes of equal replica may not overlap and the boxes of replica 0 leave no gap.
+    Boxes of the same replica must not overlap, and the boxes of replica 0 must leave no gap.
 
     Raises:
-        CheckpointError: names the tensor and the overlap with its two ranks, or the hole.
+        CheckpointError: Names the tensor and either the overlap with its two ranks or the gap.
     """
     for replica in sorted({replica for _, replica, _ in owners}):
         equal = [(rank, box) for rank, r, box in owners if r == replica]
@@ -168,7 +174,7 @@ def check_tiling(name: str, shape: tuple[int, ...], owners: Sequence[tuple[int, 
             (rank_a, a), (rank_b, b) = equal[pair[0]], equal[pair[1]]
             raise CheckpointError(
                 f"tensor {name!r}: ranks {rank_a} and {rank_b} both hold {intersect(a, b)} as "
-                f"replica {replica}: give equal copies different replica numbers"
+                f"replica {replica}; give each copy its own replica number"
             )
     written = [box for _, replica, box in owners if replica == 0]
     if sum(box.numel for box in written) != math.prod(shape):

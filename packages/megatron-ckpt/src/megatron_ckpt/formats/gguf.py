@@ -1,9 +1,10 @@
-"""GGUF, the file format of llama.cpp, read as the Hugging Face model it was made of.
+"""Import of GGUF, the file format of llama.cpp, as the Hugging Face model that it was made from.
 
-A GGUF file holds metadata, tensors (most of them quantised in small blocks) and the tokenizer. Here
-its names, row order and settings become those of the published model, so that the rows of a family
-have one source to describe. How follows from the architecture that the file names: rows of the same
-operations that families use. Tensors are read and dequantised when asked for.
+A GGUF file holds metadata, tensors (most of them quantised in small blocks) and the tokenizer. This
+module converts names, order of rows and settings to those of the published Hugging Face model, so
+that the rows of a family describe one source only. The mapping depends on the architecture that the
+file names; it consists of rows with the same operations that families use (`gguf_architectures`).
+Tensors are read and dequantised on request.
 
 Format: docs/gguf.md of ggml. The package ``gguf`` reads it and knows the quantisations.
 """
@@ -29,7 +30,7 @@ _MAGIC = b"GGUF"
 
 
 def is_gguf(path: Path) -> bool:
-    """Returns whether a file begins as GGUF files do."""
+    """Returns whether a file starts with the magic number of GGUF."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
@@ -38,13 +39,13 @@ def open_gguf(path: Path, architectures: Mapping[str, Architecture] = ARCHITECTU
     """Returns the model in a GGUF file.
 
     Args:
-        path: The file.
+        path: The path of the file.
         architectures: The supported architectures by name. Defaults to those of
-            `megatron_ckpt.formats.gguf_architectures.table`.
+            `gguf_architectures.table`.
 
     Raises:
-        CheckpointError: The file is damaged, its architecture or a setting is not supported, or
-            the package ``gguf`` is not installed.
+        CheckpointError: The file is damaged, its architecture or one of its settings is not
+            supported, or the package ``gguf`` is not installed.
     """
     import json
 
@@ -52,8 +53,8 @@ def open_gguf(path: Path, architectures: Mapping[str, Architecture] = ARCHITECTU
     name = file.require("general.architecture")
     if name not in architectures:
         raise CheckpointError(
-            f"{path} holds a model of architecture {name!r}; supported architectures of GGUF files "
-            f"are {', '.join(architectures)}: import its safetensors"
+            f"{path} has the architecture {name!r}; supported architectures of GGUF files are "
+            f"{', '.join(architectures)}; import the safetensors of the model"
         )
     architecture = architectures[name]
     config = architecture.config(file)
@@ -69,7 +70,7 @@ def open_gguf(path: Path, architectures: Mapping[str, Architecture] = ARCHITECTU
 
 
 class GGUFTensors:
-    """The tensors of a file under their Hugging Face names, each made when asked for."""
+    """The tensors of a GGUF file under their Hugging Face names, each converted on request."""
 
     def __init__(
         self, file: GGUFFile, architecture: Architecture, config: Mapping[str, Any]
@@ -95,12 +96,12 @@ class GGUFTensors:
         return made[row.ours.index(name)]
 
     def box(self, name: str, box: Box) -> "Tensor":
-        """Returns a box of a tensor, which is dequantised as a whole."""
+        """Returns a box of a tensor. The whole tensor is dequantised."""
         whole = self[name]
         return whole[box.slices_in(Box((0,) * whole.ndim, tuple(whole.shape)))]
 
     def meta(self) -> "dict[str, Tensor]":
-        """Returns tensors of the same shapes and dtypes without content."""
+        """Returns the tensors on the meta device: shapes and dtypes without content."""
         return {
             name: row.forward([self._file.meta(theirs) for theirs in row.theirs])[
                 row.ours.index(name)

@@ -1,7 +1,8 @@
-"""The counts and lengths in a GGUF file, compared with the file's size before anything uses them.
+"""Checks of the counts and lengths in a GGUF file against the size of the file.
 
-The package ``gguf`` takes every count on trust: a file of 49 bytes that declares a list of 10^12
-numbers keeps its reader busy for days. Here the header is walked once, without its content.
+The package ``gguf`` trusts every count: a file of 49 bytes that declares a list of 10^12 numbers
+keeps its reader busy for days. This module therefore walks the header once, without its content,
+before the package reads it.
 
 Format: docs/gguf.md of ggml. All numbers are little-endian.
 """
@@ -18,19 +19,20 @@ from megatron_ckpt.paths import open_regular
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # type -> bytes
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
-#: List elements of a whole file; each costs the reader microseconds and some hundred bytes. A
-#: vocabulary of 256,000 tokens has about a million, with their kinds, scores and merges.
+#: Largest number of list elements in a file. Each takes the reader microseconds and a few hundred
+#: bytes. A vocabulary of 256,000 tokens has about a million, with types, scores and merges.
 _MOST_ELEMENTS = 1 << 21
 _LONGEST_NAME = 1 << 16
 
 
 def check_header(path: Path) -> None:
-    """Refuses a GGUF file whose counts, lengths or shapes cannot be true of its size.
+    """Refuses a GGUF file whose counts, lengths or shapes are impossible for its size.
 
-    Byte order and version are left to the reader, which says what is wrong with them.
+    Byte order and version are left to the reader, which reports errors in them.
 
     Raises:
-        CheckpointError: the first number that is too large; or the file ends before its header.
+        CheckpointError: Names the first number that is too large, or the file ends within its
+            header.
     """
     with os.fdopen(open_regular(path), "rb") as stream:
         _Walk(path, stream).run()
@@ -45,10 +47,10 @@ class _Walk:
         self._elements = 0
 
     def run(self) -> None:
-        """Walks the metadata and the descriptions of the tensors."""
+        """Checks the metadata and the descriptions of the tensors."""
         self._skip(4, "the magic number")
         if self._number("<I", "version") & 0xFFFF == 0:
-            return  # the other byte order, which is refused as such
+            return  # the other byte order, which the reader refuses
         tensors, keys = self._number("<Q", "tensor count"), self._number("<Q", "metadata count")
         self._bound(tensors, 24, "tensors")
         self._bound(keys, 13, "metadata keys")
@@ -63,10 +65,10 @@ class _Walk:
         self._string(f"name of {what}", _LONGEST_NAME)
         dimensions = self._number("<I", f"dimensions of {what}")
         if dimensions > _MOST_DIMENSIONS:
-            raise self._refuse(f"{what} has {dimensions} dimensions, at most {_MOST_DIMENSIONS}")
+            raise self._refuse(f"{what} has {dimensions} dims; the limit is {_MOST_DIMENSIONS}")
         shape = [self._number("<Q", f"shape of {what}") for _ in range(dimensions)]
         self._skip(12, f"type and offset of {what}")
-        # The densest quantisation has 256 elements in 50 bytes or so; 8 to a byte is a safe bound.
+        # The densest quantisation has about 256 elements in 50 bytes; 8 per byte is a safe bound.
         if math.prod(max(1, extent) for extent in shape) > 8 * self._size:
             raise self._refuse(f"{what} has shape {shape}, more than {self._size} bytes can hold")
 
@@ -78,7 +80,7 @@ class _Walk:
         elif kind == _ARRAY and not inside:
             self._array(what)
         else:
-            raise self._refuse(f"{what} has type {kind}, which is not read there")
+            raise self._refuse(f"{what} has type {kind}, which is not valid there")
 
     def _array(self, what: str) -> None:
         kind = self._number("<I", f"type of {what}")
@@ -86,7 +88,7 @@ class _Walk:
         self._bound(count, _SCALARS.get(kind, 8), f"elements of {what}")
         self._elements += count
         if self._elements > _MOST_ELEMENTS:
-            raise self._refuse(f"its lists have more than {_MOST_ELEMENTS} elements at {what}")
+            raise self._refuse(f"its lists up to {what} have more than {_MOST_ELEMENTS} elements")
         if kind in _SCALARS:
             self._skip(count * _SCALARS[kind], what)
             return
@@ -96,7 +98,7 @@ class _Walk:
     def _string(self, what: str, longest: int) -> None:
         length = self._number("<Q", f"length of {what}")
         if length > longest:
-            raise self._refuse(f"{what} has {length} bytes, at most {longest}")
+            raise self._refuse(f"{what} has {length} bytes; the limit is {longest}")
         self._skip(length, what)
 
     def _number(self, form: str, what: str) -> int:
@@ -111,10 +113,10 @@ class _Walk:
         self._stream.seek(count, os.SEEK_CUR)
 
     def _bound(self, count: int, least: int, what: str) -> None:
-        """Refuses more things than the rest of the file has room for at ``least`` bytes each."""
+        """Refuses more items than fit into the rest of the file at ``least`` bytes each."""
         rest = self._size - self._stream.tell()
         if count * least > rest:
-            raise self._refuse(f"it declares {count} {what}, {rest} bytes are left for them")
+            raise self._refuse(f"it declares {count} {what}, but only {rest} bytes follow")
 
     def _refuse(self, reason: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} is damaged, or no GGUF file: {reason}")
+        return CheckpointError(f"{self._path} is damaged or not a GGUF file: {reason}")

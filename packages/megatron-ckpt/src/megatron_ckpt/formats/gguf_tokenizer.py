@@ -1,8 +1,8 @@
-"""The tokenizer in a GGUF file's metadata as the files that Hugging Face's libraries read.
+"""Conversion of the tokenizer in the metadata of a GGUF file to files of Hugging Face's libraries.
 
-`tokenizer.json` is written as plain data, so the library is not needed. Byte-level BPE is read
-(``tokenizer.ggml.model`` is ``gpt2``), with the ways of splitting text that models of a supported
-architecture use.
+`tokenizer.json` is written as plain data, so the library `tokenizers` is not needed. Byte-level BPE
+(``tokenizer.ggml.model`` is ``gpt2``) is supported, with the pre-tokenizers that models of the
+supported architectures use.
 """
 
 import json
@@ -29,7 +29,7 @@ _LLAMA3 = _split(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: How text is cut before merging, by ``tokenizer.ggml.pre``.
+#: Pre-tokenizers by ``tokenizer.ggml.pre``.
 _SPLITS = {
     "gpt-2": _GPT2,
     "olmo": _GPT2,
@@ -47,13 +47,13 @@ def tokenizer_files(file: GGUFFile) -> dict[str, bytes]:
     """Returns ``tokenizer.json`` and ``tokenizer_config.json`` by name.
 
     Raises:
-        CheckpointError: a kind of tokenizer that is not read.
+        CheckpointError: The kind of tokenizer is not supported.
     """
     kind = file.require(f"{_KEY}model")
     if kind != "gpt2":
         raise CheckpointError(
-            f"{file.path}: tokenizers of kind {kind!r} are not read from GGUF, only byte-level BPE "
-            "('gpt2'): import the model's safetensors"
+            f"{file.path}: the tokenizer is of kind {kind!r}; only byte-level BPE ('gpt2') is "
+            "supported in GGUF files; import the safetensors of the model"
         )
     tokens: list[str] = file.require(f"{_KEY}tokens")
     content = _byte_level_bpe(file, tokens)
@@ -76,7 +76,7 @@ def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
         )
     kinds: list[int] = file.get(f"{_KEY}token_type", [1] * len(tokens))
     if len(kinds) != len(tokens):
-        raise CheckpointError(f"{file.path}: {len(tokens)} tokens came with types for {len(kinds)}")
+        raise CheckpointError(f"{file.path} has {len(tokens)} tokens but {len(kinds)} token types")
     return {
         "version": "1.0",
         "truncation": None,
@@ -97,7 +97,7 @@ def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            # Llama 3's vocabulary has whole words that its merges do not reach.
+            # The vocabulary of Llama 3 has whole words that its merges do not produce.
             "ignore_merges": _SPLITS[pre] is _LLAMA3,
             "vocab": {
                 token: number
@@ -130,7 +130,8 @@ def _settings(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
             continue
         if not 0 <= number < len(tokens):
             raise CheckpointError(
-                f"{file.path}: {_KEY}{theirs}_token_id is {number}, there are {len(tokens)} tokens"
+                f"{file.path}: {_KEY}{theirs}_token_id is {number}, but the vocabulary has "
+                f"{len(tokens)} tokens"
             )
         settings[f"{role}_token"] = tokens[number]
     for flag in ("add_bos_token", "add_eos_token"):
@@ -143,7 +144,7 @@ def _settings(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
 
 
 def _post_processor(settings: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """Returns what puts the begin and ends tokens around a text, if the file says so."""
+    """Returns the post-processor, which adds tokens around a text if the file asks for it."""
     wanted = [role for role in ("bos", "eos") if settings.get(f"add_{role}_token")]
     around = {role: settings[f"{role}_token"] for role in wanted if f"{role}_token" in settings}
     if not around:

@@ -1,6 +1,6 @@
-"""Folders as Hugging Face's libraries write them: safetensors, maybe several, and JSON.
+"""Folders in the format of Hugging Face's libraries: safetensors files and JSON.
 
-Such a folder may come from anywhere: its files are opened as `megatron_ckpt.paths` says.
+The origin of a folder is unknown, so its files are opened through `megatron_ckpt.paths`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_LARGEST_JSON = 100 << 20  # bytes; a safetensors header has the same limit
-#: Files that belong to a tokenizer; passed through unchanged.
+_LARGEST_JSON = 100 << 20  # bytes, the limit of a safetensors header
+#: Files of a tokenizer, which are copied unchanged.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,22 +54,23 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         return parse_object(read_bytes(folder, name, _LARGEST_JSON), folder / name)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"{folder / name} is missing: give a folder of a Hugging Face model"
+            f"{folder / name} is missing; use a folder of a Hugging Face model"
         ) from None
 
 
 def _files_of_index(folder: Path) -> set[str]:
-    """Returns the names of the weight files that an index lists."""
+    """Returns the names of the weight files in an index."""
     weight_map = Fields(_read_json(folder, INDEX), str(folder / INDEX)).inner("weight_map")
     return {check_name(name, weight_map.where) for name in weight_map.content.values()}
 
 
 class SafetensorsFolder(Mapping[str, "Tensor"]):
-    """The tensors of a folder as a mapping that reads a tensor when asked.
+    """The tensors of a folder as a mapping that reads each tensor on request.
 
     Args:
-        folder: with ``model.safetensors`` or with ``model.safetensors.index.json`` and its files.
-        prefix: put before every name if no name begins with it.
+        folder: The folder, with ``model.safetensors``, or with ``model.safetensors.index.json`` and
+            the files that it names.
+        prefix: A prefix that is added to every name if no name starts with it.
     """
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
@@ -81,7 +82,7 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
             files = [WEIGHTS]
         else:
             raise CheckpointError(
-                f"{folder} has neither {WEIGHTS} nor {INDEX}: save the model with safetensors"
+                f"{folder} has neither {WEIGHTS} nor {INDEX}; save the model with safetensors"
             )
         self._handles: dict[str, tuple[Any, str]] = {}
         for file in files:
@@ -91,7 +92,7 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
                 raise CheckpointError(
                     f"{folder / file} cannot be read: {shorten(error)}"
                 ) from error
-            for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+            for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
                 self._handles[name] = (handle, name)
         if prefix and not any(name.startswith(prefix) for name in self._handles):
             self._handles = {prefix + name: entry for name, entry in self._handles.items()}
@@ -117,7 +118,7 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
         return len(self._handles)
 
     def meta(self) -> dict[str, "Tensor"]:
-        """Returns tensors of the same shapes and dtypes without content."""
+        """Returns the tensors on the meta device: shapes and dtypes without content."""
         import torch
 
         slices = {name: h.get_slice(stored) for name, (h, stored) in self._handles.items()}

@@ -1,4 +1,4 @@
-"""Open what an import reads from, whatever its format."""
+"""Opening the source of an import, in any supported format."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from megatron_ckpt.formats.source import ModelSource
 
 
 def open_source(path: str | Path) -> ModelSource:
-    """Opens a folder as Hugging Face's libraries write it, or a GGUF file.
+    """Opens a folder in the format of Hugging Face's libraries, or a GGUF file.
 
     Raises:
-        CheckpointError: neither, or one whose configuration cannot be read.
+        CheckpointError: The path is neither, or its configuration cannot be read.
     """
     path = Path(path)
     if path.is_file():
@@ -19,7 +19,7 @@ def open_source(path: str | Path) -> ModelSource:
         if is_gguf(path):
             return open_gguf(path)
         raise CheckpointError(
-            f"{path} is not a GGUF file: give one, or the folder of a Hugging Face model"
+            f"{path} is not a GGUF file; use a GGUF file or the folder of a Hugging Face model"
         )
     from megatron_ckpt.formats.huggingface import open_folder
 

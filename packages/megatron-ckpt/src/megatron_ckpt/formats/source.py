@@ -1,4 +1,4 @@
-"""What an import reads from, whatever the format: a configuration, tensors, files to keep."""
+"""The source of an import in any format: a configuration, tensors, and files to keep."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from megatron_ckpt.views import Box
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Folders in a checkpoint for what is passed through.
+#: Folders in a checkpoint for files that are copied unchanged.
 TOKENIZER, HUGGINGFACE = "tokenizer", "huggingface"
 
 
 class TensorSource(Protocol):
-    """Tensors by their Hugging Face names, each read when asked for."""
+    """Tensors by their Hugging Face names, each read on request."""
 
     def __getitem__(self, name: str) -> "Tensor":
         """Reads a tensor."""
@@ -24,21 +24,22 @@ class TensorSource(Protocol):
         """Reads a box of a tensor."""
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names."""
+        """Yields the names of the tensors."""
 
     def meta(self) -> "dict[str, Tensor]":
-        """Returns tensors of the same names, shapes and dtypes without content."""
+        """Returns the tensors on the meta device: shapes and dtypes without content."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model as an import sees it.
+    """The source of an import.
 
     Attributes:
-        where: the file that the configuration comes from, for messages.
-        config: content of a Hugging Face ``config.json``.
-        open_tensors: opens the tensors; told the prefix that files of headless models leave out.
-        files: what the checkpoint keeps, by its name there.
+        where: The file that the configuration comes from, for messages.
+        config: The content of a Hugging Face ``config.json``.
+        open_tensors: Opens the tensors. Its argument is the prefix that files of headless models
+            leave out.
+        files: The files that the checkpoint keeps, by their names there.
     """
 
     where: Path

@@ -1,4 +1,4 @@
-"""Numbers of special tokens, from a tokenizer's files, for readers that ask a model for them."""
+"""Ids of special tokens from the files of a tokenizer, for ``config.json``."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -10,16 +10,16 @@ TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 def special_token_ids(files: Mapping[str, bytes]) -> dict[str, int | None]:
-    """Returns `bos_token_id`, `eos_token_id` and `pad_token_id`; None where there is no such token.
+    """Returns `bos_token_id`, `eos_token_id` and `pad_token_id`; None for a missing token.
 
-    Without them `transformers` takes numbers of its own, which are other tokens here. A tokenizer
-    that only says what ends a document (`eod_token`) ends a text with it, too.
+    Without them `transformers` uses its own defaults, which are other tokens. A tokenizer that has
+    only an end-of-document token (`eod_token`) uses it as the end of text as well.
 
     Args:
-        files: content of `tokenizer.json` and `tokenizer_config.json`, as far as there are any.
+        files: The content of `tokenizer.json` and `tokenizer_config.json`, as far as they exist.
 
     Raises:
-        CheckpointError: a file is no JSON object. Entries of another form say nothing.
+        CheckpointError: A file is not a JSON object. Entries of an unknown form are skipped.
     """
     config = parse_object(files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
     numbers = _vocabulary(parse_object(files.get(TOKENIZER_FILE, b"{}"), TOKENIZER_FILE))
@@ -40,6 +40,6 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _content(token: Any) -> str | None:
-    """Returns the text of a token that may be given as a serialised AddedToken."""
+    """Returns the text of a token, which may be a serialised AddedToken."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None

@@ -1,4 +1,4 @@
-"""Operations on the numbers in tensors: constants, scales of blocks, and copies."""
+"""Operations on the values of tensors: constants, block scales and copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,21 @@ from megatron_ckpt.views import Box
 
 @dataclass(frozen=True)
 class AddConstant(OneToOne):
-    """Adds ``value``: a gain that is stored as its distance from 1, as Gemma's, is 1 + theirs.
+    """Adds ``value`` to each element.
 
-    The dtype stays. Sums are rounded to it once in each direction, so what comes back may differ by
-    the rounding of the sum.
+    Gemma, for example, stores a gain as its difference from 1; ours is 1 + theirs. The dtype does
+    not change. Sums are rounded once in each direction, so a round trip may differ by the rounding
+    of the sum.
     """
 
     value: float
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Adds."""
+        """Adds the value."""
         return [(tensor.double() + self.value).to(tensor.dtype) for tensor in tensors]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Subtracts."""
+        """Subtracts the value."""
         return [(tensor.double() - self.value).to(tensor.dtype) for tensor in tensors]
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
@@ -35,27 +36,27 @@ class AddConstant(OneToOne):
 
 @dataclass(frozen=True)
 class BlockScale(ManyToOne):
-    """Multiplies out a matrix that is stored as numbers and a scale for each block of them.
+    """Multiplies a matrix by one scale for each block of its elements.
 
-    Theirs are the matrix ``[m, n]``, in float8 for one, and its scales
-    ``[ceil(m / rows), ceil(n / columns)]``, whose dtype the product has. It has no inverse: how
-    scales are chosen is not said by their product.
+    Theirs are the matrix ``[m, n]``, for example in float8, and its scales ``[ceil(m / rows),
+    ceil(n / columns)]``. The product has the dtype of the scales. There is no inverse, because the
+    product does not determine the scales.
     """
 
     rows: int
     columns: int
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Multiplies."""
+        """Multiplies the matrix by its scales."""
         self._check([tuple(tensor.shape) for tensor in tensors])
         return [self._product(tensors[0], tensors[1], 0, 0)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Refuses."""
-        raise ValueError("block_scale cannot be undone: export in another format")
+        """Raises ValueError, since the operation has no inverse."""
+        raise ValueError("block_scale has no inverse; export in another format")
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Reads the box, and the scales of the blocks that it touches."""
+        """Reads the box and the scales of the blocks that it overlaps."""
         self._check(shapes)
         spans = [
             covering_blocks(offset, end, size)
@@ -77,7 +78,7 @@ class BlockScale(ManyToOne):
 
     def _check(self, shapes: Sequence[Shape]) -> None:
         if len(shapes) != 2 or any(len(shape) != 2 for shape in shapes):
-            raise ValueError("block_scale takes a matrix and its scales")
+            raise ValueError("block_scale needs a matrix and its scales")
         (m, n), scales = shapes
         wanted = (-(-m // self.rows), -(-n // self.columns))
         if scales != wanted:
@@ -86,27 +87,27 @@ class BlockScale(ManyToOne):
 
 @dataclass(frozen=True)
 class Tie:
-    """Copies of one tensor: several of theirs are one of ours, or one is ``copies`` of ours.
+    """Maps equal copies to one tensor, or one tensor to ``copies`` equal ones of ours.
 
-    In the direction in which copies become one they have to be equal.
+    Tensors that become one must be equal.
     """
 
     copies: int | None = None
 
     def num_outputs(self, count: int) -> int:
-        """Returns the number of ours."""
+        """Returns the number of our tensors."""
         return self.copies or 1
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies, or takes the one that all are."""
+        """Returns the tensor, once or ``copies`` times."""
         return [_one(tensors)] * (self.copies or 1)
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Takes the one that all are, or copy."""
+        """Returns the tensor ``count`` times."""
         return [_one(tensors)] * count
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Reads the box of each copy."""
+        """Reads the box of each copy and checks that they are equal."""
         return _one([get(i, box) for i in range(len(shapes))])
 
 
@@ -115,5 +116,5 @@ def _one(tensors: Sequence[Tensor]) -> Tensor:
     for other in tensors[1:]:
         same = other.shape == first.shape and other.dtype == first.dtype
         if not same or not (first.is_meta or torch.equal(first, other)):
-            raise ValueError("tensors that are tied differ")
+            raise ValueError("tied tensors differ")
     return first

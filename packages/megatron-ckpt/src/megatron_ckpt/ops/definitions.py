@@ -1,9 +1,9 @@
-"""The closed list of operations. Each works from their tensors to ours and back.
+"""The closed list of operations, which convert their tensors to ours and back.
 
 An operation maps the tensors at its index in a row to those at the next index. Its inverse takes
-the number of tensors to return. Its shard rule (`Op.read_box`) says which boxes of their tensors a
-box of ours needs. This module has the operations that move whole rows and dims; the others are in
-`interleaving` and `arithmetic`.
+the number of tensors to return. Its shard rule (`Op.read_box`) determines which boxes of their
+tensors a box of ours needs. This module has the operations that move whole rows and dims; the
+others are in `interleaving` and `arithmetic`.
 """
 
 import math
@@ -33,26 +33,26 @@ from megatron_ckpt.views import Box
 
 @dataclass(frozen=True)
 class Transpose(OneToOne):
-    """Permutes dimensions: ours has their dimension ``dims[i]`` as its ``i``.
+    """Permutes dims: dim ``i`` of ours is dim ``dims[i]`` of theirs.
 
-    Without ``dims`` those of matrices are swapped: ``[m, n]`` to ``[n, m]``.
+    The default swaps the dims of a matrix: ``[m, n]`` to ``[n, m]``.
     """
 
     dims: tuple[int, ...] = (1, 0)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Permutes each."""
+        """Permutes the dims of each tensor."""
         self._check()
         return [_of_rank(tensor, len(self.dims)).permute(self.dims) for tensor in tensors]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Permutes each back."""
+        """Permutes the dims of each tensor back."""
         self._check()
         back = [self.dims.index(dim) for dim in range(len(self.dims))]
         return [_of_rank(tensor, len(self.dims)).permute(back) for tensor in tensors]
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Reads the box with its dimensions in their order."""
+        """Reads the box with its dims in their order and permutes it."""
         self._check()
         back = [self.dims.index(dim) for dim in range(len(self.dims))]
         offsets, lengths = ((tuple(each[dim] for dim in back)) for each in box)
@@ -60,39 +60,41 @@ class Transpose(OneToOne):
 
     def _check(self) -> None:
         if sorted(self.dims) != list(range(len(self.dims))):
-            raise ValueError(f"dims {list(self.dims)} are no order of {len(self.dims)} dimensions")
+            raise ValueError(
+                f"dims {list(self.dims)} are not a permutation of {len(self.dims)} dims"
+            )
 
 
 @dataclass(frozen=True)
 class Concat(ManyToOne):
-    """Joins tensors along ``dim``, one behind the other.
+    """Concatenates tensors along ``dim``.
 
-    ``sizes`` are their extents along it; equal ones need not be given.
+    ``sizes`` are their sizes along it. Defaults to equal sizes.
     """
 
     dim: int
     sizes: tuple[int, ...] | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Concatenates."""
+        """Concatenates the tensors."""
         extents = [tensor.shape[self.dim] for tensor in tensors]
         expected = list(self.sizes or extents[:1] * len(extents))
         if extents != expected:
-            raise ValueError(f"extents along dim {self.dim} are {extents}, sizes say {expected}")
+            raise ValueError(f"sizes along dim {self.dim} are {extents}, expected {expected}")
         return [torch.cat(list(tensors), self.dim)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Split."""
+        """Splits the tensor."""
         extent = tensors[0].shape[self.dim]
         if self.sizes is None and extent % count:
-            raise ValueError(f"extent {extent} along dim {self.dim} is not {count} equal parts")
+            raise ValueError(f"size {extent} along dim {self.dim} is not divisible by {count}")
         sizes = list(self.sizes or [extent // count] * count)
         if len(sizes) != count or sum(sizes) != extent:
-            raise ValueError(f"sizes {sizes} do not split {extent} into {count} parts")
+            raise ValueError(f"sizes {sizes} do not split {extent} into {count} tensors")
         return list(torch.split(tensors[0], sizes, self.dim))
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Reads what of the box lies in each tensor."""
+        """Reads the part of the box that lies in each tensor."""
         start, stop = span_of(box, self.dim)
         parts, begin = [], 0
         for i, shape in enumerate(shapes):
@@ -105,17 +107,17 @@ class Concat(ManyToOne):
 
 @dataclass(frozen=True)
 class Reshape(OneToOne):
-    """Gives ``shape`` to a tensor that has shape ``source``; one entry of each may be -1."""
+    """Reshapes a tensor of shape ``source`` to ``shape``; each may have one entry of -1."""
 
     shape: tuple[int, ...]
     source: tuple[int, ...]
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Reshapes each to ``shape``."""
+        """Reshapes each tensor to ``shape``."""
         return [_reshape(tensor, self.source, self.shape) for tensor in tensors]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Reshapes each to ``source``."""
+        """Reshapes each tensor to ``source``."""
         return [_reshape(tensor, self.shape, self.source) for tensor in tensors]
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
@@ -128,33 +130,33 @@ class Reshape(OneToOne):
 
 @dataclass(frozen=True)
 class Stack(ManyToOne):
-    """Joins tensors of one shape along a new ``dim``: gate and up to ``[2, f, h]``."""
+    """Stacks tensors of one shape along a new ``dim``, such as gate and up to ``[2, f, h]``."""
 
     dim: int
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Stack."""
+        """Stacks the tensors."""
         return [torch.stack(list(tensors), self.dim)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Unstacks."""
+        """Unbinds the dim."""
         if tensors[0].shape[self.dim] != count:
-            raise ValueError(f"extent along dim {self.dim} is not {count}")
+            raise ValueError(f"size along dim {self.dim} is not {count}")
         return list(tensors[0].unbind(self.dim))
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Reads the box of each tensor that is in it."""
+        """Reads the box of each tensor that it includes."""
         inner = Box(*(tuple(each[: self.dim]) + tuple(each[self.dim + 1 :]) for each in box))
         return torch.stack([get(i, inner) for i in range(*span_of(box, self.dim))], self.dim)
 
 
 @dataclass(frozen=True)
 class InterleaveQKV(ManyToOne):
-    """Queries, keys and values to one tensor ordered by query group.
+    """Joins queries, keys and values to one tensor ordered by query group.
 
-    Theirs is one tensor ``[q; k; v]`` of ``(heads + 2 groups) * head_dim`` rows, or the three;
-    ours is ``[groups, (heads / groups + 2) * head_dim, ...]``, by group: query heads, key,
-    value. Whoever gets whole groups has heads that belong together.
+    Theirs is one tensor ``[q; k; v]`` of ``(heads + 2 groups) * head_dim`` rows, or three tensors.
+    Ours is ``[groups, (heads / groups + 2) * head_dim, ...]``: for each group its query heads, key
+    and value. A rank that holds whole groups therefore holds heads that belong together.
     """
 
     heads: int
@@ -166,7 +168,7 @@ class InterleaveQKV(ManyToOne):
         return [self.heads * self.head_dim, *[self.groups * self.head_dim] * 2]
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Interleaves."""
+        """Orders the rows by group."""
         parts = list(tensors)
         if len(parts) == 1 and len(parts[0]) == sum(self._rows):
             parts = list(torch.split(parts[0], self._rows))
@@ -175,7 +177,7 @@ class InterleaveQKV(ManyToOne):
         return [torch.cat([p.reshape(self.groups, -1, *p.shape[1:]) for p in parts], 1)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Takes apart; ``count`` 1 gives ``[q; k; v]``, 3 gives the three."""
+        """Splits the groups; ``count`` 1 gives ``[q; k; v]``, 3 gives three tensors."""
         each = [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
         (tensor,) = tensors
         if tuple(tensor.shape[:2]) != (self.groups, sum(each)):
@@ -184,7 +186,7 @@ class InterleaveQKV(ManyToOne):
         return [torch.cat(parts)] if count == 1 else parts
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Read queries, keys and values of the groups in the box, as far as it has rows of them."""
+        """Reads the rows of queries, keys and values that the box overlaps."""
         (first, last), (start, stop) = span_of(box, 0), span_of(box, 1)
         rest = Box(box.offsets[1:], box.lengths[1:])
         parts, begin = [], 0
@@ -203,10 +205,11 @@ class InterleaveQKV(ManyToOne):
 
 @dataclass(frozen=True)
 class RopePermute(OneToOne):
-    """Rows of each head from neighbouring rotary pairs (Meta, GGUF) to two halves (ours).
+    """Reorders the rows of each head from neighbouring rotary pairs to two halves.
 
-    Row ``2 j + k`` of a head goes to row ``k * head_dim / 2 + j``. ``only`` names the one tensor it
-    is for where a row has several (queries and keys differ in their heads, values stay).
+    Meta and GGUF store pairs, ours are halves. Row ``2 j + k`` of a head goes to row ``k * head_dim
+    / 2 + j``. ``only`` is the index of the one tensor that is reordered in a row with several:
+    queries and keys differ in their heads, values are not reordered.
     """
 
     heads: int
@@ -214,15 +217,15 @@ class RopePermute(OneToOne):
     only: int | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Pairs to halves."""
+        """Reorders pairs to halves."""
         return self._permute(tensors, (self.heads, self.head_dim // 2, 2))
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Halves to pairs."""
+        """Reorders halves to pairs."""
         return self._permute(tensors, (self.heads, 2, self.head_dim // 2))
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Reads the whole heads that the box touches."""
+        """Reads the whole heads that the box overlaps."""
         if self.only not in (None, at):
             return get(at, box)
         start, stop = span_of(box, 0)
@@ -236,7 +239,7 @@ class RopePermute(OneToOne):
             rows = self.heads * self.head_dim
             if self.head_dim % 2 or tensor.ndim < 1 or len(tensor) != rows:
                 raise ValueError(
-                    f"shape is {tuple(tensor.shape)}, expected {rows} rows, even heads"
+                    f"shape is {tuple(tensor.shape)}, expected {rows} rows and an even head_dim"
                 )
             return tensor.reshape(*shape, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
@@ -248,22 +251,22 @@ class RopePermute(OneToOne):
 
 @dataclass(frozen=True)
 class SliceRows(OneToOne):
-    """Drops rows behind the first ``rows``: padding of a foreign vocabulary.
+    """Drops the rows after the first ``rows``, such as padding of a foreign vocabulary.
 
-    Padding carries nothing, so the inverse gives the tensor without it.
+    The inverse returns the tensor without the padding.
     """
 
     rows: int
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Slices each."""
+        """Slices each tensor."""
         for tensor in tensors:
             if tensor.ndim < 1 or len(tensor) < self.rows:
                 raise ValueError(f"shape is {tuple(tensor.shape)}, expected {self.rows} rows")
         return [tensor[: self.rows] for tensor in tensors]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Gives back as they are."""
+        """Returns the tensors unchanged."""
         return self.forward(tensors)
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
@@ -292,7 +295,7 @@ OPS: Mapping[str, type[Op]] = MappingProxyType(
 
 def _of_rank(tensor: Tensor, ndim: int) -> Tensor:
     if tensor.ndim != ndim:
-        raise ValueError(f"shape is {tuple(tensor.shape)}, expected {ndim} dimensions")
+        raise ValueError(f"shape is {tuple(tensor.shape)}, expected {ndim} dims")
     return tensor
 
 

@@ -1,6 +1,6 @@
-"""Foreign tensors that no row uses: each must be shown to say nothing before it is passed over.
+"""Foreign tensors that no row uses: each is checked to be redundant before it is ignored.
 
-A family lists them as ``(pattern, check, arguments)``, plain data as the operations of a row are;
+A family lists them as ``(pattern, check, arguments)``, plain data like the operations of a row.
 ``"$field"`` stands for a field of the model configuration.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Ignored = tuple[str, str, Mapping[str, Any]]
-"""Pattern of names, how a tensor of that name is checked, and arguments of the check."""
+"""The pattern of names, the name of the check, and the arguments of the check."""
 
 
 class _Tensors(Protocol):
@@ -26,18 +26,19 @@ class _Tensors(Protocol):
     def __iter__(self) -> Iterator[str]: ...
 
 
-_ROWS = 4096  # of two matrices compared at once
+_ROWS = 4096  # rows of two matrices that are compared at once
 
 
 def check_ignored(
     rows: Iterable[Row], config: object, source: _Tensors, ignored: Sequence[Ignored]
 ) -> None:
-    """Checks every tensor of ``source`` that no row uses and a pattern of ``ignored`` names.
+    """Checks every tensor that no row uses and that matches a pattern in ``ignored``.
 
-    One tensor is read at a time, and for `same_as` the one it is compared with.
+    Memory holds one tensor at a time, and for `same_as` the tensor that it is compared with.
 
     Raises:
-        CheckpointError: a tensor that is not what a model of this configuration derives by itself.
+        CheckpointError: A tensor differs from what a model of this configuration computes by
+            itself.
     """
     used = {name for row in rows for name in row.theirs}
     for name in sorted(set(source) - used):
@@ -56,7 +57,7 @@ def check_ignored(
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Returns whether a name fits a pattern, in which ``{i}`` stands for the number of a layer."""
+    """Returns whether a name matches a pattern, in which ``{i}`` stands for a layer number."""
     return re.fullmatch(re.escape(pattern).replace(re.escape(LAYER), r"\d+"), name) is not None
 
 
@@ -65,7 +66,7 @@ def _is_field(value: object) -> bool:
 
 
 def _same_as(name: str, source: _Tensors, *, other: str, rows: int) -> None:
-    """Returns the first ``rows`` rows of both are equal: the copy of a tied weight."""
+    """Checks that the first ``rows`` rows of both tensors are equal, as for a tied weight."""
     import torch
 
     ours, theirs = source[name], source[other]
@@ -75,13 +76,13 @@ def _same_as(name: str, source: _Tensors, *, other: str, rows: int) -> None:
         equal = equal and torch.equal(ours[start:stop].double(), theirs[start:stop].double())
     if not equal:
         raise CheckpointError(
-            f"tensor {name!r} differs from {other!r}, but the configuration ties them: "
-            'if the model has both, its config.json needs "tie_word_embeddings": false'
+            f"tensor {name!r} differs from {other!r}, but the configuration ties them; "
+            'if the model has both, set "tie_word_embeddings": false in its config.json'
         )
 
 
 def _causal_mask(name: str, source: _Tensors) -> None:
-    """Returns a buffer ``[..., s, s]`` of ones up to the diagonal and zeros behind it."""
+    """Checks that a buffer ``[..., s, s]`` has ones up to the diagonal and zeros after it."""
     import torch
 
     mask = source[name]
@@ -91,22 +92,24 @@ def _causal_mask(name: str, source: _Tensors) -> None:
         square = mask.shape[0] == mask.shape[1] and torch.equal(mask, torch.ones_like(mask).tril())
     if not square:
         raise CheckpointError(
-            f"tensor {name!r} is no causal mask: this model attends in another way, which is not "
-            "supported"
+            f"tensor {name!r} is not a causal mask; the attention of this model is not supported"
         )
 
 
 def _at_most(name: str, source: _Tensors, *, value: float) -> None:
-    """One number that is ``value`` or less: what masked scores are set to."""
+    """Checks that a tensor is one number of at most ``value``, as used for masked scores."""
     tensor = source[name]
     if tensor.numel() != 1 or not float(tensor.reshape(())) <= value:
         raise CheckpointError(
-            f"tensor {name!r} is not one number of {value:g} or less, as a score that is masked out"
+            f"tensor {name!r} must be one number of at most {value:g}, the value of masked scores"
         )
 
 
 def _rotary_frequencies(name: str, source: _Tensors, *, base: float, dim: int) -> None:
-    """``base ** (-2 j / dim)`` for the pair ``j``, before any scaling, to the dtype's precision."""
+    """Checks for unscaled frequencies, to the precision of the dtype.
+
+    The frequency of pair ``j`` is ``base ** (-2 j / dim)``.
+    """
     import torch
 
     found = source[name]
@@ -115,13 +118,13 @@ def _rotary_frequencies(name: str, source: _Tensors, *, base: float, dim: int) -
         wanted = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         precision = torch.finfo(found.dtype)
         tolerance = max(2 * precision.eps, 1e-5)
-        # The step between subnormal numbers, which low frequencies are in float16.
+        # The step between subnormal numbers; low frequencies are subnormal in float16.
         step = precision.smallest_normal * precision.eps
         equal = torch.allclose(found.double(), wanted, rtol=tolerance, atol=step)
     if not equal:
         raise CheckpointError(
-            f"tensor {name!r} differs from the rotary frequencies that the configuration gives "
-            f"(base {base:g}, {dim} channels): its rotary settings are not supported"
+            f"tensor {name!r} differs from the rotary frequencies of the configuration "
+            f"(base {base:g}, {dim} channels); its rotary settings are not supported"
         )
 
 

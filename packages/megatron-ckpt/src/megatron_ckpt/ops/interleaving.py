@@ -1,4 +1,4 @@
-"""Operations that split a tensor in segments or in turns, and that join tensors in turns."""
+"""Operations that split a tensor into segments or blocks, and that interleave tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from megatron_ckpt.views import Box
 
 @dataclass(frozen=True)
 class Segments:
-    """Splits a tensor along ``dim`` into segments of ``sizes``, one behind the other."""
+    """Splits a tensor along ``dim`` into consecutive segments of ``sizes``."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -30,21 +30,21 @@ class Segments:
         return len(self.sizes)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Split."""
+        """Splits the tensor."""
         (tensor,) = tensors
         if tensor.shape[self.dim] != sum(self.sizes):
-            raise ValueError(f"extent {tensor.shape[self.dim]} is not the sum of {self.sizes}")
+            raise ValueError(f"size {tensor.shape[self.dim]} is not the sum of {self.sizes}")
         return list(torch.split(tensor, list(self.sizes), self.dim))
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Concatenates."""
+        """Concatenates the segments."""
         extents = tuple(tensor.shape[self.dim] for tensor in tensors)
         if extents != self.sizes:
-            raise ValueError(f"extents along dim {self.dim} are {extents}, sizes say {self.sizes}")
+            raise ValueError(f"sizes along dim {self.dim} are {extents}, expected {self.sizes}")
         return [torch.cat(list(tensors), self.dim)]
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Reads the box behind the segments before."""
+        """Reads the box, offset by the segments before it."""
         start, stop = span_of(box, self.dim)
         before = sum(self.sizes[:at])
         return get(0, with_span(box, self.dim, before + start, before + stop))
@@ -52,10 +52,12 @@ class Segments:
 
 @dataclass(frozen=True)
 class Interleave(ManyToOne):
-    """Joins tensors in turns along ``dim``: the first block of each, the second of each, ...
+    """Interleaves the blocks of tensors along ``dim``.
 
-    Each has ``blocks`` blocks; ``sizes`` are those of its block, which need not be given if all are
-    equal. Gate and up with alternating rows are two tensors of as many blocks as rows.
+    The result has the first block of each tensor, then the second block of each, and so on. Each
+    tensor has ``blocks`` blocks. ``sizes`` are the sizes of a block of each tensor; defaults to
+    equal sizes. Gate and up projections with alternating rows are two tensors with as many blocks
+    as rows.
     """
 
     dim: int
@@ -63,25 +65,25 @@ class Interleave(ManyToOne):
     sizes: tuple[int, ...] | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Joins."""
+        """Interleaves the tensors."""
         self._sizes([tuple(tensor.shape) for tensor in tensors])
         parts = [split_dim(tensor, self.dim, self.blocks) for tensor in tensors]
         return [torch.cat(parts, self.dim + 1).flatten(self.dim, self.dim + 1)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Takes apart."""
+        """Splits the tensor."""
         (tensor,) = tensors
         extent = tensor.shape[self.dim]
         sizes = list(self.sizes or [extent // (self.blocks * count)] * count)
         if len(sizes) != count or sum(sizes) * self.blocks != extent:
             raise ValueError(
-                f"extent {extent} along dim {self.dim} is not {self.blocks} blocks of {sizes}"
+                f"size {extent} along dim {self.dim} is not {self.blocks} blocks of {sizes}"
             )
         parts = torch.split(split_dim(tensor, self.dim, self.blocks), sizes, self.dim + 1)
         return [part.flatten(self.dim, self.dim + 1) for part in parts]
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Reads the blocks that the box touches of each tensor."""
+        """Reads the blocks of each tensor that the box overlaps."""
         sizes = self._sizes(shapes)
         start, stop = span_of(box, self.dim)
         first, last = covering_blocks(start, stop, sum(sizes))
@@ -97,14 +99,14 @@ class Interleave(ManyToOne):
         sizes = list(self.sizes or [extents[0] // self.blocks] * len(extents))
         if [size * self.blocks for size in sizes] != extents:
             raise ValueError(
-                f"extents along dim {self.dim} are {extents}, not {self.blocks} blocks of {sizes}"
+                f"sizes along dim {self.dim} are {extents}, not {self.blocks} blocks of {sizes}"
             )
         return sizes
 
 
 @dataclass(frozen=True)
 class Deinterleave:
-    """Takes a tensor apart in turns along ``dim``: what `Interleave` joins."""
+    """Splits a tensor of interleaved blocks along ``dim``; the inverse of `Interleave`."""
 
     dim: int
     blocks: int
@@ -115,19 +117,19 @@ class Deinterleave:
         return Interleave(self.dim, self.blocks, self.sizes)
 
     def num_outputs(self, count: int) -> int:
-        """Returns the number of parts."""
+        """Returns the number of tensors."""
         return len(self.sizes)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Takes apart."""
+        """Splits the tensor."""
         return self._back.inverse(tensors, len(self.sizes))
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Joins."""
+        """Interleaves the tensors."""
         return self._back.forward(tensors)
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Reads the blocks that the box touches."""
+        """Reads the blocks that the box overlaps."""
         start, stop = span_of(box, self.dim)
         first, last = covering_blocks(start, stop, self.sizes[at])
         each = sum(self.sizes)

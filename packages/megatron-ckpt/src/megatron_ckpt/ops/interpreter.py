@@ -1,4 +1,4 @@
-"""Running the rows of a family over all tensors of a model, one of ours at a time."""
+"""Application of the rows of a family to all tensors of a model."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -19,22 +19,22 @@ def apply_rows(
     inverse: bool = False,
     ignored: Sequence[Ignored] = (),
 ) -> Iterator[tuple[str, "Tensor"]]:
-    """Yields ``(name, tensor)`` of ours made from theirs, or with ``inverse`` of theirs from ours.
+    """Yields ``(name, tensor)`` of ours made from theirs, or of theirs from ours if ``inverse``.
 
-    The source is asked for the tensors of one row at a time, so memory holds the largest row if the
-    mapping reads when asked.
+    The source is read one row at a time. If it reads tensors on request, memory holds the largest
+    row.
 
     Args:
-        rows: of the family (`schema.json` describes them).
-        config: the model's configuration, fields as attributes or keys.
-        source: tensors by name.
-        inverse: from ours to theirs.
-        ignored: foreign tensors that may be there without a row, with what they must hold.
+        rows: The rows of the family (described by `schema.json`).
+        config: The configuration of the model, with fields as attributes or keys.
+        source: The tensors by name.
+        inverse: Whether to convert from ours to theirs. Defaults to False.
+        ignored: Foreign tensors that may exist without a row, with the check of their content.
 
     Raises:
-        CheckpointError: before anything is yielded for bad rows, for missing or unused tensors,
-            with the nearest name, and for ignored ones that hold something; later for a tensor of a
-            shape an operation cannot take.
+        CheckpointError: Before anything is yielded: a row is invalid, a tensor is missing or unused
+            (the message has the nearest name), or an ignored tensor fails its check. Later: an
+            operation does not fit the shape of a tensor.
     """
     expanded = expand(rows, config, len(source))
     check_source(expanded, source, inverse=inverse, ignored=[entry[0] for entry in ignored])
@@ -56,7 +56,7 @@ def check_source(
     inverse: bool = False,
     ignored: Sequence[str] = (),
 ) -> None:
-    """Refuses a source that lacks a tensor of a row or has one that no row uses."""
+    """Refuses a source without a tensor that a row needs, or with a tensor that no row uses."""
     there = set(source)
     needed = {name: None for row in rows for name in (row.ours if inverse else row.theirs)}
     unused = [

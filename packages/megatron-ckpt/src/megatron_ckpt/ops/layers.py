@@ -1,4 +1,4 @@
-"""For which layers of a model a row is."""
+"""Selection of the layers of a model that a row applies to."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,31 +6,32 @@ from typing import Any
 from megatron_ckpt.errors import CheckpointError, did_you_mean
 
 LAYER = "{i}"
-_FEW_LAYERS = 1000  # so many may be written out, to say which tensor is missing
+_FEW_LAYERS = 1000  # always expanded, so that the error can name the missing tensor
 _KEYS = ("count", "from", "to", "every", "only", "if", "unless")
 
 
 def select_layers(
     ours: str, where: Mapping[str, Any], config: object, max_tensors: int | None
 ) -> Sequence[int]:
-    """Returns the numbers of the layers that a row is for; one number if its names have none.
+    """Returns the numbers of the layers that a row applies to; one number if its names have none.
 
     Args:
-        ours: the row's first name.
-        where: ``count`` is how many layers there are (``"$num_layers"``), of which the row is for
-            those ``from`` and ``to`` (behind the last), ``every`` k-th, or ``only`` those listed;
-            and, of these, for those of which a property of the configuration says so (``if``) or
-            does not (``unless``): one boolean for the model, or one for each layer.
-        config: of the model.
+        ours: The first name of the row.
+        where: ``count`` is the number of layers (defaults to ``"$num_layers"``). ``from`` and
+            ``to`` (exclusive), ``every`` and ``only`` select layers. ``if`` and ``unless`` name a
+            property of the configuration that must be true or false: one boolean for the model, or
+            one for each layer.
+        config: The configuration of the model.
         max_tensors: The number of tensors in the source.
 
     Raises:
-        CheckpointError: an unknown word or value, or more layers than the source has tensors.
+        CheckpointError: A word or value is unknown, or there are more layers than tensors in the
+            source.
     """
     for key in where:
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS)
-            raise CheckpointError(f"row {ours!r}: unknown word {key!r} for its layers{hint}")
+            raise CheckpointError(f"row {ours!r}: unknown key {key!r} for its layers{hint}")
     if LAYER not in ours:
         if more := sorted(where.keys() - {"if", "unless"}):
             raise CheckpointError(f"row {ours!r}: {more[0]!r} needs {LAYER} in its names")
@@ -38,7 +39,7 @@ def select_layers(
     count = resolve_int(where.get("count", "$num_layers"), config, ours, 0)
     if max_tensors is not None and count > max(max_tensors, _FEW_LAYERS):
         raise CheckpointError(
-            f"the configuration says {count} layers, but the source has only {max_tensors} tensors"
+            f"the configuration has {count} layers, but the source has only {max_tensors} tensors"
         )
     return [i for i in _chosen(ours, where, config, count) if _holds(ours, where, config, count, i)]
 
@@ -49,10 +50,10 @@ def _chosen(ours: str, where: Mapping[str, Any], config: object, count: int) -> 
         last = resolve_int(where.get("to", count), config, ours, 0)
         return range(first, min(last, count), resolve_int(where.get("every", 1), config, ours, 1))
     if where.keys() & {"from", "to", "every"}:
-        raise CheckpointError(f"row {ours!r}: 'only' stands without 'from', 'to' and 'every'")
+        raise CheckpointError(f"row {ours!r}: 'only' excludes 'from', 'to' and 'every'")
     given = where["only"]
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise CheckpointError(f"row {ours!r}: 'only' takes a list: {given!r}")
+        raise CheckpointError(f"row {ours!r}: 'only' needs a list: {given!r}")
     numbers = [resolve_int(each, config, ours, 0) for each in given]
     if outside := [i for i in numbers if i >= count]:
         raise CheckpointError(f"row {ours!r}: there is no layer {outside[0]} of {count}")
@@ -71,8 +72,8 @@ def _holds(
             found = found[layer]
         if not isinstance(found, bool):
             raise CheckpointError(
-                f"row {ours!r}: {key} {where[key]!r} is neither true nor false"
-                f"{'' if count is None else f', nor that for each of {count} layers'}"
+                f"row {ours!r}: {key} {where[key]!r} is not a boolean"
+                f"{'' if count is None else f', nor a list of {count} booleans'}"
             )
         if found != wanted:
             return False
@@ -88,7 +89,7 @@ def resolve_int(value: object, config: object, ours: str, lowest: int) -> int:
         or number < lowest
         or (lowest == -1 and number == 0)
     ):
-        raise CheckpointError(f"row {ours!r}: {value!r} is not a number from {lowest}")
+        raise CheckpointError(f"row {ours!r}: {value!r} is not an integer of at least {lowest}")
     return number
 
 
@@ -98,5 +99,5 @@ def resolve_field(value: str, config: object, ours: str) -> Any:
     known = list(config) if isinstance(config, Mapping) else dir(config)
     if name == value or name not in known:
         hint = did_you_mean(name, (word for word in known if not word.startswith("_")))
-        raise CheckpointError(f"row {ours!r}: the model configuration has no {value!r}{hint}")
+        raise CheckpointError(f"row {ours!r}: the model configuration has no field {value!r}{hint}")
     return config[name] if isinstance(config, Mapping) else getattr(config, name)

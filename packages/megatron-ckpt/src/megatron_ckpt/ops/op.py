@@ -1,4 +1,4 @@
-"""What an operation is, and parts of boxes that several operations need."""
+"""The protocol of operations, and functions on boxes that several operations share."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,38 +12,38 @@ from megatron_ckpt.views import Box
 Shape: TypeAlias = tuple[int, ...]
 
 ReadBox: TypeAlias = Callable[[int, Box], Tensor]
-"""Returns a box of the input with a number."""
+"""Returns a box of the input with the given index."""
 
 
 class Op(Protocol):
-    """An operation with its arguments, from the tensors of theirs at its place in a row to ours."""
+    """An operation of a row with its arguments; it converts their tensors to ours."""
 
     def num_outputs(self, count: int) -> int:
-        """Returns how many tensors ``count`` become."""
+        """Returns the number of tensors that ``count`` input tensors become."""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Their tensors in, ours out."""
+        """Converts their tensors to ours."""
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Our tensors in, ``count`` of theirs out.
+        """Converts our tensors to ``count`` tensors of theirs.
 
         Raises:
-            ValueError: shapes that do not fit, or an operation that cannot be undone.
+            ValueError: The shapes do not fit, or the operation has no inverse.
         """
 
     def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
-        """Returns a box of what `forward` gives, from the boxes of theirs that it needs.
+        """Returns a box of an output of `forward`, computed from the boxes of theirs that it needs.
 
         Args:
-            at: number of the output.
-            box: of that output.
-            shapes: of the inputs.
-            get: called with the number of an input and the box of it that is needed.
+            at: The index of the output.
+            box: The box of that output.
+            shapes: The shapes of the inputs.
+            get: Called with the index of an input and the box of it that is needed.
         """
 
 
 class OneToOne:
-    """Mixed into an operation that gives as many tensors as it takes."""
+    """A mix-in for operations that return as many tensors as they take."""
 
     def num_outputs(self, count: int) -> int:
         """Returns ``count``."""
@@ -51,7 +51,7 @@ class OneToOne:
 
 
 class ManyToOne:
-    """Mixed into an operation that makes one tensor."""
+    """A mix-in for operations that return one tensor."""
 
     def num_outputs(self, count: int) -> int:
         """Returns 1."""
@@ -59,33 +59,33 @@ class ManyToOne:
 
 
 def with_span(box: Box, dim: int, start: int, stop: int) -> Box:
-    """Returns ``box`` with ``start`` to ``stop`` along ``dim``."""
+    """Returns ``box`` with the range from ``start`` to ``stop`` along ``dim``."""
     offsets, lengths = list(box.offsets), list(box.lengths)
     offsets[dim], lengths[dim] = start, stop - start
     return Box(tuple(offsets), tuple(lengths))
 
 
 def span_of(box: Box, dim: int) -> tuple[int, int]:
-    """Returns where a box begins and ends along ``dim``."""
+    """Returns the start and end of a box along ``dim``."""
     return box.offsets[dim], box.ends[dim]
 
 
 def split_dim(tensor: Tensor, dim: int, blocks: int) -> Tensor:
-    """Returns a tensor with ``dim`` as two: ``blocks`` and what is in each."""
+    """Returns a tensor with ``dim`` split in two: ``blocks`` and the size of a block."""
     shape = tuple(tensor.shape)
     return tensor.reshape(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
 
 
 def covering_blocks(start: int, stop: int, size: int) -> tuple[int, int]:
-    """Returns the first block of ``size`` that a span touches, and the first behind it."""
+    """Returns the first block of ``size`` that a range overlaps, and the first after the range."""
     return start // size, -(-stop // size)
 
 
 def read_reshaped_box(box: Box, old: Shape, new: Shape, get: Callable[[Box], Tensor]) -> Tensor:
-    """Returns a box of a tensor of shape ``old`` that was given the shape ``new``.
+    """Returns a box of a tensor of shape ``old`` that is reshaped to ``new``.
 
-    Of dimensions that both shapes end with, only the box is read; of those before, the rows of the
-    first one that hold an element of the box.
+    Along dims that both shapes have at the end, only the box is read. Before these, all rows of the
+    first dim that hold an element of the box are read.
     """
     if not box.numel:
         return get(Box((0,) * len(old), (0,) * len(old))).reshape(box.lengths)

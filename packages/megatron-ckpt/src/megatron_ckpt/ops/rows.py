@@ -1,4 +1,4 @@
-"""Rows as data: checked, with the fields of a model put in, written out for its layers."""
+"""Rows as data: checked, with the fields of a model configuration, expanded for its layers."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from megatron_ckpt.views import Box
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MOST_NAMES = 2_000_000  # of a model; the largest published ones have some 50,000
+_MOST_NAMES = 2_000_000  # tensors of a model; the largest published models have about 50,000
 
 Step = tuple[str, Mapping[str, Any]]
 Names = str | Sequence[str]
@@ -23,26 +23,26 @@ RowData = (
     tuple[Names, Sequence[str], Sequence[Step]]
     | tuple[Names, Sequence[str], Sequence[Step], Mapping[str, Any]]
 )
-"""Our name or names, theirs, the operations from theirs to ours, and where; see ``schema.json``."""
+"""Our name or names, theirs, the operations from theirs to ours, layers; see ``schema.json``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Tensors of ours and the tensors of theirs they are made of, for one layer of one model."""
+    """The tensors of ours in one layer and the tensors of theirs that they are made from."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     ops: tuple[Op, ...]
 
     def forward(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """Makes our tensors from theirs."""
+        """Converts their tensors to ours."""
         held = list(tensors)
         for op in self.ops:
             held = self._run(op, lambda op=op, held=held: op.forward(held), held)
         return held
 
     def inverse(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """Makes their tensors from ours."""
+        """Converts our tensors to theirs."""
         counts = [len(self.theirs)]
         for op in self.ops:
             counts.append(op.num_outputs(counts[-1]))
@@ -52,13 +52,13 @@ class Row:
         return held
 
     def read_box(self, name: str, box: Box, meta: Sequence["Tensor"], get: ReadBox) -> "Tensor":
-        """Returns a box of a tensor of ours from the boxes of theirs that it needs.
+        """Returns a box of one of our tensors from the boxes of theirs that it needs.
 
         Args:
-            name: of ours.
-            box: of that tensor.
-            meta: tensors of theirs without content.
-            get: called with the number of a tensor of theirs and the box of it that is needed.
+            name: The name of our tensor.
+            box: The box of that tensor.
+            meta: Their tensors on the meta device.
+            get: Called with the index of a tensor of theirs and the box of it that is needed.
         """
         stages = [list(meta)]
         for op in self.ops:
@@ -74,7 +74,7 @@ class Row:
         except (ValueError, IndexError, RuntimeError) as error:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in held)
             raise CheckpointError(
-                f"{' + '.join(self.theirs)} <-> {' + '.join(self.ours)}: {op} cannot take "
+                f"{' + '.join(self.theirs)} <-> {' + '.join(self.ours)}: {op} does not fit "
                 f"{shapes}: {error}"
             ) from error
         return result
@@ -85,17 +85,21 @@ def _reader(op: Op, shapes: Sequence[tuple[int, ...]], get: ReadBox) -> ReadBox:
 
 
 def expand(rows: Sequence[RowData], config: object, max_tensors: int | None = None) -> list[Row]:
-    """Checks rows and writes them out for a model.
+    """Checks rows and expands them for the layers of a model.
 
     Args:
-        rows: of a family; ``{i}`` stands for each layer number below the field ``num_layers``.
-        config: of the model: fields as attributes or keys.
+        rows: The rows of a family; ``{i}`` stands for each layer number below the field
+            ``num_layers``.
+        config: The configuration of the model, with fields as attributes or keys.
         max_tensors: The number of tensors in the source. Each layer has at least one, so a
             configuration with many more layers is refused before any row is expanded.
 
+    Returns:
+        One row for each layer that a row applies to.
+
     Raises:
-        CheckpointError: more layers than tensors, or names without end; or names the row and what
-            is wrong with it, with the nearest known word.
+        CheckpointError: There are more layers than tensors, or too many names; or a row is invalid.
+            The message names the row, the problem and the nearest known word.
     """
     expanded, count = [], 0
     for data in rows:
@@ -104,8 +108,8 @@ def expand(rows: Sequence[RowData], config: object, max_tensors: int | None = No
         count += len(layers) * len(row.theirs)
         if count > _MOST_NAMES:
             raise CheckpointError(
-                f"row {row.ours[0]!r}: the configuration's layers and experts give more than "
-                f"{_MOST_NAMES} tensors"
+                f"row {row.ours[0]!r}: the layers and experts of the configuration result in more "
+                f"than {_MOST_NAMES} tensors"
             )
         for i in layers:
             ours, theirs = (
@@ -119,7 +123,7 @@ def expand(rows: Sequence[RowData], config: object, max_tensors: int | None = No
     ):
         if len(set(names)) < len(names):
             twice = max(Counter(names).items(), key=lambda entry: entry[1])[0]
-            raise CheckpointError(f"two rows name {twice!r} ({side}): each tensor has one row")
+            raise CheckpointError(f"two rows name {twice!r} ({side}); use one row for each tensor")
     return expanded
 
 
@@ -134,14 +138,14 @@ def _row(data: RowData, config: object) -> tuple[Row, Mapping[str, Any]]:
         sound = False
     if not sound:
         raise CheckpointError(
-            f"row {data!r} is not (ours, [theirs], [(operation, arguments)]), or that and where"
+            f"row {data!r} is not (ours, [theirs], [(operation, arguments)]) or that with layers"
         )
     first = ours[0]
     for name in (*ours, *theirs):
         if "{" in name.replace(LAYER, "") or "}" in name.replace(LAYER, ""):
-            raise CheckpointError(f"row {first!r}: {name!r} has another pattern than {LAYER}")
+            raise CheckpointError(f"row {first!r}: {name!r} has a pattern other than {LAYER}")
         if (LAYER in name) != (LAYER in first):
-            raise CheckpointError(f"row {first!r}: {LAYER} stands in some of its names only")
+            raise CheckpointError(f"row {first!r}: only some of its names have {LAYER}")
     ops = tuple(_op(first, name, arguments, config) for name, arguments in pairs)
     count = len(theirs)
     for op in ops:
@@ -149,9 +153,9 @@ def _row(data: RowData, config: object) -> tuple[Row, Mapping[str, Any]]:
     if count != len(ours):
         one = "one" if len(ours) == 1 else f"{len(ours)} of ours"
         raise CheckpointError(
-            f"row {first!r}: nothing joins its {len(theirs)} tensors into {one}"
+            f"row {first!r}: no operation joins its {len(theirs)} tensors into {one}"
             if len(ours) == 1
-            else f"row {first!r}: its operations make {count} tensors of {len(theirs)}, not {one}"
+            else f"row {first!r}: its operations turn {len(theirs)} tensors into {count}, not {one}"
         )
     return Row(ours, tuple(theirs), ops), where
 
@@ -176,7 +180,7 @@ def _op(ours: str, name: str, arguments: Mapping[str, Any], config: object) -> O
         many = argument in ("sizes", "shape", "source", "dims")
         if many != (isinstance(value, Sequence) and not isinstance(value, str)):
             word = "a list" if many else "one number"
-            raise CheckpointError(f"row {ours!r}: {name} takes {word} for {argument!r}: {value!r}")
+            raise CheckpointError(f"row {ours!r}: {name} needs {word} for {argument!r}: {value!r}")
         lowest = {"dim": 0, "dims": 0, "only": 0, "shape": -1, "source": -1}.get(argument, 1)
         numbers = [resolve_int(each, config, ours, lowest) for each in (value if many else [value])]
         values[argument] = tuple(numbers) if many else numbers[0]

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: written whole or not at all, and checked when they are read."""
+"""The checkpoint store: saving, finding and loading checkpoints on disk."""

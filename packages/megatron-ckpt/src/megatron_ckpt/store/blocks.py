@@ -1,4 +1,4 @@
-"""Digests of files by blocks, computed while bytes pass, checked for the blocks that are read."""
+"""Digests of files by blocks, computed while writing and checked for the blocks that are read."""
 
 import os
 from collections.abc import Callable
@@ -13,27 +13,27 @@ from megatron_ckpt.errors import CorruptCheckpointError
 from megatron_ckpt.paths import open_file, open_regular
 from megatron_ckpt.store.durable import create_file, read_into, write_all
 
-#: Bytes of a file that share one digest (the last block is shorter).
+#: Bytes of a block, which has one digest. The last block of a file may be shorter.
 BLOCK_SIZE = 64 << 20
-#: The digest: xxh3 of 128 bits. It finds damage; it is no defence against someone who forges.
+#: The digest: xxh3 with 128 bits. It detects damage but not forgery.
 ALGORITHM = "xxh3_128"
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """Digest of one block, in hexadecimal."""
+    """Returns the digest of one block, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of a file: its size in bytes and the digest of each block."""
+    """The size in bytes and the digests of the blocks of a file, as stored in the manifest."""
 
     size: int
     blocks: tuple[str, ...]
 
 
 class BlockWriter:
-    """Writes to an open descriptor and digests what passes, block by block."""
+    """Writes to an open descriptor and computes the digests of the blocks."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -42,7 +42,7 @@ class BlockWriter:
         self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends ``data`` (one-dimensional, of bytes)."""
+        """Appends ``data``, a one-dimensional buffer of bytes."""
         rest = memoryview(data)
         while rest:
             part = rest[: BLOCK_SIZE - self.size % BLOCK_SIZE]
@@ -55,13 +55,13 @@ class BlockWriter:
             rest = rest[len(part) :]
 
     def record(self) -> FileRecord:
-        """Returns size and digests of all that was written."""
+        """Returns the size and the digests of everything written."""
         last = (self._hash.hexdigest(),) if self.size % BLOCK_SIZE else ()
         return FileRecord(self.size, (*self._blocks, *last))
 
 
 def write_file(path: Path, data: bytes) -> FileRecord:
-    """Writes a new file, synced, and returns its record."""
+    """Writes and syncs a new file, and returns its record."""
     with create_file(path) as descriptor:
         writer = BlockWriter(descriptor)
         writer.write(data)
@@ -69,7 +69,7 @@ def write_file(path: Path, data: bytes) -> FileRecord:
 
 
 def copy_file(source: Path, path: Path) -> FileRecord:
-    """Copies a file to a new one, synced, and returns its record."""
+    """Copies a file to a new, synced file, and returns its record."""
     with os.fdopen(open_regular(source), "rb") as stream, create_file(path) as descriptor:
         writer = BlockWriter(descriptor)
         while part := stream.read(BLOCK_SIZE):
@@ -78,34 +78,34 @@ def copy_file(source: Path, path: Path) -> FileRecord:
 
 
 class BlockReader:
-    """Reads ranges of a file; each block that a range touches is checked before it is given out.
+    """Reads ranges of a file. Blocks are checked before their bytes are returned.
 
     Args:
-        folder: of the checkpoint.
-        name: of the file in it.
-        record: what the manifest says of it.
-        verify: compare digests; without it only the size is checked.
+        folder: The directory of the checkpoint.
+        name: The name of the file in it.
+        record: The record of the file in the manifest.
+        verify: Whether to compare digests. If False, only the size is checked. Defaults to True.
 
     Raises:
-        CheckpointError: no regular file of the folder (`megatron_ckpt.paths`).
-        CorruptCheckpointError: it has another size.
+        CheckpointError: The file is not a regular file in the folder (`megatron_ckpt.paths`).
+        CorruptCheckpointError: The size of the file differs from the record.
     """
 
     def __init__(self, folder: Path, name: str, record: FileRecord, *, verify: bool = True) -> None:
         self.path, self.record, self.verify = folder / name, record, verify
         self._kept: tuple[int, memoryview] = (-1, memoryview(b""))
-        # Reused: memory that is new for every block costs more than the reading.
+        # Reused, because a new allocation for every block takes longer than reading it.
         self._buffer = self._scratch = bytearray()
         self._descriptor = open_file(folder, name)
         size = os.fstat(self._descriptor).st_size
         if size != record.size:
             self.close()
             raise CorruptCheckpointError(
-                f"{self.path} has {size} bytes, the manifest says {record.size}: the file is torn"
+                f"{self.path} is torn: it has {size} bytes instead of {record.size} in the manifest"
             )
 
     def read_into(self, buffer: bytearray | memoryview, start: int) -> None:
-        """Fills ``buffer`` with the bytes that begin at ``start``."""
+        """Fills ``buffer`` with the bytes from ``start``."""
         rest = memoryview(buffer)
         if not self.verify:
             self._fill(rest, start)
@@ -117,9 +117,9 @@ class BlockReader:
             rest, start = rest[len(part) :], start + len(part)
 
     def view(self, start: int, length: int) -> memoryview:
-        """Returns ``length`` bytes from ``start``, to be used before the next call.
+        """Returns ``length`` bytes from ``start``. The buffer is valid until the next call.
 
-        Within a block nothing is copied; `bytes_left_in_block` tells how far that reaches.
+        Ranges within one block are not copied; see `bytes_left_in_block`.
         """
         if self.verify and length <= self.bytes_left_in_block(start):
             within = start % BLOCK_SIZE
@@ -131,13 +131,13 @@ class BlockReader:
         return part
 
     def bytes_left_in_block(self, start: int) -> int:
-        """Bytes from ``start`` to the end of its block."""
+        """Returns the number of bytes from ``start`` to the end of its block."""
         return BLOCK_SIZE - start % BLOCK_SIZE
 
     def block(self, index: int) -> memoryview:
-        """Returns one checked block, to be used before the next call.
+        """Returns one checked block. The buffer is valid until the next call.
 
-        The last one read is kept, so ranges in order cost one read.
+        The last block is cached, so consecutive ranges within a block are read once.
         """
         if self._kept[0] != index:
             size = min(BLOCK_SIZE, self.record.size - index * BLOCK_SIZE)
@@ -149,13 +149,13 @@ class BlockReader:
             if digest(data) != self.record.blocks[index]:
                 raise CorruptCheckpointError(
                     f"{self.path}: bytes {index * BLOCK_SIZE} to {index * BLOCK_SIZE + size} "
-                    "changed since they were written (digest differs): load another iteration"
+                    "changed since they were written (digest differs); load another iteration"
                 )
             self._kept = (index, data)
         return self._kept[1]
 
     def check(self, progress: Callable[[int], object] = lambda count: None) -> None:
-        """Checks every block; ``progress`` is given the bytes of each."""
+        """Checks every block; ``progress`` is called with the bytes of each."""
         for index in range(len(self.record.blocks)):
             progress(len(self.block(index)))
 

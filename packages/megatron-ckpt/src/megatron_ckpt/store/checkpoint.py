@@ -1,4 +1,4 @@
-"""One complete checkpoint: a directory with a valid manifest, wherever it lies."""
+"""One complete checkpoint: a directory with a valid manifest."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ STATE = "state.json"
 
 
 class LoadedState(dict[str, Any]):
-    """The plain values of a loaded checkpoint by name, and which checkpoint it was."""
+    """The plain values of a loaded checkpoint by name, and the checkpoint they were loaded from."""
 
     def __init__(self, values: Mapping[str, Any], checkpoint: "Checkpoint") -> None:
         super().__init__(values)
@@ -36,11 +36,11 @@ class LoadedState(dict[str, Any]):
 class Checkpoint:
     """A complete checkpoint, open for reading.
 
-    ``Checkpoint(path)`` reads the manifest and checks that every file is there at its size; bytes
-    are checked against their digests when they are read.
+    ``Checkpoint(path)`` reads the manifest and checks that every file exists with the size in the
+    manifest. Bytes are compared with their digests when they are read.
 
     Raises:
-        CorruptCheckpointError: the directory is torn; the message says what is missing.
+        CorruptCheckpointError: The directory is torn; the message names what is missing.
     """
 
     def __init__(self, path: str | Path, manifest: Manifest | None = None) -> None:
@@ -49,17 +49,17 @@ class Checkpoint:
 
     @property
     def iteration(self) -> int:
-        """Iteration after which the checkpoint was saved."""
+        """The iteration after which the checkpoint was saved."""
         return self.manifest.iteration
 
     @property
     def digest(self) -> str:
-        """Digest of the manifest and, through it, of every file: equal states have equal ones."""
+        """The digest of the manifest, which covers every file. Equal states have equal digests."""
         return self.manifest.digest
 
     @property
     def model(self) -> ModelRecord | None:
-        """Kind, family and configuration of the model, if they were given when saving."""
+        """The kind, family and configuration of the model; None if the save did not record them."""
         return self.manifest.model
 
     @property
@@ -68,7 +68,7 @@ class Checkpoint:
         return self.manifest.tensors
 
     def values(self) -> LoadedState:
-        """Returns the plain values, without any tensor."""
+        """Returns the plain values without reading a tensor."""
         try:
             content = loads(self.read_file(STATE))
         except CheckpointError as error:
@@ -78,7 +78,7 @@ class Checkpoint:
         return LoadedState({str(name): value for name, value in content.items()}, self)
 
     def read_file(self, name: str) -> bytes:
-        """Returns the checked content of a file of the checkpoint."""
+        """Returns the content of a file of the checkpoint after checking its digests."""
         if name not in self.manifest.files:
             raise CheckpointError(
                 f"{self.path} has no file {name!r}{did_you_mean(name, self.manifest.files)}"
@@ -86,8 +86,8 @@ class Checkpoint:
         record = self.manifest.files[name]
         if record.size > MAX_FILE_BYTES:
             raise CheckpointError(
-                f"{self.path / name} has {record.size} bytes; at most {MAX_FILE_BYTES} are read "
-                "as a whole"
+                f"{self.path / name} has {record.size} bytes; the limit for reading a file into "
+                f"memory is {MAX_FILE_BYTES}"
             )
         with BlockReader(self.path, name, record) as reader:
             content = bytearray(record.size)
@@ -97,15 +97,16 @@ class Checkpoint:
     def verified_folder(self, name: str) -> Path:
         """Returns a folder of attached files, such as ``tokenizer``, after checking every digest.
 
-        For readers that want a folder rather than the bytes that `read_file` returns.
+        Use it for readers that need a folder instead of the bytes that `read_file` returns.
 
         Raises:
-            CorruptCheckpointError: a file in it differs from the manifest, or is not listed there.
-            CheckpointError: the checkpoint has no such folder, or a link leads out of it.
+            CorruptCheckpointError: A file in the folder differs from the manifest or is not listed
+                there.
+            CheckpointError: The checkpoint has no such folder, or a link leads out of it.
         """
         listed = [file for file in self.manifest.files if file.startswith(f"{name}/")]
         if not listed:
-            raise CheckpointError(f"{self.path} has no files in a folder {name!r}")
+            raise CheckpointError(f"{self.path} has no folder {name!r}")
         folder = self.path / name
         for below, folders, files in os.walk(folder):
             links = [each for each in folders if (Path(below) / each).is_symlink()]
@@ -114,7 +115,7 @@ class Checkpoint:
                 if file not in self.manifest.files:
                     raise CorruptCheckpointError(
                         f"{self.path / file} is not in the manifest, so it was not saved with the "
-                        "checkpoint: remove it"
+                        "checkpoint; remove it"
                     )
         for file in listed:
             with BlockReader(self.path, file, self.manifest.files[file]) as reader:
@@ -122,7 +123,7 @@ class Checkpoint:
         return folder
 
     def read_tensor(self, name: str) -> "Tensor":
-        """Returns a whole tensor in its stored dtype, on the CPU, checked."""
+        """Returns a whole tensor in its stored dtype on the CPU, after checking its digests."""
         import torch
 
         from megatron_ckpt.dtypes import torch_dtype
@@ -139,14 +140,15 @@ class Checkpoint:
     def check_shapes(
         self, shapes: Mapping[str, Sequence[int]], groups: Sequence[str] | None = None
     ) -> None:
-        """Checks names and global shapes of tensors before memory is taken for them.
+        """Checks names and global shapes of tensors before memory is allocated for them.
 
         Args:
-            shapes: by name, of all that is to be loaded.
-            groups: groups of the checkpoint whose tensors must all be among them; None is all.
+            shapes: The global shapes by name of all tensors to load.
+            groups: The groups of the checkpoint whose tensors must all be in ``shapes``. Defaults
+                to all groups.
 
         Raises:
-            CheckpointError: names the first tensor that is missing, left over or of another shape.
+            CheckpointError: Names the first tensor that is missing, unexpected or of another shape.
         """
         check_names(self.tensors, {n: tuple(shape) for n, shape in shapes.items()}, groups)
 
@@ -162,8 +164,8 @@ class Checkpoint:
     ) -> LoadedState:
         """Fills the views in place and returns the plain values; see `CheckpointStore.load`.
 
-        Names are compared without the other ranks. ``remote_shapes`` has global shapes by name of
-        tensors that need no place here, because other ranks load them.
+        Does not communicate with other ranks. ``remote_shapes`` has the global shapes by name of
+        the tensors that only other ranks load.
         """
         wanted = {name: tuple(shape) for name, shape in (remote_shapes or {}).items()}
         wanted |= {name: tuple(views[0].global_shape) for name, views in into.items() if views}
@@ -179,12 +181,12 @@ class Checkpoint:
         verify: bool = True,
         progress: Callable[[int], object] = lambda count: None,
     ) -> None:
-        """Fills the views in place; tensors of the checkpoint that are not named stay unread."""
+        """Fills the views in place. Tensors of the checkpoint without a view are not read."""
         check_views(self.tensors, into, cast)
         load_views(self.path, self.manifest, into, verify=verify, progress=progress)
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> list[str]:
-        """Checks every digest of every file; return one line for each damaged file."""
+        """Checks every digest of every file and returns one line for each damaged file."""
         problems = []
         for name, record in self.manifest.files.items():
             try:
@@ -196,7 +198,7 @@ class Checkpoint:
 
 
 class CheckpointTensors(Mapping[str, "Tensor"]):
-    """The tensors of one group of a checkpoint as a mapping that reads when asked."""
+    """The tensors of one group of a checkpoint as a mapping that reads each tensor on request."""
 
     def __init__(self, checkpoint: Checkpoint, group: str = "model") -> None:
         self._checkpoint = checkpoint
@@ -214,7 +216,7 @@ class CheckpointTensors(Mapping[str, "Tensor"]):
         return len(self._records)
 
     def meta(self) -> dict[str, "Tensor"]:
-        """Returns tensors of the same shapes and dtypes without content."""
+        """Returns the tensors on the meta device: shapes and dtypes without content."""
         import torch
 
         from megatron_ckpt.dtypes import torch_dtype

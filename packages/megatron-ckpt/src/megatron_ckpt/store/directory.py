@@ -1,9 +1,9 @@
-"""The names in a checkpoint directory, and which of them are complete checkpoints.
+"""The subdirectories of a checkpoint directory and whether they are complete checkpoints.
 
-``iter_0001000``                  a checkpoint, if its manifest and files are whole
-``iter_0001000.tmp-<id>``         a save under way, or what a killed one left
-``iter_0001000.replaced-<id>``    the former checkpoint while a new one takes its name
-``iter_0001000.trash-<id>``       on its way out
+``iter_0001000``                  a checkpoint, if its manifest and files are complete
+``iter_0001000.tmp-<id>``         a save in progress, or the remains of a killed one
+``iter_0001000.replaced-<id>``    the former checkpoint while a new one replaces it
+``iter_0001000.trash-<id>``       a checkpoint that is being deleted
 """
 
 import re
@@ -25,7 +25,7 @@ _NAME = re.compile(r"iter_(\d{7,})(?:\.(tmp|replaced|trash)-[0-9a-f]+)?")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A directory that is or was to become a checkpoint; ``error`` says what it lacks."""
+    """A directory that may be a checkpoint; ``error`` is the reason why it is not complete."""
 
     iteration: int
     path: Path
@@ -34,24 +34,27 @@ class Candidate:
 
     @property
     def was_complete(self) -> bool:
-        """Whether it has, or had, the final name of a checkpoint, which only complete ones get."""
+        """Whether the directory has, or had, the final name that only complete checkpoints get."""
         match = _NAME.fullmatch(self.path.name)
         return match is not None and match[2] != "tmp"
 
 
 def iteration_name(iteration: int) -> str:
-    """Name of the directory of an iteration."""
+    """Returns the name of the directory of an iteration."""
     return f"iter_{iteration:07d}"
 
 
 def sibling_path(path: Path, kind: str) -> Path:
-    """Returns a new name beside ``path`` for a directory of ``kind`` (tmp, replaced, trash)."""
+    """Returns a new path beside ``path`` for a directory of ``kind`` (tmp, replaced, trash)."""
     plain = path.name.partition(".")[0]
     return path.with_name(f"{plain}.{kind}-{uuid.uuid4().hex[:12]}")
 
 
 def entries(directory: Path) -> list[tuple[int, str, Path]]:
-    """List ``(iteration, kind, path)``, newest first; kind is empty for plain names, which lead."""
+    """Returns ``(iteration, kind, path)``, newest first.
+
+    The kind is empty for plain names, which precede the other kinds of an iteration.
+    """
     if not directory.is_dir():
         return []
     found = [
@@ -63,11 +66,12 @@ def entries(directory: Path) -> list[tuple[int, str, Path]]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest of a checkpoint and checks that each file is there at its size.
+    """Reads the manifest of a checkpoint and checks that each file exists with its size.
 
     Raises:
-        CorruptCheckpointError: the checkpoint is torn; says what is missing.
-        CheckpointError: a name or a link in it leads out of the folder, or to no regular file.
+        CorruptCheckpointError: The checkpoint is torn; names what is missing.
+        CheckpointError: A name or a link in it leads out of the folder or to a file that is not
+            regular.
     """
     try:
         manifest = Manifest.from_bytes(read_bytes(path, MANIFEST), path / MANIFEST)
@@ -80,27 +84,27 @@ def read_manifest(path: Path) -> Manifest:
             raise CorruptCheckpointError(f"{path} is torn: {name} is missing") from None
         if size != record.size:
             raise CorruptCheckpointError(
-                f"{path} is torn: {name} has {size} bytes, the manifest says {record.size}"
+                f"{path} is torn: {name} has {size} bytes instead of {record.size} in the manifest"
             )
     return manifest
 
 
 def inspect_directory(iteration: int, path: Path) -> Candidate:
-    """Looks whether ``path`` is a complete checkpoint of ``iteration``."""
+    """Returns whether ``path`` is a complete checkpoint of ``iteration``, as a candidate."""
     try:
         manifest = read_manifest(path)
     except (CheckpointError, OSError) as error:
         return Candidate(iteration, path, None, str(error))
     if manifest.iteration != iteration:
-        reason = f"{path} holds iteration {manifest.iteration}: it was renamed"
+        reason = f"{path} was renamed: its manifest has iteration {manifest.iteration}"
         return Candidate(iteration, path, None, reason)
     return Candidate(iteration, path, manifest, None)
 
 
 def scan_directories(directory: Path) -> Iterator[Candidate]:
-    """Look at what is in a checkpoint directory, newest first, as far as the caller goes.
+    """Yields the candidates in a checkpoint directory, newest first, on request.
 
-    Unfinished saves are left out while a writer is at work: they may be about to be finished.
+    Unfinished saves are left out while a process is saving, because they may be in progress.
     """
     complete = set()
     for iteration, kind, path in entries(directory):
@@ -114,7 +118,7 @@ def scan_directories(directory: Path) -> Iterator[Candidate]:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Removes a checkpoint: under its name it is there whole or not at all."""
+    """Deletes a checkpoint. It is renamed first, so that no name has a part of a checkpoint."""
     trash = path if ".trash-" in path.name else sibling_path(path, "trash")
     if trash != path:
         rename(path, trash)
@@ -122,8 +126,8 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Clears what killed saves left. The caller holds the writer lock."""
-    for path in directory.glob(f"{POINTER}.tmp-[0-9]*"):  # written under the lock alone
+    """Removes what killed saves left. The caller holds the writer lock."""
+    for path in directory.glob(f"{POINTER}.tmp-[0-9]*"):  # only written under the lock
         path.unlink()
     for iteration, kind, path in entries(directory):
         if kind in ("tmp", "trash"):

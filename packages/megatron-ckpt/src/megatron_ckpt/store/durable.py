@@ -1,4 +1,4 @@
-"""File operations that reach the disk. All bytes of a checkpoint are written through here."""
+"""File operations that reach the disk. All bytes of a checkpoint are written by these functions."""
 
 import fcntl
 import os
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_ATTEMPTS = 8  # to make a folder that no other process takes for a leftover
+_ATTEMPTS = 8  # to create a folder that no other process mistakes for a leftover
 
 
 @contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Names ``path`` in a failed system call that names no file, as a write to a full disk."""
+    """Adds ``path`` to errors of system calls that name no file, such as a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -25,11 +25,11 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def create_file(path: Path) -> Iterator[int]:
-    """Creates ``path``, which may not exist, yield its descriptor, and sync it at the end.
+    """Creates ``path``, which must not exist, yields its descriptor, and syncs it at the end.
 
     Raises:
-        OSError: a call failed; ``filename`` is ``path`` where the system names none, as when a
-            write finds the disk full.
+        OSError: A call failed. ``filename`` is ``path`` if the system names no file, for example if
+            a write finds the disk full.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -41,7 +41,7 @@ def create_file(path: Path) -> Iterator[int]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Writes all of ``data``, however many calls the system takes for it."""
+    """Writes all of ``data``, with as many system calls as necessary."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
@@ -64,7 +64,7 @@ def sync_tree(path: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Gives ``path`` new content at once: readers see all of the old or all of the new."""
+    """Replaces the content of ``path`` atomically: readers see the old or the new content."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     with create_file(temporary) as descriptor:
@@ -75,14 +75,14 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def create_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside ``target`` that gets its name at the end, all synced.
+    """Yields a temporary folder that is synced and renamed to ``target`` at the end.
 
-    After an error it is removed. One that a killed process left is removed by the next call for the
-    same ``target``: a folder that is still being written is held by a lock that dies with its
-    holder.
+    After an error the temporary folder is removed. Folders that killed processes left are removed
+    by the next call with the same ``target``. A folder that is being written is protected by a
+    lock, which the kernel releases when its process ends.
 
     Args:
-        target: may be missing, or an empty folder.
+        target: The path of the folder. It must not exist or must be empty.
     """
     ours = re.compile(re.escape(target.name) + r"\.tmp-[0-9a-f]{12}")
     siblings = target.parent.iterdir() if target.parent.is_dir() else ()
@@ -98,7 +98,7 @@ def create_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             target.rmdir()
         rename(temporary, target)
-    except BaseException:  # also Ctrl-C: nothing half-written stays
+    except BaseException:  # also Ctrl-C, so that nothing incomplete is left
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
@@ -107,10 +107,10 @@ def create_folder(target: Path) -> Iterator[Path]:
 
 
 def _make_locked(target: Path) -> tuple[Path, int | None]:
-    """Makes a temporary folder; return it and a descriptor that holds its lock.
+    """Creates a temporary folder, and returns it and a descriptor that holds its lock.
 
-    Another call may take a folder for a leftover before its lock is held; then the next is made.
-    The descriptor is None on a file system without locks, where no call removes leftovers.
+    If another call mistakes the folder for a leftover before it is locked, the next folder is
+    tried. The descriptor is None on a file system without locks, where no call removes leftovers.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         temporary = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:12]}")
@@ -126,11 +126,11 @@ def _make_locked(target: Path) -> tuple[Path, int | None]:
 
 
 def _lock_folder(folder: Path) -> int | None:
-    """Returns a descriptor that holds the lock of a folder, None where another process does."""
+    """Returns a descriptor that holds the lock of a folder; None if another process holds it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return None  # gone meanwhile, or no folder of ours
+        return None  # removed in the meantime, or not a folder
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -140,13 +140,13 @@ def _lock_folder(folder: Path) -> int | None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames within one directory and makes it durable."""
+    """Renames a path within one directory and makes the new name durable."""
     source.rename(target)
     sync_directory(target.parent)
 
 
 def read_into(descriptor: int, buffer: bytearray | memoryview, start: int) -> bool:
-    """Fills ``buffer`` from byte ``start`` of a file; return False where the file is too short."""
+    """Fills ``buffer`` from byte ``start`` of a file and returns False if the file is too short."""
     rest = memoryview(buffer)
     while rest:
         count = os.preadv(descriptor, [rest], start)

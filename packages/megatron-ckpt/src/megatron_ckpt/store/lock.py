@@ -1,7 +1,7 @@
-"""Locks of a directory that the kernel releases when their holder dies.
+"""Locks of a directory, which the kernel releases when the process that holds them ends.
 
-Two of them, by the same call: a save holds the directory while it writes a checkpoint
-(`writer_lock`), and a run may hold it for as long as it lives (`run_lock`). Readers take none.
+A save holds `writer_lock` while it writes a checkpoint. A run may hold `run_lock` as long as it
+lives. Readers hold no lock.
 """
 
 import fcntl
@@ -22,12 +22,12 @@ _LONGEST_HOLDER = 500
 
 
 class DirectoryInUseError(CheckpointError):
-    """Another process holds a directory's lock.
+    """Another process holds the lock of a directory.
 
     Attributes:
-        directory: what it holds.
-        holder: what the holder wrote into the lock file, in one line: process, host, since when,
-            and its command where it gave one.
+        directory: The directory.
+        holder: The content of the lock file in one line: process id, host, start time, and the
+            command if known.
     """
 
     def __init__(self, message: str, directory: Path, holder: str) -> None:
@@ -40,14 +40,15 @@ def writer_lock(directory: Path, timeout: float = 2.0) -> Iterator[None]:
     """Holds the directory for a save.
 
     Raises:
-        DirectoryInUseError: another process still holds it after ``timeout`` seconds (so long that
-            neither a reader's `is_being_written` nor a process that is just dying stops a save).
+        DirectoryInUseError: Another process still holds the lock after ``timeout`` seconds. The
+            default of 2 seconds tolerates `is_being_written` of a reader and a process that is just
+            ending.
     """
     with _held(
         directory,
         LOCK,
-        "{directory} is being written by another process ({holder}): give each run its own "
-        "directory",
+        "{directory} is being written by another process ({holder}); use a separate directory "
+        "for each run",
         timeout,
     ):
         yield
@@ -55,27 +56,27 @@ def writer_lock(directory: Path, timeout: float = 2.0) -> Iterator[None]:
 
 @contextmanager
 def run_lock(directory: str | Path, command: str = "", timeout: float = 2.0) -> Iterator[None]:
-    """Holds the directory for a run that saves into it; one process of the run does so.
+    """Holds the directory for a run that saves into it. Call it in one process of the run.
 
-    It has to be held while the run looks for the checkpoint to continue from, too. Saves and loads
-    of `CheckpointStore` do not ask for it, so a program that has one run at a time needs none.
+    Hold it also while the run searches for the checkpoint to continue from. Saves and loads of
+    `CheckpointStore` do not check it, so a program with one run at a time does not need it.
 
     Args:
-        directory: made if it is not there.
-        command: of the run, for the message to others.
+        directory: The directory, which is created if it does not exist.
+        command: The command of the run, for the error of other processes.
         timeout: Seconds to wait for another process to release the lock. Defaults to 2.
 
     Raises:
-        DirectoryInUseError: another process still holds it after ``timeout`` seconds.
-        OSError: the directory cannot be made or written to.
+        DirectoryInUseError: Another process still holds the lock after ``timeout`` seconds.
+        OSError: The directory cannot be created or written to.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with _held(
         directory,
         RUN_LOCK,
-        "{directory} is in use by another run ({holder}): wait until it ends, or give each run its "
-        "own directory",
+        "{directory} is in use by another run ({holder}); wait until it ends, or use a separate "
+        "directory for each run",
         timeout,
         command,
     ):
@@ -83,7 +84,7 @@ def run_lock(directory: str | Path, command: str = "", timeout: float = 2.0) -> 
 
 
 def is_being_written(directory: Path) -> bool:
-    """Returns whether some process holds the directory's writer lock now."""
+    """Returns whether a process holds the writer lock of the directory."""
     try:
         descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -98,7 +99,7 @@ def is_being_written(directory: Path) -> bool:
 def _held(
     directory: Path, name: str, refusal: str, timeout: float, command: str = ""
 ) -> Iterator[None]:
-    """Holds a lock file; ``refusal`` is a format of ``directory`` and ``holder``."""
+    """Holds a lock file; ``refusal`` is a format string with ``directory`` and ``holder``."""
     descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         with add_path_to_errors(directory / name):
@@ -114,7 +115,7 @@ def _held(
         try:
             yield
         finally:
-            # Closing would not do if a child process was forked meanwhile: it has the descriptor.
+            # Closing does not unlock if a child process was forked and has the descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
@@ -127,7 +128,7 @@ def _this_process(command: str) -> str:
 
 
 def _holder(descriptor: int) -> str:
-    """What the holder says of itself; the file may be anybody's, so only printable characters."""
+    """Returns the description of the holder, reduced to printable characters."""
     text = os.pread(descriptor, _LONGEST_HOLDER, 0).decode(errors="replace")
     return "".join(c if c.isprintable() else " " for c in text).strip() or "unknown"
 

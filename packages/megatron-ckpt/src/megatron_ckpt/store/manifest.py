@@ -1,4 +1,4 @@
-"""MANIFEST.json: written last, it makes a directory a checkpoint and says what must be in it."""
+"""MANIFEST.json, the last file of a save. It makes a directory a checkpoint."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from megatron_ckpt.views import Box
 MANIFEST = "MANIFEST.json"
 FORMAT = "megatron-ckpt"
 FORMAT_VERSION = 1
-_FIRST_KIND = "gpt"  # the only one there was when records did not say it
+_FIRST_KIND = "gpt"  # the only kind when records did not have one
 _NO_DIGEST = "0" * 32
 _CORRUPT = CorruptCheckpointError
 _MOST_BYTES = 1 << 62
@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor and where its bytes begin (row-major, little-endian)."""
+    """A box of a tensor and the start of its bytes in a file (row-major, little-endian)."""
 
     file: str
     start: int
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A global tensor: safetensors dtype, shape, ``model`` or ``optim``, and its pieces."""
+    """A global tensor: safetensors dtype, shape, group (``model`` or ``optim``), and pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,13 +57,13 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """The model a checkpoint holds, enough to build it again.
+    """The description of a model in a checkpoint, from which it can be built.
 
     Attributes:
-        kind: the kind of model, such as ``gpt``.
-        family: name in the entry-point group ``megatron.families``; None if it has no family.
-        version: of the configuration, which the kind gives a meaning; 0 where none was written.
-        config: the model configuration as plain JSON values.
+        kind: The kind of the model, such as ``gpt``.
+        family: The name in the entry-point group ``megatron.families``; None without a family.
+        version: The version of the configuration, defined by the kind; 0 if it was not written.
+        config: The model configuration as plain JSON values.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of MANIFEST.json. Equal states give equal bytes: no times, no random names."""
+    """The content of MANIFEST.json. It has no times or random names: equal states, equal bytes."""
 
     iteration: int
     world_size: int
@@ -85,16 +85,16 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The digest in the file: equal for equal states, since it covers every file's digests."""
+        """The digest in the file, which covers every file and is equal for equal states."""
         return digest(self._blank())
 
     def to_bytes(self) -> bytes:
-        """Serialises, with a digest over the bytes themselves."""
+        """Serialises the manifest, with a digest over its own bytes."""
         data = self._blank()
         return data.replace(_NO_DIGEST.encode(), digest(data).encode(), 1)
 
     def _blank(self) -> bytes:
-        """Returns the file's bytes with zeros for the digest."""
+        """Returns the bytes of the file with zeros for the digest."""
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -112,14 +112,14 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: Path) -> "Manifest":
-        """Parses and checks; ``where`` names the file in errors.
+        """Parses and checks a manifest; ``where`` is the path for messages.
 
-        Every name, number and list is checked against the others, so that nothing that is read
-        through a manifest can lead out of the folder or past the end of a file.
+        Every name, number and list is checked against the others. A read through a manifest
+        therefore cannot leave the folder or exceed a file.
 
         Raises:
-            CorruptCheckpointError: damaged, or with content that no save writes.
-            CheckpointError: an unsafe name of a file, or another version of the format.
+            CorruptCheckpointError: The manifest is damaged or has content that no save writes.
+            CheckpointError: A file name is unsafe, or the format has another version.
         """
         top = Fields(parse_object(data, where, CorruptCheckpointError), str(where), _CORRUPT)
         written = top.text("digest").encode(errors="replace")
@@ -144,8 +144,7 @@ class Manifest:
             made._blank()
         except (ValueError, RecursionError):
             raise CorruptCheckpointError(
-                f"{where} holds NaN, half of a surrogate pair, or is nested too deeply: no save "
-                "writes that"
+                f"{where} is damaged: it has NaN or an unpaired surrogate, or is nested too deeply"
             ) from None
         return made
 
@@ -154,14 +153,14 @@ def _check_format(top: Fields) -> None:
     name, number = top.require("format"), top.require("format_version")
     if (name, number) != (FORMAT, FORMAT_VERSION):
         raise CheckpointError(
-            f"{top.where} has format {_short(name)} {_short(number)}, this megatron-ckpt reads "
-            f"{FORMAT} {FORMAT_VERSION}: use a newer one"
+            f"{top.where} has format {_short(name)} {_short(number)}, but this megatron-ckpt "
+            f"reads {FORMAT} {FORMAT_VERSION}; use a newer version"
         )
     algorithm, size = top.require("algorithm"), top.require("block_size")
     if (algorithm, size) != (ALGORITHM, BLOCK_SIZE):
         raise CheckpointError(
-            f"{top.where} digests {_short(size)}-byte blocks with {_short(algorithm)}, this "
-            f"megatron-ckpt {BLOCK_SIZE}-byte blocks with {ALGORITHM}: use a newer one"
+            f"{top.where} has {_short(algorithm)} digests of {_short(size)}-byte blocks, but this "
+            f"megatron-ckpt reads {ALGORITHM} of {BLOCK_SIZE} bytes; use a newer version"
         )
 
 
@@ -172,7 +171,7 @@ def _short(value: object) -> str:
 def _file(record: Fields) -> FileRecord:
     size, blocks = record.integer("size"), record.texts("blocks")
     if len(blocks) != -(-size // BLOCK_SIZE):
-        raise record.refuse("size", f"which are not {len(blocks)} blocks of {BLOCK_SIZE} bytes")
+        raise record.refuse("size", f"which is not {len(blocks)} blocks of {BLOCK_SIZE} bytes")
     return FileRecord(size, blocks)
 
 
@@ -186,7 +185,7 @@ def _model(record: Fields) -> ModelRecord:
 def _tensor(record: Fields, files: Mapping[str, FileRecord]) -> TensorRecord:
     dtype, shape = record.dtype("dtype"), record.integers("shape")
     if math.prod(max(1, extent) for extent in shape) * item_size(dtype) > _MOST_BYTES:
-        raise record.refuse("shape", "larger than any tensor")
+        raise record.refuse("shape", "which is too large for a tensor")
     pieces = tuple(_piece(part, dtype, shape, files) for part in record.elements("pieces"))
     covered = sum(piece.box.numel for piece in pieces)
     if covered != math.prod(shape):
@@ -200,20 +199,20 @@ def _piece(
     file, start = part.text("file"), part.integer("start")
     offsets, lengths = part.integers("offsets"), part.integers("lengths")
     if file not in files:
-        raise part.refuse("file", "which is not among the files")
+        raise part.refuse("file", "which is not in the list of files")
     if not len(offsets) == len(lengths) == len(shape):
-        raise part.refuse("lengths", f"and offsets are {offsets}, of a tensor of shape {shape}")
+        raise part.refuse("lengths", f"and offsets are {offsets}, for a tensor of shape {shape}")
     if any(o + n > extent for o, n, extent in zip(offsets, lengths, shape, strict=True)):
-        raise part.refuse("lengths", f"from {offsets} on, outside of shape {shape}")
+        raise part.refuse("lengths", f"from {offsets}, outside of shape {shape}")
     if start + math.prod(lengths) * item_size(dtype) > files[file].size:
-        raise part.refuse("start", f"past the end of {file} with its {files[file].size} bytes")
+        raise part.refuse("start", f"past the end of {file}, which has {files[file].size} bytes")
     return Piece(file, start, offsets, lengths)
 
 
 def _check_room(
     where: str, files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]
 ) -> None:
-    """Refuses pieces that share bytes: a small file could stand for tensors without end."""
+    """Refuses pieces that share bytes: a small file could declare any number of tensors."""
     used: dict[str, int] = defaultdict(int)
     for record in tensors.values():
         for piece in record.pieces:

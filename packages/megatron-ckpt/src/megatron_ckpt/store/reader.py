@@ -1,4 +1,4 @@
-"""Filling views of any layout from the pieces of a checkpoint of any other."""
+"""Loading views of any layout from the pieces of a checkpoint of any other layout."""
 
 import math
 from collections import defaultdict
@@ -15,30 +15,30 @@ from megatron_ckpt.views import Box, ViewLike, box_of, intersect
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: ``refuse``: a view has to have the stored dtype. ``floating``: floating point is converted.
+#: ``refuse``: a view must have the stored dtype. ``floating``: floating-point dtypes are converted.
 Cast = Literal["refuse", "floating"]
 
-_READ_BYTES = 16 << 20  # bytes read at once
+_READ_BYTES = 16 << 20  # most bytes of one read
 _SEEK = 1 << 20  # rows at least this long are read one by one where only a part of each is needed
 
 
 class _Copy(NamedTuple):
     piece: Piece
     dtype: str
-    region: Box  # of the piece, counted from the piece's own first element
+    region: Box  # relative to the first element of the piece
     target: "Tensor"
 
 
 class TensorInfo(Protocol):
-    """What is known of a tensor before it is read."""
+    """The properties of a tensor that are known before it is read."""
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype in safetensors."""
+        """The name of the dtype in safetensors."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global shape."""
+        """The global shape."""
 
     @property
     def group(self) -> str:
@@ -50,22 +50,21 @@ def check_names(
     wanted: Mapping[str, Sequence[int]],
     groups: Sequence[str] | None,
 ) -> None:
-    """Refuses names and shapes that differ between a checkpoint and what is to be loaded.
+    """Refuses names and shapes that differ between a checkpoint and the tensors to load.
 
     Args:
-        stored: tensors of the checkpoint.
-        wanted: global shape by name, over all ranks.
-        groups: groups of the checkpoint whose tensors must all be wanted; None is all of them.
+        stored: The tensors of the checkpoint.
+        wanted: The global shapes by name, over all ranks.
+        groups: The groups of the checkpoint whose tensors must all be wanted; None means all
+            groups.
     """
     for name, shape in wanted.items():
         _check_shape(stored, name, shape)
     for name, record in stored.items():
         if name not in wanted and (groups is None or record.group in groups):
-            why = (
-                did_you_mean(name, wanted) + ": it holds another model, or name the groups to load"
-            )
+            why = did_you_mean(name, wanted) + "; load the same model, or choose the groups to load"
             raise CheckpointError(
-                f"tensor {name!r} of the checkpoint ({record.group}) has no place to go"
+                f"tensor {name!r} of the checkpoint ({record.group}) does not exist in the model"
                 f"{adapter_hint(name, wanted) or why}"
             )
 
@@ -73,20 +72,20 @@ def check_names(
 def _check_shape(stored: Mapping[str, TensorInfo], name: str, shape: Sequence[int]) -> None:
     if name not in stored:
         raise CheckpointError(
-            f"the checkpoint has no tensor {name!r}{did_you_mean(name, stored)}: it "
-            "holds another model"
+            f"the checkpoint has no tensor {name!r}{did_you_mean(name, stored)}; load a checkpoint "
+            "of the same model"
         )
     there = stored[name].shape
     if tuple(shape) != there:
         raise CheckpointError(
-            f"tensor {name!r} has shape {there} in the checkpoint, {tuple(shape)} in the model"
+            f"tensor {name!r} has shape {there} in the checkpoint but {tuple(shape)} in the model"
         )
 
 
 def check_views(
     stored: Mapping[str, TensorInfo], into: Mapping[str, Sequence[ViewLike]], cast: Cast
 ) -> None:
-    """Checks boxes and dtypes of all views before the first of them is written to."""
+    """Checks the boxes and dtypes of all views before any of them is written to."""
     for name, views in into.items():
         for view in views:
             _check_shape(stored, name, view.global_shape)
@@ -94,9 +93,9 @@ def check_views(
             kept, dtype = stored[name].dtype, dtype_name(view.tensor.dtype)
             floating = is_floating(dtype) and is_floating(kept)
             if dtype != kept and not (cast == "floating" and floating):
-                hint = ": load with cast='floating' to convert it" if floating else ""
+                hint = "; load with cast='floating' to convert it" if floating else ""
                 raise CheckpointError(
-                    f"tensor {name!r} is stored as {kept}, the model has {dtype}{hint}"
+                    f"tensor {name!r} is stored as {kept}, but the model has {dtype}{hint}"
                 )
 
 
@@ -108,10 +107,11 @@ def load_views(
     verify: bool = True,
     progress: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Copies the stored elements into the tensors of the views, in place.
+    """Copies stored elements into the tensors of the views, in place.
 
-    Reads the byte ranges the views need, file by file in ascending order; with ``verify`` whole
-    blocks, whose digests are checked first. After an error the tensors hold undefined values.
+    Reads the byte ranges that the views need, file by file in ascending order. If ``verify``, it
+    reads whole blocks and checks their digests first. After an error the content of the tensors is
+    undefined.
     """
     by_file: dict[str, list[_Copy]] = defaultdict(list)
     for name, views in into.items():
@@ -139,14 +139,14 @@ def _plan(name: str, record: TensorRecord, view: ViewLike) -> list[_Copy]:
         copies.append(_Copy(piece, record.dtype, region, target[common.slices_in(box)]))
         found += common.numel
     if found != box.numel:
-        raise CorruptCheckpointError(f"the manifest has no piece for part of {name!r} {box}")
+        raise CorruptCheckpointError(f"the pieces in the manifest do not cover {name!r} {box}")
     return copies
 
 
 def read_region(
     reader: BlockReader, piece: Piece, dtype: str, region: Box, target: "Tensor"
 ) -> None:
-    """Copies ``region`` of a piece into ``target``, which has the region's shape."""
+    """Copies ``region`` of a piece into ``target``, which has the shape of the region."""
     _read(reader, piece.start, dtype, piece.lengths, region, target)
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep."""
+"""The rule for which checkpoints to keep."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from megatron_ckpt.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Retention:
-    """Keeps the newest ``latest`` checkpoints, and for ever those of each ``every``-th iteration.
+    """Keeps the newest ``latest`` checkpoints and those of every ``every``-th iteration.
 
-    ``latest=None`` keeps all. The newest complete checkpoint is kept whatever the rule, and what is
-    not a complete checkpoint is never removed.
+    ``latest=None`` keeps all. The newest complete checkpoint is always kept. Directories that are
+    not complete checkpoints are never removed.
     """
 
     latest: int | None = None
@@ -20,10 +20,10 @@ class Retention:
     def __post_init__(self) -> None:
         for name, value in (("latest", self.latest), ("every", self.every)):
             if value is not None and value < 1:
-                raise CheckpointError(f"Retention({name}={value}): give 1 or more, or None")
+                raise CheckpointError(f"Retention({name}={value}): use at least 1, or None")
 
     def to_delete(self, iterations: Iterable[int]) -> list[int]:
-        """Returns those of the complete ``iterations`` that the rule lets go, oldest first."""
+        """Returns the complete ``iterations`` that the rule does not keep, oldest first."""
         if self.latest is None:
             return []
         older = sorted(set(iterations))[: -self.latest]

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: save, choose, load."""
+"""A directory of checkpoints: saving, finding and loading them."""
 
 import logging
 import re
@@ -34,19 +34,19 @@ log = logging.getLogger("megatron_ckpt")
 
 
 def _quiet(count: int) -> None:
-    """Shows no progress."""
+    """Ignores progress."""
 
 
 class CheckpointStore:
-    """Checkpoints of one run, in one directory that all its ranks share.
+    """The checkpoints of one run, in a directory that all its ranks share.
 
-    Every rank makes a store and calls `save`, `load` and `latest` together with the others: each of
-    them returns on all ranks or raises on all.
+    Every rank creates a store. All ranks call `save`, `load` and `latest_iteration` together; each
+    call either returns on all ranks or raises on all.
 
     Args:
-        directory: made by the first save.
-        coordinator: how ranks talk; one process if not given. `DistributedCoordinator` serves runs
-            on `torch.distributed`.
+        directory: The directory, which the first save creates.
+        coordinator: The communication between ranks. Defaults to one process. Use a
+            `DistributedCoordinator` for runs on `torch.distributed`.
     """
 
     def __init__(self, directory: str | Path, coordinator: Coordinator | None = None) -> None:
@@ -68,30 +68,32 @@ class CheckpointStore:
         replace: bool = False,
         progress: Callable[[int], object] = _quiet,
     ) -> Path:
-        """Saves a checkpoint; when this returns it is complete and on disk.
+        """Saves a checkpoint. When this method returns, the checkpoint is complete and on disk.
 
-        A failure on any rank, at any point, leaves every earlier checkpoint as it was.
+        A failure on any rank, at any time, leaves all earlier checkpoints unchanged.
 
         Args:
-            iteration: from 0.
-            state: by name either a list of views, or a plain value (None, bool, int, float, str,
-                bytes, list, tuple, dict). Tensors named like another with a suffix
-                (``weight.exp_avg`` beside ``weight``) go to a file of their own, so that the model
-                can be read without them. A plain value has to be equal on all ranks that give it.
-            model: family and configuration, from which others build the model (rank 0's count).
-            files: further files by the name they shall have: content, or a path to copy from; a
-                folder is copied whole (rank 0's count).
-            retention: what to remove afterwards (rank 0's counts).
-            replace: whether a complete checkpoint of this iteration may be replaced.
-            progress: called with the bytes of each tensor this rank has written.
+            iteration: The iteration, from 0.
+            state: For each name either a list of views or a plain value (None, bool, int, float,
+                str, bytes, list, tuple, dict). A tensor whose name is another tensor's name with a
+                suffix (``weight.exp_avg`` beside ``weight``) is written to a separate file, so that
+                the model can be read without it. A plain value must be equal on all ranks that have
+                it.
+            model: The kind, family and configuration of the model. Only rank 0's is used.
+            files: Further files by name: their content, or a path to copy from. A folder is copied
+                with all its files. Only rank 0's are used.
+            retention: The rule for removing older checkpoints afterwards. Only rank 0's is used.
+            replace: Whether to replace an existing complete checkpoint of this iteration. Defaults
+                to False.
+            progress: Called with the bytes of each tensor that this rank has written.
 
         Returns:
             The directory of the checkpoint.
 
         Raises:
-            CheckpointError: bad views, an overlap or a hole, another writer, an existing
-                checkpoint, or another rank's failure.
-            OSError: this rank could not write.
+            CheckpointError: Views are invalid, overlap or leave a gap; another process is writing;
+                the checkpoint exists; or another rank failed.
+            OSError: This rank could not write.
         """
         transaction = Transaction(
             self.directory,
@@ -115,27 +117,28 @@ class CheckpointStore:
     ) -> LoadedState:
         """Fills views of any layout in place, from a checkpoint of any layout.
 
-        Only the byte ranges the views need are read, and with ``verify`` the blocks around them,
-        whose digests are checked before anything is copied. After an error the tensors hold
-        undefined values.
+        Reads only the byte ranges that the views need; if ``verify``, also the rest of their
+        blocks, whose digests are checked before anything is copied. After an error the content of
+        the tensors is undefined.
 
         Args:
-            iteration: to load; None is the newest that is complete. One that turns out damaged
-                while it is read is then named in a warning and the one before it is taken.
-            into: views by tensor name. A rank names what it holds; all ranks together have to name
-                every tensor of the chosen groups.
-            groups: ``model`` or ``optim`` to load just these; None is everything.
-            cast: ``refuse`` wants equal dtypes, ``floating`` converts floating point.
-            verify: whether digests are checked. Sizes always are.
-            progress: called with the bytes of each piece copied.
+            iteration: The iteration to load, or None for the newest complete one. If that one turns
+                out to be damaged while it is read, a warning names it and the previous one is
+                loaded.
+            into: Views by tensor name. A rank names the tensors that it holds; all ranks together
+                must name every tensor of the chosen groups.
+            groups: ``model`` or ``optim`` to load only these tensors. Defaults to all.
+            cast: ``refuse`` requires equal dtypes, ``floating`` converts floating-point dtypes.
+            verify: Whether to check digests. Sizes are always checked. Defaults to True.
+            progress: Called with the bytes of each piece copied.
 
         Returns:
-            The plain values by name, with the iteration they are from.
+            The plain values by name, with the iteration that they were loaded from.
 
         Raises:
-            CorruptCheckpointError: the iteration named is torn or damaged.
-            CheckpointError: there is no checkpoint; missing or unexpected names, with the nearest;
-                other shapes or dtypes.
+            CorruptCheckpointError: The given iteration is torn or damaged.
+            CheckpointError: There is no checkpoint; a name is missing or unexpected (the message
+                has the nearest name); or a shape or dtype differs.
         """
         shapes = {name: tuple(views[0].global_shape) for name, views in into.items() if views}
         damaged: list[Path] = []
@@ -155,20 +158,21 @@ class CheckpointStore:
             except CorruptCheckpointError as error:
                 if iteration is not None:
                     raise
-                self._warn(f"{path} is damaged and passed over: {error}")
+                self._warn(f"{path} is damaged and skipped: {error}")
                 damaged.append(path)
 
     def latest_iteration(self) -> int | None:
-        """Returns the newest complete iteration, or None; torn ones are named in one warning.
+        """Returns the newest complete iteration, or None. One warning names torn checkpoints.
 
         Raises:
-            CorruptCheckpointError: all that were complete are damaged; see `newest`.
+            CorruptCheckpointError: All checkpoints that were complete are damaged; see
+                `latest_checkpoint`.
         """
 
         def choose(_: list[None]) -> int | None:
             newest, torn = self._open_latest()
             if torn:
-                then = f"iteration {newest.iteration} is used" if newest else "there is no other"
+                then = f"using iteration {newest.iteration}" if newest else "there is no other"
                 log.warning("%s; %s", "; ".join(str(c.error) for c in torn), then)
             return newest.iteration if newest else None
 
@@ -176,15 +180,15 @@ class CheckpointStore:
         return newest
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """Returns the newest complete checkpoint, or None where none was ever completed.
+        """Returns the newest complete checkpoint, or None if no save was ever completed.
 
-        This rank looks for itself. Saves that were not completed count as none.
+        Does not communicate with other ranks. Unfinished saves do not count.
 
         Raises:
-            CorruptCheckpointError: there is no complete checkpoint, but one that was complete and
-                is damaged: its directory has its final name, which only complete ones get. A run
-                that began anew here would write over what can perhaps be mended.
-            CheckpointError: the checkpoints are another program's.
+            CorruptCheckpointError: There is no complete checkpoint, but a directory with a final
+                name, which only complete checkpoints get, is damaged. A new run in this directory
+                could overwrite a checkpoint that may be repairable.
+            CheckpointError: The checkpoints are those of another program.
         """
         return self._open_latest()[0]
 
@@ -197,16 +201,19 @@ class CheckpointStore:
                 raise CheckpointError(f"{self.directory} {what}")
             more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
             raise CorruptCheckpointError(
-                f"{self.directory} has damaged checkpoints and no whole one: "
-                f"{damaged[0].error}{more}; restore them, move them away, or give another folder"
+                f"{self.directory} has damaged checkpoints and no complete one: "
+                f"{damaged[0].error}{more}; restore or move them, or use another folder"
             )
         return None, torn
 
     def find_latest(self, exclude: Iterable[Path] = ()) -> tuple[Candidate | None, list[Candidate]]:
-        """Returns the newest complete checkpoint and what is torn before it.
+        """Returns the newest complete checkpoint and the newer torn ones.
 
-        This rank looks for itself. "Complete" means a valid manifest and every file at its size;
-        digests are checked by reading.
+        Does not communicate with other ranks. A complete checkpoint has a valid manifest and every
+        file with its size. Digests are not checked.
+
+        Args:
+            exclude: Directories to skip.
         """
         torn: list[Candidate] = []
         for candidate in scan_directories(self.directory):
@@ -245,7 +252,7 @@ class CheckpointStore:
                 f"{self.directory} has no complete checkpoint" + (f": {reasons}" if torn else "")
             )
         if torn and not damaged:
-            log.warning("%s; iteration %d is used", reasons, newest.iteration)
+            log.warning("%s; using iteration %d", reasons, newest.iteration)
         return newest.path, newest.manifest
 
     def _find_iteration(self, iteration: int) -> tuple[Path, Manifest]:
@@ -272,7 +279,7 @@ def save_shards(
     make: Callable[[], tuple[list[Shard], dict[str, str]]],
     progress: Callable[[int], object] = _quiet,
 ) -> Path:
-    """Saves the slabs and values that ``make`` gives; elements are made when they are written."""
+    """Saves the shards and values that ``make`` returns; elements are produced when written."""
     shards: list[Shard] = []
 
     def describe() -> dict[str, Any]:
@@ -298,24 +305,28 @@ def save_shards(
 
 
 def find_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoint:
-    """Opens a checkpoint by its own directory, or the newest (or named) one of a store's directory.
+    """Opens a checkpoint by its own directory, or the newest or given one of a store's directory.
 
-    For readers of one process; ranks that read together use `CheckpointStore.load`.
+    Does not communicate with other ranks; ranks that load together use `CheckpointStore.load`.
+
+    Args:
+        path: The directory of a checkpoint or of a store.
+        iteration: The iteration to open. Defaults to the newest complete one.
 
     Raises:
-        CorruptCheckpointError: the checkpoint named is torn.
-        CheckpointError: there is none.
+        CorruptCheckpointError: The given checkpoint is torn.
+        CheckpointError: There is no such checkpoint.
     """
     path = Path(path)
     if not path.is_dir():
         what = (
             describe_foreign_checkpoint(path)
-            or "is not a directory; give a checkpoint or a run's directory"
+            or "is not a directory; use a checkpoint or the directory of a run"
         )
         raise CheckpointError(f"{path} {what}")
     itself = re.match(r"iter_\d{7}", path.name) or (path / MANIFEST).exists()
     if itself:
         if iteration is not None and Checkpoint(path).iteration != iteration:
-            raise CheckpointError(f"{path} is not iteration {iteration}: give its parent directory")
+            raise CheckpointError(f"{path} is not iteration {iteration}; use its parent directory")
         return Checkpoint(path)
     return Checkpoint(*CheckpointStore(path)._choose(iteration, ()))

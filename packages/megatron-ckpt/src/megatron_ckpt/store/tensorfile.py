@@ -1,4 +1,4 @@
-"""Writing safetensors files as a stream: the header first, then one tensor after another."""
+"""Streaming writer of safetensors files: the header, then one tensor after another."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorEntry(NamedTuple):
-    """A tensor to be written: its key, what it will be, and how to get it when its turn comes."""
+    """A tensor to write: its key, dtype and shape, and the function that produces it."""
 
     key: str
     dtype: str
@@ -26,17 +26,17 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes the tensor takes."""
+        """The number of bytes of the tensor."""
         return int(np.prod(self.shape, dtype=np.int64)) * item_size(self.dtype)
 
 
 def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """Return the header of a safetensors file and where each tensor begins, counted in the file."""
+    """Returns the header of a safetensors file and the start of each tensor in the file."""
     content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     starts, at = [], 0
     for entry in entries:
         if entry.key in content or entry.key == "__metadata__":
-            raise CheckpointError(f"tensor {entry.key!r} is written twice to one file")
+            raise CheckpointError(f"a file cannot hold two tensors of the name {entry.key!r}")
         content[entry.key] = {
             "dtype": entry.dtype,
             "shape": list(entry.shape),
@@ -51,7 +51,7 @@ def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple
 
 
 def tensor_bytes(tensor: "Tensor") -> memoryview:
-    """Returns the elements of a tensor in row-major order as bytes; copies only where it must."""
+    """Returns the elements of a tensor as bytes in row-major order; copies only if necessary."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -64,16 +64,17 @@ def write_tensor_file(
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[FileRecord, list[int]]:
-    """Writes a safetensors file, synced; one tensor is held at a time.
+    """Writes and syncs a safetensors file. Memory holds one tensor at a time.
 
     Args:
-        path: of the file, which may not exist.
-        entries: the tensors in the order of the file; to keep each aligned, larger elements first.
-        metadata: strings for the file's own metadata.
-        progress: called with the bytes of each tensor written.
+        path: The path of the file, which must not exist.
+        entries: The tensors in the order of the file. For alignment, larger elements must come
+            first.
+        metadata: Strings for the metadata of the file.
+        progress: Called with the bytes of each tensor written.
 
     Returns:
-        Size and digests, and where each tensor begins.
+        Size and digests of the file, and the start of each tensor.
     """
     head, starts = header(entries, metadata or {"format": "pt"})
     with create_file(path) as descriptor:
@@ -83,10 +84,10 @@ def write_tensor_file(
             tensor = entry.produce()
             if tuple(tensor.shape) != entry.shape or dtype_name(tensor.dtype) != entry.dtype:
                 raise CheckpointError(
-                    f"tensor {entry.key!r} became {dtype_name(tensor.dtype)} "
-                    f"{tuple(tensor.shape)}, planned was {entry.dtype} {entry.shape}"
+                    f"tensor {entry.key!r} is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, "
+                    f"expected {entry.dtype} {entry.shape}"
                 )
             writer.write(tensor_bytes(tensor))
-            del tensor  # or it would still be there while the next is made
+            del tensor  # freed before the next tensor is produced
             progress(entry.nbytes)
     return writer.record(), starts

@@ -1,4 +1,4 @@
-"""Rank 0's part of a save: lock, make room, commit, and clear up whatever happens."""
+"""The steps of a save on rank 0: lock, prepare, commit and clean up."""
 
 import logging
 import shutil
@@ -33,15 +33,15 @@ log = logging.getLogger("megatron_ckpt")
 
 
 class Transaction:
-    """One save, seen from rank 0. Leaving the context removes what was not committed.
+    """One save on rank 0. Leaving the context removes everything that was not committed.
 
     Args:
-        directory: of the store.
-        iteration: to be saved.
-        model: see `CheckpointStore.save`; so are the others.
-        files: further files.
-        retention: what to remove afterwards.
-        replace: whether a complete checkpoint of this iteration may be replaced.
+        directory: The directory of the store.
+        iteration: The iteration to save.
+        model: As for `CheckpointStore.save`.
+        files: As for `CheckpointStore.save`.
+        retention: As for `CheckpointStore.save`.
+        replace: As for `CheckpointStore.save`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Transaction:
         self._cleanup.close()
 
     def begin(self, contributions: Sequence[Contribution]) -> Path:
-        """Checks what all ranks bring, take the lock, and returns a new directory to write into."""
+        """Checks the contributions, takes the lock, and returns a new directory to write into."""
         self._values = check_contributions(contributions)
         self._contributions = contributions
         expand_attachments(self.files)
@@ -78,15 +78,15 @@ class Transaction:
         remove_leftovers(self.directory)
         if self.final.exists() and not self.replace and not self._is_torn():
             raise CheckpointError(
-                f"{self.final} exists and is complete: save with replace=True to replace it, or "
-                "give the run another directory"
+                f"{self.final} exists and is complete; save with replace=True to replace it, or "
+                "use another directory for the run"
             )
         self._temporary.mkdir()
         self._cleanup.callback(shutil.rmtree, self._temporary, ignore_errors=True)
         return self._temporary
 
     def commit(self, written: Sequence[RankFiles]) -> None:
-        """Completes the directory and gives it its name; from then on it is the checkpoint."""
+        """Completes the directory and gives it its final name, which makes it a checkpoint."""
         commit(
             self._temporary,
             self.iteration,
@@ -108,14 +108,14 @@ class Transaction:
             replace_file(self.directory / POINTER, f"{self.iteration}\n".encode())
             self._retain()
         except OSError as error:
-            log.warning("%s is saved, but clearing up after it failed: %s", self.final, error)
+            log.warning("%s is saved, but cleaning up failed: %s", self.final, error)
 
     def _is_torn(self) -> bool:
         return inspect_directory(self.iteration, self.final).manifest is None
 
     def _retain(self) -> None:
         if self.retention is None or self.retention.latest is None:
-            return  # all are kept: no manifest needs to be read
+            return  # all checkpoints are kept, so no manifest has to be read
         complete = {c.iteration: c.path for c in scan_directories(self.directory) if c.manifest}
         for iteration in self.retention.to_delete(complete):
             if iteration != self.iteration:

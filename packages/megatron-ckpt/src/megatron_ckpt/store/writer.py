@@ -1,6 +1,7 @@
-"""The four steps of a save: say what each rank holds, check and prepare, write, commit.
+"""The four steps of a save: describe the shards of each rank, check them, write and commit.
 
-`describe_shards` and `write_shards` run on every rank, `prepare` and `commit` on rank 0.
+`describe_shards` and `write_shards` run on every rank, `check_contributions` and `commit` on rank
+0.
 """
 
 import math
@@ -32,7 +33,7 @@ _RESERVED = (MANIFEST, STATE)
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a global tensor that this rank holds, and how to get its elements."""
+    """A box of a global tensor on this rank, and the function that produces its elements."""
 
     name: str
     group: str
@@ -44,14 +45,14 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """Name in the safetensors file: the tensor's own, with the box where it is a part."""
+        """The name in the safetensors file: the tensor's name, plus the box of a sharded tensor."""
         whole = self.box.lengths == self.shape
         return self.name if whole else f"{self.name}{self.box}"
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one rank brings to a save, without the elements: small, sent to rank 0.
+    """The metadata that one rank contributes to a save; it is small and sent to rank 0.
 
     Attributes:
         tensors: name -> (group, dtype, global shape, [(replica, offsets, lengths)]).
@@ -62,12 +63,12 @@ class Contribution:
     values: dict[str, str]
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns it as plain values, see `from_plain`."""
+        """Returns the contribution as plain values; see `from_plain`."""
         return {"tensors": self.tensors, "values": self.values}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Returns what `to_plain` was called on, from what came of it by JSON."""
+        """Reverses `to_plain`, also after a round trip through JSON."""
         tensors = {
             name: (group, dtype, shape, [(replica, Box(*box)) for replica, box in boxes])
             for name, (group, dtype, shape, boxes) in plain["tensors"].items()
@@ -77,28 +78,28 @@ class Contribution:
 
 @dataclass(frozen=True)
 class RankFiles:
-    """What one rank wrote: its files, and where the boxes of each tensor lie."""
+    """The files that one rank wrote, and the pieces of each tensor in them."""
 
     files: dict[str, FileRecord]
     pieces: list[tuple[str, Piece]]
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns it as plain values, see `from_plain`."""
+        """Returns the files and pieces as plain values; see `from_plain`."""
         files = {name: (record.size, record.blocks) for name, record in self.files.items()}
         return {"files": files, "pieces": [(name, astuple(piece)) for name, piece in self.pieces]}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Returns what `to_plain` was called on, from what came of it by JSON."""
+        """Reverses `to_plain`, also after a round trip through JSON."""
         files = {name: FileRecord(*record) for name, record in plain["files"].items()}
         return cls(files, [(name, Piece(*piece)) for name, piece in plain["pieces"]])
 
 
 def split_state(state: Mapping[str, object]) -> tuple[list[Shard], dict[str, str]]:
-    """Splits a state into the slabs of its views and its plain values as JSON text.
+    """Splits a state into the shards of its views and its plain values as JSON text.
 
-    Tensors go to the group ``model``, those whose name is another tensor's name and a suffix
-    (``layers.0.mlp.up.weight.exp_avg``) to ``optim``.
+    A tensor belongs to the group ``optim`` if its name is another tensor's name with a suffix
+    (``layers.0.mlp.up.weight.exp_avg``), else to ``model``.
     """
     views: dict[str, Sequence[ViewLike]] = {}
     values: dict[str, str] = {}
@@ -126,24 +127,24 @@ def _extends_another(name: str, names: Mapping[str, object]) -> bool:
 
 
 def describe_shards(shards: Iterable[Shard], values: dict[str, str]) -> Contribution:
-    """Describes what this rank holds."""
+    """Returns the metadata of the shards of this rank."""
     tensors: dict[str, tuple[str, str, tuple[int, ...], list[tuple[int, Box]]]] = {}
     for shard in shards:
         record = tensors.setdefault(shard.name, (shard.group, shard.dtype, shard.shape, []))
         if record[:3] != (shard.group, shard.dtype, shard.shape):
             raise CheckpointError(
-                f"tensor {shard.name!r}: views of {record[1]} {record[2]} and of "
-                f"{shard.dtype} {shard.shape} on one rank"
+                f"tensor {shard.name!r}: views on one rank differ: {record[1]} {record[2]} and "
+                f"{shard.dtype} {shard.shape}"
             )
         record[3].append((shard.replica, shard.box))
     return Contribution(tensors, values)
 
 
 def check_contributions(ranks: Sequence[Contribution]) -> dict[str, str]:
-    """Checks that all ranks together hold each tensor once; return the plain values of all.
+    """Checks that all ranks together hold each tensor once, and returns the plain values.
 
     Raises:
-        CheckpointError: ranks disagree, boxes overlap, or there is a hole; names the tensor.
+        CheckpointError: Ranks disagree, or boxes overlap or leave a gap; names the tensor.
     """
     first: dict[str, tuple[int, tuple[str, str, tuple[int, ...]]]] = {}
     owners: dict[str, list[tuple[int, int, Box]]] = defaultdict(list)
@@ -162,13 +163,13 @@ def check_contributions(ranks: Sequence[Contribution]) -> dict[str, str]:
             other, known_text = values.setdefault(name, (rank, text))
             if known_text != text:
                 raise CheckpointError(
-                    f"value {name!r} differs between ranks {other} and {rank}: give what belongs "
-                    "to one rank a name of its own"
+                    f"value {name!r} differs between ranks {other} and {rank}; use a different "
+                    "name on each rank"
                 )
     for name, (_, (_, _, shape)) in first.items():
         check_tiling(name, shape, owners[name])
     for name in [name for name, (_, text) in values.items() if name in first and text == "[]"]:
-        del values[name]  # a rank whose part of the tensor is all padding has no view of it
+        del values[name]  # a rank whose shard is all padding has no view of the tensor
     if both := values.keys() & first.keys():
         raise CheckpointError(f"{min(both)!r} is a tensor on one rank and a value on another")
     return {name: text for name, (_, text) in values.items()}
@@ -181,10 +182,10 @@ def write_shards(
     world_size: int,
     progress: Callable[[int], object] = lambda count: None,
 ) -> RankFiles:
-    """Writes this rank's slabs of replica 0, one file per group, synced."""
+    """Writes and syncs the shards of replica 0 on this rank, one file for each group."""
     by_group: dict[str, list[Shard]] = defaultdict(list)
     for shard in shards:
-        # An empty box covers nothing; an empty tensor is recorded by whoever has all of it.
+        # Empty boxes are skipped, unless the whole tensor is empty.
         if shard.replica == 0 and (shard.box.numel or not math.prod(shard.shape)):
             by_group[shard.group].append(shard)
     files, pieces = {}, []
@@ -196,8 +197,7 @@ def write_shards(
             files[file], starts = write_tensor_file(directory / file, entries, progress=progress)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{directory} is not there on rank {rank}: checkpoints need a directory that all "
-                "ranks share"
+                f"{directory} does not exist on rank {rank}; use a directory that all ranks share"
             ) from error
         for shard, start in zip(held, starts, strict=True):
             pieces.append((shard.name, Piece(file, start, shard.box.offsets, shard.box.lengths)))
@@ -214,7 +214,7 @@ def commit(
     model: ModelRecord | None,
     attachments: Mapping[str, bytes | Path],
 ) -> Manifest:
-    """Writes values, attachments and at last the manifest, all synced."""
+    """Writes the values, the attachments and finally the manifest, and syncs all of them."""
     content = ",\n".join(f"{dumps(name, name)}: {text}" for name, text in sorted(values.items()))
     files = {STATE: write_file(directory / STATE, f"{{\n{content}\n}}\n".encode())}
     for name, source in expand_attachments(attachments).items():
@@ -242,11 +242,11 @@ def commit(
 
 
 def expand_attachments(attachments: Mapping[str, bytes | Path]) -> dict[str, bytes | Path]:
-    """Replaces folders by the files in them, and checks the names files will have.
+    """Replaces folders by their files and checks the resulting names.
 
     Raises:
-        CheckpointError: a name that is unsafe (`megatron_ckpt.paths`) or taken, or a link that
-            leads out of a folder.
+        CheckpointError: A name is unsafe (`megatron_ckpt.paths`) or reserved, or a link leads out
+            of a folder.
     """
     found: dict[str, bytes | Path] = {}
     for name, source in attachments.items():
@@ -260,8 +260,8 @@ def expand_attachments(attachments: Mapping[str, bytes | Path]) -> dict[str, byt
         check_name(name, "files of a checkpoint")
         if name in _RESERVED or ("/" not in name and name.endswith(".safetensors")):
             raise CheckpointError(
-                f"a checkpoint cannot hold a file {name!r}: give a name that is not {STATE}, "
-                f"{MANIFEST} or a .safetensors file"
+                f"a checkpoint cannot hold a file {name!r}; use a name other than {STATE}, "
+                f"{MANIFEST} and *.safetensors"
             )
     return found
 

@@ -1,8 +1,8 @@
-"""GGUF files of the architecture ``llama``: Llama, SmolLM, and others of their shape.
+"""GGUF files of the architecture ``llama``: Llama, SmolLM and others of this shape.
 
 llama.cpp rotates neighbouring channels of queries and keys, so their rows are stored in that order;
-`rope_permute` brings them back. Llama 3.1's rotary scaling is not in the metadata but in a tensor
-of factors, from which its settings are found again.
+`rope_permute` reorders them. The rotary scaling of Llama 3.1 is not in the metadata but in a tensor
+of factors, from which the settings are recovered.
 """
 
 import math
@@ -29,7 +29,7 @@ _NUMBERS = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-#: Metadata that is looked at in another way, or says nothing about the model's arithmetic.
+#: Metadata that is read elsewhere or does not affect the computation of the model.
 _OTHERS = {
     "attention.head_count_kv",
     "attention.key_length",
@@ -48,7 +48,7 @@ _TOKENS = {
     "eos_token_id": "eos_token_id",
     "pad_token_id": "padding_token_id",
 }
-#: Of Llama 3.1, 3.2 and 3.3; only the factor differs between them.
+#: Rotary scaling of Llama 3.1, 3.2 and 3.3, which differ only in the factor.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -57,7 +57,7 @@ _LLAMA3 = {
 
 
 def _rows(config: Mapping[str, Any]) -> "list[RowData]":
-    """Returns the rows from GGUF's names to Hugging Face's."""
+    """Returns the rows from GGUF names to Hugging Face names."""
     attention, mlp = f"{_BLOCK}.self_attn", f"{_BLOCK}.mlp"
     rows: list[RowData] = [
         ("model.embed_tokens.weight", ["token_embd.weight"], []),
@@ -81,7 +81,7 @@ def _rows(config: Mapping[str, Any]) -> "list[RowData]":
 
 
 def _config(file: GGUFFile) -> dict[str, Any]:
-    """Makes the content of ``config.json``; refuses settings that would change the model."""
+    """Returns the content of ``config.json``; refuses settings that would change the model."""
     _refuse_unknown(file)
     config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     for ours, theirs in _NUMBERS.items():
@@ -93,11 +93,11 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         if _number(file, key, head_dim) != head_dim:
             raise CheckpointError(
                 f"{file.path}: {_PREFIX}{key} is {_number(file, key)}, but heads have {head_dim} "
-                "channels: such a model is not supported"
+                "channels; it must be equal"
             )
     names = file.tensor_names
     if "token_embd.weight" not in names:
-        raise CheckpointError(f"{file.path} has no tensor 'token_embd.weight': it is no model")
+        raise CheckpointError(f"{file.path} has no tensor 'token_embd.weight': it is not a model")
     config |= {
         "head_dim": head_dim,
         "vocab_size": _number(file, "vocab_size", file.meta("token_embd.weight").shape[0]),
@@ -116,15 +116,15 @@ def _config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _refuse_unknown(file: GGUFFile) -> None:
-    for key in file.keys():  # noqa: SIM118 - the file is no mapping
+    for key in file.keys():  # noqa: SIM118 - the file is not a mapping
         setting = key.removeprefix(_PREFIX)
         if setting == key or setting in _NUMBERS or setting in _OTHERS:
             continue
         value = file.get(key)
-        if value:  # expert_count and the like are written as 0 for a dense model
+        if value:  # dense models have expert_count and similar keys with the value 0
             raise CheckpointError(
-                f"{file.path}: {key} is {value!r}, which no Llama model of ours has: import the "
-                "model's safetensors if their configuration is supported"
+                f"{file.path}: {key} is {value!r}, which is not supported for GGUF files; import "
+                "the safetensors of the model"
             )
 
 
@@ -135,12 +135,12 @@ def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
 
         return float(str(np.float32(value)))  # stored as float32: 1e-05, not 9.99999974e-06
     if not isinstance(value, int):
-        raise CheckpointError(f"{file.path}: {_PREFIX}{key} is {value!r}, not one number")
+        raise CheckpointError(f"{file.path}: {_PREFIX}{key} is {value!r}, not a number")
     return value
 
 
 def _scaling(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns ``rope_scaling``, from the metadata or from the tensor of factors."""
+    """Returns ``rope_scaling`` from the metadata or from the tensor of factors."""
     kind = file.get(f"{_PREFIX}rope.scaling.type", "none")
     if _FACTORS in file.tensor_names:
         return _llama3_scaling(file, config)
@@ -166,8 +166,8 @@ def _llama3_scaling(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any]
     )
     if not close:
         raise CheckpointError(
-            f"{file.path}: the rotary factors in {_FACTORS!r} are not those of Llama 3.1: import "
-            "the model's safetensors"
+            f"{file.path}: the rotary factors in {_FACTORS!r} are not those of Llama 3.1; import "
+            "the safetensors of the model"
         )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
