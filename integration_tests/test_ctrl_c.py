@@ -110,7 +110,7 @@ def test_preprocessing_keeps_whole_chunks_alone_and_goes_on(place: Path, workers
     assert not list(place.glob("*out_text*"))
     assert {path.suffix for path in parts.iterdir()} == {".part", ".json", ""}, "nothing half-done"
     out, err = start(command, place).communicate(timeout=240)
-    assert "chunks were done by an earlier run\n" in out and not err
+    assert "chunks were finished by an earlier run\n" in out and not err
     assert not parts.exists()
     for path in place.glob("out_text*"):
         path.unlink()

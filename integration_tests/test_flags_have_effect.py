@@ -337,7 +337,7 @@ REFUSALS = {
     "training.task": "--task gtp: no kind of task 'gtp'; did you mean 'gpt'?",
     "checkpoint.exit_on_missing_checkpoint": "--load nowhere has no complete checkpoint",
     "data.max_document_bytes": "lines.jsonl:1: ",
-    "data.max_template_steps": "it takes more steps than it may (--max-template-steps",
+    "data.max_template_steps": "it exceeds the limit of steps (--max-template-steps",
     "data.max_template_characters": "it makes a text of more than 3 characters",
 }
 """Flags whose effect is that a run is refused, and with which words."""

@@ -201,7 +201,7 @@ def test_a_plain_tokenizer_takes_the_template_beside_it(folder: Path) -> None:
     tokenizer = conversation_tokenizer(load_tokenizer(folder), folder / "tokenizer.json")
     asked = tokenizer.tokenize_conversation(TALK[3:4], add_generation_prompt=True)
     assert tokenizer.decode(asked.ids.tolist()) == "<s><user>Hi<assistant>"
-    with pytest.raises(DataError, match="a NullMultimodalTokenizer does not know how"):
+    with pytest.raises(DataError, match="a NullMultimodalTokenizer has no chat template"):
         conversation_tokenizer(NullMultimodalTokenizer(9), "x")
 
 
@@ -212,7 +212,7 @@ def test_numbers_for_text(tmp_path: Path) -> None:
         assert isinstance(each, NullMultimodalTokenizer)
         assert each.encode("3 1 4") == [3, 1, 4] and each.vocab_size == 101
         assert (each.token_id("<image>"), each.token_id("7")) == (-200, 7)
-    with pytest.raises(DataError, match="one token; '7 8' is 2"):
+    with pytest.raises(DataError, match="'7 8' is 2 tokens; give exactly one"):
         NullMultimodalTokenizer(9).token_id("7 8")
 
 
@@ -231,7 +231,7 @@ def test_a_template_of_ones_own_goes_with_images_too(folder: Path, tmp_path: Pat
     said = [{"role": "user", "content": "<image>"}]
     assert tagged.template.render(said).text == "<user><Image><image></Image><s>"
     for given in ({}, {"prompt_format": "chatml", "chat_template": file}):
-        with pytest.raises(DataError, match="--tokenizer-prompt-format and --chat-template: give"):
+        with pytest.raises(DataError, match="either --tokenizer-prompt-format or --chat-template"):
             MultimodalTokenizer.load(folder, **given)
 
 
@@ -245,11 +245,11 @@ def test_a_template_of_ones_own_goes_with_images_too(folder: Path, tmp_path: Pat
          "--image-tag-type does not go with --tokenizer-type HuggingFaceTokenizer"),
         ({"tokenizer_prompt_format": "llama4"}, "no prompt format 'llama4'; give one of mistral, "),
         ({"sft_tokenizer_prompt_format": "x"}, "no prompt format 'x'; give one of default, nemo"),
-        ({"tokenizer_prompt_format": "chatml", "image_tag_type": "x"}, "image tag 'x'; give one"),
+        ({"tokenizer_prompt_format": "chatml", "image_tag_type": "x"}, "unknown image tag 'x'"),
         ({"tokenizer_prompt_format": "chatml", "force_system_message": True},
-         "the prompt format chatml has no system message to force; qwen2p0"),
+         "the prompt format chatml has no system message; use the prompt format qwen2p0"),
         ({"chat_template": "nowhere"}, "no chat template at nowhere"),
-        ({"chat_template": "a", "sft_tokenizer_prompt_format": "default"}, "give one of them"),
+        ({"chat_template": "a", "sft_tokenizer_prompt_format": "default"}, "give only one of"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_made(folder: Path, options: dict[str, Any], message: str) -> None:
@@ -260,9 +260,15 @@ def test_what_cannot_be_made(folder: Path, options: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"role": "assistant", "content": "<image>"}, "message 2: <image> in what an assistant"),
+        (
+            {"role": "assistant", "content": "<image>"},
+            "message 2: <image> in a message of the assistant",
+        ),
         ({"role": "user", "content": ""}, "message 2 has no text"),
-        ({"role": "user", "content": [{"type": "image"}]}, "image in a message is written <image>"),
+        (
+            {"role": "user", "content": [{"type": "image"}]},
+            "write an image in a message as <image>",
+        ),
     ],
 )
 def test_what_is_no_message(folder: Path, message: dict[str, Any], reason: str) -> None:

@@ -91,7 +91,7 @@ def test_joined_tokens_make_the_same_files(
 
 
 @pytest.mark.parametrize("wrong_at", [0, 199, 250])
-def test_one_wrong_token_ends_its_use_and_is_told(
+def test_gigatoken_is_dropped_with_a_warning_after_one_wrong_token(
     wrong_at: int,
     tokenizer: HuggingFaceTokenizer,
     corpus: Path,
@@ -104,11 +104,11 @@ def test_one_wrong_token_ends_its_use_and_is_told(
     monkeypatch.setattr(fast, "CHECKED_EVERY", 50)
     slow, quick = both(tokenizer, corpus, tmp_path)
     assert slow == quick
-    told = [message for message in caplog.messages if "gives other tokens" in message]
-    assert len(told) == 1 and told[0].endswith("; all is done anew without gigatoken")
+    warnings = [message for message in caplog.messages if "give different tokens" in message]
+    assert len(warnings) == 1 and warnings[0].endswith("; all is done anew without gigatoken")
 
 
-def test_what_it_cannot_do_is_told(
+def test_unsupported_tokenizers_are_reported(
     tokenizer: HuggingFaceTokenizer,
     corpus: Path,
     tmp_path: Path,
@@ -118,7 +118,7 @@ def test_what_it_cannot_do_is_told(
 ) -> None:
     plain = ByteTokenizer()
     assert fast_tokenizer(plain) is plain
-    assert caplog.messages == ["gigatoken is not used: it knows no ByteTokenizer"]
+    assert caplog.messages == ["gigatoken is not used: it does not support ByteTokenizer"]
 
     def refuse(definition: bytes) -> None:
         raise ValueError("no Unigram")
@@ -126,7 +126,7 @@ def test_what_it_cannot_do_is_told(
     monkeypatch.setattr(stand, "from_json", refuse)
     assert fast_tokenizer(tokenizer) is tokenizer
     assert caplog.messages[1:] == [
-        "gigatoken does not know this tokenizer: no Unigram; the tokenizers library is used"
+        "gigatoken does not support this tokenizer: no Unigram; the tokenizers library is used"
     ]
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     with pytest.raises(DataError, match=r"megatron-data\[fast\]"):

@@ -40,7 +40,7 @@ def test_gpt2s_two_files_are_read_as_the_library_does(files):
     ("vocab", "merges", "message"),
     [
         ("{", "a b", r"vocab is not JSON"),
-        ("[1]", "a b", "does not map tokens to numbers"),
+        ("[1]", "a b", "does not map tokens to token ids"),
         ('{"a": 0}', "a b", r"lacks <\|endoftext\|>"),
         (
             '{"a": 0, "b": 1, "<|endoftext|>": 2}',

@@ -75,7 +75,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             f"{CHATS} --input parts.jsonl --sft-tokenizer-prompt-format identity",
             1,
-            "it writes a content of several parts as Python writes lists",
+            "it writes a content of several parts as a Python list",
         ),
         (
             "tokenize-images --input pairs.jsonl --tokenizer-model tokenizer --output-prefix o "
@@ -122,7 +122,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "preprocess --input a.jsonl --tokenizer-type TikTokenizer --tokenizer-model list.json "
             "--output-prefix o",
             1,
-            "list.json: 0 tokens; a vocabulary begins with those of the 256 bytes",
+            "list.json: 0 tokens; a vocabulary begins with the 256 bytes",
         ),
         (
             "preprocess --input a.jsonl --tokenizer-model bert-base --output-prefix o",
@@ -219,7 +219,7 @@ def test_a_lack_of_memory_is_no_refusal(tmp_path: Path, monkeypatch: pytest.Monk
     def fail(*arguments: Any, **options: Any) -> Any:
         raise MemoryError
 
-    with pytest.raises(MemoryError), huggingface._refusals("what"):
+    with pytest.raises(MemoryError), huggingface._library_errors("what"):
         fail()
     load_or_build(tmp_path, "key", lambda: {"a": np.zeros(2)})
     monkeypatch.setattr("megatron_data.order.cache._mapped", fail)

@@ -106,16 +106,20 @@ def test_the_command_prints_a_table_and_writes_a_file(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "status", "told"),
     [
-        ([], 2, "PREFIX or --data-args-path FILE is needed"),
-        (["a", "--data-args-path", "x"], 2, "one of the two"),
-        (["a", "b", "--epochs", "1"], 2, "--epochs has 1 number, and 2 prefixes are named"),
-        (["1", "a", "--epochs", "1"], 2, "weights, --epochs and --tokens exclude each other"),
-        (["a", "--tokens", "1", "--epochs", "1"], 2, "exclude each other"),
-        (["a", "a", "b", "--tokens", "1", "2", "3"], 2, "a prefix is named twice"),
+        ([], 2, "give either PREFIX or --data-args-path FILE"),
+        (["a", "--data-args-path", "x"], 2, "give either PREFIX or --data-args-path"),
+        (["a", "b", "--epochs", "1"], 2, "--epochs has 1 number for 2 prefixes"),
+        (["1", "a", "--epochs", "1"], 2, "give only one of weights, --epochs and --tokens"),
+        (
+            ["a", "--tokens", "1", "--epochs", "1"],
+            2,
+            "give only one of weights, --epochs and --tokens",
+        ),
+        (["a", "a", "b", "--tokens", "1", "2", "3"], 2, "a prefix is given twice"),
         (["nowhere"], 1, "nowhere"),
     ],
 )
-def test_a_wrong_command_is_told(
+def test_an_invalid_command_line_is_reported(
     words: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["mix", *words]) == status

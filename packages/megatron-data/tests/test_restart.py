@@ -339,7 +339,7 @@ def test_the_command_says_that_it_goes_on(
     command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "20000"]
     assert main(command) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("10 of ") and shown[0].endswith("were done by an earlier run")
+    assert shown[0].startswith("10 of ") and shown[0].endswith("were finished by an earlier run")
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(

@@ -87,7 +87,7 @@ def test_a_template_without_marks_is_rendered_turn_by_turn() -> None:
         (
             FORGETFUL,
             [*CHAT[:2], {**CHAT[2], "thought": "?"}, *CHAT[3:]],
-            "writes message 3 differently when it stands alone, .* put {% generation %}",
+            "writes message 3 differently without .* put {% generation %}",
         ),
         ("{{ raise_exception('no system') }}", CHAT, "refuses the messages: no system"),
         ("{{ messages[0].__class__.__mro__ }}", CHAT, "unsafe|refuses"),
@@ -96,7 +96,7 @@ def test_a_template_without_marks_is_rendered_turn_by_turn() -> None:
         ("{{ 1 // 0 }}", CHAT, "cannot render the messages: .*division"),
         ("{% for %}", CHAT, "not a chat template: line 1"),
         ("{{ messages[0].content }}{% generation %}{% endgeneration %}",
-         [{"role": "assistant", "content": "\ufdd0"}], "hold U\\+FDD0"),
+         [{"role": "assistant", "content": "\ufdd0"}], "contain U\\+FDD0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_told_is_an_error(
@@ -366,7 +366,7 @@ def test_the_command(
     elif choice == "file":
         command += " --chat-template other.jinja"
         assert main([*command.split(), "--sft-tokenizer-prompt-format", "identity"]) == 2
-        assert "give one of them" in capsys.readouterr().err
+        assert "give only one of" in capsys.readouterr().err
     else:
         assert main(command.split()) == 1
         assert "tokenizer has no chat template" in capsys.readouterr().err

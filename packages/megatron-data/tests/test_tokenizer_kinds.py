@@ -107,7 +107,7 @@ def test_megatrons_added_tokens_and_the_sentinels_of_t5(model: Path) -> None:
     assert ours.encode(text) == expected
     assert ours.encode_batch([text, "the"]) == [expected, plain.encode("the")]
     assert ours.decode(expected).replace(" ", "") == text.replace(" ", "")
-    with pytest.raises(DataError, match="token 428 is not in 0 to 427"):
+    with pytest.raises(DataError, match="token 428 is out of range; token ids are 0 to 427"):
         ours.decode([428])
     assert ours.token_id("<CLS>") == 420 and ours.token_id("no such piece") is None
 
@@ -181,7 +181,10 @@ def test_special_tokens_are_added_behind_the_vocabulary(tokenizer: HuggingFaceTo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "LlamaTokenizer"}, "tokenizer type 'LlamaTokenizer'; known are Hugging"),
+        (
+            {"kind": "LlamaTokenizer"},
+            "unknown tokenizer type 'LlamaTokenizer'; give one of Hugging",
+        ),
         ({"kind": "Llama2Tokenizer"}, "Llama2Tokenizer needs --tokenizer-model"),
         (
             {"kind": "Llama2Tokenizer", "tokenizer_model": "x", "vocab_extra_ids": 3},
@@ -192,7 +195,7 @@ def test_special_tokens_are_added_behind_the_vocabulary(tokenizer: HuggingFaceTo
         ({"kind": "TikTokenizer", "tokenizer_model": __file__}, r"test_tokenizer_kinds.py: .*JSON"),
         (
             {"kind": "SentencePieceTokenizer", "tokenizer_model": "M", "vocab_extra_ids": -1},
-            "-1 extra ids; give at least 0",
+            "extra_ids=-1; give at least 0",
         ),
         (
             {"kind": "TikTokenizer", "tokenizer_model": "V", "vocab_size": 5000},
@@ -201,7 +204,7 @@ def test_special_tokens_are_added_behind_the_vocabulary(tokenizer: HuggingFaceTo
         ),
         (
             {"kind": "TikTokenizer", "tokenizer_model": "V", "tiktoken_num_special_tokens": 3},
-            "7 special tokens are named, there is room for 3",
+            "7 special tokens are given, but num_special_tokens is 3",
         ),
         (
             {"kind": "TikTokenizer", "tokenizer_model": "V", "tokenizer_special_tokens": ["<s>"]},
@@ -213,9 +216,9 @@ def test_special_tokens_are_added_behind_the_vocabulary(tokenizer: HuggingFaceTo
                 "tokenizer_model": "V",
                 "tokenizer_special_tokens": [*SPECIAL_TOKENS, "<SPECIAL_9>"],
             },
-            "<SPECIAL_9> is named 2 times",
+            "<SPECIAL_9> is given 2 times",
         ),
-        ({"kind": None, "tokenizer_model": "M"}, "looks like a model of sentencepiece"),
+        ({"kind": None, "tokenizer_model": "M"}, "looks like a sentencepiece model"),
     ],
 )
 def test_what_makes_no_tokenizer_is_told(
@@ -232,7 +235,7 @@ def test_what_makes_no_tokenizer_is_told(
     ("entries", "message"),
     [
         ({}, "not a JSON list"),
-        ([{"rank": 1, "token_bytes": "AA==", "token_str": ""}], "entry 0 has not rank 0"),
+        ([{"rank": 1, "token_bytes": "AA==", "token_str": ""}], "entry 0 lacks rank 0"),
         ([{"rank": 0, "token_bytes": "?", "token_str": ""}], "entry 0: '\\?' is not base64"),
         ([{"rank": 0, "token_bytes": "YQ==", "token_str": ""}], "entry 0 is b'a'"),
     ],

@@ -112,7 +112,7 @@ def test_bytes() -> None:
 def test_null() -> None:
     made = NullTokenizer(100)
     assert (made.encode("3 99"), made.eod_id, made.vocab_size) == ([3, 99], 100, 101)
-    with pytest.raises(DataError, match="token 101 is not in 0 to 100"):
+    with pytest.raises(DataError, match="token 101 is out of range; token ids are 0 to 100"):
         made.encode("3 101")
     with pytest.raises(DataError, match="'x'"):
         made.encode("3 x")
@@ -166,7 +166,7 @@ def test_vocabularies_that_are_none_are_refused(vocab_file: Path, tmp_path: Path
     with pytest.raises(DataError, match="no tokenizer file"):
         bert_tokenizer(tmp_path / "none")
     vocab_file.write_text("a\nb\na\n")
-    with pytest.raises(DataError, match="line 3 is 'a', as line 1 is"):
+    with pytest.raises(DataError, match="lines 1 and 3 are both 'a'"):
         bert_tokenizer(vocab_file)
     vocab_file.write_text("a\nb\n")
     with pytest.raises(DataError, match=r"lacks \[PAD\], .*not a vocab.txt of BERT"):

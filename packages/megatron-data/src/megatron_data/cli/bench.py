@@ -13,19 +13,19 @@ from megatron_data.cli.work import add_max_document_bytes
 from megatron_data.plural import plural
 
 _ADVICE = {
-    "read": "the storage or the packing of the files sets the pace: bring them nearer, or use zstd",
-    "parse": "share it out over processes: preprocess --workers",
-    "tokenize": "share it out over processes (preprocess --workers), or try --fast",
-    "write": "the place of the output sets the pace: --folder measures another one",
+    "read": "storage or decompression is the bottleneck: use a local disk, or zstd",
+    "parse": "use several processes: preprocess --workers",
+    "tokenize": "use several processes (preprocess --workers), or try --fast",
+    "write": "the disk of the output is the bottleneck: --folder measures another one",
 }
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "bench",
-        help="measure how fast files are read and tokenized, and what bounds it",
-        description="Measure the stages of preprocess, and the reading of samples, on the first "
+        help="measure how fast files are read and tokenized, and find the bottleneck",
+        description="Measure the steps of preprocess, and how fast samples are read, on the first "
         "part of a corpus.",
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         exclusive_minimum=0,
         default=16,
         metavar="N",
-        help="of the input, unpacked, to take",
+        help="megabytes of uncompressed input to measure",
     )
     parser.add_argument(
         "--workers",
@@ -47,10 +47,10 @@ def add_parser(commands: Any) -> None:
         action=Bounded,
         default=1,
         metavar="N",
-        help="processes of the whole preprocess",
+        help="processes of the complete preprocess run",
     )
     parser.add_argument(
-        "--fast", action="store_true", help="measure gigatoken (the extra fast), too"
+        "--fast", action="store_true", help="also measure gigatoken (the extra fast)"
     )
     parser.add_argument(
         "--seq-length",
@@ -58,21 +58,21 @@ def add_parser(commands: Any) -> None:
         action=Bounded,
         default=1024,
         metavar="N",
-        help="tokens of a sample",
+        help="tokens per sample",
     )
     parser.add_argument(
         "--folder",
         metavar="PATH",
-        help="where to write, in a folder that is removed; unset: "
-        "the system's place for temporary files",
+        help="folder in which a temporary folder is made for the output; unset: the system's "
+        "folder for temporary files",
     )
-    add_max_document_bytes(parser, "bytes that a document may have")
+    add_max_document_bytes(parser, "largest size of a document in bytes")
     add_tokenizer_options(parser)
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Measures, print the table, and says what bounds it."""
+    """Runs the benchmark and prints a table and the bottleneck."""
     from megatron_data.preprocessing.benchmarking import benchmark
     from megatron_data.tokenizers.fast import fast_tokenizer
 
@@ -89,24 +89,24 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         folder=arguments.folder,
         max_document_bytes=arguments.max_document_bytes,
     )
-    whole = sum(stage.seconds for stage in found.stages)
+    whole = sum(phase.seconds for phase in found.phases)
     rows = [
         (
             one.name,
             f"{one.seconds:.3f}",
-            f"{one.seconds / whole:.1%}" if one in found.stages else "",
+            f"{one.seconds / whole:.1%}" if one in found.phases else "",
             f"{one.size / 1e6 / one.seconds:,.2f}" if one.size else "",
             f"{one.documents / one.seconds:,.0f}",
             f"{one.tokens / one.seconds:,.0f}" if one.tokens else "",
         )
-        for one in (*found.stages, *found.other_measurements)
+        for one in (*found.phases, *found.other_measurements)
     ]
-    head = ("stage", "seconds", "of stages", "MB/s", "documents/s", "tokens/s")
+    head = ("phase", "seconds", "of phases", "MB/s", "documents/s", "tokens/s")
     print(format_table(head, rows))
-    first, (name, share) = found.stages[0], found.bottleneck
+    first, (name, share) = found.phases[0], found.bottleneck
     print(
         f"\n{plural(first.documents, 'document')}, {first.size / 1e6:.1f} MB, on a machine of "
         f"{os.cpu_count()} cores; for samples, documents are samples"
     )
-    print(f"bound by {name}, {share:.0%} of the stages: {_ADVICE[name]}")
+    print(f"bound by {name}, {share:.0%} of the phases: {_ADVICE[name]}")
     return 0

@@ -1,17 +1,17 @@
-"""Options whose value is a number within bounds; another value is a wrong command line."""
+"""Options that take numbers within bounds."""
 
 import argparse
 from typing import Any
 
 
 class Bounded(argparse.Action):
-    """Stores a number, or a list of them, none of which is out of bounds.
+    """Stores a number or a list of numbers; a number out of bounds is a usage error.
 
     Args:
-        words: those of every option.
-        minimum: the smallest number that is allowed.
-        exclusive_minimum: what every number is larger than, in place of `minimum`.
-        settings: those of every option.
+        words: Positional arguments of `argparse.Action`.
+        minimum: Smallest allowed number. Defaults to 1.
+        exclusive_minimum: Bound below all allowed numbers; replaces `minimum`.
+        settings: Keyword arguments of `argparse.Action`.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Bounded(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Checks and store."""
+        """Checks the numbers and stores them."""
         for number in values if isinstance(values, list) else (values,):
             name = option_string or self.metavar
             if self._exclusive_minimum is None and not number >= self._minimum:

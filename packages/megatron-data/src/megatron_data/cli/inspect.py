@@ -19,12 +19,12 @@ from megatron_data.plural import plural
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "inspect",
         help="show documents, counts, lengths and vocabulary use of a dataset",
-        description="Show a dataset: counts, a histogram of document lengths, which part of the "
-        "vocabulary it uses, and its first documents (as text, given the tokenizer).",
+        description="Show a dataset: counts, a histogram of document lengths, how much of the "
+        "vocabulary it uses, and its first documents (as text if a tokenizer is given).",
     )
     parser.add_argument("prefix", metavar="PREFIX", help=PREFIX_HELP)
     parser.add_argument(
@@ -43,10 +43,10 @@ def add_parser(commands: Any) -> None:
         minimum=0,
         default=60,
         metavar="N",
-        help="tokens to show of each document",
+        help="tokens to show per document",
     )
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw the histogram of document lengths into an SVG file"
+        "--plot", metavar="FILE", help="write the histogram of document lengths to an SVG file"
     )
     add_storage_option(parser)
     add_tokenizer_options(parser)
@@ -70,7 +70,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         compare_fingerprints({arguments.prefix: fingerprint_in(manifest)}, tokenizer)
     values = (manifest or {}).get("values")
     if values is not None:
-        tokenizer = None  # a mask holds no text
+        tokenizer = None  # the values of a mask are not token ids
     with IndexedDataset(arguments.prefix, storage_from(arguments)) as dataset:
         summary = summarize(dataset)
         counts = summary.counts

@@ -1,4 +1,4 @@
-"""Entry point of `megatron-data`: its parser, and the errors it tells in one line."""
+"""The entry point of `megatron-data`: its parser, and one-line errors."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ PROG = "megatron-data"
 
 
 def build_parser() -> Parser:
-    """Returns the parser of `megatron-data` and all its commands."""
+    """Returns the parser of `megatron-data` with all its commands."""
     parser = Parser(prog=PROG, description="From text to training samples.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -13,12 +13,12 @@ from megatron_data.cli.options import (
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "merge",
-        help="join datasets into one",
-        description="Join datasets of one tokenizer, one after the other, into PREFIX.bin and "
-        ".idx, with a manifest if all of them have one.",
+        help="concatenate datasets into one",
+        description="Concatenate datasets of the same tokenizer into PREFIX.bin and .idx. The "
+        "result has a manifest if all inputs have one.",
     )
     parser.add_argument("prefix", metavar="PREFIX", nargs="+", help=PREFIX_HELP)
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merges and says what came out."""
+    """Merges the datasets and prints what the result holds."""
     from megatron_data.preprocessing.existing import refuse_existing
     from megatron_data.preprocessing.joining import merge
 

@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "mix",
         help="show or write a blend of datasets",
-        description="Show what a blend comes to: samples, tokens and epochs of every source in a "
-        "run. Weights may be given before the prefixes, or follow from epochs or tokens.",
+        description="Show the samples, tokens and epochs of each dataset of a blend in a run. "
+        "Weights are given before the prefixes, or computed from --epochs or --tokens.",
     )
     parser.add_argument(
         "blend",
         metavar="PREFIX",
         nargs="*",
-        help="datasets as in --data-path: prefixes, or weights and prefixes in turn; prefixes "
-        "alone are mixed by their sizes",
+        help="datasets as in --data-path: prefixes, or alternating weights and prefixes; prefixes "
+        "without weights are weighted by size",
     )
     parser.add_argument(
-        "--data-args-path", metavar="FILE", help="file that holds such a list, in place of it"
+        "--data-args-path", metavar="FILE", help="file that holds such a list, instead of PREFIX"
     )
     parser.add_argument(
         "--epochs",
@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         exclusive_minimum=0,
         nargs="+",
         metavar="X",
-        help="how often each prefix is read",
+        help="epochs of each prefix",
     )
     parser.add_argument(
         "--tokens",
@@ -48,21 +48,26 @@ def add_parser(commands: Any) -> None:
         exclusive_minimum=0,
         nargs="+",
         metavar="N",
-        help="tokens to read of each prefix (2e9)",
+        help="tokens to read from each prefix, such as 2e9",
     )
     parser.add_argument(
         "--samples",
         type=int,
         action=Bounded,
         metavar="N",
-        help="samples of the run; unset: those that --epochs or --tokens come to, else one epoch "
-        "of all sources together",
+        help="samples of the run; unset: as many as --epochs or --tokens give, else one epoch of "
+        "all datasets together",
     )
     parser.add_argument(
-        "--seq-length", type=int, action=Bounded, default=1024, metavar="N", help="of a sample"
+        "--seq-length",
+        type=int,
+        action=Bounded,
+        default=1024,
+        metavar="N",
+        help="tokens per sample",
     )
     parser.add_argument(
-        "--split", metavar="TEXT", help="--split of the run, which trains on the first share"
+        "--split", metavar="TEXT", help="--split of the run; its first share is the training split"
     )
     parser.add_argument(
         "--output", metavar="FILE", help="write the blend as a file for --data-args-path"
@@ -73,7 +78,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Prints the table and writes the file."""
+    """Prints the table and writes the blend if --output is given."""
     from megatron_data.datasets.blends import summarize_blend
     from megatron_data.datasets.paths import write_data_args
     from megatron_data.preprocessing.existing import refuse_file
@@ -119,7 +124,7 @@ def _blend(parser: Parser, arguments: argparse.Namespace) -> "Blend":
     from megatron_data.datasets.paths import parse_data_path, read_data_args
 
     if bool(arguments.blend) == (arguments.data_args_path is not None):
-        parser.error("PREFIX or --data-args-path FILE is needed, one of the two")
+        parser.error("give either PREFIX or --data-args-path FILE")
     if arguments.data_args_path is not None:
         blend = read_data_args(arguments.data_args_path)
     else:
@@ -128,16 +133,16 @@ def _blend(parser: Parser, arguments: argparse.Namespace) -> "Blend":
     if not amounts:
         return blend
     if (arguments.epochs and arguments.tokens) or blend.weights:
-        parser.error("weights, --epochs and --tokens exclude each other")
+        parser.error("give only one of weights, --epochs and --tokens")
     if len(amounts) != len(blend.prefixes):
         which = "--epochs" if arguments.epochs else "--tokens"
         parser.error(
-            f"{which} has {plural(len(amounts), 'number')}, and {len(blend.prefixes)} prefixes "
-            "are named; give one for each"
+            f"{which} has {plural(len(amounts), 'number')} for {len(blend.prefixes)} prefixes; "
+            "give one for each prefix"
         )
     named = dict(zip(blend.prefixes, amounts, strict=True))
     if len(named) < len(amounts):
-        parser.error("a prefix is named twice")
+        parser.error("a prefix is given twice; give each prefix once")
     if arguments.epochs:
         return blend_by_epochs(named, arguments.split, storage_from(arguments))
     return blend_by_tokens({prefix: round(count) for prefix, count in named.items()})

@@ -18,9 +18,9 @@ from megatron_data.tokenizers.prompt_formats import MULTIMODAL_PROMPT_FORMATS, P
 from megatron_data.tokenizers.protocol import Tokenizer
 
 INPUT_HELP = (
-    "JSON lines; text files, whose names end in .txt and each of which is a document; .parquet "
-    "files, a document in each row; .gz, .bz2 and .zst of lines and texts; folders of them, read "
-    "with what is below them in sorted order; patterns; URLs that fsspec opens"
+    "JSON lines; .txt files, each one document; .parquet files, one document per row; JSON lines "
+    "and .txt files compressed as .gz, .bz2 or .zst; folders, read recursively in sorted order; "
+    "glob patterns; URLs that fsspec opens"
 )
 
 PREFIX_HELP = "path or URL of a .bin/.idx pair without suffix"
@@ -30,8 +30,8 @@ _COUNT: dict[str, Any] = {"type": int, "action": Bounded, "metavar": "N"}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "tokenizer_model": {
         **_PATHS,
-        "help": "HuggingFaceTokenizer: a tokenizer.json, or a folder that holds one or that "
-        "train-tokenizer wrote; sentencepiece's kinds: a .model; TikTokenizer: a JSON vocabulary",
+        "help": "HuggingFaceTokenizer: a tokenizer.json, a folder that holds one, or a folder that "
+        "train-tokenizer wrote; kinds of sentencepiece: a .model; TikTokenizer: a JSON vocabulary",
     },
     "vocab_file": {
         **_PATHS,
@@ -41,75 +41,73 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "vocab_extra_ids": {
         **_COUNT,
         "minimum": 0,
-        "help": "BertWordPieceLowerCase, …Case and SentencePieceTokenizer: sentinels for T5",
+        "help": "BertWordPieceLowerCase, …Case and SentencePieceTokenizer: sentinel tokens of T5",
     },
     "vocab_size": {
         **_COUNT,
-        "help": "NullTokenizer: numbers below N are tokens, N ends a document; TikTokenizer: "
-        "tokens in all",
+        "help": "NullTokenizer: ids below N are tokens, N is the end-of-document token; "
+        "TikTokenizer: size of the vocabulary",
     },
     "tiktoken_pattern": {
         "choices": ("v1", "v2"),
-        "help": "TikTokenizer: how texts are cut into words; unset: v2",
+        "help": "TikTokenizer: regular expression that splits text into words; unset: v2",
     },
     "tiktoken_num_special_tokens": {
         **_COUNT,
         "minimum": 0,
-        "help": "TikTokenizer: numbers that special tokens take; unset: 1000",
+        "help": "TikTokenizer: ids reserved for special tokens; unset: 1000",
     },
     "tokenizer_special_tokens": {
         "nargs": "+",
         "metavar": "TOKEN",
-        "help": "tokens that are kept whole, such as those of fill-in-the-middle: added behind the "
-        "vocabulary, or with TikTokenizer all the special tokens, Megatron's seven among them; "
-        "unset, MultimodalTokenizer adds <image>",
+        "help": "special tokens to add after the vocabulary, such as those of fill-in-the-middle; "
+        "TikTokenizer: all special tokens, including Megatron's seven; unset: MultimodalTokenizer "
+        "adds <image>",
     },
     "sft_tokenizer_prompt_format": {
         "choices": (*PROMPT_FORMATS,),
         "metavar": "NAME",
-        "help": "SFTTokenizer: how conversations are written, default (the template in the "
-        f"tokenizer's folder), {', '.join([*PROMPT_FORMATS][1:])}; unset: nemotron-h-aligned, as "
-        "in Megatron",
+        "help": "SFTTokenizer: prompt format, default (the template in the tokenizer's folder), "
+        f"{', '.join([*PROMPT_FORMATS][1:])}; unset: nemotron-h-aligned, as in Megatron",
     },
-    "chat_template": {**_PATHS, "help": "SFTTokenizer: file of another template"},
+    "chat_template": {**_PATHS, "help": "SFTTokenizer: file of a chat template"},
     "tokenizer_prompt_format": {
         "choices": (*MULTIMODAL_PROMPT_FORMATS,),
         "metavar": "NAME",
-        "help": f"MultimodalTokenizer: how conversations are written, "
-        f"{', '.join(MULTIMODAL_PROMPT_FORMATS)}",
+        "help": f"MultimodalTokenizer: prompt format, {', '.join(MULTIMODAL_PROMPT_FORMATS)}",
     },
     "image_tag_type": {
         "choices": ("nvlm", "internvl", ""),
         "metavar": "TYPE",
-        "help": "MultimodalTokenizer: what stands around <image>, nvlm <Image>, internvl <img>; "
-        "unset or '': nothing",
+        "help": "MultimodalTokenizer: tags around <image>: nvlm uses <Image>, internvl <img>; "
+        "unset or '': none",
     },
     "force_system_message": {
         "action": "store_true",
         "default": None,
-        "help": "MultimodalTokenizer: begin every conversation with Qwen's system message",
+        "help": "MultimodalTokenizer: start every conversation with Qwen's system message",
     },
 }
 _ALSO = {"tokenizer_special_tokens": ("--special-tokens",)}
-"""Other spellings of Megatron's."""
+"""Other spellings of flags in Megatron."""
 
 
 def add_overwrite_option(parser: "Parser | argparse._ArgumentGroup") -> None:
-    """`--overwrite`, without which an older output is refused."""
+    """Adds `--overwrite`."""
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace an older output of the same name, which is refused otherwise",
+        help="replace an existing output; without it, an existing output is an error",
     )
 
 
 def add_tokenizer_options(parser: Parser, kinds: Iterable[str] = TOKENIZER_KINDS) -> None:
-    """`--tokenizer-type` and what the kinds are made from."""
+    """Adds `--tokenizer-type` and the options of the given kinds of tokenizers."""
     kinds = (*kinds,)
     made_of = [TOKENIZER_OPTIONS[kind] for kind in kinds]
     names = {name for each in made_of for name in (*each.required, *each.optional)}
     otherwise = [each for each in ("GPT2BPETokenizer with --vocab-file",) if "vocab_file" in names]
-    otherwise.append("the kind a prompt format is of")
+    otherwise.append("the kind that a given prompt format belongs to")
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
         "--tokenizer-type",
@@ -124,37 +122,37 @@ def add_tokenizer_options(parser: Parser, kinds: Iterable[str] = TOKENIZER_KINDS
 
 
 def add_storage_option(parser: Parser) -> None:
-    """`--object-storage-cache-path`, as megatron-train spells it."""
+    """Adds `--object-storage-cache-path`, with the spelling of `megatron-train`."""
     parser.add_argument(
         "--object-storage-cache-path",
         metavar="FOLDER",
-        help="folder on a local disk that keeps what is read of datasets at URLs (s3://, gs://, "
-        "hf://) for the next time",
+        help="folder on a local disk that caches data read from datasets at URLs (s3://, gs://, "
+        "hf://)",
     )
 
 
 def add_allow_http(parser: "Parser | argparse._ArgumentGroup", what: str) -> None:
-    """`--allow-http`: whether names that came with data may be those of web servers."""
+    """Adds `--allow-http`: whether data may name files on web servers."""
     parser.add_argument(
         "--allow-http",
         action="store_true",
-        help=f"{what}; local files and object storage are read in any case",
+        help=f"{what}; local files and object storage are always read",
     )
 
 
 def storage_from(arguments: argparse.Namespace) -> StorageCache | None:
-    """Returns the cache that the option names."""
+    """Returns the cache of `--object-storage-cache-path`, or None."""
     folder = arguments.object_storage_cache_path
     return None if folder is None else StorageCache(folder)
 
 
 def tokenizer_from(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
-    """Returns the tokenizer that the options name; options of another kind are refused."""
+    """Builds the tokenizer of the options; options of another kind are a usage error."""
     given = _given(arguments)
     kind = arguments.tokenizer_type or default_tokenizer_kind(given)
     if kind == "HuggingFaceTokenizer" and not given:
         parser.error(
-            "--tokenizer-model PATH is needed; train one with megatron-data train-tokenizer"
+            "--tokenizer-model PATH is required; megatron-data train-tokenizer trains a tokenizer"
         )
     if error := tokenizer_options_error(arguments.tokenizer_type, given):
         parser.error(error)
@@ -162,11 +160,11 @@ def tokenizer_from(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
 
 
 def has_tokenizer_options(arguments: argparse.Namespace) -> bool:
-    """Returns whether any option about a tokenizer was given."""
+    """Returns whether any tokenizer option was given."""
     return arguments.tokenizer_type is not None or bool(_given(arguments))
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the values of the options that tokenizers are made from, by name."""
+    """Returns the tokenizer options that were given, by name."""
     values = {name: getattr(arguments, name, None) for name in _OPTIONS}
     return {name: value for name, value in values.items() if value is not None}

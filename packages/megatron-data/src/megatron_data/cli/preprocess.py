@@ -17,13 +17,13 @@ SPLITTERS = ("punkt", "nltk")
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "preprocess",
         help="tokenize text into .bin/.idx",
         description="Tokenize text into PREFIX_KEY_document.bin and .idx (with --split-sentences "
-        "PREFIX_KEY_sentence), which Megatron reads too, and a manifest .meta.json. A run that was "
-        "ended goes on where it was when the same command is given again.",
+        "PREFIX_KEY_sentence), which Megatron also reads, and a manifest .meta.json. The same "
+        "command resumes an interrupted run.",
     )
     data = parser.add_argument_group("input and output")
     data.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
@@ -33,28 +33,30 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of JSON lines, or columns, that hold text; each becomes a dataset",
+        help="keys of JSON lines, or columns, that hold text; each gives a dataset",
     )
     data.add_argument(
         "--parallel",
         action="store_true",
-        help="the input is a text file for each of --json-keys, such as en and de, and line i of "
-        "each is document i",
+        help="read one text file for each of --json-keys, such as en and de; line i of each file "
+        "is document i",
     )
-    data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
+    data.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="folder and name of the output"
+    )
     add_tokenizer_options(parser)
     sentences = parser.add_argument_group("sentences")
     sentences.add_argument(
         "--split-sentences",
         action="store_true",
-        help="make a sequence of every sentence, for BERT, T5 and ICT; texts that are lists of "
-        "strings stay as they are cut",
+        help="make each sentence a sequence, for BERT, T5 and ICT; a text that is a list of "
+        "strings is taken as split already",
     )
     sentences.add_argument(
         "--sentence-splitter",
         choices=SPLITTERS,
         metavar="NAME",
-        help="what cuts texts: punkt has its models of 20 languages in the extra sentences, nltk "
+        help="sentence splitter: punkt has models of 20 languages (the extra sentences); nltk "
         "gives Megatron's sentences with nltk and its data punkt_tab (the extra nltk) [default "
         "punkt]",
     )
@@ -64,13 +66,13 @@ def add_parser(commands: Any) -> None:
     sentences.add_argument(
         "--keep-newlines",
         action="store_true",
-        help="leave the white space between sentences at the end of the first one",
+        help="keep the white space after a sentence as its end",
     )
     work = add_work_options(
         parser,
         "a document that cannot be read or tokenized",
         "a longer document (line, text file, texts of a row)",
-        "; with 1 the tokenizer runs in its own threads",
+        "; with 1, the tokenizer uses its own threads",
     )
     work.add_argument(
         "--append-eod",
@@ -80,14 +82,14 @@ def add_parser(commands: Any) -> None:
     work.add_argument(
         "--fast",
         action="store_true",
-        help="tokenize with gigatoken (the extra fast), a sample of it checked against the "
-        "tokenizers library, which does all the work where they differ",
+        help="tokenize with gigatoken (the extra fast) and compare a sample with the tokenizers "
+        "library; if they differ, use the tokenizers library for everything",
     )
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Preprocesses and says what came out."""
+    """Preprocesses the input and prints counts and speed of each dataset."""
     from megatron_data.preprocessing.pipeline import preprocess
     from megatron_data.tokenizers.fast import fast_tokenizer
 
@@ -123,7 +125,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
 
 
 def _splitter_from(parser: Parser, arguments: argparse.Namespace) -> "SentenceSplitter | None":
-    """Returns what cuts texts into sentences; options about it are refused without it."""
+    """Returns the sentence splitter of the options, or None without `--split-sentences`."""
     from megatron_data.preprocessing.nltk_sentences import NLTKSplitter
     from megatron_data.preprocessing.sentences import PunktSplitter
 

@@ -15,11 +15,11 @@ from megatron_data.cli.options import (
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "split",
-        help="cut a dataset into several",
-        description="Cut a dataset into several, which hold its documents in their order.",
+        help="split a dataset into several",
+        description="Split a dataset into several. The documents keep their order.",
     )
     parser.add_argument("prefix", metavar="PREFIX", help=PREFIX_HELP)
     parser.add_argument(
@@ -29,8 +29,8 @@ def add_parser(commands: Any) -> None:
         exclusive_minimum=0,
         nargs="+",
         metavar="X",
-        help="of the documents, one for each output; others than those that sum to 1 are divided "
-        "by their sum, which a warning says",
+        help="share of the documents of each output; shares that do not sum to 1 are normalized, "
+        "with a warning",
     )
     parser.add_argument(
         "--documents",
@@ -38,10 +38,14 @@ def add_parser(commands: Any) -> None:
         action=Bounded,
         nargs="+",
         metavar="N",
-        help="numbers of documents, instead of shares, one for each output",
+        help="number of documents of each output, instead of --shares",
     )
     parser.add_argument(
-        "--output-prefixes", nargs="+", required=True, metavar="PREFIX", help="paths and names"
+        "--output-prefixes",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="folder and name of each output",
     )
     add_storage_option(parser)
     add_overwrite_option(parser)
@@ -49,12 +53,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Splits and says what came out."""
+    """Splits the dataset and prints what each output holds."""
     from megatron_data.preprocessing.existing import refuse_existing
     from megatron_data.preprocessing.joining import split
 
     if (arguments.shares is None) == (arguments.documents is None):
-        parser.error("--shares or --documents is needed, one of the two")
+        parser.error("give either --shares or --documents")
     outputs = arguments.output_prefixes
     if not arguments.overwrite:
         refuse_existing(outputs)

@@ -19,32 +19,34 @@ KINDS = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "tokenize-conversations",
         help="tokenize chats for fine-tuning",
-        description="Tokenize conversations into PREFIX_conversation.bin and .idx, and what the "
-        "loss counts of them into PREFIX_conversation_loss.bin and .idx: what assistants say. A "
-        "HuggingFaceTokenizer writes conversations by the template in its folder. A run that was "
-        "ended goes on where it was when the same command is given again.",
+        description="Tokenize conversations into PREFIX_conversation.bin and .idx, and write a "
+        "mask of the tokens that the loss counts to PREFIX_conversation_loss.bin and .idx. A "
+        "HuggingFaceTokenizer uses the chat template in its folder. The same command resumes an "
+        "interrupted run.",
     )
     parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
-        help="JSON lines or Parquet of messages with role and content, of conversations with from "
-        "and value, or of instruction, input and output; .gz, .bz2 and .zst of lines; folders, "
-        "patterns, URLs",
+        help="JSON lines or Parquet with messages (role and content), conversations (from and "
+        "value), or instruction, input and output; JSON lines compressed as .gz, .bz2 or .zst; "
+        "folders, glob patterns, URLs",
     )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="folder and name of the output"
+    )
     add_tokenizer_options(parser, KINDS)
     parser.add_argument(
         "--loss",
         choices=("assistant", "all"),
         default="assistant",
         metavar="WHAT",
-        help="assistant counts what assistants say, all every token",
+        help="tokens that the loss counts: assistant (the answers) or all",
     )
     parser.add_argument(
         "--max-tokens",
@@ -52,14 +54,14 @@ def add_parser(commands: Any) -> None:
         action=Bounded,
         minimum=2,
         metavar="N",
-        help="tokens of a conversation; unset: no limit",
+        help="largest number of tokens of a conversation; unset: no limit",
     )
     parser.add_argument(
         "--over-length",
         choices=("truncate", "drop"),
         default="truncate",
         metavar="HOW",
-        help="what becomes of a longer one: truncate or drop",
+        help="what to do with a longer conversation: truncate or drop",
     )
     for limit in fields(TemplateLimits):
         parser.add_argument(
@@ -72,15 +74,15 @@ def add_parser(commands: Any) -> None:
         )
     add_work_options(
         parser,
-        "a line that holds no conversation, or of which the template refuses a message,",
-        "a longer line or row",
+        "a line without a conversation, or with a message that the template refuses",
+        "a larger line or row",
         "",
     )
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Tokenizes and says what became of the conversations."""
+    """Tokenizes the conversations and prints what was written, truncated and dropped."""
     from megatron_data.preprocessing.conversations import tokenize_conversations
 
     tokenizer = _tokenizer_from(parser, arguments)
@@ -112,10 +114,10 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
 
 
 def _tokenizer_from(parser: Parser, arguments: argparse.Namespace) -> "SFTTokenizer":
-    """Returns the tokenizer that the options name, which knows how conversations are written."""
+    """Builds the tokenizer of the options, with a chat template."""
     from megatron_data.tokenizers.sft import conversation_tokenizer
 
     if None not in (arguments.chat_template, arguments.sft_tokenizer_prompt_format):
-        parser.error("--chat-template and --sft-tokenizer-prompt-format: give one of them")
+        parser.error("give only one of --chat-template and --sft-tokenizer-prompt-format")
     tokenizer = tokenizer_from(parser, arguments)
     return conversation_tokenizer(tokenizer, arguments.tokenizer_model)

@@ -13,13 +13,13 @@ from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "tokenize-images",
-        help="put tokenized texts and their images together",
-        description="Tokenize texts and put them beside their images into the multimodal dataset "
-        "PREFIX_image_text.bin and .idx: each line a document of its text and its image file. A "
-        "run that was ended goes on where it was when the same command is given again.",
+        help="write texts and their images to a multimodal dataset",
+        description="Tokenize texts and write them with their images to the multimodal dataset "
+        "PREFIX_image_text.bin and .idx. Each line is a document of its text and its image file. "
+        "The same command resumes an interrupted run.",
     )
     data = parser.add_argument_group("input and output")
     data.add_argument(
@@ -27,14 +27,15 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="JSON lines or Parquet with the text and the path of its image, or text files whose "
-        "images have their names; .gz, .bz2 and .zst of lines and texts; folders, patterns, URLs",
+        help="JSON lines or Parquet with a text and the path of its image, or text files whose "
+        "images have the same names; JSON lines and text files compressed as .gz, .bz2 or .zst; "
+        "folders, glob patterns, URLs",
     )
     data.add_argument(
         "--input-image",
         metavar="FOLDER",
-        help="below which the paths of images are; unset: the folder of each input. With text "
-        "files: what holds their images",
+        help="folder that the paths of images are relative to; unset: the folder of each input. "
+        "With text files: the folder of their images",
     )
     data.add_argument(
         "--json-keys",
@@ -42,14 +43,16 @@ def add_parser(commands: Any) -> None:
         nargs=2,
         default=["text", "image"],
         metavar="KEY",
-        help="keys of JSON lines, or columns: of the text, and of the path of its image",
+        help="keys of JSON lines, or columns, of the text and of the path of its image",
     )
-    data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
+    data.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="folder and name of the output"
+    )
     add_tokenizer_options(parser)
     work = add_work_options(
         parser,
         "a line, a text or an image that cannot be read",
-        "a longer line, row or text file",
+        "a larger line, row or text file",
         "",
     )
     work.add_argument(
@@ -58,9 +61,9 @@ def add_parser(commands: Any) -> None:
         action=Bounded,
         default=MAX_DOCUMENT_BYTES,
         metavar="N",
-        help="a larger image is one that cannot be read",
+        help="largest size of an image in bytes; a larger image counts as unreadable",
     )
-    add_allow_http(work, "read images on web servers, where lines name them")
+    add_allow_http(work, "read images from web servers that the input names")
     work.add_argument(
         "--append-eod", action="store_true", help="end every text with the end-of-document token"
     )
@@ -69,14 +72,14 @@ def add_parser(commands: Any) -> None:
         type=int,
         action=Bounded,
         metavar="N",
-        help="cut every text to N tokens, or fill it up with end-of-document tokens, for which it "
-        "needs --append-eod; unset: leave it as it is",
+        help="truncate every text to N tokens or pad it with end-of-document tokens; needs "
+        "--append-eod; unset: texts keep their lengths",
     )
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Writes the dataset and says what is in it."""
+    """Writes the dataset and prints what it holds."""
     from megatron_data.preprocessing.image_pairs import tokenize_image_pairs
 
     report = tokenize_image_pairs(

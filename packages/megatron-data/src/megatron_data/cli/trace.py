@@ -11,16 +11,16 @@ from megatron_data.cli.work import add_max_document_bytes
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "trace",
-        help="tell which file, line and byte a token came from",
-        description="Tell which file, line or row, and byte a token or a document of a dataset "
-        "came from. The sources are read where they were when it was made.",
+        help="show which file, line and byte a token came from",
+        description="Show which file, line or row, and byte a token or a document of a dataset "
+        "came from. The sources are read from the paths in the manifest.",
     )
     parser.add_argument("prefix", metavar="PREFIX", help=PREFIX_HELP)
     parser.add_argument(
-        "token", type=int, nargs="?", metavar="TOKEN", help="number in the .bin, from 0"
+        "token", type=int, nargs="?", metavar="TOKEN", help="index of a token in the .bin, from 0"
     )
     parser.add_argument(
         "--document",
@@ -28,22 +28,23 @@ def add_parser(commands: Any) -> None:
         action=Bounded,
         minimum=0,
         metavar="N",
-        help="number of a document, from 0, instead of a token",
+        help="index of a document, from 0, instead of TOKEN",
     )
-    add_allow_http(parser, "read a source on a web server, where the manifest names one")
+    add_allow_http(parser, "read a source from a web server that the manifest names")
     add_max_document_bytes(
-        parser, "bytes that a document of the source may have, if the manifest does not say less"
+        parser,
+        "largest size of a document of the source in bytes; a lower limit in the manifest holds",
     )
     add_storage_option(parser)
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Prints the document and its place."""
+    """Prints the document and where it came from."""
     from megatron_data.preprocessing.tracing import trace
 
     if (arguments.token is None) == (arguments.document is None):
-        parser.error("TOKEN or --document N is needed, one of the two")
+        parser.error("give either TOKEN or --document N")
     found = trace(
         arguments.prefix,
         arguments.token,
@@ -65,7 +66,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         return 0
     first, units = found.span.first, found.span.units
     print(f"{found.path}, between line, row or file {first:,} and {first + units - 1:,}")
-    print(f"no closer: {found.inexact_reason}")
+    print(f"the exact place is unknown: {found.inexact_reason}")
     return 0
 
 

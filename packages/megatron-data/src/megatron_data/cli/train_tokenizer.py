@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "train-tokenizer",
         help="train a tokenizer on text",
@@ -32,13 +32,13 @@ def add_parser(commands: Any) -> None:
         action=Bounded,
         required=True,
         metavar="N",
-        help="largest size",
+        help="largest size of the vocabulary",
     )
     parser.add_argument(
         "--kind",
         choices=("bpe", "unigram", "wordpiece"),
         default="bpe",
-        help="byte-level BPE as GPT2's, byte-level unigram, or WordPiece as BERT's",
+        help="byte-level BPE as in GPT-2, byte-level unigram, or WordPiece as in BERT",
     )
     parser.add_argument(
         "--cased", action="store_true", help="wordpiece: keep capital letters and accents"
@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
         "--special-tokens",
         nargs="+",
         metavar="TOKEN",
-        help="bpe and unigram: tokens kept whole, of which the first ends documents; unset: "
+        help="bpe and unigram: special tokens; the first is the end-of-document token; unset: "
         "<|endoftext|>",
     )
     parser.add_argument(
@@ -55,9 +55,9 @@ def add_parser(commands: Any) -> None:
         type=int,
         action=Bounded,
         metavar="N",
-        help="bpe and wordpiece: occurrences a merge needs; unset: 2",
+        help="bpe and wordpiece: smallest number of occurrences of a merged pair; unset: 2",
     )
-    add_max_document_bytes(parser, "bytes that a document may have")
+    add_max_document_bytes(parser, "largest size of a document in bytes")
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder to write")
     add_overwrite_option(parser)
     parser.set_defaults(run=partial(run, parser))
@@ -71,7 +71,7 @@ _TAKES = {
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Trains and save."""
+    """Trains the tokenizer and saves it."""
     from megatron_data.files import local_folder
     from megatron_data.preprocessing.existing import refuse_file
     from megatron_data.sources.opening import read_texts
@@ -84,7 +84,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         parser.error(f"--{foreign[0].replace('_', '-')} does not go with --kind {arguments.kind}")
     if given.pop("cased", False):
         given["lower_case"] = False
-    output = local_folder(arguments.output)  # learning takes long, so this is asked before it
+    output = local_folder(arguments.output)  # check the output before the long training
     if not arguments.overwrite:
         refuse_file(output)
     kinds: dict[str, Callable[..., HuggingFaceTokenizer]] = {
@@ -98,9 +98,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
         **given,
     )
-    (output / PLAIN_FILE).unlink(missing_ok=True)  # of an older tokenizer of another kind
+    (output / PLAIN_FILE).unlink(missing_ok=True)  # written by a tokenizer of another kind
     tokenizer.save(output)
     size = tokenizer.vocab_size
-    less = "" if size == arguments.vocab_size else f" (the text has no more than {size:,})"
+    less = "" if size == arguments.vocab_size else f" (the text gives at most {size:,})"
     print(f"{arguments.output}: {size:,} tokens{less}, {tokenizer.fingerprint}")
     return 0

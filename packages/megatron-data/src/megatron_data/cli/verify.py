@@ -8,12 +8,12 @@ from megatron_data.cli.options import PREFIX_HELP, add_storage_option, storage_f
 
 
 def add_parser(commands: Any) -> None:
-    """Declares the command."""
+    """Adds the command and its options."""
     parser: Parser = commands.add_parser(
         "verify",
         help="check structure and digests of datasets",
-        description="Check every length, pointer and bound of a dataset, and its sizes, counts "
-        "and digests against its manifest if it has one. Exits with 1 at the first fault.",
+        description="Check every length, pointer and bound of a dataset, and compare its sizes, "
+        "counts and digests with its manifest if it has one. Exits with 1 at the first error.",
     )
     parser.add_argument("prefix", metavar="PREFIX", nargs="+", help=PREFIX_HELP)
     add_storage_option(parser)
@@ -21,7 +21,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verifies each dataset; the first fault ends the command."""
+    """Verifies each dataset; the first error ends the command."""
     from megatron_data.preprocessing.verification import verify
 
     storage = storage_from(arguments)

@@ -1,4 +1,4 @@
-"""Options of the commands that preprocess, and what those say of their work."""
+"""Options and messages that the preprocessing commands share."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -16,39 +16,46 @@ ON_ERROR = ("fail", "skip", "quarantine")
 
 
 def add_work_options(
-    parser: Parser, one: str, longer: str, workers: str
+    parser: Parser, unreadable: str, oversized: str, workers_note: str
 ) -> "argparse._ArgumentGroup":
-    """`--workers`, `--on-error`, `--max-document-bytes` and `--overwrite`.
+    """Adds `--workers`, `--on-error`, `--max-document-bytes` and `--overwrite`.
 
     Args:
-        parser: of a command.
-        one: of what may fail, as a clause: "a document that cannot be read".
-        longer: what may have too many bytes: "a longer document".
-        workers: what is said of one process.
+        parser: The parser of a command.
+        unreadable: What `--on-error` applies to: "a document that cannot be read".
+        oversized: What `--max-document-bytes` limits: "a larger document".
+        workers_note: End of the help of `--workers`.
     """
     group = parser.add_argument_group("work")
     group.add_argument(
-        "--workers", type=int, action=Bounded, default=1, metavar="N", help=f"processes{workers}"
+        "--workers",
+        type=int,
+        action=Bounded,
+        default=1,
+        metavar="N",
+        help=f"worker processes{workers_note}",
     )
     group.add_argument(
         "--on-error",
         choices=ON_ERROR,
         default=ON_ERROR[0],
         metavar="HOW",
-        help=f"what {one} does: fail ends the run, skip counts it, quarantine also writes its "
-        "place and the reason to PREFIX.quarantine.jsonl",
+        help=f"what to do with {unreadable}: fail ends the run, skip counts it, quarantine also "
+        "writes its place and the reason to PREFIX.quarantine.jsonl",
     )
-    add_max_document_bytes(group, f"{longer} is one that cannot be read")
+    add_max_document_bytes(
+        group, f"largest size of a document in bytes; {oversized} counts as unreadable"
+    )
     add_overwrite_option(group)
     return group
 
 
 def add_max_document_bytes(group: "Parser | argparse._ArgumentGroup", what: str) -> None:
-    """`--max-document-bytes`.
+    """Adds `--max-document-bytes`.
 
     Args:
-        group: that takes it.
-        what: becomes of a longer document.
+        group: The parser or group that gets the option.
+        what: The help of the option.
     """
     group.add_argument(
         "--max-document-bytes",
@@ -61,21 +68,21 @@ def add_max_document_bytes(group: "Parser | argparse._ArgumentGroup", what: str)
 
 
 def print_resumed(made: "PreprocessedDataset") -> None:
-    """Says how much an earlier run had done, if it had."""
+    """Prints how many chunks an earlier run had finished, if any."""
     if made.resumed_chunks:
         were = "was" if made.chunks == 1 else "were"
         chunks = f"{made.resumed_chunks:,} of {plural(made.chunks, 'chunk')}"
-        print(f"{chunks} {were} done by an earlier run")
+        print(f"{chunks} {were} finished by an earlier run")
 
 
 def print_skipped(made: "PreprocessedDataset", arguments: argparse.Namespace) -> None:
-    """Says what was left out, if anything was."""
+    """Prints how many documents were skipped and why, if any."""
     from megatron_data.preprocessing.assembly import quarantine_path
     from megatron_data.sources.protocol import KINDS
 
     if skipped := made.skipped.documents:
         kinds = ", ".join(f"{count:,} {KINDS[kind]}" for kind, count in made.skipped.kinds.items())
-        told = f"the first: {made.first_skipped}"
+        details = f"the first: {made.first_skipped}"
         if arguments.on_error == "quarantine":
-            told = f"see {quarantine_path(arguments.output_prefix)}"
-        print(f"{skipped:,} skipped ({kinds}); {told}")
+            details = f"see {quarantine_path(arguments.output_prefix)}"
+        print(f"{skipped:,} skipped ({kinds}); {details}")

@@ -1,5 +1,5 @@
 from .benchmarking import BenchmarkReport as BenchmarkReport
-from .benchmarking import StageMeasurement as StageMeasurement
+from .benchmarking import PhaseMeasurement as PhaseMeasurement
 from .benchmarking import benchmark as benchmark
 from .conversations import ConversationReport as ConversationReport
 from .conversations import tokenize_conversations as tokenize_conversations

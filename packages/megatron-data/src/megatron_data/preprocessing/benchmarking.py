@@ -1,4 +1,4 @@
-"""How fast a corpus is read and tokenized, stage by stage, on the user's own files."""
+"""How fast a corpus is read and tokenized, phase by phase, on the user's own files."""
 
 import json
 import os
@@ -20,18 +20,18 @@ from megatron_data.sources.opening import open_sources
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES, Fault
 from megatron_data.tokenizers.protocol import Tokenizer
 
-STAGES = ("read", "parse", "tokenize", "write")
+PHASES = ("read", "parse", "tokenize", "write")
 """What `preprocess` does with every document, one after the other in a process."""
 
 _BATCH_CHARACTERS = 1 << 20  # characters that a tokenizer is given together, as in preprocess
 _SAMPLES = 2000
 
 
-class StageMeasurement(NamedTuple):
-    """One stage.
+class PhaseMeasurement(NamedTuple):
+    """One phase.
 
     Attributes:
-        name: one of `STAGES`, or what was measured beside them.
+        name: one of `PHASES`, or what was measured beside them.
         seconds: that it took.
         size: bytes of the sources, unpacked, that it worked on; 0 for samples of the dataset.
         documents: of these, or samples.
@@ -49,18 +49,18 @@ class BenchmarkReport(NamedTuple):
     """What was measured.
 
     Attributes:
-        stages: `STAGES` in their order.
+        phases: `PHASES` in their order.
         other_measurements: all of `preprocess`, other tokenizers, and the samples of the dataset.
     """
 
-    stages: tuple[StageMeasurement, ...]
-    other_measurements: tuple[StageMeasurement, ...]
+    phases: tuple[PhaseMeasurement, ...]
+    other_measurements: tuple[PhaseMeasurement, ...]
 
     @property
     def bottleneck(self) -> tuple[str, float]:
-        """The stage that takes longest, and its share of the time of all of them."""
-        slowest = max(self.stages, key=lambda stage: stage.seconds)
-        return slowest.name, slowest.seconds / max(sum(s.seconds for s in self.stages), 1e-9)
+        """The phase that takes longest, and its share of the time of all of them."""
+        slowest = max(self.phases, key=lambda phase: phase.seconds)
+        return slowest.name, slowest.seconds / max(sum(s.seconds for s in self.phases), 1e-9)
 
 
 def benchmark(
@@ -75,7 +75,7 @@ def benchmark(
     folder: str | os.PathLike[str] | None = None,
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
 ) -> BenchmarkReport:
-    """Measures the stages of `preprocess`, and of reading samples, on the first part of a corpus.
+    """Measures the phases of `preprocess`, and of reading samples, on the first part of a corpus.
 
     Args:
         inputs: as for `preprocess`.
@@ -96,25 +96,25 @@ def benchmark(
             f"{megabytes} megabytes, {workers} processes and samples of {sequence_length} tokens; "
             "each must be at least 1 (megabytes: more than 0)"
         )
-    texts, stages = _read(inputs, json_key, int(megabytes * 1e6), max_document_bytes)
-    size, documents = stages[0].size, len(texts)
+    texts, phases = _read(inputs, json_key, int(megabytes * 1e6), max_document_bytes)
+    size, documents = phases[0].size, len(texts)
     tokens, seconds = _tokenize(tokenizer, texts)
     count = sum(map(len, tokens))
     if not count:
         raise DataError(f"the first {size:,} bytes of the input give no token")
-    stages.append(StageMeasurement("tokenize", seconds, size, documents, count))
+    phases.append(PhaseMeasurement("tokenize", seconds, size, documents, count))
     extra = []
     for other in other_tokenizers:
         made, seconds = _tokenize(other, texts)
         name = f"tokenize, {type(other).__name__}"
-        extra.append(StageMeasurement(name, seconds, size, documents, sum(map(len, made))))
+        extra.append(PhaseMeasurement(name, seconds, size, documents, sum(map(len, made))))
     with TemporaryDirectory(dir=folder) as scratch:
         started = perf_counter()
         with IndexedDatasetBuilder(Path(scratch, "d"), choose_dtype(tokenizer.vocab_size)) as out:
             for ids in tokens:
                 out.add_document(ids, [len(ids)] if len(ids) else [])
             out.finalize()
-        stages.append(StageMeasurement("write", perf_counter() - started, size, documents, count))
+        phases.append(PhaseMeasurement("write", perf_counter() - started, size, documents, count))
         lines = Path(scratch, "lines.jsonl")
         with lines.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
@@ -122,14 +122,14 @@ def benchmark(
             [lines], Path(scratch, "p"), tokenizer, workers=workers, max_document_bytes=None
         )
         name = f"preprocess, {workers} process{'es' if workers > 1 else ''}"
-        extra.append(StageMeasurement(name, whole.seconds, size, documents, count))
+        extra.append(PhaseMeasurement(name, whole.seconds, size, documents, count))
         extra += _samples(str(Path(scratch, "d")), sequence_length)
-    return BenchmarkReport(tuple(stages), tuple(extra))
+    return BenchmarkReport(tuple(phases), tuple(extra))
 
 
 def _read(
     inputs: Sequence[str | os.PathLike[str]], key: str, limit: int, max_bytes: int | None
-) -> tuple[list[str], list[StageMeasurement]]:
+) -> tuple[list[str], list[PhaseMeasurement]]:
     """Texts of the first `limit` bytes, and the times of reading and of parsing them."""
     texts: list[str] = []
     size, reading, parsing = 0, 0.0, 0.0
@@ -149,8 +149,8 @@ def _read(
                 raise DataError(str(item))
             size += item.size
             texts.append(" ".join(item.texts[0]))
-    times = zip(STAGES, (reading, parsing), strict=False)
-    return texts, [StageMeasurement(name, seconds, size, len(texts)) for name, seconds in times]
+    times = zip(PHASES, (reading, parsing), strict=False)
+    return texts, [PhaseMeasurement(name, seconds, size, len(texts)) for name, seconds in times]
 
 
 def _tokenize(tokenizer: Tokenizer, texts: list[str]) -> tuple[list[NDArray[Any]], float]:
@@ -176,7 +176,7 @@ def _batches(texts: list[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _samples(prefix: str, sequence_length: int) -> list[StageMeasurement]:
+def _samples(prefix: str, sequence_length: int) -> list[PhaseMeasurement]:
     """The reading of samples of a dataset in a random order; none if it is too short for one."""
     try:
         train, *_ = build_gpt_datasets(prefix, "1,0,0", sequence_length=sequence_length)
@@ -189,4 +189,4 @@ def _samples(prefix: str, sequence_length: int) -> list[StageMeasurement]:
     for number in numbers:
         train[number]
     seconds = perf_counter() - started
-    return [StageMeasurement("samples", seconds, 0, _SAMPLES, _SAMPLES * sequence_length)]
+    return [PhaseMeasurement("samples", seconds, 0, _SAMPLES, _SAMPLES * sequence_length)]

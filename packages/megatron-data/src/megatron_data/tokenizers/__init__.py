@@ -1,11 +1,14 @@
-"""Tokenizers behind one small interface.
+"""Tokenizers with a common interface.
 
-`protocol` states the interface and `kinds` names them all as Megatron does. `huggingface` wraps the
-`tokenizers` library, `gpt2` and `wordpiece` make its definitions from older files, `sentence_piece`
-and `tik_token` wrap the libraries of these names, `plain` holds the tokenizers that need no file;
-`training` trains vocabularies, `loading` opens what any of them saved. `text_splitting` splits long
-texts, `fast` encodes with gigatoken, and `conversations` gives the tokens of conversations and
-which of them the loss counts.
+`protocol` defines the interface. `kinds` lists the kinds by Megatron's names and builds them.
+`huggingface` wraps the `tokenizers` library; `gpt2` and `wordpiece` convert older files to its
+format. `sentence_piece` and `tik_token` wrap the libraries of these names. `plain` has tokenizers
+that need no file. `training` trains vocabularies and `loading` opens saved tokenizers.
+`text_splitting` splits long texts into segments, and `fast` encodes with gigatoken.
+
+Conversations: `chat` renders chat templates in a `sandbox` with `template_limits`;
+`prompt_formats` holds Megatron's templates; `conversations` computes tokens and loss masks; `sft`
+and `multimodal` combine tokenizer and template.
 """
 
 import lazy_loader

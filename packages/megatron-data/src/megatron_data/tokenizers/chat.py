@@ -1,4 +1,4 @@
-"""Conversations as text: Hugging Face chat templates (the extra `chat`)."""
+"""Chat templates of Hugging Face, which render conversations as text (the extra `chat`)."""
 
 import hashlib
 import os
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
     from megatron_data.tokenizers.template_limits import Budget
 
 Message: TypeAlias = Mapping[str, Any]
-"""`{"role": "user", "content": "…"}`, and whatever else a template asks for."""
+"""`{"role": "user", "content": "…"}` with any other keys that a template uses."""
 
 TEMPLATE_FILE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """How much a chat template may do for one conversation.
+    """Limits on the work of a chat template for one conversation.
 
-    Steps are counted and not time, so that every machine refuses the same conversations. An
-    element of a list is one or more, a filter 8, a call 32, and 64 characters that are read or
-    made are one.
+    The limit is on steps and not on time, so that every machine refuses the same conversations. An
+    element of a list costs at least 1 step, a filter 8, a call 32, and 64 characters read or
+    written cost 1.
 
     Attributes:
-        steps: of all that one conversation takes; 20 million take some 10 seconds.
-        characters: of every text that is made on the way, and of the whole.
+        steps: Steps for one conversation; 20 million take about 10 seconds.
+        characters: Characters of each intermediate text and of the result.
 
     Raises:
-        DataError: one of them is below 1.
+        DataError: A limit is below 1.
     """
 
     steps: int = field(
         default=20_000_000,
         metadata={
-            "help": "steps that the template may take for a conversation",
+            "help": "largest number of steps of the template per conversation",
             "flag": "--max-template-steps",
         },
     )
     characters: int = field(
         default=1 << 26,
         metadata={
-            "help": "characters that a text may have which the template makes",
+            "help": "largest number of characters of a text that the template makes",
             "flag": "--max-template-characters",
         },
     )
@@ -65,27 +65,27 @@ class TemplateLimits:
             )
 
 
-# What a template may make Python stumble over; a text of any size is refused before it is made.
-# A lack of memory is the machine's, and no reason to refuse a conversation.
-_STUMBLES = (
+# Errors that a template can cause in Python. MemoryError is not among them: oversized texts are
+# refused before they are made, and a lack of memory is not the fault of the conversation.
+_RENDER_ERRORS = (
     TypeError,
     AttributeError,
     LookupError,
     ValueError,
     ArithmeticError,
     RecursionError,
-    NameError,  # Jinja writes a number without end, as 1e999, as a name into its code
+    NameError,  # Jinja compiles an infinite number, such as 1e999, to a name
 )
-_CLOCK = re.compile(r"\bstrftime_now\b")
-_MARKED = re.compile(r"\{%[-+]?\s*generation\b")
+_STRFTIME_NOW = re.compile(r"\bstrftime_now\b")
+_GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 class RenderedConversation(NamedTuple):
-    """A conversation as text.
+    """A conversation rendered as text.
 
     Attributes:
-        text: what is tokenized.
-        assistant_spans: first character and end of every stretch that an assistant says.
+        text: The text to tokenize.
+        assistant_spans: First character and end of each part of the text that an assistant wrote.
     """
 
     text: str
@@ -93,23 +93,23 @@ class RenderedConversation(NamedTuple):
 
 
 class ChatTemplate:
-    """A Jinja template that makes one text of messages, rendered in a sandbox.
+    """A Jinja template that renders messages as one text, in a sandbox.
 
-    Which stretches an assistant says is told by `{% generation %}` blocks, as in Hugging Face
-    transformers. A template without them is rendered turn by turn: what an assistant says is what
-    comes behind the generation prompt, the mark of its end included. Where that cannot be told,
-    because the template writes a turn differently once another follows, it is an error.
+    The text of an assistant is inside `{% generation %}` blocks, as in Hugging Face transformers.
+    A template without such blocks is rendered turn by turn: the text of an assistant is the text
+    after the generation prompt, including its end token. If the template writes a turn differently
+    once another turn follows, this is impossible and `render` raises an error.
 
     Args:
-        source: the template. As in Hugging Face transformers, `strftime_now(format)` writes the
-            local time in it, and templates of Llama 3.1 and later do so with the date.
-        variables: what it may use besides `messages`, `tools` and `add_generation_prompt`: special
+        source: The template. As in Hugging Face transformers, `strftime_now(format)` writes the
+            local time. Templates of Llama 3.1 and later write the date with it.
+        variables: Variables besides `messages`, `tools` and `add_generation_prompt`: special
             tokens such as `bos_token`, or a date.
-        limits: how much it may do for one conversation.
-        now: the time that `strftime_now` writes; None for that of each rendering.
+        limits: Limits on the work for one conversation.
+        now: The time that `strftime_now` writes. Defaults to the time of rendering if None.
 
     Raises:
-        DataError: the extra is not installed, or this is no template.
+        DataError: The extra is not installed, or the source is not a template.
     """
 
     def __init__(
@@ -131,16 +131,16 @@ class ChatTemplate:
         self.variables = dict(variables or {})
         self.limits = limits or TemplateLimits()
         self.now = now
-        self._mistake = jinja2.TemplateError
+        self._template_error = jinja2.TemplateError
         self._begin, self._end = sandbox.BEGIN, sandbox.END
-        self._marked = _MARKED.search(source) is not None
+        self._has_generation_blocks = _GENERATION_BLOCK.search(source) is not None
         self._budget = template_limits.Budget
         try:
-            self._template = sandbox.SandboxedTemplate(source, self._whole_budget())
+            self._template = sandbox.SandboxedTemplate(source, self._full_budget())
         except jinja2.TemplateSyntaxError as error:
             what = " ".join(str(error.message).split())
             raise DataError(f"not a chat template: line {error.lineno}: {what:.300}") from None
-        # Python's own compiler refuses what is nested too deeply, and numbers of too many digits.
+        # Python's compiler refuses templates nested too deeply and numbers with too many digits.
         except (
             *(jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError),
         ) as error:
@@ -148,27 +148,28 @@ class ChatTemplate:
 
     @classmethod
     def from_prompt_format(cls, prompt_format: str) -> Self:
-        """One of Megatron's prompt formats of `--sft-tokenizer-prompt-format`.
+        """Returns the template of a Megatron prompt format (`--sft-tokenizer-prompt-format`).
 
         Raises:
-            DataError: there is none of this name, or it is "default", the tokenizer's own.
+            DataError: The format is unknown, or is "default", the template of a tokenizer.
         """
         known = {name: each.template for name, each in PROMPT_FORMATS.items() if each.template}
         if prompt_format not in known:
             raise DataError(
                 f"no prompt format {prompt_format!r}; give one of {', '.join(known)}, or load the "
-                f"tokenizer's own template (Megatron: {DEFAULT_FORMAT})"
+                f"template of the tokenizer (Megatron: {DEFAULT_FORMAT})"
             )
         return cls(known[prompt_format])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a file of a template, or the one of a tokenizer's folder with its special tokens.
+        """Reads a template from a file, or template and special tokens from a tokenizer's folder.
 
-        In a folder that is `chat_template.jinja`, or else what `tokenizer_config.json` holds.
+        In a folder the template is `chat_template.jinja`, or else `chat_template` in
+        `tokenizer_config.json`.
 
         Raises:
-            DataError: there is none.
+            DataError: There is no template.
         """
         path = tokenizer_path(path)
         if path.is_file():
@@ -179,7 +180,7 @@ class ChatTemplate:
         if not isinstance(config, dict):
             raise DataError(f"{path / CONFIG_FILE} is not a JSON object; copy it again")
         source = config.get("chat_template")
-        if isinstance(source, list):  # several by name
+        if isinstance(source, list):  # named templates
             source = _default_of(source)
         if (path / TEMPLATE_FILE).is_file():
             source = read_text(path / TEMPLATE_FILE)
@@ -188,7 +189,7 @@ class ChatTemplate:
                 f"{path} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
                 f"{CONFIG_FILE}; name a prompt format (--sft-tokenizer-prompt-format "
                 f"{', '.join(name for name in PROMPT_FORMATS if name != DEFAULT_FORMAT)}; "
-                "with images a --tokenizer-prompt-format that has a template, such as mistral) or "
+                "with images a --tokenizer-prompt-format with a template, such as mistral) or "
                 "a file (--chat-template)"
             )
         tokens = {key: value for key, value in config.items() if key.endswith("_token")}
@@ -208,21 +209,21 @@ class ChatTemplate:
 
     @property
     def record(self) -> list[Any]:
-        """What decides which text messages become, for `fingerprint`."""
+        """The values that determine the rendered text, for `fingerprint`."""
         return [self.source, self.variables]
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of what decides which text messages become.
+        """SHA-256 of everything that determines the rendered text.
 
         Raises:
-            DataError: a variable that is no value of JSON, so that nothing tells it from others.
+            DataError: A variable is not a JSON value.
         """
         try:
             content = orjson.dumps(self.record, option=orjson.OPT_SORT_KEYS)
         except TypeError as error:
             raise DataError(
-                f"a variable of the chat template is no value of JSON ({error}); give text, "
+                f"a variable of the chat template is not a JSON value ({error}); give text, "
                 "numbers, lists or objects"
             ) from None
         return f"sha256:{hashlib.sha256(content).hexdigest()}"
@@ -234,28 +235,28 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         return_assistant_spans: bool = True,
     ) -> RenderedConversation:
-        """Returns a conversation as text, and what of it an assistant says.
+        """Renders a conversation as text and finds the text of the assistant.
 
         Args:
-            messages: the conversation.
-            tools: what the template may tell the assistant of.
-            add_generation_prompt: end with what stands before an answer, if the template has that.
-            return_assistant_spans: find what an assistant says; otherwise the text is all, and
-                templates that write a turn differently once another follows are no error.
+            messages: The conversation.
+            tools: Tools that the template describes to the assistant.
+            add_generation_prompt: Whether to end with the template's generation prompt.
+            return_assistant_spans: Whether to find the text of the assistant. If False, the spans
+                may be empty and every template is accepted.
 
         Raises:
-            DataError: the template refuses the messages, or it cannot be told what an assistant
-                says.
+            DataError: The template refuses the messages, or the text of the assistant cannot be
+                found.
         """
-        left = self._whole_budget()
-        # One time for all that is rendered of a conversation, whose parts are compared.
+        left = self._full_budget()
+        # All renderings of a conversation use one time, because they are compared.
         left.now = self.now or datetime.now()
         text = self._text(left, messages, tools, add_generation_prompt)
-        if self._marked:
+        if self._has_generation_blocks:
             return self._without_marks(text)
         if not return_assistant_spans:
             return RenderedConversation(text, [])
-        said = []
+        assistant_spans = []
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
@@ -263,14 +264,14 @@ class ChatTemplate:
             after = self._text(left, messages[: number + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
                 raise DataError(
-                    f"the chat template writes message {number + 1} differently when it stands "
-                    "alone, so what the assistant says in it cannot be told; put {% generation %} "
-                    "and {% endgeneration %} around that in the template"
+                    f"the chat template writes message {number + 1} differently without the "
+                    "messages after it, so the text of the assistant cannot be found; put "
+                    "{% generation %} and {% endgeneration %} around it in the template"
                 )
-            said.append((len(before), len(after)))
-        return RenderedConversation(text, said)
+            assistant_spans.append((len(before), len(after)))
+        return RenderedConversation(text, assistant_spans)
 
-    def _whole_budget(self) -> "Budget":
+    def _full_budget(self) -> "Budget":
         return self._budget(self.limits.steps, self.limits.characters)
 
     def _text(
@@ -289,18 +290,20 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except self._mistake as error:
+        except self._template_error as error:
             raise DataError(f"the chat template refuses the messages: {_one_line(error)}") from None
-        except _STUMBLES as error:
+        except _RENDER_ERRORS as error:
             raise DataError(
                 f"the chat template cannot render the messages: {_one_line(error)}"
             ) from None
 
     def _without_marks(self, text: str) -> RenderedConversation:
-        """Takes the marks of `{% generation %}` blocks out."""
+        """Removes the marks of `{% generation %}` blocks."""
         marks = [character for character in text if character in (self._begin, self._end)]
         if marks != [self._begin, self._end] * (len(marks) // 2):
-            raise DataError("the messages hold U+FDD0 or U+FDD1, which no text may; remove them")
+            raise DataError(
+                "the messages contain U+FDD0 or U+FDD1, which are not valid in text; remove them"
+            )
         plain, assistant_spans, length = [], [], 0
         for number, part in enumerate(re.split(f"[{self._begin}{self._end}]", text)):
             if number % 2:
@@ -311,27 +314,27 @@ class ChatTemplate:
 
     @property
     def uses_time(self) -> bool:
-        """Whether the template names `strftime_now`."""
-        return _CLOCK.search(self.source) is not None
+        """Whether the template uses `strftime_now`."""
+        return _STRFTIME_NOW.search(self.source) is not None
 
     def with_limits(self, limits: TemplateLimits) -> Self:
-        """This template, allowed to do more or less."""
-        made = copy(self)
-        made.limits = limits
-        return made
+        """Returns this template with other limits."""
+        template = copy(self)
+        template.limits = limits
+        return template
 
     def with_time(self, now: datetime) -> Self:
-        """This template with a fixed time for `strftime_now`."""
-        made = copy(self)
-        made.now = now
-        return made
+        """Returns this template with a fixed time for `strftime_now`."""
+        template = copy(self)
+        template.now = now
+        return template
 
     def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[Any, ...]]:
         return type(self), (self.source, self.variables, self.limits, self.now)
 
 
 def _default_of(templates: list[Any]) -> Any:
-    """Returns the template named default of a list of several."""
+    """Returns the template with the name "default" from a list, or None."""
     for entry in templates:
         match entry:
             case {"name": "default", "template": source}:
@@ -340,5 +343,5 @@ def _default_of(templates: list[Any]) -> Any:
 
 
 def _one_line(error: BaseException) -> str:
-    """Returns what an error says, in one line that is not too long."""
+    """Returns the message of an error as one line of at most 500 characters."""
     return f"{' '.join(str(error).split()) or type(error).__name__:.500}"

@@ -1,4 +1,4 @@
-"""Conversations to tokens, and which of them the loss counts."""
+"""Tokens of conversations, and the mask of those that the loss counts."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
@@ -13,15 +13,15 @@ from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer, Offsets
 
 LossOver: TypeAlias = Literal["assistant", "all"]
 IGNORE_INDEX = -100
-"""Number of a target that the loss does not count, as in Megatron and Hugging Face's models."""
+"""Target that the loss ignores, as in Megatron and Hugging Face's models."""
 
 
 class ConversationTokens(NamedTuple):
-    """Tokens of a conversation.
+    """Tokens of a conversation with their loss mask.
 
     Attributes:
-        ids: `[s]`.
-        loss_mask: `[s]`, 1 for every token that the loss counts, 0 for the others.
+        ids: Token ids, int64 `[s]`.
+        loss_mask: uint8 `[s]`, 1 for every token that the loss counts, 0 for the others.
     """
 
     ids: NDArray[np.int64]
@@ -29,7 +29,7 @@ class ConversationTokens(NamedTuple):
 
     @property
     def targets(self) -> NDArray[np.int64]:
-        """The tokens, -100 in place of those that the loss does not count, int64 `[s]`."""
+        """The token ids, with -100 for tokens that the loss ignores, int64 `[s]`."""
         return np.where(self.loss_mask, self.ids, IGNORE_INDEX)
 
 
@@ -39,12 +39,13 @@ def encode_rows(
     template: ChatTemplate,
     loss: LossOver,
 ) -> Iterator[list[ConversationTokens]]:
-    """Tokens and mask of every conversation, row by row.
+    """Yields the tokens and loss masks of the conversations of each row.
 
-    A conversation ends with the end-of-document token, put there if the template did not.
+    A conversation ends with the end-of-document token, which is appended if the template does not
+    write it.
 
     Raises:
-        DataError: the template refuses messages (file and line).
+        DataError: The template refuses messages; the error names file and line.
     """
     rendered = []
     for row in rows:
@@ -58,14 +59,14 @@ def encode_rows(
 def render_row(
     row: ConversationRow, template: ChatTemplate, loss: LossOver
 ) -> list[RenderedConversation]:
-    """Returns the text of every conversation of a row, and what counts in it if not all does.
+    """Renders the conversations of a row; finds the assistant's text unless `loss` is "all".
 
     Raises:
-        DataError: the template refuses messages.
+        DataError: The template refuses messages.
     """
-    said = loss != "all"
+    spans = loss != "all"
     return [
-        template.render(messages, row.tools, return_assistant_spans=said)
+        template.render(messages, row.tools, return_assistant_spans=spans)
         for messages in row.conversations
     ]
 
@@ -76,7 +77,7 @@ def encode_rendered(
     tokenizer: HuggingFaceTokenizer,
     loss: LossOver,
 ) -> Iterator[list[ConversationTokens]]:
-    """`encode_rows` of rows whose texts are there."""
+    """Yields what `encode_rows` yields, for rows that are already rendered."""
     encoded = iter(tokenizer.encode_with_offsets([one.text for texts in rendered for one in texts]))
     for row, texts in zip(rows, rendered, strict=True):
         made = [with_loss_mask(text.assistant_spans, *next(encoded), loss) for text in texts]
@@ -89,19 +90,21 @@ def encode_rendered(
 def with_loss_mask(
     assistant_spans: list[tuple[int, int]],
     ids: list[int],
-    places: list[Offsets],
+    offsets: list[Offsets],
     loss: LossOver,
 ) -> ConversationTokens:
-    """Tokens and mask of one conversation; a token counts if part of it is said.
+    """Returns the tokens of a conversation with their loss mask.
+
+    The loss counts a token if any character of it is in a span.
 
     Args:
-        assistant_spans: first character and end of every stretch that is said.
-        ids: its tokens.
-        places: first character and end of every token.
-        loss: "all" counts every token.
+        assistant_spans: First character and end of each text of an assistant.
+        ids: Token ids of the conversation.
+        offsets: First character and end of each token.
+        loss: "assistant" counts the tokens of the spans, "all" counts every token.
     """
     loss_mask = np.full(len(ids), loss == "all", np.uint8)
-    begins, ends = np.array(places, np.int64).reshape(-1, 2).T
+    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     for first, last in assistant_spans:
         loss_mask[(begins < last) & (ends > first)] = 1
     return ConversationTokens(np.array(ids, np.int64), loss_mask)
@@ -110,7 +113,7 @@ def with_loss_mask(
 def _ended(
     tokens: NDArray[np.int64], loss_mask: NDArray[np.uint8], eod_id: int | None, counts: bool
 ) -> ConversationTokens:
-    """With the end of the document behind, if it is not there; whether it counts."""
+    """Appends the end-of-document token if it is missing; `counts` is its value in the mask."""
     if eod_id is None or (len(tokens) and tokens[-1] == eod_id):
         return ConversationTokens(tokens, loss_mask)
     return ConversationTokens(np.append(tokens, eod_id), np.append(loss_mask, np.uint8(counts)))

@@ -1,4 +1,4 @@
-"""The same tokens, much faster: gigatoken, checked against the `tokenizers` library as it goes."""
+"""Fast encoding with gigatoken, compared with the `tokenizers` library on a sample of the texts."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -18,28 +18,27 @@ CHECKED_FIRST = 200
 CHECKED_EVERY = 500
 CHECKED_CHARACTERS = 200_000
 CHECKED_SHARE = 200
-"""Long texts are left out of the check where it has read this many characters, and one in 200."""
+"""The check stops at `CHECKED_CHARACTERS` plus one in `CHECKED_SHARE` of all characters."""
 
 _log = logging.getLogger("megatron_data")
 
 
 class MismatchError(RuntimeError):
-    """gigatoken gave a text other tokens than the `tokenizers` library."""
+    """Raised when gigatoken and the `tokenizers` library give different tokens for a text."""
 
 
 class FastTokenizer(WrappedTokenizer):
     """A `HuggingFaceTokenizer` whose batches gigatoken encodes (the extra `fast`).
 
-    The first 200 texts that a process encodes, and every 500th after them, are encoded by the
-    `tokenizers` library too, as long as these are no more than 200,000 characters and one in
-    200 of all. `preprocess` begins anew without gigatoken, and says so, at the first
-    text whose tokens differ.
+    The first 200 texts that a process encodes, and every 500th text after them, are also encoded
+    by the `tokenizers` library, up to 200,000 characters plus one in 200 of all. If the tokens of
+    a text differ, `preprocess` starts again without gigatoken and logs a warning.
 
     Args:
-        reference: the tokenizer that decides.
+        reference: The tokenizer to compare with.
 
     Raises:
-        DataError: gigatoken is not installed, or does not know this kind of tokenizer.
+        DataError: gigatoken is not installed, or does not support this kind of tokenizer.
     """
 
     def __init__(self, reference: HuggingFaceTokenizer) -> None:
@@ -53,16 +52,16 @@ class FastTokenizer(WrappedTokenizer):
         self._seen = self._characters = self._checked = 0
         try:
             self._fast: Any = gigatoken.Tokenizer.from_json(reference.definition)
-        # The library raises whatever it stumbles over in a definition it does not know.
+        # The library raises exceptions of any type for definitions that it does not support.
         except Exception as error:  # noqa: BLE001
             reason = " ".join(str(error).split())
-            raise DataError(f"gigatoken does not know this tokenizer: {reason}") from None
+            raise DataError(f"gigatoken does not support this tokenizer: {reason}") from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts.
+        """Returns the token ids of several texts.
 
         Raises:
-            MismatchError: a text whose tokens differ.
+            MismatchError: The tokens of a text differ from those of the reference.
         """
         tokens, lengths = self.encode_joined(texts)
         ends = np.cumsum(lengths)
@@ -71,10 +70,10 @@ class FastTokenizer(WrappedTokenizer):
         ]
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Returns the tokens of many texts, joined, and how many each has.
+        """Returns the concatenated tokens of several texts, and the number of tokens of each.
 
         Raises:
-            MismatchError: a text whose tokens differ.
+            MismatchError: The tokens of a text differ from those of the reference.
         """
         if not texts:
             return np.empty(0, np.uint32), np.empty(0, np.int64)
@@ -87,7 +86,7 @@ class FastTokenizer(WrappedTokenizer):
     def _check(
         self, texts: Sequence[str], tokens: NDArray[np.uint32], offsets: NDArray[np.int64]
     ) -> None:
-        """Compares a sample with the reference; which it is depends on what came before."""
+        """Compares a sample of the texts with the reference; counts the texts of all calls."""
         self._characters += sum(map(len, texts))
         allowed = CHECKED_CHARACTERS + self._characters // CHECKED_SHARE
         chosen: list[int] = []
@@ -101,11 +100,12 @@ class FastTokenizer(WrappedTokenizer):
         for at, ids in zip(chosen, wanted, strict=True):
             if tokens[offsets[at] : offsets[at + 1]].tolist() != ids:
                 raise MismatchError(
-                    f"gigatoken gives other tokens than the tokenizers library: {texts[at][:60]!r}"
+                    "gigatoken and the tokenizers library give different tokens for "
+                    f"{texts[at][:60]!r}"
                 )
 
     def _sample(self, texts: int) -> Iterator[int]:
-        """Returns which of the next texts are checked; only these are looked at one by one."""
+        """Returns the indices of the texts to check."""
         first = min(max(CHECKED_FIRST - self._seen, 0), texts)
         regular = range(-self._seen % CHECKED_EVERY, texts, CHECKED_EVERY)
         return chain(range(first), (at for at in regular if at >= first))
@@ -115,16 +115,16 @@ class FastTokenizer(WrappedTokenizer):
 
 
 def fast_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """Returns the same tokens by gigatoken; where it cannot, the tokenizer itself, with a warning.
+    """Returns a `FastTokenizer`, or the given tokenizer with a warning if it is not supported.
 
     Args:
-        tokenizer: any; gigatoken knows byte-level and SentencePiece-like BPE.
+        tokenizer: Any tokenizer. gigatoken supports byte-level and SentencePiece-like BPE.
 
     Raises:
         DataError: gigatoken is not installed.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
-        _log.warning("gigatoken is not used: it knows no %s", type(tokenizer).__name__)
+        _log.warning("gigatoken is not used: it does not support %s", type(tokenizer).__name__)
         return tokenizer
     try:
         return FastTokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""GPT2's two files, `vocab.json` and `merges.txt`, as one tokenizer."""
+"""The tokenizer of GPT-2's files `vocab.json` and `merges.txt`."""
 
 import json
 import os
@@ -17,31 +17,31 @@ END_OF_TEXT = "<|endoftext|>"
 def gpt2_tokenizer(
     vocab_file: str | os.PathLike[str], merge_file: str | os.PathLike[str]
 ) -> HuggingFaceTokenizer:
-    """Returns the byte-level BPE in the two files of GPT2: Megatron's `GPT2BPETokenizer`.
+    """Reads the byte-level BPE tokenizer of GPT-2's two files: Megatron's `GPT2BPETokenizer`.
 
-    It encodes as GPT2 does, whatever the vocabulary; `<|endoftext|>` ends a document.
+    It splits text into words as GPT-2 does, for any vocabulary. `<|endoftext|>` ends a document.
 
     Args:
-        vocab_file: `vocab.json`, tokens to numbers.
-        merge_file: `merges.txt`, a pair of tokens a line, in the order in which they are joined.
+        vocab_file: `vocab.json`, which maps tokens to ids.
+        merge_file: `merges.txt`, with one pair of tokens per line in the order of merging.
 
     Raises:
-        DataError: a file that is missing or not what it should be; the message names it.
+        DataError: A file is missing or invalid; the message names it.
     """
     definition = _definition(tokenizer_path(vocab_file), tokenizer_path(merge_file))
     return HuggingFaceTokenizer(definition, {"eod": END_OF_TEXT, "eos": END_OF_TEXT})
 
 
 def _definition(vocab_file: Path, merge_file: Path) -> str:
-    """Returns the `tokenizer.json` of the two files."""
+    """Returns the content of a `tokenizer.json` equal to the two files."""
     try:
         vocabulary: Any = orjson.loads(_text(vocab_file))
     except ValueError as error:
         raise DataError(f"{vocab_file} is not JSON: {error}") from error
     if not isinstance(vocabulary, dict) or not all(type(n) is int for n in vocabulary.values()):
-        raise DataError(f"{vocab_file} does not map tokens to numbers")
+        raise DataError(f"{vocab_file} does not map tokens to token ids; is it the right file?")
     if END_OF_TEXT not in vocabulary:
-        raise DataError(f"{vocab_file} lacks {END_OF_TEXT}, the end of a document")
+        raise DataError(f"{vocab_file} lacks {END_OF_TEXT}, the end-of-document token")
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     end = {"id": vocabulary[END_OF_TEXT], "content": END_OF_TEXT, "special": True, **added}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -62,7 +62,7 @@ def _definition(vocab_file: Path, merge_file: Path) -> str:
 
 
 def _merges(path: Path, vocabulary: dict[str, int]) -> list[list[str]]:
-    """Returns the pairs of a merges file in their order, each checked to be in the vocabulary."""
+    """Reads the pairs of a merges file in order and checks that the vocabulary has them."""
     lines = _text(path).split("\n")
     start = 1 if lines[0].startswith("#version") else 0
     merges = []
@@ -72,8 +72,8 @@ def _merges(path: Path, vocabulary: dict[str, int]) -> list[list[str]]:
         pair = line.split(" ")
         if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
             raise DataError(
-                f"{path}, line {number}: {line!r} does not join two tokens of "
-                "the vocabulary to a third; give the two files of one tokenizer"
+                f"{path}, line {number}: {line!r} does not merge two tokens of the vocabulary into "
+                "a third; give the two files of the same tokenizer"
             )
         merges.append(pair)
     return merges

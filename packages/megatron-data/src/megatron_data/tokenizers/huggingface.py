@@ -1,4 +1,4 @@
-"""A `tokenizer.json` of the Hugging Face `tokenizers` library."""
+"""Tokenizers from a `tokenizer.json` of the Hugging Face `tokenizers` library."""
 
 import hashlib
 import os
@@ -21,37 +21,37 @@ Offsets: TypeAlias = tuple[int, int]
 
 TOKENIZER_FILE = "tokenizer.json"
 SEGMENT_CHARACTERS = 1 << 18
-"""Characters of the pieces that a longer text is encoded in."""
+"""Characters per segment when a long text is split."""
 SEGMENTS_AT_ONCE = 16
-_UNFIT = "the tokenizer cannot encode this text"
+_CANNOT_ENCODE = "the tokenizer cannot encode this text"
 ROLES = ("eod", "bos", "eos", "pad")
-_BASE = "megatron_base_fingerprint"  # in tokenizer_config.json, of an extended tokenizer
+_BASE = "megatron_base_fingerprint"  # a key of tokenizer_config.json in an extended tokenizer
 
-# Names by which published tokenizers are known to mark the end of a document, most specific
-# first; used only where neither the caller nor tokenizer_config.json names a token.
+# End-of-document tokens of published tokenizers, the most specific first. They are tried if
+# neither the caller nor tokenizer_config.json names a token.
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class HuggingFaceTokenizer:
-    """Wraps `tokenizers.Tokenizer`.
+    """A tokenizer of the Hugging Face `tokenizers` library.
 
-    Which token ends a document is taken from `special_tokens["eod"]`, else from the `eos_token`
-    of `tokenizer_config.json`, else from the first of `<|endoftext|>`, `<|end_of_text|>`,
-    `</s>`, `<eos>` that the vocabulary holds.
+    The end-of-document token is `special_tokens["eod"]`, else the `eos_token` of
+    `tokenizer_config.json`, else the first of `<|endoftext|>`, `<|end_of_text|>`, `</s>` and
+    `<eos>` in the vocabulary.
 
     Args:
-        definition: content of a `tokenizer.json`. Truncation and padding in it are dropped:
+        definition: Content of a `tokenizer.json`. Its truncation and padding are ignored, because
             they would cut documents.
-        special_tokens: token by role, the roles being "eod", "bos", "eos" and "pad".
+        special_tokens: Tokens by role: "eod", "bos", "eos" and "pad".
 
     Raises:
-        DataError: the definition is not one, or a named special token is not in the vocabulary.
+        DataError: The definition is invalid, or a special token is not in the vocabulary.
     """
 
     def __init__(
         self, definition: bytes | str, special_tokens: Mapping[str, str] | None = None
     ) -> None:
-        with _refusals("this is not the definition of a tokenizer"):
+        with _library_errors("this is not the definition of a tokenizer"):
             content: dict[str, Any] = orjson.loads(definition)
             content.pop("truncation", None)
             content.pop("padding", None)
@@ -82,10 +82,10 @@ class HuggingFaceTokenizer:
     def load(
         cls, path: str | os.PathLike[str], special_tokens: Mapping[str, str] | None = None
     ) -> Self:
-        """Reads a `tokenizer.json`, or a folder that holds one and maybe `tokenizer_config.json`.
+        """Reads a `tokenizer.json`, or a folder with one and optionally `tokenizer_config.json`.
 
         Raises:
-            DataError: no such file, or not a tokenizer; the message names the path.
+            DataError: The file is missing or is not a tokenizer; the message names the path.
         """
         path = tokenizer_path(path)
         file = path / TOKENIZER_FILE if path.is_dir() else path
@@ -106,51 +106,51 @@ class HuggingFaceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token number, added tokens included."""
+        """The largest token id plus one, including added tokens."""
         return self._vocab_size
 
     @property
     def eod_id(self) -> int | None:
-        """Token that ends a document, or None."""
+        """The end-of-document token, or None."""
         return self._ids["eod"]
 
     @property
     def bos_id(self) -> int | None:
-        """Token that begins a text, or None."""
+        """The beginning-of-text token, or None."""
         return self._ids["bos"]
 
     @property
     def eos_id(self) -> int | None:
-        """Token that ends a text, or None."""
+        """The end-of-text token, or None."""
         return self._ids["eos"]
 
     @property
     def pad_id(self) -> int | None:
-        """Token that fills a batch, or None."""
+        """The padding token, or None."""
         return self._ids["pad"]
 
     @property
     def definition(self) -> bytes:
-        """Content of the `tokenizer.json`."""
+        """The content of the `tokenizer.json`."""
         return self._definition
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the definition, keys sorted, without truncation and padding."""
+        """SHA-256 of the definition with sorted keys, without truncation and padding."""
         return self._fingerprint
 
     @property
     def base_fingerprint(self) -> str:
-        """Fingerprint of the tokenizer whose `with_special_tokens` made this one, or its own."""
+        """The fingerprint of the tokenizer that `with_special_tokens` extended, or its own."""
         return self._base_fingerprint
 
     def with_special_tokens(self, names: Sequence[str]) -> "HuggingFaceTokenizer":
-        """This tokenizer with more tokens that are kept whole, such as those of FIM.
+        """Returns this tokenizer with added special tokens, such as those of FIM.
 
-        New ones take the numbers behind the vocabulary; those that it has keep theirs.
+        New tokens take the ids after the vocabulary; existing tokens keep their ids.
 
         Raises:
-            DataError: one without a character.
+            DataError: A token is empty.
         """
         if "" in names:
             raise DataError(f"special tokens {list(names)}: one of them is empty; leave it out")
@@ -161,23 +161,24 @@ class HuggingFaceTokenizer:
         return extended
 
     def token_id(self, token: str) -> int | None:
-        """Returns the number of a token as the vocabulary spells it, or None."""
+        """Returns the id of a token as spelled in the vocabulary, or None."""
         return self._tokenizer.token_to_id(token)
 
     def token(self, number: int) -> str | None:
-        """Returns the vocabulary's spelling of a token, or None for a number it leaves out."""
+        """Returns the spelling of a token in the vocabulary, or None for an unused id."""
         return self._tokenizer.id_to_token(number)
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers of a text. A special token spelled out in the text becomes that token."""
-        with _refusals(_UNFIT):
+        """Returns the token ids of a text; special tokens spelled out in it are recognized."""
+        with _library_errors(_CANNOT_ENCODE):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts, in the threads of the `tokenizers` library.
+        """Returns the token ids of several texts, with the threads of the `tokenizers` library.
 
-        A long text is encoded in `split_text`, with the same tokens and less memory.
+        A long text is encoded in segments (`split_text`), which gives the same tokens with less
+        memory.
         """
         if self._split_pattern is not None and any(
             len(text) > 2 * SEGMENT_CHARACTERS for text in texts
@@ -186,36 +187,36 @@ class HuggingFaceTokenizer:
         return self._encode_all(texts)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Offsets]]]:
-        """Tokens of texts, and for each the first character it stands for and the one behind."""
-        with _refusals(_UNFIT):
+        """Returns for each text its token ids and the first character and end of each token."""
+        with _library_errors(_CANNOT_ENCODE):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def split_text(self, text: str) -> Iterator[str]:
-        """Cuts a text where that is known not to change its tokens, else leave it whole."""
+        """Splits a text at points where its tokens do not change, or yields it whole."""
         if self._split_pattern is None:
             return iter((text,))
         return split_text(text, SEGMENT_CHARACTERS, self._split_pattern)
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        with _refusals(_UNFIT):
+        with _library_errors(_CANNOT_ENCODE):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def _encode_long(self, text: str) -> list[int]:
         rest, ids = self.split_text(text), list[int]()
         while some := list(islice(rest, SEGMENTS_AT_ONCE)):
-            for piece in self._encode_all(some):
-                ids += piece
+            for segment_ids in self._encode_all(some):
+                ids += segment_ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token numbers, special tokens spelled out."""
-        with _refusals("these are no tokens of this tokenizer"):
+        """Returns the text of token ids, with special tokens spelled out."""
+        with _library_errors("these are not tokens of this tokenizer"):
             return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `tokenizer.json` as it was read, and the special tokens beside it."""
+        """Writes `tokenizer.json` as it was read, and `tokenizer_config.json` beside it."""
         folder = Path(folder)
         with AtomicFile(folder / TOKENIZER_FILE) as file:
             file.write(self._definition)
@@ -231,15 +232,15 @@ class HuggingFaceTokenizer:
 
 
 @contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """Raises what the library refuses, or panics at, as `DataError`.
+def _library_errors(what: str) -> Iterator[None]:
+    """Converts errors and panics of the library to `DataError`.
 
-    It raises plain Exception; a panic of Rust is an exception of pyo3 that is no `Exception`, and
-    whose class has no module to import it from.
+    The library raises plain `Exception`. A panic of Rust is an exception of pyo3 that does not
+    derive from `Exception` and whose class cannot be imported.
     """
     try:
         yield
-    except MemoryError:  # says nothing of the text
+    except MemoryError:  # not an error of the text
         raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
@@ -248,14 +249,14 @@ def _refusals(what: str) -> Iterator[None]:
 
 
 def _configured_base(path: Path) -> str | None:
-    """Fingerprint of the tokenizer that a saved one extends, if the configuration has it."""
+    """Reads the fingerprint of the tokenizer that a saved one extends, or returns None."""
     config = read_json(path) if path.is_file() else {}
     found = config.get(_BASE)
     return found if isinstance(found, str) else None
 
 
 def _configured_roles(path: Path) -> dict[str, str]:
-    """Special tokens by role from a `tokenizer_config.json`, if there is one."""
+    """Reads the special tokens by role from a `tokenizer_config.json`, if it exists."""
     if not path.is_file():
         return {}
     config = read_json(path)

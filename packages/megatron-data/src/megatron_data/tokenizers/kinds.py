@@ -1,4 +1,4 @@
-"""Every kind of tokenizer by Megatron's name, what it is made from, and its making."""
+"""Kinds of tokenizers by Megatron's names, the options that each takes, and `build_tokenizer`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,18 +29,18 @@ TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """What a kind of tokenizer is made from, as names of options without `--` and with `_`.
+    """The options of a kind of tokenizer, named without `--` and with `_`.
 
     Attributes:
-        required: without which there is none.
-        optional: which change it.
+        required: Options that must be given.
+        optional: Options that may be given.
     """
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
 
     def error(self, kind: str, given: Mapping[str, Any]) -> str | None:
-        """Returns what is wrong with the options given for a kind, or None."""
+        """Returns an error message if the options given do not fit a kind, or None."""
         if foreign := [name for name in given if name not in (*self.required, *self.optional)]:
             optional = ", ".join(map(flag, (*self.required, *self.optional))) or "no options"
             return f"{flag(foreign[0])} does not go with --tokenizer-type {kind} (takes {optional})"
@@ -80,16 +80,16 @@ WITHOUT_MERGES = (
     "--vocab-file alone is a GPT2BPETokenizer's, which needs --merge-file as well; for BERT's "
     "vocab.txt give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase"
 )
-"""What to say of a vocabulary without merges whose kind nobody said."""
+"""The error for `--vocab-file` without `--merge-file` and `--tokenizer-type`."""
 
 
 def flag(name: str) -> str:
-    """Returns the option of a name."""
+    """Returns the command-line flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
 def default_tokenizer_kind(given: Mapping[str, Any]) -> TokenizerKind:
-    """Returns the kind of tokenizer that options mean of which none is `--tokenizer-type`."""
+    """Returns the kind of tokenizer that the options imply without `--tokenizer-type`."""
     if "vocab_file" in given:
         return "GPT2BPETokenizer"
     if "tokenizer_prompt_format" in given:
@@ -100,11 +100,11 @@ def default_tokenizer_kind(given: Mapping[str, Any]) -> TokenizerKind:
 
 
 def tokenizer_options_error(kind: str | None, given: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with the options of a tokenizer, or None.
+    """Returns an error message if the options do not fit a kind of tokenizer, or None.
 
     Args:
-        kind: `--tokenizer-type`, or None for the default.
-        given: the options of which it is made, by name.
+        kind: `--tokenizer-type`, or None for the kind that the options imply.
+        given: The options by name.
     """
     meant = kind or default_tokenizer_kind(given)
     if kind is None and "vocab_file" in given and "merge_file" not in given:
@@ -113,26 +113,27 @@ def tokenizer_options_error(kind: str | None, given: Mapping[str, Any]) -> str |
 
 
 def build_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
-    """Returns the tokenizer that Megatron's options name.
+    """Builds a tokenizer from Megatron's options.
 
     Args:
-        kind: Megatron's `--tokenizer-type`. None: a GPT2BPETokenizer with a `vocab_file`, the kind
-            that a prompt format belongs to, else whatever `load_tokenizer` opens at
-            `tokenizer_model`.
-        options: what it is made from, named as Megatron's options: `tokenizer_model`, `vocab_file`,
-            `merge_file`, `vocab_size`, `vocab_extra_ids`, `tiktoken_pattern`,
-            `tiktoken_num_special_tokens`, `tokenizer_special_tokens`, `chat_template`,
-            `sft_tokenizer_prompt_format`, `tokenizer_prompt_format`, `image_tag_type`,
-            `force_system_message`; None as if not given.
+        kind: Megatron's `--tokenizer-type`. None means GPT2BPETokenizer if `vocab_file` is given,
+            the kind of the prompt format if one is given, and otherwise the tokenizer that
+            `load_tokenizer` finds at `tokenizer_model`.
+        options: Options with Megatron's names: `tokenizer_model`, `vocab_file`, `merge_file`,
+            `vocab_size`, `vocab_extra_ids`, `tiktoken_pattern`, `tiktoken_num_special_tokens`,
+            `tokenizer_special_tokens`, `chat_template`, `sft_tokenizer_prompt_format`,
+            `tokenizer_prompt_format`, `image_tag_type`, `force_system_message`. None means not
+            given.
 
     Raises:
-        DataError: an unknown kind, options that it lacks or has no use for, or files that are not
-            what they should be.
+        DataError: The kind is unknown, a required option is missing, an option does not belong to
+            the kind, or a file is invalid.
     """
     given = {name: value for name, value in options.items() if value is not None}
     anything_saved = kind is None
     if kind is not None and kind not in TOKENIZER_OPTIONS:
-        raise DataError(f"tokenizer type {kind!r}; known are {', '.join(TOKENIZER_KINDS)}")
+        known = ", ".join(TOKENIZER_KINDS)
+        raise DataError(f"unknown tokenizer type {kind!r}; give one of {known}")
     if error := tokenizer_options_error(kind, given):
         raise DataError(error)
     kind = kind or default_tokenizer_kind(given)
@@ -163,8 +164,8 @@ def build_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
 
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise DataError(
-            f"{given['tokenizer_model']} holds a {type(tokenizer).__name__}, to which "
-            "--tokenizer-special-tokens cannot add"
+            f"{given['tokenizer_model']} holds a {type(tokenizer).__name__}, which does not "
+            "support --tokenizer-special-tokens; leave the option out"
         )
     return tokenizer.with_special_tokens(names)
 

@@ -1,4 +1,4 @@
-"""Opening a tokenizer from a local file or folder."""
+"""Loads tokenizers from local files and folders."""
 
 import os
 from collections.abc import Mapping
@@ -25,24 +25,24 @@ from megatron_data.tokenizers.tik_token import VOCABULARY_FILE, TikTokenizer
 def load_tokenizer(
     path: str | os.PathLike[str], special_tokens: Mapping[str, str] | None = None
 ) -> Tokenizer:
-    """Opens a `tokenizer.json`, a folder that holds one, or a folder that `save` wrote.
+    """Loads a tokenizer from a `tokenizer.json`, its folder, or a folder that `save` wrote.
 
-    Nothing is downloaded: a name of a model hub is not a path.
+    Nothing is downloaded; the name of a model on a hub is not a path.
 
     Args:
-        path: file or folder.
-        special_tokens: overrides which token plays "eod", "bos", "eos" or "pad".
+        path: File or folder.
+        special_tokens: Overrides the tokens of the roles "eod", "bos", "eos" and "pad".
 
     Raises:
-        DataError: nothing there, or nothing that is a tokenizer.
+        DataError: The path does not exist or is not a tokenizer.
     """
     folder = tokenizer_path(path)
     plain = folder / PLAIN_FILE
     if not plain.is_file():
         if folder.is_file() and folder.suffix == ".model":
             raise DataError(
-                f"{path} looks like a model of sentencepiece, which says not whose tokens go with "
-                "it; give --tokenizer-type Llama2Tokenizer, GPTSentencePieceTokenizer or "
+                f"{path} looks like a sentencepiece model, which does not name its kind of "
+                "tokenizer; give --tokenizer-type Llama2Tokenizer, GPTSentencePieceTokenizer or "
                 "SentencePieceTokenizer (in Python SentencePieceTokenizer.load)"
             )
         return HuggingFaceTokenizer.load(path, special_tokens)
@@ -51,13 +51,13 @@ def load_tokenizer(
         return _saved(folder, content)
     except DataError:
         raise
-    # Options of other names and kinds than `save` writes.
+    # The file has options of other names or types than `save` writes.
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise DataError(f"{plain} is damaged ({error}); save the tokenizer again") from None
 
 
 def _saved(folder: Path, content: Any) -> Tokenizer:
-    """Returns the tokenizer of a folder that `save` wrote, by what its `PLAIN_FILE` holds."""
+    """Returns the tokenizer of a folder that `save` wrote; `content` is that of `PLAIN_FILE`."""
     options: dict[str, Any] = content.get("options", {}) if isinstance(content, dict) else {}
     match content:
         case {"type": "SentencePieceTokenizer"}:
@@ -73,14 +73,14 @@ def _saved(folder: Path, content: Any) -> Tokenizer:
         case {"type": "NullMultimodalTokenizer", "vocab_size": int(vocab_size)}:
             return NullMultimodalTokenizer(vocab_size)
     raise DataError(
-        f"{folder / PLAIN_FILE} describes no tokenizer of this package: {content!r:.300}"
+        f"{folder / PLAIN_FILE} does not describe a tokenizer of this package: {content!r:.300}"
     )
 
 
 def _of_conversations(
     kind: str, folder: Path, saved: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Tokenizer:
-    """Returns what `SFTTokenizer.save` or `MultimodalTokenizer.save` wrote."""
+    """Returns the tokenizer that `SFTTokenizer.save` or `MultimodalTokenizer.save` wrote."""
     reference = HuggingFaceTokenizer.load(folder)
     template = load_template(PromptFormat(), reference, folder)
     template = ChatTemplate(template.source, saved.get("variables", template.variables))

@@ -1,4 +1,4 @@
-"""Tokenizers of texts with images: in a text, an image is the token `<image>`."""
+"""Tokenizers for texts with images; the token `<image>` stands for an image."""
 
 import hashlib
 import os
@@ -19,9 +19,9 @@ from megatron_data.tokenizers.sft import (
 )
 
 IMAGE_TOKEN = "<image>"
-"""What stands for an image in a text."""
+"""The placeholder of an image in a text."""
 IMAGE_TOKEN_ID = -200
-"""Number of `<image>` where no vocabulary has it; Megatron's models put an image there."""
+"""Token id of `<image>` without a vocabulary; Megatron's models replace it by an image."""
 
 ImageTag: TypeAlias = Literal["nvlm", "internvl", ""]
 IMAGE_TAGS: Mapping[ImageTag, tuple[str, str]] = {
@@ -29,17 +29,17 @@ IMAGE_TAGS: Mapping[ImageTag, tuple[str, str]] = {
     "internvl": ("<img>", "</img>"),
     "": ("", ""),
 }
-"""What stands before and behind an image, by the names of Megatron's `--image-tag-type`."""
+"""Tags before and after an image, by the names of Megatron's `--image-tag-type`."""
 
 
 class ImageTemplate(ChatTemplate):
-    """A chat template for messages with images in them.
+    """A chat template for messages with images.
 
     Args:
-        template: from messages to text.
-        image_tag: what stands before and behind every image.
-        system: whether system messages have a turn; otherwise the first is left out.
-        system_message: what is said in place of a first system message, or before all others.
+        template: Chat template without images.
+        image_tag: Kind of tags around each image.
+        system: Whether a system message is rendered; otherwise a leading one is dropped.
+        system_message: Replaces a leading system message, or is put before the first message.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ImageTemplate(ChatTemplate):
 
     @property
     def record(self) -> list[Any]:
-        """What decides which text messages become, for `fingerprint`."""
+        """The values that determine the rendered text, for `fingerprint`."""
         return [*super().record, self.image_tag, self.system, self.system_message]
 
     def render(
@@ -66,11 +66,11 @@ class ImageTemplate(ChatTemplate):
         add_generation_prompt: bool = False,
         return_assistant_spans: bool = True,
     ) -> RenderedConversation:
-        """Returns a conversation as text, images between tags; the messages stay as they are.
+        """Renders a conversation as text with tags around images; does not change the messages.
 
         Raises:
-            DataError: a message without text, an image in what an assistant says, or messages
-                that the template refuses.
+            DataError: A message has no text, an assistant's message has an image, or the template
+                refuses the messages.
         """
         prepared = [
             self._prepared(number, message) for number, message in enumerate(messages, start=1)
@@ -89,10 +89,12 @@ class ImageTemplate(ChatTemplate):
             return message
         if not isinstance(content, str) or not content:
             raise DataError(
-                f"message {number} has no text; an image in a message is written {IMAGE_TOKEN}"
+                f"message {number} has no text; write an image in a message as {IMAGE_TOKEN}"
             )
         if message.get("role") == "assistant" and IMAGE_TOKEN in content:
-            raise DataError(f"message {number}: {IMAGE_TOKEN} in what an assistant says")
+            raise DataError(
+                f"message {number}: {IMAGE_TOKEN} in a message of the assistant; remove it"
+            )
         return {**message, "content": add_image_tags(content, self.image_tag)}
 
     def __reduce__(self) -> tuple[type["ImageTemplate"], tuple[Any, ...]]:
@@ -101,17 +103,18 @@ class ImageTemplate(ChatTemplate):
 
 
 class MultimodalTokenizer(SFTTokenizer):
-    """Megatron's tokenizer of this name: images in texts, and a prompt format.
+    """Megatron's `MultimodalTokenizer`: a tokenizer for texts with images, and a prompt format.
 
     Texts and conversations get Megatron's tokens, without the special tokens that a tokenizer may
-    put around a text. It writes into the messages it is given, so that a second time images have
-    two pairs of tags; counts what tools say; cannot tell what assistants say in the format
-    "nemotron6-moe"; and leaves the added tokens out of its `vocab_size`. Here it is otherwise.
+    put around a text. Megatron's tokenizer differs in four points: it changes the messages that it
+    is given, so that a second call puts two pairs of tags around images; its loss counts the
+    messages of tools; it cannot find the text of the assistant in the format "nemotron6-moe"; and
+    its `vocab_size` does not include added tokens.
 
     Args:
-        reference: the tokenizer of texts, `<image>` among its tokens.
-        template: from messages to text.
-        pad_token: token that fills a batch; None for the reference's, or else its end of text.
+        reference: The tokenizer for texts, with `<image>` among its tokens.
+        template: The chat template.
+        pad_token: The padding token. Defaults to that of the reference, else its end-of-text token.
     """
 
     template: ImageTemplate
@@ -135,37 +138,37 @@ class MultimodalTokenizer(SFTTokenizer):
         image_tag: ImageTag = "",
         force_system_message: bool = False,
     ) -> Self:
-        """Reads a `tokenizer.json` or its folder, and says how conversations are written.
+        """Reads a tokenizer from a `tokenizer.json` or its folder, and sets the prompt format.
 
         Args:
-            path: file or folder.
-            prompt_format: one of `MULTIMODAL_PROMPT_FORMATS`; unlike `SFTTokenizer` it has no
-                default, in Megatron neither.
-            chat_template: file of another template, in place of a format. A first system message
-                has its turn then, and no token fills batches but the reference's.
-            special_tokens: tokens that are kept whole.
-            image_tag: what stands around images: "nvlm" `<Image>`, "internvl" `<img>`.
-            force_system_message: let every conversation begin with the format's system message.
+            path: File or folder.
+            prompt_format: One of `MULTIMODAL_PROMPT_FORMATS`. As in Megatron there is no default.
+            chat_template: File of a chat template, instead of a prompt format. A leading system
+                message is then rendered, and the padding token is that of the reference.
+            special_tokens: Special tokens to add.
+            image_tag: Tags around images: "nvlm" for `<Image>`, "internvl" for `<img>`.
+            force_system_message: Whether every conversation begins with the system message of the
+                prompt format.
 
         Raises:
-            DataError: no tokenizer, no such format or tag, no template, a format and a template,
-                or a format without a system message that was to be forced.
+            DataError: The tokenizer or template is missing, the format or tag is unknown, both a
+                format and a template are given, or the format has no system message to force.
         """
         if (prompt_format is None) == (chat_template is None):
             raise DataError(
-                "--tokenizer-prompt-format and --chat-template: give one of them to a "
-                "MultimodalTokenizer"
+                "a MultimodalTokenizer needs either --tokenizer-prompt-format or --chat-template; "
+                "give one of them"
             )
         wanted = PromptFormat()
         if prompt_format is not None:
             wanted = find_prompt_format(MULTIMODAL_PROMPT_FORMATS, prompt_format)
         if image_tag not in get_args(ImageTag):
-            raise DataError(f"image tag {image_tag!r}; give one of nvlm, internvl, or none")
+            raise DataError(f"unknown image tag {image_tag!r}; give nvlm, internvl or none")
         if force_system_message and wanted.system_message is None:
             which = chat_template if prompt_format is None else f"the prompt format {prompt_format}"
             raise DataError(
-                f"--force-system-message: {which} has no system message to force; qwen2p0 and "
-                "qwen2p5 have"
+                f"--force-system-message: {which} has no system message; use the prompt format "
+                "qwen2p0 or qwen2p5"
             )
         reference = load_with_special_tokens(path, special_tokens)
         if chat_template is None:
@@ -182,7 +185,7 @@ class MultimodalTokenizer(SFTTokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """That of the reference, and with tags one of both."""
+        """The fingerprint of the reference, combined with the image tag if there is one."""
         if not self.template.image_tag:
             return self.reference.fingerprint
         both = f"{self.reference.fingerprint} {self.template.image_tag}"
@@ -190,21 +193,21 @@ class MultimodalTokenizer(SFTTokenizer):
 
     @property
     def image_id(self) -> int | None:
-        """Token of an image, or None where `<image>` was not among the special tokens."""
+        """The token id of `<image>`, or None if it is not in the vocabulary."""
         return self.token_id(IMAGE_TOKEN)
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers of a text, with tags around images."""
+        """Returns the token ids of a text, with tags around images."""
         return super().encode(add_image_tags(text, self.template.image_tag))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts."""
+        """Returns the token ids of several texts, with tags around images."""
         return super().encode_batch(
             [add_image_tags(text, self.template.image_tag) for text in texts]
         )
 
     def split_text(self, text: str) -> Iterator[str]:
-        """Returns the text whole where tags are put into it, which a cut could lose."""
+        """Splits a text; yields it whole if images get tags, because a split could cut a tag."""
         return iter((text,)) if self.template.image_tag else super().split_text(text)
 
     def _saved(self) -> dict[str, Any]:
@@ -215,27 +218,25 @@ class MultimodalTokenizer(SFTTokenizer):
 
 
 class NullMultimodalTokenizer(NullTokenizer):
-    """Text that already is token numbers; an image's token has the number -200.
-
-    Megatron's tokenizer of the same name.
+    """Megatron's `NullMultimodalTokenizer`: reads token ids as text; `<image>` has the id -200.
 
     Args:
-        vocab_size: how many numbers there are without the end of a document.
+        vocab_size: Number of token ids without the end-of-document token.
     """
 
     image_id = IMAGE_TOKEN_ID
 
     def token_id(self, token: str) -> int:
-        """Returns the number of a token: itself, or -200 for `<image>`.
+        """Returns the id of a token: the token read as a number, or -200 for `<image>`.
 
         Raises:
-            DataError: not one number below `vocab_size`.
+            DataError: The token is not a single number below `vocab_size`.
         """
         if token == IMAGE_TOKEN:
             return self.image_id
         numbers = self.encode(token)
         if len(numbers) != 1:
-            raise DataError(f"a token's number is that of one token; {token!r} is {len(numbers)}")
+            raise DataError(f"{token!r} is {len(numbers)} tokens; give exactly one")
         return numbers[0]
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers that need no vocabulary file."""
+"""Tokenizers without a vocabulary file."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from megatron_data.tokenizers.text_splitting import split_text
 
 PLAIN_FILE = "megatron_tokenizer.json"
 SEGMENT_CHARACTERS = 1 << 18
-"""Characters of the pieces of a longer text."""
+"""Characters per segment when a long text is split."""
 
 _BETWEEN = re.compile(r"(?=\s)")
 
 
 class ByteTokenizer:
-    """Every byte of the UTF-8 text is a token; 256 ends a document."""
+    """A tokenizer whose tokens are the bytes of the UTF-8 text; 256 ends a document."""
 
     vocab_size = 257
     eod_id = 256
@@ -31,33 +31,32 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the bytes of every text."""
+        """Returns the bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def split_text(self, text: str) -> Iterator[str]:
-        """Cuts a text anywhere."""
+        """Splits a text into segments; every split keeps the tokens."""
         return (
             text[start : start + SEGMENT_CHARACTERS]
             for start in range(0, len(text), SEGMENT_CHARACTERS)
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of bytes; 256 is left out, bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of bytes, without 256; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the file by which `load_tokenizer` knows this tokenizer."""
+        """Writes the file from which `load_tokenizer` builds this tokenizer."""
         write_json(Path(folder) / PLAIN_FILE, {"type": "ByteTokenizer"})
 
 
 class NullTokenizer:
-    """Text that already is token numbers, separated by spaces; the end of a document comes last.
+    """Megatron's `NullTokenizer`: reads token ids as text, separated by spaces.
 
-    Megatron's tokenizer of the same name: `vocab_size` numbers plus one for the end of a
-    document, whose number is `vocab_size`.
+    The end-of-document token has the id `vocab_size`.
 
     Args:
-        vocab_size: how many numbers there are without the end of a document.
+        vocab_size: Number of token ids without the end-of-document token.
     """
 
     bos_id = None
@@ -75,7 +74,7 @@ class NullTokenizer:
         """Returns the numbers in the text.
 
         Raises:
-            DataError: a word that is not a number below `vocab_size`.
+            DataError: A word is not a number below `vocab_size`.
         """
         try:
             tokens = [int(word) for word in text.split()]
@@ -83,15 +82,15 @@ class NullTokenizer:
             raise DataError(f"NullTokenizer reads numbers separated by spaces: {error}") from None
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             wrong = max(tokens) if max(tokens) >= self.vocab_size else min(tokens)
-            raise DataError(f"token {wrong} is not in 0 to {self.vocab_size - 1}")
+            raise DataError(f"token {wrong} is out of range; token ids are 0 to {self.eod_id}")
         return tokens
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the numbers in every text."""
+        """Returns the numbers in each text."""
         return [self.encode(text) for text in texts]
 
     def split_text(self, text: str) -> Iterator[str]:
-        """Cuts a text between numbers."""
+        """Splits a text into segments between numbers."""
         return split_text(text, SEGMENT_CHARACTERS, _BETWEEN)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -99,6 +98,6 @@ class NullTokenizer:
         return " ".join(str(int(token)) for token in tokens)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the file by which `load_tokenizer` knows this tokenizer."""
+        """Writes the file from which `load_tokenizer` builds this tokenizer."""
         content = {"type": type(self).__name__, "vocab_size": self.eod_id}
         write_json(Path(folder) / PLAIN_FILE, content)

@@ -1,4 +1,4 @@
-"""Megatron's prompt formats: how conversations are written for families of models, by name."""
+"""Megatron's prompt formats: chat templates of families of models, by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,18 +22,18 @@ MultimodalPromptFormat: TypeAlias = Literal[
 ]
 
 DEFAULT_FORMAT: Literal["default"] = "default"
-"""The prompt format that is the template in the tokenizer's folder."""
+"""The prompt format that uses the template in the tokenizer's folder."""
 
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How conversations are written.
+    """A chat template with its settings.
 
     Attributes:
-        template: a chat template with `{% generation %}` blocks; None for the tokenizer's own.
-        pad_token: token that fills a batch; None for the tokenizer's own.
-        system: whether system messages have a turn; where they have none, the first is left out.
-        system_message: what `--force-system-message` says in their place, or None.
+        template: A chat template with `{% generation %}` blocks; None for that of the tokenizer.
+        pad_token: The padding token; None for that of the tokenizer.
+        system: Whether a system message is rendered; otherwise a leading one is dropped.
+        system_message: The system message of `--force-system-message`, or None.
     """
 
     template: str | None = None
@@ -155,7 +155,7 @@ PROMPT_FORMATS: Mapping[SFTPromptFormat, PromptFormat] = {
     "nemotron-nano-v2": PromptFormat(_NEMOTRON_NANO, "<unk>"),
     "identity": PromptFormat(_IDENTITY, "<unk>"),
 }
-"""By the names of Megatron's `--sft-tokenizer-prompt-format`."""
+"""Prompt formats by the names of Megatron's `--sft-tokenizer-prompt-format`."""
 
 MULTIMODAL_PROMPT_FORMATS: Mapping[MultimodalPromptFormat, PromptFormat] = {
     "mistral": PromptFormat(_MISTRAL, "<unk>", system=False),
@@ -170,4 +170,4 @@ MULTIMODAL_PROMPT_FORMATS: Mapping[MultimodalPromptFormat, PromptFormat] = {
     "qwen2p5": _QWEN,
     "nemotron6-moe": PromptFormat(pad_token="<unk>"),
 }
-"""By the names of Megatron's `--tokenizer-prompt-format`."""
+"""Prompt formats by the names of Megatron's `--tokenizer-prompt-format`."""

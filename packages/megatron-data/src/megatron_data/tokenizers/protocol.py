@@ -1,61 +1,61 @@
-"""What the rest of the package asks of a tokenizer."""
+"""The interface of a tokenizer."""
 
 import os
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 CONFIG_FILE = "tokenizer_config.json"
-"""Beside `tokenizer.json`: which tokens have a role, and a chat template."""
+"""The file beside `tokenizer.json` that names special tokens and holds a chat template."""
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to token numbers and back.
+    """Converts text to token ids and back.
 
-    Implementations can be pickled: preprocessing sends one to every worker process.
+    Implementations must be picklable, because preprocessing sends one to each worker process.
     """
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token number, special tokens included."""
+        """The largest token id plus one, including special tokens."""
 
     @property
     def eod_id(self) -> int | None:
-        """Token that ends a document, or None."""
+        """The end-of-document token, or None."""
 
     @property
     def bos_id(self) -> int | None:
-        """Token that begins a text, or None."""
+        """The beginning-of-text token, or None."""
 
     @property
     def eos_id(self) -> int | None:
-        """Token that ends a text, or None; often the same as `eod_id`."""
+        """The end-of-text token, or None; often equal to `eod_id`."""
 
     @property
     def pad_id(self) -> int | None:
-        """Token that fills a batch, or None."""
+        """The padding token, or None."""
 
     @property
     def fingerprint(self) -> str:
-        """`sha256:…` of all that decides which numbers a text becomes."""
+        """`sha256:…` of everything that determines the token ids of a text."""
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers of a text. No special token is added."""
+        """Returns the token ids of a text, without added special tokens."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts at once."""
+        """Returns the token ids of several texts."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token numbers, special tokens spelled out."""
+        """Returns the text of token ids, with special tokens spelled out."""
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the files from which `load_tokenizer(folder)` makes an equal tokenizer."""
+        """Writes the files from which `load_tokenizer(folder)` builds an equal tokenizer."""
 
 
 @runtime_checkable
 class ExtendedTokenizer(Protocol):
-    """A tokenizer that may be another one with special tokens added."""
+    """A tokenizer that may extend another tokenizer with special tokens."""
 
     @property
     def base_fingerprint(self) -> str:
-        """The other's fingerprint; its own where no token was added."""
+        """The fingerprint of the extended tokenizer; its own if no token was added."""

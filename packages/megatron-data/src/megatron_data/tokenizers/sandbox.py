@@ -1,4 +1,4 @@
-"""The sandbox in which chat templates are rendered; imported only where jinja2 is installed."""
+"""The sandbox that renders chat templates; imported only if jinja2 is installed."""
 
 import threading
 import types
@@ -24,30 +24,30 @@ from megatron_data.tokenizers.template_limits import (
 )
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Put around what `{% generation %}` blocks write: code points that no text may hold."""
+"""Marks around the text of `{% generation %}` blocks: code points that are not valid in text."""
 
 LONGEST_SOURCE = 1 << 18
-"""Characters that a template may have."""
+"""Largest number of characters of a template."""
 
 _PARTS = ("text", "image", "image_url", "video", "audio")
 _BUILT_IN = (str, bytes, int, float, list, tuple, dict, set, frozenset, range)
 
-# Names of filters that no template can spell.
+# Names of internal filters; with a leading space, no template can spell them.
 _ITERATED, _COMPARED, _SOUGHT, _JOINED = " iterated", " compared", " sought", " joined"
-_STRFTIME = 256  # characters that Python makes of one of a format at most
-_DEEPEST = 100  # nodes of a template in one another; Python compiles some 200 brackets
-_NODES, _CHARACTERS = 32, 64  # of a body, that make a step
+_STRFTIME = 256  # largest number of characters of one format character
+_DEEPEST = 100  # largest depth of nested nodes; Python compiles about 200 nested brackets
+_NODES, _CHARACTERS = 32, 64  # nodes and characters of a body that cost one step
 
 
 class SandboxedTemplate:
-    """A template with what Hugging Face transformers gives templates.
+    """A template with the functions and filters of Hugging Face transformers.
 
     Args:
-        source: the template.
-        budget: what its compilation may do.
+        source: The template.
+        budget: Limits on its compilation.
 
     Raises:
-        TemplateError: it is none.
+        TemplateError: The source is not a template.
     """
 
     def __init__(self, source: str, budget: Budget) -> None:
@@ -65,17 +65,17 @@ class SandboxedTemplate:
         )
 
     def render(self, budget: Budget, variables: Mapping[str, Any], **more: Any) -> str:
-        """Returns the text of some variables.
+        """Renders the template with the given variables.
 
         Raises:
-            TemplateError: the template refuses them, or does more than it may.
+            TemplateError: The template refuses the variables or exceeds the budget.
         """
         with self._environment.spending(budget):
             return self._template.render(variables, **more)
 
 
 class _Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}`."""
+    """The block `{% generation %}` … `{% endgeneration %}`."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -87,7 +87,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Counts whatever may take long or make much, in the budget of the thread that renders."""
+    """Charges work and memory of a template to the budget of the rendering thread."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -108,13 +108,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters[_COMPARED] = pass_context(partial(self._compared))
         self.filters[_SOUGHT] = pass_context(partial(self._compared, sought=True))
         self.filters[_JOINED] = pass_context(partial(self._joined))
-        del self.globals["lipsum"]  # draws words
+        del self.globals["lipsum"]  # random text
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = self._strftime_now
 
     @contextmanager
     def spending(self, budget: Budget) -> Iterator[None]:
-        """Counts against a budget in this thread."""
+        """Charges the work of this thread to a budget inside the block."""
         before = getattr(self._active, "budget", None)
         self._active.budget = budget
         try:
@@ -123,7 +123,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             self._active.budget = before
 
     def left(self) -> Budget:
-        """Returns what the template that this thread renders may still do."""
+        """Returns the remaining budget of the template that this thread renders."""
         budget: Budget = self._active.budget
         return budget
 
@@ -133,7 +133,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Calls what a template calls; the names are Jinja's, so that no argument has them."""
+        """Calls a function for a template; parameters have Jinja's names, to avoid conflicts."""
         budget = __self.left()
         budget.spend(CALL)
         owner = getattr(__obj, "__self__", None)
@@ -147,7 +147,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return made
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format` of the sandbox, whose widths are bounded."""
+        """Returns the sandbox's `str.format` with bounded widths."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -159,7 +159,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return bounded
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Returns the text of what a template, a macro or a block writes."""
+        """Joins the texts that a template, a macro or a block writes."""
         budget, kept, size = self.left(), [], 0
         for part in parts:
             size += len(part)
@@ -175,15 +175,15 @@ class _Environment(ImmutableSandboxedEnvironment):
         return budget.now.strftime(format)
 
     def _written(self, value: Any) -> Any:
-        """Returns what is written of a value; null, or a list of parts, would be Python's words."""
+        """Returns a value to write; refuses null and lists of parts, which Python would spell."""
         if value is None:
             raise TemplateError(
-                "it writes null as text, such as the content of a message without any"
+                "it writes null as text, such as the content of a message without content"
             )
         if isinstance(value, list) and any(map(_is_part, value)):
             raise TemplateError(
-                "it writes a content of several parts as Python writes lists; give contents that "
-                "are strings, or a template that reads parts"
+                "it writes a content of several parts as a Python list; give contents that are "
+                "strings, or a template that reads parts"
             )
         self.left().measure(value)
         return value
@@ -212,7 +212,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Makes a template count loops, macros, comparisons, slices and what `~` joins."""
+    """Adds charges to loops, macros, comparisons, slices and the operator `~` of a template."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         weight = _weight(node)
@@ -263,7 +263,7 @@ def _charge(weight: int, line: int) -> nodes.Node:
 
 
 def _weight(body: nodes.Node) -> int:
-    """Steps that running a body once takes, besides those that it counts itself."""
+    """Returns the steps of running a body once, besides those that its nodes charge."""
     size = characters = 0
     for node in body.find_all(nodes.Node):
         size += 1
@@ -273,9 +273,9 @@ def _weight(body: nodes.Node) -> int:
 
 
 def _check_depth(tree: nodes.Node) -> None:
-    """Refuses what is nested more deeply than the stack of Python's parser holds.
+    """Refuses templates nested deeper than the stack of Python's parser.
 
-    The parser raises MemoryError then, which a real lack of memory raises as well.
+    The parser would raise MemoryError, which also means a real lack of memory.
     """
     level, depth = [tree], 0
     while level:
@@ -286,7 +286,7 @@ def _check_depth(tree: nodes.Node) -> None:
 
 
 def _is_part(value: Any) -> bool:
-    """Whether this is a part of a message's content, such as `{"type": "text", "text": "…"}`."""
+    """Returns whether a value is a part of a content, such as `{"type": "text", "text": "…"}`."""
     return isinstance(value, dict) and value.get("type") in _PARTS
 
 

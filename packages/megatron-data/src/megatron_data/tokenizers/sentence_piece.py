@@ -1,4 +1,4 @@
-"""A `tokenizer.model` of the sentencepiece library."""
+"""Tokenizers from a `tokenizer.model` of the sentencepiece library."""
 
 import hashlib
 import os
@@ -21,25 +21,26 @@ END_OF_DOCUMENT = "<EOD>"
 
 
 class SentencePieceTokenizer:
-    """The pieces of a sentencepiece model (the extra `sentencepiece`).
+    """A sentencepiece model (the extra `sentencepiece`).
 
-    With neither option it is the model alone, Megatron's `GPTSentencePieceTokenizer`, and so every
-    one of megatron-core's own sentencepiece tokenizers; the model's end of a text ends documents.
+    Without options it is Megatron's `GPTSentencePieceTokenizer`, which equals the sentencepiece
+    tokenizers of megatron-core; the end-of-text token of the model ends documents.
 
     Args:
-        model: content of the file.
-        added_tokens: Megatron's `SentencePieceTokenizer`, which puts behind the model's pieces what
-            it lacks of <CLS>, <SEP>, <EOD>, <MASK>, a padding, a begin and an end of a text
-            (`<PAD>`, `<BOS>`, `<EOS>` where the model has none) and T5's sentinels. A token of
-            these that is spelled out in a text becomes that token; <EOD> ends documents.
-        extra_ids: number of sentinels `<extra_id_0>` and so on (Megatron: `--vocab-extra-ids`),
-            with `added_tokens`.
-        special_tokens: further tokens, behind the sentinels, with `added_tokens`.
-        begin: Megatron's `Llama2Tokenizer`: every text begins with the model's begin of a text.
+        model: Content of the model file.
+        added_tokens: Whether to build Megatron's `SentencePieceTokenizer`. It adds the tokens that
+            the model lacks: <CLS>, <SEP>, <EOD>, <MASK>, padding, beginning and end of text
+            (`<PAD>`, `<BOS>`, `<EOS>`) and T5's sentinel tokens. These tokens are recognized when
+            spelled out in a text, and <EOD> ends documents.
+        extra_ids: Number of sentinel tokens `<extra_id_0>`, `<extra_id_1>`, … (Megatron:
+            `--vocab-extra-ids`). Needs `added_tokens`.
+        special_tokens: Further special tokens, after the sentinel tokens. Needs `added_tokens`.
+        begin: Whether to build Megatron's `Llama2Tokenizer`, which starts every text with the
+            beginning-of-text token of the model.
 
     Raises:
-        DataError: sentencepiece is not installed, the model is none, or lacks the begin that
-            every text is to have.
+        DataError: sentencepiece is not installed, the model is invalid, or it lacks the
+            beginning-of-text token that `begin` needs.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class SentencePieceTokenizer:
         begin: bool = False,
     ) -> None:
         if extra_ids < 0:
-            raise DataError(f"{extra_ids} extra ids; give at least 0")
+            raise DataError(f"extra_ids={extra_ids}; give at least 0")
         if (extra_ids or special_tokens) and not added_tokens:
-            raise DataError("a sentencepiece model gets further tokens with added_tokens alone")
+            raise DataError("extra_ids and special_tokens need added_tokens=True")
         self._processor = _processor(model)
         self._model = model
         self._options: dict[str, Any] = {
@@ -73,7 +74,7 @@ class SentencePieceTokenizer:
             )
         }
         if begin and roles["bos"] is None:
-            raise DataError("the sentencepiece model has no token that begins a text")
+            raise DataError("the sentencepiece model has no beginning-of-text token")
         self._added: dict[str, int] = {}
         self._new: list[str] = []
         if added_tokens:
@@ -85,14 +86,14 @@ class SentencePieceTokenizer:
             for name in (*(f"<extra_id_{n}>" for n in range(extra_ids)), *special_tokens):
                 self._add(name)
         self._ids = {**roles, "eod": self._added.get(END_OF_DOCUMENT, roles["eos"])}
-        # At one place of the text the token that was added first wins.
+        # If several tokens match at the same character, the one that was added first wins.
         self._spelled = re.compile("|".join(map(re.escape, self._added))) if self._added else None
         content = orjson.dumps(self._options, option=orjson.OPT_SORT_KEYS)
         digest = hashlib.sha256(b"sentencepiece\0" + content + b"\0" + model).hexdigest()
         self._fingerprint = f"sha256:{digest}"
 
     def _add(self, name: str) -> int:
-        """Returns the number of a token, a new one if the model does not have it."""
+        """Returns the id of a token; adds the token if the model does not have it."""
         number = self.token_id(name)
         if number is None:
             number = self._pieces + len(self._new)
@@ -105,7 +106,7 @@ class SentencePieceTokenizer:
         """Reads a model file; the options are those of the class.
 
         Raises:
-            DataError: no such file, or not a model; the message names the path.
+            DataError: The file is missing or is not a model; the message names the path.
         """
         path = tokenizer_path(path)
         if not path.is_file():
@@ -117,27 +118,27 @@ class SentencePieceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token number, added tokens included."""
+        """The largest token id plus one, including added tokens."""
         return self._pieces + len(self._new)
 
     @property
     def eod_id(self) -> int | None:
-        """Token that ends a document, or None."""
+        """The end-of-document token, or None."""
         return self._ids["eod"]
 
     @property
     def bos_id(self) -> int | None:
-        """Token that begins a text, or None."""
+        """The beginning-of-text token, or None."""
         return self._ids["bos"]
 
     @property
     def eos_id(self) -> int | None:
-        """Token that ends a text, or None."""
+        """The end-of-text token, or None."""
         return self._ids["eos"]
 
     @property
     def pad_id(self) -> int | None:
-        """Token that fills a batch, or None."""
+        """The padding token, or None."""
         return self._ids["pad"]
 
     @property
@@ -146,7 +147,7 @@ class SentencePieceTokenizer:
         return self._fingerprint
 
     def token_id(self, token: str) -> int | None:
-        """Returns the number of a token as the model spells it, or None."""
+        """Returns the id of a token as spelled in the model, or None."""
         if token in self._added:
             return self._added[token]
         number: int = self._processor.piece_to_id(token)
@@ -154,20 +155,20 @@ class SentencePieceTokenizer:
         return number if known else None
 
     def token(self, number: int) -> str | None:
-        """Returns the spelling of a token, or None for a number that is none."""
+        """Returns the spelling of a token, or None for an invalid id."""
         if 0 <= number < self._pieces:
             return str(self._processor.id_to_piece(number))
         return self._new[number - self._pieces] if 0 <= number < self.vocab_size else None
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers of a text; with `begin`, the begin of a text first."""
+        """Returns the token ids of a text; with `begin`, the beginning-of-text token is first."""
         ids: list[int] = []
         for part in self._parts(text):
             ids += [part] if isinstance(part, int) else self._processor.encode(part)
         return self._begun(ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts, in the threads of the library."""
+        """Returns the token ids of several texts, with the threads of the library."""
         if self._spelled is not None and any(map(self._spelled.search, texts)):
             return [self.encode(text) for text in texts]
         threads = -1 if may_use_threads() else 1  # -1: as many as there are cores
@@ -175,15 +176,19 @@ class SentencePieceTokenizer:
         return [self._begun(ids) for ids in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token numbers, special tokens spelled out but for a begin that `encode` adds.
+        """Returns the text of token ids, with special tokens spelled out.
+
+        A beginning-of-text token that `encode` adds is left out.
 
         Raises:
-            DataError: a number that is no token.
+            DataError: A token id is out of range.
         """
         numbers = [int(token) for token in tokens]
         if numbers and not 0 <= min(numbers) <= max(numbers) < self.vocab_size:
             wrong = max(numbers) if max(numbers) >= self.vocab_size else min(numbers)
-            raise DataError(f"token {wrong} is not in 0 to {self.vocab_size - 1}")
+            raise DataError(
+                f"token {wrong} is out of range; token ids are 0 to {self.vocab_size - 1}"
+            )
         if self._options["begin"] and numbers[:1] == [self.bos_id]:
             del numbers[0]
         text, plain = "", list[int]()
@@ -196,14 +201,14 @@ class SentencePieceTokenizer:
         return text + str(self._processor.decode(plain))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the model, and the file by which `load_tokenizer` knows this tokenizer."""
+        """Writes the model and the file from which `load_tokenizer` builds this tokenizer."""
         with AtomicFile(Path(folder) / MODEL_FILE) as file:
             file.write(self._model)
         content = {"type": "SentencePieceTokenizer", "options": self._options}
         write_json(Path(folder) / PLAIN_FILE, content)
 
     def _parts(self, text: str) -> Iterator[str | int]:
-        """Text between spelled out tokens, and the numbers of these."""
+        """Yields the text between spelled-out tokens, and the ids of these tokens."""
         position = 0
         for found in self._spelled.finditer(text) if self._spelled else ():
             yield text[position : found.start()]
@@ -226,10 +231,10 @@ def _processor(model: bytes) -> Any:
         raise DataError(
             "sentencepiece is not installed; pip install 'megatron-data[sentencepiece]'"
         ) from None
-    if not model:  # the library takes it, and fails when it is used
+    if not model:  # the library accepts an empty model and fails at its first use
         raise DataError("this is not a sentencepiece model: it is empty")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
-    # The library raises RuntimeError and others, by the version of it.
+    # The type of the exception depends on the version of the library.
     except Exception as error:  # noqa: BLE001
         raise DataError(f"this is not a sentencepiece model: {error}") from None

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer that knows how conversations are written."""
+"""A Hugging Face tokenizer with a chat template."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,23 +16,23 @@ from megatron_data.tokenizers.protocol import Tokenizer
 from megatron_data.tokenizers.wrapped import WrappedTokenizer
 
 MEGATRON_DEFAULT = "nemotron-h-aligned"
-"""What Megatron takes where no `--sft-tokenizer-prompt-format` is given."""
+"""Megatron's default of `--sft-tokenizer-prompt-format`."""
 
 _Name = TypeVar("_Name", bound=str)
 
 
 class SFTTokenizer(WrappedTokenizer):
-    """Megatron's tokenizer of this name: one of Hugging Face's, and a prompt format.
+    """Megatron's `SFTTokenizer`: a Hugging Face tokenizer and a prompt format.
 
-    Conversations get Megatron's tokens. What the loss counts is told by the characters that an
-    assistant says. Megatron tokenizes every turn anew, refuses conversations in which a token
-    reaches from one turn into the next, and takes an answer to begin behind a fixed number of
-    tokens, whatever the vocabulary; with the format "default" it counts everything (`loss="all"`).
+    Conversations get Megatron's tokens. The loss counts a token if the assistant wrote any of its
+    characters. Megatron instead tokenizes every turn separately, refuses conversations in which a
+    token spans two turns, and assumes that an answer begins after a fixed number of tokens. With
+    the format "default", Megatron counts every token (`loss="all"` here).
 
     Args:
-        reference: the tokenizer of texts.
-        template: from messages to text.
-        pad_token: token that fills a batch; None for the reference's, or else its end of text.
+        reference: The tokenizer for texts.
+        template: The chat template.
+        pad_token: The padding token. Defaults to that of the reference, else its end-of-text token.
     """
 
     def __init__(
@@ -53,29 +53,30 @@ class SFTTokenizer(WrappedTokenizer):
         chat_template: str | os.PathLike[str] | None = None,
         special_tokens: Sequence[str] = (),
     ) -> Self:
-        """Reads a `tokenizer.json` or its folder, and says how conversations are written.
+        """Reads a tokenizer from a `tokenizer.json` or its folder, and sets the prompt format.
 
         Args:
-            path: file or folder.
-            prompt_format: one of `PROMPT_FORMATS`, of which "default" is the template in the
-                folder; None takes `chat_template`, or else Megatron's default.
-            chat_template: file of another template.
-            special_tokens: more tokens that are kept whole.
+            path: File or folder.
+            prompt_format: One of `PROMPT_FORMATS`; "default" is the template in the folder. If
+                None, `chat_template` is used, or else Megatron's default.
+            chat_template: File of a chat template, instead of a prompt format.
+            special_tokens: Special tokens to add.
 
         Raises:
-            DataError: no tokenizer, no such format, or no template.
+            DataError: The tokenizer, format or template does not exist, or both a format and a
+                template are given.
         """
         reference = load_with_special_tokens(path, special_tokens)
         if chat_template is None:
             wanted = find_prompt_format(PROMPT_FORMATS, prompt_format or MEGATRON_DEFAULT)
             return cls(reference, load_template(wanted, reference, path), wanted.pad_token)
         if prompt_format is not None:
-            raise DataError("--chat-template and --sft-tokenizer-prompt-format: give one of them")
+            raise DataError("give only one of --chat-template and --sft-tokenizer-prompt-format")
         return cls(reference, add_token_variables(ChatTemplate.load(chat_template), reference))
 
     @property
     def pad_id(self) -> int | None:
-        """Token that fills a batch, or None where the vocabulary lacks it."""
+        """The padding token, or None if it is not in the vocabulary."""
         if self.pad_token is not None:
             return self.token_id(self.pad_token)
         return self.eos_id if self.reference.pad_id is None else self.reference.pad_id
@@ -88,25 +89,25 @@ class SFTTokenizer(WrappedTokenizer):
         add_generation_prompt: bool = False,
         loss: LossOver = "assistant",
     ) -> ConversationTokens:
-        """Tokens of a conversation, and which of them the loss counts.
+        """Returns the tokens of a conversation with their loss mask.
 
-        No end-of-document token is added, as in Megatron.
+        As in Megatron, no end-of-document token is added.
 
         Args:
-            messages: `{"role": "user", "content": "…"}` and so on.
-            tools: what the template may tell the assistant of.
-            add_generation_prompt: end with what stands before an answer.
-            loss: "assistant" counts what assistants say, "all" every token.
+            messages: The conversation: `{"role": "user", "content": "…"}` and so on.
+            tools: Tools that the template describes to the assistant.
+            add_generation_prompt: Whether to end with the generation prompt.
+            loss: "assistant" counts the text of assistants, "all" every token.
 
         Raises:
-            DataError: the template refuses the messages.
+            DataError: The template refuses the messages.
         """
         rendered = self.template.render(messages, tools, add_generation_prompt, loss != "all")
         (encoded,) = self.reference.encode_with_offsets([rendered.text])
         return with_loss_mask(rendered.assistant_spans, *encoded, loss)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the tokenizer, its template beside it, and what `load_tokenizer` reads of both."""
+        """Writes the tokenizer, its template, and the file that `load_tokenizer` reads."""
         super().save(folder)
         with AtomicFile(Path(folder) / TEMPLATE_FILE) as file:
             file.write(self.template.source.encode())
@@ -118,22 +119,22 @@ class SFTTokenizer(WrappedTokenizer):
 
 
 def conversation_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> SFTTokenizer:
-    """Returns a tokenizer that knows how conversations are written.
+    """Returns a tokenizer with a chat template.
 
     Args:
-        tokenizer: one that does, or a `HuggingFaceTokenizer`, which takes the template that lies
-            beside it (Megatron: the prompt format "default").
-        path: the file that it was read from, or its folder.
+        tokenizer: An `SFTTokenizer`, which is returned unchanged, or a `HuggingFaceTokenizer`,
+            which gets the template in its folder (Megatron: the prompt format "default").
+        path: The file of the tokenizer, or its folder.
 
     Raises:
-        DataError: another kind, or there is no template.
+        DataError: The tokenizer is of another kind, or there is no template.
     """
     if isinstance(tokenizer, SFTTokenizer):
         return tokenizer
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise DataError(
-            f"a {type(tokenizer).__name__} does not know how conversations are written; give "
-            "--tokenizer-type SFTTokenizer, MultimodalTokenizer or HuggingFaceTokenizer"
+            f"a {type(tokenizer).__name__} has no chat template; give --tokenizer-type "
+            "SFTTokenizer, MultimodalTokenizer or HuggingFaceTokenizer"
         )
     return SFTTokenizer(tokenizer, load_template(PromptFormat(), tokenizer, path))
 
@@ -141,16 +142,16 @@ def conversation_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -
 def load_with_special_tokens(
     path: str | os.PathLike[str], special_tokens: Sequence[str]
 ) -> HuggingFaceTokenizer:
-    """Reads a tokenizer, and adds tokens that are kept whole."""
+    """Reads a tokenizer and adds special tokens."""
     tokenizer = HuggingFaceTokenizer.load(path)
     return tokenizer.with_special_tokens(special_tokens) if special_tokens else tokenizer
 
 
 def find_prompt_format(formats: Mapping[_Name, PromptFormat], name: str) -> PromptFormat:
-    """Returns the prompt format of a name.
+    """Returns the prompt format with a name.
 
     Raises:
-        DataError: there is none.
+        DataError: There is no such format.
     """
     for known, wanted in formats.items():
         if known == name:
@@ -161,13 +162,13 @@ def find_prompt_format(formats: Mapping[_Name, PromptFormat], name: str) -> Prom
 def load_template(
     wanted: PromptFormat, reference: HuggingFaceTokenizer, path: str | os.PathLike[str]
 ) -> ChatTemplate:
-    """Returns a prompt format's template, or the one that lies beside a tokenizer.
+    """Returns the template of a prompt format, or else the one beside a tokenizer.
 
     Raises:
-        DataError: there is none.
+        DataError: There is no template.
     """
-    place = tokenizer_path(path)
-    folder = place if place.is_dir() else place.parent
+    file = tokenizer_path(path)
+    folder = file if file.is_dir() else file.parent
     if wanted.template is None:
         template = ChatTemplate.load(folder)
     else:
@@ -176,7 +177,7 @@ def load_template(
 
 
 def add_token_variables(template: ChatTemplate, reference: HuggingFaceTokenizer) -> ChatTemplate:
-    """Returns a template that may name a tokenizer's special tokens, such as `bos_token`."""
+    """Adds the special tokens of a tokenizer, such as `bos_token`, to a template's variables."""
     numbers = {f"{role}_token": getattr(reference, f"{role}_id") for role in ROLES}
     tokens = {name: reference.token(n) for name, n in numbers.items() if n is not None}
     return ChatTemplate(template.source, tokens | template.variables)

@@ -1,4 +1,4 @@
-"""The filters of chat templates, which count what they are about to make."""
+"""Filters and tests of chat templates, which charge their work to the budget of a template."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from megatron_data.tokenizers.template_limits import (
 REMOVED = (
     *("batch", "center", "pprint", "random", "slice", "striptags", "urlize", "wordwrap", "xmlattr"),
 )
-"""Jinja's filters that no chat template needs, and whose results are drawn or have any size."""
+"""Filters of Jinja that chat templates do not need, with random results or unbounded sizes."""
 
 _SHALLOW = frozenset(
     (
@@ -41,11 +41,11 @@ _MOST_INDENT = 100
 def limited_filters(
     filters: Mapping[str, Callable[..., Any]], budget: Callable[[], Budget]
 ) -> dict[str, Callable[..., Any]]:
-    """Filters that count what they do.
+    """Returns Jinja's filters, changed to charge their work.
 
     Args:
-        filters: of Jinja.
-        budget: returns what the template that is rendered may do.
+        filters: Filters of Jinja by name.
+        budget: Returns the budget of the template that is being rendered.
     """
     return {
         name: _limited(name, function, budget)
@@ -57,7 +57,7 @@ def limited_filters(
 def limited_tests(
     tests: Mapping[str, Callable[..., Any]], budget: Callable[[], Budget]
 ) -> dict[str, Callable[..., Any]]:
-    """Tests, of which those that compare values count what that takes."""
+    """Returns Jinja's tests; those that compare values charge their work."""
     return {
         name: _limited(name, function, budget) if name in _COMPARING_TESTS else function
         for name, function in tests.items()
@@ -67,14 +67,14 @@ def limited_tests(
 def _limited(
     name: str, function: Callable[..., Any], budget: Callable[[], Budget]
 ) -> Callable[..., Any]:
-    passed = int(hasattr(function, "jinja_pass_arg"))  # the context, or what is of it
+    context_arguments = int(hasattr(function, "jinja_pass_arg"))  # context or environment
     check = _CHECKS.get(name)
 
     @wraps(function)
     def limited(*arguments: Any, **options: Any) -> Any:
         left = budget()
         left.spend(FILTER)
-        own, given = arguments[:passed], arguments[passed:]
+        context, given = arguments[:context_arguments], arguments[context_arguments:]
         if name in _SHALLOW:
             left.spend_elements(given[0] if given else ())
         elif name in _GATHERING and given:
@@ -84,24 +84,24 @@ def _limited(
                 left.measure(value)
         if check is not None:
             check(left, given, options)
-        made = function(*own, *given, **options)
-        if isinstance(made, str):
-            left.allocate(len(made))
-        elif isinstance(made, list | tuple):
-            left.spend_elements(made)
-        return made
+        result = function(*context, *given, **options)
+        if isinstance(result, str):
+            left.allocate(len(result))
+        elif isinstance(result, list | tuple):
+            left.spend_elements(result)
+        return result
 
     return limited
 
 
 def _counted(budget: Budget, values: Any) -> Any:
-    """Returns a generator as a list; what else can be iterated over is read whole in any case."""
+    """Returns a generator as a list and charges it; returns other values unchanged."""
     if isinstance(values, str | bytes | Mapping | list | tuple):
         return values
     try:
         return budget.collect(values)
     except TypeError:
-        return values  # the filter says what is wrong with it
+        return values  # the filter raises the error
 
 
 def _check_replace(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
@@ -159,9 +159,9 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON with the options of transformers' filter.
+    """Returns a value as JSON, with the options of the filter in transformers.
 
-    Jinja's own filter escapes what is special in HTML.
+    Jinja's filter would escape the special characters of HTML.
     """
     budget.measure(value)
     if indent is None and separators is None:

@@ -1,8 +1,8 @@
-"""How much a chat template may do: a count of steps, and the size of the texts that it makes.
+"""Limits on chat templates: the number of steps, and the size of the texts that they make.
 
-A template comes with a tokenizer and is not trusted. The steps are counted, not the time, so that
-the same conversation is refused on every machine, and weighed by what they take. Before text is
-made, its size is known.
+A template comes with a tokenizer and is not trusted. The limit is on steps and not on time, so
+that every machine refuses the same conversations. Operations cost steps according to their work.
+The size of a text is checked before it is made.
 """
 
 import re
@@ -15,33 +15,33 @@ from typing import Any
 from jinja2 import TemplateError
 
 CALL, FILTER = 32, 8
-"""Steps of a call, such as a macro's, and of a filter, besides what they read and make."""
+"""Steps of a call (such as a macro) and of a filter, besides the text that they read and make."""
 
-_CHARACTERS = 64  # of a step
-_ELEMENT = 2  # steps of an element of a list that is made
-_BITS = 20_000  # of an integer
+_CHARACTERS = 64  # characters per step
+_ELEMENT = 2  # steps per element of a new list
+_BITS = 20_000  # largest number of bits of an integer
 _WIDTHS = re.compile(r"\d+")
-# A specification of `%`, as Python reads it: key, flags, width, precision, length, conversion.
+# A specification of the operator `%`: key, flags, width, precision, length, conversion.
 _PERCENT = re.compile(
     r"%(?:\([^()]*\))?[-#0 +]*((?:\*|[0-9]*)(?:\.(?:\*|[0-9]*))?)[hlL]?.?", re.DOTALL
 )
 _NESTED_KEY = re.compile(r"%\([^()]*\(")
 _LONGER = ("capitalize", "casefold", "decode", "encode", "lower", "swapcase", "title", "upper")
-_GROWTH = 3  # characters that one may become in another case
+_GROWTH = 3  # largest number of characters of one character in another case
 
 
 class TemplateLimitError(TemplateError):
-    """A template does more than it may."""
+    """Raised when a template exceeds its budget."""
 
 
 @dataclass
 class Budget:
-    """What is left to a template while it renders one conversation.
+    """The remaining budget of a template for one conversation.
 
     Attributes:
-        steps: that may still be made.
-        characters: that a text may have.
-        now: the time that the template reads.
+        steps: Remaining steps.
+        characters: Largest number of characters of a text.
+        now: The time that the template reads.
     """
 
     steps: int
@@ -49,22 +49,22 @@ class Budget:
     now: datetime = datetime.min
 
     def spend(self, steps: int) -> None:
-        """Counts steps.
+        """Charges steps.
 
         Raises:
-            TemplateLimitError: there are none left.
+            TemplateLimitError: No steps are left.
         """
         self.steps -= steps
         if self.steps < 0:
             raise TemplateLimitError(
-                "it takes more steps than it may (--max-template-steps, TemplateLimits.steps)"
+                "it exceeds the limit of steps (--max-template-steps, TemplateLimits.steps)"
             )
 
     def allocate(self, characters: int) -> None:
-        """Counts a text that is about to be made.
+        """Charges a text before it is made.
 
         Raises:
-            TemplateLimitError: it is too long.
+            TemplateLimitError: The text is too long.
         """
         if characters > self.characters:
             raise TemplateLimitError(
@@ -74,7 +74,7 @@ class Budget:
         self.spend(1 + max(characters, 0) // _CHARACTERS)
 
     def measure(self, value: Any) -> int:
-        """Counts what looking at a whole value takes; returns its characters as a text, about."""
+        """Charges reading a whole value; returns its approximate size as text in characters."""
         if isinstance(value, str | bytes):
             self.allocate(len(value))
             return len(value)
@@ -100,7 +100,7 @@ class Budget:
         return size
 
     def collect(self, values: Any) -> list[Any]:
-        """Elements of whatever can be iterated over, counted as they come."""
+        """Returns the elements of an iterable as a list; charges each of them."""
         found = []
         for value in values:
             self.spend(1)
@@ -108,7 +108,7 @@ class Budget:
         return found
 
     def spend_elements(self, value: Any, weight: int = 1) -> None:
-        """Counts the elements of a value that has a length."""
+        """Charges `weight` steps per element of a value; a value without a length counts as 1."""
         try:
             count = len(value)
         except TypeError:
@@ -117,10 +117,10 @@ class Budget:
 
 
 def check_binary(budget: Budget, operator: str, left: Any, right: Any) -> None:
-    """Counts what an operator is about to make of two values.
+    """Charges a binary operator before it is applied.
 
     Raises:
-        TemplateLimitError: too much.
+        TemplateLimitError: The result exceeds a limit.
     """
     budget.spend(1)
     if operator == "%" and isinstance(left, str | bytes):
@@ -142,11 +142,11 @@ def check_binary(budget: Budget, operator: str, left: Any, right: Any) -> None:
 
 
 def check_format(budget: Budget, text: str, values: Iterable[Any]) -> None:
-    """Counts what `str.format` is about to make of a text.
+    """Charges `str.format` before it is applied.
 
     Raises:
-        TemplateLimitError: too much, or a width that is a value.
-        ValueError: the text has no such format.
+        TemplateLimitError: The result exceeds a limit, or a width is given by a value.
+        ValueError: The text is not a format.
     """
     parsed = [(field, spec or "") for _, field, spec, _ in Formatter().parse(text)]
     specifications = [spec for field, spec in parsed if field is not None]
@@ -155,10 +155,10 @@ def check_format(budget: Budget, text: str, values: Iterable[Any]) -> None:
 
 
 def check_percent(budget: Budget, text: str, values: Iterable[Any]) -> None:
-    """Counts what the operator `%` is about to make of a text.
+    """Charges the operator `%` on a text before it is applied.
 
     Raises:
-        TemplateLimitError: too much, or a width that is a value.
+        TemplateLimitError: The result exceeds a limit, or a width is given by a value.
     """
     if _NESTED_KEY.search(text):
         raise TemplateLimitError(f"a key with brackets in {text!r:.60} is not supported")
@@ -171,7 +171,7 @@ def _check_widths(
     budget: Budget, text: str, specifications: Sequence[str], values: Iterable[Any], nested: bool
 ) -> None:
     if nested:
-        raise TemplateLimitError(f"a width that is a value in {text!r:.60} is not supported")
+        raise TemplateLimitError(f"a width given by a value in {text!r:.60} is not supported")
     widths = [digits for spec in specifications for digits in _WIDTHS.findall(spec)]
     if any(len(digits) > 5 for digits in widths):
         raise TemplateLimitError(f"a number of more than 5 digits in {text!r:.60} is not supported")
@@ -181,15 +181,15 @@ def _check_widths(
 
 
 def check_method(budget: Budget, value: Any, name: str, arguments: tuple[Any, ...]) -> None:
-    """Counts what a method of a built-in type is about to make.
+    """Charges a method of a built-in type before it is called.
 
     Raises:
-        TemplateLimitError: too much, or a method whose result has any size.
+        TemplateLimitError: The result exceeds a limit, or its size cannot be known.
     """
     if name in ("expandtabs", "translate", "maketrans", "to_bytes", "fromkeys"):
         raise TemplateLimitError(f"the method {name} is not supported")
     if not isinstance(value, str | bytes):
-        if name in ("index", "count"):  # which compare
+        if name in ("index", "count"):  # they compare elements
             budget.measure(value)
         elif name != "get":
             budget.spend_elements(value)
@@ -206,7 +206,7 @@ def check_method(budget: Budget, value: Any, name: str, arguments: tuple[Any, ..
 
 
 def replaced_size(value: Any, old: Any, new: Any) -> int:
-    """Characters of a text in which one part takes the place of another."""
+    """Returns the characters of a text after a replacement."""
     try:
         return int(len(value) + value.count(old) * max(len(new) - len(old), 0))
     except TypeError:
@@ -214,7 +214,7 @@ def replaced_size(value: Any, old: Any, new: Any) -> int:
 
 
 def joined_size(budget: Budget, between: Any, parts: Any) -> int:
-    """Characters of parts that are joined."""
+    """Returns the characters of joined parts."""
     return budget.measure(parts) + len(between) * len(parts)
 
 

@@ -1,11 +1,11 @@
-"""Long texts in pieces that give the tokens of the whole.
+"""Splits long texts into segments whose tokens are those of the whole text.
 
-The `tokenizers` library takes some 125 bytes of memory for each byte of a text, and one thread for
-each text. All its models work within the words of a pre-tokenizer, so a text may be cut wherever a
-word is known to end and whatever follows is cut into words as if the text began there. Where that
-is follows from the pattern that finds the words; each rule below says why.
+The `tokenizers` library needs about 125 bytes of memory per byte of a text, and uses one thread
+per text. Its models work within the words of a pre-tokenizer. A text can therefore be split where
+a word is known to end and where the words after it do not depend on the text before it. These
+points follow from the pattern that finds the words; a comment at each rule below gives the reason.
 
-Normalisation keeps to its side of such a cut: it is next to a space or a line end, which no
+Normalization does not cross such a point: it is next to a space or a line end, which no
 composition and no reordering of marks crosses.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 SplitPattern: TypeAlias = re.Pattern[str]
-"""Finds the empty strings at which a text may be cut."""
+"""Matches the empty strings at which a text may be split."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -23,21 +23,21 @@ LLAMA3 = (
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# No alternative of GPT2's pattern has white space after anything else, and none looks back: a word
-# ends before every space and line end that follows a letter, a digit or a full stop. The only
-# look-ahead is that of white space, which is never the last thing before such a cut. (The stops
-# are those of Chinese and Japanese, which are written without spaces.)
+# No alternative of GPT-2's pattern has white space after other characters, and none looks behind.
+# So a word ends before every space and line end that follows a letter, a digit or a full stop. The
+# only look-ahead belongs to white space, which is never the last character before such a split.
+# (_STOPS are those of Chinese and Japanese, which are written without spaces.)
 _STOPS = "\u3002\uff01\uff1f\u2026"
 _BEFORE_SPACE = re.compile(rf"(?<=[^\W_])(?=[ \n])|(?<=[{_STOPS}])(?=\n)")
 
-# Of Llama 3's and Qwen 2's patterns the same holds after letters and digits, but punctuation takes
-# the line ends behind it. The letters are ASCII, because two libraries may know different ones. A
-# word also ends between a line end and a letter or digit: the line ends that close white space are
-# taken by `\s*[\r\n]+` before any look-ahead is tried, or by the punctuation before them, in both
-# cases all of them, and no alternative goes on behind a line end with a letter.
+# The same holds for the patterns of Llama 3 and Qwen 2 after letters and digits, but punctuation
+# includes the line ends after it. Only ASCII letters are used, because libraries differ in the
+# letters that they know. A word also ends between a line end and a letter or digit: `\s*[\r\n]+`
+# or the punctuation before them matches all line ends that close white space, before any
+# look-ahead is tried, and no alternative has a letter after a line end.
 _AROUND_LINE_END = re.compile(r"(?<=[A-Za-z0-9])(?=[ \n])|(?<=\n)(?=[^\W_])")
 
-# Pre-tokenizers that drop white space and look at nothing beyond it.
+# Pre-tokenizers that drop white space and do not look beyond it.
 _AT_SPACE = re.compile(r"(?<=[^\W_])(?=[ \n])")
 _DROP_SPACE = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
 
@@ -46,10 +46,10 @@ _NORMALIZERS = (None, "NFC", "BertNormalizer")
 
 
 def split_pattern(definition: Mapping[str, Any]) -> SplitPattern | None:
-    """Returns where texts may be cut for a tokenizer; None if no such place is known.
+    """Returns a pattern for the points at which a tokenizer's texts may be split, or None.
 
     Args:
-        definition: content of a `tokenizer.json`.
+        definition: Content of a `tokenizer.json`.
     """
     normalizer: Mapping[str, Any] = definition.get("normalizer") or {}
     model: Mapping[str, Any] = definition.get("model") or {}
@@ -84,15 +84,15 @@ def _pattern_of_words(words: Mapping[str, Any]) -> SplitPattern | None:
 
 
 def _reaches_out(token: Mapping[str, Any]) -> bool:
-    """Whether a token that is kept whole takes white space with it, or looks at what is beside."""
+    """Returns whether an added token includes white space or depends on adjacent characters."""
     flags = ("lstrip", "rstrip", "single_word")
     return any(map(token.get, flags)) or re.search(r"\s", str(token.get("content"))) is not None
 
 
-def split_text(text: str, size: int, places: SplitPattern) -> Iterator[str]:
-    """Cuts a text into pieces of at least `size` characters but for the last."""
+def split_text(text: str, size: int, pattern: SplitPattern) -> Iterator[str]:
+    """Splits a text into segments of at least `size` characters; the last may be shorter."""
     start = 0
-    while end := places.search(text, start + size):
+    while end := pattern.search(text, start + size):
         yield text[start : end.start()]
         start = end.start()
     yield text[start:]

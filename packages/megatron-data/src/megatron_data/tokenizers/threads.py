@@ -1,11 +1,12 @@
-"""Whether tokenizers may use threads."""
+"""Whether tokenizers may use several threads."""
 
 import os
 
 
 def may_use_threads() -> bool:
-    """Returns whether this process encodes in threads, by the variable of the `tokenizers` library.
+    """Returns whether TOKENIZERS_PARALLELISM lets this process encode in several threads.
 
-    The workers of `preprocess` set TOKENIZERS_PARALLELISM=false: one worker, one thread.
+    The variable is that of the `tokenizers` library. Worker processes of `preprocess` set it to
+    "false", so that each uses one thread.
     """
     return os.environ.get("TOKENIZERS_PARALLELISM", "true") != "false"

@@ -1,4 +1,4 @@
-"""Megatron's JSON vocabularies of byte-level BPE, which the tiktoken library encodes with."""
+"""Megatron's JSON vocabularies of byte-level BPE, for the tiktoken library."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ from megatron_data.tokenizers.threads import may_use_threads
 
 VOCABULARY_FILE = "tiktoken.json"
 LARGEST = 1 << 17
-"""Tokens of a vocabulary of which nobody says how large it is, as in Megatron, if it has them."""
+"""Largest default size of a vocabulary, as in Megatron."""
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 
 Pattern: TypeAlias = Literal["v1", "v2"]
@@ -30,27 +30,28 @@ PATTERNS: dict[str, str] = {
     "v2": rf"{_BEFORE}?[{_UPPER}]*[{_LOWER}]+|{_BEFORE}?[{_UPPER}]+[{_LOWER}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""What a text is cut into words by."""
+"""Regular expressions that split text into words."""
 
 
 class TikTokenizer:
-    """Megatron's tokenizer of that name (the extra `tiktoken`).
+    """Megatron's `TikTokenizer` (the extra `tiktoken`).
 
-    Special tokens come first: those named, and `<SPECIAL_7>` and so on up to their number. One that
-    is spelled out in a text becomes that token; `</s>` ends documents.
+    The first ids are those of the special tokens: the given ones, then `<SPECIAL_7>` and so on up
+    to their number. Special tokens are recognized when spelled out in a text. `</s>` ends
+    documents.
 
     Args:
-        vocabulary: content of the file, a JSON list of objects with `rank`, `token_bytes` (base64)
-            and `token_str`, in the order of their ranks, of which the first 256 are the bytes.
-        pattern: how texts are cut into words.
-        special_tokens: the seven of Megatron and any others.
-        num_special_tokens: numbers that special tokens take.
-        vocab_size: tokens in all; a longer vocabulary is cut. None takes what there is, at most
-            131,072.
+        vocabulary: Content of the file: a JSON list of objects with `rank`, `token_bytes` (base64)
+            and `token_str`, in the order of the ranks. The first 256 are the bytes.
+        pattern: Regular expression that splits text into words, a key of `PATTERNS`.
+        special_tokens: Megatron's seven special tokens and any others.
+        num_special_tokens: Number of ids reserved for special tokens.
+        vocab_size: Size of the vocabulary; a longer one is truncated. Defaults to the size of the
+            file with the special tokens, at most 131,072.
 
     Raises:
-        DataError: tiktoken is not installed, the vocabulary is none or too short, or the special
-            tokens are not unique or do not fit.
+        DataError: tiktoken is not installed, the vocabulary is invalid or too short, or the
+            special tokens are not unique or are too many.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class TikTokenizer:
         vocab_size: int | None = None,
     ) -> None:
         if pattern not in PATTERNS:
-            raise DataError(f"pattern {pattern!r}; known are {', '.join(PATTERNS)}")
+            raise DataError(f"unknown pattern {pattern!r}; give one of {', '.join(PATTERNS)}")
         tokens = _tokens(vocabulary)
         whole = len(tokens) + num_special_tokens
         self._vocab_size = min(LARGEST, whole) if vocab_size is None else vocab_size
@@ -94,7 +95,7 @@ class TikTokenizer:
         """Reads a vocabulary file; the options are those of the class.
 
         Raises:
-            DataError: no such file, or not a vocabulary; the message names the path.
+            DataError: The file is missing or is not a vocabulary; the message names the path.
         """
         path = tokenizer_path(path)
         if not path.is_file():
@@ -106,48 +107,48 @@ class TikTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token number."""
+        """The largest token id plus one."""
         return self._vocab_size
 
     @property
     def eod_id(self) -> int | None:
-        """Token that ends a document, `</s>`."""
+        """The end-of-document token, `</s>`."""
         return self._numbers["</s>"]
 
     @property
     def bos_id(self) -> int | None:
-        """Token that begins a text, `<s>`."""
+        """The beginning-of-text token, `<s>`."""
         return self._numbers["<s>"]
 
     @property
     def eos_id(self) -> int | None:
-        """Token that ends a text, `</s>`."""
+        """The end-of-text token, `</s>`."""
         return self._numbers["</s>"]
 
     @property
     def pad_id(self) -> int | None:
-        """Token that fills a batch, `<pad>`."""
+        """The padding token, `<pad>`."""
         return self._numbers["<pad>"]
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokens in use, the pattern and the special tokens."""
+        """SHA-256 of the used tokens, the pattern and the special tokens."""
         return self._fingerprint
 
     def token_id(self, token: str) -> int | None:
-        """Returns the number of a token, or None."""
+        """Returns the id of a token, or None."""
         try:
             return int(self._encoding.encode_single_token(token))
         except KeyError:
             return None
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers of a text. A special token spelled out in the text becomes that token."""
+        """Returns the token ids of a text; special tokens spelled out in it are recognized."""
         ids: list[int] = self._encoding.encode(text, allowed_special="all")
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts, in threads."""
+        """Returns the token ids of several texts, with several threads."""
         if not may_use_threads():
             return [self.encode(text) for text in texts]
         threads = os.cpu_count() or 1
@@ -157,21 +158,24 @@ class TikTokenizer:
         return encoded
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token numbers, special tokens spelled out; bytes that are no text give U+FFFD.
+        """Returns the text of token ids, with special tokens spelled out.
 
-        Megatron decodes every token by itself, which loses characters of several tokens.
+        Invalid UTF-8 becomes U+FFFD. Megatron decodes every token by itself, which loses
+        characters that span several tokens.
 
         Raises:
-            DataError: a number that is no token.
+            DataError: A token id is out of range.
         """
         numbers = [int(token) for token in tokens]
         if numbers and not 0 <= min(numbers) <= max(numbers) < self.vocab_size:
             wrong = max(numbers) if max(numbers) >= self.vocab_size else min(numbers)
-            raise DataError(f"token {wrong} is not in 0 to {self.vocab_size - 1}")
+            raise DataError(
+                f"token {wrong} is out of range; token ids are 0 to {self.vocab_size - 1}"
+            )
         return str(self._encoding.decode(numbers))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the vocabulary, and the file by which `load_tokenizer` knows this tokenizer."""
+        """Writes the vocabulary and the file from which `load_tokenizer` builds this tokenizer."""
         with AtomicFile(Path(folder) / VOCABULARY_FILE) as file:
             file.write(self._file)
         content = {"type": "TikTokenizer", "options": self._options}
@@ -194,20 +198,22 @@ def _encoding(pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, i
 
 
 def _filled(named: Sequence[str], count: int) -> list[str]:
-    """Returns the special tokens: those that are named, and fillers up to their number."""
+    """Returns `count` special tokens: the given ones, then fillers."""
     if missing := [name for name in SPECIAL_TOKENS if name not in named]:
-        raise DataError(f"the special tokens lack {missing[0]}; name {', '.join(SPECIAL_TOKENS)}")
+        raise DataError(f"the special tokens lack {missing[0]}; give {', '.join(SPECIAL_TOKENS)}")
     names = [*named, *(f"<SPECIAL_{number}>" for number in range(len(named), count))]
     if len(names) != count:
-        raise DataError(f"{len(named)} special tokens are named, there is room for {count}")
+        raise DataError(
+            f"{len(named)} special tokens are given, but num_special_tokens is {count}; raise it"
+        )
     (name, times), *_ = Counter(names).most_common(1)
     if times > 1:
-        raise DataError(f"the special token {name} is named {times} times")
+        raise DataError(f"the special token {name} is given {times} times; give it once")
     return names
 
 
 def _tokens(content: bytes) -> list[bytes]:
-    """Returns the tokens of a vocabulary file in the order of their ranks."""
+    """Parses a vocabulary file; returns its tokens in the order of their ranks."""
     try:
         entries = orjson.loads(content)
     except ValueError as error:
@@ -221,17 +227,17 @@ def _tokens(content: bytes) -> list[bytes]:
                 pass
             case _:
                 raise DataError(
-                    f"entry {number} has not rank {number} and token_bytes: {entry!r:.200}"
+                    f"entry {number} lacks rank {number} or token_bytes: {entry!r:.200}"
                 )
         try:
             token = b64decode(text, validate=True)
-        except ValueError:  # binascii.Error is one; text that is not ASCII raises a plain one
+        except ValueError:  # binascii.Error, or a plain ValueError for non-ASCII text
             raise DataError(f"entry {number}: {text!r:.200} is not base64") from None
         if number < 256 and token != bytes([number]):
             raise DataError(f"entry {number} is {token!r}; the first 256 are the bytes")
         tokens.append(token)
     if len(tokens) < 256:
-        raise DataError(f"{len(tokens)} tokens; a vocabulary begins with those of the 256 bytes")
+        raise DataError(f"{len(tokens)} tokens; a vocabulary begins with the 256 bytes")
     if len(set(tokens)) < len(tokens):
         raise DataError("a token occurs twice")
     return tokens

@@ -1,4 +1,4 @@
-"""Training a vocabulary: byte-level BPE, WordPiece or unigram."""
+"""Trains vocabularies: byte-level BPE, WordPiece and unigram."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,20 +27,20 @@ def train_bpe(
     min_frequency: int = 2,
     progress: bool = False,
 ) -> HuggingFaceTokenizer:
-    """Trains a byte-level BPE tokenizer, as GPT2's: any text round-trips, nothing is unknown.
+    """Trains a byte-level BPE tokenizer as in GPT-2, which encodes any text without loss.
 
-    Special tokens take the first numbers, in the order given; the first of them ends documents.
-    The vocabulary comes out smaller than asked when the texts have too few distinct pairs.
+    Special tokens get the first ids, in the given order; the first one ends documents. The
+    vocabulary is smaller than `vocab_size` if the texts have too few distinct pairs.
 
     Args:
-        texts: what to learn from, such as `read_texts(["corpus.jsonl"])`.
-        vocab_size: largest size, special tokens and the 256 bytes included.
-        special_tokens: at least one.
-        min_frequency: how often a pair must occur to be merged.
-        progress: show the bar of the `tokenizers` library.
+        texts: Training texts, such as `read_texts(["corpus.jsonl"])`.
+        vocab_size: Largest size of the vocabulary, including special tokens and the 256 bytes.
+        special_tokens: Special tokens, at least one.
+        min_frequency: Smallest number of occurrences of a pair to be merged.
+        progress: Whether to show the progress bar of the `tokenizers` library.
 
     Raises:
-        DataError: a vocabulary too small to hold the bytes, no special token, or no text.
+        DataError: The vocabulary is too small for the bytes, or there is no special token or text.
     """
     trainer = partial(trainers.BpeTrainer, min_frequency=min_frequency, show_progress=progress)
     return _train_on_bytes(models.BPE(), trainer, texts, vocab_size, special_tokens)
@@ -54,17 +54,18 @@ def train_wordpiece(
     min_frequency: int = 2,
     progress: bool = False,
 ) -> HuggingFaceTokenizer:
-    """Trains a WordPiece tokenizer, as BERT's; [SEP] ends documents.
+    """Trains a WordPiece tokenizer as in BERT; [SEP] ends documents.
 
     Args:
-        texts: what to learn from, such as `read_texts(["corpus.jsonl"])`.
-        vocab_size: largest size, BERT's five special tokens and every character included.
-        lower_case: make text lower-case and strip accents.
-        min_frequency: how often a pair must occur to be joined.
-        progress: show the bar of the `tokenizers` library.
+        texts: Training texts, such as `read_texts(["corpus.jsonl"])`.
+        vocab_size: Largest size of the vocabulary, including BERT's five special tokens and every
+            character.
+        lower_case: Whether to lower-case text and strip accents.
+        min_frequency: Smallest number of occurrences of a pair to be merged.
+        progress: Whether to show the progress bar of the `tokenizers` library.
 
     Raises:
-        DataError: a vocabulary too small for the special tokens, or no text.
+        DataError: The vocabulary is too small for the special tokens, or there is no text.
     """
     if vocab_size <= len(SPECIAL_TOKENS):
         raise DataError(
@@ -90,18 +91,18 @@ def train_unigram(
     special_tokens: Sequence[str] = (END_OF_TEXT,),
     progress: bool = False,
 ) -> HuggingFaceTokenizer:
-    """Trains a byte-level unigram tokenizer (Kudo, 2018): any text round-trips.
+    """Trains a byte-level unigram tokenizer (Kudo, 2018), which encodes any text without loss.
 
-    Special tokens take the first numbers, in the order given; the first of them ends documents.
+    Special tokens get the first ids, in the given order; the first one ends documents.
 
     Args:
-        texts: what to learn from, such as `read_texts(["corpus.jsonl"])`.
-        vocab_size: largest size, special tokens and the 256 bytes included.
-        special_tokens: at least one.
-        progress: show the bar of the `tokenizers` library.
+        texts: Training texts, such as `read_texts(["corpus.jsonl"])`.
+        vocab_size: Largest size of the vocabulary, including special tokens and the 256 bytes.
+        special_tokens: Special tokens, at least one.
+        progress: Whether to show the progress bar of the `tokenizers` library.
 
     Raises:
-        DataError: a vocabulary too small to hold the bytes, no special token, or no text.
+        DataError: The vocabulary is too small for the bytes, or there is no special token or text.
     """
     trainer = partial(trainers.UnigramTrainer, show_progress=progress)
     return _train_on_bytes(models.Unigram(), trainer, texts, vocab_size, special_tokens)
@@ -114,7 +115,7 @@ def _train_on_bytes(
     vocab_size: int,
     special_tokens: Sequence[str],
 ) -> HuggingFaceTokenizer:
-    """Trains a model of pieces of bytes, of which all 256 are in the vocabulary."""
+    """Trains a byte-level model, with all 256 bytes in the vocabulary."""
     if not special_tokens:
         raise DataError("give at least one special token; the first one ends documents")
     smallest = _BYTES + len(special_tokens)

@@ -1,4 +1,4 @@
-"""BERT's `vocab.txt` as a tokenizer."""
+"""The tokenizer of BERT's `vocab.txt`."""
 
 import os
 from pathlib import Path
@@ -13,30 +13,30 @@ from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 UNKNOWN, BEGIN, END = "[UNK]", "[BOS]", "[EOS]"
 SPECIAL_TOKENS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
 CONTINUATION_PREFIX = "##"
-"""Begins every piece that goes on with a word."""
+"""Prefix of the word pieces that continue a word."""
 
-_LONGEST_WORD = 200  # characters; a longer one is unknown, as in BERT's own code
+_LONGEST_WORD = 200  # characters; a longer word becomes [UNK], as in BERT's code
 
 
 def bert_tokenizer(
     vocab_file: str | os.PathLike[str], *, lower_case: bool = True, extra_ids: int = 0
 ) -> HuggingFaceTokenizer:
-    """The WordPiece tokenizer of a `vocab.txt`: Megatron's `BertWordPieceLowerCase` and `…Case`.
+    """Reads the tokenizer of a `vocab.txt`: Megatron's `BertWordPieceLowerCase` and `…Case`.
 
-    Megatron's two additional tokens come after the vocabulary, [BOS] and [EOS], and after them the
-    sentinels of T5, `<extra_id_0>` and so on. [EOS] ends a document.
+    After the vocabulary come Megatron's additional tokens [BOS] and [EOS] and then the sentinel
+    tokens of T5, `<extra_id_0>` and so on. [EOS] ends a document.
 
     Args:
-        vocab_file: a token a line, whose number is that of the line from 0.
-        lower_case: make text lower-case and strip accents.
-        extra_ids: number of sentinels (Megatron: `--vocab-extra-ids`).
+        vocab_file: A file with one token per line; the id of a token is its line index from 0.
+        lower_case: Whether to lower-case text and strip accents.
+        extra_ids: Number of sentinel tokens (Megatron: `--vocab-extra-ids`).
 
     Raises:
-        DataError: a file that is missing, has a line twice, or lacks a special token.
+        DataError: The file is missing, has a line twice, or lacks a special token.
     """
     vocabulary = _vocabulary(tokenizer_path(vocab_file))
     if extra_ids < 0:
-        raise DataError(f"{extra_ids} extra ids; give at least 0")
+        raise DataError(f"extra_ids={extra_ids}; give at least 0")
     tokenizer = wordpiece_pipeline(
         models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD),
         lower_case,
@@ -51,7 +51,7 @@ def bert_tokenizer(
 
 
 def wordpiece_pipeline(model: models.WordPiece, lower_case: bool) -> tokenizers.Tokenizer:
-    """BERT's way to words around a model: clean, split at white space and punctuation."""
+    """Returns a tokenizer that cleans text and splits it at white space and punctuation (BERT)."""
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -70,11 +70,11 @@ def _vocabulary(path: Path) -> dict[str, int]:
         token = line.rstrip("\r")
         if token in vocabulary:
             raise DataError(
-                f"{path}: line {number + 1} is {token!r}, as line {vocabulary[token] + 1} is; "
-                "every token has one number"
+                f"{path}: lines {vocabulary[token] + 1} and {number + 1} are both {token!r}; "
+                "copy the file again"
             )
         vocabulary[token] = number
     missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
     if missing:
-        raise DataError(f"{path} lacks {', '.join(missing)}; it is not a vocab.txt of BERT")
+        raise DataError(f"{path} lacks {', '.join(missing)}, so it is not a vocab.txt of BERT")
     return vocabulary
