@@ -1,4 +1,4 @@
-"""The encoder's configuration, and its attention as plain data. No torch."""
+"""The encoder's configuration and the description of its attention. Does not import torch."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -28,14 +28,14 @@ from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig(StreamConfig):
-    """Heads of attention in both directions, as wide together as the stream."""
+    """Attention heads, whose sizes add up to the hidden size."""
 
     num_attention_heads: int = field(
         metadata=flag("--num-attention-heads", "number of heads", positive=True)
     )
     center_inputs: bool = field(
         default=False,
-        metadata=flag("--center-inputs", "attention reads the stream without its running mean"),
+        metadata=flag("--center-inputs", "subtract the running mean from the input of attention"),
     )
 
     def _check(self) -> None:
@@ -48,47 +48,49 @@ class HeadsConfig(StreamConfig):
 
     @property
     def head_size(self) -> int:
-        """Channels of a head."""
+        """Dimension of a head."""
         return self.hidden_size // self.num_attention_heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class BidirectionalSpec(HeadsConfig, Mixer):
-    """Attention of every token to every other, with a projection each for q, k and v."""
+    """Bidirectional self-attention with separate projections for q, k and v."""
 
     module: ClassVar[str] = "bidirectional.mixer:Bidirectional"
     bidirectional: ClassVar[bool] = True
 
     @property
-    def read(self) -> ColumnSpec:
-        """Each of the projections to queries, keys and values, ``(n, d, h)``."""
+    def input_projection(self) -> ColumnSpec:
+        """The projection to queries, keys or values; its weight is ``[n, d, h]``."""
         rows = (self.num_attention_heads, self.head_size)
         return ColumnSpec(self.hidden_size, rows, init=Init(scale=self.init_method_std))
 
     @property
-    def out(self) -> RowSpec:
-        """The projection back to the residual stream."""
+    def output_projection(self) -> RowSpec:
+        """The projection of the output to the hidden size."""
         return RowSpec(self.hidden_size, self.hidden_size, init=Init(scale=self.output_std))
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return the four projections."""
-        found: Parameters = {}
+        """Returns the parameters of the four projections."""
+        parameters: Parameters = {}
         for name in ("q", "k", "v"):
-            found |= prefixed(name, parameters_of(self.read, sequence_parallel))
-        return found | prefixed("out", parameters_of(self.out, sequence_parallel))
+            parameters |= prefixed(name, parameters_of(self.input_projection, sequence_parallel))
+        return parameters | prefixed(
+            "out", parameters_of(self.output_projection, sequence_parallel)
+        )
 
     def state(self) -> dict[str, Sharding]:
-        """Return how the running mean ``[h]`` is held, if there is one: by every rank."""
+        """Returns the sharding of the running mean ``[h]``, if it is used: a copy on every rank."""
         if not self.center_inputs:
             return {}
         return {"center.mean": Sharding((self.hidden_size,), reduce="sum", init=ZEROS)}
 
     def multiply_adds_per_pair(self) -> int:
-        """Return a multiply-add of each channel for the score, and one for the value."""
+        """Returns one multiply-add for each channel of the score and of the value."""
         return 2 * self.hidden_size
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
-        """Return queries, keys, values and the output; scores of fused attention are not kept."""
+        """Returns the bytes of q, k, v and the output; fused attention does not save scores."""
         width = (
             layer_pass.tokens
             * self.hidden_size
@@ -99,30 +101,30 @@ class BidirectionalSpec(HeadsConfig, Mixer):
         return {"": 3 * width + heads * layer_pass.saved_bytes.logsumexp, "out": width}
 
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:
-        """Return the projection to queries."""
+        """Returns the projection to queries."""
         return "q"
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuse tensor-parallel ranks that cannot share out the heads."""
+        """Refuses a tensor-parallel size that does not divide the number of heads."""
         check_divisible(self, "num_attention_heads", "tp", layout.tp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BidirectionalConfig(ModelConfig, MLPConfig, NormConfig, HeadsConfig, EmbeddingConfig):
-    """The shape of an encoder: post-LN layers, embeddings of tokens, positions and segments."""
+    """An encoder with post-LN layers and embeddings of tokens, positions and segments."""
 
     kind: ClassVar[str] = "bidirectional"
 
     num_segments: int = field(
-        default=2, metadata=flag("--num-segments", "kinds of tokens in a text", positive=True)
+        default=2, metadata=flag("--num-segments", "number of segment ids", positive=True)
     )
     masked_lm_head: bool = field(
         default=False,
-        metadata=flag("--masked-lm-head", "an output layer that predicts hidden tokens"),
+        metadata=flag("--masked-lm-head", "add an output layer that predicts masked tokens"),
     )
 
     def trunks(self) -> dict[str, TrunkSpec]:
-        """Return embedding and layers; every norm is of a sum."""
+        """Returns embedding and layers; each norm follows the residual sum."""
         norm = self.component(NormSpec)
         attention, mlp = self.component(BidirectionalSpec), self.component(MLPSpec)
         layer = (
@@ -133,11 +135,11 @@ class BidirectionalConfig(ModelConfig, MLPConfig, NormConfig, HeadsConfig, Embed
         return {"": TrunkSpec(self.component(EmbeddingSpec), layers, None, self.hidden_size)}
 
     def output(self) -> EmbeddingConfig | None:
-        """Return this configuration if the model has an output layer."""
+        """Returns this configuration if the model has an output layer, else None."""
         return self if self.masked_lm_head else None
 
-    def beside(self) -> dict[str, Sharding]:
-        """Return how segments and the pooler are held: by every rank."""
+    def extra_shardings(self) -> dict[str, Sharding]:
+        """Returns the sharding of segments and pooler: a copy on every rank."""
         width, init = self.hidden_size, Init(scale=self.init_method_std)
         zero = Init("constant", 0.0)
         return {
@@ -147,7 +149,7 @@ class BidirectionalConfig(ModelConfig, MLPConfig, NormConfig, HeadsConfig, Embed
         }
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return every parameter by its global name."""
-        beside = {name: ParameterSpec(cut) for name, cut in self.beside().items()}
+        """Returns every parameter by its global name."""
+        extra = {name: ParameterSpec(sharding) for name, sharding in self.extra_shardings().items()}
         norm = prefixed("embedding_norm", self.component(NormSpec).parameters())
-        return super().parameters(sequence_parallel) | norm | beside
+        return super().parameters(sequence_parallel) | norm | extra

@@ -1,4 +1,4 @@
-"""Samples with hidden tokens, of megatron-data's BERT datasets."""
+"""Samples with masked tokens from megatron-data's BERT datasets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,35 +13,35 @@ from bidirectional.settings import MaskedLMConfig
 
 
 class MaskedText:
-    """What a run reads its samples from.
+    """The source of a run's samples.
 
     Args:
-        run: the run; its corpora are rows of sentences.
-        tokenizer: one of word pieces.
+        run: Configuration of the run; its corpora contain sentences.
+        tokenizer: A WordPiece tokenizer.
 
     Raises:
-        DataError: there is no tokenizer.
+        DataError: There is no tokenizer.
     """
 
     def __init__(self, run: RunConfig, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None:
-            raise DataError("tokens are hidden by word pieces; give --tokenizer-type, --vocab-file")
+            raise DataError("masking needs a tokenizer; give --tokenizer-type and --vocab-file")
         self._run = run
         self._tokenizer = tokenizer
         self._path = run.data.corpora
 
     def datasets(self, sizes: Sequence[int]) -> Datasets:
-        """Return the datasets of at least these numbers of samples."""
+        """Returns datasets with at least these numbers of samples."""
         train, valid, test = sizes
-        given = self._run.section(MaskedLMConfig)
+        settings = self._run.section(MaskedLMConfig)
         return build_bert_datasets(
             self._path,
             self._run.data.split,
             (train, valid, test),
             config=BertDatasetConfig(
                 sequence_length=self._run.data.seq_length,
-                masking=MaskingConfig(probability=given.probability),
-                short_probability=given.short_samples,
+                masking=MaskingConfig(probability=settings.probability),
+                short_probability=settings.short_samples,
                 binary_head=False,
             ),
             word_pieces=WordPieces.from_tokenizer(self._tokenizer),
@@ -49,17 +49,17 @@ class MaskedText:
         )
 
     def check(self) -> None:
-        """Refuse corpora that another tokenizer made."""
+        """Refuses corpora that were made with another tokenizer."""
         check_tokenizer(self._path, self._tokenizer)
 
     def identity(self) -> Mapping[str, float]:
-        """Return which tokens are hidden; a run that continues hides the same."""
+        """Returns the masking settings; a continued run must have the same."""
         return asdict(self._run.section(MaskedLMConfig))
 
     def read(self, dataset: Dataset, samples: Sequence[int]) -> Mapping[str, Tensor]:
-        """Read samples by their numbers."""
+        """Reads samples by their numbers."""
         return read_batch(dataset, samples)
 
     def micro_batch(self, fields: Mapping[str, Tensor]) -> MicroBatch:
-        """Return the micro-batch of these fields, counted by its tokens."""
+        """Returns the micro-batch of these fields."""
         return MicroBatch.from_fields(fields, token_field="tokens")

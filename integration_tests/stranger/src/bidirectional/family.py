@@ -1,4 +1,4 @@
-"""BERT's encoder (Devlin et al., 2019): the entry in the group ``megatron.families``."""
+"""The entry of BERT (Devlin et al., 2019) in the group ``megatron.families``."""
 
 from megatron_models import Family
 from megatron_models.families.settings import Constant, Mapped, Translated
@@ -72,7 +72,7 @@ FAMILY = Family(
             "attention_probs_dropout_prob",
             "hidden_dropout_prob",
             "classifier_dropout",
-            "tie_word_embeddings",  # there is no head
+            "tie_word_embeddings",  # the model has no output layer
         }
     ),
     exported_constants={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},

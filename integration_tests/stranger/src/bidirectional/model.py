@@ -1,4 +1,4 @@
-"""The encoder, whole or as one stage of a pipeline."""
+"""The encoder: the whole model or one stage of a pipeline."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from bidirectional.config import BidirectionalConfig
 
 
 class Encoder(Trunk):
-    """From tokens to the last layer's stream ``[s, b, h]``; `pool` reads the first token."""
+    """Maps tokens to the output of the last layer ``[s, b, h]``; `pool` reads the first token."""
 
     def __init__(
         self,
@@ -34,22 +34,24 @@ class Encoder(Trunk):
     ) -> None:
         mesh = placement.mesh
         if placement.sequence_parallel or mesh.layout.cp > 1:
-            raise ConfigError("this encoder is not cut along the sequence")
+            raise ConfigError(
+                "this encoder does not support sequence or context parallelism; leave them out"
+            )
         plan = plan_stage(config, mesh.layout, mesh.axis("pp").index, chunk, split)
         stage = config.trunk().stage(plan.layers, first=plan.first, last=plan.last)
         super().__init__(stage, placement)
         self.config, self.mesh, self.dtype = config, mesh, placement.dtype
         self.stage, self.first, self.last = plan.stage, plan.first, plan.last
-        beside = config.beside()
+        extra = config.extra_shardings()
         if plan.first:
             self.segments = nn.Module()
-            placement.register_parameters(self.segments, {"weight": beside["segments.weight"]})
+            placement.register_parameters(self.segments, {"weight": extra["segments.weight"]})
             self.embedding_norm = Norm(config.component(NormSpec), placement)
         if plan.last:
             self.pooler = nn.Module()
             names = ("weight", "bias")
             placement.register_parameters(
-                self.pooler, {name: beside[f"pooler.{name}"] for name in names}
+                self.pooler, {name: extra[f"pooler.{name}"] for name in names}
             )
             if config.masked_lm_head:
                 self.output = placement.column_parallel_linear(output_spec(config))
@@ -59,23 +61,25 @@ class Encoder(Trunk):
     def stage_output_spec(
         self, batch_size: int, sequence_length: int
     ) -> megatron_parallel.TensorSpec:
-        """Return shape and dtype of what a stage passes on."""
+        """Returns shape and dtype of a stage's output."""
         shape = (sequence_length, batch_size, self.config.hidden_size)
         return megatron_parallel.TensorSpec(shape, self.dtype)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *, segments: Tensor | None = None, padding: Tensor | None = None
     ) -> Tensor:
-        """Run this stage; the last one with a head returns this rank's logits ``[s, b, v_part]``.
+        """Runs this stage.
+
+        The last stage returns this rank's logits ``[s, b, v_part]`` if there is an output layer.
 
         Args:
-            x: tokens ``[b, s]`` on the first stage, on others the stream ``[s, b, h]``.
-            segments: of each token ``[b, s]``; by default all are of segment 0.
+            x: Tokens ``[b, s]`` on the first stage, activations ``[s, b, h]`` on the others.
+            segments: Segment id of each token ``[b, s]``. Defaults to 0 for all tokens.
             padding: True where a token ``[b, s]`` is padding, which no token attends to.
         """
         if self.first:
-            given = torch.zeros_like(x) if segments is None else segments
-            x = self.embedding(x, None, 0) + functional.embedding(given.t(), self.segments.weight)
+            ids = torch.zeros_like(x) if segments is None else segments
+            x = self.embedding(x, None, 0) + functional.embedding(ids.t(), self.segments.weight)
             x = self.embedding_norm(x)
         documents = None if padding is None else -padding.to(torch.int32)
         mask = Mask(causal=False, document_ids=documents).prepare(len(x), len(x), device=x.device)
@@ -83,7 +87,7 @@ class Encoder(Trunk):
         return self.output(x) if self.last and self.config.masked_lm_head else x
 
     def pool(self, stream: Tensor) -> Tensor:
-        """Return the pooled first token ``[b, h]`` of a whole stream."""
+        """Returns the pooled first token ``[b, h]`` of the last layer's output."""
         return torch.tanh(functional.linear(stream[0], self.pooler.weight, self.pooler.bias))
 
 
@@ -94,7 +98,7 @@ def stages(
     split: Sequence[range] | None = None,
     seed: int = 1234,
 ) -> list[Encoder]:
-    """Build this rank's stages, one for each of its ``vpp`` chunks."""
+    """Builds this rank's stages, one for each of its ``vpp`` model chunks."""
     placement = Placement.resolve(placement)
-    numbers = range(placement.mesh.layout.vpp)
-    return [Encoder(config, placement, chunk=chunk, split=split, seed=seed) for chunk in numbers]
+    chunks = range(placement.mesh.layout.vpp)
+    return [Encoder(config, placement, chunk=chunk, split=split, seed=seed) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""Momentum over its Frobenius norm: an update rule that needs matrices whole."""
+"""An update rule that needs whole matrices: momentum divided by its Frobenius norm."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 MOMENTUM = 0.9
 SMALL = 1e-30
-"""Of a matrix that no gradient has reached."""
+"""Added to the norm, which is zero for a matrix without a gradient."""
 
 
 class Normalised(UpdateRule):
-    """Every matrix moves by a step of one length; AdamW updates the other parameters."""
+    """Updates every matrix by a step of equal norm; AdamW updates the other parameters."""
 
     needs = "matrices"
     state = (StateTensor("momentum"),)
@@ -27,7 +27,7 @@ class Normalised(UpdateRule):
         weight_decay: float,
         step: int,
     ) -> None:
-        """Update matrices ``[rows, columns]`` and their momentum."""
+        """Updates matrices ``[rows, columns]`` and their momentum."""
         for matrix, gradient, momentum in zip(
             parameters, gradients, state["momentum"], strict=True
         ):

@@ -1,4 +1,4 @@
-"""RMSProp (Tieleman and Hinton 2012): an update rule."""
+"""The update rule RMSProp (Tieleman and Hinton 2012)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class RMSProp(UpdateRule):
-    """Divides each gradient by the root of a running mean of its squares."""
+    """Divides each gradient by the root of the running mean of its squares."""
 
     state = (StateTensor("square_avg"),)
 
@@ -22,7 +22,7 @@ class RMSProp(UpdateRule):
         weight_decay: float,
         step: int,
     ) -> None:
-        """Update parameters and the means of squares; weight decay is part of the gradient."""
+        """Updates parameters and means of squares; weight decay is added to the gradient."""
         squares, decay = list(state["square_avg"]), self.config.settings.decay
         steps = torch._foreach_add(list(gradients), list(parameters), alpha=weight_decay)
         torch._foreach_mul_(squares, decay)

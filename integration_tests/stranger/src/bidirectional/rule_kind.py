@@ -1,4 +1,4 @@
-"""The entries in the group ``megatron.update_rules``; no torch."""
+"""The entries in the group ``megatron.update_rules``. Does not import torch."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from megatron_parallel.extensions import Section
 
 @dataclass(frozen=True)
 class RMSPropConfig:
-    """Settings of the rule."""
+    """Settings of RMSProp."""
 
     decay: float = field(
         default=0.99,
@@ -17,18 +17,18 @@ class RMSPropConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
-            raise OptimError("{decay:name} must lie in [0, 1), got {decay:repr}", vars(self))
+            raise OptimError("{decay:name} must be in [0, 1), got {decay:repr}", vars(self))
 
 
 RULE = UpdateRuleKind(
     name="rmsprop",
-    summary="steps by the gradient over the root of the mean of its squares",
+    summary="divides the gradient by the root of its mean square",
     rule="bidirectional.rule:RMSProp",
     section=Section("rmsprop", RMSPropConfig, "RMSProp"),
 )
 
 NORMALISED = UpdateRuleKind(
     name="normalised",
-    summary="steps of one length for every matrix, adam for the rest",
+    summary="steps of equal norm for matrices, AdamW for other parameters",
     rule="bidirectional.normalised:Normalised",
 )

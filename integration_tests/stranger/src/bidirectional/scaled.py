@@ -1,4 +1,4 @@
-"""A product of linear layers: ``(x W^T) * g`` with a learned factor for each output."""
+"""A product of linear layers: ``(x W^T) * scale`` with a learned factor for each output."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from bidirectional.scaled_kind import ScaledConfig
 
 @dataclass(frozen=True)
 class Scaled:
-    """The product; ``scale`` is cut like the outputs, or its gradient is partial."""
+    """The scaled product; ``scale`` is sharded like the outputs, or its gradient is partial."""
 
     start: float
     is_adapter = False
 
     def shardings(self, weight: Sharding) -> Mapping[str, Sharding]:
-        """Describe the factors."""
+        """Returns the sharding of the factors."""
         outputs, init = weight.shape[:-1], Init("constant", self.start)
-        if weight.dim == len(outputs):  # the inputs are cut: a rank has a part of each output's sum
+        if weight.dim == len(outputs):  # inputs are split: ranks have partial sums of the outputs
             return {"scale": Sharding(outputs, weight_decay=False, init=init, partial=weight.axis)}
         return {
             "scale": Sharding(
@@ -49,13 +49,13 @@ class Scaled:
         bias: Tensor | None = None,
         multiply: Multiply = multiply_matrix,
     ) -> Tensor:
-        """Multiply, then scale."""
+        """Returns the scaled product of ``x`` and the weight, plus the bias."""
         weight, scale = weights
         y = multiply(x, weight, None) * scale.flatten()
         return y if bias is None else y + bias
 
     def dgrad(self, dy: Tensor, weights: Weights) -> Tensor:
-        """Return the gradient of the input."""
+        """Returns the gradient of the input."""
         weight, scale = weights
         return PLAIN.dgrad(dy * scale.flatten(), [weight])
 
@@ -66,19 +66,19 @@ class Scaled:
         weights: Weights,
         requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of weight and factors."""
+        """Returns the gradients of weight and factors."""
         weight, scale = weights
-        of_scale = None
+        scale_gradient = None
         if requests[1] is not None:
-            of_scale = (dy * multiply_matrix(x, weight)).sum(0).view_as(scale)
-        return *PLAIN.wgrad(dy * scale.flatten(), x, [weight], requests[:1]), of_scale
+            scale_gradient = (dy * multiply_matrix(x, weight)).sum(0).view_as(scale)
+        return *PLAIN.wgrad(dy * scale.flatten(), x, [weight], requests[:1]), scale_gradient
 
     def merged_weight(self, weights: Weights) -> Tensor:
-        """Return the weight times its factors."""
+        """Returns the weight multiplied by its factors."""
         weight, scale = weights
         return weight * scale.unsqueeze(-1)
 
 
 def products(config: ScaledConfig) -> Mapping[str, Scaled]:
-    """Scale the projections of feed-forward layers."""
+    """Returns the product for the projections of feed-forward layers."""
     return dict.fromkeys(("linear_fc1", "linear_fc2"), Scaled(config.start))

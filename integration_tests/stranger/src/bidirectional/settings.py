@@ -1,4 +1,4 @@
-"""Settings of the task, and what it refuses; no torch."""
+"""Settings and checks of the task. Does not import torch."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,10 @@ from megatron_train import RunConfig, TrainError
 
 @dataclass(frozen=True)
 class MaskedLMConfig:
-    """Which tokens are hidden."""
+    """Settings of masked language modelling."""
 
     probability: float = field(
-        default=0.15, metadata={"flag": "--mask-prob", "help": "share of tokens that are hidden"}
+        default=0.15, metadata={"flag": "--mask-prob", "help": "share of tokens that are masked"}
     )
     short_samples: float = field(
         default=0.1, metadata={"flag": "--short-seq-prob", "help": "share of shorter samples"}
@@ -18,20 +18,20 @@ class MaskedLMConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1:
-            raise TrainError(f"--mask-prob must lie between 0 and 1, got {self.probability}")
+            raise TrainError(f"--mask-prob must be between 0 and 1, got {self.probability}")
 
 
 def check_masked_lm(run: RunConfig) -> None:
-    """Refuse runs without an output layer, or in which no sample has a token to hide.
+    """Refuses runs without an output layer, or with samples too short to mask a token.
 
     Raises:
-        TrainError: in one line, with the flags.
+        TrainError: The settings do not fit; the message names the flags.
     """
     if not run.model.masked_lm_head:
-        raise TrainError("hidden tokens are predicted by --masked-lm-head; give it")
+        raise TrainError("the task masked_lm needs an output layer; give --masked-lm-head")
     share = run.section(MaskedLMConfig).probability
     if share * run.data.seq_length < 1:
         raise TrainError(
-            f"--mask-prob {share} hides less than one of --seq-length {run.data.seq_length} "
+            f"--mask-prob {share} masks less than one of --seq-length {run.data.seq_length} "
             "tokens; raise one of them"
         )

@@ -1,4 +1,4 @@
-"""Predict hidden tokens: the loss and the accuracy of `megatron_train`'s runs."""
+"""The task of predicting masked tokens: inputs, loss and accuracy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ LOSS, ACCURACY = "lm loss", "accuracy"
 
 
 class MaskedLM:
-    """Cross entropy over the tokens that were hidden, and the share that is predicted right."""
+    """Computes the cross entropy and the accuracy over masked tokens."""
 
     losses = (LOSS,)
     metrics = (ACCURACY,)
@@ -34,50 +34,52 @@ class MaskedLM:
         return ModelRecord(family=self._family, **record_of(self._config))
 
     def migrated_config(self, record: ModelRecord) -> dict[str, Any]:
-        """Return the configuration of a checkpoint's record in the fields of today."""
+        """Returns the configuration in a checkpoint's record with the current fields."""
         return config_of(record).to_dict()
 
     def fsdp_units(self, stage: Encoder) -> Sequence[Any]:
-        """Return the blocks of a stage."""
+        """Returns the blocks of a stage."""
         return list(stage.layers.values())
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Return the number of hidden tokens."""
-        hidden = sum(float(batch.fields["loss_mask"].sum()) for batch in batches)
-        return {LOSS: hidden, ACCURACY: hidden}
+        """Returns the number of masked tokens."""
+        masked = sum(float(batch.fields["loss_mask"].sum()) for batch in batches)
+        return {LOSS: masked, ACCURACY: masked}
 
     def context_parallel_slice(self, batch: MicroBatch) -> MicroBatch:
-        """Refuse context parallelism, which the encoder has not.
+        """Refuses context parallelism, which the encoder does not support.
 
         Raises:
-            ConfigError: always.
+            ConfigError: Always.
         """
-        raise ConfigError("this encoder is not cut along the sequence")
+        raise ConfigError(
+            "this encoder does not support sequence or context parallelism; leave them out"
+        )
 
     def stage_inputs(
         self, batch: MicroBatch, stage: int, iteration: int | None
     ) -> Mapping[str, Tensor]:
-        """Return tokens and segments for the first stage, and which tokens are padding for all."""
+        """Returns the padding mask for every stage, and tokens and segments for the first one."""
         fields = batch.fields
-        given = {"padding": fields["document_ids"] < 0}
+        inputs = {"padding": fields["document_ids"] < 0}
         if stage == 0:
-            given |= {"x": fields["tokens"], "segments": fields["token_types"]}
-        return given
+            inputs |= {"x": fields["tokens"], "segments": fields["token_types"]}
+        return inputs
 
     def stage_output_spec(self, batch: MicroBatch, stage: int) -> TensorSpec:
-        """Return shape and dtype of the activations between two stages."""
+        """Returns shape and dtype of the activations between two stages."""
         return self.stages[0].stage_output_spec(*batch.fields["tokens"].shape)
 
     def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
-        """Return the cross entropy and the hits, summed over the hidden tokens."""
-        labels, hidden = batch.fields["labels"].t(), batch.fields["loss_mask"].t()
+        """Returns the cross entropy and the correct predictions, summed over masked tokens."""
+        labels, masked = batch.fields["labels"].t(), batch.fields["loss_mask"].t()
         size = self._config.vocab_size
         losses = vocab_parallel_cross_entropy(output, labels, self._tp, size)
         logits = gather_from_axis(output.detach(), self._tp)[..., :size]
-        hits = (logits.argmax(-1) == labels) * hidden
-        return {LOSS: (losses * hidden).sum(), ACCURACY: hits.sum()}
+        correct = (logits.argmax(-1) == labels) * masked
+        return {LOSS: (losses * masked).sum(), ACCURACY: correct.sum()}
 
     def flops(self, batches: Sequence[MicroBatch]) -> float:
-        """Return the operations of a forward and backward pass over the batches."""
+        """Returns the FLOPs of a forward and backward pass over the micro-batches."""
         length = batches[0].fields["tokens"].shape[1]
         return float(training_flops(self._config, length, sum(b.tokens for b in batches)))

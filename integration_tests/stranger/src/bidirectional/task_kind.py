@@ -1,4 +1,4 @@
-"""The entry in the group ``megatron.tasks``; it needs megatron-train, which the model does not."""
+"""The entry in the group ``megatron.tasks``. Unlike the model, it needs megatron-train."""
 
 from megatron_parallel.extensions import Section
 from megatron_train import TaskKind
@@ -7,10 +7,10 @@ from bidirectional.settings import MaskedLMConfig, check_masked_lm
 
 TASK = TaskKind(
     name="masked_lm",
-    summary="predict hidden tokens",
+    summary="predict masked tokens",
     task="bidirectional.task:MaskedLM",
     data="bidirectional.data:MaskedText",
     model_kinds=("bidirectional",),
-    sections=(Section("masked_lm", MaskedLMConfig, "hidden tokens"),),
+    sections=(Section("masked_lm", MaskedLMConfig, "masked tokens"),),
     checks=(check_masked_lm,),
 )

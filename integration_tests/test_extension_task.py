@@ -178,9 +178,9 @@ def refused(sentences, monkeypatch, capsys, plain_runs):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--mask-prob 0.01", "--mask-prob 0.01 hides less than one of --seq-length 24 tokens; "),
-        ("--mask-prob 1", "--mask-prob must lie between 0 and 1, got 1.0"),
-        ("--optimizer rmsprop --rmsprop-decay 2", "--rmsprop-decay must lie in [0, 1), got 2.0"),
+        ("--mask-prob 0.01", "--mask-prob 0.01 masks less than one of --seq-length 24 tokens; "),
+        ("--mask-prob 1", "--mask-prob must be between 0 and 1, got 1.0"),
+        ("--optimizer rmsprop --rmsprop-decay 2", "--rmsprop-decay must be in [0, 1), got 2.0"),
         (
             "--rmsprop-decay 0.9",
             "--rmsprop-decay is a setting of the update rule rmsprop, but the run uses adam; give "
@@ -190,7 +190,7 @@ def refused(sentences, monkeypatch, capsys, plain_runs):
             "--reset-position-ids",
             "--reset-position-ids has no effect: the task masked_lm does not read it; ",
         ),
-        ("--no-masked-lm-head", "hidden tokens are predicted by --masked-lm-head; give it"),
+        ("--no-masked-lm-head", "the task masked_lm needs an output layer; give --masked-lm-head"),
         ("--task gpt", "--task gpt trains models of kind gpt, not bidirectional; give one of "),
     ],
 )
@@ -206,7 +206,7 @@ def test_its_settings_are_of_the_run_and_its_record(sentences, refused, run_comm
     assert settings["rmsprop"] == {"decay": 0.5}
     check = f"megatron-train config check --model bidirectional {tmp_path}/more/config.yaml"
     assert "settings, all known" in run_command(sentences, check).stdout
-    find = "megatron-train config find --model bidirectional hidden tokens"
+    find = "megatron-train config find --model bidirectional masked tokens"
     assert "--mask-prob  (masked_lm.probability)" in run_command(sentences, find).stdout
     again = f"--optimizer rmsprop --train-iters 3 --save {tmp_path}/more --load {tmp_path}/more"
     assert "other data: probability 0.4 there, 0.15 here" in refused(again)

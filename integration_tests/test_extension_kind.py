@@ -1,7 +1,7 @@
 """A kind of model from another distribution: `stranger/`, found by its entry points alone.
 
 No file of the eight packages knows of it. It is cut like the models that they bring: losses and
-gradients on ranks equal those of one rank in float64. `parity/test_strangers_kind.py` compares it
+gradients on ranks equal those of one rank in float64. `parity/test_extension_kind.py` compares it
 with transformers.
 """
 
