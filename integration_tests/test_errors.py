@@ -92,11 +92,11 @@ MISTAKES = {
     "missing tokens": (f"{TRAIN} --tokenizer-model bytes --data-path nowhere", ["nowhere"]),
     "a weight without its path": (
         f"{TRAIN} --tokenizer-model bytes --data-path 0.5",
-        ["no dataset at 0.5", "0.5 is a weight if a path follows it"],
+        ["no dataset at 0.5", "if 0.5 is a weight, give WEIGHT PREFIX pairs"],
     ),
     "a weight too many": (
         f"{TRAIN} --tokenizer-model bytes --data-path 0.5 good 0.5",
-        ["0.5 is a weight if a path follows it"],
+        ["if 0.5 is a weight, give WEIGHT PREFIX pairs"],
     ),
     "a file to save into": (
         f"{TRAIN} {DATA} --save file",
@@ -320,7 +320,7 @@ MISTAKES = {
     "a misspelt recipe": (f"{TRAIN} {DATA} --recipe lama-tiny", ["'lama-tiny'", "llama-tiny?"]),
     "an index that was cut off": (
         f"{TRAIN} --tokenizer-model bytes --data-path cut",
-        ["cut.idx has 100 bytes", "cut short"],
+        ["cut.idx has 100 bytes", "truncated"],
     ),
     "half of a tokenizer": (
         f"{TRAIN} --data-path good --vocab-file vocab.json",

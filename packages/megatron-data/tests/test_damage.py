@@ -53,15 +53,15 @@ def altered(path: Path, offset: int, data: bytes) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path, Path, str], object], str]] = {
     "the .bin is cut": (
         lambda data, index, other: os.truncate(data, data.stat().st_size - 2),
-        "one of them is cut short",
+        "one of them is truncated",
     ),
     "the .bin is longer": (
         lambda data, index, other: data.open("ab").write(b"\0\0"),
-        "one of them is cut short or belongs to another",
+        "one of them is truncated or belongs to another",
     ),
     "the .idx is cut": (
         lambda data, index, other: os.truncate(index, 100),
-        "damaged or cut short",
+        "damaged or truncated",
     ),
     "the .idx is another's": (
         lambda data, index, other: shutil.copy(f"{other}.idx", index),
@@ -77,7 +77,7 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path, str], object], str]] = {
     ),
     "the token type is none": (
         lambda data, index, other: altered(index, 17, b"\x63"),
-        "names token type 99",
+        "has token type 99",
     ),
     "the token type has the same size": (
         lambda data, index, other: altered(index, 17, b"\x03"),
@@ -265,7 +265,7 @@ def test_tokens_that_are_not_there_are_never_made_up(tmp_path: Path) -> None:
         builder.add_document(np.arange(100), [50, 50])
         builder.finalize()
     os.truncate(tmp_path / "d.bin", 150)
-    with pytest.raises(DataError, match=r"describes 200 bytes, the \.bin has 150"):
+    with pytest.raises(DataError, match=r"describes 200 bytes, but the \.bin has 150"):
         IndexedDataset(tmp_path / "d")
 
 

@@ -45,9 +45,9 @@ def test_bytes_of_any_number_come_back(size: int) -> None:
 
 def test_what_is_no_image_is_refused() -> None:
     for sequence in ([], [4, 1], [-1, 0]):
-        with pytest.raises(DataError, match="holds no image"):
+        with pytest.raises(DataError, match="is not an image"):
             unpack_image(np.array(sequence, np.int32))
-    with pytest.raises(DataError, match="uint16 that begins with 1 holds no image"):
+    with pytest.raises(DataError, match="uint16 that begins with 1 is not an image"):
         unpack_image(np.array([1, 2], np.uint16))
     kinds = [image_format(begin) for begin in (PNG, JPEG, GIF, b"BM6", b"II*\0", b"MM\0*")]
     assert kinds == ["PNG", "JPEG", "GIF", "BMP", "TIFF", "TIFF"]

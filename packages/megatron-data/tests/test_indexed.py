@@ -166,11 +166,11 @@ def test_an_index_that_does_not_match_its_bin_names_both_sizes(by_hand: Path) ->
         (lambda data: b"PK\x03\x04" + data[4:], "is not the index"),
         (lambda data: data[:9] + struct.pack("<Q", 2) + data[17:], "version 2"),
         (lambda data: data[:17] + b"\x09" + data[18:], "token type 9"),
-        (lambda data: data[:-1], "101 bytes but its header .* asks for 102"),
-        (lambda data: data + b"\x00", "asks for 102"),
-        (lambda data: data[:18] + struct.pack("<Q", 2**62) + data[26:], "asks for"),
+        (lambda data: data[:-1], "101 bytes, but its header .* requires 102"),
+        (lambda data: data + b"\x00", "requires 102"),
+        (lambda data: data[:18] + struct.pack("<Q", 2**62) + data[26:], "requires"),
         (lambda data: data[:-8] + struct.pack("<q", 2), "document bounds"),
-        (lambda data: index_by_hand(code=4, itemsize=4), "describes 24 bytes, the .bin has 12"),
+        (lambda data: index_by_hand(code=4, itemsize=4), "describes 24 bytes, but the .bin has 12"),
     ],
 )
 def test_a_damaged_index_is_named(
@@ -244,7 +244,7 @@ def test_a_missing_dataset_says_what_to_do(by_hand: Path, name: str, hint: str) 
 
 def test_half_a_pair_is_refused(by_hand: Path) -> None:
     by_hand.with_suffix(".idx").unlink()
-    with pytest.raises(DataError, match=r"d\.idx missing; the other one is there"):
+    with pytest.raises(DataError, match=r"d\.idx missing; the other file exists"):
         IndexedDataset(by_hand)
 
 
@@ -298,9 +298,9 @@ def test_a_file_that_is_not_mapped_reads_the_same(write_dataset: Write) -> None:
                 assert dataset[number].tolist() == documents[number]
                 assert dataset[number].dtype == whole[number].dtype
             assert dataset.get(6, 2, 3).tolist() == documents[6][2:5]
-        with pytest.raises(DataError, match="read in parts, not mapped"):
+        with pytest.raises(DataError, match="is not memory-mapped"):
             parts.tokens  # noqa: B018
-        Path(f"{prefix}.bin").write_bytes(b"ab")  # cut short while it is open
+        Path(f"{prefix}.bin").write_bytes(b"ab")  # truncated while it is open
         with pytest.raises(DataError, match=r"points to byte .*megatron-data verify"):
             parts.get(48)
     with pytest.raises(DataError, match="is closed"):

@@ -49,7 +49,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "verify t_conversation_loss_loss",
             1,
-            "a mask, which megatron-data tokenize-conversations",
+            "the prefix of a loss mask, which megatron-data tokenize-conversations",
         ),
         (
             "split d_text_document --shares 1 --output-prefixes o1 o2",
@@ -170,7 +170,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("split d_text_document --shares 1 1 --output-prefixes x texts/", 1, "is a folder; add"),
         ("merge d_text_document --output-prefix memory://x", 1, "memory://x is a URL"),
         ("mix --data-args-path packed.gz", 1, "packed.gz is not UTF-8 text (byte 1)"),
-        ("mix memory://bucket/d", 1, "memory://bucket/d is a URL; name a folder"),
+        ("mix memory://bucket/d", 1, "memory://bucket/d is a URL and needs a local cache folder"),
         (
             "bench --input a.jsonl --tokenizer-type ByteTokenizer --seq-length 0",
             2,

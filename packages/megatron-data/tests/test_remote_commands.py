@@ -171,7 +171,7 @@ def test_mistakes_are_one_line(local: str, run: Run, memory: Any, tmp_path: Path
         "split", URL, "--shares", "1", "--output-prefixes", "memory://bucket/out", status=1
     )
     memory.rm_file("/bucket/c_text_document.bin")
-    assert "the other one is there" in run("mix", URL, status=1)
+    assert "the other file exists" in run("mix", URL, status=1)
     (tmp_path / "file").touch()
     words = ["verify", URL, "--object-storage-cache-path", str(tmp_path / "file")]
     memory.pipe_file("/bucket/c_text_document.bin", Path(f"{local}.bin").read_bytes())
@@ -364,7 +364,7 @@ def test_a_file_that_is_cut_while_it_is_scanned_is_named(local: str) -> None:
     with IndexedDataset(local, mmap=False) as dataset:
         with Path(f"{local}.bin").open("r+b") as file:
             file.truncate(10)
-        with pytest.raises(DataError, match=r"\.bin was cut short while it was read"):
+        with pytest.raises(DataError, match=r"\.bin was truncated while it was read"):
             list(dataset.scan())
 
 

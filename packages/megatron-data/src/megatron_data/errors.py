@@ -30,7 +30,7 @@ class EmptySplitError(DataError):
     """A split that holds no token.
 
     Attributes:
-        what: which, without what to do about it.
+        what: Which, without what to do about it.
     """
 
     def __init__(self, what: str) -> None:

@@ -32,7 +32,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     """Returns a path that may be written to, as text.
 
     Raises:
-        DataError: a URL. As a path it would be folders here, named as the protocol and the bucket.
+        DataError: A URL. As a path it would be folders here, named as the protocol and the bucket.
     """
     name = os.fspath(path)
     if is_url(name):
@@ -48,7 +48,7 @@ def tokenizer_path(path: str | os.PathLike[str]) -> Path:
     """Returns the path of a tokenizer's file or folder, also of one given as a `file://` URL.
 
     Raises:
-        DataError: another URL.
+        DataError: Another URL.
     """
     name = without_scheme(os.fspath(path))
     if is_url(name):
@@ -63,7 +63,7 @@ def local_prefix(prefix: str | os.PathLike[str]) -> str:
     """Returns a prefix of files that may be written, as text.
 
     Raises:
-        DataError: a URL, or a folder without a name for the files in it.
+        DataError: A URL, or a folder without a name for the files in it.
     """
     name = local_path(prefix)
     if name.endswith("/") or Path(name).name in ("", ".."):
@@ -77,8 +77,8 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
     """Returns a folder that may be made and written to; for asking before long work, not after it.
 
     Raises:
-        DataError: a URL, or a file is in the way.
-        PermissionError: it may not be written to.
+        DataError: A URL, or a file is in the way.
+        PermissionError: It may not be written to.
     """
     path = Path(local_path(folder))
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
@@ -140,10 +140,10 @@ class AtomicFile:
     """A binary file that takes its name only in `commit`; digests and size are kept as it grows.
 
     Args:
-        path: the final name. Its folder is made if it is absent.
+        path: The final name. Its folder is made if it is absent.
 
     Raises:
-        DataError: a URL, or another process is writing the same file.
+        DataError: A URL, or another process is writing the same file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -225,9 +225,9 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: bool = True) ->
     """Writes a JSON document atomically, keys in the order given.
 
     Args:
-        path: the file.
-        value: plain values.
-        indent: a line for every value; else a line for every key of the outermost object.
+        path: The file.
+        value: Plain values.
+        indent: A line for every value; else a line for every key of the outermost object.
     """
     if indent:
         text = orjson.dumps(value, option=orjson.OPT_INDENT_2)

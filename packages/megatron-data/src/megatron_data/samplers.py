@@ -19,14 +19,14 @@ class SequentialSampler:
     r-th micro-batch of them. A last step that is not full is dropped.
 
     Args:
-        total_samples: samples in the dataset.
-        consumed_samples: samples that all ranks together have consumed before.
-        micro_batch_size: samples per rank and step.
-        data_parallel_rank: this rank.
-        data_parallel_size: number of ranks.
+        total_samples: Samples in the dataset.
+        consumed_samples: Samples that all ranks together have consumed before.
+        micro_batch_size: Samples per rank and step.
+        data_parallel_rank: This rank.
+        data_parallel_size: Number of ranks.
 
     Raises:
-        DataError: a size below 1, or a rank or a count out of range.
+        DataError: A size below 1, or a rank or a count out of range.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class ShuffledSampler(SequentialSampler):
     depends on both.
 
     Args:
-        dataset_samples: samples in the dataset.
-        consumed_samples: samples that all ranks together have consumed before, in all epochs.
-        micro_batch_size: samples per rank and step.
-        data_parallel_rank: this rank.
-        data_parallel_size: number of ranks.
-        epochs: how often the dataset is gone through; more of them change nothing before.
-        seed: of the orders.
+        dataset_samples: Samples in the dataset.
+        consumed_samples: Samples that all ranks together have consumed before, in all epochs.
+        micro_batch_size: Samples per rank and step.
+        data_parallel_rank: This rank.
+        data_parallel_size: Number of ranks.
+        epochs: How often the dataset is gone through; more of them change nothing before.
+        seed: Of the orders.
 
     Raises:
-        DataError: a size below 1, or a rank or a count out of range.
+        DataError: A size below 1, or a rank or a count out of range.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def check_sampler(
     """Refuses numbers that no sampler can work with.
 
     Raises:
-        DataError: a size below 1, or a rank or a count out of range.
+        DataError: A size below 1, or a rank or a count out of range.
     """
     if total_samples < 1:
         raise DataError(f"{total_samples} samples to take micro-batches from")

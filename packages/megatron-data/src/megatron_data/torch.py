@@ -19,7 +19,7 @@ def to_batch(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Batch:
     """Stacks samples into tensors: arrays `[s]` become `[b, s]`, scalars `[b]`.
 
     Raises:
-        DataError: no sample, or samples of different keys.
+        DataError: No sample, or samples of different keys.
     """
     return _tensors(stack(samples))
 
@@ -28,7 +28,7 @@ def read_batch(dataset: Dataset, samples: Sequence[int]) -> Batch:
     """Reads samples as tensors, `[b, s]` and `[b]`: as `to_batch` of them, but faster.
 
     Raises:
-        DataError: no sample, or samples of different keys.
+        DataError: No sample, or samples of different keys.
     """
     return _tensors(read_arrays(dataset, samples))
 
@@ -61,11 +61,11 @@ def data_loader(
     """Returns a torch `DataLoader` that yields one batch per micro-batch of the sampler.
 
     Args:
-        dataset: samples by number.
-        sampler: which samples come next.
-        workers: processes that read ahead; with 0 samples are read when asked for.
-        prefetch: batches each process reads ahead.
-        pin_memory: put batches into page-locked memory, for copies to a GPU.
+        dataset: Samples by number.
+        sampler: Which samples come next.
+        workers: Processes that read ahead; with 0 samples are read when asked for.
+        prefetch: Batches each process reads ahead.
+        pin_memory: Put batches into page-locked memory, for copies to a GPU.
     """
     return DataLoader(
         _BatchReader(dataset),  # type: ignore[arg-type]  # what the loader asks of a dataset
@@ -87,16 +87,16 @@ class CyclicSampler(Sampler[list[int]]):
     `ShuffledSampler` does not.
 
     Args:
-        total_samples: samples in the dataset; those beyond whole steps are left out.
-        consumed_samples: samples that all ranks together have consumed before.
-        micro_batch_size: samples per rank and step.
-        data_parallel_rank: this rank.
-        data_parallel_size: number of ranks.
-        data_sharding: every rank permutes its own contiguous part of the dataset; otherwise all
+        total_samples: Samples in the dataset; those beyond whole steps are left out.
+        consumed_samples: Samples that all ranks together have consumed before.
+        micro_batch_size: Samples per rank and step.
+        data_parallel_rank: This rank.
+        data_parallel_size: Number of ranks.
+        data_sharding: Every rank permutes its own contiguous part of the dataset; otherwise all
             ranks share one permutation, and then any number of ranks sees the same order.
 
     Raises:
-        DataError: a size below 1, fewer samples than one step takes, or, with `data_sharding` or
+        DataError: A size below 1, fewer samples than one step takes, or, with `data_sharding` or
             not, a count consumed that is not whole steps of this epoch.
     """
 

@@ -33,7 +33,7 @@ def read_batch(dataset: Dataset, samples: Sequence[int]) -> Sample:
     """Samples of any dataset as one batch: arrays `[s]` become `[b, s]`, scalars `[b]`.
 
     Raises:
-        DataError: no sample, or samples of different keys.
+        DataError: No sample, or samples of different keys.
     """
     if isinstance(dataset, BatchDataset) and samples:
         return dataset.batch(samples)
@@ -44,7 +44,7 @@ def stack(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Sample:
     """Puts samples into one batch.
 
     Raises:
-        DataError: no sample, or samples of different keys.
+        DataError: No sample, or samples of different keys.
     """
     if not samples:
         raise DataError("a batch of no sample")
@@ -58,10 +58,10 @@ def merge_batches(parts: Sequence[tuple[Sequence[int], Sample]]) -> Sample:
     """Puts batches into one.
 
     Args:
-        parts: the rows that each one's samples get, all rows once, and the batch.
+        parts: The rows that each one's samples get, all rows once, and the batch.
 
     Raises:
-        DataError: batches of different keys.
+        DataError: Batches of different keys.
     """
     if len(parts) == 1:
         return parts[0][1]

@@ -23,7 +23,7 @@ class BertDatasetConfig:
     """How sentences become samples.
 
     Raises:
-        DataError: a sample too short for its special tokens, or a share that is none.
+        DataError: A sample too short for its special tokens, or a share that is none.
     """
 
     sequence_length: int = field(metadata={"help": "tokens in a sample", "flag": "--seq-length"})
@@ -72,11 +72,11 @@ class BertDataset:
     bears a loss; here that token attends and is attended to.
 
     Args:
-        source: sentences.
-        sample_map: see `sentence_map`, made with `sequence_length - 3`.
-        config: how they become a sample.
-        word_pieces: of the vocabulary.
-        seed: of the draws; sample i has its own generator, seeded with the sum.
+        source: Sentences.
+        sample_map: See `sentence_map`, made with `sequence_length - 3`.
+        config: How they become a sample.
+        word_pieces: Of the vocabulary.
+        seed: Of the draws; sample i has its own generator, seeded with the sum.
     """
 
     def __init__(

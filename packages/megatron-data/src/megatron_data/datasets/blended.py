@@ -16,11 +16,11 @@ class BlendedDataset:
     an int64 scalar that says which dataset a sample came from.
 
     Args:
-        datasets: what to draw from.
-        order: which dataset each sample comes from.
+        datasets: What to draw from.
+        order: Which dataset each sample comes from.
 
     Raises:
-        DataError: an order of another number of datasets, or one that draws more from a dataset
+        DataError: An order of another number of datasets, or one that draws more from a dataset
             than it has.
     """
 

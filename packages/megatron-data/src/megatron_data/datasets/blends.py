@@ -18,12 +18,12 @@ class BlendSourceSummary(NamedTuple):
     """One source of a blend.
 
     Attributes:
-        prefix: its `.bin/.idx` pair without suffix.
-        documents: of the whole dataset.
-        tokens: of the part that is trained on.
-        weight: as given, those of a source that is named twice together; its tokens if none were.
-        samples: how many of the samples come from it.
-        drawn: tokens of these samples.
+        prefix: Its `.bin/.idx` pair without suffix.
+        documents: Of the whole dataset.
+        tokens: Of the part that is trained on.
+        weight: As given, those of a source that is named twice together; its tokens if none were.
+        samples: How many of the samples come from it.
+        drawn: Tokens of these samples.
     """
 
     prefix: str
@@ -45,16 +45,16 @@ def blend_by_epochs(
     """Returns the blend in which sources are read a number of times in the same run.
 
     Args:
-        epochs: how often each source is read, by prefix.
-        split: the `--split` that cuts off what is trained on; None for all.
-        storage: the cache for the indices of prefixes that are URLs.
+        epochs: How often each source is read, by prefix.
+        split: The `--split` that cuts off what is trained on; None for all.
+        storage: The cache for the indices of prefixes that are URLs.
 
     Returns:
         The blend, whose weights are the tokens to be read of each source. A run of their sum
         divided by the sequence length, in samples, reads them.
 
     Raises:
-        DataError: no source, one that is missing, damaged or empty, or a number that is not
+        DataError: No source, one that is missing, damaged or empty, or a number that is not
             positive.
     """
     interval = _training(split)
@@ -69,7 +69,7 @@ def blend_by_tokens(tokens: Mapping[str, int]) -> Blend:
     """Returns the blend in which so many tokens of each source are read, by prefix.
 
     Raises:
-        DataError: no source, or a number that is not positive.
+        DataError: No source, or a number that is not positive.
     """
     if not tokens:
         raise DataError("a blend of no source; name at least one")
@@ -88,15 +88,15 @@ def summarize_blend(
     """What a run draws from each source of a blend; the counts are those of the stateless order.
 
     Args:
-        blend: as `parse_data_path`, `blend_by_epochs` or `blend_by_tokens` give it.
-        num_samples: samples of the run.
-        sequence_length: tokens of a sample.
-        split: the `--split` that cuts off what is trained on; None for all.
-        storage: the cache for the indices of prefixes that are URLs.
+        blend: As `parse_data_path`, `blend_by_epochs` or `blend_by_tokens` give it.
+        num_samples: Samples of the run.
+        sequence_length: Tokens of a sample.
+        split: The `--split` that cuts off what is trained on; None for all.
+        storage: The cache for the indices of prefixes that are URLs.
 
     Raises:
-        TokenizerMismatchError: different tokenizers made two of the sources.
-        DataError: a source that is missing, damaged or empty, or weights that are not positive.
+        TokenizerMismatchError: Different tokenizers made two of the sources.
+        DataError: A source that is missing, damaged or empty, or weights that are not positive.
     """
     if num_samples < 1 or sequence_length < 1:
         raise DataError(

@@ -65,42 +65,42 @@ def build_gpt_datasets(
     """Builds the three datasets of a run.
 
     Args:
-        data_path: a prefix; a `--data-path` list of prefixes, or of weights and prefixes in turn;
+        data_path: A prefix; a `--data-path` list of prefixes, or of weights and prefixes in turn;
             a `Blend`, such as `blend_by_epochs` and `blend_by_tokens` give; or a mapping
             from "train", "valid" and "test" to such a list each.
-        split: how a dataset is cut into the three splits; not used with a mapping.
-        sizes: samples wanted for training, validation and test. None takes one epoch; 0 builds
+        split: How a dataset is cut into the three splits; not used with a mapping.
+        sizes: Samples wanted for training, validation and test. None takes one epoch; 0 builds
             nothing.
-        sequence_length: tokens in a sample.
-        seed: of the order.
+        sequence_length: Tokens in a sample.
+        seed: Of the order.
         order: "stateless" computes every sample from its number: nothing is built or kept, a run
             can be made longer, and weights changed, without changing what it has seen. "packed"
             does not cut documents that fit into a sample, see `Packing`. "compat" gives Megatron's
             samples element by element.
-        data_path_changes: data that takes the place of `data_path` in training from a sample on,
+        data_path_changes: Data that takes the place of `data_path` in training from a sample on,
             with other weights or other datasets; not with "compat".
-        eod_id: token that ends a document.
-        pad_id: token that bears no loss as a label and is read as token 0, as megatron-core treats
+        eod_id: Token that ends a document.
+        pad_id: Token that bears no loss as a label and is read as token 0, as megatron-core treats
             the tokenizer's padding token; None for none.
-        add_extra_token: read one token beyond the sequence length, for the last label.
-        reset_position_ids: restart positions after a document.
-        reset_attention_mask: number documents, so that attention stays within one.
-        eod_mask_loss: no loss where the input is the end-of-document token.
-        cu_seqlens: add `cu_seqlens` and `max_seqlen`, the bounds of documents.
-        infill: what takes documents apart for filling in the middle; also in validation and test,
+        add_extra_token: Read one token beyond the sequence length, for the last label.
+        reset_position_ids: Restart positions after a document.
+        reset_attention_mask: Number documents, so that attention stays within one.
+        eod_mask_loss: No loss where the input is the end-of-document token.
+        cu_seqlens: Add `cu_seqlens` and `max_seqlen`, the bounds of documents.
+        infill: What takes documents apart for filling in the middle; also in validation and test,
             as in Megatron.
-        drop_last_partial_validation: leave out a last validation sample that is not full.
-        surplus: share of samples that each dataset of a weighted blend holds in reserve; "compat"
+        drop_last_partial_validation: Leave out a last validation sample that is not full.
+        surplus: Share of samples that each dataset of a weighted blend holds in reserve; "compat"
             only.
-        cache_path: folder for built indices, or None to build them each time; "compat" only.
-        storage: cache for what is read of prefixes that are URLs.
-        mmap: map token files into memory; see `IndexedDataset`.
+        cache_path: Folder for built indices, or None to build them each time; "compat" only.
+        storage: Cache for what is read of prefixes that are URLs.
+        mmap: Map token files into memory; see `IndexedDataset`.
         dataset_pool: Datasets that several calls share, such as one call per split. Defaults to a
             pool for this call.
 
     Raises:
-        EmptySplitError: a split without tokens.
-        DataError: a dataset that is missing or damaged, or a blend that asks a dataset for more
+        EmptySplitError: A split without tokens.
+        DataError: A dataset that is missing or damaged, or a blend that asks a dataset for more
             than it has.
     """
     check_order_name(order)
@@ -157,8 +157,8 @@ def build_splits(
     """Returns the three datasets that a builder makes of what a command line names.
 
     Raises:
-        EmptySplitError: a split without tokens.
-        DataError: what the builder cannot make a dataset of.
+        EmptySplitError: A split without tokens.
+        DataError: What the builder cannot make a dataset of.
     """
     parts = _parts(data_path, split)
     built = [
@@ -182,7 +182,7 @@ def build_mock_gpt_datasets(
     """Returns the three datasets of a source in memory, such as `MockTokens`.
 
     Raises:
-        DataError: a split without tokens.
+        DataError: A split without tokens.
     """
     check_order_name(order)
     kinds: dict[str, type[GPTBuilder]] = {

@@ -24,9 +24,9 @@ class _BlockBuilder(MapBuilder):
     """Makes datasets whose samples are blocks of sentences with the title of their document.
 
     Attributes:
-        config: how blocks become samples.
-        word_pieces: of the vocabulary.
-        titles: prefix of the titles by prefix of the sentences; empty for none.
+        config: How blocks become samples.
+        word_pieces: Of the vocabulary.
+        titles: Prefix of the titles by prefix of the sentences; empty for none.
     """
 
     config: ICTDatasetConfig
@@ -80,23 +80,23 @@ def build_ict_datasets(
     """Builds the three datasets of the inverse cloze task, in Megatron's order.
 
     Args:
-        data_path: as in `build_gpt_datasets`; datasets whose documents are rows of sentences.
-        split: how the documents of a dataset are cut into the three splits.
-        sizes: least number of samples for training, validation and test, of whole epochs. None
+        data_path: As in `build_gpt_datasets`; datasets whose documents are rows of sentences.
+        split: How the documents of a dataset are cut into the three splits.
+        sizes: Least number of samples for training, validation and test, of whole epochs. None
             takes one epoch, for an index of all blocks, say; 0 builds nothing.
-        config: how blocks become samples.
-        word_pieces: of the vocabulary.
-        titles: for every prefix of sentences that of their titles (Megatron:
+        config: How blocks become samples.
+        word_pieces: Of the vocabulary.
+        titles: For every prefix of sentences that of their titles (Megatron:
             `--titles-data-path`), which has as many documents; None for blocks without titles.
-        seed: of the order and of the draws of samples.
-        surplus: share of samples that each dataset of a weighted blend holds in reserve.
-        cache_path: folder for built maps, or None to build them each time.
-        storage: cache for what is read of prefixes that are URLs.
-        mmap: map token files into memory; see `IndexedDataset`.
+        seed: Of the order and of the draws of samples.
+        surplus: Share of samples that each dataset of a weighted blend holds in reserve.
+        cache_path: Folder for built maps, or None to build them each time.
+        storage: Cache for what is read of prefixes that are URLs.
+        mmap: Map token files into memory; see `IndexedDataset`.
 
     Raises:
-        EmptySplitError: a split of which no document can be used.
-        DataError: a dataset that is missing or damaged, titles that do not belong to it, or a
+        EmptySplitError: A split of which no document can be used.
+        DataError: A dataset that is missing or damaged, titles that do not belong to it, or a
             blend that asks a dataset for more than it has.
     """
     builder = _BlockBuilder(

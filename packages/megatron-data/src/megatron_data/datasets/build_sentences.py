@@ -27,7 +27,7 @@ class MapBuilder(GreedyBuilder):
     """Makes datasets along a map of sentences; splits are cut between documents.
 
     Attributes:
-        options: what the map follows from besides the dataset and the seed.
+        options: What the map follows from besides the dataset and the seed.
     """
 
     options: dict[str, Any]
@@ -38,7 +38,7 @@ class MapBuilder(GreedyBuilder):
         """Returns one split of one source, the `source_index`-th of a blend.
 
         Raises:
-            EmptySplitError: none of its documents can be used.
+            EmptySplitError: None of its documents can be used.
         """
         opened = self.open_source(name)
         documents = sequence_range(request.interval, opened.num_documents)
@@ -74,7 +74,7 @@ class _SentenceBuilder(MapBuilder):
     """Makes datasets of BERT and T5.
 
     Attributes:
-        make: a dataset of a source and its map.
+        make: A dataset of a source and its map.
     """
 
     make: Callable[[IndexedDataset, NDArray[np.unsignedinteger]], Dataset]
@@ -113,21 +113,21 @@ def build_bert_datasets(
     """Builds the three BERT datasets of a run, in Megatron's order.
 
     Args:
-        data_path: as in `build_gpt_datasets`; datasets whose documents are rows of sentences.
-        split: how the documents of a dataset are cut into the three splits.
-        sizes: least number of samples for training, validation and test: Megatron lays out whole
+        data_path: As in `build_gpt_datasets`; datasets whose documents are rows of sentences.
+        split: How the documents of a dataset are cut into the three splits.
+        sizes: Least number of samples for training, validation and test: Megatron lays out whole
             epochs. None takes one epoch; 0 builds nothing.
-        config: how sentences become samples.
-        word_pieces: of the vocabulary.
-        seed: of the order and of the draws of samples.
-        surplus: share of samples that each dataset of a weighted blend holds in reserve.
-        cache_path: folder for built maps, or None to build them each time.
-        storage: cache for what is read of prefixes that are URLs.
-        mmap: map token files into memory; see `IndexedDataset`.
+        config: How sentences become samples.
+        word_pieces: Of the vocabulary.
+        seed: Of the order and of the draws of samples.
+        surplus: Share of samples that each dataset of a weighted blend holds in reserve.
+        cache_path: Folder for built maps, or None to build them each time.
+        storage: Cache for what is read of prefixes that are URLs.
+        mmap: Map token files into memory; see `IndexedDataset`.
 
     Raises:
-        EmptySplitError: a split of which no document can be used.
-        DataError: a dataset that is missing or damaged, or a blend that asks a dataset for more
+        EmptySplitError: A split of which no document can be used.
+        DataError: A dataset that is missing or damaged, or a blend that asks a dataset for more
             than it has.
     """
     options = _map_options(config, bert.SPECIAL_TOKENS, config.min_sentences)
@@ -161,8 +161,8 @@ def build_t5_datasets(
     The arguments are those of `build_bert_datasets`, but `pieces` needs sentinels.
 
     Raises:
-        EmptySplitError: a split of which no document can be used.
-        DataError: what is one in `build_bert_datasets`, or a vocabulary without sentinels.
+        EmptySplitError: A split of which no document can be used.
+        DataError: What is one in `build_bert_datasets`, or a vocabulary without sentinels.
     """
     options = _map_options(config, t5.SPECIAL_TOKENS, 1)
     builder = _SentenceBuilder(

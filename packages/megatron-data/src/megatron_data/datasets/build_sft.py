@@ -42,8 +42,8 @@ class _SFTBuilder(GPTBuilder):
     """Makes `SFTDataset`s of a dataset and the mask beside it.
 
     Attributes:
-        tokenizer: of conversations that are JSON lines.
-        max_document_bytes: that such a line may have; None for no limit.
+        tokenizer: Of conversations that are JSON lines.
+        max_document_bytes: That such a line may have; None for no limit.
     """
 
     tokenizer: SFTTokenizer | None = None
@@ -73,8 +73,8 @@ class _SFTBuilder(GPTBuilder):
         """Returns one split of one source; a warning tells how many conversations it cuts.
 
         Raises:
-            EmptySplitError: it has no token.
-            DataError: it has no mask.
+            EmptySplitError: It has no token.
+            DataError: It has no mask.
         """
         dataset = super().build_source(source, name, request, source_index)
         order = dataset.order if isinstance(dataset, SFTDataset) else None
@@ -157,28 +157,28 @@ def build_sft_datasets(
     """Builds the three datasets of a run on conversations.
 
     Args:
-        data_path: as in `build_gpt_datasets`; prefixes of `tokenize_conversations`, which end in
+        data_path: As in `build_gpt_datasets`; prefixes of `tokenize_conversations`, which end in
             `_conversation`, or with the order "compat" local files of JSON lines, whose names end
             in `.jsonl` or `.json` and which are tokenized as samples ask for them.
-        split: how a dataset is cut into the three splits; not used with a mapping.
-        sizes: samples wanted for training, validation and test. None takes one epoch; 0 builds
+        split: How a dataset is cut into the three splits; not used with a mapping.
+        sizes: Samples wanted for training, validation and test. None takes one epoch; 0 builds
             nothing.
-        sequence_length: tokens in a sample.
-        seed: of the order.
+        sequence_length: Tokens in a sample.
+        seed: Of the order.
         order: "packed" puts whole conversations into samples and cuts only those that are longer
             than a sample; `dataset.order.packing.report()` counts them. "stateless" lays them end
             to end and cuts at every sample. "compat" is Megatron's: a sample is the conversations
             of one line, in the order of the file, its end cut off where it is too long.
-        tokenizer: of JSON lines.
-        storage: cache for what is read of prefixes that are URLs.
-        mmap: map token files into memory; see `IndexedDataset`.
-        max_document_bytes: bytes that one of the JSON lines may have; None for no limit.
+        tokenizer: Of JSON lines.
+        storage: Cache for what is read of prefixes that are URLs.
+        mmap: Map token files into memory; see `IndexedDataset`.
+        max_document_bytes: Bytes that one of the JSON lines may have; None for no limit.
         dataset_pool: Datasets that several calls share, such as one call per split. Defaults to a
             pool for this call.
 
     Raises:
-        EmptySplitError: a split without conversations.
-        DataError: a dataset that is missing or damaged, or has no mask; JSON lines with another
+        EmptySplitError: A split without conversations.
+        DataError: A dataset that is missing or damaged, or has no mask; JSON lines with another
             order or without a tokenizer.
     """
     check_order_name(order)

@@ -37,7 +37,7 @@ def check_order_name(order: str) -> None:
     """Refuses what is no order of samples.
 
     Raises:
-        DataError: there is none of this name.
+        DataError: There is none of this name.
     """
     if order not in get_args(OrderName):
         raise DataError(f"order={order!r}; give one of {', '.join(get_args(OrderName))}")
@@ -47,9 +47,9 @@ class SplitRequest(NamedTuple):
     """What is asked of a source or of a blend.
 
     Attributes:
-        split: which part of a run it is for.
-        interval: the part of every source.
-        size: number of samples; None for one epoch.
+        split: Which part of a run it is for.
+        interval: The part of every source.
+        size: Number of samples; None for one epoch.
     """
 
     split: SplitName
@@ -62,10 +62,10 @@ class Builder(ABC):
     """What every dataset of one call shares.
 
     Attributes:
-        seed: of the order.
-        storage: cache for datasets in object storage.
-        mmap: map token files into memory.
-        dataset_pool: the datasets, each of which is opened and checked once.
+        seed: Of the order.
+        storage: Cache for datasets in object storage.
+        mmap: Map token files into memory.
+        dataset_pool: The datasets, each of which is opened and checked once.
     """
 
     seed: int
@@ -77,7 +77,7 @@ class Builder(ABC):
         """Returns the dataset at a prefix, its index checked from end to end.
 
         Raises:
-            DataError: there is none, its index is damaged, or it holds images.
+            DataError: There is none, its index is damaged, or it holds images.
         """
         dataset = self.dataset_pool.indexed_dataset(prefix, self.storage, self.mmap)
         if dataset.sequence_modes is not None:
@@ -94,16 +94,16 @@ class Builder(ABC):
         """Returns one split of one source, the `source_index`-th of a blend.
 
         Raises:
-            EmptySplitError: it has no token.
-            DataError: it is too short for one sample.
+            EmptySplitError: It has no token.
+            DataError: It is too short for one sample.
         """
 
     def build_prefix(self, prefix: str, request: SplitRequest, source_index: int = 0) -> Dataset:
         """Returns one split of what a prefix names, the `source_index`-th of a blend.
 
         Raises:
-            EmptySplitError: it has no token.
-            DataError: it is missing, damaged, or too short for one sample.
+            EmptySplitError: It has no token.
+            DataError: It is missing, damaged, or too short for one sample.
         """
         return self.build_source(self.open_source(prefix), prefix, request, source_index)
 
@@ -111,7 +111,7 @@ class Builder(ABC):
         """Returns one split of one or more sources, hash_integers.
 
         Raises:
-            DataError: a dataset that is missing or damaged, a split without tokens, or weights
+            DataError: A dataset that is missing or damaged, a split without tokens, or weights
                 without a size.
         """
         if blend.weights is not None and request.num_samples is None:
@@ -133,8 +133,8 @@ class GreedyBuilder(Builder):
     """Mixes as Megatron does.
 
     Attributes:
-        surplus: share of samples that each dataset of a weighted blend holds in reserve.
-        cache_path: folder for built indices, or None.
+        surplus: Share of samples that each dataset of a weighted blend holds in reserve.
+        cache_path: Folder for built indices, or None.
     """
 
     surplus: float = 0.005
@@ -164,9 +164,9 @@ class GPTBuilder(Builder):
     """Makes `GPTDataset`s.
 
     Attributes:
-        config: how tokens become samples.
-        drop_last_partial_validation: leave out a last validation sample that is not full.
-        infill: what takes the documents of samples apart, with draws of its own in each source.
+        config: How tokens become samples.
+        drop_last_partial_validation: Leave out a last validation sample that is not full.
+        infill: What takes the documents of samples apart, with draws of its own in each source.
     """
 
     config: GPTDatasetConfig
@@ -179,8 +179,8 @@ class GPTBuilder(Builder):
         """Returns one split of one source, the `source_index`-th of a blend.
 
         Raises:
-            EmptySplitError: it has no token.
-            DataError: it is too short for one sample.
+            EmptySplitError: It has no token.
+            DataError: It is too short for one sample.
         """
         count = len(source.sequence_lengths)
         first, last = sequence_range(request.interval, count)
@@ -250,7 +250,7 @@ class StatelessBuilder(GPTBuilder):
     """The order that is computed from seed, weights and sample number.
 
     Attributes:
-        changes: blends of the training split that take the place of the first, with the sample
+        changes: Blends of the training split that take the place of the first, with the sample
             from which they do.
     """
 
@@ -277,7 +277,7 @@ class StatelessBuilder(GPTBuilder):
         """Returns one split of one or more sources, hash_integers.
 
         Raises:
-            DataError: a dataset that is missing or damaged, a split without tokens, or weights
+            DataError: A dataset that is missing or damaged, a split without tokens, or weights
                 without a size.
         """
         if request.split == "train" and self.changes:

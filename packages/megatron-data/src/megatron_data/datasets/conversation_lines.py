@@ -33,9 +33,9 @@ class _Lines(NamedTuple):
     """Where the lines of a file are that hold something.
 
     Attributes:
-        starts: first byte of every line, int64 `[L]`.
-        sizes: its bytes with the end of the line, int64 `[L]`.
-        blank: how many lines with something stand before each line of white space, int64.
+        starts: First byte of every line, int64 `[L]`.
+        sizes: Its bytes with the end of the line, int64 `[L]`.
+        blank: How many lines with something stand before each line of white space, int64.
     """
 
     starts: NDArray[np.int64]
@@ -50,13 +50,13 @@ class ConversationLines:
     read and tokenized when it is asked for; the last 64 are kept.
 
     Args:
-        path: a local file that is not packed.
-        tokenizer: knows how conversations are written.
+        path: A local file that is not packed.
+        tokenizer: Knows how conversations are written.
         loss: "assistant" counts what assistants say, "all" every token but the first.
-        max_document_bytes: bytes that a line may have; None for no limit.
+        max_document_bytes: Bytes that a line may have; None for no limit.
 
     Raises:
-        DataError: no such file, a packed one or one at a URL, nothing in it, a line that is too
+        DataError: No such file, a packed one or one at a URL, nothing in it, a line that is too
             long (file and line), or a tokenizer without an end-of-document token.
     """
 
@@ -101,7 +101,7 @@ class ConversationLines:
         """The conversations of a line in which a token counts, each with its end of document.
 
         Raises:
-            DataError: the line holds no conversation, or the template refuses it (file and line);
+            DataError: The line holds no conversation, or the template refuses it (file and line);
                 or the file changed.
         """
         return self._rows.get(index, lambda: self._read(index))
@@ -145,10 +145,10 @@ class ConversationLinesDataset:
     warned of, and of those in which nothing counts.
 
     Args:
-        lines: the conversations.
-        rows: first line of the split, and the one after its last.
-        sequence_length: tokens of a sample.
-        num_samples: how many samples there are; None for one of every line.
+        lines: The conversations.
+        rows: First line of the split, and the one after its last.
+        sequence_length: Tokens of a sample.
+        num_samples: How many samples there are; None for one of every line.
     """
 
     def __init__(

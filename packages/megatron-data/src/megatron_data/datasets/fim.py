@@ -28,7 +28,7 @@ class FIMConfig:
     """What is taken apart, and how.
 
     Raises:
-        DataError: a rate that is not between 0 and 1.
+        DataError: A rate that is not between 0 and 1.
     """
 
     rate: float = field(
@@ -81,12 +81,12 @@ class FillInTheMiddle:
     """Takes the documents of samples apart; what is drawn depends on seed and sample number alone.
 
     Args:
-        config: what is taken apart.
-        tokenizer: of the samples; its end-of-document token tells documents apart.
-        seed: of the draws.
+        config: What is taken apart.
+        tokenizer: Of the samples; its end-of-document token tells documents apart.
+        seed: Of the draws.
 
     Raises:
-        DataError: the vocabulary lacks one of the tokens.
+        DataError: The vocabulary lacks one of the tokens.
     """
 
     def __init__(self, config: FIMConfig, tokenizer: Tokenizer, seed: int = 1234) -> None:
@@ -109,9 +109,9 @@ class FillInTheMiddle:
         Where a text gives fewer tokens in parts it may be shorter.
 
         Args:
-            text: tokens of the sample, int64 `[n]`.
-            sample: its number.
-            room: tokens of a whole sample.
+            text: Tokens of the sample, int64 `[n]`.
+            sample: Its number.
+            room: Tokens of a whole sample.
 
         Returns:
             Tokens, int64, at most `[room]`.
@@ -146,8 +146,8 @@ class FillInTheMiddle:
         no text for other reasons, stays as it is.
 
         Args:
-            tokens: int64 `[n]`.
-            random: of the two places and the order.
+            tokens: Int64 `[n]`.
+            random: Of the two places and the order.
 
         Returns:
             Tokens of the parts behind the tokens that name them.

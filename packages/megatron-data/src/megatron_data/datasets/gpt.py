@@ -32,7 +32,7 @@ class GPTDatasetConfig:
     """How tokens become samples.
 
     Raises:
-        DataError: an option that needs the end-of-document token without one, the same token as
+        DataError: An option that needs the end-of-document token without one, the same token as
             padding and as the end of a document, or a length below 1.
     """
 
@@ -114,14 +114,14 @@ class GPTDataset:
     is read as token 0 and bears no loss as a label, but stays in its document, as in megatron-core.
 
     Args:
-        source: tokens.
-        order: which tokens make up which sample.
-        config: how they become a sample.
-        infill: what takes the documents of a sample apart, given its tokens, its number
+        source: Tokens.
+        order: Which tokens make up which sample.
+        config: How they become a sample.
+        infill: What takes the documents of a sample apart, given its tokens, its number
             and the tokens there is room for; see `FillInTheMiddle`. The rest is padding.
 
     Raises:
-        DataError: an order built for another sequence length.
+        DataError: An order built for another sequence length.
     """
 
     def __init__(

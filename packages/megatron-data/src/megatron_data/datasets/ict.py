@@ -22,7 +22,7 @@ class ICTDatasetConfig:
     """How blocks become samples.
 
     Raises:
-        DataError: a sample too short for its special tokens, or a share that is none.
+        DataError: A sample too short for its special tokens, or a share that is none.
     """
 
     sequence_length: int = field(
@@ -90,12 +90,12 @@ class ICTDataset:
     come from a generator of its own, and that the only sentence of a block stays in it.
 
     Args:
-        source: sentences.
-        titles: a title for each document; None for none.
-        sample_map: see `block_map`, made with `block_length`; documents are numbered in `titles`.
-        config: how they become a sample.
-        word_pieces: of the vocabulary.
-        seed: of the draws; sample i has its own generator, seeded with the sum.
+        source: Sentences.
+        titles: A title for each document; None for none.
+        sample_map: See `block_map`, made with `block_length`; documents are numbered in `titles`.
+        config: How they become a sample.
+        word_pieces: Of the vocabulary.
+        seed: Of the draws; sample i has its own generator, seeded with the sum.
     """
 
     def __init__(

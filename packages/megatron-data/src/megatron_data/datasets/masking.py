@@ -28,12 +28,12 @@ class WordPieces:
 
     Attributes:
         continuations: True for tokens that go on with a word, `##` in WordPiece, bool `[V]`.
-        cls_id: begins a BERT sample.
-        sep_id: ends a segment of a BERT sample.
-        mask_id: stands for a token to restore.
-        bos_id: begins a T5 decoder's input.
-        eos_id: ends a T5 decoder's output.
-        sentinel_ids: stand for the spans of a T5 sample, in this order.
+        cls_id: Begins a BERT sample.
+        sep_id: Ends a segment of a BERT sample.
+        mask_id: Stands for a token to restore.
+        bos_id: Begins a T5 decoder's input.
+        eos_id: Ends a T5 decoder's output.
+        sentinel_ids: Stand for the spans of a T5 sample, in this order.
     """
 
     continuations: NDArray[np.bool_]
@@ -49,7 +49,7 @@ class WordPieces:
         """Reads them off a WordPiece tokenizer, such as one of `bert_tokenizer`.
 
         Raises:
-            DataError: it has no word word_pieces, or lacks [CLS], [SEP] or [MASK].
+            DataError: It has no word word_pieces, or lacks [CLS], [SEP] or [MASK].
         """
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise DataError(
@@ -84,7 +84,7 @@ class MaskingConfig:
     """Which tokens are hidden.
 
     Raises:
-        DataError: a share that is not between 0 and 1, or options that exclude each other.
+        DataError: A share that is not between 0 and 1, or options that exclude each other.
     """
 
     probability: float = field(
@@ -133,10 +133,10 @@ class MaskedText(NamedTuple):
     """A text with words hidden.
 
     Attributes:
-        tokens: with replacements.
-        positions: of the tokens to restore, in order.
-        labels: what they are.
-        spans: rows of words hidden together, in order.
+        tokens: With replacements.
+        positions: Of the tokens to restore, in order.
+        labels: What they are.
+        spans: Rows of words hidden together, in order.
     """
 
     tokens: list[int]
@@ -156,15 +156,15 @@ def mask_tokens(
     """Hides words of a text.
 
     Args:
-        tokens: the text, special tokens included.
-        target_length: the length that the sample was to have, which bounds how many are hidden.
-        random: of the sample.
-        config: which tokens are hidden.
-        word_pieces: of the vocabulary.
-        replacement: draws what takes a token's place, None for itself.
+        tokens: The text, special tokens included.
+        target_length: The length that the sample was to have, which bounds how many are hidden.
+        random: Of the sample.
+        config: Which tokens are hidden.
+        word_pieces: Of the vocabulary.
+        replacement: Draws what takes a token's place, None for itself.
 
     Raises:
-        DataError: a token that the vocabulary does not have.
+        DataError: A token that the vocabulary does not have.
     """
     words = _words(tokens, config, word_pieces)
     limit = min(config.probability * target_length, max(1, round(len(tokens) * config.probability)))

@@ -10,9 +10,9 @@ class DocumentMasks(NamedTuple):
     """Plain data from which every attention mask follows.
 
     Attributes:
-        positions: int32 `[..., s]`.
-        document_ids: int32 `[..., s]`; a token attends within its own number only.
-        loss_mask: float32 `[..., s]`; 1 where the loss counts.
+        positions: Int32 `[..., s]`.
+        document_ids: Int32 `[..., s]`; a token attends within its own number only.
+        loss_mask: Float32 `[..., s]`; 1 where the loss counts.
     """
 
     positions: NDArray[np.int32]
@@ -71,9 +71,9 @@ class CumulativeLengths(NamedTuple):
     """Where the documents of samples begin and end, as attention over packed sequences takes it.
 
     Attributes:
-        cu_seqlens: int32 `[..., s + 1]`; 0, the end of every document, and then `s` again and
+        cu_seqlens: Int32 `[..., s + 1]`; 0, the end of every document, and then `s` again and
             again, which are documents without a token.
-        max_seqlen: int32 `[...]`, tokens of the longest document.
+        max_seqlen: Int32 `[...]`, tokens of the longest document.
     """
 
     cu_seqlens: NDArray[np.int32]
@@ -88,7 +88,7 @@ def cumulative_lengths(document_ids: NDArray[np.int32]) -> CumulativeLengths:
     leave it, where empty sequences are allowed.
 
     Args:
-        document_ids: of samples, `[s]` or `[..., s]`; see `DocumentMasks`.
+        document_ids: Of samples, `[s]` or `[..., s]`; see `DocumentMasks`.
     """
     *batch, length = document_ids.shape
     bounds = np.full((*batch, length + 1), length, np.int32)

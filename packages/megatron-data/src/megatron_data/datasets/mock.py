@@ -8,10 +8,10 @@ class MockTokens:
     """Megatron's mock data: documents that count 1, 2, 3 … and end with the end-of-document token.
 
     Args:
-        vocab_size: numbers are taken modulo this.
-        eod_id: last token of every document.
-        num_documents: how many.
-        max_length: lengths are drawn from 1 to `max_length` - 1, with seed 0.
+        vocab_size: Numbers are taken modulo this.
+        eod_id: Last token of every document.
+        num_documents: How many.
+        max_length: Lengths are drawn from 1 to `max_length` - 1, with seed 0.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class Blend(NamedTuple):
 
     Attributes:
         prefixes: `.bin/.idx` pairs without suffix.
-        weights: one per prefix, or None for the sizes of the datasets.
+        weights: One per prefix, or None for the sizes of the datasets.
     """
 
     prefixes: tuple[str, ...]
@@ -32,7 +32,7 @@ def parse_data_path(values: str | os.PathLike[str] | Sequence[str] | Blend) -> B
     every first word of a pair is a number, and all prefixes if none is.
 
     Raises:
-        DataError: an empty list, or numbers in some pairs only.
+        DataError: An empty list, or numbers in some pairs only.
     """
     if isinstance(values, Blend):
         return values
@@ -61,7 +61,7 @@ def read_data_args(path: str | os.PathLike[str]) -> Blend:
     """Reads a `--data-args-path` file: the same list, separated by white space.
 
     Raises:
-        DataError: no such file, or a list that is not one.
+        DataError: No such file, or a list that is not one.
     """
     path = Path(path)
     if not path.is_file():
@@ -73,7 +73,7 @@ def write_data_args(path: str | os.PathLike[str], blend: Blend) -> None:
     """Writes a blend as a `--data-args-path` file, a source a line.
 
     Raises:
-        DataError: a prefix with white space, which such a file cannot hold.
+        DataError: A prefix with white space, which such a file cannot hold.
     """
     for prefix in blend.prefixes:
         if prefix.split() != [prefix]:
@@ -92,7 +92,7 @@ def read_per_split_data_args(path: str | os.PathLike[str]) -> dict[SplitName, Bl
     A value may also be one text, separated by white space.
 
     Raises:
-        DataError: no such file, not JSON, or a key that is not a split.
+        DataError: No such file, not JSON, or a key that is not a split.
     """
     if not Path(path).is_file():
         raise DataError(f"--per-split-data-args-path {path} does not exist")
@@ -111,7 +111,7 @@ def read_data_path_changes(
     "0.3", "b"]}`; a data path may also be one text, separated by white space.
 
     Raises:
-        DataError: no such file, not JSON, or not such a list.
+        DataError: No such file, not JSON, or not such a list.
     """
     if not Path(path).is_file():
         raise DataError(f"--data-path-changes {path} does not exist")
@@ -137,7 +137,7 @@ def parse_per_split(
     """Blends by split from lists or texts by split; an absent or empty one is None.
 
     Raises:
-        DataError: a key that is not a split.
+        DataError: A key that is not a split.
     """
     unknown = sorted(set(content) - set(SPLITS))
     if unknown:

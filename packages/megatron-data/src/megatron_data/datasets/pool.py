@@ -28,7 +28,7 @@ class DatasetPool:
         """Returns the dataset at a prefix, its index checked.
 
         Raises:
-            DataError: there is none, or its index is damaged.
+            DataError: There is none, or its index is damaged.
         """
         if (prefix, mmap) not in self._indexed:
             dataset = IndexedDataset(prefix, storage, mmap)
@@ -46,7 +46,7 @@ class DatasetPool:
         """Returns the conversations of a file of JSON lines.
 
         Raises:
-            DataError: as `ConversationLines`.
+            DataError: As `ConversationLines`.
         """
         from megatron_data.datasets.conversation_lines import ConversationLines
 

@@ -10,7 +10,7 @@ def sample_row(sample_map: NDArray[np.unsignedinteger], sample: int) -> tuple[in
     """First sentence of a sample, the one after its last, and the length aimed at.
 
     Raises:
-        IndexError: no such sample.
+        IndexError: No such sample.
     """
     if not 0 <= sample < len(sample_map):
         raise IndexError(f"sample {sample} of {len(sample_map)}")
@@ -27,7 +27,7 @@ def check_short_probability(share: float) -> None:
     """Refuses a share of short samples that is none.
 
     Raises:
-        DataError: it is not between 0 and 1.
+        DataError: It is not between 0 and 1.
     """
     if not 0 <= share <= 1:
         raise DataError(f"share of short samples {share}; give one from 0 to 1")

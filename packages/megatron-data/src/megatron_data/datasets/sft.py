@@ -28,12 +28,12 @@ class SFTDataset:
     Padding is token 0.
 
     Args:
-        source: conversations; see `tokenize_conversations`.
+        source: Conversations; see `tokenize_conversations`.
         mask: 1 for every token that the loss counts.
-        order: which stretches of conversations make up which sample.
+        order: Which stretches of conversations make up which sample.
 
     Raises:
-        DataError: a mask of other conversations.
+        DataError: A mask of other conversations.
     """
 
     def __init__(self, source: TokenSource, mask: TokenSource, order: SampleOrder) -> None:
@@ -62,9 +62,9 @@ def make_sample(
     """Returns the sample of some stretches of conversations; see `SFTDataset`.
 
     Args:
-        parts: tokens of each stretch, and 1 for those that the loss counts.
-        length: tokens of a sample; the stretches may have one more.
-        number: of the sample.
+        parts: Tokens of each stretch, and 1 for those that the loss counts.
+        length: Tokens of a sample; the stretches may have one more.
+        number: Of the sample.
     """
     text, counted = np.zeros(length + 1, np.int64), np.zeros(length + 1, bool)
     numbers, positions = np.full(length + 1, -1, np.int32), np.zeros(length + 1, np.int32)

@@ -23,7 +23,7 @@ def parse_split(split: str) -> tuple[Interval | None, ...]:
     anything.
 
     Raises:
-        DataError: no number, more than three, or nothing but zeros.
+        DataError: No number, more than three, or nothing but zeros.
     """
     try:
         shares = [float(number) for number in re.findall(r"[.0-9]+", split)]

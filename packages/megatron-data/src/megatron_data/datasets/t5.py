@@ -21,7 +21,7 @@ class T5DatasetConfig:
     """How sentences become samples.
 
     Raises:
-        DataError: a sample too short for its special tokens, or a share that is none.
+        DataError: A sample too short for its special tokens, or a share that is none.
     """
 
     sequence_length: int = field(
@@ -63,14 +63,14 @@ class T5Dataset:
     only what stands behind the text; it also masks every padding token inside the text.
 
     Args:
-        source: sentences.
-        sample_map: see `sentence_map`, made with `sequence_length - 2` and one sentence at least.
-        config: how they become a sample.
-        word_pieces: of the vocabulary; needs sentinels, and tokens that begin and end a sequence.
-        seed: of the draws; sample i has its own generator, seeded with the sum.
+        source: Sentences.
+        sample_map: See `sentence_map`, made with `sequence_length - 2` and one sentence at least.
+        config: How they become a sample.
+        word_pieces: Of the vocabulary; needs sentinels, and tokens that begin and end a sequence.
+        seed: Of the draws; sample i has its own generator, seeded with the sum.
 
     Raises:
-        DataError: a vocabulary without those tokens.
+        DataError: A vocabulary without those tokens.
     """
 
     def __init__(

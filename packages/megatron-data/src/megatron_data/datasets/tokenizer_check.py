@@ -24,14 +24,14 @@ def check_tokenizer(
     have no tokens yet and are left out.
 
     Args:
-        data_path: as in `build_gpt_datasets`.
-        tokenizer: of the run; None compares the sources with one another alone.
-        data_path_changes: as in `build_gpt_datasets`.
+        data_path: As in `build_gpt_datasets`.
+        tokenizer: Of the run; None compares the sources with one another alone.
+        data_path_changes: As in `build_gpt_datasets`.
 
     Raises:
-        TokenizerMismatchError: a source was made with another tokenizer than the run's, or than
+        TokenizerMismatchError: A source was made with another tokenizer than the run's, or than
             another source.
-        DataError: a damaged manifest, or a data path that is none.
+        DataError: A damaged manifest, or a data path that is none.
     """
     paths = [data_path, *(path for _, path in data_path_changes)]
     names = [name for path in paths for name in _prefixes(path)]

@@ -1,6 +1,8 @@
-"""The `.bin`/`.idx` pair that Megatron reads and writes, byte for byte.
+"""Indexed datasets: the `.bin`/`.idx` files that Megatron reads and writes, byte for byte.
 
-`format` knows the layout, `reader` maps a pair into memory, `builder` writes one atomically.
+`format` defines the layout, `reader` reads a dataset, `builder` writes one atomically.
+`dataset_files` opens the two files, `images` packs images into sequences, and `inspection` computes
+statistics.
 """
 
 import lazy_loader

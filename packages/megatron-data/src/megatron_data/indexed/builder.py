@@ -1,4 +1,4 @@
-"""Writing an indexed dataset so that a half-written one is never taken for whole."""
+"""Writes an indexed dataset atomically."""
 
 import os
 from array import array
@@ -17,13 +17,13 @@ from megatron_data.sources.block_cache import StorageCache
 
 
 class WrittenFile(NamedTuple):
-    """A finished file: its name, its size in bytes and its digests in hexadecimal.
+    """Name, size and digests of a finished file.
 
     Attributes:
-        path: the name.
-        bytes: the size.
-        sha256: of the whole.
-        blocks: SHA-256 of every 64 MiB.
+        path: File name without folder.
+        bytes: Size in bytes.
+        sha256: SHA-256 of the file in hexadecimal.
+        blocks: SHA-256 of each block of 64 MiB in hexadecimal.
     """
 
     path: str
@@ -33,21 +33,21 @@ class WrittenFile(NamedTuple):
 
     @classmethod
     def of(cls, file: AtomicFile) -> "WrittenFile":
-        """Returns what was written to a file."""
+        """Returns name, size and digests of a file that was written."""
         return cls(file.path.name, file.bytes, file.digests.sha256, file.digests.blocks)
 
 
 class WrittenDataset(NamedTuple):
-    """What `IndexedDatasetBuilder.finalize` wrote.
+    """The result of `IndexedDatasetBuilder.finalize`.
 
     Attributes:
-        bin: the tokens.
-        idx: the index.
-        documents: how many.
-        sequences: how many, images included.
-        tokens: of all texts.
-        images: sequences that are images.
-        image_bytes: of the `.bin`, which these take.
+        bin: The `.bin` file.
+        idx: The `.idx` file.
+        documents: Number of documents.
+        sequences: Number of sequences, including images.
+        tokens: Number of tokens, without images.
+        images: Number of sequences that are images.
+        image_bytes: Size of the images in the `.bin` in bytes.
     """
 
     bin: WrittenFile
@@ -60,20 +60,20 @@ class WrittenDataset(NamedTuple):
 
 
 class IndexedDatasetBuilder:
-    """Collects sequences into `PREFIX.bin` and `PREFIX.idx`.
+    """Writes sequences to `PREFIX.bin` and `PREFIX.idx`.
 
-    Both files are written under temporary names; `finalize` flushes them to the disk and renames
-    them, the `.bin` first. Used as a context manager it discards everything when the block fails
-    or ends without `finalize`.
+    Both files are written under temporary names. `finalize` flushes them to the disk and renames
+    them, the `.bin` first. As a context manager, the builder discards both files if the block
+    raises or ends without `finalize`.
 
     Args:
-        prefix: path of the pair without `.bin` or `.idx`.
-        dtype: token type; see `choose_dtype`.
-        multimodal: whether every sequence has a mode.
+        prefix: Path of the two files without `.bin` or `.idx`.
+        dtype: Token type; see `choose_dtype`. Defaults to int32.
+        multimodal: Whether sequences have modes. Defaults to False.
 
     Raises:
-        DataError: a token type the format does not know, a prefix that is a URL or a folder, or
-            another process writes it.
+        DataError: The format does not support `dtype`, `prefix` is a URL or a folder, or another
+            process is writing the files.
     """
 
     def __init__(
@@ -92,21 +92,27 @@ class IndexedDatasetBuilder:
         self._bin = AtomicFile(bin_path(self.prefix))
 
     def add_item(self, tokens: ArrayLike, mode: int = 0) -> None:
-        """Appends one sequence; `end_document` closes the document it belongs to."""
+        """Appends one sequence to the current document, which `end_document` ends."""
         data = self._convert(tokens)
         self._append(data, [len(data)], [mode])
 
     def end_document(self) -> None:
-        """Closes the document of the sequences added since the last one."""
+        """Ends the current document."""
         self._bounds.append(len(self._lengths))
 
     def add_document(
         self, tokens: ArrayLike, lengths: Sequence[int], modes: Sequence[int] | None = None
     ) -> None:
-        """Appends a document: its tokens, and the lengths of its sequences.
+        """Appends a document.
+
+        Args:
+            tokens: Tokens of all its sequences, concatenated.
+            lengths: Length of each sequence in tokens.
+            modes: Mode of each sequence in a multimodal dataset. Defaults to 0, which is text.
 
         Raises:
-            DataError: lengths that do not sum to the tokens, or tokens the type cannot hold.
+            DataError: The lengths do not sum to the number of tokens, or a token does not fit the
+                token type.
         """
         self._append(self._convert(tokens), lengths, modes)
         self.end_document()
@@ -121,10 +127,14 @@ class IndexedDatasetBuilder:
         """Appends many documents at once.
 
         Args:
-            tokens: all tokens, joined.
-            lengths: tokens per sequence.
-            sequences: sequences per document; 0 for an empty document.
-            modes: of every sequence, in a multimodal dataset; None for text alone.
+            tokens: Tokens of all sequences, concatenated.
+            lengths: Length of each sequence in tokens.
+            sequences: Number of sequences of each document; 0 for an empty document.
+            modes: Mode of each sequence in a multimodal dataset. Defaults to 0, which is text.
+
+        Raises:
+            DataError: The numbers of sequences or tokens do not agree, or a token does not fit the
+                token type.
         """
         if int(np.sum(sequences, dtype=np.int64)) != len(lengths):
             raise DataError(f"{np.sum(sequences)} sequences in documents, {len(lengths)} lengths")
@@ -136,25 +146,25 @@ class IndexedDatasetBuilder:
     def add_index(
         self, prefix: str | os.PathLike[str], storage: StorageCache | None = None
     ) -> None:
-        """Appends a whole dataset, documents and modes included.
+        """Appends a whole dataset, including document bounds and modes.
 
         Args:
-            prefix: path of the pair without `.bin` or `.idx`, or a URL.
-            storage: the cache for a URL.
+            prefix: Path of the dataset without `.bin` or `.idx`, or a URL.
+            storage: Cache for a URL.
 
         Raises:
-            DataError: it is damaged, has another token type, or one of the two has modes; a URL
-                that cannot be read.
+            DataError: The dataset is damaged or cannot be read, it has another token type, or only
+                one of the two datasets is multimodal.
         """
         with IndexedDataset(prefix, storage) as other:
             other.check()
             self.add_part(other, 0, other.num_documents)
 
     def add_part(self, other: IndexedDataset, first: int, last: int) -> None:
-        """Appends documents `first` to `last` (not included) of a dataset that is in order.
+        """Appends the documents `[first, last)` of a dataset whose index was checked.
 
         Raises:
-            DataError: it has another token type, or one of the two has modes.
+            DataError: The token types differ, or only one of the two datasets is multimodal.
         """
         if other.dtype != self.dtype:
             raise DataError(
@@ -179,15 +189,15 @@ class IndexedDatasetBuilder:
             self._modes.frombytes(other.sequence_modes[sequences].tobytes())
 
     def finalize(self) -> WrittenDataset:
-        """Writes the index and gives both files their names.
+        """Writes the index and renames both files to their final names.
 
         Raises:
-            DataError: sequences after the last `end_document`.
+            DataError: The last document was not ended with `end_document`.
         """
         if self._bounds[-1] != len(self._lengths):
             raise DataError(
-                f"{len(self._lengths) - self._bounds[-1]} sequences of {self.prefix} belong to no "
-                "document; call end_document after the last one"
+                f"the last {len(self._lengths) - self._bounds[-1]} sequences of {self.prefix} are "
+                "in no document; call end_document after them"
             )
         lengths = np.frombuffer(self._lengths, np.int32)
         pointers = np.zeros(len(lengths), np.int64)
@@ -200,7 +210,7 @@ class IndexedDatasetBuilder:
             index.write(self._bounds)
             if self._modes is not None:
                 index.write(self._modes)
-            # An older index must never be seen beside the new tokens.
+            # An old index must never exist beside the new tokens.
             idx_path(self.prefix).unlink(missing_ok=True)
             self._bin.commit()
         images = image_numbers = 0
@@ -217,7 +227,7 @@ class IndexedDatasetBuilder:
         )
 
     def discard(self) -> None:
-        """Drops everything written. Does nothing after `finalize`."""
+        """Deletes everything written. Does nothing after `finalize`."""
         self._bin.discard()
 
     def __enter__(self) -> Self:
@@ -254,9 +264,12 @@ class IndexedDatasetBuilder:
         if total != len(tokens):
             raise DataError(f"{len(tokens)} tokens, but the sequence lengths sum to {total}")
         if len(lengths) and int(np.max(lengths)) > LARGEST_LENGTH:
-            raise DataError(f"a sequence of {int(np.max(lengths)):,} tokens; the format holds 2^31")
+            raise DataError(
+                f"a sequence has {int(np.max(lengths)):,} tokens; the format allows at most "
+                f"{LARGEST_LENGTH:,}"
+            )
         if len(lengths) and int(np.min(lengths)) < 0:
-            raise DataError(f"a sequence of {int(np.min(lengths))} tokens")
+            raise DataError(f"the length of a sequence is {int(np.min(lengths))}; give at least 0")
         if self._modes is not None:
             modes = [0] * len(lengths) if modes is None else modes
             if len(modes) != len(lengths):

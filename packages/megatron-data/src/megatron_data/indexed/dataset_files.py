@@ -1,4 +1,4 @@
-"""The two files of a dataset, on the disk or in object storage."""
+"""The two files of a dataset, on a local disk or in object storage."""
 
 import mmap
 import os
@@ -22,7 +22,7 @@ _USUAL_ENDS = ("_text_document", "_text_sentence", "_conversation", "_image_text
 
 
 class TokenArray(Protocol):
-    """A row of tokens: an array, or a store."""
+    """A sequence of tokens that supports slicing: an array or a `TokenStore`."""
 
     @property
     def nbytes(self) -> int:
@@ -32,29 +32,29 @@ class TokenArray(Protocol):
         """Returns the number of tokens."""
 
     def __getitem__(self, part: slice, /) -> NDArray[Any]:
-        """Returns a stretch of them."""
+        """Returns a slice of the tokens."""
 
 
 class TokenStore(TokenArray, Protocol):
     """The tokens of a `.bin`: `MappedTokens`, `FileTokens` or `RemoteTokens`."""
 
     def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
-        """Returns the tokens from `begin` to `end` block by block; memory stays flat."""
+        """Yields the tokens `[begin, end)` in blocks, in constant memory."""
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
 
 
 class MappedTokens:
-    """The tokens of a `.bin` on the disk, mapped into memory.
+    """The tokens of a local `.bin`, mapped into memory.
 
     Args:
-        path: the `.bin`.
-        dtype: of a token.
-        nbytes: its size.
+        path: Path of the `.bin`.
+        dtype: Token type.
+        nbytes: Size of the file in bytes.
 
     Attributes:
-        array: all of them.
+        array: All tokens.
     """
 
     def __init__(self, path: Path, dtype: TokenType, nbytes: int) -> None:
@@ -69,24 +69,24 @@ class MappedTokens:
         return self.array[part]
 
     def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
-        """Blocks of the array; what was read of the map leaves the memory of the process."""
+        """Yields blocks of the array, and releases the pages of the map that were read."""
         return _scan_map(self._map, self.array, begin, end)
 
     def close(self) -> None:
-        """Lets go of the map; views of it keep it alive."""
+        """Releases the map. Views keep it alive."""
         self._map, self.array = b"", self.array[:0].copy()
 
 
 class FileTokens:
-    """The tokens of a `.bin` on the disk, read by one system call for each stretch.
+    """The tokens of a local `.bin`, read by one system call per slice.
 
-    Slower than a map where the file is in memory already. But nothing is read that is not asked
-    for, where a map reads ahead, and the memory of the process stays what it is.
+    This is slower than a memory map if the file is in the page cache. But only requested bytes are
+    read, where a map reads ahead, and the memory of the process does not grow.
 
     Args:
-        path: the `.bin`.
-        dtype: of a token.
-        nbytes: its size.
+        path: Path of the `.bin`.
+        dtype: Token type.
+        nbytes: Size of the file in bytes.
     """
 
     def __init__(self, path: Path, dtype: TokenType, nbytes: int) -> None:
@@ -101,7 +101,7 @@ class FileTokens:
         itemsize = self._dtype.itemsize
         begin, wanted = part.start * itemsize, (part.stop - part.start) * itemsize
         data = os.pread(self._file.fileno(), wanted, begin)
-        while len(data) < wanted:  # no more than 2 GiB come at once
+        while len(data) < wanted:  # one call returns at most 2 GiB
             more = os.pread(self._file.fileno(), wanted - len(data), begin + len(data))
             if not more:
                 break
@@ -109,15 +109,15 @@ class FileTokens:
         return np.frombuffer(data, self._dtype)
 
     def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
-        """Blocks of the file, each read by a system call.
+        """Yields blocks of the file, each read by one system call.
 
         Raises:
-            DataError: the file is shorter than it was.
+            DataError: The file was truncated since it was opened.
         """
         for start, stop in _blocks(begin, end, self._dtype.itemsize):
             tokens = self[start:stop]
             if len(tokens) < stop - start:
-                raise DataError(f"{self._file.name} was cut short while it was read")
+                raise DataError(f"{self._file.name} was truncated while it was read")
             yield tokens
 
     def close(self) -> None:
@@ -126,12 +126,12 @@ class FileTokens:
 
 
 class RemoteTokens:
-    """The tokens of a `.bin` in object storage; what is read is copied out of a cache.
+    """The tokens of a `.bin` in object storage, copied from a local cache.
 
     Args:
-        blocks: reads its bytes.
-        dtype: of a token.
-        nbytes: its size.
+        blocks: Reads the bytes of the file.
+        dtype: Token type.
+        nbytes: Size of the file in bytes.
     """
 
     def __init__(self, blocks: Blocks, dtype: TokenType, nbytes: int) -> None:
@@ -147,28 +147,28 @@ class RemoteTokens:
         return np.frombuffer(self._blocks.read(begin, end), self._dtype)
 
     def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
-        """Returns what comes from the storage, past the cache.
+        """Yields blocks that are streamed from the storage without the cache.
 
         Raises:
-            DataError: it cannot be read, or the file was replaced.
+            DataError: The file cannot be read, or was replaced.
         """
         itemsize = self._dtype.itemsize
         for data in self._blocks.stream(begin * itemsize, end * itemsize):
             yield np.frombuffer(data, self._dtype)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing, because no file is open."""
 
 
 class DatasetFiles(NamedTuple):
-    """The two files.
+    """The two files of a dataset.
 
     Attributes:
-        idx: path or URL of the `.idx`.
-        idx_bytes: all of it.
-        data: path or URL of the `.bin`.
-        size: bytes of the `.bin`.
-        tokens: opens the `.bin` for tokens of a type.
+        idx: Path or URL of the `.idx`.
+        idx_bytes: Content of the `.idx`.
+        data: Path or URL of the `.bin`.
+        size: Size of the `.bin` in bytes.
+        tokens: Function that opens the `.bin` for a token type.
     """
 
     idx: str
@@ -179,15 +179,15 @@ class DatasetFiles(NamedTuple):
 
 
 def open_files(prefix: str, storage: StorageCache | None, mapped: bool) -> DatasetFiles:
-    """Opens the files at a prefix, which may be a URL if there is a cache for it.
+    """Opens the files at a prefix.
 
     Args:
-        prefix: path or URL without `.bin` or `.idx`.
-        storage: the cache for a URL. Without one a `file://` URL is opened as the path it names.
-        mapped: whether a local `.bin` is mapped into memory.
+        prefix: Path or URL without `.bin` or `.idx`.
+        storage: Cache for a URL. Without a cache, a `file://` URL is opened as its path.
+        mapped: Whether a local `.bin` is mapped into memory.
 
     Raises:
-        DataError: a file is missing, or cannot be read; a URL without a cache.
+        DataError: A file is missing or cannot be read, or `prefix` is a URL and `storage` is None.
     """
     if is_local(prefix) and (storage is None or not is_url(prefix)):
         return _local(without_scheme(prefix), mapped)
@@ -207,7 +207,7 @@ def _local(prefix: str, mapped: bool) -> DatasetFiles:
 def _remote(prefix: str, storage: StorageCache | None) -> DatasetFiles:
     if storage is None:
         raise DataError(
-            f"{prefix} is a URL; name a folder on a local disk for what is read of it, by "
+            f"{prefix} is a URL and needs a local cache folder; give "
             "--object-storage-cache-path FOLDER or, in Python, storage=StorageCache(FOLDER)"
         )
     names = [f"{prefix}.idx", f"{prefix}.bin"]
@@ -248,7 +248,7 @@ def _scan_map(
 
 
 def _blocks(begin: int, end: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Returns where the blocks of a scan begin and end, in tokens."""
+    """Yields the begin and end of each block of a scan, in tokens."""
     step = _BLOCK_BYTES // itemsize
     return ((start, min(start + step, end)) for start in range(begin, end, step))
 
@@ -274,13 +274,13 @@ def _no_dataset(prefix: str, missing: Sequence[str]) -> DataError:
     if prefix.endswith((".bin", ".idx")):
         hint = f"give the prefix without {prefix[-4:]}: {prefix[:-4]}"
     elif _reads_as_number(prefix):
-        hint = f"{prefix} is a weight if a path follows it: give WEIGHT PREFIX in turn, or prefixes"
+        hint = f"if {prefix} is a weight, give WEIGHT PREFIX pairs; otherwise give prefixes only"
     elif len(missing) == 1:
-        hint = "the other one is there: the copy or the preprocessing was cut short"
+        hint = "the other file exists: the copy or the preprocessing was interrupted"
     elif prefix.endswith("_loss"):
         hint = (
-            "a mask, which megatron-data tokenize-conversations writes beside the tokens; give the "
-            "prefix of these, NAME_conversation"
+            "this is the prefix of a loss mask, which megatron-data tokenize-conversations writes "
+            "beside the tokens; give the prefix of the tokens, NAME_conversation"
         )
     else:
         there = [prefix + end for end in _USUAL_ENDS if exists(f"{prefix}{end}.idx")]

@@ -1,7 +1,7 @@
-r"""Layout of the `.idx` file and the rules that go with it.
+r"""Layout of the `.idx` file.
 
-A dataset is two files. `PREFIX.bin` is the tokens of all sequences, one after the other, without
-a header. `PREFIX.idx`, little-endian, says where each sequence and each document begins:
+A dataset consists of two files. `PREFIX.bin` holds the tokens of all sequences, concatenated,
+without a header. `PREFIX.idx` holds the beginning of each sequence and document, in little-endian:
 
     offset  type          field
     0       9 bytes       magic, b"MMIDIDX\x00\x00"
@@ -11,7 +11,7 @@ a header. `PREFIX.idx`, little-endian, says where each sequence and each documen
     26      uint64        D, number of document bounds, the leading 0 included
     34      int32[S]      sequence lengths in tokens
             int64[S]      sequence pointers: first byte of each sequence in the .bin
-            int64[D]      document bounds: number of the first sequence, and S at the end
+            int64[D]      document bounds: index of each first sequence, and S at the end
             int8[S]       modes, only in multimodal datasets (0 text, 1 image bytes)
 """
 
@@ -46,22 +46,21 @@ DTYPES: dict[int, TokenType] = {
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """`PREFIX.bin`: the suffix is appended, dots in the prefix are kept."""
+    """Returns `PREFIX.bin`. The suffix is appended; dots in the prefix are kept."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """`PREFIX.idx`: the suffix is appended, dots in the prefix are kept."""
+    """Returns `PREFIX.idx`. The suffix is appended; dots in the prefix are kept."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
 def choose_dtype(vocab_size: int) -> TokenType:
-    """Token type for a vocabulary: uint16 below 65,500 entries, int32 from there on.
+    """Returns the token type for a vocabulary: uint16 below 65,500 entries, otherwise int32.
 
-    This is the rule of Megatron's `preprocess_data.py`, kept so that files come out equal. One
-    of Megatron's loading paths assumes uint16 up to 65,536 entries instead and decodes the
-    vocabularies in between wrongly; readers here take the type from the file, never from the
-    vocabulary.
+    This is the rule of Megatron's `preprocess_data.py`, so that files are equal. One of Megatron's
+    loading paths assumes uint16 up to 65,536 entries and misreads the vocabularies in between. The
+    readers of this package take the token type from the file.
     """
     return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
 
@@ -71,9 +70,9 @@ class Header:
     """The first 34 bytes of an `.idx` file.
 
     Attributes:
-        dtype: token type, one of `DTYPES`.
-        sequences: number of sequences, S.
-        bounds: number of document bounds, D (documents + 1).
+        dtype: Token type, one of `DTYPES`.
+        sequences: Number of sequences, S.
+        bounds: Number of document bounds, D (documents + 1).
     """
 
     dtype: TokenType
@@ -81,7 +80,11 @@ class Header:
     bounds: int
 
     def pack(self) -> bytes:
-        """Returns the header as bytes."""
+        """Returns the header as bytes.
+
+        Raises:
+            DataError: The format does not support the token type.
+        """
         code = next((code for code, dtype in DTYPES.items() if dtype == self.dtype), None)
         if code is None:
             known = ", ".join(str(dtype) for dtype in DTYPES.values())
@@ -90,10 +93,10 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes, path: Path | str) -> "Header":
-        """Reads a header, naming `path` in the error if it is not one.
+        """Returns the header that `data` begins with. Errors name `path`.
 
         Raises:
-            DataError: too short, foreign magic, unknown version or token type.
+            DataError: `data` is too short, or its magic, version or token type is unknown.
         """
         if data.startswith(OLD_MAGIC):
             raise DataError(
@@ -102,21 +105,21 @@ class Header:
             )
         if len(data) < HEADER.size:
             raise DataError(
-                f"{path} has {len(data)} bytes, an index has at least {HEADER.size}; "
-                "it was cut short"
+                f"{path} has {len(data)} bytes, but an index has at least {HEADER.size}; "
+                "it is truncated"
             )
         magic, version, code, sequences, bounds = HEADER.unpack(data[: HEADER.size])
         if magic != MAGIC:
             raise DataError(f"{path} is not the index of an indexed dataset: it begins {magic!r}")
         if version != VERSION:
-            raise DataError(f"{path} has version {version}, this package reads {VERSION}")
+            raise DataError(f"{path} has version {version}; this package reads version {VERSION}")
         if code not in DTYPES:
             raise DataError(
-                f"{path} names token type {code}, known are {min(DTYPES)} to {max(DTYPES)}; "
+                f"{path} has token type {code}, but types are {min(DTYPES)} to {max(DTYPES)}; "
                 "it is damaged or from a newer writer"
             )
         return cls(DTYPES[code], sequences, bounds)
 
     def index_bytes(self, multimodal: bool) -> int:
-        """Size of the whole `.idx` file."""
+        """Returns the size of the whole `.idx` file in bytes."""
         return HEADER.size + 12 * self.sequences + 8 * self.bounds + self.sequences * multimodal

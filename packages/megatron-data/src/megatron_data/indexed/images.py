@@ -1,7 +1,7 @@
-"""Images as sequences of a multimodal dataset, as Megatron's `preprocess_mmdata.py` lays them.
+"""Images as sequences of a multimodal dataset, in the layout of Megatron's `preprocess_mmdata.py`.
 
-The sequence of an image is int32: how many bytes of 0 fill its last number (0 to 3), and then the
-bytes of the image file, four to a number.
+The sequence of an image is int32. The first element is the number of padding bytes (0 to 3) in the
+last element. The other elements hold the bytes of the image file, four bytes each.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ TEXT_MODE, IMAGE_MODE = 0, 1
 
 _DTYPE = np.dtype("<i4")
 MAX_PADDING_BYTES = _DTYPE.itemsize - 1
-"""Bytes that may fill up the last number of an image."""
+"""Largest number of padding bytes in the last element of an image."""
 
 _BEGINS = {
     b"\xff\xd8\xff": "JPEG",
@@ -29,9 +29,9 @@ _BEGINS = {
 
 
 def image_format(data: bytes) -> str | None:
-    """Which kind of image file this is by its first bytes, such as "PNG"; None if it is none.
+    """Returns the format of an image file, such as "PNG", by its first bytes, or None.
 
-    JPEG, PNG, GIF, WebP, BMP and TIFF are known; nothing is decoded.
+    Known formats are JPEG, PNG, GIF, WebP, BMP and TIFF. The image is not decoded.
     """
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WebP"
@@ -39,7 +39,7 @@ def image_format(data: bytes) -> str | None:
 
 
 def pack_image(data: bytes) -> NDArray[np.int32]:
-    """Returns the bytes of an image file as a sequence, int32."""
+    """Returns the bytes of an image file as a sequence, int32 `[1 + ceil(bytes / 4)]`."""
     padding = -len(data) % _DTYPE.itemsize
     packed = np.empty(1 + (len(data) + padding) // _DTYPE.itemsize, _DTYPE)
     packed[0] = padding
@@ -48,15 +48,15 @@ def pack_image(data: bytes) -> NDArray[np.int32]:
 
 
 def unpack_image(sequence: NDArray[np.integer]) -> bytes:
-    """Returns the bytes of the image file that a sequence holds.
+    """Returns the bytes of the image file in a sequence.
 
     Raises:
-        DataError: it is no image: not int32, or it does not begin with 0 to 3.
+        DataError: The sequence is not an image: it is not int32 or does not begin with 0 to 3.
     """
     if sequence.dtype != _DTYPE or not len(sequence) or not 0 <= sequence[0] <= MAX_PADDING_BYTES:
         begin = f"begins with {sequence[0]}" if len(sequence) else "is empty"
         raise DataError(
-            f"a sequence of {sequence.dtype} that {begin} holds no image; those are int32, begin "
+            f"a sequence of {sequence.dtype} that {begin} is not an image; images are int32, begin "
             "with 0 to 3 and have mode 1 in sequence_modes"
         )
     data = np.ascontiguousarray(sequence[1:]).tobytes()
@@ -64,33 +64,33 @@ def unpack_image(sequence: NDArray[np.integer]) -> bytes:
 
 
 def count_images(lengths: NDArray[np.int32], modes: NDArray[np.int8]) -> tuple[int, int]:
-    """Returns how many sequences are images, and how many numbers those have together.
+    """Returns the number of images, and the number of elements of all images.
 
     Args:
-        lengths: of the sequences, `[S]`.
-        modes: of the sequences, `[S]`.
+        lengths: Length of each sequence, int32 `[S]`.
+        modes: Mode of each sequence, int8 `[S]`.
     """
     images = modes != TEXT_MODE
     return int(np.count_nonzero(images)), int(lengths[images].sum(dtype=np.int64))
 
 
 def text_mask(dataset: IndexedDataset, begin: int, end: int) -> NDArray[np.bool_]:
-    """Which of the tokens from `begin` to `end` stand in text; all where there are no modes.
+    """Returns which of the tokens `[begin, end)` are text and not bytes of images.
 
     Args:
-        dataset: whose index is in order.
-        begin: number of the first token.
-        end: number of the one after the last.
+        dataset: A dataset whose index was checked. Without modes, all its tokens are text.
+        begin: Index of the first token.
+        end: Index after the last token.
 
     Returns:
-        bool `[end - begin]`.
+        True for text, bool `[end - begin]`.
     """
     modes = dataset.sequence_modes
     if modes is None:
         return np.ones(end - begin, bool)
     starts, itemsize = dataset.sequence_pointers, dataset.dtype.itemsize
     first, last = np.searchsorted(starts, np.array([begin, end]) * itemsize, "right")
-    # From the sequence that holds the first of them, or ends before it, to that of the last.
+    # Starts of the sequences that begin inside the range; sequence `first - 1` holds its beginning.
     inner = np.clip(starts[first:last] // itemsize, begin, end)
     edges = np.concatenate(([begin], inner, [end]))
     return np.repeat(modes[first - 1 : last] == TEXT_MODE, edges[1:] - edges[:-1])

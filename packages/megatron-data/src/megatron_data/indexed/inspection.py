@@ -1,4 +1,4 @@
-"""What is in a dataset, in numbers and as a picture."""
+"""Statistics and histograms of a dataset."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +18,12 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What `summarize` found.
+    """Statistics of a dataset.
 
     Attributes:
-        counts: documents, sequences and tokens.
-        document_lengths: tokens of every document, int64; those of its text where it has images.
-        token_counts: how often each token number occurs in text, int64, up to the largest that
-            does.
+        counts: Number of documents, sequences, tokens and images.
+        document_lengths: Text tokens of every document, int64 `[documents]`.
+        token_counts: Occurrences of each token id in text, int64 `[largest id + 1]`.
     """
 
     counts: Counts
@@ -33,29 +32,28 @@ class DatasetSummary:
 
     @property
     def distinct_tokens(self) -> int:
-        """How many token numbers occur."""
+        """Number of token ids that occur."""
         return int(np.count_nonzero(self.token_counts))
 
     def most_common(self, number: int) -> list[tuple[int, int]]:
-        """Token and how often it occurs, the most common first."""
+        """Returns the most common token ids with their counts, in decreasing order."""
         order = np.argsort(-self.token_counts, kind="stable")[:number]
         return [(int(token), int(self.token_counts[token])) for token in order]
 
 
 def summarize(dataset: IndexedDataset) -> DatasetSummary:
-    """Reads a dataset once, from end to end, in flat memory.
+    """Returns statistics of a dataset. Reads it once, in constant memory.
 
     Raises:
-        DataError: its index is damaged, its tokens are not numbers of a vocabulary, or a URL cannot
-            be read.
+        DataError: The index is damaged, the tokens are not token ids, or a URL cannot be read.
     """
     if dataset.dtype.kind not in "iu":
-        raise DataError(f"{dataset.prefix} holds {dataset.dtype}, not token numbers")
+        raise DataError(f"{dataset.prefix} holds {dataset.dtype}, which cannot be token ids")
     dataset.check()
     token_counts = np.zeros(0, np.int64)
     for tokens in _texts(dataset):
         if len(tokens) and int(tokens.min()) < 0:
-            raise DataError(f"{dataset.prefix} holds negative numbers; they are no tokens")
+            raise DataError(f"{dataset.prefix} holds negative numbers, which are not token ids")
         token_counts = _add(token_counts, np.bincount(tokens))
     totals = np.zeros(len(dataset) + 1, np.int64)
     modes = dataset.sequence_modes
@@ -66,7 +64,7 @@ def summarize(dataset: IndexedDataset) -> DatasetSummary:
 
 
 def document_text(dataset: IndexedDataset, document: int) -> tuple[NDArray[Any], int]:
-    """Tokens of a document's text, and how many sequences it has that are not text."""
+    """Returns the text tokens of a document, and the number of its other sequences."""
     if dataset.sequence_modes is None:
         return dataset.document(document), 0
     first, last = dataset.document_indices[document : document + 2].tolist()
@@ -79,7 +77,7 @@ def document_text(dataset: IndexedDataset, document: int) -> tuple[NDArray[Any],
 
 
 def _texts(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
-    """Returns the tokens of all text, in blocks; numbers that are bytes of images are none."""
+    """Yields the text tokens of a dataset in blocks, without images."""
     begin = 0
     for tokens in dataset.scan():
         end = begin + len(tokens)
@@ -88,19 +86,19 @@ def _texts(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
 
 
 def _add(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the sum of counts of which one may be shorter; the longer one is changed."""
+    """Returns the sum of two count arrays of possibly different lengths, in the longer array."""
     longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
     longer[: len(shorter)] += shorter
     return longer
 
 
 def draw_histogram(values: NDArray[np.integer], width: int = 50, blocks: bool = True) -> str:
-    """Bars of how many values fall between powers of two, one line each.
+    """Returns a histogram of values between powers of two as text, one bar per line.
 
     Args:
-        values: not negative.
-        width: of the longest bar, in characters.
-        blocks: draw with block characters; otherwise with `#`.
+        values: Non-negative integers.
+        width: Length of the longest bar in characters. Defaults to 50.
+        blocks: Draws with block characters instead of `#`. Defaults to True.
     """
     bins = _bins(values)
     most = max((number for _, number in bins), default=0)
@@ -112,11 +110,11 @@ def draw_histogram(values: NDArray[np.integer], width: int = 50, blocks: bool = 
 
 
 def draw_svg(values: NDArray[np.integer], title: str) -> str:
-    """Returns the histogram of `draw_histogram` as a picture, an SVG document.
+    """Returns the histogram of `draw_histogram` as an SVG document.
 
     Args:
-        values: not negative.
-        title: stands above it.
+        values: Non-negative integers.
+        title: Title above the histogram.
     """
     bins = _bins(values)
     most = max((number for _, number in bins), default=0)
@@ -138,7 +136,7 @@ def draw_svg(values: NDArray[np.integer], title: str) -> str:
 
 
 def _bins(values: NDArray[np.integer]) -> list[tuple[str, int]]:
-    """Names of the ranges between powers of two, and how many values each has."""
+    """Returns the labels of ranges between powers of two, and the count of each."""
     exponents = np.frexp(values.astype(np.float64))[1]  # 0 -> 0, 1 -> 1, 2 and 3 -> 2, …
     counts = np.bincount(exponents, minlength=1)
     first = int(np.flatnonzero(counts)[0]) if counts.any() else 0

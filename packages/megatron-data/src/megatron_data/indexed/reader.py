@@ -1,4 +1,4 @@
-"""Reading an indexed dataset, through a memory map or from object storage."""
+"""Reads an indexed dataset through a memory map, by system calls or from object storage."""
 
 import os
 from collections.abc import Iterator
@@ -16,22 +16,23 @@ _CHECKED = 1 << 20  # sequences that are checked at once
 
 
 class IndexedDataset:
-    """The sequences of a `.bin`/`.idx` pair, mapped into memory.
+    """The sequences of a `.bin`/`.idx` pair.
 
-    Opening reads the header only; `check` reads the whole index, which takes 13 ns of CPU for each
-    sequence and is what the builders of datasets do. Arrays handed out are read-only views of the
-    map: nothing is copied, and the map lives until the dataset is closed and the last view is gone.
+    The constructor reads only the header. `check` reads the whole index, which takes 13 ns of CPU
+    per sequence; the functions that build datasets call it. With a memory map, returned arrays are
+    read-only views: nothing is copied, and the map exists until the dataset is closed and the last
+    view is deleted.
 
     Args:
-        prefix: path of the pair without `.bin` or `.idx`, or a URL that fsspec opens. Of a URL the
-            index is fetched whole, tokens are read in blocks through a cache.
-        storage: the cache for a URL.
-        mmap: map a local `.bin` into memory. Otherwise stretches of it are read as they are asked
-            for, and arrays handed out are copies.
+        prefix: Path of the dataset without `.bin` or `.idx`, or a URL that fsspec opens. The index
+            of a URL is downloaded whole, and tokens are read in blocks through a cache.
+        storage: Cache for a URL.
+        mmap: Maps a local `.bin` into memory. If False, each read is a system call that returns a
+            copy. Defaults to True.
 
     Raises:
-        DataError: a file is missing or empty, damaged, or the two do not belong together; a URL
-            without a cache, or one that cannot be read.
+        DataError: A file is missing, empty or damaged, the two files do not match, or a URL cannot
+            be read or has no cache.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ class IndexedDataset:
         self._modes = np.frombuffer(buffer, "i1", header.sequences, offset) if multimodal else None
         self._check_ends(files)
         self._store = files.tokens(header.dtype)
-        # Of a map the array itself, which is sliced in a fraction of the time.
+        # The array of a map, because slicing it directly is several times faster.
         self._tokens: TokenArray = (
             self._store.array if isinstance(self._store, MappedTokens) else self._store
         )
 
     def _check_ends(self, files: DatasetFiles) -> None:
-        """Returns the cheap checks of opening; `check` does the thorough ones."""
+        """Checks the ends of the index and the size of the `.bin`; `check` reads everything."""
         if len(self._bounds) == 0 or self._bounds[0] != 0 or self._bounds[-1] != len(self):
             raise DataError(
                 f"{files.idx} is damaged: its document bounds do not run from 0 to {len(self)}; "
@@ -79,13 +80,13 @@ class IndexedDataset:
         if files.size != expected:
             raise DataError(
                 f"{files.idx} does not match {files.data}: the index describes {expected:,} "
-                f"bytes, the .bin has {files.size:,}; one of them is cut short or belongs to "
+                f"bytes, but the .bin has {files.size:,}; one of them is truncated or belongs to "
                 "another dataset"
             )
 
     @property
     def dtype(self) -> TokenType:
-        """Token type, as the index names it."""
+        """Token type."""
         return self._dtype
 
     @property
@@ -105,7 +106,7 @@ class IndexedDataset:
 
     @property
     def sequence_modes(self) -> NDArray[np.int8] | None:
-        """Mode of every sequence, int8 `[S]`, or None where the dataset has one mode only."""
+        """Mode of every sequence, int8 `[S]`, or None if the dataset is not multimodal."""
         return None if self._modes is None else self._open(self._modes)
 
     @property
@@ -120,29 +121,31 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> NDArray[Any]:
-        """All tokens in the order of the file, of a mapped dataset; `scan` reads any.
+        """All tokens of a memory-mapped dataset in the order of the file.
+
+        `scan` reads the tokens of every dataset.
 
         Raises:
-            DataError: the dataset is closed, or not mapped.
+            DataError: The dataset is closed or not memory-mapped.
         """
         tokens = self._tokens
         if not isinstance(tokens, np.ndarray):
-            raise DataError(f"{self.prefix} is read in parts, not mapped; read them with scan()")
+            raise DataError(f"{self.prefix} is not memory-mapped; read its tokens with scan()")
         return self._open(tokens)
 
     def scan(self, begin: int = 0, end: int | None = None) -> Iterator[NDArray[Any]]:
-        """Returns the tokens from `begin` to `end` in the order of the file, in blocks of some MiB.
+        """Yields the tokens `[begin, end)` in the order of the file, in blocks of a few MiB.
 
-        However large the file is, the memory of the process stays flat: what was read of a map is
-        let go, and of a URL a few blocks are fetched ahead, past the cache.
+        Memory is constant for files of any size. Pages of a map are released after reading. The
+        blocks of a URL are prefetched without the cache.
 
         Args:
-            begin: number of the first token.
-            end: number of the one after the last; None for all.
+            begin: Index of the first token. Defaults to 0.
+            end: Index after the last token. Defaults to the number of tokens.
 
         Raises:
-            IndexError: the dataset has fewer tokens.
-            DataError: the dataset is closed; a URL that cannot be read, or was replaced meanwhile.
+            IndexError: The dataset has fewer tokens.
+            DataError: The dataset is closed, or a URL cannot be read or was replaced.
         """
         self._open(self._lengths)
         end = self.num_tokens if end is None else end
@@ -158,11 +161,11 @@ class IndexedDataset:
         return self.get(sequence)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens of a sequence, or `length` of them from `offset` on.
+        """Returns the tokens of a sequence, or `length` of them from `offset` on.
 
         Raises:
-            IndexError: no such sequence, or the range leaves it.
-            DataError: the dataset is closed, or its index points outside the `.bin`.
+            IndexError: There is no such sequence, or the range exceeds it.
+            DataError: The dataset is closed, or its index points outside the `.bin`.
         """
         try:
             whole, pointer = self._lengths.item(sequence), self._pointers.item(sequence)
@@ -179,7 +182,7 @@ class IndexedDataset:
         return self._slice(pointer, offset, length)
 
     def tokens_before(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of all sequences with a smaller number, for numbers up to S itself."""
+        """Returns the tokens of all sequences before each of `sequences`, which are 0 to S."""
         pointers = self.sequence_pointers
         before = np.full(sequences.shape, len(self._tokens), np.int64)
         inner = sequences < len(pointers)
@@ -187,11 +190,11 @@ class IndexedDataset:
         return before
 
     def document(self, document: int) -> NDArray[Any]:
-        """Tokens of a document: its sequences joined.
+        """Returns the tokens of a document, which are those of its sequences.
 
         Raises:
-            IndexError: no such document.
-            DataError: the dataset is closed, or its index points outside the `.bin`.
+            IndexError: There is no such document.
+            DataError: The dataset is closed, or its index points outside the `.bin`.
         """
         if not -self.num_documents <= document < self.num_documents:
             raise IndexError(f"document {document} of {self.num_documents} in {self.prefix}")
@@ -203,10 +206,10 @@ class IndexedDataset:
         return self._slice(int(self._pointers[first]), 0, length)
 
     def check(self) -> None:
-        """Checks every length, pointer and bound; opening checks only the ends.
+        """Checks every length, pointer and document bound. The constructor checks only the ends.
 
         Raises:
-            DataError: the first thing found wrong, with its place.
+            DataError: The index is damaged. The error names the first fault.
         """
         lengths, before = self.sequence_lengths, 0
         for start in range(0, len(lengths), _CHECKED):
@@ -231,7 +234,7 @@ class IndexedDataset:
                 )
 
     def _damaged(self, sequence: int | None, what: str) -> DataError:
-        """Names the file, the document of a sequence, and what to do."""
+        """Returns an error that names the file, the document of a sequence, and the remedy."""
         if sequence is not None:
             within = int(np.searchsorted(self._bounds, sequence, side="right")) - 1
             what += f" (document {min(max(within, 0), self.num_documents - 1)})"
@@ -258,7 +261,7 @@ class IndexedDataset:
         return array
 
     def close(self) -> None:
-        """Lets go of both files. Views handed out before stay valid; new reads are refused."""
+        """Closes both files. Existing views stay valid; new reads raise `DataError`."""
         self._closed = True
         self._lengths = self._lengths[:0].copy()
         self._pointers = self._pointers[:0].copy()
@@ -274,7 +277,7 @@ class IndexedDataset:
         self.close()
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, StorageCache | None, bool]]:
-        """Loader processes open the files anew."""
+        """Pickles the arguments, so that worker processes open the files themselves."""
         return type(self), (self.prefix, self._storage, self._mmap)
 
     def __repr__(self) -> str:
@@ -283,11 +286,11 @@ class IndexedDataset:
 
 
 def _is_multimodal(header: Header, size: int, index: str) -> bool:
-    """Returns whether the index holds modes, which only its size tells."""
+    """Returns whether the index holds modes, which follows from its size."""
     plain, multimodal = header.index_bytes(False), header.index_bytes(True)
     if size not in (plain, multimodal):
         raise DataError(
-            f"{index} has {size:,} bytes but its header ({header.sequences:,} sequences, "
-            f"{header.bounds:,} document bounds) asks for {plain:,}; it is damaged or cut short"
+            f"{index} has {size:,} bytes, but its header ({header.sequences:,} sequences, "
+            f"{header.bounds:,} document bounds) requires {plain:,}; it is damaged or truncated"
         )
     return size != plain

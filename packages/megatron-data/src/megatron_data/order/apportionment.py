@@ -1,18 +1,19 @@
-"""Which source the n-th sample of a blend comes from, computed from n and the weights alone.
+"""Computes the source of the n-th sample of a blend from n and the weights alone.
 
-Sources are the leaves of a binary tree. Of the first n samples that reach an inner node, the left
-child gets its share of n rounded to a whole number and the right child the rest, so the n-th sample
-goes left if one more sample would make that number grow. Weights are fractions of integers, and
-all of it is integer arithmetic: nothing drifts, however large n is, and nothing is stored.
+The sources are the leaves of a binary tree. Of the first n samples that reach an inner node, the
+left child receives its share of n, rounded to an integer, and the right child receives the rest.
+The n-th sample therefore goes left if one more sample increases the left child's count. Weights are
+integer ratios and all arithmetic is integer arithmetic, so the counts do not drift for any n, and
+nothing is stored.
 
-A rounding at a node is wrong by at most half a sample, and a child inherits its share of what its
-parent is wrong by. Huffman's tree puts large weights near the root and makes every ancestor's
-weight grow at least like Fibonacci's numbers, so a source is never wrong by more than 1.68 samples;
-what occurs is less (see `Apportionment.max_error`, and the tests). Megatron's greedy rule stays
-near 1 too, but has to be run from the first sample on.
+Rounding at a node adds an error of at most half a sample, and a child inherits its share of its
+parent's error. The tree is a Huffman tree: large weights are near the root, and the weights of the
+ancestors of a source grow at least like the Fibonacci numbers. The error of a source is therefore
+at most 1.68 samples. Actual errors are smaller (see `Apportionment.max_error` and the tests).
+Megatron's greedy rule also stays near 1, but must be evaluated from the first sample on.
 
-Source: the rounding is that of Adams' and Webster's apportionment between two parties; Huffman, "A
-method for the construction of minimum-redundancy codes", 1952.
+Source: the rounding of Adams' and Webster's apportionment between two parties; Huffman, "A method
+for the construction of minimum-redundancy codes" (1952).
 """
 
 import heapq
@@ -26,7 +27,7 @@ from megatron_data.order.protocol import BlendEntry
 
 
 class _Node(NamedTuple):
-    """Two subtrees and their integer weights; a subtree that is a number is a source."""
+    """An inner node with integer weights. A subtree that is an int is the index of a source."""
 
     left: "_Tree"
     right: "_Tree"
@@ -38,14 +39,14 @@ _Tree: TypeAlias = "int | _Node"
 
 
 class Apportionment:
-    """Samples shared out to sources in proportion to weights.
+    """Assigns samples to sources in proportion to weights.
 
     Args:
-        weights: positive numbers. A float stands for the decimal number it is printed as, so 0.1
-            is a tenth.
+        weights: Positive numbers. A float counts as the decimal number that it is printed as: 0.1
+            is exactly one tenth.
 
     Raises:
-        DataError: no weight, or one that is not a positive number.
+        DataError: `weights` is empty, or a weight is not a positive finite number.
     """
 
     def __init__(self, weights: Sequence[float | Fraction]) -> None:
@@ -53,10 +54,10 @@ class Apportionment:
         self._tree = _huffman(self.weights)
 
     def __getitem__(self, sample: int) -> BlendEntry:
-        """Returns where a sample comes from.
+        """Returns the source of a sample and the sample's index in that source.
 
         Raises:
-            IndexError: a negative number.
+            IndexError: `sample` is negative.
         """
         if sample < 0:
             raise IndexError(f"sample {sample} of a blend")
@@ -71,7 +72,7 @@ class Apportionment:
         return BlendEntry(tree, sample)
 
     def counts(self, samples: int) -> list[int]:
-        """Returns how many of the first `samples` samples come from each source."""
+        """Returns the number of samples from each source among the first `samples`."""
         counts = [0] * len(self.weights)
         reached: list[tuple[_Tree, int]] = [(self._tree, samples)]
         while reached:
@@ -84,7 +85,7 @@ class Apportionment:
         return counts
 
     def max_error(self) -> float:
-        """Returns a bound of the samples by which a source is ever off its share."""
+        """Returns an upper bound on the deviation of a source from its share, in samples."""
         worst = 0.0
         reached: list[tuple[_Tree, float]] = [(self._tree, 0.0)]
         while reached:
@@ -98,12 +99,12 @@ class Apportionment:
 
 
 def _share(node: _Node, samples: int) -> int:
-    """How many of the first `samples` samples of a node go left: its share, rounded half up."""
+    """Returns how many of a node's first `samples` samples go left: the share, rounded half up."""
     return (2 * samples * node.left_weight + node.weight) // (2 * node.weight)
 
 
 def _integers(weights: Sequence[float | Fraction]) -> list[int]:
-    """Whole numbers in the proportion of the weights."""
+    """Returns integers in the ratio of the weights."""
     good = [isfinite(weight) and weight > 0 for weight in weights]
     if not all(good) or not good:
         raise DataError(f"blend weights {list(weights)}; each must be a positive number")
@@ -115,7 +116,7 @@ def _integers(weights: Sequence[float | Fraction]) -> list[int]:
 
 
 def _huffman(weights: Sequence[int]) -> _Tree:
-    """The tree, made by joining the two lightest subtrees; of equal ones those made first."""
+    """Returns the Huffman tree of the weights. Ties are resolved in favour of older subtrees."""
     made = len(weights)
     waiting: list[tuple[int, int, _Tree]] = [
         (weight, source, source) for source, weight in enumerate(weights)

@@ -1,8 +1,8 @@
-"""Megatron's greedy mixing of several datasets.
+"""Megatron's greedy blending of datasets.
 
-At step i the dataset is drawn that lags most behind its share: the one with the largest
-`weight * max(i, 1) - drawn so far`, the first of equals. Computed in float64 as Megatron does,
-the result is equal element by element.
+Step i draws from the dataset that is furthest below its share: the one with the largest
+`weight * max(i, 1) - samples drawn so far`, and the first of several equal ones. The arithmetic is
+float64 as in Megatron, so that the results are equal element by element.
 """
 
 import os
@@ -20,11 +20,11 @@ _MOST_DATASETS = 32_767
 
 
 class BlendIndices(NamedTuple):
-    """Sample number to dataset and to sample within the dataset.
+    """Maps the samples of a blend to datasets and to samples within the datasets.
 
     Attributes:
-        dataset_index: int16 `[samples]`.
-        dataset_sample_index: int64 `[samples]`.
+        dataset_index: Int16 `[samples]`.
+        dataset_sample_index: Int64 `[samples]`.
     """
 
     dataset_index: NDArray[np.int16]
@@ -32,10 +32,10 @@ class BlendIndices(NamedTuple):
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum.
+    """Returns the weights divided by their sum.
 
     Raises:
-        DataError: none, one that is not positive, or one that is not finite.
+        DataError: `weights` is empty, or a weight is not a positive finite number.
     """
     array = np.array(weights, np.float64)
     if not len(array) or not np.all(np.isfinite(array)) or not np.all(array > 0):
@@ -47,7 +47,7 @@ def blend_by_weight(weights: Sequence[float], size: int) -> BlendIndices:
     """Draws `size` samples in proportion to `weights`.
 
     Raises:
-        DataError: a weight that is not positive, or more than 32,766 datasets.
+        DataError: A weight is not positive, or there are more than 32,766 datasets.
     """
     shares = np.array(normalize(weights), np.float64)
     _check_count(len(shares))
@@ -68,7 +68,7 @@ def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
     """Draws every sample of every dataset once, in proportion to their sizes.
 
     Raises:
-        DataError: a size that is not positive, or more than 32,766 datasets.
+        DataError: A size is not positive, or there are more than 32,766 datasets.
     """
     if any(size < 1 for size in sizes):
         raise DataError(f"blend sizes {list(sizes)}; each must be at least 1")
@@ -88,15 +88,15 @@ def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
 
 
 class GreedyBlend:
-    """A `BlendOrder` over Megatron's two arrays.
+    """A `BlendOrder` that builds Megatron's two arrays.
 
     Args:
-        weights: one positive number per dataset.
-        num_samples: how many samples to draw; None draws exactly `weights[i]` from dataset i.
-        cache_path: folder for the built arrays, or None.
+        weights: One positive number per dataset.
+        num_samples: Number of samples. If None, dataset i gives exactly `weights[i]` samples.
+        cache_path: Folder that stores built arrays. Defaults to None, which stores nothing.
 
     Raises:
-        DataError: unusable weights.
+        DataError: A weight is not positive, or there are more than 32,766 datasets.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class GreedyBlend:
         return len(self.indices.dataset_index)
 
     def __getitem__(self, sample: int) -> BlendEntry:
-        """Returns where a sample comes from.
+        """Returns the dataset of a sample and the sample's index in it.
 
         Raises:
-            IndexError: no such sample.
+            IndexError: The blend has no such sample.
         """
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
@@ -130,7 +130,7 @@ class GreedyBlend:
         return BlendEntry(int(self.indices.dataset_index[sample]), number)
 
     def counts(self) -> list[int]:
-        """Returns how many samples come from each dataset."""
+        """Returns the number of samples from each dataset."""
         counts: list[int] = np.bincount(
             self.indices.dataset_index, minlength=self._sources
         ).tolist()

@@ -1,9 +1,10 @@
-"""Built indices kept on disk, so that the next start maps them instead of building them.
+"""Cache of built indices on disk. A later start maps them instead of building them again.
 
-An entry is a folder named by the digest of everything its arrays depend on: the name and version
-of the algorithm, every option, and the content of the arrays it read (not paths or times, so a
-copied dataset hits and a replaced one misses). It is written under a temporary name and renamed;
-any number of processes may do so at once, with or without a shared file system.
+An entry is a folder. Its name is a digest of everything that its arrays depend on: the name and
+version of the algorithm, every option, and the content of the input arrays. Paths and times are not
+part of it, so a copied dataset hits the cache and a replaced dataset misses it. An entry is written
+under a temporary name and renamed. Any number of processes may write at once, with or without a
+shared file system.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def cache_key(options: Mapping[str, Any], *inputs: NDArray[Any]) -> str:
-    """Digest of plain options and of the content of arrays."""
+    """Returns a digest of JSON options and of the content of arrays."""
     digest = hashlib.sha256(orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS))
     for array in inputs:
         digest.update(f"{array.dtype.str}{array.shape}".encode())
@@ -42,9 +43,10 @@ def cache_key(options: Mapping[str, Any], *inputs: NDArray[Any]) -> str:
 def load_or_build(
     folder: str | os.PathLike[str] | None, key: str, build: Callable[[], Arrays]
 ) -> Arrays:
-    """The arrays of a cache entry, mapped read-only; built and stored if they are not there.
+    """Returns the arrays of a cache entry, mapped read-only. Builds and stores them if missing.
 
-    An entry that cannot be read is built anew and replaced. Without a folder, only `build` runs.
+    An entry that cannot be read is built again and replaced. If `folder` is None, the result of
+    `build` is returned and nothing is stored.
     """
     if folder is None:
         return build()
@@ -58,7 +60,7 @@ def load_or_build(
 
 
 def _load(entry: Path) -> Arrays | None:
-    """The arrays that a listing names, or None if they are not as it says, or it is damaged."""
+    """Returns the arrays that the listing names, or None if the entry is missing or damaged."""
     try:
         listed = orjson.loads((entry / _LISTING).read_bytes())
         if listed["sha256"] != _digest(entry.name, listed["arrays"]):
@@ -66,22 +68,22 @@ def _load(entry: Path) -> Arrays | None:
         arrays = {}
         for name, described in listed["arrays"].items():
             if not _NAME.fullmatch(name):
-                return None  # a file elsewhere is no part of this entry
+                return None  # the name may be a path that leads out of this entry
             arrays[name] = _mapped(entry / f"{name}.npy", *described)
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - a damaged entry, of any kind, is made anew
+    except Exception:  # noqa: BLE001 - an entry with damage of any kind is built again
         return None
     return arrays
 
 
 def _mapped(path: Path, dtype: str, shape: list[int]) -> NDArray[Any]:
-    """Maps an array whose header has to be the one that numpy writes for it.
+    """Maps an array after comparing the header of its file with the one that numpy writes.
 
-    A header is compared and not read: a damaged one may name any size.
+    The header is compared and not parsed, because a damaged header may name any size.
 
     Raises:
-        ValueError: it is another, or the file has another size.
+        ValueError: The header or the size of the file differs.
     """
     kind, wanted = np.dtype(dtype), _header(dtype, shape)
     size = len(wanted) + math.prod(shape) * kind.itemsize
@@ -104,7 +106,7 @@ def _description(array: NDArray[Any]) -> list[Any]:
 
 
 def _digest(key: str, arrays: Any) -> str:
-    """Digest of a listing; the arrays have none, because they are mapped and not read."""
+    """Returns the digest of a listing. Arrays have no digest, because they are mapped lazily."""
     listed = orjson.dumps([key, arrays], option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(listed).hexdigest()
 
@@ -120,7 +122,7 @@ def _store(entry: Path, arrays: Arrays) -> None:
             for name, array in arrays.items():
                 with (partial / f"{name}.npy").open("wb") as file:
                     file.write(_header(*listed[name]))
-                    # Not by numpy, whose error on a full disk has no number.
+                    # np.save raises an OSError without an errno when the disk is full.
                     file.write(np.asarray(array, order="C").reshape(-1).view(np.uint8).data)
                     file.flush()
                     os.fsync(file.fileno())
@@ -131,7 +133,7 @@ def _store(entry: Path, arrays: Arrays) -> None:
         try:
             partial.rename(entry)
         except OSError:
-            if _load(entry) is None:  # otherwise another process was first: same content
+            if _load(entry) is None:  # otherwise another process stored the same content first
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,18 +1,19 @@
 """Megatron's sample order, in vectorised numpy.
 
-Three arrays are built. The document index holds the split's sequences, once per epoch, shuffled
-over all epochs together. Laid end to end in that order they form one stream of tokens; sample i
-takes `sequence_length + extra` tokens of the stream from token `i * sequence_length` on, and the
-sample index says where in the document index that is. The shuffle index permutes the samples.
+The order consists of three arrays. The *document index* holds the sequences of the split once per
+epoch, shuffled over all epochs together. Concatenated in that order, they form a stream of tokens.
+Sample i takes `sequence_length + extra` tokens of the stream, starting at token
+`i * sequence_length`. The *sample index* holds the position of each sample in the document index.
+The *shuffle index* permutes the samples.
 
-When the last epoch is needed only in part (less than 80 % of its samples), it is shuffled apart,
+If less than 80 % of the samples of the last epoch are used, the last epoch is shuffled separately,
 so that the earlier epochs are complete.
 
-Source: `megatron/core/datasets/gpt_dataset.py` and `helpers.cpp` of NVIDIA/Megatron-LM, whose
-results these arrays equal element by element, dtypes included. `numpy.random.RandomState` is
-frozen by numpy's policy, so they stay equal. Differences, where Megatron's result is a defect:
-the number of samples with a partial last one is exact (Megatron rounds it through a 32-bit
-float), a stream that ends in empty sequences is allowed, and an empty split is refused.
+Source: `megatron/core/datasets/gpt_dataset.py` and `helpers.cpp` of NVIDIA/Megatron-LM. The arrays
+are equal element by element, including dtypes. They stay equal because numpy's policy freezes
+`numpy.random.RandomState`. The results differ where Megatron's are a defect: the number of samples
+that includes a partial last one is exact (Megatron rounds it through a 32-bit float), a stream may
+end in empty sequences, and an empty split is refused.
 """
 
 from typing import NamedTuple
@@ -24,17 +25,18 @@ from megatron_data.errors import DataError, EmptySplitError
 from megatron_data.order.protocol import Span, check_order_arguments
 
 _SEPARATE_BELOW = 0.80
-_BLOCK = 1 << 15  # sequences at a time: their ends stay in the cache of a core
+_BLOCK = 1 << 15  # sequences per step, so that their ends fit into the cache of a core
 
 
 class GPTIndices(NamedTuple):
-    """The three arrays.
+    """Megatron's document, sample and shuffle index.
 
     Attributes:
-        document_index: sequence numbers in stream order, int32 `[epochs * sequences]`.
-        sample_index: position in `document_index` and token offset at which each sample begins,
-            one more row than samples; int32, or int64 where int32 is too small.
-        shuffle_index: sample number to row of `sample_index`, uint32, or int64 from 2^32 - 2 on.
+        document_index: Indices of sequences in stream order, int32 `[epochs * sequences]`.
+        sample_index: Index into `document_index` and token offset at which each sample begins,
+            `[samples + 1, 2]`, int32, or int64 where int32 is too small.
+        shuffle_index: Row of `sample_index` for each sample, uint32 `[samples]`, or int64 from
+            2^32 - 2 samples on.
     """
 
     document_index: NDArray[np.signedinteger]
@@ -55,17 +57,19 @@ def build_gpt_indices(
     """Builds the document, sample and shuffle index of one split.
 
     Args:
-        lengths: tokens of every sequence of the dataset, int32.
-        sequences: the numbers of the split's sequences.
-        sequence_length: tokens a sample advances by.
-        seed: of numpy's `RandomState`.
-        num_samples: how many samples are wanted; as many epochs are laid out as that needs.
-            None for one epoch.
-        extra: tokens a sample reads beyond `sequence_length`: 1 for the last label.
-        drop_last_partial: leave out the last sample if the stream ends inside it.
+        lengths: Length of every sequence of the dataset in tokens, int32 `[S]`.
+        sequences: Indices of the sequences of the split.
+        sequence_length: Stride between samples in tokens.
+        seed: Seed of numpy's `RandomState`.
+        num_samples: Number of samples. The stream has as many epochs as they need. Defaults to
+            the samples of one epoch.
+        extra: Tokens that a sample reads beyond `sequence_length`: 1 for the last label.
+            Defaults to 1.
+        drop_last_partial: Omits the last sample if the stream ends inside it. Defaults to True.
 
     Raises:
-        DataError: the split has no token, or too few for one sample.
+        EmptySplitError: The split has no token.
+        DataError: The split has too few tokens for one sample.
     """
     check_order_arguments(sequence_length, extra, num_samples)
     epoch_tokens = _tokens(lengths, sequences)
@@ -101,10 +105,10 @@ def build_gpt_indices(
 def epochs_needed(
     epoch_tokens: int, sequence_length: int, num_samples: int | None, extra: int = 1
 ) -> int:
-    """Least number of epochs that hold `num_samples` samples, at least 1.
+    """Returns the smallest number of epochs that holds `num_samples` samples, at least 1.
 
     Raises:
-        EmptySplitError: an epoch without tokens.
+        EmptySplitError: An epoch has no token.
     """
     if epoch_tokens == 0:
         raise EmptySplitError("the split holds no token")
@@ -115,7 +119,7 @@ def epochs_needed(
 def _samples_before_last_epoch(
     epochs: int, epoch_tokens: int, num_samples: int, sequence_length: int, extra: int
 ) -> int | None:
-    """Samples of all epochs but the last if that one is to be shuffled apart, else None."""
+    """Returns the samples before the last epoch if it is shuffled separately, else None."""
     before = ((epochs - 1) * epoch_tokens - extra) // sequence_length
     per_epoch = (epoch_tokens - extra) // sequence_length
     return before if num_samples - before < int(_SEPARATE_BELOW * per_epoch) else None
@@ -128,7 +132,10 @@ def build_document_index(
     *,
     separate_last: bool = False,
 ) -> NDArray[np.signedinteger]:
-    """`epochs` copies of `sequences`, shuffled together; the last copy apart if asked."""
+    """Returns `epochs` copies of `sequences`, shuffled together.
+
+    With `separate_last` the last copy is shuffled separately.
+    """
     wide = len(sequences) > 0 and int(sequences[-1]) > np.iinfo(np.int32).max
     index = np.tile(sequences.astype(np.int64 if wide else np.int32, copy=False), epochs)
     apart = len(index) - len(sequences) if separate_last and epochs > 1 else len(index)
@@ -146,11 +153,11 @@ def build_sample_index(
     extra: int = 1,
     drop_last_partial: bool = True,
 ) -> NDArray[np.signedinteger]:
-    """Returns where in the stream each sample begins, `[samples + 1, 2]`.
+    """Returns the position of each sample in the stream, `[samples + 1, 2]`.
 
-    Row i is the position in `document_index` of the sequence that holds the last of the first
-    `i * sequence_length + extra` tokens of the stream, and the place in that sequence after
-    them, less `extra`.
+    Let the first `i * sequence_length + extra` tokens of the stream end in a sequence. Row i holds
+    the index of that sequence in `document_index`, and the offset in it behind these tokens, minus
+    `extra`.
     """
     largest = max(len(document_index), int(lengths.max(initial=0)))
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
@@ -163,9 +170,9 @@ def build_sample_index(
         ends[0] += before
         np.cumsum(ends, out=ends)
         before = int(ends[-1])
-        reached = (ends - extra) // sequence_length  # samples up to each end
+        reached = (ends - extra) // sequence_length  # samples that end at or before each end
         if done == 1:
-            np.maximum(reached, 0, out=reached)  # before the first `extra` tokens
+            np.maximum(reached, 0, out=reached)  # the quotient is negative before `extra` tokens
         positions = np.flatnonzero(reached[1:] > reached[:-1]) + 1
         positions = np.repeat(positions, reached[positions] - reached[positions - 1])
         if reached[0] >= done:
@@ -189,7 +196,7 @@ def build_sample_index(
 
 
 def _tokens(lengths: NDArray[np.int32], sequences: NDArray[np.integer]) -> int:
-    """Tokens of sequences, without an array of all their lengths."""
+    """Returns the number of tokens of sequences, without an array of all lengths."""
     starts = range(0, len(sequences), _BLOCK)
     return sum(
         int(lengths.take(sequences[start : start + _BLOCK]).sum(dtype=np.int64)) for start in starts
@@ -199,7 +206,7 @@ def _tokens(lengths: NDArray[np.int32], sequences: NDArray[np.integer]) -> int:
 def build_shuffle_index(
     first: int, total: int, random: np.random.RandomState
 ) -> NDArray[np.integer]:
-    """Permutation of `total` samples; the first `first` and the others stay apart."""
+    """Returns a permutation of `total` samples that shuffles the first `first` separately."""
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
     index: NDArray[np.integer] = np.arange(total, dtype=dtype)
     random.shuffle(index[:first])
@@ -209,12 +216,12 @@ def build_shuffle_index(
 
 
 class CompatOrder:
-    """A `SampleOrder` over Megatron's three arrays.
+    """A `SampleOrder` that reads Megatron's document, sample and shuffle index.
 
     Args:
-        indices: the arrays, in memory or mapped.
-        sequence_length: as they were built.
-        extra: as they were built.
+        indices: The arrays, in memory or memory-mapped.
+        sequence_length: `sequence_length` with which they were built.
+        extra: `extra` with which they were built. Defaults to 1.
     """
 
     def __init__(self, indices: GPTIndices, sequence_length: int, extra: int = 1) -> None:
@@ -224,17 +231,17 @@ class CompatOrder:
 
     @property
     def sample_length(self) -> int:
-        """Tokens in a whole sample."""
+        """Number of tokens in a full sample."""
         return self.sequence_length + self.extra
 
     def __len__(self) -> int:
         return len(self.indices.shuffle_index)
 
     def spans(self, sample: int) -> list[Span]:
-        """Returns the stretches of a sample, in order.
+        """Returns the spans of a sample, in order.
 
         Raises:
-            IndexError: no such sample.
+            IndexError: The order has no such sample.
         """
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")

@@ -1,4 +1,4 @@
-"""The two Mersenne twisters of the C++ standard library, whose numbers Megatron's maps are made of.
+"""The two Mersenne twisters of the C++ standard library, which Megatron's sentence maps use.
 
 Source: Matsumoto and Nishimura, "Mersenne Twister" (1998), and Nishimura, "Tables of 64-bit
 Mersenne Twisters" (2000), with the constants of `std::mt19937` and `std::mt19937_64`.
@@ -19,7 +19,7 @@ _BLOCK = 1 << 14
 
 
 def mt19937(seed: int) -> Iterator[NDArray[np.uint32]]:
-    """Returns the numbers of `std::mt19937`, uint32, an endless row of pieces."""
+    """Yields the numbers of `std::mt19937` in blocks, uint32 `[16384]`, without end."""
     generator = np.random.RandomState(seed & 0xFFFFFFFF)
     while True:
         yield generator.randint(0, 1 << 32, _BLOCK, np.uint32)
@@ -45,7 +45,7 @@ def _seeded(seed: int) -> NDArray[np.uint64]:
 
 
 def _advance(state: NDArray[np.uint64]) -> None:
-    """Replaces all words; later ones are made of words that are new already, hence three steps."""
+    """Replaces all words in three steps, because later words depend on new values."""
     ends = _WORDS - 1
     state[:_MIDDLE] = state[_MIDDLE:] ^ _twisted(state[:_MIDDLE], state[1 : _MIDDLE + 1])
     state[_MIDDLE:ends] = state[: ends - _MIDDLE] ^ _twisted(

@@ -1,13 +1,13 @@
-"""Whole documents in samples: best-fit-decreasing bin packing of any number of lengths.
+"""Packs whole documents into samples by best-fit-decreasing bin packing.
 
-Laid end to end and cut, a fifth of the documents of a web corpus end up in two samples. Packed,
-only those are cut that are longer than a sample: into full samples and a rest, which is packed with
-the others. The rest of every sample is padding.
+If documents are concatenated and cut, a fifth of the documents of a web corpus end up in two
+samples. Packing splits only documents that are longer than a sample: into full samples and a
+remainder, which is packed with the other documents. The rest of each sample is padding.
 
 Best-fit-decreasing takes the lengths from the longest to the shortest and puts each into the
-fullest sample with room for it. How it goes on depends on nothing but how many samples there are
-of each fill, so all documents of one length are placed at once, a whole range of samples with the
-same room at a time: some thousand steps, whatever the number of documents.
+fullest sample that has room for it. Its progress depends only on the number of samples with each
+amount of free space. All documents of one length are therefore placed together, into whole ranges
+of samples with equal free space. This takes a few thousand steps for any number of documents.
 
 Source: Ding et al., "Fewer Truncations Improve Language Modeling" (ICML 2024).
 """
@@ -28,14 +28,14 @@ _CACHED_EPOCHS = 4
 
 
 class PackingReport(NamedTuple):
-    """What a packing cost.
+    """Statistics of a packing.
 
     Attributes:
-        samples: how many there are.
-        documents: how many are in them; empty ones are not.
-        cut: documents that are in more than one sample, all longer than a sample.
-        padding: tokens of all samples that hold nothing.
-        share: `padding` of all tokens.
+        num_samples: Number of samples.
+        num_documents: Number of packed documents. Empty documents are not packed.
+        split_documents: Documents in more than one sample, which are all longer than a sample.
+        padding_tokens: Padding tokens of all samples.
+        padding_fraction: `padding_tokens` divided by the tokens of all samples.
     """
 
     num_samples: int
@@ -46,18 +46,18 @@ class PackingReport(NamedTuple):
 
 
 class Packing:
-    """Documents in samples of bounded length.
+    """Assigns documents to samples of a given capacity.
 
     Args:
-        lengths: tokens of every document, `[D]`; empty ones take no room and are left out.
-        capacity: tokens of a sample, up to 65,536.
+        lengths: Length of every document in tokens, `[D]`. Empty documents are omitted.
+        capacity: Tokens of a sample, 1 to 65,536.
 
     Attributes:
-        full: samples that are one stretch of a long document; they come first.
+        full: Number of samples that hold a single span of a long document. They come first.
 
     Raises:
-        EmptySplitError: no document has a token.
-        DataError: a capacity that is too small or too large.
+        EmptySplitError: No document has a token.
+        DataError: `capacity` is out of range.
     """
 
     def __init__(self, lengths: NDArray[np.integer], capacity: int) -> None:
@@ -81,10 +81,14 @@ class Packing:
         return self.full + len(self._starts) - 1
 
     def spans(self, number: int, first: int = 0) -> list[Span]:
-        """The stretches of documents in a sample; `first` is added to the documents' numbers.
+        """Returns the spans of documents in a sample.
+
+        Args:
+            number: Index of the sample.
+            first: Offset that is added to the indices of the documents. Defaults to 0.
 
         Raises:
-            IndexError: no such sample.
+            IndexError: The packing has no such sample.
         """
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
@@ -105,14 +109,14 @@ class Packing:
         ]
 
     def _tokens_in_full_samples(self, place: int, document: int) -> int:
-        """Tokens in the full samples of a document that stands at `place` if it is long."""
+        """Returns the tokens of a document in full samples: 0 unless `_long[place]` is it."""
         if place == len(self._long) or self._long.item(place) != document:
             return 0
         before: int = self._full_ends.item(place - 1) if place else 0
         return (self._full_ends.item(place) - before) * self.capacity
 
     def report(self) -> PackingReport:
-        """Returns what the packing cost."""
+        """Returns the statistics of the packing."""
         room = len(self) * self.capacity
         padding = room - self._tokens
         return PackingReport(len(self), self._documents, self._num_split, padding, padding / room)
@@ -121,7 +125,7 @@ class Packing:
 def _pack(
     remainders: NDArray[np.uint16], capacity: int
 ) -> tuple[NDArray[np.signedinteger], NDArray[np.int64]]:
-    """Documents in the order of the samples that hold them, and where each sample begins."""
+    """Returns the documents ordered by sample, and the index at which each sample begins."""
     counts = np.bincount(remainders, minlength=capacity)
     counts[0] = 0
     bins: NDArray[np.signedinteger] = np.empty(
@@ -153,14 +157,18 @@ def _pack(
 
 
 class _FreeSpace:
-    """Ranges of samples by the room that is left in them."""
+    """Ranges of samples, by the free space of their samples."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, list[tuple[int, int]]] = {}
         self._present: list[int] = []
 
     def tightest(self, length: int) -> tuple[int, int, int] | None:
-        """Takes a range of the samples with the least room for a length: room, first and ends."""
+        """Removes a range with the least free space that fits `length`.
+
+        Returns:
+            Free space, first sample and end of the range, or None if no sample has room.
+        """
         place = bisect_left(self._present, length)
         if place == len(self._present):
             return None
@@ -171,12 +179,12 @@ class _FreeSpace:
         return room, first, last
 
     def restore(self, room: int, first: int, last: int) -> None:
-        """Returns what was not used of a range."""
+        """Adds the unused rest of a range again."""
         if first < last:
             self.add(room, first, last)
 
     def add(self, room: int, first: int, last: int) -> None:
-        """Remembers a range; samples without room need not be."""
+        """Adds a range of samples. Samples without free space are ignored."""
         if not room:
             return
         if room not in self._ranges:
@@ -188,13 +196,13 @@ class _FreeSpace:
 def _sorted_descending(
     remainders: NDArray[np.uint16], counts: NDArray[np.integer]
 ) -> NDArray[np.signedinteger]:
-    """Documents with a rest from the longest to the shortest, equal ones in their order."""
-    order = _radix(np.uint16(0) - remainders)  # 0 stays first, and is left out
+    """Returns the documents with a remainder by decreasing length, in a stable order."""
+    order = _radix(np.uint16(0) - remainders)  # 0 stays first and is omitted
     return order[len(remainders) - int(counts.sum()) :]
 
 
 def _argsort(bins: NDArray[np.signedinteger], used: int) -> NDArray[np.signedinteger]:
-    """Returns a stable argsort of numbers below `used`, 16 bits at a time."""
+    """Returns a stable argsort of numbers below `used`, 16 bits per pass."""
     order = _radix((bins & 0xFFFF).astype(np.uint16))
     for shift in range(16, max(used - 1, 1).bit_length(), 16):
         order = order[_radix(((bins >> shift) & 0xFFFF).astype(np.uint16)[order])]
@@ -202,28 +210,29 @@ def _argsort(bins: NDArray[np.signedinteger], used: int) -> NDArray[np.signedint
 
 
 def _radix(digits: NDArray[np.uint16]) -> NDArray[np.signedinteger]:
-    """A stable argsort: numpy sorts 16 bits by radix. As narrow as it can be, for memory."""
+    """Returns a stable argsort in the narrowest dtype. numpy sorts 16-bit numbers by radix."""
     order = np.argsort(digits, kind="stable")
     return order.astype(np.int32) if len(order) < 1 << 31 else order
 
 
 class PackedOrder:
-    """A `SampleOrder` of packed documents, in an order drawn anew for every epoch.
+    """A `SampleOrder` of packed documents, permuted differently in each epoch.
 
-    Nothing is cut but documents longer than a sample; use it with attention and positions reset at
-    document ends, and with padding masked. The packing is the same in all epochs.
+    Only documents that are longer than a sample are split. Reset attention and positions at
+    document ends, and mask the padding. The packing is the same in all epochs.
 
     Args:
-        lengths: tokens of every sequence of the dataset, int32 `[S]`.
-        sequences: first sequence of the split, and the one after its last.
-        sequence_length: tokens of a sample, without `extra`.
-        seed: of the order.
-        num_samples: how many samples there are; None for one epoch.
-        extra: tokens a sample reads beyond `sequence_length`: 1 for the last label.
+        lengths: Length of every sequence of the dataset in tokens, int32 `[S]`.
+        sequences: First sequence of the split, and the index after its last.
+        sequence_length: Tokens of a sample without `extra`.
+        seed: Seed of the permutations.
+        num_samples: Number of samples. Defaults to the samples of one epoch.
+        extra: Tokens that a sample reads beyond `sequence_length`: 1 for the last label.
+            Defaults to 1.
 
     Raises:
-        EmptySplitError: the split has no token.
-        DataError: numbers that no order can be made of.
+        EmptySplitError: The split has no token.
+        DataError: `sequence_length`, `num_samples` or `extra` is out of range.
     """
 
     def __init__(
@@ -248,10 +257,10 @@ class PackedOrder:
         return self._samples
 
     def spans(self, sample: int) -> list[Span]:
-        """Returns the stretches of a sample, in order.
+        """Returns the spans of a sample, in order.
 
         Raises:
-            IndexError: no such sample.
+            IndexError: The order has no such sample.
         """
         if not 0 <= sample < self._samples:
             raise IndexError(f"sample {sample} of {self._samples}")

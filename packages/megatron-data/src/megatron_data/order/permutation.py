@@ -1,7 +1,7 @@
-"""Permutations that are computed, not stored: a function of a key and of how many things there are.
+"""Permutations that are computed from a key and a count instead of being stored.
 
-Bits are mixed by the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014), in integers modulo 2^64 alone, so that every machine
+Bits are mixed by the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014). All arithmetic is on integers modulo 2^64, so that every machine
 and every version of numpy gives the same order.
 """
 
@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 from megatron_data.errors import DataError
 
 MAX_STORED = 4096
-"""Up to so many things a permutation is written out, beyond it every place is computed alone."""
+"""Largest count whose permutation is stored as an array. Larger ones are computed by element."""
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
-_ROUNDS = 6  # even, so that both halves end as wide as they began
+_ROUNDS = 6  # even, so that both halves have their initial width at the end
 _NEIGHBOURS = 1024  # numbers that are computed together,
-_ENOUGH = 64  # once so many of them were asked for: alone they take about as long as all at once
+_ENOUGH = 64  # after this many single look-ups, which take about as long as all 1024 at once
 
 
 def hash_integers(*words: int) -> int:
-    """Returns 64 bits that depend on all of the words, which may have any size and sign."""
+    """Returns a 64-bit hash of integers. Bits above 128 of an integer are ignored."""
     state = len(words)
     for word in words:
         low, high = word & _MASK, (word >> 64) & _MASK
@@ -35,11 +35,10 @@ def hash_integers(*words: int) -> int:
 
 
 def shuffled(count: int, key: int) -> NDArray[np.int64]:
-    """Returns the numbers below `count` in an order that `key` decides, int64 `[count]`.
+    """Returns the numbers below `count` in an order that depends on `key`, int64 `[count]`.
 
-    They are sorted by bits drawn for each. The lowest bits of a draw are the number itself, which
-    settles draws that are the same, and lets values be sorted in place of indices, which is
-    several times faster.
+    The numbers are sorted by pseudorandom bits. The lowest bits are replaced by the number itself:
+    this resolves ties, and values are sorted instead of indices, which is several times faster.
     """
     width = max(count - 1, 1).bit_length()
     numbers = np.arange(count, dtype=np.uint64)
@@ -50,18 +49,19 @@ def shuffled(count: int, key: int) -> NDArray[np.int64]:
 
 
 class Permutation:
-    """A one-to-one map of the numbers below `count` onto themselves.
+    """A permutation of the numbers below `count`.
 
-    Up to `MAX_STORED` it is `shuffled`; beyond it a Feistel network of six rounds on as many bits
-    as `count` needs, walked until it comes back below `count` (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", CT-RSA 2002), so that nothing is stored however large it is.
+    Up to `MAX_STORED` numbers the permutation is the array of `shuffled`. Beyond that it is a
+    Feistel network of six rounds on as many bits as `count` needs, applied until the result is
+    below `count` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). Its
+    memory does not depend on `count`.
 
     Args:
-        count: how many numbers there are.
-        key: 64 bits; see `hash_integers`.
+        count: Number of elements, at most 2^62.
+        key: 64-bit key; see `hash_integers`.
 
     Raises:
-        DataError: a negative count, or one of more than 2^62.
+        DataError: `count` is negative or above 2^62.
     """
 
     def __init__(self, count: int, key: int) -> None:
@@ -73,18 +73,18 @@ class Permutation:
         self._right = bits - bits // 2
         self._left = bits // 2
         self._keys = tuple(hash_integers(key, number) for number in range(_ROUNDS))
-        # The neighbourhood of the last number, how many of it were asked for, and where they go
-        # once these were enough. One tuple, so that threads never see one without the others.
+        # The neighbourhood of the last number, its look-ups so far, and its images once there were
+        # enough of them. They are one tuple, so that threads see a consistent state.
         self._last: tuple[int, int, list[int]] = (-1, 0, [])
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, number: int) -> int:
-        """Returns where a number goes.
+        """Returns the image of a number.
 
         Raises:
-            IndexError: it is not below the count.
+            IndexError: `number` is not in `[0, count)`.
         """
         if not 0 <= number < self.count:
             raise IndexError(f"number {number} of a permutation of {self.count}")
@@ -110,12 +110,12 @@ class Permutation:
         return number
 
     def _once(self, number: int) -> int:
-        """Passes through the network once: a permutation of all numbers of so many bits."""
+        """Applies the network once, a permutation of all numbers with that many bits."""
         right_bits, left_bits = self._right, self._left
         left_mask, right_mask = (1 << left_bits) - 1, (1 << right_bits) - 1
         left, right = number >> right_bits, number & right_mask
         for key in self._keys:
-            bits = right + key & _MASK  # `_finish`, written out: this is asked for every sample
+            bits = right + key & _MASK  # inlined `_finish`, because this runs for every sample
             bits = (bits ^ (bits >> 30)) * _FIRST & _MASK
             bits = (bits ^ (bits >> 27)) * _SECOND & _MASK
             left, right = right, left ^ ((bits ^ (bits >> 31)) & left_mask)
@@ -123,7 +123,7 @@ class Permutation:
         return left << right_bits | right
 
     def all(self) -> NDArray[np.int64]:
-        """Returns where every number goes, int64 `[count]`: the same as asking one by one."""
+        """Returns the images of all numbers, int64 `[count]`."""
         if self.count <= MAX_STORED:
             return _written_out(self.count, self.key).copy()
         return self._walk_all(np.arange(self.count, dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""What a dataset asks of an order, whichever it is."""
+"""Interfaces between datasets and orders."""
 
 from typing import NamedTuple, Protocol
 
@@ -6,7 +6,13 @@ from megatron_data.errors import DataError
 
 
 class Span(NamedTuple):
-    """A stretch of one sequence: tokens `offset` to `offset + length`; to its end if None."""
+    """Tokens `offset` to `offset + length` of one sequence.
+
+    Attributes:
+        sequence: Index of the sequence in the dataset.
+        offset: First token of the span in the sequence.
+        length: Number of tokens. None extends the span to the end of the sequence.
+    """
 
     sequence: int
     offset: int
@@ -14,52 +20,59 @@ class Span(NamedTuple):
 
 
 class BlendEntry(NamedTuple):
-    """One sample of a blend: its source, and how many samples of that source come before it."""
+    """The dataset and the sample that a sample of a blend refers to.
+
+    Attributes:
+        source_index: Index of the dataset in the blend.
+        sample_index: Index of the sample in that dataset, which is the number of samples that the
+            blend takes from the dataset before this one.
+    """
 
     source_index: int
     sample_index: int
 
 
 class SampleOrder(Protocol):
-    """Sample number to the stretches of sequences that make up the sample."""
+    """Maps a sample index to the spans of sequences that form the sample."""
 
     @property
     def sample_length(self) -> int:
-        """Tokens in a whole sample; the last one may be shorter."""
+        """Number of tokens in a full sample. The last sample may be shorter."""
 
     def __len__(self) -> int:
         """Returns the number of samples."""
 
     def spans(self, sample: int) -> list[Span]:
-        """Returns the stretches of a sample, in order.
+        """Returns the spans of a sample, in order.
 
         Raises:
-            IndexError: no such sample.
+            IndexError: The order has no such sample.
         """
 
 
 class BlendOrder(Protocol):
-    """Sample number of a blend to a source and to the sample's number there."""
+    """Maps a sample index of a blend to a dataset and a sample index in that dataset."""
 
     def __len__(self) -> int:
         """Returns the number of samples."""
 
     def __getitem__(self, sample: int, /) -> BlendEntry:
-        """Returns where a sample comes from.
+        """Returns the dataset and the sample that a sample of the blend refers to.
 
         Raises:
-            IndexError: no such sample.
+            IndexError: The blend has no such sample.
         """
 
     def counts(self) -> list[int]:
-        """Returns how many samples come from each source."""
+        """Returns the number of samples that the blend takes from each dataset."""
 
 
 def check_order_arguments(sequence_length: int, extra: int, num_samples: int | None) -> None:
-    """Refuses numbers that no order can be made of.
+    """Checks the arguments that all sample orders have in common.
 
     Raises:
-        DataError: a length below 1, more than one token beyond it, or a negative count.
+        DataError: `sequence_length` is below 1, `extra` is neither 0 nor 1, or `num_samples` is
+            negative.
     """
     if sequence_length < 1:
         raise DataError(f"sequence length {sequence_length}; give at least 1")

@@ -1,4 +1,4 @@
-"""Megatron's order of conversations: a sample is a row of the file."""
+"""Megatron's order of conversations: one row of the file is one sample."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,23 +8,23 @@ from megatron_data.order.protocol import Span, check_order_arguments
 
 
 class RowOrder:
-    """A `SampleOrder` whose samples are documents, in their order, over and over.
+    """A `SampleOrder` whose samples are documents in the order of the file, repeated.
 
-    A document that is longer than a sample is cut at its end, to one token less than there is room
-    for, as Megatron cuts the conversations of a row.
+    A document that is longer than a sample is truncated to `sequence_length` tokens, one less than
+    the sample has room for, as in Megatron.
 
     Args:
-        document_bounds: first sequence of every document and the end of the last, int64 `[D + 1]`.
-        lengths: tokens of every sequence of the dataset, int32.
-        documents: first document of the split, and the one after its last.
-        sequence_length: tokens of a sample; the order reads one more, for the last label.
-        num_samples: how many samples there are; None for one of every document.
+        document_bounds: First sequence of every document and the end of the last, int64 `[D + 1]`.
+        lengths: Length of every sequence of the dataset in tokens, int32 `[S]`.
+        documents: First document of the split, and the index after its last.
+        sequence_length: Tokens of a sample. The order reads one more, for the last label.
+        num_samples: Number of samples. Defaults to the number of documents.
 
     Attributes:
-        truncated: documents of the split that lose their end.
+        truncated: Number of documents of the split that are truncated.
 
     Raises:
-        EmptySplitError: the split has no document.
+        EmptySplitError: The split has no document.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class RowOrder:
         return self._samples
 
     def spans(self, sample: int) -> list[Span]:
-        """Returns the stretches of a sample, in order.
+        """Returns the spans of a sample, in order.
 
         Raises:
-            IndexError: no such sample.
+            IndexError: The order has no such sample.
         """
         if not 0 <= sample < self._samples:
             raise IndexError(f"sample {sample} of {self._samples}")
@@ -67,13 +67,11 @@ class RowOrder:
 
 
 def truncated_lengths(lengths: NDArray[np.integer], sequence_length: int) -> list[int]:
-    """Returns how many tokens of each of a row's sequences a sample has room for.
-
-    A row that does not end in a sample loses its end, to one token less than there is room for.
+    """Returns the lengths of a row's sequences after truncation to one sample.
 
     Args:
-        lengths: tokens of the sequences, `[S]`.
-        sequence_length: tokens of a sample, which reads one more for the last label.
+        lengths: Lengths of the sequences in tokens, `[S]`.
+        sequence_length: Largest sum of the returned lengths.
     """
     ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
     if ends[-1] > sequence_length:

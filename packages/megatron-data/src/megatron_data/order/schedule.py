@@ -1,4 +1,4 @@
-"""A blend whose weights may change in the course of a run."""
+"""Blends whose weights may change during a run."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from megatron_data.order.protocol import BlendEntry
 
 
 class WeightChange(NamedTuple):
-    """Weights from one sample on.
+    """Weights that apply from one sample on.
 
     Attributes:
-        first_sample: the first sample drawn by them; 0 in the first change.
-        weights: a positive number for every source that is drawn from.
+        first_sample: First sample with these weights. 0 in the first change.
+        weights: A positive number for each source, by name.
     """
 
     first_sample: int
@@ -22,7 +22,14 @@ class WeightChange(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """What holds from one change to the next: the sources' numbers and what was drawn before."""
+    """The samples between two changes.
+
+    Attributes:
+        first_sample: First sample of the segment.
+        sources: Indices of its sources.
+        shares: Assigns its samples to `sources`.
+        drawn: Samples taken from each known source before the segment.
+    """
 
     first_sample: int
     sources: tuple[int, ...]
@@ -31,21 +38,22 @@ class _Segment(NamedTuple):
 
 
 class BlendSchedule:
-    """A `BlendOrder` computed from the weights and all their changes.
+    """A `BlendOrder` computed from weights that may change at given samples.
 
-    A change takes effect at its first sample and leaves what came before as it was. Sources go on
-    where they were, also after a time without weight; new ones begin at their first sample.
+    A change applies from its first sample on and does not affect earlier samples. Each source
+    continues where it stopped, also after samples in which it had no weight. A new source starts at
+    its first sample.
 
     Args:
-        changes: in order; the first begins at sample 0.
-        num_samples: how many samples are drawn.
+        changes: Weights, ordered by their first sample. The first change begins at sample 0.
+        num_samples: Number of samples of the blend.
 
     Attributes:
         sources: Names of all sources in the order of their first appearance.
             `BlendEntry.source_index` is an index into it.
 
     Raises:
-        DataError: no change, one that does not begin after the one before it, or unusable weights.
+        DataError: `changes` is empty or not in order, or a weight is not positive.
     """
 
     def __init__(self, changes: Sequence[WeightChange], num_samples: int) -> None:
@@ -68,7 +76,7 @@ class BlendSchedule:
         self.sources = tuple(numbers)
 
     def _counts_before(self, change: WeightChange) -> list[int]:
-        """Samples of every source so far known that come before a change."""
+        """Returns the samples taken from each known source before a change."""
         if not self._segments:
             if change.first_sample:
                 raise DataError(
@@ -94,10 +102,10 @@ class BlendSchedule:
         return self.num_samples
 
     def __getitem__(self, sample: int) -> BlendEntry:
-        """Returns where a sample comes from.
+        """Returns the source of a sample and the sample's index in it.
 
         Raises:
-            IndexError: no such sample.
+            IndexError: The blend has no such sample.
         """
         if not 0 <= sample < self.num_samples:
             raise IndexError(f"sample {sample} of {self.num_samples}")
@@ -107,7 +115,7 @@ class BlendSchedule:
         return BlendEntry(source, segment.drawn[source] + sample_index)
 
     def counts(self) -> list[int]:
-        """Returns how many samples come from each of `sources`."""
+        """Returns the number of samples from each of `sources`."""
         if not self.num_samples:
             return [0] * len(self.sources)
         counts = self._counts_up_to(self._segment_of(self.num_samples - 1), self.num_samples)

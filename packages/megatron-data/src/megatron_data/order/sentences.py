@@ -1,15 +1,16 @@
-"""Megatron's maps from sample to sentences, for datasets whose documents are rows of sentences.
+"""Megatron's maps from samples to sentences, for datasets with one sequence per sentence.
 
-A map is made in one pass over the documents of each epoch. A document is passed over if it has too
-few sentences, or a sentence of more than 512 tokens. In it, sentences are gathered until they reach
-a length, and a sample is closed there if more sentences follow; the last sample takes what is left.
+A map is built in one pass over the documents of each epoch. Documents with too few sentences, or
+with a sentence of more than 512 tokens, are skipped. The sentences of a document are added to a
+sample until the sample reaches a target length. The sample ends there if enough sentences follow;
+otherwise it takes the rest of the document.
 
-`sentence_map` is for BERT and T5, where the length is now and then drawn shorter; `block_map` is
-for the inverse cloze task, where the document's title takes its part of it.
+`sentence_map` is for BERT and T5, where some target lengths are drawn shorter. `block_map` is for
+the inverse cloze task, where the title of the document reduces the target length.
 
-Source: `helpers.cpp` of NVIDIA/Megatron-LM, whose results these equal row by row, dtypes included,
-with a bisection per sample in place of a step per sentence. Where no document can be used Megatron
-goes on for ever; here that is an error.
+Source: `helpers.cpp` of NVIDIA/Megatron-LM. The results are equal row by row, including dtypes. The
+code needs one bisection per sample instead of one step per sentence. If no document can be used,
+Megatron loops forever and these functions raise an error.
 """
 
 from array import array
@@ -23,9 +24,9 @@ from megatron_data.errors import EmptySplitError
 from megatron_data.order.mersenne import mt19937, mt19937_64
 
 MAX_SENTENCE_LENGTH = 512
-"""Documents with a longer sentence, in tokens, are passed over."""
+"""Largest length of a sentence in tokens. Documents with a longer sentence are skipped."""
 
-_AFTER_CLOSED = 2  # sentences that have to follow a sample that is closed early
+_AFTER_CLOSED = 2  # sentences that must follow a sample that ends before its document
 
 
 def sentence_map(
@@ -38,25 +39,25 @@ def sentence_map(
     num_samples: int | None = None,
     min_sentences: int = 1,
 ) -> NDArray[np.unsignedinteger]:
-    """Builds the map of BERT and T5.
+    """Builds the sample map of BERT and T5.
 
     Args:
-        document_bounds: first sentence of every document and the end of the last, int64 `[D + 1]`.
-        lengths: tokens of every sentence of the dataset, int32.
-        max_length: tokens a sample is gathered up to: without those the task adds.
-        short_probability: share of samples whose length is drawn from 2 to `max_length`. Megatron
-            rounds one over it to a whole number.
-        seed: of both of Megatron's generators.
-        num_samples: least number of samples; whole epochs are laid out until there are as many.
-            None for one epoch.
-        min_sentences: sentences a sample has at least: 2 for BERT with its second task.
+        document_bounds: First sentence of every document and the end of the last, int64 `[D + 1]`.
+        lengths: Length of every sentence of the dataset in tokens, int32 `[S]`.
+        max_length: Target length of a sample, without the special tokens that the task adds.
+        short_probability: Fraction of samples whose target length is drawn from 2 to `max_length`.
+            As in Megatron, its reciprocal is rounded to an integer.
+        seed: Seed of both of Megatron's generators.
+        num_samples: Minimum number of samples, in whole epochs. Defaults to one epoch.
+        min_sentences: Minimum number of sentences in a sample: 2 for BERT with sentence order
+            prediction. Defaults to 1.
 
     Returns:
-        First sentence, the one after the last, and the length aimed at, `[samples, 3]`, uint32, or
-        uint64 where there are more than 2^32 - 1 sentences.
+        First sentence, end and target length of each sample, `[samples, 3]`, uint32, or uint64
+        where there are more than 2^32 - 1 sentences.
 
     Raises:
-        EmptySplitError: no document can be used.
+        EmptySplitError: No document can be used.
     """
     targets = _targets(seed, max_length, short_probability)
     documents = _usable(document_bounds, lengths, min_sentences, 1)
@@ -86,24 +87,25 @@ def block_map(
     num_samples: int | None = None,
     use_one_sentence_blocks: bool = False,
 ) -> NDArray[np.unsignedinteger]:
-    """Builds the map of the inverse cloze task and of retrieval.
+    """Builds the sample map of the inverse cloze task and of retrieval.
 
     Args:
-        document_bounds: first sentence of every document and the end of the last, int64 `[D + 1]`.
-        lengths: tokens of every sentence of the dataset, int32.
-        title_lengths: tokens of every document's title, int32 `[D]`.
-        max_length: tokens that title and block have together, without those the task adds.
-        seed: of the shuffle.
-        num_samples: least number of samples; whole epochs are laid out until there are as many.
-            None for one epoch.
-        use_one_sentence_blocks: allow blocks of one sentence; otherwise they have two at least.
+        document_bounds: First sentence of every document and the end of the last, int64 `[D + 1]`.
+        lengths: Length of every sentence of the dataset in tokens, int32 `[S]`.
+        title_lengths: Length of every document's title in tokens, int32 `[D]`.
+        max_length: Target length of title and block together, without the special tokens that the
+            task adds.
+        seed: Seed of the shuffle.
+        num_samples: Minimum number of samples, in whole epochs. Defaults to one epoch.
+        use_one_sentence_blocks: Allows blocks of one sentence instead of at least two. Defaults to
+            False.
 
     Returns:
-        First sentence, the one after the last, document, and number of the block within an epoch,
-        `[samples, 4]`, uint32, or uint64 where there are more than 2^32 - 1 sentences.
+        First sentence, end, document, and index of the block within an epoch, `[samples, 4]`,
+        uint32, or uint64 where there are more than 2^32 - 1 sentences.
 
     Raises:
-        EmptySplitError: no document can be used.
+        EmptySplitError: No document can be used.
     """
     least = 1 if use_one_sentence_blocks else 2
     documents = _usable(document_bounds, lengths, least, least - 1)
@@ -125,9 +127,9 @@ def block_map(
 def _usable(
     bounds: NDArray[np.int64], lengths: NDArray[np.int32], min_sentences: int, checked_above: int
 ) -> list[tuple[int, int, int]]:
-    """Number, first sentence and end of the documents that are not passed over.
+    """Returns index, first sentence and end of the documents that are used.
 
-    Sentences of documents with no more than `checked_above` of them may have any length.
+    The length of sentences is not checked in documents of at most `checked_above` sentences.
     """
     counts = np.diff(bounds)
     long = np.concatenate([[0], np.cumsum(lengths > MAX_SENTENCE_LENGTH)])
@@ -144,20 +146,20 @@ def _usable(
 
 
 def _ends(lengths: NDArray[np.int32]) -> "array[int]":
-    """Tokens before every sentence and after the last, in a form that `bisect` reads fast."""
+    """Returns the cumulative lengths of the sentences as an array that `bisect` reads fast."""
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, dtype=np.int64, out=ends[1:])
     return array("q", ends.tobytes())
 
 
 def _closed(ends: "array[int]", start: int, last: int, target: int, least: int, after: int) -> int:
-    """Where a sample ends that begins at sentence `start` of a document that ends at `last`."""
+    """Returns the end of a sample from sentence `start` of a document that ends at `last`."""
     end = max(bisect_left(ends, ends[start] + target, start + 1, last + 1), start + least)
     return end if last - end >= after else last
 
 
 def _targets(seed: int, max_length: int, short_probability: float) -> Iterator[int]:
-    """Returns the length each sample aims at."""
+    """Yields the target length of each sample."""
     every = round_half_away(1 / short_probability) if short_probability > 0 else 0
     if not every:
         while True:
@@ -168,7 +170,7 @@ def _targets(seed: int, max_length: int, short_probability: float) -> Iterator[i
 
 
 def round_half_away(number: float) -> int:
-    """Rounds to the next whole number as C does, halves away from zero."""
+    """Rounds a positive number to an integer as C does, with halves away from zero."""
     return int(number + 0.5)
 
 
@@ -183,7 +185,7 @@ def _repeat(epoch: Callable[[], None], made: Callable[[], int], wanted: int | No
 def _shuffled(
     rows: list[int], width: int, seed: int, sentences: int
 ) -> NDArray[np.unsignedinteger]:
-    """Rows in the order of a Fisher-Yates shuffle by the 64-bit generator."""
+    """Returns the rows after a Fisher-Yates shuffle by the 64-bit generator."""
     count = len(rows) // width
     draws = mt19937_64(seed + 1, max(count - 1, 0))
     partners = (draws % np.arange(count, 1, -1, dtype=np.uint64)).tolist()

@@ -1,17 +1,16 @@
-"""A sample order that is a function of the seed and the sample's number, and nothing else.
+"""A sample order that depends only on the seed and the index of the sample.
 
-Every epoch lays the sequences end to end anew: blocks of `BLOCK` sequences that are neighbours in
-the file, beginning at another place each epoch, come in an order drawn for the epoch, and so do the
-sequences within each block. All epochs together are one endless stream of tokens, of which row i
-takes `sequence_length + extra` from token `i * sequence_length` on. The samples of an epoch are the
-rows that begin in it, in an order drawn for the epoch.
+Each epoch concatenates the sequences in a new order. Blocks of `BLOCK` consecutive sequences, whose
+bounds shift with each epoch, are permuted, and so are the sequences within each block. All epochs
+together form an endless stream of tokens. Row i takes `sequence_length + extra` tokens of the
+stream, starting at token `i * sequence_length`. The samples of an epoch are the rows that begin in
+it, permuted.
 
-So no array over all sequences or samples is built or kept: a block is laid out when a sample asks
-for it. A run can be made longer at any time without changing what it has seen. Every sequence
-comes once in every epoch.
+No array over all sequences or samples is built or stored: a block is computed when a sample needs
+it. A longer run begins with the samples of a shorter one. Each epoch contains each sequence once.
 
-What it gives up against Megatron's order is that sequences that share a sample are from one block,
-unless the sample reaches into the next.
+In contrast to Megatron's order, the sequences of a sample come from one block, or from two blocks
+if the sample crosses their boundary.
 """
 
 from typing import NamedTuple, Protocol
@@ -25,7 +24,7 @@ from megatron_data.order.permutation import Permutation, hash_integers, shuffled
 from megatron_data.order.protocol import Span, check_order_arguments
 
 BLOCK = 4096
-"""Sequences that are laid out together."""
+"""Number of consecutive sequences that are permuted together."""
 
 
 class SequenceTable(Protocol):
@@ -33,17 +32,17 @@ class SequenceTable(Protocol):
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:
-        """Tokens of every sequence, int32 `[S]`; only what samples need is read."""
+        """Length of every sequence in tokens, int32 `[S]`. Samples read slices of it."""
 
     def tokens_before(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of all sequences with a smaller number, for numbers up to S itself."""
+        """Returns the tokens of all sequences before each of `sequences`, which are 0 to S."""
 
 
 class InMemorySequenceTable:
-    """A `SequenceTable` of lengths in memory, for sources whose index holds no sums.
+    """A `SequenceTable` in memory, for sources without cumulative lengths.
 
     Args:
-        sequence_lengths: tokens of every sequence, int32 `[S]`.
+        sequence_lengths: Length of every sequence in tokens, int32 `[S]`.
     """
 
     def __init__(self, sequence_lengths: NDArray[np.int32]) -> None:
@@ -51,22 +50,22 @@ class InMemorySequenceTable:
         self._ends = np.concatenate([[0], np.cumsum(sequence_lengths, dtype=np.int64)])
 
     def tokens_before(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of all sequences with a smaller number, for numbers up to S itself."""
+        """Returns the tokens of all sequences before each of `sequences`, which are 0 to S."""
         return self._ends[sequences]
 
 
 _CACHED_EPOCHS = 4
 _CACHED_BLOCKS = 512
-_BEGIN, _BLOCKS, _WITHIN, _SAMPLES = range(4)  # what a key is for
+_BEGIN, _BLOCKS, _WITHIN, _SAMPLES = range(4)  # purposes of hash keys
 
 
 class _Epoch(NamedTuple):
     """Blocks of one epoch.
 
     Attributes:
-        bounds: first sequence of every block in the order of the file, and the end of the last.
-        order: the blocks in the order of the stream.
-        ends: tokens of the epoch up to the end of each block of `order`.
+        bounds: First sequence of every block in the order of the file, and the end of the last.
+        order: Indices of the blocks in the order of the stream.
+        ends: Cumulative tokens at the end of each block of `order`.
     """
 
     bounds: NDArray[np.int64]
@@ -75,13 +74,17 @@ class _Epoch(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Sequences of one block in the order of the stream, and the tokens up to each one's end."""
+    """Sequences of one block in the order of the stream, and their cumulative tokens."""
 
     sequences: NDArray[np.int64]
     ends: NDArray[np.int64]
 
     def take(self, position: int, wanted: int, found: list[Span]) -> int:
-        """Adds up to `wanted` tokens from `position` on; return how many there were."""
+        """Appends spans of up to `wanted` tokens from `position` on to `found`.
+
+        Returns:
+            The number of tokens appended.
+        """
         place = int(self.ends.searchsorted(position, "right"))
         begin = self.ends.item(place - 1) if place else 0
         until = min(position + wanted, self.ends.item(-1))
@@ -97,22 +100,24 @@ class _Block(NamedTuple):
 
 
 class StatelessOrder:
-    """A `SampleOrder` that computes every sample from its number.
+    """A `SampleOrder` that computes each sample from its index.
 
     Args:
-        table: lengths of the dataset's sequences.
-        sequences: first sequence of the split, and the one after its last.
-        sequence_length: tokens a sample advances by.
-        seed: of all that is drawn.
-        num_samples: how many samples there are, of as many epochs as that takes. None for one
-            epoch that nothing of the next one is read into.
-        extra: tokens a sample reads beyond `sequence_length`: 1 for the last label.
-        drop_last_partial: with `num_samples` None, leave out the last sample if the epoch ends
-            inside it.
+        table: Lengths of the sequences of the dataset.
+        sequences: First sequence of the split, and the index after its last.
+        sequence_length: Stride between samples in tokens.
+        seed: Seed of all permutations.
+        num_samples: Number of samples, over as many epochs as they need. Defaults to one epoch,
+            whose last sample does not continue into the next epoch.
+        extra: Tokens that a sample reads beyond `sequence_length`: 1 for the last label.
+            Defaults to 1.
+        drop_last_partial: If `num_samples` is None, omits the last sample if the epoch ends inside
+            it. Defaults to True.
 
     Raises:
-        EmptySplitError: the split has no token.
-        DataError: numbers that no order can be made of, or one epoch too short for one sample.
+        EmptySplitError: The split has no token.
+        DataError: `sequence_length`, `num_samples` or `extra` is out of range, or one epoch is too
+            short for one sample.
     """
 
     def __init__(
@@ -153,21 +158,21 @@ class StatelessOrder:
 
     @property
     def sample_length(self) -> int:
-        """Tokens in a whole sample."""
+        """Number of tokens in a full sample."""
         return self.sequence_length + self.extra
 
     def __len__(self) -> int:
         return self._samples
 
     def epoch_of(self, sample: int) -> int:
-        """Returns the epoch that a sample begins in, from 0."""
+        """Returns the epoch in which a sample begins, from 0."""
         return 0 if self._closed else sample * self.sequence_length // self.epoch_tokens
 
     def spans(self, sample: int) -> list[Span]:
-        """Returns the stretches of a sample, in order.
+        """Returns the spans of a sample, in order.
 
         Raises:
-            IndexError: no such sample.
+            IndexError: The order has no such sample.
         """
         if not 0 <= sample < self._samples:
             raise IndexError(f"sample {sample} of {self._samples}")
@@ -177,7 +182,10 @@ class StatelessOrder:
         return self._stretches(row * self.sequence_length, self.sample_length)
 
     def _stretches(self, position: int, wanted: int) -> list[Span]:
-        """`wanted` tokens of the stream from `position` on, or those before a closed end."""
+        """Returns spans of `wanted` tokens of the stream from `position` on.
+
+        There are fewer tokens if the stream is a single epoch that ends before.
+        """
         found: list[Span] = []
         epoch, position = divmod(position, self.epoch_tokens)
         while wanted:
@@ -196,7 +204,7 @@ class StatelessOrder:
         return found
 
     def _first_sample(self, epoch: int) -> int:
-        """Returns the first row that begins in an epoch, which is its first sample, too."""
+        """Returns the first row that begins in an epoch, which is also its first sample."""
         return -(-epoch * self.epoch_tokens // self.sequence_length)
 
     def _permutation(self, epoch: int) -> Permutation:
