@@ -209,7 +209,10 @@ def test_matrices_go_to_the_rule_that_needs_them_and_the_rest_to_another(mesh: M
     [
         ("absent", "the update rule 'absent' is .*:Absent, which cannot be imported: "),
         ("number", "the update rule 'number' is strange:MARK, which is no subclass of megatron_"),
-        ("bare", "the entry point 'bare' of megatron.update_rules is .*, which is no UpdateRuleK"),
+        (
+            "bare",
+            "the entry point 'bare' of megatron.update_rules is .*, which is not a UpdateRuleK",
+        ),
         ("twice", "the update rule 'twice' has the state main: names must differ"),
         ("circular", "the update rule 'circular' leaves other parameters to 'scaled', which needs"),
     ],
@@ -257,5 +260,5 @@ def test_the_rules_of_the_package_are_described_without_torch() -> None:
 def test_two_distributions_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = EntryPoint("sgd", "elsewhere:SGD", RULES.group)
     monkeypatch.setattr(extensions, "entry_points", lambda group: [other])
-    with pytest.raises(OptimError, match="two distributions bring the update rule 'sgd'"):
+    with pytest.raises(OptimError, match="two distributions provide the update rule 'sgd'"):
         RULES.find("sgd")

@@ -176,7 +176,7 @@ def test_a_hierarchy_nests_its_groups() -> None:
     assert "cp_inner" not in ParallelLayout(cp=4).resolve(4).group_names
     with pytest.raises(LayoutError, match=r"hierarchical_cp=\(2, 3\) .* cp=4"):
         ParallelLayout(cp=4, hierarchical_cp=(2, 3))
-    with pytest.raises(LayoutError, match="there is no 'cp_inner' group: give hierarchical_cp"):
+    with pytest.raises(LayoutError, match="there is no 'cp_inner' group: set hierarchical_cp"):
         ParallelLayout(cp=4).resolve(4).groups("cp_inner")
 
 

@@ -45,11 +45,11 @@ def test_each_rank_takes_the_device_of_its_number_or_the_one_it_sees(
             "cuda:2",
             0,
             2,
-            "device 'cuda:2' was asked for, but 2 CUDA devices are visible: give an index below "
+            "device 'cuda:2' does not exist, 2 CUDA devices are visible: use an index below "
             "2, or 'cuda' for the device of the rank",
         ),
-        ("cuda:1", 0, 1, "device 'cuda:1' was asked for, but 1 CUDA device is visible: give"),
-        ("cuda", 0, 0, "device 'cuda' was asked for, but torch sees no CUDA device: use device"),
+        ("cuda:1", 0, 1, "device 'cuda:1' does not exist, 1 CUDA device is visible: use"),
+        ("cuda", 0, 0, "device 'cuda' is not available, torch sees no CUDA device: use device"),
     ],
 )
 def test_a_device_that_is_not_there_is_one_line(

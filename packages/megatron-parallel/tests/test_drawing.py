@@ -6,22 +6,22 @@ from megatron_parallel.mesh import draw_layout
 EIGHT = """\
 8 ranks: tp 2 x cp 1 x dp 2 x pp 2, order tp-cp-ep-dp-pp
 
-           dp 0   dp 1
-         ┌──────┬──────┐
-stage 0  │ 0 1  │ 2 3  │
-stage 1  │ 4 5  │ 6 7  │
-         └──────┴──────┘
+        dp 0   dp 1
+      ┌──────┬──────┐
+pp 0  │ 0 1  │ 2 3  │
+pp 1  │ 4 5  │ 6 7  │
+      └──────┴──────┘
 
 tp                   4 x 2     [0 1] [2 3] [4 5] [6 7]
     tensor parallel: one layer cut over its ranks; also tp_cp
 dp                   4 x 2     [0 2] [1 3] [4 6] [5 7]
-    data parallel: copies that see different samples; also dp_cp
+    data parallel: replicas with different samples; also dp_cp
 pp                   4 x 2     [0 4] [1 5] [2 6] [3 7]
-    pipeline parallel: one copy of the model, stage by stage; also embedding
+    pipeline parallel: the stages of one replica; also embedding
 tp_dp                2 x 4     [0 1 2 3] [4 5 6 7]
-    one pipeline stage at one context position; also tp_dp_cp
+    one pipeline rank at one cp coordinate; also tp_dp_cp
 model                2 x 4     [0 1 4 5] [2 3 6 7]
-    one copy of the model
+    one replica of the model
 one rank each: cp"""
 
 
@@ -33,7 +33,7 @@ def test_eight_ranks() -> None:
 
 def test_chunks_and_experts_are_named() -> None:
     drawn = draw_layout(ParallelLayout(tp=2, ep=4, etp=1, pp=2, vpp=2).resolve(8))
-    assert "stage 1 (chunks 1 3)" in drawn
+    assert "pp 1 (stages 1 3)" in drawn
     assert "experts etp 1 x ep 4" in drawn
     assert "ep                   2 x 4     [0 1 2 3] [4 5 6 7]" in drawn
 

@@ -43,7 +43,9 @@ def test_what_cannot_be_found_is_one_line(bring):
         with pytest.raises(KeyError, match=f"the shape '{name}' is .*, which cannot be imported:"):
             SHAPES.load(name)
     bring(circle="math:pi")
-    with pytest.raises(KeyError, match="two distributions bring the shape 'circle': math:tau and"):
+    with pytest.raises(
+        KeyError, match="two distributions provide the shape 'circle': math:tau and"
+    ):
         SHAPES.find("circle")
     bring(circle="math:tau")  # the same object again
     assert list(SHAPES.entries()) == ["circle"]

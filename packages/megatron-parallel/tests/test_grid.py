@@ -29,7 +29,10 @@ def test_groups_are_the_ranks_that_differ_only_along_their_axes() -> None:
     ("make", "line"),
     [
         (lambda: Grid(("a", "a"), (1, 2)), "axis 'a' is named twice"),
-        (lambda: Grid(("a b",), (2,)), "axis 'a b' is not a word: use letters, digits and '_'"),
+        (
+            lambda: Grid(("a b",), (2,)),
+            "axis 'a b' is not an identifier: use letters, digits and '_'",
+        ),
         (lambda: Grid(("a",), (0,)), "a=0 is not a size: give a whole number >= 1"),
         (lambda: Grid(("a",), (1, 2)), "1 axes were named, but 2 sized"),
         (lambda: Grid.of(a=2).groups(("b",)), "no axis is called 'b': there are a"),
@@ -96,7 +99,7 @@ def test_layouts_that_do_not_fit_are_one_line_on_every_rank(worker_pool: WorkerP
         return told
 
     for told in worker_pool.run(lines, ranks=2, timeout=60):
-        assert told[0] == "language is laid over ranks 1-2, but the job has 2 ranks"
+        assert told[0] == "language needs ranks 1-2, but the job has 2 ranks"
         assert told[1].startswith("world size 3 is not a multiple of tp 2")
-        assert told[2] == "text: range(0, 0) is not one or more ranks that follow one another"
+        assert told[2] == "text: range(0, 0) is not a range of one or more consecutive ranks"
         assert told[3].startswith("ranks disagree on text: rank 0: tp 1 x")

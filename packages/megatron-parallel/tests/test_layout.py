@@ -70,9 +70,9 @@ def test_a_pool_has_aligned_groups_of_every_power_of_two_when_asked_for() -> Non
     assert "hybrid cp" in str(layout)
     plain = ParallelLayout(tp=2, cp=2, dp=2)
     assert not [name for name in plain.group_names if name.startswith("hybrid")]
-    with pytest.raises(LayoutError, match="there is no group of 2 ranks of a pool: give hybrid_cp"):
+    with pytest.raises(LayoutError, match="there is no pool group of 2 ranks: set hybrid_cp"):
         plain.groups("hybrid_cp_2")
-    with pytest.raises(LayoutError, match="no group of 8 ranks of a pool: it has 4"):
+    with pytest.raises(LayoutError, match="no pool group of 8 ranks: the pool has 4"):
         layout.groups("hybrid_cp_8")
     with pytest.raises(LayoutError, match="no group is called 'hybrid_cp_3': did you mean"):
         layout.groups("hybrid_cp_3")
@@ -143,7 +143,7 @@ def test_dp_is_derived_and_must_agree_when_given() -> None:
         ({"tp": 4}, 2, r"2 is not a multiple of .* = 4: use 4 ranks"),
         ({"tp": 0}, 1, r"tp=0 is not a degree"),
         ({"cp": True}, 1, r"cp=True is not a degree"),
-        ({"vpp": 2}, 1, r"vpp=2 needs pipeline stages"),
+        ({"vpp": 2}, 1, r"vpp=2 needs pipeline parallelism"),
         ({"order": "tp-xp"}, 1, r"names 'xp'"),
         ({"order": "tp-tp"}, 1, r"names 'tp' twice"),
         ({"pp": 2, "order": "tp-dp"}, 2, r"leaves out 'pp', but pp=2"),
@@ -166,7 +166,7 @@ def test_questions_that_have_no_answer_are_refused() -> None:
         layout.groups("embeding")
     with pytest.raises(LayoutError, match="rank 4 is outside a world of 4"):
         layout.coordinates(4)
-    with pytest.raises(LayoutError, match="stage 1 does not exist: pp=1"):
+    with pytest.raises(LayoutError, match="pipeline rank 1 does not exist: pp=1"):
         layout.ranks_of_pipeline_rank(1)
     with pytest.raises(LayoutError, match="call resolve"):
         ParallelLayout().groups("tp")

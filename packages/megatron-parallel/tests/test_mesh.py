@@ -78,7 +78,7 @@ def test_variables_that_are_no_numbers_that_fit_are_one_line(
     for each, text in (variables | {name: value}).items():
         monkeypatch.setenv(each, text)
     with pytest.raises(
-        LayoutError, match=rf"variable {name} is '.*': give a whole number"
+        LayoutError, match=rf"variable {name} is '.*': set it to a whole number"
     ) as caught:
         Mesh.bind(ParallelLayout())
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200

@@ -81,9 +81,9 @@ def test_a_task_of_another_distribution_is_made_and_reads_by_its_own_functions(m
     ("entries", "message"),
     [
         ([("gtp", "a:B")], "no kind of task 'gpt'; did you mean 'gtp'.; installed are gtp"),
-        ([("gpt", "json:loads")], "is json:loads, which is no TaskKind of that name"),
+        ([("gpt", "json:loads")], "is json:loads, which is not a TaskKind of that name"),
         ([("gpt", "json:nothing")], "is json:nothing, which cannot be imported"),
-        ([("gpt", "a:B"), ("gpt", "c:D")], "two distributions bring the kind of task 'gpt'"),
+        ([("gpt", "a:B"), ("gpt", "c:D")], "two distributions provide the kind of task 'gpt'"),
     ],
 )
 def test_a_task_that_cannot_be_found_is_one_line(monkeypatch, entries, message):
@@ -153,7 +153,7 @@ def test_settings_of_a_task_are_flags_keys_and_part_of_the_run(capsys, tmp_path)
         (
             "--task pait",
             "--task pait: no kind of task 'pait'; did you mean 'paint'?; installed are gpt, other, "
-            "paint; install the distribution that brings it",
+            "paint; install the distribution that provides it",
         ),
     ],
 )

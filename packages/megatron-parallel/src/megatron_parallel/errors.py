@@ -1,4 +1,4 @@
-"""What is raised when settings cannot be used or a rank does not take part, in one line."""
+"""Exceptions for invalid settings and for ranks that do not take part. Messages are one line."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,17 @@ from typing import Any
 
 
 class FieldError(ValueError):
-    """Settings that cannot be used, told by the names of their fields or by others' names for them.
+    """Invalid settings of a configuration dataclass.
 
-    Base of the exceptions of packages whose configurations are dataclasses: whoever made one from
-    flags or a file can tell the error in their spelling, see `format_message`.
+    Base class of the exceptions of packages with such configurations. The message names the fields.
+    Code that built the configuration from flags or a file can format the message with the names of
+    the flags or keys instead, see `format_message`.
 
     Args:
-        message: one line. If there are ``fields``, ``{size}`` stands for the field and its value,
-            ``size 96``, ``{size:=}`` for ``size=96``, ``{size:name}`` for the name alone and
-            ``{size:repr}`` for the value alone.
-        fields: values of the configuration by field, as `vars` gives them.
+        message: One line. With ``fields``, ``{size}`` stands for the name and the value of the
+            field, ``size 96``; ``{size:=}`` for ``size=96``; ``{size:name}`` for the name only;
+            ``{size:repr}`` for the value only.
+        fields: Values of the configuration by field, as from `vars`.
     """
 
     def __init__(self, message: str, fields: Mapping[str, Any] | None = None) -> None:
@@ -23,12 +24,17 @@ class FieldError(ValueError):
         self._fields = fields
         super().__init__(self.format_message({}))
 
-    def format_message(self, spelling: Mapping[str, str]) -> str:
-        """The line with fields called as ``spelling`` says, each with a space before its value."""
+    def format_message(self, names: Mapping[str, str]) -> str:
+        """Returns the message with other names of fields.
+
+        Args:
+            names: Name to print for a field, such as its flag, by field. A field that is not in
+                ``names`` keeps its own name. A replaced name is followed by a space and the value.
+        """
         if self._fields is None:
             return self._message
         return self._message.format_map(
-            {name: _Field(name, value, spelling.get(name)) for name, value in self._fields.items()}
+            {name: _Field(name, value, names.get(name)) for name, value in self._fields.items()}
         )
 
 
@@ -40,31 +46,31 @@ def _short(text: str) -> str:
 
 
 class _Field:
-    """What a field of a configuration is in the message of an error."""
+    """A field of a configuration in the message of an error."""
 
-    def __init__(self, name: str, value: Any, spelt: str | None) -> None:
-        self._name, self._value, self._spelt = name, value, spelt
+    def __init__(self, name: str, value: Any, replaced: str | None) -> None:
+        self._name, self._value, self._replaced = name, value, replaced
 
     def __format__(self, form: str) -> str:
-        name = self._spelt or self._name
+        name = self._replaced or self._name
         if form == "name":
             return name
         if form == "repr":
             return _short(repr(self._value))
-        between = "=" if form == "=" and self._spelt is None else " "
+        between = "=" if form == "=" and self._replaced is None else " "
         return f"{name}{between}{_short(str(self._value))}"
 
 
 class LayoutError(FieldError):
-    """A layout that cannot be, or ranks that do not agree on one."""
+    """An invalid layout, or ranks that disagree on the layout."""
 
 
 class CollectiveError(RuntimeError):
-    """A rank did not take part in a collective, or its connection broke; the job must end."""
+    """A rank did not take part in a collective, or its connection broke. The job must end."""
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Ascending ranks in words: `rank 3`, `ranks 0-5, 7`."""
+    """Returns ascending ranks as text: `rank 3`, `ranks 0-5, 7`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
@@ -76,6 +82,6 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def backend_text(error: RuntimeError) -> str:
-    """Returns the first sentence of the backend's message, without the place in its source."""
+    """Returns the first sentence of a backend's message, without its source location."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[^\]]*\]\s*", "", lines[0]).split(". ")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Which errors of torch mean that memory ran out."""
+"""Detection of out-of-memory errors."""
 
 import torch
 
@@ -6,10 +6,10 @@ _CPU_ALLOCATOR = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether memory of the host or of a device ran out.
+    """Returns whether an error means that the host or a device ran out of memory.
 
-    torch raises `torch.OutOfMemoryError` for devices alone; for the host it raises a plain
-    `RuntimeError` with the text of its allocator.
+    torch raises `torch.OutOfMemoryError` only for devices. For the host it raises a `RuntimeError`
+    with the text of its allocator.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True

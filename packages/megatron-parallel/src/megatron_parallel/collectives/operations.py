@@ -1,26 +1,26 @@
-"""Communication over one axis of the mesh.
+"""Collectives over one axis of a mesh, and differentiable region mappings.
 
-The plain collectives are torch's with an `Axis` in place of a group. Over an axis of size 1 they
-return the tensor they were given, so nothing is copied and nothing waits. They work in every dtype
-the backend knows, float64 included (Gloo on CPUs, NCCL on GPUs). `send` and `receive` move a tensor
-from one rank of the axis to another; ranks are given by their index on the axis.
+The collectives are those of torch, with an `Axis` instead of a process group. Over an axis of size
+1 they return their input without copying. They support every dtype of the backend, including
+float64 (Gloo on CPUs, NCCL on GPUs). `send` and `receive` move a tensor from one rank of the axis
+to another. Ranks are given by their index on the axis.
 
-A rank that never arrives is a `CollectiveError` after the time-out the mesh was bound with: one
-line that names the rank, the axis and the operation. All of this is counted (`Mesh.counting`);
-`purpose` says in words what a message is for, and appears in both. In code that `torch.compile` has
-turned into a graph, collectives are part of the graph: there the backend's own error is raised.
+If a rank does not take part within the time-out of the mesh, a `CollectiveError` names the rank,
+the axis and the operation in one line. `Mesh.counting` counts all of this. `purpose` describes the
+message in both. In code compiled by `torch.compile`, collectives are part of the graph, and the
+error of the backend is raised.
 
-The region mappings are pairs: what happens in the forward pass, and its transpose in the backward
-pass. They mark the borders between a region where all ranks of an axis hold the same activations
-and one where each holds its part (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022 for the
-sequence-parallel pair). They can be differentiated once.
+A region mapping is a pair of a forward operation and its transpose in the backward pass. The
+mappings are the borders between regions where all ranks of an axis hold the same activations and
+regions where each rank holds a part (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022 for
+sequence parallelism). They can be differentiated once.
 
 | mapping | forward | backward |
 |---|---|---|
 | `copy_to_axis` | identity | all-reduce |
 | `reduce_from_axis` | all-reduce | identity |
-| `gather_from_axis` | all-gather along `dim` | own part |
-| `scatter_to_axis` | own part along `dim` | all-gather |
+| `gather_from_axis` | all-gather along `dim` | this rank's part |
+| `scatter_to_axis` | this rank's part along `dim` | all-gather |
 | `gather_sequence` | all-gather along dim 0 | reduce-scatter |
 | `scatter_sequence` | reduce-scatter along dim 0 | all-gather |
 """
@@ -45,9 +45,9 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 def all_reduce(
     t: Shaped[Tensor, "*shape"], axis: Axis, op: ReduceOp = "sum", *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:
-    """Reduces `t` over the axis, in place, and returns it."""
+    """Reduces `t` over the axis in place and returns it."""
     if axis.size > 1:
-        with _communicating(axis, "all_reduce", t, purpose):
+        with _collective(axis, "all_reduce", t, purpose):
             dist.all_reduce(t, _OPS[op], group=axis.process_group)
     return t
 
@@ -55,12 +55,15 @@ def all_reduce(
 def all_gather(
     t: Shaped[Tensor, "..."], axis: Axis, dim: int = 0, *, purpose: str = ""
 ) -> Shaped[Tensor, "..."]:
-    """Concatenates the equal parts of all ranks along `dim`, in the order of the axis."""
+    """Concatenates the tensors of all ranks along `dim`, in the order of the axis.
+
+    The tensors must have equal shapes.
+    """
     if axis.size == 1:
         return t
     part = t.movedim(dim, 0).contiguous()
     whole = part.new_empty((axis.size * part.shape[0], *part.shape[1:]))
-    with _communicating(axis, "all_gather", part, purpose):
+    with _collective(axis, "all_gather", part, purpose):
         _compat.all_gather(whole, part, axis.process_group)
     return whole.movedim(0, dim)
 
@@ -73,12 +76,16 @@ def reduce_scatter(
     *,
     purpose: str = "",
 ) -> Shaped[Tensor, "..."]:
-    """Reduces over the axis and keeps this rank's part along `dim`, which the size must divide."""
+    """Reduces `t` over the axis and returns this rank's part along `dim`.
+
+    Raises:
+        LayoutError: The axis size does not divide the size of `dim`.
+    """
     if axis.size == 1:
         return t
     whole = t.movedim(dim, 0).contiguous()
     part = whole.new_empty((_part_length(t, axis, dim), *whole.shape[1:]))
-    with _communicating(axis, "reduce_scatter", whole, purpose):
+    with _collective(axis, "reduce_scatter", whole, purpose):
         _compat.reduce_scatter(part, whole, _OPS[op], axis.process_group)
     return part.movedim(0, dim)
 
@@ -86,36 +93,42 @@ def reduce_scatter(
 def broadcast(
     t: Shaped[Tensor, "*shape"], axis: Axis, source: int = 0, *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:
-    """Overwrites `t` with that of the member whose index on the axis is `source`; return it."""
+    """Overwrites `t` with the tensor of the rank with index `source` on the axis and returns it."""
     if axis.size > 1:
-        with _communicating(axis, "broadcast", t, purpose):
+        with _collective(axis, "broadcast", t, purpose):
             dist.broadcast(t, axis.ranks[source], group=axis.process_group)
     return t
 
 
 def send(t: Shaped[Tensor, "..."], axis: Axis, to: int, *, purpose: str = "") -> None:
-    """Sends `t` to the member whose index on the axis is `to`, which must `receive` it.
+    """Sends `t` to the rank with index `to` on the axis, which must call `receive`.
 
-    Returns when `t` may be overwritten, which can be before it has arrived. Raises `LayoutError` if
-    there is no such other member.
+    Returns when `t` may be overwritten, which can be before it has arrived.
+
+    Raises:
+        LayoutError: `to` is this rank or not an index of the axis.
     """
     peer = _peer(axis, to, "sent to")
     t = t.contiguous()
-    with _between(axis, "send", f"to rank {peer}", t, purpose, axis.ranks[axis.index], peer):
+    with _point_to_point(axis, "send", f"to rank {peer}", t, purpose, axis.ranks[axis.index], peer):
         dist.send(t, peer, group=axis.process_group)
 
 
 def receive(
     t: Shaped[Tensor, "*shape"], axis: Axis, source: int, *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:
-    """Overwrites `t` with what the member whose index is `source` sends; return it.
+    """Overwrites `t` with the tensor sent by the rank with index `source` and returns it.
 
-    Both must have the same shape and dtype: backends do not compare them. Raises `LayoutError` if
-    there is no such other member.
+    Shape and dtype must be those of the sent tensor; backends do not compare them.
+
+    Raises:
+        LayoutError: `source` is this rank or not an index of the axis.
     """
     peer = _peer(axis, source, "received from")
     buffer = t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
-    with _between(axis, "receive", f"from rank {peer}", t, purpose, peer, axis.ranks[axis.index]):
+    with _point_to_point(
+        axis, "receive", f"from rank {peer}", t, purpose, peer, axis.ranks[axis.index]
+    ):
         dist.recv(buffer, peer, group=axis.process_group)
     return t if buffer is t else t.copy_(buffer)
 
@@ -123,25 +136,25 @@ def receive(
 def _peer(axis: Axis, index: int, what: str) -> int:
     if index == axis.index or not 0 <= index < axis.size:
         raise LayoutError(
-            f"nothing can be {what} index {index} of axis {axis.name!r}: it has {axis.size} ranks, "
-            f"of which this is index {axis.index}"
+            f"nothing can be {what} index {index} of axis {axis.name!r}, which has {axis.size} "
+            f"ranks; this rank has index {axis.index}"
         )
     return axis.ranks[index]
 
 
-def _communicating(
+def _collective(
     axis: Axis, operation: str, payload: Tensor, purpose: str
 ) -> raise_collective_errors:
-    """Around a collective: it is counted, and its failure is named."""
+    """Counts a collective and returns the context for it."""
     operation = f"{operation} of {purpose}" if purpose else operation
     axis.count(operation, payload)
     return raise_collective_errors(axis, operation, payload)
 
 
-def _between(
+def _point_to_point(
     axis: Axis, verb: str, whom: str, payload: Tensor, purpose: str, source: int, target: int
 ) -> raise_collective_errors:
-    """Around one end of a message from one rank to another."""
+    """Counts a point-to-point message and returns the context for it."""
     operation = f"{verb} of {purpose}" if purpose else verb
     axis.count(operation, payload)
     return raise_collective_errors(
@@ -154,32 +167,35 @@ def _between(
 
 
 def copy_to_axis(x: Float[Tensor, "*shape"], axis: Axis) -> Float[Tensor, "*shape"]:
-    """Enters a parallel region: identity; the gradients of all ranks are summed."""
+    """Enters a parallel region. Returns `x`; the backward pass sums the gradients of all ranks."""
     return x if axis.size == 1 else _apply(_CopyTo, x, axis)
 
 
 def reduce_from_axis(x: Float[Tensor, "*shape"], axis: Axis) -> Float[Tensor, "*shape"]:
-    """Leaves a parallel region: partial sums of all ranks are added; the gradient is identity."""
+    """Leaves a parallel region. Sums `x` over the ranks; the gradient passes unchanged."""
     return x if axis.size == 1 else _apply(_ReduceFrom, x, axis)
 
 
 def gather_from_axis(x: Float[Tensor, "..."], axis: Axis, dim: int = -1) -> Float[Tensor, "..."]:
-    """Concatenates parts along `dim`; a rank's gradient is its part of the (common) gradient."""
+    """Concatenates the parts of all ranks along `dim`.
+
+    The gradient of a rank is its part of the output gradient, which is the same on all ranks.
+    """
     return x if axis.size == 1 else _apply(_GatherFrom, x, axis, dim)
 
 
 def scatter_to_axis(x: Float[Tensor, "..."], axis: Axis, dim: int = -1) -> Float[Tensor, "..."]:
-    """Keeps this rank's part along `dim`; the gradient parts are concatenated."""
+    """Returns this rank's part along `dim`. The gradients of all ranks are concatenated."""
     return x if axis.size == 1 else _apply(_ScatterTo, x, axis, dim)
 
 
 def gather_sequence(x: Float[Tensor, "part ..."], axis: Axis) -> Float[Tensor, "sequence ..."]:
-    """Parts `[s/n, ...]` to all of `[s, ...]`, on entering a tensor-parallel region."""
+    """Gathers `[s/n, ...]` to `[s, ...]`, on entering a tensor-parallel region."""
     return x if axis.size == 1 else _apply(_GatherSequence, x, axis)
 
 
 def scatter_sequence(x: Float[Tensor, "sequence ..."], axis: Axis) -> Float[Tensor, "part ..."]:
-    """Partial sums `[s, ...]` to their sum's part `[s/n, ...]`, on leaving the region again."""
+    """Reduces and scatters partial sums `[s, ...]` to `[s/n, ...]`, on leaving such a region."""
     return x if axis.size == 1 else _apply(_ScatterSequence, x, axis)
 
 
@@ -198,7 +214,7 @@ def _own_part(t: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _sum(t: Tensor, axis: Axis) -> Tensor:
-    """Sums over the axis in memory of its own: autograd may hand out views of others' tensors."""
+    """Returns the sum over the axis in new memory: autograd may pass views of other tensors."""
     return all_reduce(t.clone(memory_format=torch.contiguous_format), axis)
 
 

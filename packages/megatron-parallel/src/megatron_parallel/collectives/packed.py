@@ -1,10 +1,10 @@
-"""Tensors that one rank has and all get, whatever their number, shapes and dtypes; and texts.
+"""Broadcast of tensors of any number, shapes and dtypes, and all-gather of texts.
 
-They go as two messages: 16 bytes that say how long the second one is, then a description of the
-tensors and their bytes. So receivers know nothing beforehand and yet make room for exactly what
-comes; a backend that is sent another number of bytes than it expects stops, or leaves zeros.
+A broadcast is two messages: 16 bytes with the sizes of the second one, then a description of the
+tensors and their bytes. Receivers need to know nothing in advance and still allocate the exact
+size; a backend that receives another number of bytes than expected fails or leaves zeros.
 
-Nothing is pickled, here or anywhere between ranks: what is no tensor travels as JSON.
+Ranks never exchange pickles: everything that is not a tensor is sent as JSON.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_parallel.collectives.operations import all_gather, broadcast
 from megatron_parallel.mesh.axes import Axis
 
-_ALIGNED: Final = 16  # bytes, where a tensor begins
+_ALIGNED: Final = 16  # bytes, alignment of each tensor
 
 
 def broadcast_tensors(
@@ -30,18 +30,19 @@ def broadcast_tensors(
     device: torch.device | str = "cpu",
     purpose: str = "",
 ) -> dict[str, Shaped[Tensor, "..."]]:
-    """Returns the tensors of one member of an axis on all of them.
+    """Sends the tensors of one rank to all ranks of an axis.
 
     Args:
-        tensors: By name. Only those of the source count; the others' are not looked at.
-        axis: Who takes part. Over an axis of one rank nothing is sent.
+        tensors: Tensors by name. Ignored on all ranks except the source.
+        axis: Axis of the broadcast. If its size is 1, nothing is sent.
         source: Index of the source on the axis.
-        device: Where they are to be; that which the backend sends from.
-        purpose: What they are, for `Mesh.counting` and for errors.
+        device: Device of the result, from which the backend sends.
+        purpose: Description of the tensors for `Mesh.counting` and for errors.
 
     Returns:
-        The same names in the same order, with equal bits, on `device`. They share memory among
-        themselves; on the source they are its own where those are on `device`.
+        The same names in the same order with bitwise equal tensors on `device`. The tensors share
+        memory with one another. On the source, tensors that are already on `device` are returned
+        themselves.
     """
     if axis.size == 1 or axis.index == source:
         found = {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -64,13 +65,13 @@ def broadcast_tensors(
 def all_gather_texts(
     text: str, axis: Axis, *, device: torch.device | str = "cpu", purpose: str = ""
 ) -> list[str]:
-    """Returns the text of every member of an axis, in their order.
+    """Returns the texts of all ranks of an axis, in its order.
 
     Args:
-        text: This rank's.
-        axis: Who takes part. Over an axis of one rank nothing is sent.
-        device: That which the backend sends from.
-        purpose: What the texts are, for `Mesh.counting` and for errors.
+        text: Text of this rank.
+        axis: Axis of the all-gather. If its size is 1, nothing is sent.
+        device: Device from which the backend sends.
+        purpose: Description of the texts for `Mesh.counting` and for errors.
     """
     if axis.size == 1:
         return [text]
@@ -88,27 +89,27 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _tensor_of(text: bytes, device: torch.device | str) -> Tensor:
-    if not text:  # which torch.frombuffer refuses
+    if not text:  # torch.frombuffer does not accept an empty buffer
         return torch.empty(0, dtype=torch.uint8, device=device)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
 
 
 def _aligned(*parts: Tensor) -> Iterator[Tensor]:
-    """Returns the parts, each followed by zeros up to where the next may begin."""
+    """Yields the parts, each followed by zeros up to the alignment of the next."""
     for part in parts:
         yield part
         yield part.new_zeros(-len(part) % _ALIGNED)
 
 
 def _unpacked(message: Tensor, described: int) -> dict[str, Tensor]:
-    found, at = {}, _up(described)
+    found, offset = {}, _align(described)
     for name, dtype, shape in json.loads(bytes(message[:described].tolist())):
         kind: torch.dtype = getattr(torch, dtype)
         length = prod(shape) * kind.itemsize
-        found[name] = message[at : at + length].view(kind).view(shape)
-        at += _up(length)
+        found[name] = message[offset : offset + length].view(kind).view(shape)
+        offset += _align(length)
     return found
 
 
-def _up(length: int) -> int:
+def _align(length: int) -> int:
     return -(-length // _ALIGNED) * _ALIGNED

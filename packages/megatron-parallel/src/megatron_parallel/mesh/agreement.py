@@ -1,7 +1,7 @@
-"""Do all ranks mean the same thing? Asked through the store, before any collective.
+"""Comparison of values between ranks through the store, before any collective.
 
-Ranks that disagree about the layout, the configuration or a tensor's shape otherwise meet in a
-collective, where the outcome is an abort inside the library, a hang, or silently wrong numbers.
+If ranks disagree about the layout, the configuration or the shape of a tensor, a collective aborts
+inside the library, hangs or returns wrong numbers.
 """
 
 import json
@@ -30,23 +30,32 @@ def agree(
     axis: str = "world",
     own: Mapping[str, str | None] | None = None,
 ) -> None:
-    """Returns once all `ranks` have given equal `values`; otherwise raise on every one of them.
+    """Verifies that all ranks give equal values. Either all ranks return, or all ranks raise.
 
-    The first of `ranks`, the members of `axis`, collects and publishes the verdict, so that the
-    store serves O(number of ranks) requests. May be called again with the same `topic`, which says
-    in words what is compared: calls are counted in the store, per rank.
+    The first of `ranks` collects the values and publishes the verdict, so the number of requests is
+    proportional to the number of ranks. The store counts the calls of each rank, so a `topic` can
+    be used again.
 
-    `own` are values by name that no two ranks may share; None is shared by any number.
+    Args:
+        store: Store of the job.
+        topic: What is compared, in words.
+        values: Values that must be equal on all ranks, by name.
+        rank: This rank.
+        ranks: Ranks of `axis`.
+        timeout: Time-out of the comparison.
+        axis: Name of the axis, for errors.
+        own: Values that no two ranks may share, by name. Several ranks may have None.
 
     Raises:
-        LayoutError: Values differ, or two ranks share one; the line names them and the ranks.
-        CollectiveError: A rank has not come within `timeout`, or the store is gone.
+        LayoutError: Values differ, or two ranks share one of `own`. The error names the values and
+            the ranks.
+        CollectiveError: A rank does not join within `timeout`, or the store is lost.
     """
     where = f"the comparison of {topic} on axis {axis!r} ({rank_list(ranks)})"
     given = {_EQUAL: values, _OWN: own or {}}
     try:
         verdict = _verdict(store, f"agree/{topic}/{axis}/{ranks[0]}", given, rank, ranks, timeout)
-    except RuntimeError as error:  # every failure of a store is one
+    except RuntimeError as error:  # every failure of a store is a RuntimeError
         state = "frozen" if isinstance(error, StoreError) else "gone"
         cause = backend_text(error)
         raise CollectiveError(
@@ -74,8 +83,8 @@ def _verdict(
     ranks: Sequence[int],
     timeout: timedelta,
 ) -> _Verdict:
-    turn = store.add(f"{topic}/turns/{rank}", 1)
-    base = f"{topic}/{turn}"
+    call = store.add(f"{topic}/turns/{rank}", 1)
+    base = f"{topic}/{call}"
     store.set(f"{base}/{rank}", json.dumps({kind: dict(values) for kind, values in given.items()}))
     deadline = time.monotonic() + timeout.total_seconds()
     if rank == ranks[0]:
@@ -119,7 +128,7 @@ def _judge(store: BoundedStore, base: str, ranks: Sequence[int], deadline: float
 def _ranks_by_value(
     answers: Mapping[int, Mapping[str, Mapping[str, str | None]]], kind: str
 ) -> dict[str, dict[str | None, list[int]]]:
-    """For each key that any rank gave, the ranks with each value of it."""
+    """Returns the ranks that gave each value, by key and value."""
     absent = "not given" if kind == _EQUAL else None
     found: dict[str, dict[str | None, list[int]]] = {}
     for key in dict.fromkeys(key for answer in answers.values() for key in answer[kind]):

@@ -1,4 +1,4 @@
-"""The process groups of one rank, by name, and what can be done over them."""
+"""Axes: the named process groups of one rank."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +21,17 @@ from megatron_parallel.mesh.store import default_store
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """This rank's process group of one name.
+    """One named process group of this rank.
 
-    `ranks` are its members' global ranks, ascending, and `index` this rank's place among them.
-    `group` is None when `size` is 1: collectives over such an axis do nothing. All axes of a mesh
-    share its `ledger` and its `watchdog`, and `mesh` tells it from other meshes of the job.
+    Attributes:
+        name: Name of the axis.
+        ranks: Global ranks of the group, ascending.
+        index: Coordinate of this rank: its index in `ranks`.
+        group: The process group; None if `size` is 1, where collectives are no-ops.
+        size: Number of ranks.
+        ledger: Counts traffic; shared by all axes of a mesh.
+        mesh: Identifies the mesh among all meshes of the job.
+        watchdog: Watches asynchronous collectives; shared by all axes of a mesh.
     """
 
     name: str
@@ -39,7 +45,11 @@ class Axis:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group, for torch's collectives; raises `LayoutError` if there is none."""
+        """The process group, for collectives of torch.
+
+        Raises:
+            LayoutError: The axis has no process group.
+        """
         if self.group is None:
             raise LayoutError(
                 f"axis {self.name!r} of {self.size} ranks has no process group: "
@@ -48,27 +58,27 @@ class Axis:
         return self.group
 
     def count(self, operation: str, t: torch.Tensor) -> None:
-        """Counts a message that `t` is the payload of, if anyone asked (`Mesh.counting`)."""
+        """Counts a message with payload `t`, inside a block of `Mesh.counting`."""
         if self.ledger.open:
             self.ledger.add(self.name, operation, t.nbytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
-        return self  # process groups cannot be copied, and a copied model shares them
+        return self  # process groups cannot be copied; a copied model shares them
 
 
 class BoundAxes:
-    """One rank's axes: what `Mesh` and `GridMesh` have in common.
+    """The axes of one rank; base class of `Mesh` and `GridMesh`.
 
     Attributes:
-        rank: Of this process, in the whole job.
+        rank: Rank of this process in the job.
         world_size: Number of ranks of this mesh.
-        device: Where this rank computes.
-        timeout: Of every collective.
+        device: Device of this rank.
+        timeout: Time-out of each collective.
     """
 
     def __init__(
         self,
-        place: str,
+        description: str,
         members: Mapping[str, tuple[int, ...]],
         rank: int,
         device: str | torch.device,
@@ -76,7 +86,7 @@ class BoundAxes:
         groups: Groups | None,
         job: Job | None,
     ) -> None:
-        self._place = place  # for errors
+        self._description = description  # for errors
         self.rank = rank
         self.world_size = len(members["world"])
         self.device = torch.device(device)
@@ -99,7 +109,7 @@ class BoundAxes:
             job.enter()
 
     def _watch(self) -> Watchdog | None:
-        """Starts waiting for collectives, on devices whose host does not wait for them itself."""
+        """Returns a watchdog for devices whose host does not wait for collectives itself."""
         mark = marker_factory(self.device)
         if mark is None or not self._groups:
             return None
@@ -107,24 +117,33 @@ class BoundAxes:
         return Watchdog(mark, lambda: _compat.abort_groups(groups), self.timeout.total_seconds())
 
     def axis(self, name: str) -> Axis:
-        """This rank's axis of that name; raises `LayoutError` if it is in no such group."""
+        """Returns this rank's axis of that name.
+
+        Raises:
+            LayoutError: This rank is in no group of that name.
+        """
         found = self._axes.get(self._canonical(name))
         if found is None:
-            raise LayoutError(f"rank {self.rank} is in no {name!r} group of {self._place}")
+            raise LayoutError(f"rank {self.rank} is in no {name!r} group of {self._description}")
         return found
 
     def has_axis(self, name: str) -> bool:
-        """Whether this rank is in a group of that name (`embedding`: only first and last stage)."""
+        """Returns whether this rank is in a group of that name.
+
+        Only the first and the last stage are in a group `embedding`.
+        """
         return self._canonical(name) in self._axes
 
     def _canonical(self, name: str) -> str:
-        """Returns the name under which an axis is kept."""
+        """Returns the canonical name of an axis."""
         return name
 
     def agree(self, topic: str, values: Mapping[str, str], axis: str = "world") -> None:
-        """Raises `LayoutError` on every rank of `axis` unless all of them give equal `values`.
+        """Verifies that all ranks of `axis` give equal `values`.
 
-        A rank that does not come within the mesh's time-out is a `CollectiveError`.
+        Raises:
+            LayoutError: The values differ. Raised on every rank of the axis.
+            CollectiveError: A rank does not take part within the time-out of the mesh.
         """
         ranks = self.axis(axis).ranks
         if len(ranks) > 1:
@@ -149,13 +168,13 @@ class BoundAxes:
             yield traffic
 
     def close(self) -> None:
-        """Destroys the groups this mesh created; a second call does nothing."""
+        """Destroys the groups that this mesh created. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         if self._watchdog is not None:
             self._watchdog.close()
-        if not dist.is_initialized():  # whoever made the default group has ended it
+        if not dist.is_initialized():  # the owner of the default group has destroyed it
             return
         for group in self._groups.values():
             dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and which backend joins ranks on such devices."""
+"""The device of a rank, and the backend of process groups for such devices."""
 
 import os
 import socket
@@ -13,21 +13,22 @@ _MOST_RANKS: Final = 2**31 - 1
 
 
 def backend_of(device_type: str) -> str:
-    """Returns the backend of process groups of ranks on such devices: NCCL for cuda, else Gloo.
+    """Returns the backend of process groups for a device type: NCCL for CUDA, else Gloo.
 
-    A job on GPUs has no Gloo groups beside those of NCCL: each would connect all its ranks with one
-    another and keep a thread that wakes up a hundred times a second. So a tensor on the CPU in a
-    collective is an error there, and the worker pool, which takes its backend from here, shows it
-    in tests too.
+    A job on GPUs has no Gloo groups in addition: each would connect all its ranks with one another
+    and run a thread that wakes up a hundred times a second. A CPU tensor in a collective is
+    therefore an error on GPUs. The worker pool uses the same backend, so tests show this error too.
     """
     return "nccl" if device_type == "cuda" else "gloo"
 
 
 def local_device(device: str | torch.device) -> torch.device:
-    """Returns the device itself, or of several GPUs the one of this rank, and makes it current.
+    """Returns the device of this rank and makes it the current one.
+
+    For `cuda` on a machine with several GPUs, it is the GPU with index LOCAL_RANK.
 
     Raises:
-        LayoutError: There is no such GPU.
+        LayoutError: The GPU does not exist.
     """
     where = torch.device(device)
     if where.type != "cuda":
@@ -42,28 +43,28 @@ def local_device(device: str | torch.device) -> torch.device:
 def own_device(device: torch.device, local_rank: int, visible: int) -> torch.device:
     """Returns the CUDA device of a rank.
 
-    A rank that sees one device takes it, whatever its `local_rank`: launchers such as Slurm with
-    `--gpus-per-task=1` show each task its own device as device 0. Whether two ranks were given the
-    same one is compared in `Job`.
+    A rank that sees one device uses it for any `local_rank`: launchers such as Slurm with
+    `--gpus-per-task=1` show each task its own device as device 0. `Job` verifies that no two ranks
+    have the same device.
 
     Args:
-        device: `cuda`, or `cuda:2` for that one.
-        local_rank: Number of the rank on its machine.
+        device: `cuda`, or a certain device such as `cuda:2`.
+        local_rank: Index of the rank on its machine.
         visible: Number of devices that this process sees.
 
     Raises:
-        LayoutError: There is no such device.
+        LayoutError: The device does not exist.
     """
     if visible == 0:
         raise LayoutError(
-            f"device {str(device)!r} was asked for, but torch sees no CUDA device: use device "
+            f"device {str(device)!r} is not available, torch sees no CUDA device: use device "
             "'cpu', or check CUDA_VISIBLE_DEVICES, the driver and that torch was built for CUDA"
         )
     if ":" in str(device):
         if device.index >= visible:
             raise LayoutError(
-                f"device {str(device)!r} was asked for, but {_devices(visible)} visible: give "
-                f"an index below {visible}, or 'cuda' for the device of the rank"
+                f"device {str(device)!r} does not exist, {_devices(visible)} visible: use an index "
+                f"below {visible}, or 'cuda' for the device of the rank"
             )
         return device
     if visible == 1:
@@ -78,7 +79,7 @@ def own_device(device: torch.device, local_rank: int, visible: int) -> torch.dev
 
 
 def device_identity(device: torch.device) -> str | None:
-    """Return what tells a GPU from all others of the job; None for a CPU, which ranks may share."""
+    """Returns a text that identifies a GPU in the job; None for a CPU, which ranks may share."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)

@@ -1,26 +1,27 @@
-"""Layouts as text."""
+"""Pictures of layouts as text."""
 
 from megatron_parallel.mesh.group_names import describe_group
 from megatron_parallel.mesh.layout import ParallelLayout
 
 
 def draw_layout(layout: ParallelLayout, width: int = 100) -> str:
-    """Returns a picture of a layout, at most `width` characters wide: ranks by stage, then groups.
+    """Returns a picture of a layout: its ranks as a table, then its groups.
 
-    One cell holds one tensor-parallel group; a row is a stage, a column a data- (and context-)
-    parallel position. What does not fit is left out, and the number of things left out is written.
+    Each cell is one tensor-parallel group, each row one pipeline rank, each column one coordinate
+    on the data-parallel (and context-parallel) axis. Parts that do not fit into `width` characters
+    are left out, and the picture shows how many.
     """
     ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
-    parts = [f"{ranks}: {layout}", "", *_stages(layout, width), ""]
+    parts = [f"{ranks}: {layout}", "", *_table(layout, width), ""]
     parts += _group_lists(layout, width)
     return "\n".join(parts)
 
 
-def _stages(layout: ParallelLayout, width: int) -> list[str]:
+def _table(layout: ParallelLayout, width: int) -> list[str]:
     digits = len(str(layout.world_size - 1))
-    # A stage's tensor groups, in the order of the first stage: cell (stage, column).
-    where = [layout.coordinates(rank) for rank in layout.ranks_of_pipeline_rank(0)]
-    columns = sorted({(at.dp, at.cp) for at in where})
+    # Cells are tensor-parallel groups; columns are in the order of the first pipeline rank.
+    coordinates = [layout.coordinates(rank) for rank in layout.ranks_of_pipeline_rank(0)]
+    columns = sorted({(at.dp, at.cp) for at in coordinates})
     cells = {
         (at.pp, at.dp, at.cp): group
         for group in layout.groups("tp")
@@ -29,9 +30,9 @@ def _stages(layout: ParallelLayout, width: int) -> list[str]:
     titles = [f"dp {dp}" + (f" cp {cp}" if layout.cp > 1 else "") for dp, cp in columns]
     rank_texts = [_ranks_text(cells[0, dp, cp], digits, width // 2) for dp, cp in columns]
     cell = max(*(len(text) for text in rank_texts), *(len(title) for title in titles), 1) + 2
-    margin = len(_stage_name(layout, layout.pp - 1)) + 2
-    room = max(1, (width - margin - 1 - 12) // (cell + 1))
-    shown = columns if len(columns) * (cell + 1) + margin + 1 <= width else columns[:room]
+    margin = len(_row_name(layout, layout.pp - 1)) + 2
+    fitting = max(1, (width - margin - 1 - 12) // (cell + 1))
+    shown = columns if len(columns) * (cell + 1) + margin + 1 <= width else columns[:fitting]
     hidden = len(columns) - len(shown)
 
     def ruled(left: str, middle: str, right: str) -> str:
@@ -40,24 +41,24 @@ def _stages(layout: ParallelLayout, width: int) -> list[str]:
     more = f" … {hidden} more" if hidden else ""
     lines = [(" " * margin + " " + " ".join(t.center(cell) for t in titles[: len(shown)])).rstrip()]
     lines.append(ruled("┌", "┬", "┐"))
-    for stage in _elided(layout.pp, 16):
-        if stage is None:
+    for index in _elided(layout.pp, 16):
+        if index is None:
             lines.append(" " * margin + "  ⋮")
             continue
-        texts = (_ranks_text(cells[stage, dp, cp], digits, width // 2) for dp, cp in shown)
+        texts = (_ranks_text(cells[index, dp, cp], digits, width // 2) for dp, cp in shown)
         row = "│".join(text.center(cell) for text in texts)
-        lines.append(_stage_name(layout, stage).ljust(margin) + f"│{row}│{more}")
+        lines.append(_row_name(layout, index).ljust(margin) + f"│{row}│{more}")
     lines.append(ruled("└", "┴", "┘"))
     return lines
 
 
-def _stage_name(layout: ParallelLayout, stage: int) -> str:
+def _row_name(layout: ParallelLayout, index: int) -> str:
     if layout.vpp == 1:
-        return f"stage {stage}"
-    chunks = [str(chunk) for chunk in layout.stages(stage)]
-    if len(chunks) > 4:
-        chunks[2:-1] = ["…"]
-    return f"stage {stage} (chunks {' '.join(chunks)})"
+        return f"pp {index}"
+    stages = [str(stage) for stage in layout.stages(index)]
+    if len(stages) > 4:
+        stages[2:-1] = ["…"]
+    return f"pp {index} (stages {' '.join(stages)})"
 
 
 def _group_lists(layout: ParallelLayout, width: int) -> list[str]:

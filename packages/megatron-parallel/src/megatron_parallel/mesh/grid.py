@@ -1,7 +1,6 @@
-"""Ranks on a grid of named axes: which of them differ only along some axes, in pure Python.
+"""Grids of ranks with named axes, in pure Python.
 
-`ParallelLayout` lays a transformer's ranks out on two such grids. A `Grid` of its own serves
-whatever has other axes::
+A `ParallelLayout` is two such grids. A `Grid` can be used directly where other axes are needed::
 
     >>> grid = Grid.of(patch=2, replica=3)
     >>> grid.groups(("patch",))
@@ -23,16 +22,17 @@ from megatron_parallel.errors import LayoutError
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks as mixed-radix numbers: the first axis varies fastest.
+    """A grid of consecutive ranks. The first axis varies fastest.
 
     Args:
-        names: Of the axes.
-        sizes: Ranks along each of them.
-        first_rank: Lowest rank of the grid; the others follow it.
-        joint_axes: Sets of axes that have groups together, besides each alone and all at once.
+        names: Names of the axes.
+        sizes: Number of ranks along each axis.
+        first_rank: Lowest rank of the grid.
+        joint_axes: Sets of axes that form groups together, in addition to each axis alone and all
+            axes together.
 
     Raises:
-        LayoutError: Names that are not words or not unique, or sizes below 1.
+        LayoutError: A name is not an identifier or not unique, or a size is below 1.
     """
 
     names: tuple[str, ...]
@@ -45,7 +45,9 @@ class Grid:
             raise LayoutError(f"{len(self.names)} axes were named, but {len(self.sizes)} sized")
         for name in self.names:
             if not name.isidentifier():
-                raise LayoutError(f"axis {name!r} is not a word: use letters, digits and '_'")
+                raise LayoutError(
+                    f"axis {name!r} is not an identifier: use letters, digits and '_'"
+                )
             if self.names.count(name) > 1:
                 raise LayoutError(f"axis {name!r} is named twice")
         for name, size in zip(self.names, self.sizes, strict=True):
@@ -58,7 +60,7 @@ class Grid:
 
     @classmethod
     def of(cls, **sizes: int) -> "Grid":
-        """Returns the grid of these axes from rank 0, from the fastest varying to the slowest."""
+        """Returns a grid from rank 0 on, with axes from the fastest to the slowest varying."""
         return cls(tuple(sizes), tuple(sizes.values()))
 
     @property
@@ -73,32 +75,32 @@ class Grid:
 
     @property
     def named_groups(self) -> dict[str, tuple[str, ...]]:
-        """Axes of each kind of group: one axis, `joint_axes` ones joined by `_`, and `world`."""
+        """Axes of each group by its name: single axes, `joint_axes` joined by `_`, and `world`."""
         single = {name: (name,) for name in self.names}
         return single | {"_".join(axes): axes for axes in self.joint_axes} | {"world": self.names}
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far apart two ranks are that differ by one along an axis."""
+        """Difference between ranks whose coordinates on an axis differ by one, by axis."""
         return dict(zip(self.names, accumulate((1, *self.sizes), mul), strict=False))
 
     def size(self, name: str) -> int:
-        """Ranks along an axis."""
+        """Returns the number of ranks along an axis."""
         return self.sizes[self.names.index(name)]
 
     def coordinate(self, name: str, rank: int) -> int:
-        """Place of a rank along an axis."""
+        """Returns the coordinate of a rank on an axis."""
         return (rank - self.first_rank) // self.strides[name] % self.size(name)
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Ranks that differ only along `axes`, for every place along the others; ascending."""
+        """Returns the groups of ranks that differ only along `axes`, each ascending."""
         self._check(axes)
         offsets = self._span(axes)
         bases = self._span([name for name in self.names if name not in axes])
         return [tuple([self.first_rank + base + offset for offset in offsets]) for base in bases]
 
     def group_of(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """Returns the group along `axes` that `rank` is in."""
+        """Returns the group along `axes` that contains `rank`."""
         self._check(axes)
         if rank not in self.ranks:
             raise LayoutError(f"rank {rank} is not on the grid {self}")
@@ -106,7 +108,7 @@ class Grid:
         return tuple(base + offset for offset in self._span(axes))
 
     def _span(self, axes: tuple[str, ...] | list[str]) -> list[int]:
-        """Offset of every rank whose coordinates are zero outside `axes`, in grid order."""
+        """Returns the offsets of all ranks whose coordinates outside `axes` are zero."""
         strides, chosen = self.strides, set(axes)
         ranks = [0]
         for name, size in zip(self.names, self.sizes, strict=True):

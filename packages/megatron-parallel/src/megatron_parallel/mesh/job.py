@@ -1,4 +1,4 @@
-"""Joining a job of several ranks: its default group, what all must agree on, and new groups."""
+"""Joining a job of several ranks: the default process group, agreement, and new groups."""
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -18,20 +18,20 @@ Groups = dict[tuple[int, ...], dist.ProcessGroup]
 
 
 class Job:
-    """This process among those that torchrun, or whoever made the default group, started.
+    """One rank of a job of several processes.
 
-    Uses the default process group if there is one, else creates it from torchrun's variables.
-    Before anything else all ranks compare `notes` through the store, and on GPUs that each has one
-    of its own.
+    Uses the default process group if there is one, else creates it from the environment variables
+    of torchrun. Before any communication, all ranks compare `values` through the store. On GPUs,
+    they also verify that each rank has a GPU of its own.
 
     Raises:
-        LayoutError: The notes of the ranks differ, two have one GPU, this rank has none, or there
-            is no group and no torchrun.
-        CollectiveError: A rank does not come within `timeout`.
+        LayoutError: The values of the ranks differ, two ranks share a GPU, this rank has none, or
+            there is neither a default group nor torchrun.
+        CollectiveError: A rank does not join within `timeout`.
     """
 
     def __init__(
-        self, topic: str, notes: Mapping[str, str], device: str | torch.device, timeout: timedelta
+        self, topic: str, values: Mapping[str, str], device: str | torch.device, timeout: timedelta
     ) -> None:
         self.device = local_device(device)
         self.timeout = timeout
@@ -40,16 +40,20 @@ class Job:
         if self._owned:
             init_default_group(self.device, timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._agree(topic, notes, {"CUDA device": device_identity(self.device)})
+        self._agree(topic, values, {"CUDA device": device_identity(self.device)})
         self.number = default_store().add(f"mesh/{self.rank}", 1)  # equal on all ranks
 
-    def create_groups(self, wanted: Iterable[tuple[int, ...]]) -> Groups:
-        """Creates groups, on all ranks in this order, and returns those that this rank is in.
+    def create_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> Groups:
+        """Creates process groups and returns those that contain this rank, by their ranks.
 
-        Equal sets of ranks (tp and tp_cp when cp is 1) share one, and one rank needs none. Returns
-        when every rank has them: one that is lost from then on is named by what it did not join.
+        All ranks create the same groups in the same order. Equal sets of ranks (tp and tp_cp when
+        cp is 1) share a group, and a set of one rank needs none. Returns when every rank has its
+        groups, so a rank that is lost later is named by the collective that it did not join.
+
+        Raises:
+            CollectiveError: A rank does not create the groups within the time-out.
         """
-        sets = list(dict.fromkeys(ranks for ranks in wanted if len(ranks) > 1))
+        sets = list(dict.fromkeys(ranks for ranks in rank_sets if len(ranks) > 1))
         try:
             groups = _compat.new_groups(sets, backend_timeout(self.device, self.timeout))
         except RuntimeError as error:
@@ -62,14 +66,14 @@ class Job:
         return groups
 
     def _agree(
-        self, topic: str, notes: Mapping[str, str], own: Mapping[str, str | None] | None = None
+        self, topic: str, values: Mapping[str, str], own: Mapping[str, str | None] | None = None
     ) -> None:
-        """As `agree`; a rank that disagrees, or is left alone, leaves the job."""
+        """Calls `agree`. If it fails, this rank leaves the job."""
         try:
             agree(
                 default_store(),
                 topic,
-                notes,
+                values,
                 rank=self.rank,
                 ranks=range(self.world_size),
                 timeout=self.timeout,
@@ -80,11 +84,11 @@ class Job:
             raise
 
     def enter(self) -> None:
-        """Counts one more mesh that lives on this job's default group."""
+        """Registers one more mesh that uses the default group of this job."""
         self._members += 1
 
     def leave(self) -> None:
-        """One mesh less; after the last one the default group ends, if it was made here."""
+        """Unregisters a mesh. The last one destroys the default group if it was created here."""
         self._members -= 1
         if self._members <= 0 and self._owned and dist.is_initialized():
             dist.destroy_process_group()

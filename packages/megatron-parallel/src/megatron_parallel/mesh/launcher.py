@@ -1,11 +1,11 @@
-"""The variables that a launcher such as torchrun sets for each rank."""
+"""Environment variables that a launcher such as torchrun sets for each rank."""
 
 import os
 import reprlib
 
 from megatron_parallel.errors import LayoutError
 
-_DIGITS = 10  # of the largest number that is asked for
+_DIGITS = 10  # of the largest accepted number
 
 
 def environment_number(name: str, lowest: int, highest: int) -> int:
@@ -18,7 +18,7 @@ def environment_number(name: str, lowest: int, highest: int) -> int:
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else -1
     if not lowest <= number <= highest:
         raise LayoutError(
-            f"the environment variable {name} is {reprlib.repr(text)}: give a whole number from "
-            f"{lowest} to {highest}"
+            f"the environment variable {name} is {reprlib.repr(text)}: set it to a whole number "
+            f"from {lowest} to {highest}"
         )
     return number

@@ -1,9 +1,9 @@
-"""Which rank does what: the arithmetic of parallel layouts, in pure Python.
+"""Parallel layouts: the coordinates of each rank and the process groups, in pure Python.
 
-A layout lays the ranks of a job out on a grid, one dimension per axis of parallelism, and every
-process group is a set of ranks that differ only along some of those axes. There are two grids over
-the same ranks: the dense grid `(tp, cp, dp, pp)` and the expert grid `(etp, ep, expert dp, pp)` on
-which the experts of a mixture-of-experts layer live. `order` says which axis varies fastest::
+A layout arranges the ranks of a job on a grid with one axis for each kind of parallelism. A process
+group is a set of ranks that differ only along some of these axes. The same ranks form two grids:
+the dense grid `(tp, cp, dp, pp)`, and the expert grid `(etp, ep, expert dp, pp)` for the experts of
+mixture-of-experts layers. `order` lists the axes from the fastest to the slowest varying::
 
     >>> layout = ParallelLayout(tp=2, pp=2).resolve(8)
     >>> layout.groups("tp")
@@ -11,8 +11,8 @@ which the experts of a mixture-of-experts layer live. `order` says which axis va
     >>> layout.groups("pp")
     [(0, 4), (1, 5), (2, 6), (3, 7)]
 
-Numbering and grouping equal Megatron-Core's (`megatron.core.parallel_state.RankGenerator`). Nothing
-here imports torch: layouts can be planned, checked and drawn on a login node.
+Ranks are numbered and grouped as in Megatron-Core (`megatron.core.parallel_state.RankGenerator`).
+This module does not import torch, so layouts can be planned, checked and drawn on a login node.
 """
 
 from dataclasses import dataclass, field, replace
@@ -31,11 +31,11 @@ from megatron_parallel.mesh.group_names import (
 AXES: Final = ("tp", "cp", "ep", "dp", "pp")
 
 StageMapping = Literal["loop", "v"]
-"""Which stages a pipeline rank holds: every `pp`-th (loop), or one down and one up again (V)."""
+"""Stages of a pipeline rank: every `pp`-th one ("loop"), or one from each end ("v")."""
 
 
 class Coordinates(NamedTuple):
-    """Place of a rank on the dense grid."""
+    """Coordinates of a rank on the dense grid."""
 
     tp: int
     cp: int
@@ -44,7 +44,7 @@ class Coordinates(NamedTuple):
 
 
 class ExpertCoordinates(NamedTuple):
-    """Place of a rank on the expert grid; `tp` and `dp` are the expert's own."""
+    """Coordinates of a rank on the expert grid; `tp` and `dp` are those of the experts."""
 
     tp: int
     ep: int
@@ -58,18 +58,19 @@ def _degree(text: str, flag: str | None) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Degrees of every kind of parallelism, and the order in which ranks are dealt to them.
+    """The degree of each kind of parallelism, and the order of the axes.
 
-    `dp` may be left out and derived from the world size by `resolve`; if it is given, both must
-    agree. `vpp` does not cut the world: it is the number of model chunks each pipeline stage holds.
-    `etp` is the tensor-parallel degree inside experts and defaults to `tp`; the data-parallel
-    degree of experts follows, `world / (etp * ep * pp)`.
+    `dp` may be omitted: `resolve` derives it from the world size. If it is given, it must match.
+    `vpp` is the number of model chunks on each pipeline rank and does not change the world size.
+    `etp` is the tensor-parallel degree inside experts and defaults to `tp`. The data-parallel
+    degree of experts follows as `world_size / (etp * ep * pp)`.
 
-    `stage_mapping` says which stages a rank of the pipeline holds. In a loop, rank `r` has every
-    `pp`-th one from `r` on. In a V it has two: `r` on the way down and `2 pp - 1 - r` on the way
-    up, so that the first and the last are both on rank 0 (schedules ZB-V and DualPipeV).
+    `stage_mapping` maps stages to pipeline ranks. With "loop", pipeline rank `r` holds every
+    `pp`-th stage from `r` on. With "v" it holds two stages, `r` and `2 pp - 1 - r`, so that
+    pipeline rank 0 holds both the first and the last one (schedules ZB-V and DualPipeV).
 
-    Raises `LayoutError`, naming the numbers, if the degrees cannot form the two grids.
+    Raises:
+        LayoutError: The degrees cannot form the two grids.
     """
 
     tp: int = field(
@@ -86,12 +87,12 @@ class ParallelLayout:
         metadata=_degree("data-parallel degree; derived from the world size if absent", None),
     )
     pp: int = field(
-        default=1, metadata=_degree("pipeline stages", "--pipeline-model-parallel-size")
+        default=1, metadata=_degree("pipeline-parallel degree", "--pipeline-model-parallel-size")
     )
     vpp: int = field(
         default=1,
         metadata={
-            "help": "model chunks per pipeline stage (interleaved schedules)",
+            "help": "model chunks per pipeline rank (interleaved schedules)",
             "flag": "--num-virtual-stages-per-pipeline-rank",
             "unit": "chunks",
         },
@@ -99,14 +100,15 @@ class ParallelLayout:
     etp: int | None = field(
         default=None,
         metadata=_degree(
-            "tensor-parallel degree inside experts; tp if absent",
+            "tensor-parallel degree inside experts; defaults to tp",
             "--expert-tensor-parallel-size",
         ),
     )
     hierarchical_cp: tuple[int, ...] | None = field(
         default=None,
         metadata={
-            "help": "ranks of context parallelism inside (all-to-all) and outside (ring) of a node",
+            "help": "context-parallel ranks inside (all-to-all) and across (ring) groups of near "
+            "ranks",
             "flag": "--hierarchical-context-parallel-sizes",
             "unit": "ranks",
         },
@@ -114,16 +116,16 @@ class ParallelLayout:
     hybrid_cp: bool = field(
         default=False,
         metadata={
-            "help": "take data and context parallel ranks for one pool, in which every document "
-            "gets a context-parallel size of its own, a power of two, by its length",
+            "help": "use data- and context-parallel ranks as one pool, in which each document has "
+            "its own context-parallel size, a power of two that depends on its length",
             "flag": "--hybrid-context-parallel",
         },
     )
     dp_outer: int = field(
         default=1,
         metadata={
-            "help": "instances of what data parallel ranks share out: gradients are summed inside "
-            "one, whose ranks are near one another, then across; shards lie inside",
+            "help": "instances of the sharded optimizer: gradients are summed inside an instance "
+            "of near ranks, then across instances; each instance holds all shards",
             "flag": "--num-distributed-optimizer-instances",
             "unit": "instances",
         },
@@ -134,7 +136,7 @@ class ParallelLayout:
     )
     stage_mapping: StageMapping = field(
         default="loop",
-        metadata={"help": "Which stages a rank of the pipeline holds", "flag": None},
+        metadata={"help": "mapping of stages to pipeline ranks", "flag": None},
     )
 
     def __post_init__(self) -> None:
@@ -148,7 +150,7 @@ class ParallelLayout:
                     f"{{{name}:=}} is not a degree: give a whole number >= 1", vars(self)
                 )
         if self.vpp > 1 and self.pp == 1:
-            raise LayoutError("{vpp:=} needs pipeline stages to interleave, but {pp:=}", vars(self))
+            raise LayoutError("{vpp:=} needs pipeline parallelism, but {pp:=}", vars(self))
         if self.stage_mapping not in ("loop", "v"):
             raise LayoutError("{stage_mapping:=} is neither 'loop' nor 'v'", vars(self))
         if self.stage_mapping == "v" and self.vpp != 2:
@@ -206,7 +208,11 @@ class ParallelLayout:
     # -- sizes ---------------------------------------------------------------------------------
 
     def resolve(self, world_size: int) -> "ParallelLayout":
-        """Returns the same layout with `dp` filled in for `world_size` ranks."""
+        """Returns the layout with `dp` set for `world_size` ranks.
+
+        Raises:
+            LayoutError: The world size does not fit the degrees.
+        """
         if world_size < 1:
             raise LayoutError(f"world size {world_size} is not a whole number >= 1")
         model = self.tp * self.cp * self.pp
@@ -225,17 +231,17 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; the layout must be resolved."""
+        """Number of ranks. The layout must be resolved."""
         return self.tp * self.cp * self._dp * self.pp
 
     @property
     def pool(self) -> int:
-        """Data- and context-parallel ranks together."""
+        """Number of data- and context-parallel ranks together, `dp * cp`."""
         return self._dp * self.cp
 
     @property
     def expert_tp(self) -> int:
-        """Tensor-parallel degree inside experts: `etp`, or `tp` if that is not given."""
+        """Tensor-parallel degree inside experts. Defaults to `tp`."""
         return self.tp if self.etp is None else self.etp
 
     @property
@@ -245,13 +251,13 @@ class ParallelLayout:
 
     @property
     def has_expert_parallelism(self) -> bool:
-        """Whether experts are laid out otherwise than the dense layers."""
+        """Whether the layout of experts differs from that of the dense layers."""
         return self.ep > 1 or self.expert_tp != self.tp
 
     @property
     def _dp(self) -> int:
         if self.dp is None:
-            raise LayoutError("dp is not known yet: call resolve(world_size) first")
+            raise LayoutError("dp is not set: call resolve(world_size) first")
         return self.dp
 
     @property
@@ -274,8 +280,8 @@ class ParallelLayout:
         strides = self._dense().strides["pp"], grid.strides["pp"]
         if self.pp > 1 and strides[0] != strides[1]:
             raise LayoutError(
-                f"order={self.order!r} puts stages {strides[0]} ranks apart for dense layers but "
-                f"{strides[1]} apart for experts ({product}): put pp last"
+                f"order={self.order!r} puts pipeline ranks {strides[0]} ranks apart for dense "
+                f"layers but {strides[1]} apart for experts ({product}): put pp last"
             )
         return grid
 
@@ -283,13 +289,12 @@ class ParallelLayout:
 
     @property
     def group_names(self) -> tuple[str, ...]:
-        """Names of all groups this layout has, in the one order in which a mesh creates them.
+        """Names of all groups of this layout, in the order in which a mesh creates them.
 
-        `cp_inner` and `cp_outer` are there only with `hierarchical_cp`, `dp_cp_inner` and
-        `dp_cp_outer` only with several instances (`dp_outer`), `hybrid_cp_1`, `hybrid_cp_2`,
-        `hybrid_cp_4` and so on only with `hybrid_cp`. The expert groups are
-        absent only if `order` lets the pipeline of the experts differ from that of the dense
-        layers, which is an error as soon as there is expert parallelism.
+        `cp_inner` and `cp_outer` need `hierarchical_cp`, `dp_cp_inner` and `dp_cp_outer` need
+        several instances (`dp_outer`), `hybrid_cp_1`, `hybrid_cp_2`, `hybrid_cp_4` and so on need
+        `hybrid_cp`. The expert groups are missing if `order` gives experts other pipeline groups
+        than the dense layers, which is an error with expert parallelism.
         """
         absent = {"nested cp"} if self.hierarchical_cp is None else set()
         if self.dp_outer == 1:
@@ -304,10 +309,13 @@ class ParallelLayout:
         return tuple(names)
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
-        """All groups of one kind, each a tuple of ascending ranks.
+        """Returns all groups of one name, each a tuple of ascending ranks.
 
-        Every rank is in exactly one, except for `embedding` and `position_embedding`, which only
-        the holding stages join.
+        Each rank is in exactly one of them, except for `embedding` and `position_embedding`, which
+        contain only the pipeline ranks that hold these parameters.
+
+        Raises:
+            LayoutError: The layout has no group of that name.
         """
         kind = group_kind(name)
         if kind.grid == "stages":
@@ -318,7 +326,7 @@ class ParallelLayout:
         return self._grid(kind.grid).groups(kind.axes)
 
     def group_of(self, name: str, rank: int) -> tuple[int, ...]:
-        """Returns the group of that kind `rank` is in; `()` if it is in none."""
+        """Returns the group of that name that contains `rank`; `()` if there is none."""
         self._check_rank(rank)
         kind = group_kind(name)
         if kind.grid == "stages":
@@ -330,31 +338,31 @@ class ParallelLayout:
         return self._grid(kind.grid).group_of(kind.axes, rank)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Place of `rank` on the dense grid."""
+        """Returns the coordinates of `rank` on the dense grid."""
         self._check_rank(rank)
         grid = self._dense()
         return Coordinates(*(grid.coordinate(name, rank) for name in Coordinates._fields))
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
-        """Place of `rank` on the expert grid."""
+        """Returns the coordinates of `rank` on the expert grid."""
         self._check_rank(rank)
         grid = self._expert()
         names = ExpertCoordinates._fields
         return ExpertCoordinates(*(grid.coordinate(name, rank) for name in names))
 
-    def ranks_of_pipeline_rank(self, stage: int) -> tuple[int, ...]:
-        """Ranks of one pipeline stage, ascending."""
-        if not 0 <= stage < self.pp:
-            raise LayoutError(f"stage {stage} does not exist: pp={self.pp}")
-        offset = stage * self._dense().strides["pp"]
+    def ranks_of_pipeline_rank(self, index: int) -> tuple[int, ...]:
+        """Returns the ranks with coordinate `index` on the axis `pp`, ascending."""
+        if not 0 <= index < self.pp:
+            raise LayoutError(f"pipeline rank {index} does not exist: pp={self.pp}")
+        offset = index * self._dense().strides["pp"]
         return tuple(rank + offset for rank in self._dense().group_of(("tp", "cp", "dp"), 0))
 
     def stages(self, index: int) -> tuple[int, ...]:
-        """Stages of the model that the pipeline rank `index` holds, one for each of its chunks."""
+        """Returns the stages of pipeline rank `index`, one for each of its model chunks."""
         return stages_of(self.stage_mapping, self.pp, self.vpp, index)
 
     def pipeline_rank_of(self, stage: int) -> int:
-        """Index on the pipeline axis of the rank that holds a stage of the model."""
+        """Returns the pipeline rank that holds a stage."""
         if not 0 <= stage < self.pp * self.vpp:
             raise LayoutError(f"stage {stage} does not exist: there are {self.pp} x {self.vpp}")
         index = stage % self.pp
@@ -368,13 +376,13 @@ class ParallelLayout:
             raise LayoutError(f"rank {rank} is outside a world of {self.world_size} ranks")
 
     def _nested(self, kind: GroupKind, whole: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Returns the smaller groups among the ranks of one group."""
+        """Splits one group into the smaller groups of a kind."""
         if kind.grid == "pool":
             inner = kind.size
             if not self.hybrid_cp or inner > self.pool:
                 raise LayoutError(
-                    f"there is no group of {inner} ranks of a pool: "
-                    + (f"it has {self.pool}" if self.hybrid_cp else "give hybrid_cp")
+                    f"there is no pool group of {inner} ranks: "
+                    + (f"the pool has {self.pool} ranks" if self.hybrid_cp else "set hybrid_cp")
                 )
         elif kind.grid == "nested dp":
             inner = len(whole) // self.dp_outer
@@ -382,7 +390,7 @@ class ParallelLayout:
             inner = self.hierarchical_cp[0]
         else:
             raise LayoutError(
-                f"there is no 'cp_{kind.axes[0]}' group: give hierarchical_cp, two sizes"
+                f"there is no 'cp_{kind.axes[0]}' group: set hierarchical_cp to two sizes"
             )
         parts = [whole[i : i + inner] for i in range(0, len(whole), inner)]
         return list(zip(*parts, strict=True)) if kind.axes == ("outer",) else parts
@@ -406,14 +414,14 @@ class ParallelLayout:
         if self.dp_outer > 1:
             text += f", {self.dp_outer} instances"
         if self.vpp > 1:
-            text += f", {self.vpp} chunks per stage"
+            text += f", {self.vpp} chunks per pipeline rank"
         if self.stage_mapping == "v":
             text += " in a V"
         return f"{text}, order {self.order}"
 
 
 def stages_of(stage_mapping: StageMapping, pp: int, vpp: int, index: int) -> tuple[int, ...]:
-    """Stages that rank `index` of a pipeline holds, in the order of the model."""
+    """Returns the stages of pipeline rank `index`, ascending."""
     if not 0 <= index < pp:
         raise LayoutError(f"pipeline rank {index} does not exist: pp={pp}")
     return (

@@ -1,9 +1,10 @@
-"""A layout bound to the process groups of this rank.
+"""Meshes: layouts bound to the process groups of this rank.
 
-`Mesh.single()` is one process: no `torch.distributed`, every axis of size 1, every collective a
-no-op. `Mesh.bind(layout, ...)` is one rank of many, started by torchrun. `bind_meshes` puts several
-layouts beside one another or over the same ranks, and `bind_grids` axes of any names. A mesh is
-passed explicitly to whatever communicates; there is no global one.
+`Mesh.single()` is the mesh of one process: it does not use `torch.distributed`, every axis has size
+1, and every collective is a no-op. `Mesh.bind(layout, ...)` is one of several ranks started by
+torchrun. `bind_meshes` binds several layouts, side by side or over the same ranks, and `bind_grids`
+binds grids with any axes. A mesh is passed explicitly to all code that communicates; there is no
+global mesh.
 """
 
 import os
@@ -26,11 +27,12 @@ DEFAULT_TIMEOUT: Final = timedelta(minutes=10)
 
 
 class Mesh(BoundAxes):
-    """One rank's view of the job: who it is, on which device, and its groups.
+    """One rank of a layout, with its device and process groups.
 
-    Built by `Mesh.single`, `Mesh.bind` or `bind_meshes`. `Mesh(layout, rank)` has no groups: it
-    answers where that rank stands and what it holds, for planning, tests and checkpoint tools, and
-    cannot communicate. With `first`, the layout's ranks are `first`, `first + 1`, … of the job.
+    Built by `Mesh.single`, `Mesh.bind` or `bind_meshes`. `Mesh(layout, rank)` has no process groups
+    and cannot communicate; it gives the coordinates and shards of a rank for planning, tests and
+    checkpoint tools. With `first`, the layout consists of the ranks `first`, `first + 1`, … of the
+    job.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Mesh(BoundAxes):
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> "Mesh":
-        """Returns the mesh of a single process, which needs no `torch.distributed`."""
+        """Returns the mesh of a single process, without `torch.distributed`."""
         return cls(ParallelLayout(dp=1), 0, device)
 
     @classmethod
@@ -65,23 +67,31 @@ class Mesh(BoundAxes):
         timeout: timedelta = DEFAULT_TIMEOUT,
         configuration: str | Mapping[str, str] = "",
     ) -> "Mesh":
-        """Joins the job as one of its ranks: compare notes with the others, create all groups.
+        """Joins the job as one of its ranks and creates all process groups.
 
-        Uses the default process group if there is one, else creates it from the variables torchrun
-        sets (Gloo on CPUs, NCCL on GPUs; `device="cuda"` becomes this rank's own). Without either,
-        a layout of one rank gives a single-process mesh.
+        Uses the default process group if there is one, else creates it from the environment
+        variables of torchrun (Gloo on CPUs, NCCL on GPUs; `device="cuda"` selects the GPU of this
+        rank). Without either, a layout of one rank gives a single-process mesh.
 
-        Before any communication every rank's layout and `configuration` (a digest, or several
-        things by name) are compared through the store. Any difference raises `LayoutError` on every
-        rank, naming the ranks and the values; a rank that does not come is a `CollectiveError`,
-        within `timeout`, which is also the time-out of every group's collectives. All ranks then
-        create all groups in one fixed order.
+        Before any communication, the ranks compare `layout` and `configuration` through the store.
+        Then all ranks create all groups in one fixed order.
+
+        Args:
+            layout: The layout. Must be the same on all ranks.
+            device: Device of this rank. Defaults to the CPU.
+            timeout: Time-out of joining, and of each collective.
+            configuration: A digest, or several values by name, that must be the same on all ranks.
+
+        Raises:
+            LayoutError: The layout does not fit the number of ranks, or the ranks disagree. The
+                error names the ranks and their values, and is raised on every rank.
+            CollectiveError: A rank does not join within `timeout`.
         """
         alone = not dist.is_initialized() and "WORLD_SIZE" not in os.environ
         if alone and layout.tp * layout.cp * layout.pp == 1:
             return cls(layout.resolve(1), 0, local_device(device), timeout=timeout)
-        notes = {"layout": str(layout), **_notes(configuration)}
-        job = Job("layout and configuration", notes, device, timeout)
+        values = {"layout": str(layout), **_compared_values(configuration)}
+        job = Job("layout and configuration", values, device, timeout)
         try:
             resolved = layout.resolve(job.world_size)
         except LayoutError:
@@ -98,9 +108,9 @@ class Mesh(BoundAxes):
 
 
 class GridMesh(BoundAxes):
-    """One rank's place on a `Grid`: an axis for each of the grid's group names.
+    """One rank of a `Grid`, with an axis for each group of the grid.
 
-    Built by `bind_grids`; `GridMesh(grid, rank)` has no groups.
+    Built by `bind_grids`. `GridMesh(grid, rank)` has no process groups and cannot communicate.
     """
 
     def __init__(
@@ -130,26 +140,31 @@ def bind_meshes(
 ) -> dict[str, Mesh]:
     """Binds several layouts in one job, for models whose modules are cut in different ways.
 
-    For example a vision encoder on ranks 0-3 and a language model on ranks 4-7, or both on all
-    eight with other degrees. Every rank of the job calls this with the same layouts and gets the
-    meshes it has a place in; each has groups of its own and is closed on its own.
+    For example, a vision encoder on ranks 0-3 and a language model on ranks 4-7, or both on all
+    eight ranks with different degrees. All ranks of the job call this with the same layouts. Each
+    mesh has process groups of its own and is closed separately.
 
     Args:
-        layouts: By the name of the module, a layout and the consecutive ranks it is laid over.
+        layouts: A layout and its consecutive ranks, by name of the module.
         device: As for `Mesh.bind`.
         timeout: As for `Mesh.bind`.
         configuration: As for `Mesh.bind`.
 
+    Returns:
+        The meshes that contain this rank, by name.
+
     Raises:
-        LayoutError: A layout does not fit its ranks, the job has no such ranks, or ranks disagree.
-        CollectiveError: A rank does not come within `timeout`.
+        LayoutError: A layout does not fit its ranks, the job lacks these ranks, or ranks disagree.
+        CollectiveError: A rank does not join within `timeout`.
     """
     resolved = {
         name: (layout.resolve(_consecutive(name, ranks)), ranks)
         for name, (layout, ranks) in layouts.items()
     }
-    notes = {name: f"{layout}, {_span(ranks)}" for name, (layout, ranks) in resolved.items()}
-    job = Job("layouts and configuration", {**notes, **_notes(configuration)}, device, timeout)
+    values = {name: f"{layout}, {_span(ranks)}" for name, (layout, ranks) in resolved.items()}
+    job = Job(
+        "layouts and configuration", {**values, **_compared_values(configuration)}, device, timeout
+    )
     _check_ranks({name: ranks for name, (_, ranks) in resolved.items()}, job)
     meshes = {}
     for name, (layout, ranks) in resolved.items():
@@ -174,9 +189,11 @@ def bind_grids(
     timeout: timedelta = DEFAULT_TIMEOUT,
     configuration: str | Mapping[str, str] = "",
 ) -> dict[str, GridMesh]:
-    """Binds grids of any named axes in one job; as `bind_meshes` otherwise."""
-    notes = {name: str(grid) for name, grid in grids.items()}
-    job = Job("grids and configuration", {**notes, **_notes(configuration)}, device, timeout)
+    """Binds grids of any named axes in one job. Otherwise as `bind_meshes`."""
+    values = {name: str(grid) for name, grid in grids.items()}
+    job = Job(
+        "grids and configuration", {**values, **_compared_values(configuration)}, device, timeout
+    )
     _check_ranks({name: grid.ranks for name, grid in grids.items()}, job)
     meshes = {}
     for name, grid in grids.items():
@@ -198,13 +215,13 @@ def _shifted(ranks: tuple[int, ...], first: int) -> tuple[int, ...]:
     return tuple(first + rank for rank in ranks)
 
 
-def _notes(configuration: str | Mapping[str, str]) -> Mapping[str, str]:
+def _compared_values(configuration: str | Mapping[str, str]) -> Mapping[str, str]:
     return {"configuration": configuration} if isinstance(configuration, str) else configuration
 
 
 def _consecutive(name: str, ranks: range) -> int:
     if not len(ranks) or ranks.step != 1 or ranks.start < 0:
-        raise LayoutError(f"{name}: {ranks} is not one or more ranks that follow one another")
+        raise LayoutError(f"{name}: {ranks} is not a range of one or more consecutive ranks")
     return len(ranks)
 
 
@@ -217,5 +234,5 @@ def _check_ranks(parts: Mapping[str, range], job: Job) -> None:
         if ranks.stop > job.world_size:
             job.leave()
             raise LayoutError(
-                f"{name} is laid over {_span(ranks)}, but the job has {job.world_size} ranks"
+                f"{name} needs {_span(ranks)}, but the job has {job.world_size} ranks"
             )

@@ -1,8 +1,8 @@
-"""How ranks meet: the default process group, made from the variables that torchrun sets.
+"""Rendezvous: creates the default process group from the environment variables of torchrun.
 
-The job's key-value store takes reads and writes from everyone who reaches it, and torch's own
-listens on every interface. Where MASTER_ADDR is a loopback address, all ranks are on one machine:
-then rank 0 hands torch a socket that is bound to that address.
+The key-value store of the job accepts requests from every process that can reach it, and the store
+of torch listens on every interface. If MASTER_ADDR is a loopback address, all ranks are on one
+machine, and rank 0 gives torch a socket that is bound to that address.
 """
 
 import ipaddress
@@ -23,14 +23,14 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def init_default_group(device: torch.device, timeout: timedelta) -> None:
-    """Creates the default process group: NCCL for ``device`` cuda, Gloo otherwise.
+    """Creates the default process group: NCCL for a CUDA ``device``, Gloo otherwise.
 
-    The store listens on the loopback interface alone if MASTER_ADDR is a loopback address and this
-    job keeps its store itself; torchrun's agent keeps its own, which listens on every interface.
+    The store listens only on the loopback interface if MASTER_ADDR is a loopback address and rank 0
+    runs the store. A store that torchrun's agent runs listens on every interface.
 
     Raises:
-        LayoutError: variables are missing from the environment, or no numbers that fit.
-        CollectiveError: not all ranks came within ``timeout``, or the port is taken.
+        LayoutError: Environment variables are missing or not valid numbers.
+        CollectiveError: Not all ranks join within ``timeout``, or the port is in use.
     """
     absent = [name for name in _NEEDED if name not in os.environ]
     if absent:
@@ -51,7 +51,7 @@ def init_default_group(device: torch.device, timeout: timedelta) -> None:
             return
         store = _loopback_store(address, port, rank, size, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=longest)
-    except CollectiveError:  # says already what is wrong
+    except CollectiveError:  # has a message of its own
         raise
     except RuntimeError as error:
         raise CollectiveError(
@@ -67,14 +67,14 @@ def loopback_address(host: str) -> str | None:
         return "127.0.0.1"
     try:
         return host if ipaddress.ip_address(host).is_loopback else None
-    except ValueError:  # a name; what it means may differ between machines
+    except ValueError:  # a host name, which may resolve differently on other machines
         return None
 
 
 def _loopback_store(
     address: str, port: int, rank: int, size: int, timeout: timedelta
 ) -> _compat.Store:
-    """Returns the store of all ranks, which rank 0 keeps; returns when all of them have come."""
+    """Returns the store, which rank 0 runs, once all ranks are connected to it."""
     if rank != 0:
         return _compat.tcp_store(address, port, size, timeout)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

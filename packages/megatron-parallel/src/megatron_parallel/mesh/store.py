@@ -1,8 +1,9 @@
-"""The job's key-value store, with a deadline on every call.
+"""The key-value store of the job, with a deadline on every call.
 
-A store's own time-outs do not cover a keeper that is frozen: its connection stands, and a request
-waits for an answer that never comes. So each call is made in a thread of its own, which is left
-behind if it does not return. The store serves agreement and failures, never the work of a step.
+The time-outs of a store do not cover a frozen server process: its connection stays open, and a
+request waits for an answer that never arrives. Each call therefore runs in a thread of its own,
+which is abandoned if it does not return. The store is used for agreement and for reports of
+failures, never within a step.
 """
 
 import threading
@@ -13,7 +14,7 @@ from typing import Any, Final
 from megatron_parallel import _compat
 
 PATIENCE: Final = 10.0
-"""Seconds for the answer to one request, beyond what the request itself may wait."""
+"""Seconds to wait for the answer to a request, in addition to the time-out of the request."""
 
 
 class StoreError(RuntimeError):
@@ -21,11 +22,14 @@ class StoreError(RuntimeError):
 
 
 class BoundedStore:
-    """A store whose calls end.
+    """A store whose calls have a deadline.
 
     Args:
-        store: torch's store.
-        patience: Seconds for one answer.
+        store: The store of torch.
+        patience: Seconds to wait for an answer.
+
+    Raises:
+        StoreError: A call is not answered in time.
     """
 
     def __init__(self, store: _compat.Store, patience: float = PATIENCE) -> None:
@@ -41,28 +45,28 @@ class BoundedStore:
         self._call(self._patience, self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
-        """Returns the value of a key that is there."""
+        """Returns the value of an existing key."""
         return bytes(self._call(self._patience, self._store.get, key))
 
     def check(self, keys: list[str]) -> bool:
-        """Returns whether all keys are there."""
+        """Returns whether all keys exist."""
         return bool(self._call(self._patience, self._store.check, keys))
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Returns when all keys are there."""
+        """Waits until all keys exist."""
         self._call(self._patience + timeout.total_seconds(), self._store.wait, keys, timeout)
 
     @staticmethod
     def _call(seconds: float, request: Callable[..., Any], *arguments: Any) -> Any:
         outcome: list[tuple[Any, BaseException | None]] = []
 
-        def ask() -> None:
+        def run() -> None:
             try:
                 outcome.append((request(*arguments), None))
-            except BaseException as error:  # noqa: BLE001 - raised below, where somebody waits
+            except BaseException as error:  # noqa: BLE001 - raised below, in the calling thread
                 outcome.append((None, error))
 
-        thread = threading.Thread(target=ask, daemon=True)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(seconds)
         if not outcome:
@@ -74,5 +78,5 @@ class BoundedStore:
 
 
 def default_store(patience: float = PATIENCE) -> BoundedStore:
-    """Returns the store that the default process group was built on."""
+    """Returns the store of the default process group."""
     return BoundedStore(_compat.default_store(), patience)
