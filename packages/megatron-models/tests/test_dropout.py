@@ -76,5 +76,5 @@ def test_a_key_of_another_batch_and_dropout_while_decoding_are_refused(model, to
     with pytest.raises(LayoutError, match=r"\(8, 3, 24\) with a key for \(8, 2\)"):
         model(tokens, dropout=Dropout(key((1, 2)), 0.1))
     cache = StaticKVCache(model.config, model.mesh, 3, 8, dtype=torch.float64)
-    with torch.no_grad(), pytest.raises(ConfigError, match="decoding drops nothing"):
+    with torch.no_grad(), pytest.raises(ConfigError, match="decoding has no dropout"):
         model(tokens, dropout=Dropout(key(), 0.1), cache=cache)

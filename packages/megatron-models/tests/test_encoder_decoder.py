@@ -244,7 +244,7 @@ def test_calls_that_cannot_be_are_refused_in_one_line(monkeypatch, batch):
             "target": target,
             "source_padding": torch.zeros(BATCH, TARGET, dtype=torch.bool),
         },
-        "covers 8 positions of a text of 12": {
+        "covers 8 of 12 positions of a text": {
             "source": source,
             "target": target,
             "dropout": Dropout(key, 0.1),
@@ -297,7 +297,7 @@ def test_decoding_that_cannot_be_is_refused(batch):
     with pytest.raises(ConfigError, match="layer 2 attends to an encoder's output that the cache"):
         model(target=target, cache=cache)
     words = DropoutKey(*torch.zeros(2, TARGET, BATCH, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="decoding drops nothing"):
+    with pytest.raises(ConfigError, match="decoding has no dropout"):
         model(source=batch["source"], target=target, cache=cache, dropout=Dropout(words, 0.1))
     with pytest.raises(ConfigError, match="labels and logits_at exclude each other"):
         model(**batch, logits_at=torch.zeros(BATCH, 1, dtype=torch.int64))

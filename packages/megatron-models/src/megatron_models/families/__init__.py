@@ -1,5 +1,5 @@
-"""Families of published models: how their weights and configurations map to ours.
+"""Families of published models: mappings of their weights and configurations to ours.
 
 Other distributions find them through the entry-point group ``megatron.families``; each entry is a
-`Family`. Nothing here imports torch.
+`Family`. Importing this package does not import torch.
 """

@@ -1,8 +1,8 @@
 """Settings of a ``config.json`` without effect on what a model computes.
 
-Forks and successors of a published model keep its architecture's name and add fields. Weights alone
-do not show them, so a field is refused unless it is known here, or to the family, to change
-nothing: whatever its value (`WITHOUT_EFFECT`) or with the values that are listed (`NEUTRAL`).
+Forks and successors of a published model keep the name of its architecture and add fields, which
+weights alone do not show. A field is therefore refused unless it is known to have no effect, here
+or in the family: with any value (`WITHOUT_EFFECT`) or with the listed values (`NEUTRAL`).
 """
 
 import reprlib
@@ -17,11 +17,11 @@ _ONE = (None, 1, 1.0)
 _NONE = (None,)
 _ZERO = (None, 0)
 
-#: Their fields that never change the model: files and versions, tokens, what is returned, how text
-#: is generated (these stand in ``generation_config.json`` today), labels of classifiers, training.
+#: Fields that never affect the model: files and versions, token ids, returned values, generation
+#: (now in ``generation_config.json``), labels of classifiers, training.
 WITHOUT_EFFECT = frozenset(
     {
-        "architectures",  # which family reads a file is decided before
+        "architectures",  # used before, to select the family
         "_name_or_path",
         "transformers_version",
         "transformers.js_config",
@@ -88,12 +88,12 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
-#: For every family: field -> values with which it has no effect.
+#: For all families: field -> values with which it has no effect.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    # Weights are stored in another form.
+    # Weights in another format.
     "quantization_config": _NONE,
     "compression_config": _NONE,
-    # Code that comes with the weights instead of the architecture's own.
+    # Code that is distributed with the weights and replaces the architecture's.
     "auto_map": _NONE,
     "pruned_heads": (None, {}, []),
     # Factors on embeddings, residuals, attention scores and logits.
@@ -148,20 +148,20 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_bias": _OFF,
 }
 
-#: Fields that limit how far a token sees -> the name that ``layer_types`` has for such layers.
+#: Fields that limit the attention span -> the name of such layers in ``layer_types``.
 WINDOWS: Mapping[str, str] = {
     "sliding_window": "sliding_attention",
     "attention_chunk_size": "chunked_attention",
 }
 
-#: Fields that `refuse_windows` looks at. The last says from which layer on there is a window.
+#: Fields that `refuse_windows` checks. The last is the first layer with a window.
 WINDOW_FIELDS = frozenset({*WINDOWS, "use_sliding_window", "layer_types", "max_window_layers"})
 
 
 def refuse_windows(title: str, hf_config: HFConfig) -> None:
     """Refuses windows that hide any of the positions, in all layers or in some.
 
-    A window as long as the positions hides nothing, as no longer sequence is taken.
+    A window as long as the number of positions hides nothing, since no sequence is longer.
     """
     key = "n_positions" if "n_positions" in hf_config else "max_position_embeddings"
     positions, whole = hf_config.get(key), ["full_attention"]

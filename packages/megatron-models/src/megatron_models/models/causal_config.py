@@ -1,4 +1,4 @@
-"""The configuration of models that decode, whatever their kind. Torch is not imported here."""
+"""The configuration of models for decoding, of any kind. Importing it does not import torch."""
 
 from dataclasses import dataclass
 
@@ -9,4 +9,4 @@ from megatron_models.models.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConfig(ModelConfig, AttentionConfig, EmbeddingConfig):
-    """The configuration of a model of causal attention over one vocabulary."""
+    """The configuration of a model with causal attention over one vocabulary."""

@@ -1,4 +1,4 @@
-"""Decoder-only models, whatever their kind."""
+"""Decoder-only models of any kind."""
 
 from abc import abstractmethod
 
@@ -13,16 +13,16 @@ from megatron_models.models.decoding import DecodingModel, DecodingPass
 class CausalModel(DecodingModel):
     """A model, or a stage of one, that continues texts token by token.
 
-    Decoding calls it with tokens ``[b, s]`` or the stream of the stage before, and with these
-    keywords: ``positions``, ``mask``, ``cache``, and ``logits_at`` ``[b, k]``, the places for which
-    logits are made. Of a long prompt only those of its last token are wanted. With a cache streams
-    are ``[s, b, h]`` on every rank: nothing cuts the sequence.
+    Decoding calls it with tokens ``[b, s]`` or the stream of the previous stage, and with these
+    keywords: ``positions``, ``mask``, ``cache``, and ``logits_at`` ``[b, k]``, the indices of the
+    tokens whose logits are computed: for a long prompt only the last one. With a cache the stream
+    is ``[s, b, h]`` on every rank, since the sequence is not cut.
 
     Attributes:
-        config: its shape.
-        sequence_parallel: whether it cuts sequences over tensor-parallel ranks when training.
-        first: whether this stage takes tokens.
-        layers: this stage's blocks, by global layer number.
+        config: The model's configuration.
+        sequence_parallel: Whether training cuts sequences over tensor-parallel ranks.
+        first: Whether this stage takes tokens.
+        layers: This stage's blocks, by global layer number.
     """
 
     config: CausalConfig
@@ -34,7 +34,7 @@ class CausalModel(DecodingModel):
     def stage_output_spec(
         self, batch_size: int, sequence_length: int
     ) -> "megatron_parallel.TensorSpec":
-        """Returns shape and dtype of what a stage that is not the last passes on in training."""
+        """Returns shape and dtype of the output of a stage that is not the last, in training."""
 
     def input_shapes(self, decoding_pass: DecodingPass) -> tuple[tuple[int, ...], ...]:
         """Returns the shape of the residual stream; nothing on the first stage."""
@@ -46,11 +46,11 @@ class CausalModel(DecodingModel):
     ) -> tuple[Float[Tensor, "..."], ...]:
         """Runs this stage on the new tokens, or on their stream."""
         (x,) = inputs or (decoding_pass.tokens,)
-        outcome: Tensor = self(
+        output: Tensor = self(
             x,
             positions=decoding_pass.positions,
             mask=decoding_pass.mask,
             cache=decoding_pass.cache,
             logits_at=decoding_pass.logits_at,
         )
-        return (outcome,)
+        return (output,)

@@ -1,4 +1,4 @@
-"""What decoding asks of a model, or of a stage of one, whatever its kind."""
+"""The interface of models for decoding, of any kind."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,20 +17,21 @@ from megatron_models.models.model_config import ModelConfig
 
 @dataclass(frozen=True, eq=False)
 class DecodingPass:
-    """One forward pass of decoding; all stages of a pipeline are given the same one.
+    """One forward pass of decoding, the same for all stages of a pipeline.
 
-    No sequence is cut: every tensor- and context-parallel rank is given all of the tokens.
+    No sequence is cut: every tensor- and context-parallel rank gets all tokens.
 
     Attributes:
-        tokens: new tokens of each sequence.
-        cache: state of the tokens before them, of this rank's layers; it takes theirs.
-        positions: of the new tokens. Defaults to those after ``cache.length``.
-        mask: who may attend to whom, of cached and new tokens together. Defaults to causal.
-        logits_at: places among the new tokens for which logits are made. Defaults to all.
-        source: the encoder's tokens, in the first pass of these sequences, where the model reads a
+        tokens: New tokens of each sequence.
+        cache: Keys and values of earlier tokens for this rank's layers, to which those of the new
+            tokens are added.
+        positions: Positions of the new tokens. Defaults to those after ``cache.length``.
+        mask: Mask of cached and new tokens together. Defaults to causal.
+        logits_at: Indices of the new tokens whose logits are computed. Defaults to all.
+        source: Tokens of the encoder, in the first pass of these sequences, if the model reads a
             source.
-        source_padding: True where the encoder's text is padding; in every pass, where the model
-            reads a source. Defaults to no padding.
+        source_padding: True for padding of the source; in every pass, if the model reads a source.
+            Defaults to no padding.
     """
 
     tokens: Int[Tensor, "b s"]
@@ -46,13 +47,13 @@ class DecodingModel(nn.Module, ABC):
     """A model, or a stage of one, that generates token by token with a `KVCache`.
 
     Attributes:
-        config: its shape.
-        mesh: where it lives.
-        dtype: of its parameters.
-        stage: number of this stage in the pipeline; 0 for a whole model.
-        last: whether it gives logits.
-        rotary: the table of rotary positions, if it has one.
-        reads_source: whether it generates from another text, which an encoder reads.
+        config: The model's configuration.
+        mesh: The mesh of its ranks.
+        dtype: Dtype of its parameters.
+        stage: Index of this stage in the pipeline; 0 for a whole model.
+        last: Whether it returns logits.
+        rotary: Table of rotary positions, or None.
+        reads_source: Whether it generates from another text, which an encoder reads.
     """
 
     config: ModelConfig
@@ -64,16 +65,16 @@ class DecodingModel(nn.Module, ABC):
     reads_source: ClassVar[bool] = False
 
     def first_active_stage(self, decoding_pass: DecodingPass) -> int:
-        """Returns the number of the first stage that has a part in a pass; all after it have one.
+        """Returns the index of the first stage that takes part in a pass; all later stages do too.
 
-        It is known on every stage.
+        Every stage returns the same value.
         """
         del decoding_pass
         return 0
 
     @abstractmethod
     def input_shapes(self, decoding_pass: DecodingPass) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of what this stage takes from the stage before in a pass."""
+        """Returns the shapes of what this stage receives from the previous one in a pass."""
 
     @abstractmethod
     def decode(
@@ -82,10 +83,10 @@ class DecodingModel(nn.Module, ABC):
         """Runs this stage.
 
         Args:
-            inputs: what the stage before passed on, of the shapes of `input_shapes`.
+            inputs: Outputs of the previous stage, with the shapes of `input_shapes`.
             decoding_pass: The pass.
 
         Returns:
-            What the next stage takes; from the last stage the logits alone,
+            The inputs of the next stage. From the last stage the logits alone,
             ``[s, b, padded vocabulary / tp]``, or ``[k, b, ...]`` with ``logits_at``.
         """

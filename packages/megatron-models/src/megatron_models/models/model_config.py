@@ -1,8 +1,7 @@
-"""What the configuration of every kind of model can do, torch-free.
+"""The base of model configurations of all kinds. Importing this module does not import torch.
 
-A kind's configuration derives from `ModelConfig` and from those of its components, and says in
-`trunks` how they are put together. Parameters, products and activations are then sums over
-components.
+A kind's configuration derives from `ModelConfig` and from the configurations of its components. Its
+method `trunks` composes them. Parameters, multiply-adds and activations are sums over components.
 """
 
 import dataclasses
@@ -37,9 +36,9 @@ class MultiplyAdds(NamedTuple):
     """Multiply-adds of a forward pass.
 
     Attributes:
-        per_token: elements of matrices that one token is multiplied with.
-        per_pair: of one query and one key that it may attend to, in all layers together.
-        per_squared_length: of all pairs in a sequence, divided by the square of its length.
+        per_token: Multiply-adds of one token with the weights.
+        per_pair: Multiply-adds of one query-key pair, in all layers together.
+        per_squared_length: Multiply-adds of all pairs of a sequence, divided by its squared length.
     """
 
     per_token: int
@@ -49,11 +48,11 @@ class MultiplyAdds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(ComponentConfig, ABC):
-    """Base of the configurations of kinds of models: plain values, to and from JSON.
+    """Base of model configurations: plain values, converted to and from JSON.
 
     Raises:
-        ConfigError: a value of the wrong type or range, or values that do not fit together. The
-            message names the fields and the numbers.
+        ConfigError: A value has the wrong type or range, or values do not fit together. The message
+            names the fields and the values.
     """
 
     kind: ClassVar[str]
@@ -61,13 +60,13 @@ class ModelConfig(ComponentConfig, ABC):
 
     @abstractmethod
     def trunks(self) -> dict[str, TrunkSpec]:
-        """Returns the model's trunks by the start of their parameters' names, often empty."""
+        """Returns the model's trunks by the prefix of their parameter names, often empty."""
 
     def trunk(self) -> TrunkSpec:
         """Returns the only trunk.
 
         Raises:
-            ConfigError: the model has several.
+            ConfigError: The model has several.
         """
         (first, *others) = self.trunks().values()
         if others:
@@ -75,7 +74,7 @@ class ModelConfig(ComponentConfig, ABC):
         return first
 
     def output(self) -> EmbeddingConfig | None:
-        """Returns whose output matrix ``output.weight`` is; None if it is tied or absent."""
+        """Returns the configuration of an untied output matrix ``output.weight``, or None."""
         return None
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
@@ -99,7 +98,7 @@ class ModelConfig(ComponentConfig, ABC):
 
     @cached_property
     def multiply_adds(self) -> MultiplyAdds:
-        """Multiply-adds of a forward pass, by token and by pair of query and key."""
+        """Multiply-adds of a forward pass, by token and by query-key pair."""
         per_token = sum(spec.multiply_adds for spec in self.parameters().values())
         trunks = self.trunks().values()
         return MultiplyAdds(
@@ -110,7 +109,7 @@ class ModelConfig(ComponentConfig, ABC):
 
     @cached_property
     def auxiliary_losses(self) -> tuple[str, ...]:
-        """Names of the losses that components have of their own, such as routers."""
+        """Names of the auxiliary losses of components, such as routers."""
         trunks = self.trunks().values()
         return tuple(dict.fromkeys(name for trunk in trunks for name in trunk.auxiliary_losses()))
 
@@ -122,10 +121,10 @@ class ModelConfig(ComponentConfig, ABC):
 
     @cached_property
     def embedding(self) -> EmbeddingSpec:
-        """The embedding of its first trunk that has one.
+        """The embedding of the first trunk that has one.
 
         Raises:
-            ConfigError: the model reads no tokens.
+            ConfigError: The model reads no tokens.
         """
         for trunk in self.trunks().values():
             if trunk.embedding is not None:
@@ -134,30 +133,31 @@ class ModelConfig(ComponentConfig, ABC):
 
     @property
     def depth(self) -> int:
-        """Layers of all trunks together."""
+        """Number of layers of all trunks together."""
         return sum(len(trunk.layers) for trunk in self.trunks().values())
 
     @property
     def attention_heads(self) -> int:
-        """Heads of the layer that has most; 0 without attention."""
+        """Largest number of heads of a layer; 0 without attention."""
         return max((mixer.heads for mixer in self.mixers), default=0)
 
     @property
     def expert_parallel(self) -> bool:
-        """Whether the model has experts that ranks can share out."""
+        """Whether the model has experts that can be divided over ranks."""
         return any(mixer.expert_parallel for mixer in self.mixers)
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuses a layout that cannot cut a component.
 
         Raises:
-            ConfigError: naming fields of the configuration and of the layout.
+            ConfigError: A component does not fit; the message names fields of configuration and
+                layout.
         """
         for mixer in self.mixers:
             mixer.check_layout(layout)
 
     def unsupported_reason(self, feature: Feature) -> UnsupportedFeature | None:
-        """Returns why the model cannot be trained with a feature, None if it can."""
+        """Returns why the model does not support a training feature, or None."""
         reasons = (mixer.unsupported_reason(feature) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -171,7 +171,7 @@ class ModelConfig(ComponentConfig, ABC):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Builds a configuration from plain values; an unknown key is an error with the nearest."""
+        """Builds a configuration from plain values. Suggests the nearest key for an unknown one."""
         known = [each.name for each in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
@@ -185,7 +185,7 @@ class ModelConfig(ComponentConfig, ABC):
 
     @classmethod
     def from_json(cls, text: str | Mapping[str, Any]) -> Self:
-        """Builds a configuration from JSON text, or from the object it was parsed to."""
+        """Builds a configuration from JSON text, or from the parsed object."""
         if isinstance(text, Mapping):
             return cls.from_dict(text)
         try:

@@ -1,4 +1,4 @@
-"""The configuration of an encoder-decoder model, whose two sides differ in depth alone.
+"""The configuration of an encoder-decoder, whose two sides differ only in depth.
 
 Importing this module does not import torch.
 """
@@ -26,14 +26,14 @@ from megatron_models.models.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, EmbeddingConfig):
-    """The shape of an encoder and a decoder, which differ in depth alone.
+    """The shape of an encoder and a decoder, which differ only in depth.
 
-    ``num_layers`` is the decoder's depth. Embeddings of encoder, decoder and output are three
-    weights: they are on three stages of a pipeline, and a weight can be tied over two.
+    ``num_layers`` is the depth of the decoder. The embeddings of encoder and decoder and the output
+    matrix are three weights: they are on three pipeline stages, and a weight can be tied over two.
 
     Raises:
-        ConfigError: a value of the wrong type or range, or values that do not fit together; an
-            option of attention that the model does not have (sinks).
+        ConfigError: A value has the wrong type or range, values do not fit together, or an option
+            of attention is not supported (sinks).
     """
 
     kind: ClassVar[str] = "encoder_decoder"
@@ -54,8 +54,8 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
     def trunks(self) -> dict[str, TrunkSpec]:
         """Returns the encoder and the decoder.
 
-        Initial weights of each side depend on its own depth. Dropout counts layers over both, so
-        that no two of them drop alike.
+        Initial weights of each side depend on its own depth. Dropout numbers the layers of both
+        sides consecutively, so that no two layers have the same mask.
         """
         above = self.encoder_num_layers
         encoder = self._trunk(above, (), 0, EMBEDDING)
@@ -69,7 +69,7 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
         return (Sublayer("cross_attention", mixer, CROSS_ATTENTION_OUTPUT, norm),)
 
     def _trunk(self, depth: int, between: Layer, layer_offset: int, site: int) -> TrunkSpec:
-        """Returns one side: self-attention, what is ``between``, the feed-forward layer."""
+        """Returns one side: self-attention, sublayers ``between``, feed-forward layer."""
         norm = self.component(NormSpec, num_layers=depth)
         attention = self.component(AttentionSpec, num_layers=depth)
         layer = (

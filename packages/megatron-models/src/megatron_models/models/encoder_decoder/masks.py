@@ -1,4 +1,4 @@
-"""Who may attend to the encoder's text: everybody to all of it but its padding."""
+"""Masks of the encoder's text: every token attends to all of it except padding."""
 
 import torch
 from jaxtyping import Bool, Int
@@ -9,7 +9,7 @@ from megatron_models.errors import ConfigError
 
 
 def documents(padding: Bool[Tensor, "b t"] | None) -> Int[Tensor, "b t"] | None:
-    """Returns padding as the mask contract has it: documents 0, and -1 where there is none."""
+    """Returns the ``document_ids`` of a padding mask: 0 for tokens, -1 for padding."""
     return None if padding is None else -padding.to(torch.int32)
 
 
@@ -22,14 +22,15 @@ def mask_of_source(
     """Returns the mask of cross-attention.
 
     Args:
-        padding: where the source is padding; None if none is.
-        source: sequences and tokens of the encoder's output. None where a cache has seen it: the
-            padding is then that of what was seen.
-        target: sequences and tokens that attend.
-        device: of the mask.
+        padding: True for padding of the source; None if there is none.
+        source: Sequences and tokens of the encoder's output. None if a cache holds its keys and
+            values, to which the padding then belongs.
+        target: Sequences and tokens of the queries.
+        device: Device of the mask.
 
     Raises:
-        ConfigError: the numbers of sequences differ, or the padding is of another text.
+        ConfigError: The numbers of sequences differ, or the padding has another shape than the
+            source.
     """
     batch, queries = target
     if source is not None and source[0] != batch:

@@ -1,4 +1,4 @@
-"""An encoder and a decoder that attends to it, whole or as one stage of a pipeline."""
+"""An encoder and a decoder with cross-attention, whole or as one pipeline stage."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,39 +33,39 @@ from megatron_models.stages import StagePlan, plan_encoder_decoder_stage, sequen
 class EncoderDecoder(DecodingModel):
     """An encoder and a decoder, cut over the tensor-parallel and pipeline axes of a mesh.
 
-    On a mesh with ``pp=1`` it is the whole model. Otherwise it is one stage: the encoder's come
-    first, then the decoder's (Megatron's order). A stage of the encoder passes on its stream; the
-    first of the decoder embeds the decoder's own tokens; its stages pass on two tensors, their
-    stream and the encoder's output, whose gradient thus gathers the parts of all decoder layers on
-    its way back. All stages keep the whole model's parameter names.
+    On a mesh with ``pp=1`` it is the whole model. Otherwise it is one stage; the encoder's stages
+    come first (Megatron's order). A stage of the encoder outputs its stream. The first stage of the
+    decoder embeds the decoder's tokens. Stages of the decoder output two tensors, their stream and
+    the encoder's output, so the gradient of the latter accumulates the parts of all decoder layers.
+    All stages have the parameter names of the whole model.
 
-    The encoder attends in both directions, the decoder to itself and those before, and every token
-    of it to the encoder's whole text (Vaswani et al. 2017, normalised before each part). The two
-    embeddings and the output matrix are three weights.
+    The encoder attends in both directions. Tokens of the decoder attend to themselves, to earlier
+    tokens, and to the encoder's whole text (Vaswani et al. 2017, with pre-LN). The two embeddings
+    and the output matrix are three weights.
 
-    Initial weights depend on the seed and each parameter's global name, not on the layout. Built on
-    the meta device the model has no values; call `initialize` after moving it with ``to_empty``.
+    Initial weights depend on the seed and each parameter's global name, not on the layout. On the
+    meta device the model has no values; call `initialize` after moving it with ``to_empty``.
 
     Args:
-        config: the model's shape.
-        placement: mesh, dtype, device and options; a mesh alone is short for
-            `Placement(mesh)`.
-        chunk: which of this rank's ``vpp`` stages, in the order of ``mesh.layout.stages``.
-        encoder_stages: how many of the pipeline's stages the encoder has, by default half of them;
-            each half is cut evenly over its stages.
-        seed: of the initial weights.
+        config: The model's configuration.
+        placement: Mesh, dtype, device and options. A mesh alone is short for `Placement(mesh)`.
+        chunk: Index of the model chunk among this rank's ``vpp``, in the order of
+            ``mesh.layout.stages``.
+        encoder_stages: Number of stages of the encoder. Defaults to half of them. The layers of
+            each side are divided evenly over its stages.
+        seed: Seed of the initial weights.
 
     Attributes:
-        stage: number of this stage in the pipeline; 0 for a whole model.
-        last: whether it gives logits and losses.
-        encoder: this stage's part of the encoder, None on a stage of the decoder.
-        decoder: likewise.
+        stage: Index of this stage in the pipeline; 0 for a whole model.
+        last: Whether it returns logits and losses.
+        encoder: This stage's part of the encoder; None on a stage of the decoder.
+        decoder: This stage's part of the decoder; None on a stage of the encoder.
 
     Raises:
-        LayoutError: query groups, feed-forward width or heads do not divide over the tensor axis;
-            recomputation that the layout has no use for.
-        ConfigError: a chunk that the pipeline does not have; a half without a stage, or layers that
-            do not divide over the stages of their half; context parallelism.
+        LayoutError: Query groups, feed-forward width or heads do not divide over the tensor axis,
+            or the layout does not support the recomputation.
+        ConfigError: The chunk does not exist, a side has no stage, its layers do not divide over
+            its stages, or the layout has context parallelism.
     """
 
     config: EncoderDecoderConfig
@@ -84,7 +84,9 @@ class EncoderDecoder(DecodingModel):
         placement = Placement.resolve(placement)
         mesh, layout = placement.mesh, placement.mesh.layout
         if layout.cp > 1:
-            raise ConfigError(f"an encoder-decoder does not do context parallelism: cp={layout.cp}")
+            raise ConfigError(
+                f"an encoder-decoder does not support context parallelism: cp={layout.cp}"
+            )
         self.recompute, self.vocabulary_loss = placement.recompute, placement.vocabulary_loss
         self.recompute.check(layout, sequence_parallel=placement.sequence_parallel)
         self.config, self.mesh, self.dtype = config, mesh, placement.dtype
@@ -118,7 +120,7 @@ class EncoderDecoder(DecodingModel):
             self.initialize(seed)
 
     def initialize(self, seed: int) -> None:
-        """Gives every parameter its initial value, and compute the rotary table."""
+        """Initializes every parameter, and computes the rotary table."""
         initialize_parameters(self, seed=seed, mesh=self.mesh)
         if self.rotary is not None:
             self.rotary.reset()
@@ -126,19 +128,20 @@ class EncoderDecoder(DecodingModel):
     def stage_output_spec(
         self, stage: int, batch_size: int, source_length: int, target_length: int
     ) -> tuple["megatron_parallel.TensorSpec", ...]:
-        """What a stage that is not the last passes on for one micro-batch, any stage of them.
+        """Returns the outputs for one micro-batch of any stage that is not the last.
 
         Args:
-            stage: its number in the pipeline.
-            batch_size: sequences of the micro-batch.
-            source_length: of the encoder's text, in tokens.
-            target_length: of the decoder's text.
+            stage: Index of the stage in the pipeline.
+            batch_size: Sequences of the micro-batch.
+            source_length: Length of the encoder's text, in tokens.
+            target_length: Length of the decoder's text, in tokens.
 
         Returns:
-            Shapes of the encoder's stream; or of the decoder's and of the encoder's output.
+            Shape and dtype of the encoder's stream; or of the decoder's stream and the encoder's
+            output.
 
         Raises:
-            ConfigError: sequence parallelism cannot cut one of the lengths.
+            ConfigError: Sequence parallelism cannot cut one of the lengths.
         """
         encoder_only = stage < self.encoder_stages
         lengths = (source_length,) if encoder_only else (target_length, source_length)
@@ -164,45 +167,46 @@ class EncoderDecoder(DecodingModel):
         """Runs this stage.
 
         All stages of a pipeline may be called with the same keyword arguments. With a cache the
-        first pass has a source, whose keys and values for cross-attention the cache keeps. Later
-        passes have none: the encoder rests, its stages are not called, and the decoder's stages
-        pass on their stream alone. No sequence is then cut, as for `GPT.forward`.
+        first pass has a source, and the cache stores its keys and values for cross-attention. Later
+        passes have no source: the encoder's stages are not called, and the decoder's stages output
+        their stream alone. With a cache no sequence is cut, as for `GPT.forward`.
 
         Args:
-            *inputs: what the stage before returned: nothing on the first stage, the encoder's
-                stream or output ``[t, b, h]``, or the decoder's stream ``[s, b, h]`` and the
-                encoder's output; with sequence parallelism this rank's part of each.
-            source: the encoder's tokens; the first stage reads them. With a cache every stage asks
-                whether there are any.
-            target: the decoder's tokens, for instance the labels one place later; the decoder's
+            *inputs: Outputs of the previous stage: nothing on the first stage, the encoder's stream
+                or output ``[t, b, h]``, or the decoder's stream ``[s, b, h]`` and the encoder's
+                output. With sequence parallelism this rank's part of each.
+            source: Tokens of the encoder, which the first stage reads. With a cache, every stage
+                checks whether there are any.
+            target: Tokens of the decoder, for instance the labels shifted by one; the decoder's
                 first stage reads them.
-            source_padding: True where the encoder's text is padding, which nobody attends to; by
-                default none is. Every stage reads it.
-            labels: the token to predict at each place of the target; -100 marks a place without
-                loss. Only the last stage reads them.
-            dropout: what is dropped; nothing by default. Its key covers the longer of both texts.
-            positions: of the target's tokens; by default those of the mask, and without any those
-                after the cache's length.
-            mask: which tokens of the target may attend to which, cached ones too; by default every
-                token to itself and those before.
-            cache: state of earlier tokens of the target; a `megatron_models.CrossKVCache`.
-            logits_at: places among these tokens of the target for which logits are made, ``k`` of
-                each sequence; by default all. Not with labels.
+            source_padding: True for padding of the source, which no token attends to. Defaults to
+                no padding. Every stage reads it.
+            labels: Token to predict at each index of the target; -100 marks a token without loss.
+                Only the last stage reads them.
+            dropout: Dropout. Defaults to none. Its key covers the longer of both texts.
+            positions: Positions of the target's tokens. Defaults to those of the mask, or without
+                any to those after the cache's length.
+            mask: Mask of the target, cached tokens included. Defaults to causal.
+            cache: Keys and values of earlier tokens of the target, a
+                `megatron_models.CrossKVCache`.
+            logits_at: Indices among these tokens of the target whose logits are computed, ``k`` for
+                each sequence. Defaults to all. Excludes labels.
 
         Returns:
-            The encoder's stream; the decoder's and the encoder's output, or with a cache and no
-            source the decoder's alone; from the last stage the loss of each token, minus the
-            log-probability of its label in nats, ``[b, s]``, or without labels logits ``[s, b,
-            padded vocabulary / tp]``, ``[k, b, ...]`` with ``logits_at``, padding tokens at -inf.
+            The encoder's stream; the decoder's stream and the encoder's output, or with a cache and
+            no source the decoder's stream alone. From the last stage the loss of each token, minus
+            the log-probability of its label in nats, ``[b, s]``; or without labels the logits ``[s,
+            b, padded vocabulary / tp]``, or ``[k, b, ...]`` with ``logits_at``. Logits of padding
+            are -inf.
 
         Raises:
-            ConfigError: another number of tensors than the stage before passes on; tokens missing;
-                texts of unequally many sequences; more tokens than the model has positions, or the
-                key of dropout covers; a length that sequence parallelism cannot cut; labels with
-                ``logits_at``, dropout with a cache.
+            ConfigError: The number of inputs is wrong; tokens are missing; the texts have different
+                numbers of sequences; there are more tokens than positions, or than the dropout key
+                covers; sequence parallelism cannot cut a length; labels are combined with
+                ``logits_at``, or dropout with a cache.
         """
         decoding = cache is not None
-        later = decoding and source is None  # the cache has what the encoder made
+        later = decoding and source is None  # the cache holds the encoder's keys and values
         self._check_inputs(inputs, later)
         encoder, decoder = self.encoder, self.decoder
         encoded = None if later else inputs[-1] if inputs else None
@@ -211,27 +215,29 @@ class EncoderDecoder(DecodingModel):
             text = Mask(causal=False, document_ids=documents(source_padding))
             encoded = encoder(x, self._context(x, text, dropout, whole=decoding))
         if decoder is None:
-            return self._made(encoded)
+            return self._encoder_only(encoded)
         x = inputs[0] if decoder.embedding is None else self._tokens("target", target)
         mask = Mask() if mask is None else mask
         if positions is None:
             positions = self._positions(x, mask, cache)
         context = self._context(x, mask, dropout, positions, cache, whole=decoding)
-        made = None if encoded is None else (encoded.shape[1], self._length(encoded, decoding))
-        new = (x.shape[1 if x.is_floating_point() else 0], self._length(x, decoding))
-        cross_mask = mask_of_source(source_padding, made, new, x.device)
+        source_shape = (
+            None if encoded is None else (encoded.shape[1], self._length(encoded, decoding))
+        )
+        target_shape = (x.shape[1 if x.is_floating_point() else 0], self._length(x, decoding))
+        cross_mask = mask_of_source(source_padding, source_shape, target_shape, x.device)
         x = decoder(x, replace(context, encoder_output=encoded, cross_mask=cross_mask), positions)
         if self.output is None:
             return x if encoded is None else (x, encoded)
         return self._end(self.output, x, labels, logits_at, whole=decoding)
 
     def first_active_stage(self, decoding_pass: DecodingPass) -> int:
-        """Returns 0 where there is a source to encode, else the first stage of the decoder."""
+        """Returns 0 with a source to encode, else the first stage of the decoder."""
         pipeline = self.mesh.layout.pp * self.mesh.layout.vpp > 1
         return self.encoder_stages if decoding_pass.source is None and pipeline else 0
 
     def input_shapes(self, decoding_pass: DecodingPass) -> tuple[tuple[int, ...], ...]:
-        """Returns the uncut shapes of `stage_output_spec`, or of the decoder's stream alone."""
+        """Returns the shapes of `stage_output_spec`, uncut, or of the decoder's stream alone."""
         (batch, length), width = decoding_pass.tokens.shape, self.config.hidden_size
         if self.stage == self.first_active_stage(decoding_pass):
             return ()
@@ -245,7 +251,7 @@ class EncoderDecoder(DecodingModel):
         self, inputs: tuple[Float[Tensor, "..."], ...], decoding_pass: DecodingPass
     ) -> tuple[Float[Tensor, "..."], ...]:
         """Runs this stage on a source and new tokens, or on new tokens."""
-        outcome = self(
+        output = self(
             *inputs,
             source=decoding_pass.source,
             target=decoding_pass.tokens,
@@ -255,14 +261,14 @@ class EncoderDecoder(DecodingModel):
             cache=decoding_pass.cache,
             logits_at=decoding_pass.logits_at,
         )
-        return outcome if isinstance(outcome, tuple) else (outcome,)
+        return output if isinstance(output, tuple) else (output,)
 
     def _check_inputs(self, inputs: tuple[Tensor, ...], later: bool) -> None:
-        """Refuses another number of tensors than the stage before passes on."""
+        """Refuses another number of tensors than the previous stage outputs."""
         if later and self.decoder is None:
             raise ConfigError(
-                f"stage {self.stage} has the encoder's layers only, and a pass without a source "
-                "was given: it begins at the decoder's first stage"
+                f"stage {self.stage} has encoder layers only, but the pass has no source and "
+                "begins at the decoder's first stage"
             )
         behind = self.stage > self.encoder_stages
         wanted = int(behind) if later else min(self.stage, 1) + behind
@@ -274,8 +280,8 @@ class EncoderDecoder(DecodingModel):
                 f"{wants}, not {len(inputs)}"
             )
 
-    def _made(self, encoded: Tensor | None) -> Tensor:
-        """Returns what the encoder made, on a stage that has no more than that."""
+    def _encoder_only(self, encoded: Tensor | None) -> Tensor:
+        """Returns the encoder's output, on a stage that has nothing else."""
         if encoded is None:
             raise ConfigError(f"stage {self.stage} has neither an encoder nor a decoder")
         return encoded
@@ -289,12 +295,12 @@ class EncoderDecoder(DecodingModel):
         *,
         whole: bool,
     ) -> Float[Tensor, "..."]:
-        """Losses or logits, of all places or of some; ``whole`` says that the stream is not cut."""
+        """Returns losses or logits; ``whole`` means that the stream is not cut."""
         cut, vocab = self.sequence_parallel_size > 1 and not whole, self.config.vocab_size
         if labels is not None:
             if logits_at is not None:
                 raise ConfigError(
-                    "labels and logits_at exclude each other: a loss needs all places"
+                    "labels and logits_at exclude each other: a loss needs all tokens"
                 )
             loss = self.vocabulary_loss
             return token_losses(output, x, labels, vocab, loss, sequence_parallel=cut)
@@ -307,17 +313,17 @@ class EncoderDecoder(DecodingModel):
     def _tokens(self, name: str, tokens: Tensor | None) -> Tensor:
         """Returns the tokens that this stage embeds."""
         if tokens is None:
-            raise ConfigError(f"stage {self.stage} embeds {name} tokens: give `{name}` [b, s]")
+            raise ConfigError(f"stage {self.stage} embeds {name} tokens; pass `{name}` [b, s]")
         return tokens
 
     def _length(self, x: Tensor, whole: bool) -> int:
-        """Tokens of a whole text, from tokens ``[b, s]`` or a stream ``[part, b, h]``."""
+        """Returns the length of a text from tokens ``[b, s]`` or a stream ``[part, b, h]``."""
         if not x.is_floating_point():
             return x.shape[1]
         return x.shape[0] * (1 if whole else self.sequence_parallel_size)
 
     def _positions(self, x: Tensor, mask: Mask, cache: KVCache | None) -> Tensor | None:
-        """Positions of the target's new tokens, if the mask says them."""
+        """Returns the mask's positions of the target's new tokens, or None."""
         if mask.query_positions is not None or mask.positions is None:
             return mask.query_positions
         start = 0 if cache is None else cache.length
@@ -333,14 +339,14 @@ class EncoderDecoder(DecodingModel):
         *,
         whole: bool,
     ) -> Context:
-        """Returns what the layers of a half share, but for what the encoder made."""
+        """Returns the state that one side's layers share, without the encoder's output."""
         length = self._length(x, whole)
         sequence_shard_length(length, 1 if whole else self.sequence_parallel_size)
         offset = 0 if cache is None else cache.length
         end = offset + length
         self.config.check_sequence_length(end)
         if whole and dropout is not None:
-            raise ConfigError("dropout was given together with a cache; decoding drops nothing")
+            raise ConfigError("dropout and cache exclude each other: decoding has no dropout")
         return Context(
             mask.prepare(length, end, offset, device=x.device),
             None if self.rotary is None else self.rotary(length, offset, positions),
@@ -352,13 +358,13 @@ class EncoderDecoder(DecodingModel):
         )
 
     def _dropout(self, dropout: Dropout | None, length: int) -> StageDropout | None:
-        """Dropout of one of the texts, whose places are the first of the key."""
+        """Returns the dropout of one text, which uses the beginning of the key."""
         if dropout is None:
             return None
         covered = dropout.key.word0.shape[0]
         if covered < length:
             raise ConfigError(
-                f"the key of dropout covers {covered} positions of a text of {length}: make it for "
+                f"the dropout key covers {covered} of {length} positions of a text; make it for "
                 "the longer of source and target"
             )
         own = replace(dropout, key=dropout.key.narrow(0, length))
@@ -372,13 +378,16 @@ def encoder_decoder_chunks(
     split: Sequence[range] | None = None,
     seed: int = 1234,
 ) -> list[EncoderDecoder]:
-    """Builds all stages of this rank, one `EncoderDecoder` for each of its ``vpp`` chunks.
+    """Builds this rank's stages, one `EncoderDecoder` for each of its ``vpp`` model chunks.
 
     Raises:
-        ConfigError: a ``split``, as each half is cut evenly over its stages; or as for the class.
+        ConfigError: A ``split`` is given, but each side is divided evenly over its stages; or an
+            error of `EncoderDecoder`.
     """
     if split is not None:
-        raise ConfigError("an encoder-decoder cuts each half evenly over its stages: give no split")
+        raise ConfigError(
+            "an encoder-decoder divides each side evenly over its stages; leave split out"
+        )
     placement = Placement.resolve(placement)
     numbers = range(placement.mesh.layout.vpp)
     return [EncoderDecoder(config, placement, chunk=chunk, seed=seed) for chunk in numbers]

@@ -1,7 +1,7 @@
-"""The configuration of a GPT model: a frozen dataclass of plain values, checked when it is made.
+"""The configuration of a GPT model: a frozen dataclass of plain values, checked when created.
 
 Importing this module does not import torch. Field names are the flags of Megatron-LM with ``_`` for
-``-``, and defaults are Megatron's, so a recipe written for it reads the same here.
+``-``, and defaults are Megatron-LM's, so that its recipes have the same meaning here.
 """
 
 from dataclasses import dataclass, field
@@ -20,15 +20,15 @@ from megatron_models.models.causal_config import CausalConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(MoEConfig, NormConfig, CausalConfig):
-    """The shape of a decoder-only transformer, and nothing about how it is trained or laid out.
+    """The shape of a decoder-only transformer, without training or parallelism.
 
-    Its fields are those of its components, and which weights are tied. ``num_query_groups``,
-    ``kv_channels`` and ``ffn_hidden_size`` may be left at 0; they are filled in when the
-    configuration is made, so that a reader always finds the numbers in use.
+    Its fields are those of its components, plus the tying of weights. ``num_query_groups``,
+    ``kv_channels`` and ``ffn_hidden_size`` may be left at 0. They are derived when the
+    configuration is created, so that a reader always finds the values in use.
 
     Raises:
-        ConfigError: a value of the wrong type or range, or values that do not fit together. The
-            message names the fields and the numbers.
+        ConfigError: A value has the wrong type or range, or values do not fit together. The message
+            names the fields and the values.
     """
 
     kind: ClassVar[str] = "gpt"
@@ -37,12 +37,12 @@ class GPTConfig(MoEConfig, NormConfig, CausalConfig):
         default=False,
         metadata=flag(
             "--untie-embeddings-and-output-weights",
-            "an output matrix of its own instead of the token embedding",
+            "separate output matrix instead of the token embedding",
         ),
     )
 
     def trunks(self) -> dict[str, TrunkSpec]:
-        """Returns embedding, layers and final norm: one trunk, whose parameters have no prefix."""
+        """Returns one trunk of embedding, layers and final norm, without a prefix."""
         norm, tied = self.component(NormSpec), not self.untie_embeddings_and_output_weights
         attention = Sublayer("attention", self.component(AttentionSpec), ATTENTION_OUTPUT, norm)
         mlp = {
@@ -54,5 +54,5 @@ class GPTConfig(MoEConfig, NormConfig, CausalConfig):
         return {"": TrunkSpec(embedding, layers, norm, self.hidden_size)}
 
     def output(self) -> EmbeddingConfig | None:
-        """Returns the configuration itself where the output matrix is not tied."""
+        """Returns the configuration itself if the output matrix is untied, else None."""
         return self if self.untie_embeddings_and_output_weights else None

@@ -8,7 +8,7 @@ from megatron_models.models.gpt.config import GPTConfig
 
 
 def _unversioned(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """0 to 1: records got a version; the fields are the same."""
+    """Migrates version 0 to 1: records got a version, and the fields are the same."""
     return fields
 
 

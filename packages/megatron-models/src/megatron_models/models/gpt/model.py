@@ -1,4 +1,4 @@
-"""GPT: a decoder-only transformer, whole or as one stage of a pipeline."""
+"""GPT: a decoder-only transformer, whole or as one pipeline stage."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,34 +42,35 @@ from megatron_models.stages import StagePlan, plan_stage, sequence_shard_length
 class GPT(Trunk, CausalModel):
     """A decoder-only transformer, cut over the tensor-parallel and pipeline axes of a mesh.
 
-    On a mesh with ``pp=1`` it is the whole model. Otherwise it is one stage: the first embeds, the
-    last has the final norm and the output layer, and all keep the whole model's parameter names.
-    A tied weight is ``embedding.word.weight`` on the first and on the last stage.
+    On a mesh with ``pp=1`` it is the whole model. Otherwise it is one stage: the first stage has
+    the embedding, the last has the final norm and the output layer. All stages have the parameter
+    names of the whole model. A tied weight is ``embedding.word.weight`` on the first and on the
+    last stage.
 
-    Initial weights depend on the seed and each parameter's global name, not on the layout. Built on
-    the meta device the model has no values; call `initialize` after moving it with ``to_empty``.
+    Initial weights depend on the seed and each parameter's global name, not on the layout. On the
+    meta device the model has no values; call `initialize` after moving it with ``to_empty``.
 
     Args:
-        config: the model's shape.
-        placement: mesh, dtype, device and options; a mesh alone is short for
-            `Placement(mesh)`.
-        chunk: which of this rank's ``vpp`` stages, in the order of ``mesh.layout.stages``.
-        split: global layer numbers of every stage of the pipeline, in order; by default all get
-            equally many. `megatron_parallel.pipeline.split_layers` makes uneven ones.
-        seed: of the initial weights.
+        config: The model's configuration.
+        placement: Mesh, dtype, device and options. A mesh alone is short for `Placement(mesh)`.
+        chunk: Index of the model chunk among this rank's ``vpp``, in the order of
+            ``mesh.layout.stages``.
+        split: Global layer numbers of every pipeline stage, in order. By default all stages have
+            equally many layers. `megatron_parallel.split_layers` makes uneven splits.
+        seed: Seed of the initial weights.
 
     Attributes:
-        stage: number of this stage in the pipeline; 0 for a whole model.
-        first: whether it takes tokens.
-        last: whether it gives logits and losses.
-        layers: its blocks, by global layer number.
+        stage: Index of this stage in the pipeline; 0 for a whole model.
+        first: Whether it takes tokens.
+        last: Whether it returns logits and losses.
+        layers: The blocks, by global layer number.
 
     Raises:
-        LayoutError: query groups, feed-forward width or heads do not divide over the tensor axis,
-            heads over the context axis, or layers over the stages; recomputation that the layout
-            has no use for.
-        ConfigError: a chunk or a split that the pipeline does not have; a ``cp_comm_type`` that
-            there is not.
+        LayoutError: Query groups, feed-forward width or heads do not divide over the tensor axis,
+            heads over the context axis, or layers over the stages; or the layout does not support
+            the recomputation.
+        ConfigError: The chunk does not exist, the split does not fit the pipeline, or
+            ``cp_comm_type`` is unknown.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class GPT(Trunk, CausalModel):
             self.initialize(seed)
 
     def initialize(self, seed: int) -> None:
-        """Gives every parameter its initial value, and compute the rotary table."""
+        """Initializes every parameter, and computes the rotary table."""
         initialize_parameters(self, seed=seed, mesh=self.mesh)
         if self.rotary is not None:
             self.rotary.reset()
@@ -117,20 +118,20 @@ class GPT(Trunk, CausalModel):
     def stage_output_spec(
         self, batch_size: int, sequence_length: int
     ) -> "megatron_parallel.TensorSpec":
-        """Returns what a stage that is not the last passes on for one micro-batch.
+        """Returns shape and dtype of the output of a stage that is not the last.
 
         Args:
-            batch_size: sequences of the micro-batch.
-            sequence_length: of the whole sequence, in tokens.
+            batch_size: Sequences of the micro-batch.
+            sequence_length: Length of the whole sequence, in tokens.
 
         Raises:
-            LayoutError: context parallelism cannot cut that length.
-            ConfigError: sequence parallelism cannot.
+            LayoutError: Context parallelism cannot cut the length.
+            ConfigError: Sequence parallelism cannot cut the length.
         """
         if self.cp.size > 1:
             check_length(sequence_length, self.cp.size)
         part = sequence_shard_length(sequence_length // self.cp.size, self.sequence_parallel_size)
-        # Looked up here: it brings torch's pipelining and with it the compiler, seconds of a CPU.
+        # Looked up here, since it imports torch's pipelining and compiler, which takes seconds.
         return megatron_parallel.TensorSpec((part, batch_size, self.config.hidden_size), self.dtype)
 
     def forward(  # type: ignore[override]
@@ -151,49 +152,51 @@ class GPT(Trunk, CausalModel):
     ) -> Float[Tensor, "..."]:
         """Runs this stage.
 
-        All stages of a pipeline are called with the same arguments but ``x``. With context
-        parallelism tokens, labels and positions are those at this rank's places of the sequence
-        (`ContextSplit.take`); mask and dropout are those of the whole.
+        All stages of a pipeline are called with the same arguments except ``x``. With context
+        parallelism, tokens, labels and positions are those of this rank's part of the sequence
+        (`ContextSplit.take`); mask and dropout are those of the whole sequence.
 
-        With a cache no sequence is cut: sequence parallelism rests, and every tensor- and
-        context-parallel rank is called with all of the tokens and keeps the keys and values of all
-        of them, for its heads.
+        With a cache no sequence is cut: sequence parallelism is inactive, and every tensor- and
+        context-parallel rank gets all tokens and stores keys and values of all of them, for its
+        heads.
 
         Args:
-            x: tokens ``[b, s]`` on the first stage; on others what the stage before returned,
+            x: Tokens ``[b, s]`` on the first stage. On others the output of the previous stage,
                 ``[s, b, h]`` or, with sequence parallelism and no cache, ``[s/tp, b, h]``.
-            labels: the token to predict at each place; -100 marks a place without loss. Only the
-                last stage reads them.
-            positions: position of each token, for its embedding or rotation; by default those of
-                the mask, and without any the tokens' places, counted from the cache's length.
-            mask: who may attend to whom; by default every token to itself and those before. With a
-                cache it describes cached and new tokens together.
-            dropout: what is dropped; nothing by default, whether the module trains or evaluates.
-            cache: keys and values of earlier tokens, to which those of these tokens are added.
-            split: which places each context-parallel rank holds; by default a zig-zag over the
-                whole sequence.
-            cp: the ranks that this micro-batch is cut over, where they are chosen for each
-                (`ParallelLayout.hybrid_cp`); by default those of the mesh's axis ``cp``. Its rows
-                may be longer than sequences are, as long as ``positions`` are given.
-            auxiliary_losses: takes the losses of routers, when training; without it there are none.
-            interleaver: of a `megatron_parallel.PipelineEngine`: lets another micro-batch compute
-                while experts' tokens are on their way; the dispatcher must be ``alltoall``.
-            label_smoothing: share of the loss that all tokens of the vocabulary have in common; see
+            labels: Token to predict at each index; -100 marks a token without loss. Only the last
+                stage reads them.
+            positions: Position of each token, for its embedding or rotation. Defaults to those of
+                the mask, or without any to the token indices, counted from the cache's length.
+            mask: Attention mask. Defaults to causal. With a cache it describes cached and new
+                tokens together.
+            dropout: Dropout. Defaults to none, in training and evaluation mode.
+            cache: Keys and values of earlier tokens, to which those of these tokens are added.
+            split: Indices of the sequence that each context-parallel rank holds. Defaults to a
+                zig-zag over the whole sequence.
+            cp: The axis that cuts this micro-batch, if axes are chosen for each micro-batch
+                (`ParallelLayout.hybrid_cp`). Defaults to the mesh's axis ``cp``. The rows may then
+                be longer than sequences, provided that ``positions`` are given.
+            auxiliary_losses: Collects the losses of routers in training. Defaults to no such
+                losses.
+            interleaver: The interleaver of a `megatron_parallel.PipelineEngine`, which lets another
+                micro-batch compute while the tokens of experts are in flight. The dispatcher must
+                be ``alltoall``.
+            label_smoothing: Share of the loss that is spread over all tokens of the vocabulary; see
                 `megatron_parallel.vocab_parallel_cross_entropy`.
-            logits_at: places among these tokens for which logits are made, 0 to s - 1, ``k`` of
-                each sequence; by default all. Only the last stage reads them. Not with labels.
+            logits_at: Indices among these tokens whose logits are computed, 0 to s - 1, ``k`` for
+                each sequence. Defaults to all. Only the last stage reads them. Excludes labels.
 
         Returns:
-            Activations like ``x`` of a later stage; from the last stage the loss of each token,
-            minus the log-probability of its label in nats, ``[b, s]``, or without labels logits
-            ``[s, b, padded vocabulary / tp]``, ``[k, b, ...]`` with ``logits_at``; those of padding
-            tokens are -inf.
+            Activations shaped like the ``x`` of a later stage. From the last stage the loss of each
+            token, minus the log-probability of its label in nats, ``[b, s]``; or without labels the
+            logits ``[s, b, padded vocabulary / tp]``, or ``[k, b, ...]`` with ``logits_at``. Logits
+            of padding are -inf.
 
         Raises:
-            ConfigError: labels together with ``logits_at``; more tokens than the model has
-                positions, or the cache room; a length that sequence parallelism cannot cut; dropout
-                or a cut sequence (``split``, ``cp``) together with a cache; a split for other
-                ranks; tokens on a later stage or activations on the first.
+            ConfigError: Labels are combined with ``logits_at``, or dropout or a cut sequence
+                (``split``, ``cp``) with a cache; there are more tokens than positions of the model
+                or room in the cache; sequence parallelism cannot cut the length; a split is for
+                other ranks; a later stage gets tokens or the first stage activations.
         """
         whole = cache is not None
         length = self._sequence_length(x, whole)
@@ -203,7 +206,7 @@ class GPT(Trunk, CausalModel):
         parallel = None
         of_parts = cp is not None and positions is not None
         if whole and (cp is not None or split is not None):
-            raise ConfigError("a cache was given together with a split: decoding cuts no sequence")
+            raise ConfigError("cache and split exclude each other: decoding cuts no sequence")
         cp = cp or self.cp
         over_ranks = cp.size > 1 and not whole
         if not of_parts:
@@ -214,8 +217,8 @@ class GPT(Trunk, CausalModel):
             dropped = self._dropout(dropout, cache, own)
             parallel = ContextParallel(self.mesh, cp, self.cp_comm_type, split, mask, dropped)
             if positions is None:
-                given = mask.positions
-                positions = own if given is None else split.take(given, cp.index)
+                positions = mask.positions
+                positions = own if positions is None else split.take(positions, cp.index)
         else:
             dropped = self._dropout(dropout, cache)
             if positions is None and mask.query_positions is not None:
@@ -232,7 +235,7 @@ class GPT(Trunk, CausalModel):
             offset,
             dropped,
             parallel,
-            RecomputeConfig() if whole else self.recompute,  # a second run would add keys once more
+            RecomputeConfig() if whole else self.recompute,  # recomputation would add keys twice
             padding,
             auxiliary_losses,
             interleaver,
@@ -245,7 +248,7 @@ class GPT(Trunk, CausalModel):
         if labels is not None:
             if logits_at is not None:
                 raise ConfigError(
-                    "labels and logits_at exclude each other: a loss needs all places"
+                    "labels and logits_at exclude each other: a loss needs all tokens"
                 )
             smoothed: Any = {"label_smoothing": label_smoothing, "sequence_parallel": cut}
             return token_losses(output, x, labels, vocab, self.vocabulary_loss, **smoothed)
@@ -267,14 +270,14 @@ class GPT(Trunk, CausalModel):
         dropout: Dropout | None = None,
         split: ContextSplit | None = None,
     ) -> Float[Tensor, "b s"]:
-        """Returns the loss of each token of a whole model; arguments as for `forward`.
+        """Returns the loss of each token of a whole model, with the arguments of `forward`.
 
         Raises:
-            ConfigError: this is one stage of several.
+            ConfigError: This is one stage of several.
         """
         if not (self.first and self.last):
             raise ConfigError(
-                f"stage {self.stage} is not a whole model: run it with a PipelineEngine"
+                f"stage {self.stage} is not a whole model; run it with a PipelineEngine"
             )
         return self.forward(
             tokens, labels=labels, positions=positions, mask=mask, dropout=dropout, split=split
@@ -283,7 +286,7 @@ class GPT(Trunk, CausalModel):
     def _padding(
         self, mask: Mask, offset: int, end: int, cp: Axis | None, split: ContextSplit | None
     ) -> Bool[Tensor, "s b"] | None:
-        """Returns where these tokens are padding; None if nothing says so or no router asks."""
+        """Returns which tokens are padding; None if the mask has none or no router reads it."""
         if mask.document_ids is None or not self.reads_padding:
             return None
         if mask.query_document_ids is not None:
@@ -295,7 +298,7 @@ class GPT(Trunk, CausalModel):
         return (ids < 0).t()
 
     def _sequence_length(self, x: Tensor, whole: bool) -> int:
-        """Tokens that this rank and its tensor-parallel group hold, from tokens or activations."""
+        """Returns the tokens of this tensor-parallel group, from tokens or activations."""
         if x.is_floating_point() == self.first:
             wanted = "tokens [b, s]" if self.first else "activations [s, b, h]"
             raise ConfigError(f"stage {self.stage} takes {wanted}, not {x.dtype} {list(x.shape)}")
@@ -307,13 +310,14 @@ class GPT(Trunk, CausalModel):
         return x.shape[0] * parts
 
     @staticmethod
-    def _split(given: ContextSplit | None, part: int, cp: Axis, on: device) -> ContextSplit:
-        """Which places of the sequence each context-parallel rank holds, `part` of them here."""
+    def _split(split: ContextSplit | None, part: int, cp: Axis, on: device) -> ContextSplit:
+        """Returns the indices of each context-parallel rank; this rank holds `part` of them."""
         ranks = cp.size
-        split = ContextSplit.zigzag(part * ranks, ranks, on) if given is None else given
+        if split is None:
+            split = ContextSplit.zigzag(part * ranks, ranks, on)
         if (split.ranks, split.local_length) != (ranks, part):
             raise ConfigError(
-                f"{part} tokens were given on one of {ranks} context-parallel ranks, with a split "
+                f"{part} tokens on one of {ranks} context-parallel ranks do not fit a split "
                 f"into {split.ranks} parts of {split.local_length}"
             )
         return split
@@ -324,7 +328,7 @@ class GPT(Trunk, CausalModel):
         if dropout is None:
             return None
         if cache is not None:
-            raise ConfigError("dropout was given together with a cache; decoding drops nothing")
+            raise ConfigError("dropout and cache exclude each other: decoding has no dropout")
         return StageDropout.from_dropout(
             dropout, self.tp if self.sequence_parallel else None, indices
         )
@@ -334,7 +338,7 @@ class GPT(Trunk, CausalModel):
         if self.output is not None:
             return self.output
         if self.embedding is None:
-            raise ConfigError(f"stage {self.stage} is not the last: it has no output layer")
+            raise ConfigError(f"stage {self.stage} is not the last and has no output layer")
         tied: Output = partial(self.embedding.word.output, num_slices=self.num_slices)
         return tied
 
@@ -346,10 +350,10 @@ def gpt_chunks(
     split: Sequence[range] | None = None,
     seed: int = 1234,
 ) -> list[GPT]:
-    """Builds all stages of this rank, one `GPT` for each of its ``vpp`` chunks.
+    """Builds this rank's stages, one `GPT` for each of its ``vpp`` model chunks.
 
-    If the first and the last stage are both here (a pipeline in a V), they share a tied weight: it
-    is one parameter, of both. Arguments and errors are those of `GPT`.
+    If the first and the last stage are both on this rank (a pipeline in a V), a tied weight is one
+    parameter of both. Arguments and errors are those of `GPT`.
     """
     placement = Placement.resolve(placement)
     numbers = range(placement.mesh.layout.vpp)
@@ -361,7 +365,7 @@ def gpt_chunks(
 
 
 def _of_stage(config: GPTConfig, plan: StagePlan) -> TrunkSpec:
-    """Returns what a stage has of the trunk; a tied weight is on the first and on the last."""
+    """Returns one stage of the trunk. The first and the last stage hold a tied weight."""
     trunk, tied = config.trunk(), config.output() is None
     stage = trunk.stage(plan.layers, first=plan.first, last=plan.last)
     if trunk.embedding is None or not (plan.first or (plan.last and tied)):

@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, tanh GELU, biases, tied output (Radford et al., 2019).
 
-Linear layers are stored transposed there ("Conv1D"), and one matrix holds the queries, then the
-keys, then the values of all heads.
+Linear layers are stored transposed ("Conv1D"), and one matrix holds the queries of all heads, then
+the keys, then the values.
 """
 
 from megatron_models.families.family import UNTIED, Family, Operation, Row
@@ -98,8 +98,8 @@ FAMILY = Family(
         "rope_parameters": ({},),
         "multi_query": (False,),
     },
-    # The first names arithmetic of scores that differs in rounding alone; others are of a head that
-    # is not read, or of training.
+    # The first affects only the rounding of scores; the others belong to training, or to a head
+    # that is not read.
     without_effect=frozenset(
         {
             "reorder_and_upcast_attn",

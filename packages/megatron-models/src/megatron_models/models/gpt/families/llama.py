@@ -1,7 +1,7 @@
 """Llama 2 and 3, and models of the same shape: rotary positions, RMSNorm, SwiGLU, query groups.
 
 Touvron et al., 2023 and the Llama 3 report. Hugging Face stores rotary channels as two halves, as
-we do, so no row permutes them.
+this package does, so no row permutes them.
 """
 
 from megatron_models.families.family import UNTIED, Family, Operation, Row
@@ -47,7 +47,7 @@ def _mlp(part: str) -> tuple[Row, Row]:
     )
 
 
-#: What all models with Llama's attention have, before and behind their feed-forward layers.
+#: Rows before and after the feed-forward layers of all models with Llama's attention.
 START_ROWS: tuple[Row, ...] = (
     ("embedding.word.weight", ("model.embed_tokens.weight",), (_VOCAB,)),
     ("layers.{i}.attention_norm.weight", (f"{_BLOCK}.input_layernorm.weight",), ()),
@@ -123,7 +123,7 @@ FAMILY = Family(
     },
     custom=(rope(10000.0), _BIASES),
     neutral={"pretraining_tp": (1,)},
-    # Notes of programs that made such files.
+    # Notes of programs that wrote such files.
     without_effect=frozenset(
         {"is_llama_config", "max_sequence_length", "unsloth_fixed", "unsloth_version"}
     ),

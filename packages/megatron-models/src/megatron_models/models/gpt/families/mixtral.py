@@ -1,8 +1,8 @@
 """Mixtral: Llama's attention, and a mixture of SwiGLU experts in every layer (Jiang et al., 2024).
 
-Files hold each expert's three matrices by themselves: ``w1`` is the gate, ``w3`` up, ``w2`` down.
-Softmax over all experts, renormalised over the chosen ones, is softmax over the chosen logits; of
-one chosen expert it is 1.
+Files hold the three matrices of each expert separately: ``w1`` is the gate, ``w3`` up, ``w2`` down.
+Softmax over all experts, renormalized over the selected ones, equals softmax over the selected
+logits; with one selected expert it is 1.
 """
 
 from megatron_models.families.family import Family, Operation, Row
@@ -78,7 +78,7 @@ FAMILY = Family(
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([],),
     },
-    # Losses and noise of the router are of training.
+    # Losses and noise of the router belong to training.
     without_effect=frozenset(
         {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
     ),

@@ -1,4 +1,4 @@
-"""Rotary settings of a ``config.json``, in the spellings of transformers 4 and 5."""
+"""Rotary settings of a ``config.json``, in the formats of transformers 4 and 5."""
 
 import reprlib
 from collections.abc import Mapping
@@ -16,22 +16,22 @@ _ROPE_KEYS = {
 
 
 def _rope_parameters(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the rotary settings after refusing those that are not read."""
+    """Returns the rotary settings. Refuses settings that are not supported."""
     given = [hf_config[key] for key in ("rope_parameters", "rope_scaling") if hf_config.get(key)]
     maps = [each for each in given if isinstance(each, Mapping)]
     bare = [{key: each[key] for key in each if key != "rope_theta"} for each in maps]
     if len(maps) < len(given) or any(each != bare[0] for each in bare):
         raise ConfigError(
-            f"rotary settings are {reprlib.repr(given)}, not one map: give rope_parameters or "
+            f"rotary settings are {reprlib.repr(given)}, not one map; give rope_parameters or "
             "rope_scaling"
         )
     bases = [
         each["rope_theta"] for each in (hf_config, *maps) if each.get("rope_theta") is not None
     ]
-    others = [base for base in bases if base != bases[0]]
-    if others:
+    other_bases = [base for base in bases if base != bases[0]]
+    if other_bases:
         raise ConfigError(
-            f"rope_theta is {reprlib.repr(bases[0])} and {reprlib.repr(others[0])} in the "
+            f"rope_theta is {reprlib.repr(bases[0])} and {reprlib.repr(other_bases[0])} in the "
             "rotary settings"
         )
     settings = bare[0] if bare else {}
@@ -57,8 +57,8 @@ _LLAMA3 = {
 def _from_hf(title: str, hf_config: HFConfig, *, base: float) -> dict[str, Any]:
     scaling = _rope_parameters(hf_config)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    given = scaling.get("rope_theta")
-    settings: dict[str, Any] = {"rotary_base": base if given is None else given}
+    rope_theta = scaling.get("rope_theta")
+    settings: dict[str, Any] = {"rotary_base": base if rope_theta is None else rope_theta}
     if kind == "default":
         return settings
     if kind not in ("linear", "llama3"):
@@ -84,10 +84,10 @@ def _to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def rope(base: float) -> Custom:
-    """Returns how rotary positions over whole heads are set, with or without scaling.
+    """Returns the setting of rotary positions over whole heads, with or without scaling.
 
     Args:
-        base: of a file that does not say it.
+        base: Base of a file without one.
     """
     return Custom(
         fields=("rotary_base", "rope_scaling_type", "rope_scaling_factor", *_LLAMA3),
