@@ -82,5 +82,5 @@ def test_another_project_of_the_same_name_is_told_apart(
 def test_backends_hear_the_library_and_the_reason() -> None:
     reason = unavailable_reason("flash-attn")
     assert reason is None or reason.startswith("flash-attn is ")
-    with pytest.raises(KernelError, match="known are triton, flash-attn"):
+    with pytest.raises(KernelError, match="use one of triton, flash-attn"):
         library("flash")

@@ -53,7 +53,7 @@ def test_a_layer_of_experts_equals_a_loop_over_tokens(backend: str) -> None:
 
 def test_counts_that_do_not_fit_are_refused_with_their_numbers() -> None:
     x, weight = torch.ones(4, 2), torch.ones(3, 2, 2)
-    with pytest.raises(KernelError, match="2 counts were given for 3 matrices"):
+    with pytest.raises(KernelError, match="2 counts for 3 matrices"):
         grouped_matmul(x, weight, torch.tensor([2, 2]))
     with pytest.raises(KernelError, match="add up to 5 rows, x has 4"):
         grouped_matmul(x, weight, torch.tensor([2, 2, 1]))

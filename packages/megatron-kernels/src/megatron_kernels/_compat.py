@@ -1,4 +1,4 @@
-"""Contact with what torch does not promise to keep, in one place."""
+"""Uses of torch features without a stability guarantee, in one place."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -8,10 +8,10 @@ R = TypeVar("R")
 
 
 def constant_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
-    """Marks a function whose result torch.compile may take for a constant.
+    """Marks a function whose result torch.compile may treat as a constant.
 
-    `torch.compiler.assume_constant_result` sets this mark too, but imports the whole compiler for
-    it: 3 to 4 seconds of a CPU at every start, also of programs that compile nothing.
+    `torch.compiler.assume_constant_result` sets this mark too, but imports the whole compiler: 3 to
+    4 seconds of CPU time at every start, also of programs that compile nothing.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

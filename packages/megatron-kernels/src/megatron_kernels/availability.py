@@ -1,6 +1,6 @@
-"""Which optional libraries are here, and if one is not usable, why.
+"""Availability of optional libraries, with the reason if a library is not usable.
 
-Looking never imports the library, so a broken installation cannot break this package.
+A check never imports the library, so a broken installation cannot break this package.
 """
 
 import functools
@@ -13,15 +13,15 @@ from megatron_kernels.errors import KernelError
 
 @dataclass(frozen=True)
 class Library:
-    """An optional library: how to find it and what it needs.
+    """An optional library: how it is found and what it needs.
 
     Attributes:
-        name: As users know it, and the name of the extra that installs it if there is one.
-        module: What is imported.
-        minimum: Oldest version whose interface the backends here were written for; () for any.
-        install_hint: How to get it.
-        required_submodule: A submodule that tells it from other projects of the same name.
-        cuda: Whether it is of use only with a CUDA device.
+        name: Name for users, and of the extra that installs it if there is one.
+        module: Module that is imported.
+        minimum: Oldest version with the interface that the backends use; () for any.
+        install_hint: How to install it.
+        required_submodule: A submodule that other projects of the same name lack.
+        cuda: Whether it needs a CUDA device.
     """
 
     name: str
@@ -34,7 +34,13 @@ class Library:
 
 @dataclass(frozen=True)
 class Availability:
-    """The state of one library here: `reason` is None when it is usable."""
+    """The state of one library on this machine.
+
+    Attributes:
+        name: Name of the library.
+        version: Installed version, or None if unknown.
+        reason: Why the library is not usable; None if it is usable.
+    """
 
     name: str
     version: str | None
@@ -68,17 +74,17 @@ def library(name: str) -> Library:
     """Returns the description of an optional library.
 
     Raises:
-        KernelError: It is not one of `LIBRARIES`.
+        KernelError: `LIBRARIES` has no library of this name.
     """
     for candidate in LIBRARIES:
         if candidate.name == name:
             return candidate
     known = ", ".join(candidate.name for candidate in LIBRARIES)
-    raise KernelError(f"no optional library {name!r}; known are {known}")
+    raise KernelError(f"no optional library {name!r}; use one of {known}")
 
 
 def probe(wanted: Library) -> Availability:
-    """Look for one library: installed, the right project, new enough, with a device to run on."""
+    """Checks one library: installed, the right project, recent enough, and with a device."""
     if importlib.util.find_spec(wanted.module) is None:
         return Availability(wanted.name, None, f"not installed ({wanted.install_hint})")
     if wanted.required_submodule is not None and not _exists(wanted.required_submodule):
@@ -103,10 +109,10 @@ def library_availability() -> tuple[Availability, ...]:
 
 @functools.cache
 def unavailable_reason(name: str) -> str | None:
-    """Returns why the named library cannot be used, None when it can.
+    """Returns why the named library cannot be used, or None if it can.
 
-    Cached, because backends ask at every call: a library installed meanwhile counts in the next
-    process.
+    The result is cached, because backends call this at every call. A library that is installed
+    later is found by the next process.
     """
     found = probe(library(name))
     return None if found.reason is None else f"{name} is {found.reason}"

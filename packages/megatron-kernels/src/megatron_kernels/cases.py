@@ -1,7 +1,7 @@
 """Small calls of every operation, for the commands and the tests.
 
-The shapes are not round numbers. The cases cover the options that change the path taken, and rows
-that a careless kernel would turn into NaN.
+Sizes are not round numbers. The cases cover the options that change the code path, and rows that a
+careless kernel would turn into NaN.
 """
 
 from collections.abc import Callable
@@ -29,19 +29,19 @@ from megatron_kernels.registry import Op
 
 @dataclass(frozen=True)
 class InputGenerator:
-    """Draws inputs: the same numbers for every dtype and device."""
+    """Generates inputs: the same numbers for every dtype and device."""
 
     dtype: torch.dtype
     device: torch.device
     seed: int = 1234
 
     def normal(self, *shape: int, mean: float = 0.0) -> Tensor:
-        """Returns a leaf that requires a gradient, from a normal distribution of deviation one."""
+        """Returns a leaf that requires a gradient, from a normal distribution with deviation 1."""
         numbers = torch.randn(shape, generator=self._generator(shape), dtype=torch.float64) + mean
         return numbers.to(self.device, self.dtype).requires_grad_()
 
     def integers(self, below: int, *shape: int) -> Tensor:
-        """int64 in [0, below)."""
+        """Returns int64 numbers in [0, below)."""
         generator = self._generator(shape)
         return torch.randint(below, shape, generator=generator).to(self.device)
 
@@ -51,7 +51,13 @@ class InputGenerator:
 
 @dataclass(frozen=True)
 class Case:
-    """One call: the operation, what is special about it, and how to make its arguments."""
+    """One call of an operation.
+
+    Attributes:
+        op: The operation.
+        label: What is special about the call.
+        arguments: Makes its arguments.
+    """
 
     op: Op[Any, Any]
     label: str
@@ -82,11 +88,13 @@ def _softmax(draw: InputGenerator, *, masked: bool) -> tuple[Any, ...]:
 def _rope(
     draw: InputGenerator, *, interleaved: bool, percent: float, batch: int
 ) -> tuple[Any, ...]:
-    places = torch.arange(11, device=draw.device)
+    positions = torch.arange(11, device=draw.device)
     if batch > 1:
-        places = torch.stack([places + 100 * i for i in range(batch)])
+        positions = torch.stack([positions + 100 * i for i in range(batch)])
     table = torch.float64 if draw.dtype is torch.float64 else torch.float32
-    tables = rope_tables(places, rope_frequencies(16, percent=percent, device=draw.device), table)
+    tables = rope_tables(
+        positions, rope_frequencies(16, percent=percent, device=draw.device), table
+    )
     return (draw.normal(11, max(batch, 2), 3, 16), *tables, interleaved)
 
 

@@ -1,4 +1,4 @@
-"""Every usable backend against the reference in float64, values and gradients."""
+"""Checks of every usable backend against the reference in float64, values and gradients."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +22,17 @@ TOLERANCES = {
 class Result:
     """The outcome of one check.
 
-    Both errors are largest deviations, relative to the largest true value where that is above one;
-    they are zero where the backend refused the case.
+    Both errors are the largest deviations, relative to the largest reference value if that is above
+    1. They are 0 if the backend does not support the case.
+
+    Attributes:
+        op: Name of the operation.
+        case: Label of the case.
+        backend: Name of the backend.
+        dtype: Dtype of the inputs.
+        unsupported_reason: Why the backend does not support the case; None if it does.
+        error: Error of the output.
+        gradient_error: Largest error of the gradients.
     """
 
     op: str
@@ -46,7 +55,7 @@ class Result:
 def check(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
     """Checks every backend of every operation on small inputs.
 
-    The reference is checked too, in the precisions other than the one it is the standard in.
+    The reference is checked too, in dtypes other than float64.
     """
     for case in CASES:
         checked = case.op.backends[:-1] if dtype is torch.float64 else case.op.backends
@@ -55,20 +64,20 @@ def check(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
 
 
 def check_backend(case: Case, backend: Backend, dtype: torch.dtype, device: torch.device) -> Result:
-    """Runs one case with a backend in `dtype`, and with the reference in float64 on the same."""
-    given = case.arguments(InputGenerator(dtype, device))
+    """Runs one case with a backend in `dtype`, and with the reference in float64."""
+    arguments = case.arguments(InputGenerator(dtype, device))
     name, reference = case.op.name, case.op.backends[-1]
-    unsupported_reason = backend.unsupported_reason(*given)
+    unsupported_reason = backend.unsupported_reason(*arguments)
     if unsupported_reason is not None:
         return Result(name, case.label, backend.name, dtype, unsupported_reason, 0.0, 0.0)
-    exact = tuple(_in_float64(value) for value in given)
-    truth, found = _run(reference, exact), _run(backend, given)
-    errors = [_deviation(f, t) for f, t in zip(found, truth, strict=True)]
+    exact = tuple(_in_float64(value) for value in arguments)
+    expected, actual = _run(reference, exact), _run(backend, arguments)
+    errors = [_deviation(a, e) for a, e in zip(actual, expected, strict=True)]
     return Result(name, case.label, backend.name, dtype, None, errors[0], max(errors[1:]))
 
 
 def _run(backend: Backend, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Returns the output, then the gradients of a weighted sum of it."""
+    """Returns the output, then the gradients of a weighted sum of the output."""
     out: Tensor = backend.run(*arguments)
     leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
     weights = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64, device=out.device)
@@ -82,6 +91,6 @@ def _in_float64(value: Any) -> Any:
     return value
 
 
-def _deviation(found: Tensor, truth: Tensor) -> float:
-    scale = max(1.0, float(truth.abs().max()))
-    return float((found.double() - truth).abs().max()) / scale
+def _deviation(actual: Tensor, expected: Tensor) -> float:
+    scale = max(1.0, float(expected.abs().max()))
+    return float((actual.double() - expected).abs().max()) / scale

@@ -1,4 +1,4 @@
-"""The command `megatron-kernels`: what would run here and why, and whether it is right."""
+"""The command `megatron-kernels`: lists the backends of this machine and checks them."""
 
 import argparse
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 def build_parser() -> Parser:
     """Returns the parser with both subcommands."""
-    parser = Parser(prog=PROG, description="Look at and check the backends of every operation.")
+    parser = Parser(prog=PROG, description="List and check the backends of every operation.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     listing = commands.add_parser(
         "list",
-        help="operations, their backends, and which would run",
-        description="Print, for every operation, what each backend says to a small call on this "
-        "device in this dtype, and which one would run; then the optional libraries.",
+        help="list operations, their backends, and the backend that would run",
+        description="Print, for every operation, whether each backend supports a small call on "
+        "this device in this dtype, and which backend would run; then the optional libraries.",
     )
     listing.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:1, …")
     listing.add_argument("--dtype", choices=DTYPES, default="float32", help="precision")
@@ -37,7 +37,7 @@ def build_parser() -> Parser:
         "check",
         help="compare every usable backend with the reference in float64",
         description="Run every backend on small inputs, compare values and gradients with the "
-        "reference in float64, and exit with 1 if any deviates by more than the dtype's tolerance.",
+        "reference in float64, and exit with 1 if any deviation exceeds the dtype's tolerance.",
     )
     check.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:1, …")
     check.add_argument(
@@ -64,10 +64,10 @@ def _list(arguments: argparse.Namespace) -> int:
     for case in CASES:
         choice = case.op.explain(*case.arguments(source))
         choices.setdefault(choice, []).append(case.label)
-    several = {name for name in _names(choices) if _names(choices).count(name) > 1}
+    ambiguous = {name for name in _names(choices) if _names(choices).count(name) > 1}
     for choice, labels in choices.items():
         title, *lines = str(choice).splitlines()
-        where = f" for {'; '.join(labels)}" if choice.op in several else ""
+        where = f" for {'; '.join(labels)}" if choice.op in ambiguous else ""
         print(f"{title}{where}", *lines, sep="\n")
     print("optional libraries", *(f"   {library}" for library in library_availability()), sep="\n")
     return 0
@@ -106,10 +106,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _device(name: str) -> "torch.device":
-    """Returns the device of that name.
+    """Returns the named device.
 
     Raises:
-        KernelError: There is none here.
+        KernelError: The device does not exist.
     """
     import torch
 

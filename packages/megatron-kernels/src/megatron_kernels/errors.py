@@ -2,4 +2,4 @@
 
 
 class KernelError(ValueError):
-    """A request that no backend can serve, or arguments that contradict each other."""
+    """Raised for arguments that no operation or backend supports."""

@@ -1,9 +1,9 @@
-"""The precision in which an operation computes."""
+"""The precision in which operations compute."""
 
 import torch
 from torch import Tensor
 
 
 def upcast(x: Tensor) -> Tensor:
-    """`x` in float64 if it is float64, otherwise in float32: low precision is for storage only."""
+    """Returns `x` in float64 if it is float64, otherwise in float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()

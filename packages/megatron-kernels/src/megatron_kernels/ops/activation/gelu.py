@@ -15,7 +15,7 @@ Approximation = Literal["none", "tanh"]
 
 
 def reference(x: Tensor, approximate: Approximation) -> Tensor:
-    """Written out: x times the normal distribution function, or its tanh approximation."""
+    """Computes x times the normal distribution function, or its tanh approximation."""
     values = upcast(x)
     if approximate == "none":
         probability = 0.5 * (1 + torch.erf(values / math.sqrt(2)))
@@ -26,7 +26,7 @@ def reference(x: Tensor, approximate: Approximation) -> Tensor:
 
 
 def fused(x: Tensor, approximate: Approximation) -> Tensor:
-    """`F.gelu`."""
+    """Calls `F.gelu`."""
     return functional.gelu(x, approximate=approximate)
 
 
@@ -40,11 +40,11 @@ def gelu(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "*shape"]:
-    """Gaussian error linear unit, x * P(X <= x) for a standard normal X, elementwise.
+    """Applies the Gaussian error linear unit, x * P(X <= x) for a standard normal X, elementwise.
 
     Args:
         x: Input of any shape.
-        approximate: "none" for the error function, "tanh" for the approximation of GPT2.
+        approximate: "none" for the error function, "tanh" for the approximation of GPT-2.
         backend: "auto" or the name of one backend.
 
     Returns:

@@ -31,24 +31,25 @@ def attention(
     softcap: float = 0.0,
     backend: str = AUTO,
 ) -> Float[Tensor, "s b n dv"]:
-    """softmax(scale * q k^T, where allowed) v, for every head.
+    """Computes softmax(scale * q k^T, where allowed) v for every head.
 
     Args:
         q: Queries `[s, b, n, d]`.
         k: Keys `[t, b, g, d]`; each of the g groups serves n/g neighbouring heads.
         v: Values `[t, b, g, dv]`, usually dv = d.
-        mask: Who may attend to whom; a token that may attend nowhere (padding) gets zeros.
-        scale: Multiplies the scores; None for 1/sqrt(d).
+        mask: Which queries may attend to which keys. A query that may attend to nothing (padding)
+            gets zeros.
+        scale: Factor of the scores. None means 1/sqrt(d).
         query_offset: Index of the first query among the keys: the number of tokens that a key-value
             cache held before these. Keys after the last query may be unused room of a cache.
         dropout: Applied to the probabilities `[b, n, s, t]` (float32; float64 for float64) before
-            they weight the values; returns the same shape and dtype. Only a backend that writes the
-            probabilities out can apply it: the reference.
-        sinks: Logits `[n]`, one for each head, that take part in the softmax and have no value: a
-            head may attend to nothing (gpt-oss; Xiao et al. 2023, "Efficient Streaming Language
-            Models with Attention Sinks"). Only the reference has them.
+            they weight the values; returns the same shape and dtype. Only a backend that
+            materializes the probabilities can apply it: the reference.
+        sinks: Logits `[n]`, one for each head, that take part in the softmax and have no value, so
+            that a head may attend to nothing (gpt-oss; Xiao et al. 2023, "Efficient Streaming
+            Language Models with Attention Sinks"). Only the reference supports them.
         softcap: Scaled scores x become softcap * tanh(x / softcap) before the mask (Gemma 2, arXiv
-            2408.00118, section 2); 0 for none. flash-attn and the reference have it.
+            2408.00118, section 2). 0 means none. flash-attn and the reference support it.
         backend: "auto" or the name of one backend.
 
     Returns:

@@ -22,12 +22,12 @@ def flash(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """`flash_attn_func`, on views `[b, s, n, d]`.
+    """Calls `flash_attn_func` on views `[b, s, n, d]`.
 
-    Its causal mask puts the last query at the last key, which is ours once keys after the last
+    Its causal mask aligns the last query with the last key. That is ours after keys behind the last
     query are cut off. Its window counts the keys to the left and right of a query, ours counts the
-    query's own place too. Its backward pass adds up gradients of queries in any order, unless
-    `torch.use_deterministic_algorithms` asks for one.
+    query itself too. Its backward pass adds up gradients of queries in any order, unless
+    `torch.use_deterministic_algorithms` is set.
     """
     from flash_attn import (  # type: ignore[import-not-found,unused-ignore]
         flash_attn_func,
@@ -61,11 +61,11 @@ def flash_unsupported_reason(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> str | None:
-    """Returns why `flash` cannot serve these arguments, cheapest test first."""
+    """Returns why `flash` does not support these arguments, cheapest check first."""
     if dropout is not None:
-        return "it draws a dropout of its own and applies no other"
+        return "it supports only its own dropout"
     if sinks is not None:
-        return "it has no sinks"
+        return "it does not support sinks"
     if not q.is_cuda:
         return f"needs a CUDA tensor, q is on {q.device.type}"
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -75,7 +75,7 @@ def flash_unsupported_reason(
     if v.shape[-1] != q.shape[-1]:
         return f"value heads of {v.shape[-1]} channels differ from query heads of {q.shape[-1]}"
     if not mask.index_only:
-        return "the mask has documents, positions, a prefix or is written out"
+        return "the mask has documents, positions, a prefix or is dense"
     aligned = query_offset + q.shape[0]
     if (mask.causal and k.shape[0] < aligned) or (
         not mask.causal and mask.window is not None and k.shape[0] != aligned

@@ -1,4 +1,4 @@
-"""Who may attend to whom, as plain data."""
+"""The attention mask as plain data."""
 
 from dataclasses import dataclass, replace
 
@@ -11,23 +11,22 @@ from megatron_kernels.errors import KernelError
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The attention mask contract: a query may attend to a key when every rule set allows it.
+    """An attention mask: a query may attend to a key if all given rules allow it.
 
     Attributes:
-        document_ids: int32 `[b, t]`: only tokens of one document see each other. -1 is padding,
-            which neither attends nor is attended to: its output is zero.
-        positions: int32 `[b, t]`: the places that `causal`, `window` and `prefix` compare; None for
-            the index in the sequence. They are needed when the keys are not in order, as under
-            context parallelism. The position ids of an embedding, which may restart in every
-            document, serve only together with `document_ids`.
-        causal: A query sees keys at its own place and before.
-        window: A query sees only keys less than this many places away, itself counted.
-        prefix: With `causal`: keys at places below this number are seen by everyone (prefix
-            language models); an int, or int32 `[b]`.
-        query_document_ids: int32 `[b, s]`, where the queries are not a range of the keys (a block
-            of ring attention); None for `document_ids` from the query offset on.
-        query_positions: int32 `[b, s]`, likewise.
-        dense: bool `[b or 1, s, t]`, True = may attend: the rules written out, from `prepare`.
+        document_ids: int32 `[b, t]`. Only tokens of the same document attend to each other. -1 is
+            padding, which neither attends nor is attended to; its output is zero.
+        positions: int32 `[b, t]`, the positions that `causal`, `window` and `prefix` compare. None
+            means the index in the sequence. Needed if the keys are not in order, as under context
+            parallelism. Position ids that restart in every document need `document_ids` too.
+        causal: Whether a query attends only to keys at its own position and before.
+        window: A query attends only to keys less than this many positions away, its own included.
+        prefix: With `causal`: all queries attend to keys at positions below this number (prefix
+            language models). An int, or int32 `[b]`.
+        query_document_ids: int32 `[b, s]`, if the queries are not a range of the keys (a block of
+            ring attention). None means `document_ids` from the query offset on.
+        query_positions: int32 `[b, s]`, likewise for `positions`.
+        dense: bool `[b or 1, s, t]`, True = may attend: the rules as a tensor, from `prepare`.
     """
 
     document_ids: Int[Tensor, "b t"] | None = None
@@ -41,20 +40,20 @@ class Mask:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise KernelError(f"mask: window is {self.window}; use 1 (a token sees itself) up")
+            raise KernelError(f"mask: window is {self.window}; use at least 1 (the token itself)")
         if self.query_document_ids is not None and self.document_ids is None:
-            raise KernelError("mask: query_document_ids is given without document_ids")
+            raise KernelError("mask: query_document_ids needs document_ids")
         if self.query_positions is not None and self.positions is None:
-            raise KernelError("mask: query_positions is given without positions")
+            raise KernelError("mask: query_positions needs positions")
 
     @property
     def index_only(self) -> bool:
-        """Whether indices alone decide: no document, position or prefix, nothing written out."""
+        """Whether the rules depend on indices alone: no document, position, prefix or tensor."""
         return self.keys_in_order and self.document_ids is None
 
     @property
     def keys_in_order(self) -> bool:
-        """Whether, among other rules, a causal mask hides every key after the last query."""
+        """Whether a causal mask hides every key after the last query, besides other rules."""
         return (
             self.positions is None
             and self.dense is None
@@ -64,9 +63,9 @@ class Mask:
     def prepare(
         self, queries: int, keys: int, query_offset: int = 0, *, device: torch.device | str = "cpu"
     ) -> "Mask":
-        """Returns the same mask with `dense` written out, unless attention needs no mask tensor.
+        """Returns the same mask with `dense` filled in, unless attention needs no mask tensor.
 
-        A model calls this once per step, so that its layers do not each write out the same mask.
+        A model calls this once per step, so that its layers share one tensor.
         """
         written, _ = self.lower(queries, keys, query_offset, device=device)
         return self if written is None else replace(self, dense=written)
@@ -74,10 +73,11 @@ class Mask:
     def lower(
         self, queries: int, keys: int, query_offset: int = 0, *, device: torch.device | str = "cpu"
     ) -> tuple[Bool[Tensor, "b_or_1 s t"] | None, bool]:
-        """What a kernel must be told: the mask tensor, or None and whether it is plainly causal.
+        """Returns the mask tensor for a kernel, or None, and whether None means causal.
 
-        No tensor is needed where indices decide and the window is at least as wide as the sequence:
-        without `causal`, for one query that is the last, for queries that coincide with the keys.
+        No tensor is needed if the rules depend on indices alone and the window is at least as wide
+        as the sequence: without `causal`, for a single query after all keys, and for queries that
+        are the keys.
         """
         wide = self.window is None or self.window >= max(keys, query_offset + queries)
         if self.index_only and wide:
@@ -90,13 +90,13 @@ class Mask:
     def allowed(
         self, queries: int, keys: int, query_offset: int = 0, *, device: torch.device | str = "cpu"
     ) -> Bool[Tensor, "b_or_1 s t"]:
-        """Returns the rules written out: `[b or 1, queries, keys]`, True = may attend.
+        """Returns the rules as a tensor `[b or 1, queries, keys]`, True = may attend.
 
         Args:
             queries: Number of queries s.
             keys: Number of keys t.
             query_offset: Index of the first query among the keys.
-            device: Where to make it when no tensor of the mask says.
+            device: Device of the result if the mask has no tensor.
 
         Raises:
             KernelError: A tensor of the mask does not cover these queries and keys.
@@ -119,7 +119,7 @@ class Mask:
     def _by_position(
         self, queries: int, keys: int, query_offset: int, device: torch.device | str
     ) -> Tensor:
-        """Returns the rules that compare places: causal, prefix and window."""
+        """Returns the rules that compare positions: causal, prefix and window."""
         if self.positions is None:
             of_keys = torch.arange(keys, device=device)[None]
             of_queries = torch.arange(query_offset, query_offset + queries, device=device)[None]
@@ -147,6 +147,6 @@ class Mask:
     @staticmethod
     def _covers(name: str, tensor: Tensor, size: tuple[int, ...], exactly: bool = False) -> None:
         if tuple(tensor.shape[1:]) != size:
-            given, wanted = list(tensor.shape[1:]), list(size)
+            actual, needed = list(tensor.shape[1:]), list(size)
             fit = "is" if exactly else "covers only"
-            raise KernelError(f"mask: {name} {fit} {given}, this attention needs {wanted}")
+            raise KernelError(f"mask: {name} {fit} {actual}, this attention needs {needed}")

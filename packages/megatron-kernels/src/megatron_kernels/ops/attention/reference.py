@@ -1,11 +1,11 @@
-"""Attention written out, and the pair of block functions that ring attention is built from.
+"""Attention in plain torch, and the pair of block functions for ring attention.
 
     scores = scale * q k^T, bounded      p = softmax of the allowed scores      out = p v
 
-A block pass also gives the log of each row's sum of exponentials, lse. Passes over disjoint sets
-of keys combine to the whole by weighting each `out` with exp(lse - logaddexp of all lse). The
-backward pass takes the *final* out and lse and recomputes p = exp(scores - lse), so that a block's
-share of the gradients needs nothing from the other blocks (Dao, FlashAttention-2, section 3.1).
+A block pass also returns lse, the log-sum-exp of each row. Passes over disjoint sets of keys are
+combined by weighting each `out` with exp(lse - logaddexp of all lse). The backward pass takes the
+*final* out and lse and recomputes p = exp(scores - lse), so a block's part of the gradients needs
+nothing from other blocks (Dao, FlashAttention-2, section 3.1).
 """
 
 import math
@@ -30,7 +30,7 @@ def reference(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Returns the forward block pass, without its lse; autograd differentiates it."""
+    """Returns the output of the forward block pass without its lse, differentiable by autograd."""
     return _forward(q, k, v, mask, scale, query_offset, dropout, sinks, softcap)[0]
 
 
@@ -45,22 +45,22 @@ def attention_forward(
     dropout: Callable[[Tensor], Tensor] | None = None,
     softcap: float = 0.0,
 ) -> tuple[Float[Tensor, "s b n dv"], Float[Tensor, "s b n"]]:
-    """Attention over one block of keys.
+    """Computes attention over one block of keys.
 
     Args:
         q: Queries `[s, b, n, d]`.
         k: Keys `[t, b, g, d]`; each of the g groups serves n/g heads.
         v: Values `[t, b, g, dv]`.
-        mask: Who may attend to whom within this block.
-        scale: Multiplies the scores; None for 1/sqrt(d).
+        mask: Which queries may attend to which keys of this block.
+        scale: Factor of the scores. None means 1/sqrt(d).
         query_offset: Index of the first query among the keys.
-        dropout: Applied to the block's probabilities `[b, n, s, t]`; a product with a mask that is
+        dropout: Applied to the block's probabilities `[b, n, s, t]`: a product with a mask that is
             the same in the backward pass. The lse is that of all probabilities.
-        softcap: Bounds the scaled scores, as in `attention`; 0 for none.
+        softcap: Bound of the scaled scores, as in `attention`. 0 means none.
 
     Returns:
         out `[s, b, n, dv]` in the dtype of `q`, and lse `[s, b, n]` in float32 (float64 for
-        float64), -inf for a row that may attend nowhere, whose out is zero.
+        float64), -inf for a row that may attend to nothing, whose out is zero.
     """
     return _forward(q, k, v, mask, scale, query_offset, dropout, None, softcap)
 
@@ -79,7 +79,7 @@ def attention_backward(
     dropout: Callable[[Tensor], Tensor] | None = None,
     softcap: float = 0.0,
 ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "t b g d"], Float[Tensor, "t b g dv"]]:
-    """Gradients of attention from one block of keys.
+    """Computes the gradients of attention from one block of keys.
 
     Args:
         dout: Gradient of the final output.
@@ -88,14 +88,14 @@ def attention_backward(
         v: Values of this block.
         out: The final output, combined over all blocks.
         lse: The final log-sum-exp, combined over all blocks.
-        mask: Who may attend to whom within this block.
+        mask: Which queries may attend to which keys of this block.
         scale: As in the forward pass.
         query_offset: As in the forward pass.
         dropout: As in the forward pass.
         softcap: As in the forward pass.
 
     Returns:
-        This block's share of dq, and the whole of its dk and dv, in the dtypes of q, k and v.
+        This block's part of dq, and the whole of its dk and dv, in the dtypes of q, k and v.
     """
     groups = k.shape[2]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -127,7 +127,7 @@ def _forward(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = _masked(_scores(q, k, scale, softcap), q, k, mask, query_offset)
     lse = torch.logsumexp(scores, -1)
-    if sinks is not None:  # one more key for every row, whose value is zero
+    if sinks is not None:  # one more key for each row, with a value of zero
         lse = torch.logaddexp(lse, upcast(sinks).view(k.shape[2], -1, 1))
     p = _probabilities(scores, lse)
     out = torch.einsum("bgmst,tbgd->bgmsd", _dropped(p, dropout), upcast(v))  # p is not copied
@@ -135,7 +135,7 @@ def _forward(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
-    """Scaled and bounded scores `[b, g, n/g, s, t]`."""
+    """Returns scaled and bounded scores `[b, g, n/g, s, t]`."""
     heads = _by_group(upcast(q), k.shape[2])
     scores = torch.einsum("sbgmd,tbgd->bgmst", heads, upcast(k)) * scale
     return softcap * torch.tanh(scores / softcap) if softcap else scores
@@ -148,7 +148,7 @@ def _masked(scores: Tensor, q: Tensor, k: Tensor, mask: Mask, query_offset: int)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse); a row that may attend nowhere (lse = -inf) gets zeros, not NaN."""
+    """Returns exp(scores - lse), with zeros for a row that may attend to nothing (lse = -inf)."""
     safe = torch.where(torch.isneginf(lse), 0, lse)
     return torch.exp(scores - safe[..., None])
 
@@ -158,16 +158,16 @@ def _dropped(p: Tensor, dropout: Callable[[Tensor], Tensor] | None) -> Tensor:
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """`[s, b, n, ...]` to `[s, b, g, n/g, ...]`."""
+    """Returns `[s, b, n, ...]` as `[s, b, g, n/g, ...]`."""
     s, b, _, *rest = x.shape
     return x.view(s, b, groups, -1, *rest)
 
 
 def _grouped(lse: Tensor, groups: int) -> Tensor:
-    """`[s, b, n]` to `[b, g, n/g, s]`."""
+    """Returns `[s, b, n]` as `[b, g, n/g, s]`."""
     return _by_group(lse, groups).permute(1, 2, 3, 0)
 
 
 def _ungrouped(lse: Tensor) -> Tensor:
-    """`[b, g, n/g, s]` to `[s, b, n]`."""
+    """Returns `[b, g, n/g, s]` as `[s, b, n]`."""
     return lse.permute(3, 0, 1, 2).flatten(2)

@@ -1,4 +1,4 @@
-"""Attention by torch's `scaled_dot_product_attention`."""
+"""Attention with torch's `scaled_dot_product_attention`."""
 
 from collections.abc import Callable
 
@@ -19,25 +19,25 @@ def sdpa(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Lowers the mask to what the fused kernels are fastest with, and call them on views.
+    """Lowers the mask to the fastest form for the fused kernels, and calls them on views.
 
-    Causal masks over keys in order need no mask tensor: `is_causal` when queries and keys coincide,
-    nothing at all for a single query. Everything else is written out as a boolean mask.
+    Causal masks over keys in order need no mask tensor: `is_causal` if queries and keys coincide,
+    nothing for a single query. All other masks become a boolean tensor.
     """
     end = query_offset + q.shape[0]
     if k.shape[0] > end and mask.causal and mask.keys_in_order:
-        # No query sees a key after the last query: the unused room of a cache costs nothing.
+        # No query attends to keys after the last query, so unused room of a cache costs nothing.
         k, v = k[:end], v[:end]
     allowed, is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
     empty = None
     if allowed is not None:
         allowed = allowed[:, None]
         if q.device.type != "cpu" and not mask.index_only:
-            # Not every CUDA kernel gives zeros for a row that may attend nowhere: let it attend
-            # everywhere and drop the result. The CPU kernel does give zeros, gradients too.
+            # Not every CUDA kernel returns zeros for a row that may attend to nothing. Such a row
+            # attends to all keys here, and its result is dropped. The CPU kernel returns zeros.
             empty = ~allowed.any(-1, keepdim=True)
             allowed = allowed | empty
-    # Copies to contiguous memory before the call gain nothing: the kernel reads strided heads.
+    # No copies to contiguous memory: the kernel reads strided heads as fast.
     out = functional.scaled_dot_product_attention(
         q.permute(1, 2, 0, 3),
         k.permute(1, 2, 0, 3),
@@ -65,11 +65,11 @@ def sdpa_unsupported_reason(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> str | None:
-    """Returns why `sdpa` cannot serve these arguments."""
+    """Returns why `sdpa` does not support these arguments."""
     if dropout is not None:
-        return "it draws a dropout of its own and applies no other"
+        return "it supports only its own dropout"
     if sinks is not None:
-        return "it has no sinks"
+        return "it does not support sinks"
     if softcap:
-        return "it has no softcap"
+        return "it does not support softcap"
     return None

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits against target indices, per token."""
+"""Cross-entropy of logits and target indices, per token."""
 
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +12,7 @@ IGNORED = -100
 
 
 def reference(logits: Tensor, targets: Tensor) -> Tensor:
-    """Written out: log of the sum of exponentials minus the target's logit."""
+    """Computes the log-sum-exp minus the target's logit."""
     values = upcast(logits)
     counted = targets != IGNORED
     picked = values.gather(-1, torch.where(counted, targets, 0)[..., None])[..., 0]
@@ -20,7 +20,7 @@ def reference(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def fused(logits: Tensor, targets: Tensor) -> Tensor:
-    """`F.cross_entropy` without reduction."""
+    """Calls `F.cross_entropy` without reduction."""
     values = upcast(logits).reshape(-1, logits.shape[-1])
     loss = functional.cross_entropy(
         values, targets.reshape(-1), reduction="none", ignore_index=IGNORED
@@ -38,7 +38,7 @@ def cross_entropy(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "*tokens"]:
-    """Minus the log-probability of each target under softmax(logits), in nats.
+    """Computes minus the log-probability of each target under softmax(logits), in nats.
 
     Args:
         logits: `[..., v]`.
@@ -46,7 +46,6 @@ def cross_entropy(
         backend: "auto" or the name of one backend.
 
     Returns:
-        `[...]`, float32, or float64 for float64 logits. Nothing is averaged: sums and denominators
-        are the caller's.
+        `[...]` in float32, or float64 for float64 logits, without reduction.
     """
     return cross_entropy.run(backend, logits, targets)

@@ -1,1 +1,1 @@
-"""Mixture of experts: products with many matrices at once, and the sorting of tokens for them."""
+"""Mixture of experts: grouped matrix products, and the sorting of tokens for them."""

@@ -1,4 +1,4 @@
-"""Products of groups of rows, each group with a matrix of its own: the experts of one layer."""
+"""Matrix products of groups of rows, each group with its own matrix: the experts of one layer."""
 
 import torch
 from jaxtyping import Float, Int
@@ -12,9 +12,9 @@ _ALIGNED_BYTES = 16
 
 
 def reference(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Written out, in float32 at least: all rows times every matrix, and of that the own group's.
+    """Multiplies all rows by every matrix in at least float32, and selects each row's group.
 
-    `e` times the work of the others, and nothing in it depends on the counts but a mask.
+    It does `e` times the work of the other backends. The counts only affect a mask.
     """
     groups = torch.arange(len(weight), device=x.device)
     owner = groups.repeat_interleave(counts.to(x.device), output_size=len(x))
@@ -24,24 +24,24 @@ def reference(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def looped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """One product for each group, in its own dtype.
+    """Computes one product for each group, in its own dtype.
 
-    `unbind`, not indexing: its backward stacks all gradients once, where each index would fill a
-    zero tensor of the whole size. A group without rows takes part, and gets a gradient of zeros.
+    `unbind` instead of indexing: its backward stacks all gradients once, where each index would
+    fill a zero tensor of the whole size. A group without rows takes part and gets a zero gradient.
     """
     parts = zip(torch.split(x, counts.tolist()), weight.unbind(0), strict=True)
     return torch.cat([rows @ matrix for rows, matrix in parts])
 
 
 def fused(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """`F.grouped_mm`: one kernel, and the counts stay on the device."""
+    """Calls `F.grouped_mm`: one kernel, and the counts stay on the device."""
     ends = counts.to(x.device).cumsum(0, dtype=torch.int32)
     # Public as torch.nn.functional.grouped_mm from torch 2.10 on.
     return torch._grouped_mm(x, weight, offs=ends)
 
 
 def fused_unsupported_reason(x: Tensor, weight: Tensor, counts: Tensor) -> str | None:
-    """Returns why `fused` cannot serve these arguments, cheapest test first."""
+    """Returns why `fused` does not support these arguments, cheapest check first."""
     if not x.is_cuda:
         return f"needs a CUDA tensor, x is on {x.device.type}"
     if x.dtype != torch.bfloat16:
@@ -73,25 +73,23 @@ def grouped_matmul(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "m o"]:
-    """Each row of `x` times the matrix of its group.
+    """Multiplies each row of `x` by the matrix of its group.
 
     Args:
         x: Rows `[m, i]`, sorted by group (`permute` sorts tokens by expert).
-        weight: One matrix for each of the e groups, `[e, i, o]`; a transposed view will do.
-        counts: Rows of each group, `[e]`, m in all; a group may have none.
+        weight: One matrix for each of the e groups, `[e, i, o]`; may be a transposed view.
+        counts: Rows of each group, `[e]`, m in total; a group may have none.
         backend: "auto" or the name of one backend.
 
     Returns:
         `[m, o]` in the dtype of `x`.
 
     Raises:
-        KernelError: as many counts as matrices are needed, and as many rows as they add up to
-            (seen on a CPU; on a device it would mean waiting for it).
+        KernelError: The number of counts is not the number of matrices, or the counts do not add up
+            to the number of rows (checked for counts on a CPU only, to avoid a synchronization).
     """
     if len(counts) != len(weight):
-        raise KernelError(
-            f"grouped_matmul: {len(counts)} counts were given for {len(weight)} matrices"
-        )
+        raise KernelError(f"grouped_matmul: {len(counts)} counts for {len(weight)} matrices")
     if counts.device.type == "cpu" and int(counts.sum()) != len(x):
         raise KernelError(
             f"grouped_matmul: the counts add up to {int(counts.sum())} rows, x has {len(x)}"

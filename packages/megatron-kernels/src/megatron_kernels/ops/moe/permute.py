@@ -1,4 +1,4 @@
-"""Tokens sorted by expert, and back again."""
+"""Sorting of tokens by expert, and the inverse."""
 
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 class Permutation(NamedTuple):
-    """Where the rows of `permute` come from.
+    """The source of each row of `permute`.
 
     Attributes:
-        order: `[m]`, for each row the number `token * k + choice` of its place in `[n, k]`.
-        counts: `[e]`, rows of each expert; m in all.
+        order: `[m]`, for each row its flat index `token * k + choice` in `[n, k]`.
+        counts: `[e]`, rows of each expert; m in total.
     """
 
     order: Int[Tensor, " m"]
@@ -24,12 +24,12 @@ class Permutation(NamedTuple):
 
 
 def sort_by_expert(experts: Int[Tensor, "n k"], num_experts: int) -> Permutation:
-    """The order that puts all choices of the first expert first, tokens in order within each.
+    """Returns the order that sorts all choices by expert, with tokens in order for each expert.
 
     Args:
-        experts: Experts that each of n tokens has chosen; a number that is no expert's (-1) stands
-            for none, and has no row.
-        num_experts: How many there are.
+        experts: Expert numbers that each of n tokens has chosen. A number outside the range of
+            experts (-1) means none and has no row.
+        num_experts: Number of experts.
     """
     flat = experts.flatten()
     routed = (flat >= 0) & (flat < num_experts)
@@ -42,7 +42,7 @@ def sort_by_expert(experts: Int[Tensor, "n k"], num_experts: int) -> Permutation
 
 
 def gather_rows(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
-    """`index_select`; its backward adds the gradients of a token's rows."""
+    """Calls `index_select`; its backward adds the gradients of a token's rows."""
     return tokens.index_select(0, order // choices)
 
 
@@ -59,7 +59,7 @@ def permute(
     Args:
         tokens: `[n, h]`.
         order: `Permutation.order`.
-        choices: k, the experts that each token has chosen.
+        choices: Number k of experts that each token has chosen.
         backend: "auto" or the name of one backend.
 
     Returns:
@@ -69,19 +69,19 @@ def permute(
 
 
 def sum_rows(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Take every row back to `[n, k, h]` and add the choices up, in one order whatever the device.
+    """Moves every row back to `[n, k, h]` and adds up the choices, in a deterministic order.
 
-    No `index_add`: on CUDA its sums depend on who comes first. No `index_copy`: it keeps the rows
-    for the backward pass, beside their copies.
+    No `index_add`: its sums on CUDA depend on timing. No `index_copy`: it saves the rows for the
+    backward pass besides their copies.
     """
     n, k = weights.shape
     count = len(order)
-    places = torch.full((n * k,), count, dtype=order.dtype, device=order.device)
-    places[order] = torch.arange(count, dtype=order.dtype, device=order.device)
-    if count < n * k:  # a row of zeros for the choices that have none
+    indices = torch.full((n * k,), count, dtype=order.dtype, device=order.device)
+    indices[order] = torch.arange(count, dtype=order.dtype, device=order.device)
+    if count < n * k:  # a row of zeros for choices without a row
         rows = functional.pad(rows, (0, 0, 0, 1))
-    answers = rows.index_select(0, places).view(n, k, -1)
-    return torch.einsum("nkh,nk->nh", upcast(answers), upcast(weights)).to(rows.dtype)
+    outputs = rows.index_select(0, indices).view(n, k, -1)
+    return torch.einsum("nkh,nk->nh", upcast(outputs), upcast(weights)).to(rows.dtype)
 
 
 @op(Backend("reference", sum_rows, accept_all, "plain torch, in float32 or float64"))
@@ -97,11 +97,11 @@ def unpermute(
     Args:
         rows: `[m, h]`, in the order of `sort_by_expert`.
         order: `Permutation.order`.
-        weights: `[n, k]`: of each choice of each token. Those of a choice without a row have no
-            effect, and no gradient.
+        weights: `[n, k]`, weight of each choice of each token. The weight of a choice without a row
+            has no effect and no gradient.
         backend: "auto" or the name of one backend.
 
     Returns:
-        `[n, h]` in the dtype of `rows`, summed in float32 at least; zero for a token without rows.
+        `[n, h]` in the dtype of `rows`, summed in at least float32; zero for a token without rows.
     """
     return unpermute.run(backend, rows, order, weights)

@@ -1,1 +1,1 @@
-"""Normalisation over the last dimension: LayerNorm and RMSNorm."""
+"""Normalization over the last dim: LayerNorm and RMSNorm."""

@@ -1,6 +1,6 @@
-"""Apex's fused normalisation, for those who ask for it: torch's own kernels come first.
+"""Apex's fused normalization, used only on request, since torch's own kernels are preferred.
 
-Apex is looked for, never required; it is built from its repository, not installed from an index.
+Apex is optional. It is built from its repository and not installed from an index.
 """
 
 import torch
@@ -20,7 +20,7 @@ def _unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """`apex.normalization.fused_layer_norm.fused_layer_norm_affine`."""
+    """Calls `apex.normalization.fused_layer_norm.fused_layer_norm_affine`."""
     from apex.normalization import (  # type: ignore[import-not-found,unused-ignore]
         fused_layer_norm,
     )
@@ -32,12 +32,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def layer_norm_unsupported_reason(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> str | None:
-    """Needs CUDA, one dtype, and Apex."""
+    """Returns why Apex does not support these arguments: no CUDA, two dtypes, or no Apex."""
     return _unsupported_reason(x, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`apex.normalization.fused_layer_norm.fused_rms_norm_affine`."""
+    """Calls `apex.normalization.fused_layer_norm.fused_rms_norm_affine`."""
     from apex.normalization import (  # type: ignore[import-not-found,unused-ignore]
         fused_layer_norm,
     )
@@ -47,5 +47,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_unsupported_reason(x: Tensor, weight: Tensor, eps: float) -> str | None:
-    """Needs CUDA, one dtype, and Apex."""
+    """Returns why Apex does not support these arguments: no CUDA, two dtypes, or no Apex."""
     return _unsupported_reason(x, weight)

@@ -11,7 +11,7 @@ from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Written out, with statistics in float32 at least."""
+    """Computes the definition, with statistics in at least float32."""
     values = upcast(x)
     centred = values - values.mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True)
@@ -20,12 +20,12 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def fused(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """`F.layer_norm`."""
+    """Calls `F.layer_norm`."""
     return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def fused_unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> str | None:
-    """Torch's kernel takes one dtype for everything (its CPU kernel alone allows a mixture)."""
+    """Returns that dtypes differ: torch supports a mixture in its CPU kernel only."""
     if weight.dtype == x.dtype and bias.dtype == x.dtype:
         return None
     return f"x is {x.dtype}, weight {weight.dtype}, bias {bias.dtype}; they must agree"
@@ -44,7 +44,7 @@ def layer_norm(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "*rows h"]:
-    """Subtracts the mean of the last dimension, divide by its standard deviation, scale and shift.
+    """Subtracts the mean of the last dim, divides by its standard deviation, scales and shifts.
 
     Args:
         x: Input `[..., h]`.

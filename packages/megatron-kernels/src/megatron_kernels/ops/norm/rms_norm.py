@@ -11,19 +11,19 @@ from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Written out, with the mean square in float32 at least."""
+    """Computes the definition, with the mean square in at least float32."""
     values = upcast(x)
     normal = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     return (normal * weight).to(x.dtype)
 
 
 def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`F.rms_norm`."""
+    """Calls `F.rms_norm`."""
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def fused_unsupported_reason(x: Tensor, weight: Tensor, eps: float) -> str | None:
-    """Torch's kernel takes one dtype for both."""
+    """Returns that dtypes differ, which torch's kernel does not support."""
     if weight.dtype == x.dtype:
         return None
     return f"x is {x.dtype}, weight {weight.dtype}; they must agree"
@@ -41,7 +41,7 @@ def rms_norm(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "*rows h"]:
-    """Divides the last dimension by its root mean square and scale.
+    """Divides the last dim by its root mean square, and scales.
 
     Args:
         x: Input `[..., h]`.

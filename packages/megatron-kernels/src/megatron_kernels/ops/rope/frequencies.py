@@ -1,7 +1,7 @@
-"""Angles of rotary position embedding: base frequencies, rules for longer contexts, tables.
+"""Angles of rotary position embedding: base frequencies, scaling for longer contexts, tables.
 
-Everything is computed in float64 and rounded once, in `rope_tables`: at position 100 000 a float32
-frequency alone would put the angle off by up to 0.006.
+All values are computed in float64 and rounded once, in `rope_tables`: at position 100,000 a float32
+frequency would change the angle by up to 0.006.
 """
 
 import math
@@ -17,39 +17,39 @@ from megatron_kernels.errors import KernelError
 
 @runtime_checkable
 class RopeScaling(Protocol):
-    """A rule that fits the frequencies of a short context to a longer one.
+    """A rule that adapts the frequencies of a short context to a longer one.
 
-    `LinearScaling`, `Llama3Scaling` and `YarnScaling` are the rules; their fields have the names
-    used in Hugging Face's `rope_scaling`.
+    `LinearScaling`, `Llama3Scaling` and `YarnScaling` implement it. Their fields have the names of
+    Hugging Face's `rope_scaling`.
     """
 
     @property
     def attention_factor(self) -> float:
-        """Multiplies cosines and sines, and so scales the attention logits by its square."""
+        """Factor of cosines and sines; attention logits scale with its square."""
 
     def scale(self, frequencies: Tensor, base: float) -> Tensor:
-        """Returns the frequencies to use in place of these (float64 `[r/2]`, highest first)."""
+        """Returns the scaled frequencies (float64 `[r/2]`, highest first)."""
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation (Chen et al., 2023): positions are divided by `factor`."""
+    """Position interpolation (Chen et al., 2023): divides positions by `factor`."""
 
     factor: float
 
     @property
     def attention_factor(self) -> float:
-        """One: the logits are left alone."""
+        """1: the logits are not scaled."""
         return 1.0
 
     def scale(self, frequencies: Tensor, base: float) -> Tensor:
-        """Divides all."""
+        """Divides all frequencies by `factor`."""
         return frequencies / self.factor
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, blends those between."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -58,23 +58,23 @@ class Llama3Scaling:
 
     @property
     def attention_factor(self) -> float:
-        """One: the logits are left alone."""
+        """1: the logits are not scaled."""
         return 1.0
 
     def scale(self, frequencies: Tensor, base: float) -> Tensor:
-        """Blend by how many turns a wave makes within the original context."""
-        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        """Blends by the number of periods of a frequency within the original context."""
+        periods = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al., 2023): long waves are slowed, and the logits sharpened to make up for it.
+    """YaRN (Peng et al., 2023): divides low frequencies by `factor`, and scales the logits.
 
-    A wave of fewer than `beta_slow` turns within the original context is slowed by `factor`, one of
-    more than `beta_fast` is kept, those between are blended.
+    A frequency with fewer than `beta_slow` periods within the original context is divided by
+    `factor`, one with more than `beta_fast` is kept, and those between are blended.
     """
 
     factor: float
@@ -87,16 +87,16 @@ class YarnScaling:
 
     @property
     def attention_factor(self) -> float:
-        """The ratio of the two magnitude scales (section 3.4, with DeepSeek's second scale)."""
+        """Ratio of the two magnitude scales (section 3.4, with DeepSeek's second scale)."""
         return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
 
     def correction_range(self, dim: int, base: float) -> tuple[float, float]:
-        """Indices of the frequencies between which the blend runs, for `dim` turned channels."""
+        """Returns the range of blended frequency indices, for `dim` rotated channels."""
         low, high = (
             dim
-            * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
+            * math.log(self.original_max_position_embeddings / (periods * 2 * math.pi))
             / (2 * math.log(base))
-            for turns in (self.beta_fast, self.beta_slow)
+            for periods in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
             low, high = float(math.floor(low)), float(math.ceil(high))
@@ -121,28 +121,28 @@ def rope_frequencies(
     *,
     device: torch.device | str | None = None,
 ) -> Float[Tensor, " half"]:
-    """Angles per position: base^(-2i/r) for i < r/2, r = int(dim * percent) channels turned.
+    """Returns the angles per position: base^(-2i/r) for i < r/2, r = int(dim * percent).
 
     Args:
         dim: Head dimension d.
-        base: The longest wave takes about 2 pi * base positions.
-        percent: Share of the channels that is turned.
+        base: The longest period is about 2 pi * base positions.
+        percent: Fraction of the channels that is rotated.
         scaling: Rule for a longer context, or None.
-        device: Where to put them.
+        device: Device of the result.
 
     Returns:
         float64 `[r/2]`, highest frequency first.
 
     Raises:
-        KernelError: r is not a positive even number.
+        KernelError: r, the number of rotated channels, is not a positive even number.
     """
-    turned = int(dim * percent)
-    if turned <= 0 or turned % 2 or turned > dim:
+    rotated = int(dim * percent)
+    if rotated <= 0 or rotated % 2 or rotated > dim:
         raise KernelError(
-            f"rope needs a positive even number of channels to turn, at most {dim}; "
-            f"{percent} of {dim} gives {turned}"
+            f"rope needs a positive even number of rotated channels, at most {dim}; "
+            f"{percent} of {dim} gives {rotated}"
         )
-    exponents = torch.arange(0, turned, 2, dtype=torch.float64, device=device) / turned
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
     frequencies = torch.pow(torch.tensor(base, dtype=torch.float64, device=device), -exponents)
     return frequencies if scaling is None else scaling.scale(frequencies, base)
 
@@ -153,18 +153,18 @@ def rope_tables(
     dtype: torch.dtype = torch.float32,
     scaling: RopeScaling | None = None,
 ) -> tuple[Float[Tensor, "s b_or_1 half"], Float[Tensor, "s b_or_1 half"]]:
-    """Cosines and sines for `rope`.
+    """Returns cosines and sines for `rope`.
 
     Args:
-        positions: `[s]`, or `[b, s]` when they differ between the samples of a batch.
+        positions: `[s]`, or `[b, s]` if they differ between the samples of a batch.
         frequencies: `[r/2]` from `rope_frequencies`.
-        dtype: float32, also for queries of low precision, or float64 for proofs.
-        scaling: The rule given to `rope_frequencies`; its attention factor goes into the tables.
+        dtype: float32, also for queries of low precision, or float64 for tests of exactness.
+        scaling: The rule passed to `rope_frequencies`; its attention factor is part of the tables.
 
     Returns:
         cos and sin, `[s, 1, r/2]` or `[s, b, r/2]`.
     """
-    places = positions[:, None] if positions.ndim == 1 else positions.t()
-    angles = places[..., None].to(frequencies.dtype) * frequencies
+    by_token = positions[:, None] if positions.ndim == 1 else positions.t()
+    angles = by_token[..., None].to(frequencies.dtype) * frequencies
     factor = 1.0 if scaling is None else scaling.attention_factor
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

@@ -9,35 +9,35 @@ from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """As in the paper: a pair is a complex number, turned by multiplying with cos + i sin."""
+    """Multiplies each pair, as a complex number, by cos + i sin, as in the paper."""
     half = cos.shape[-1]
     values = upcast(x)
-    turned, rest = values[..., : 2 * half], values[..., 2 * half :]
+    rotated, rest = values[..., : 2 * half], values[..., 2 * half :]
     if interleaved:
-        pairs = turned.view(*x.shape[:-1], half, 2)
+        pairs = rotated.view(*x.shape[:-1], half, 2)
     else:
-        pairs = turned.view(*x.shape[:-1], 2, half).transpose(-1, -2)
-    turn = torch.complex(cos.to(values.dtype), sin.to(values.dtype))[:, :, None, :]
-    pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
-    turned = (pairs if interleaved else pairs.transpose(-1, -2)).flatten(-2)
-    return torch.cat((turned, rest), -1).to(x.dtype)
+        pairs = rotated.view(*x.shape[:-1], 2, half).transpose(-1, -2)
+    rotation = torch.complex(cos.to(values.dtype), sin.to(values.dtype))[:, :, None, :]
+    pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * rotation)
+    rotated = (pairs if interleaved else pairs.transpose(-1, -2)).flatten(-2)
+    return torch.cat((rotated, rest), -1).to(x.dtype)
 
 
 def direct(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Real arithmetic on the two halves; low-precision input is promoted by float32 tables."""
+    """Uses real arithmetic on the two halves; float32 tables promote low-precision input."""
     half = cos.shape[-1]
     c, s = cos[:, :, None, :], sin[:, :, None, :]
-    turned = x[..., : 2 * half] if 2 * half < x.shape[-1] else x
+    rotated = x[..., : 2 * half] if 2 * half < x.shape[-1] else x
     if interleaved:
-        first, second = turned.view(*x.shape[:-1], half, 2).unbind(-1)
+        first, second = rotated.view(*x.shape[:-1], half, 2).unbind(-1)
     else:
-        first, second = turned.chunk(2, -1)
+        first, second = rotated.chunk(2, -1)
     parts = (first * c - second * s, second * c + first * s)
-    turned = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-    turned = turned.to(x.dtype)
+    rotated = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    rotated = rotated.to(x.dtype)
     if 2 * half < x.shape[-1]:
-        return torch.cat((turned, x[..., 2 * half :]), -1)
-    return turned
+        return torch.cat((rotated, x[..., 2 * half :]), -1)
+    return rotated
 
 
 @op(
@@ -52,14 +52,14 @@ def rope(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "s b n d"]:
-    """Turns the first r = 2 * half channels of every head by its token's angles; leave the rest.
+    """Rotates the first r = 2 * half channels of every head by its token's angles.
 
     Args:
-        x: Queries or keys `[s, b, n, d]`.
+        x: Queries or keys `[s, b, n, d]`. Channels from r on are unchanged.
         cos: Cosines `[s, b or 1, r/2]` from `rope_tables`, r <= d.
         sin: Sines of the same shape.
         interleaved: False pairs channel i with i + r/2 (Llama, "rotate half"); True pairs 2i with
-            2i + 1 (the paper, GPTJ).
+            2i + 1 (the paper, GPT-J).
         backend: "auto" or the name of one backend.
 
     Returns:

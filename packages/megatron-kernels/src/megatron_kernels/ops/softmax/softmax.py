@@ -1,4 +1,4 @@
-"""Softmax of scaled scores over the places that may be attended."""
+"""Softmax of scaled scores over the allowed entries."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,7 +9,7 @@ from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(scores: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-    """Written out: shift by the row's largest score, exponentiate, divide by the sum."""
+    """Subtracts the largest score of the row, exponentiates, and divides by the sum."""
     values = upcast(scores) * scale
     if allowed is None:
         powers = torch.exp(values - values.amax(-1, keepdim=True))
@@ -22,7 +22,7 @@ def reference(scores: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
 
 
 def fused(scores: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-    """`torch.softmax`; masked places get the lowest number, not -inf, so that no row is NaN."""
+    """Calls `torch.softmax`; masked entries are the lowest number, not -inf, so no row is NaN."""
     values = upcast(scores)
     if scale != 1.0:
         values = values * scale
@@ -44,16 +44,16 @@ def softmax(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "*rows t"]:
-    """Softmax of `scale * scores` over the last dimension, among the allowed places only.
+    """Computes the softmax of `scale * scores` over the last dim, among the allowed entries only.
 
     Args:
         scores: `[..., t]`.
-        allowed: True where a place may be attended; broadcasts against `scores`. None for all.
-        scale: Multiplies the scores first.
+        allowed: True for entries that take part; broadcasts against `scores`. None means all.
+        scale: Factor of the scores.
         backend: "auto" or the name of one backend.
 
     Returns:
-        `[..., t]` in the dtype of `scores`, computed in float32 at least. Each row sums to one; a
-        row with no allowed place is all zeros.
+        `[..., t]` in the dtype of `scores`, computed in at least float32. Each row sums to one; a
+        row without allowed entries is all zeros.
     """
     return softmax.run(backend, scores, allowed, scale)
