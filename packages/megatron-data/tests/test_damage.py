@@ -81,7 +81,7 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path, str], object], str]] = {
     ),
     "the token type has the same size": (
         lambda data, index, other: altered(index, 17, b"\x03"),
-        r"\.idx is not the file its manifest describes",
+        r"\.idx differs from its manifest",
     ),
     "a bit of a length is flipped": (
         lambda data, index, other: altered(index, 34, b"\x00"),
@@ -89,13 +89,13 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path, str], object], str]] = {
     ),
     "a bit of the .bin is flipped": (
         lambda data, index, other: altered(data, 1000, b"\xff"),
-        r"\.bin is not the file its manifest describes: same size, other content \(1 of ",
+        r"\.bin differs from its manifest: same size, different content \(1 of ",
     ),
     "both are another's": (
         lambda data, index, other: [
             shutil.copy(f"{other}{end}", path) for end, path in ((".bin", data), (".idx", index))
         ],
-        "its manifest says",
+        "its manifest has",
     ),
     "the manifest is cut": (
         lambda data, index, other: os.truncate(f"{str(data)[:-4]}.meta.json", 300),
@@ -103,7 +103,7 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path, str], object], str]] = {
     ),
     "the manifest is another's": (
         lambda data, index, other: shutil.copy(f"{other}.meta.json", f"{str(data)[:-4]}.meta.json"),
-        "its manifest says",
+        "its manifest has",
     ),
 }
 

@@ -105,7 +105,7 @@ def test_gigatoken_is_dropped_with_a_warning_after_one_wrong_token(
     slow, quick = both(tokenizer, corpus, tmp_path)
     assert slow == quick
     warnings = [message for message in caplog.messages if "give different tokens" in message]
-    assert len(warnings) == 1 and warnings[0].endswith("; all is done anew without gigatoken")
+    assert len(warnings) == 1 and warnings[0].endswith("; the run starts again without gigatoken")
 
 
 def test_unsupported_tokenizers_are_reported(

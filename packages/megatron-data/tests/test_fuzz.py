@@ -282,7 +282,7 @@ def test_a_count_that_is_no_number_is_refused(pair: str) -> None:
     content = json.loads(path.read_text())
     content["skipped"]["kinds"] = {"long": {}}
     path.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"\{\} is no count of 'long'"):
+    with pytest.raises(DataError, match=r"\{\} is not a count of 'long'"):
         merge([pair], f"{pair}_merged")
 
 

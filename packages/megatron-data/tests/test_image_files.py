@@ -219,7 +219,9 @@ def test_bytes_in_a_column_are_no_text_and_may_be_no_image(tmp_path: Path) -> No
     path = tmp_path / "a.parquet"
     for value in (b"<html>", {"bytes": b"<html>", "path": "1.gif"}):
         parquet.write_table(arrow.table({"text": ["1"], "image": [value]}), path)
-        with pytest.raises(DataError, match=r"row 1: its image begins with 3c 68 .*which no JPEG"):
+        with pytest.raises(
+            DataError, match=r"row 1: its image begins with 3c 68 .*it is not a JPEG"
+        ):
             tokenize_image_pairs([path], tmp_path / "o", NullTokenizer(9))
         with pytest.raises(DataError, match=r"row 1: 'image' holds bytes, such as those of an ima"):
             preprocess([path], tmp_path / "o", NullTokenizer(9), json_keys=["image"])
@@ -233,7 +235,7 @@ def test_what_is_no_path_of_an_image_is_left_out(lines: Path, tmp_path: Path, na
     with lines.open("a") as file:
         file.write(json.dumps({"text": "1", "image": name}))
     arguments = ([lines], tmp_path / "o", NullTokenizer(1000))
-    with pytest.raises(DataError, match=r"a\.jsonl:121: .*no file can have this path: '.{40}"):
+    with pytest.raises(DataError, match=r"a\.jsonl:121: .*invalid path: '.{40}"):
         tokenize_image_pairs(*arguments)
     report = tokenize_image_pairs(*arguments, on_error="skip")
     assert (report.pairs, report.dataset.skipped.kinds) == (PAIRS, {"image": 1})
@@ -308,10 +310,10 @@ def test_tokens_of_texts_and_beginnings_of_images_are_verified(lines: Path, tmp_
         data[made.sequence_pointers[5]] = 7
     digest = hashlib.sha256(data).hexdigest()
     manifest["files"]["bin"] |= {"sha256": digest, "blocks": [digest]}
-    for content, message in ((bin_path.read_bytes(), None), (data, "sequence 5 holds no image")):
+    for content, message in ((bin_path.read_bytes(), None), (data, "sequence 5 is not an image")):
         bin_path.write_bytes(content)
         path.write_text(json.dumps(manifest))
-        with pytest.raises(DataError, match=message or "same size, other content"):
+        with pytest.raises(DataError, match=message or "same size, different content"):
             verify(report.prefix)
 
 
@@ -331,7 +333,7 @@ def test_text_files_go_with_the_images_of_their_names(tmp_path: Path) -> None:
     (texts / "b.txt").rename(texts / "x.txt")
     (images / "a.png").write_bytes(image(1))
     arguments = ([texts], tmp_path / "f", ByteTokenizer())
-    with pytest.raises(DataError, match=r"a\.gif and .*a\.png have one name"):
+    with pytest.raises(DataError, match=r"a\.gif and .*a\.png have the same name"):
         tokenize_image_pairs(*arguments, image_folder=images)
     (images / "a.png").unlink()
     message = (
@@ -340,10 +342,12 @@ def test_text_files_go_with_the_images_of_their_names(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=message):
         tokenize_image_pairs(*arguments, image_folder=images)
-    with pytest.raises(DataError, match="text files name no images; give --input-image"):
+    with pytest.raises(DataError, match="text files do not name images; give --input-image"):
         tokenize_image_pairs(*arguments)
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"text": "a", "image": "a.gif"}')
-    with pytest.raises(DataError, match="texts holds texts and other inputs hold lines or rows"):
+    with pytest.raises(
+        DataError, match="texts is a text file or a folder of them, and other inputs"
+    ):
         tokenize_image_pairs([lines, texts], tmp_path / "f", ByteTokenizer(), image_folder=images)
     assert not list(tmp_path.glob("f*"))

@@ -98,8 +98,8 @@ def test_what_cannot_be_a_pair_is_named_or_counted(pairs: Path, tmp_path: Path) 
         ({"text": "1", "image": "."}, " is a folder, not an image"),
         ({"text": "1", "image": ""}, "the path of its image is empty"),
         ({"text": "1", "image": "page.jpg"}, "page.jpg begins with 3c 68 74 6d 6c 3e 34 30"),
-        ({"text": "1", "image": "empty.png"}, "empty.png is empty, which no JPEG"),
-        ({"text": "1", "image": ["c", "c"]}, "2 paths of images, not 1"),
+        ({"text": "1", "image": "empty.png"}, "empty.png is empty; it is not a JPEG"),
+        ({"text": "1", "image": ["c", "c"]}, "2 paths of images; give exactly 1"),
         ({"text": "1"}, "no key 'image'"),
         ({"text": "word", "image": "c"}, "'word'"),
     ]
@@ -115,7 +115,7 @@ def test_what_cannot_be_a_pair_is_named_or_counted(pairs: Path, tmp_path: Path) 
     pairs.write_text(json.dumps(wrong[0][0]))
     with pytest.raises(DataError, match=r"a text and an image in .*gone\.png"):
         tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10), on_error="skip")
-    with pytest.raises(DataError, match="give --append-eod, too"):
+    with pytest.raises(DataError, match="give --append-eod as well"):
         tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10), pad_length=5)
 
 

@@ -65,12 +65,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             f"{CHATS} --input capital.jsonl --sft-tokenizer-prompt-format identity",
             1,
-            "counts in the loss in capital.jsonl (1 without a word of the role assistant, ",
+            "that the loss counts in capital.jsonl (1 without text of the role assistant ",
         ),
         (
             f"{CHATS} --sft-tokenizer-prompt-format identity --max-tokens 2 --over-length drop",
             1,
-            "counts in the loss in talks.jsonl (1 longer than --max-tokens)",
+            "that the loss counts in talks.jsonl (1 longer than --max-tokens)",
         ),
         (
             f"{CHATS} --input parts.jsonl --sft-tokenizer-prompt-format identity",
@@ -90,7 +90,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "'texts/' is a folder; add a name for the files, such as texts/corpus",
         ),
         (f"{BYTES} .", 1, "'.' is a folder"),
-        (f"{BYTES} o --json-keys text text", 1, "--json-keys text text: name every key once"),
+        (f"{BYTES} o --json-keys text text", 1, "--json-keys text text: give each key once"),
         (f"{BYTES} o --max-document-bytes 0", 2, "--max-document-bytes 0; give at least 1"),
         (f"{BYTES} o --workers 0", 2, "--workers 0; give at least 1; see megatron-data preprocess"),
         (f"{BYTES} o --workers none", 2, "--workers needs an integer, got 'none'"),

@@ -102,7 +102,7 @@ def test_what_is_missing_is_named_with_the_command_to_install_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        DataError, match=r"language 'english' \(there: seaspeak\); give another --l"
+        DataError, match=r"language 'english' \(available: seaspeak\); give another --l"
     ):
         NLTKSplitter()
     with pytest.raises(DataError, match=r"Invalid .*; python -m nltk\.downloader punkt_tab"):
@@ -115,7 +115,7 @@ def test_what_is_missing_is_named_with_the_command_to_install_it(
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "none")])
     with pytest.raises(
         DataError,
-        match=r"punkt_tab/english is in none of .*none; python -m nltk\.downloader punkt_tab, or n",
+        match=r"punkt_tab/english is in none of .*none; run python -m nltk\.downloader punkt_tab, or s",
     ):
         NLTKSplitter()
     monkeypatch.delattr("nltk.tokenize.punkt.PunktTokenizer")

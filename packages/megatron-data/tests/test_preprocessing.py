@@ -192,7 +192,7 @@ def test_verify_finds_a_flipped_bit_a_swapped_file_and_a_token_too_large(
     data = Path(f"{prefix}.bin")
     whole = data.read_bytes()
     data.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
-    with pytest.raises(DataError, match=r"\.bin is not the file its manifest describes"):
+    with pytest.raises(DataError, match=r"\.bin differs from its manifest"):
         verify(prefix)
     data.write_bytes(whole)
     manifest = Path(f"{prefix}.meta.json")
@@ -206,7 +206,7 @@ def test_verify_finds_a_flipped_bit_a_swapped_file_and_a_token_too_large(
     counts = Counts(1, 0, 1, 3)
     described = {"tokenizer": content["tokenizer"], "sources": [], "dtype": "int32"}
     write_manifest(str(tmp_path / "n"), described, written=written, counts=counts, origins=None)
-    with pytest.raises(DataError, match=r"n\.bin holds token -7, the vocabulary has 257"):
+    with pytest.raises(DataError, match=r"n\.bin holds token -7, but the vocabulary has 257"):
         verify(tmp_path / "n")
     manifest.write_text("{")
     with pytest.raises(DataError, match=r"meta\.json is not JSON"):

@@ -132,8 +132,8 @@ def test_verify_reads_each_file_once(
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("flipped", r"memory://\S*\.bin is not the file .* \(1 of 1 blocks of 64 MiB"),
-        ("index", r"memory://\S*\.idx is not the file .* \(1 of 1 blocks"),
+        ("flipped", r"memory://\S*\.bin differs from .* \(1 of 1 blocks of 64 MiB"),
+        ("index", r"memory://\S*\.idx differs from .* \(1 of 1 blocks"),
         ("short", r"\.idx does not match memory://\S*\.bin"),
         ("manifest", r"memory://\S*meta\.json is not JSON"),
         ("foreign", r"memory://\S*meta\.json is not a manifest"),

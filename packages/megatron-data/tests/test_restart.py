@@ -231,7 +231,7 @@ def test_two_processes_never_work_on_one_output(
 ) -> None:
     process = run()
     wait_for_parts(process, out, 1)
-    with pytest.raises(DataError, match="another process is preprocessing to"):
+    with pytest.raises(DataError, match="another process is writing"):
         preprocess([corpus], out, NullTokenizer(20_000))
     process.communicate(timeout=60)
     assert process.returncode == 0
@@ -271,8 +271,8 @@ def test_the_parts_of_another_job_are_not_taken(
     (made,) = preprocess([corpus], out, tokenizer, **settings)  # type: ignore[arg-type]
     (told,) = caplog.messages
     assert told == (
-        f"{parts_of(out)} holds 10 parts of another job ({what} differ); they are removed, and all "
-        "is done anew"
+        f"{parts_of(out)} holds 10 parts of another job ({what} differ); they are removed and "
+        "the run starts again"
     )
     assert made.resumed_chunks == 0
     verify(made.prefix)

@@ -377,7 +377,7 @@ def test_the_command(
         said = tokenizer.decode(texts.get(0).tolist())
     assert ("<SPECIAL_11>" in said) == (choice == "format")
     assert main([*command.split(), "--max-tokens", "3", "--overwrite"]) == 1
-    assert "of which a token counts in the loss" in capsys.readouterr().err
+    assert "with a token that the loss counts" in capsys.readouterr().err
 
 
 def test_a_mask_of_other_conversations_is_refused(write_dataset) -> None:

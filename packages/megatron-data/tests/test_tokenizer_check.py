@@ -124,7 +124,7 @@ def test_commands_do_not_replace_what_is_there(
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
         assert main([name, *words]) == 1, name
         assert "exists" in (error := capsys.readouterr().err), error
-        assert "give --overwrite to replace" in error
+        assert "--overwrite to replace" in error
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
         assert main([name, *words, "--overwrite"]) == 0, capsys.readouterr().err
 
@@ -148,7 +148,7 @@ def test_an_ended_run_that_was_to_replace_goes_on_without_being_asked_again(
     make("a", NullTokenizer(9))
     (tmp_path / "a.jsonl").write_bytes(b"".join(LINES) + b"no object\n")
     given = ([tmp_path / "a.jsonl"], tmp_path / "a", NullTokenizer(9))
-    with pytest.raises(DataError, match="exists; name another output"):
+    with pytest.raises(DataError, match="exists; give another output"):
         preprocess(*given, overwrite=False)
     assert not list(tmp_path.glob(".*.parts"))
     with pytest.raises(DataError, match="not JSON"):
@@ -156,7 +156,7 @@ def test_an_ended_run_that_was_to_replace_goes_on_without_being_asked_again(
     (tmp_path / "a.jsonl").write_bytes(b"".join(LINES) + b'{"text": "4"}\n')
     (made,) = preprocess(*given, chunk_bytes=18, overwrite=False)
     assert (made.resumed_chunks, made.counts.documents) == (3, 4)
-    with pytest.raises(DataError, match="exists; name another output"):
+    with pytest.raises(DataError, match="exists; give another output"):
         preprocess(*given, chunk_bytes=18, overwrite=False)
 
 

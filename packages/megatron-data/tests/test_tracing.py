@@ -125,7 +125,7 @@ def test_what_cannot_be_traced_is_refused(lines: Path, tmp_path: Path) -> None:
             trace(prefix, token)
     with pytest.raises(DataError, match="has documents 0 to 52, not 53"):
         trace(prefix, document=53)
-    with pytest.raises(DataError, match="name a token or a document"):
+    with pytest.raises(DataError, match="give either a token or a document"):
         trace(prefix)
     Path(f"{prefix}.meta.json").unlink()
     with pytest.raises(DataError, match=r"has no manifest .*o_text_document\.meta\.json"):
@@ -191,18 +191,18 @@ def test_what_does_not_fit_together_is_refused(lines: Path, tmp_path: Path) -> N
     (second,) = preprocess([lines], tmp_path / "b", ByteTokenizer(), on_error="skip")
     with pytest.raises(DataError, match=r"was made with tokenizer bytes:257, .* with null:99"):
         merge([first, second.prefix], tmp_path / "m")
-    with pytest.raises(DataError, match="would take the place"):
+    with pytest.raises(DataError, match="is one of the datasets to merge"):
         merge([first], first)
     with pytest.raises(DataError, match="no dataset to merge"):
         merge([], tmp_path / "m")
     one, two = tmp_path / "x", tmp_path / "y"
     for message, outputs, options in (
-        ("name of its own", [one, one], {"shares": (1, 1)}),
+        ("needs a different name", [one, one], {"shares": (1, 1)}),
         ("2 parts for 1 output;", [one], {"shares": (1, 1)}),
-        ("a part of 0", [one, two], {"shares": (1, 0)}),
-        ("parts of 5 documents, the dataset has 53", [one, two], {"documents": (2, 3)}),
+        ("a share or number of 0", [one, two], {"shares": (1, 0)}),
+        ("the parts have 5 documents and the dataset has 53", [one, two], {"documents": (2, 3)}),
         ("part 1 of 53 documents is empty", [one, two], {"shares": (0.001, 1)}),
-        ("one of the two", [one], {}),
+        ("give either shares or numbers", [one], {}),
     ):
         with pytest.raises(DataError, match=message):
             split(first, outputs, **options)  # type: ignore[arg-type]

@@ -1,11 +1,13 @@
-"""From text to an indexed dataset, and from datasets to others.
+"""Converts text to indexed datasets, and merges, splits, verifies and traces datasets.
 
-`protocol` says what makes the documents of datasets of a chunk of a source: `encoding` of texts,
-`conversation_encoding` of conversations, `image_encoding` of texts and images; `batches` is what
-they share. `engine` does the work for any of them: `parts` keeps finished chunks, `pool` maps
-chunks over processes in order, `assembly` copies all parts into datasets, `manifest` records what
-was done. `pipeline`, `conversations` and `image_pairs` are what a user calls. `origins` says where
-documents came from, which `tracing` looks up; `joining` merges and splits datasets.
+Users call `pipeline` (text), `conversations` and `image_pairs`. Each uses an encoder, which turns a
+source chunk into documents: `encoding`, `conversation_encoding` or `image_encoding`. `protocol`
+defines the interface of an encoder and `batches` is shared by all three.
+
+`engine` runs any encoder: `pool` maps chunks over processes in order, `parts` stores finished
+chunks so that a run can be resumed, `assembly` copies all parts into datasets, and `manifest`
+records how a dataset was made. `origins` maps documents to sources, which `tracing` looks up.
+`joining` merges and splits datasets and `verification` checks them. `benchmarking` measures speed.
 """
 
 import lazy_loader

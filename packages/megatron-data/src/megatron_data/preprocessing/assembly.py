@@ -1,4 +1,4 @@
-"""From finished parts to the files of a dataset."""
+"""Assembles the files of datasets from finished parts."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from megatron_data.sources.protocol import KINDS, Fault
 
 
 class AssembledDataset(NamedTuple):
-    """One dataset, put together.
+    """One assembled dataset.
 
     Attributes:
-        prefix: path of the pair.
-        written: the files.
-        counts: what they hold.
-        origins: where it came from.
+        prefix: Path of the files without suffix.
+        written: The files.
+        counts: Their counts.
+        origins: The map from its documents to the sources.
     """
 
     prefix: str
@@ -39,13 +39,13 @@ class AssembledDataset(NamedTuple):
 
 @dataclass
 class Assembly:
-    """All datasets, and what was counted on the way.
+    """All assembled datasets with counters.
 
     Attributes:
-        datasets: in the order of the outputs.
-        faults: how many there were of each kind.
-        first_fault: the first of them; None if there is none.
-        tallies: what the encoder counted.
+        datasets: The datasets in the order of the outputs.
+        faults: Number of faults of each kind.
+        first_fault: The first fault, or None.
+        tallies: Counters of the encoder.
     """
 
     datasets: list[AssembledDataset] = field(default_factory=list)
@@ -54,26 +54,26 @@ class Assembly:
     tallies: Counter[str] = field(default_factory=Counter)
 
     def add_record(self, record: PartRecord) -> None:
-        """Counts what a part says of itself."""
+        """Adds the counters and faults of a part."""
         self.tallies.update(record.tallies)
         for fault in record.faults:
             self.faults[fault.kind] += 1
             self.first_fault = self.first_fault or fault
 
     def explain_empty(self, output: Output) -> str:
-        """Returns why an output may have nothing, in brackets; empty where nothing was left out."""
+        """Returns in brackets why an output has no documents; empty if nothing was skipped."""
         why = [
             f"{self.tallies[name]:,} {words}"
             for name, words in output.skip_reasons
             if self.tallies[name]
         ]
         if self.first_fault:
-            why.append(f"the first that was left out: {self.first_fault}")
+            why.append(f"the first skipped document: {self.first_fault}")
         return f" ({'; '.join(why)})" if why else ""
 
 
 def quarantine_path(output_prefix: str) -> Path:
-    """`PREFIX.quarantine.jsonl`."""
+    """Returns the path `PREFIX.quarantine.jsonl`."""
     return Path(f"{output_prefix}.quarantine.jsonl")
 
 
@@ -85,19 +85,19 @@ def assemble(
     quarantined: bool,
     sources: str,
 ) -> Assembly:
-    """Copies all parts, in order, into a `.bin/.idx` pair for each output.
+    """Copies all parts in order into `.bin` and `.idx` files of each output.
 
     Args:
-        folder: of the parts.
-        chunks: how many parts there are.
-        prefix: what the names of all pairs begin with.
-        outputs: the datasets.
-        quarantined: whether the faults are written to the file of `quarantine_path`, if there are
-            any. An older file of that name goes with the older datasets.
-        sources: what the inputs are called.
+        folder: The folder of the parts.
+        chunks: Number of parts.
+        prefix: Common prefix of all datasets.
+        outputs: The datasets to write.
+        quarantined: Whether to write the faults, if any, to the file of `quarantine_path`. An
+            existing file of that name is removed with the existing datasets.
+        sources: Names of the inputs, for an error.
 
     Raises:
-        DataError: a part that was damaged since it was done, or an output without a token.
+        DataError: A part was damaged since it was written, or an output has no tokens.
     """
     made = Assembly()
     with ExitStack() as stack:
@@ -113,17 +113,17 @@ def assemble(
         refused = stack.enter_context(AtomicFile(quarantine)) if quarantined else None
         for number in range(chunks):
             record, parts = folder.read(number, outputs)
-            for place, part in enumerate(parts):
-                builders[place].add_documents(*part)
-                origins[place].add(record, len(part.tokens))
-                empty[place] += int(np.count_nonzero(part.sequences == 0))
+            for index, part in enumerate(parts):
+                builders[index].add_documents(*part)
+                origins[index].add(record, len(part.tokens))
+                empty[index] += int(np.count_nonzero(part.sequences == 0))
             made.add_record(record)
             if refused is not None:
                 for fault in record.faults:
                     refused.write(_line(fault))
         for output, builder in zip(outputs, builders, strict=True):
             if not builder.tokens:
-                folder.mark_finished()  # nothing in it is worth keeping
+                folder.mark_finished()  # so that the folder is removed
                 why = made.explain_empty(output)
                 raise DataError(f"no document with {output.required_content} in {sources}{why}")
         _remove_older([builder.prefix for builder in builders])
@@ -145,10 +145,10 @@ def assemble(
 
 
 def _remove_older(prefixes: Sequence[str]) -> None:
-    """Takes the indices of older datasets away, and the manifests that describe them.
+    """Removes the indices and manifests of existing datasets.
 
-    All of them, before the first new one takes its name: an older mask must never be seen beside
-    new tokens, nor a language of another corpus beside a new one.
+    All of them are removed before the first new dataset appears, so that an old mask never lies
+    beside new tokens, nor an old dataset of one language beside a new one of another language.
     """
     for prefix in reversed(prefixes):
         manifest_path(prefix).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Documents that are encoded together, and the one among them that cannot be."""
+"""Groups documents for the tokenizer, and finds the documents that it refuses."""
 
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -7,15 +7,15 @@ from megatron_data.errors import DataError
 from megatron_data.sources.protocol import Chunk, Fault, Item, Row
 
 AT_ONCE = 1 << 20
-"""Characters, or bytes of the source, that are given to the tokenizer together, and the most of a
-document's where it knows how to cut: this bounds the memory."""
+"""Characters, or bytes of the source, per call of the tokenizer, which bounds the memory. Also the
+size above which a document is split, if the tokenizer supports it."""
 
 ItemT = TypeVar("ItemT", Item, Row)
 EncodedT = TypeVar("EncodedT")
 
 
 def batch_items(items_or_faults: Iterator[ItemT | Fault]) -> Iterator[list[ItemT] | Fault]:
-    """Documents up to about `AT_ONCE` bytes; a fault ends what is together, to keep the order."""
+    """Groups documents up to about `AT_ONCE` bytes; a fault ends a group, to keep the order."""
     items: list[ItemT] = []
     size = 0
     for item in items_or_faults:
@@ -37,7 +37,7 @@ def batch_items(items_or_faults: Iterator[ItemT | Fault]) -> Iterator[list[ItemT
 def encode_or_fault(
     chunk: Chunk, items: list[Item], encode: Callable[[list[Item]], EncodedT]
 ) -> Iterator[tuple[list[Item], EncodedT | Fault]]:
-    """Encodes items together, or one by one if the tokenizer refuses some of them."""
+    """Encodes items in one call, or one by one with faults if the tokenizer refuses some."""
     try:
         yield items, encode(items)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""How fast a corpus is read and tokenized, phase by phase, on the user's own files."""
+"""Measures how fast a corpus is read and tokenized, phase by phase."""
 
 import json
 import os
@@ -21,21 +21,21 @@ from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES, Fault
 from megatron_data.tokenizers.protocol import Tokenizer
 
 PHASES = ("read", "parse", "tokenize", "write")
-"""What `preprocess` does with every document, one after the other in a process."""
+"""The phases of `preprocess`, which each document passes in this order."""
 
-_BATCH_CHARACTERS = 1 << 20  # characters that a tokenizer is given together, as in preprocess
+_BATCH_CHARACTERS = 1 << 20  # characters per call of the tokenizer, as in preprocess
 _SAMPLES = 2000
 
 
 class PhaseMeasurement(NamedTuple):
-    """One phase.
+    """The measurement of one phase.
 
     Attributes:
-        name: one of `PHASES`, or what was measured beside them.
-        seconds: that it took.
-        size: bytes of the sources, unpacked, that it worked on; 0 for samples of the dataset.
-        documents: of these, or samples.
-        tokens: that came of them; 0 where there are none yet.
+        name: One of `PHASES`, or the name of another measurement.
+        seconds: Duration in seconds.
+        size: Uncompressed bytes of the sources that it processed; 0 for samples of the dataset.
+        documents: Number of documents or samples.
+        tokens: Number of tokens; 0 for a phase before tokenization.
     """
 
     name: str
@@ -58,7 +58,7 @@ class BenchmarkReport(NamedTuple):
 
     @property
     def bottleneck(self) -> tuple[str, float]:
-        """The phase that takes longest, and its share of the time of all of them."""
+        """The slowest phase and its share of the total time of the phases."""
         slowest = max(self.phases, key=lambda phase: phase.seconds)
         return slowest.name, slowest.seconds / max(sum(s.seconds for s in self.phases), 1e-9)
 
@@ -75,21 +75,22 @@ def benchmark(
     folder: str | os.PathLike[str] | None = None,
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
 ) -> BenchmarkReport:
-    """Measures the phases of `preprocess`, and of reading samples, on the first part of a corpus.
+    """Measures the phases of `preprocess` and the reading of samples on the start of a corpus.
 
     Args:
-        inputs: as for `preprocess`.
-        tokenizer: which encodes, in the threads of its library.
-        json_key: key or column that holds the text.
-        megabytes: of the sources, unpacked, after which it stops.
-        workers: processes of the `preprocess` that is measured as a whole.
-        other_tokenizers: tokenizers to measure beside it, such as a `FastTokenizer`.
-        sequence_length: tokens of the samples that are read.
-        folder: where a temporary folder is made for what is written; None for the system's.
-        max_document_bytes: bytes that a document may have in its source; None for no limit.
+        inputs: Inputs as for `preprocess`.
+        tokenizer: Tokenizer, which may use the threads of its library.
+        json_key: Key or column that holds the text.
+        megabytes: Megabytes of uncompressed input to measure.
+        workers: Processes of the complete `preprocess` run.
+        other_tokenizers: Further tokenizers to measure, such as a `FastTokenizer`.
+        sequence_length: Tokens per sample.
+        folder: Folder in which a temporary folder is made for the output. Defaults to the system's
+            folder for temporary files.
+        max_document_bytes: Largest size of a document in its source in bytes; None for no limit.
 
     Raises:
-        DataError: an input that is missing or cannot be read, or holds no token; sizes below 1.
+        DataError: An input is missing, cannot be read or has no tokens, or a size is below 1.
     """
     if megabytes <= 0 or workers < 1 or sequence_length < 1:
         raise DataError(
@@ -130,7 +131,7 @@ def benchmark(
 def _read(
     inputs: Sequence[str | os.PathLike[str]], key: str, limit: int, max_bytes: int | None
 ) -> tuple[list[str], list[PhaseMeasurement]]:
-    """Texts of the first `limit` bytes, and the times of reading and of parsing them."""
+    """Reads the first `limit` bytes; returns their texts and the times of reading and parsing."""
     texts: list[str] = []
     size, reading, parsing = 0, 0.0, 0.0
     sources = open_sources(inputs, (key,))
@@ -154,7 +155,7 @@ def _read(
 
 
 def _tokenize(tokenizer: Tokenizer, texts: list[str]) -> tuple[list[NDArray[Any]], float]:
-    """Returns the tokens of texts as arrays, and the seconds that they took."""
+    """Returns the tokens of texts as arrays, and the seconds of encoding."""
     dtype = choose_dtype(tokenizer.vocab_size)
     started = perf_counter()
     tokens = [
@@ -177,7 +178,7 @@ def _batches(texts: list[str]) -> Iterator[list[str]]:
 
 
 def _samples(prefix: str, sequence_length: int) -> list[PhaseMeasurement]:
-    """The reading of samples of a dataset in a random order; none if it is too short for one."""
+    """Measures the reading of shuffled samples; returns nothing if the dataset is too short."""
     try:
         train, *_ = build_gpt_datasets(prefix, "1,0,0", sequence_length=sequence_length)
     except DataError:

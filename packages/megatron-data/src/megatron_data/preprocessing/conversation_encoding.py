@@ -1,4 +1,4 @@
-"""From the conversations of a chunk to tokens, and to a mask of those that the loss counts."""
+"""Encodes the conversations of a chunk as tokens and loss masks."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -32,28 +32,28 @@ from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 
 OverLength: TypeAlias = Literal["truncate", "drop"]
 
-_LACKING = "a conversation of which a token counts in the loss"
-_LEFT_OUT = (
-    ("unanswered", "without a word of the role assistant, whole or cut to --max-tokens"),
+_REQUIRED_CONTENT = "a conversation with a token that the loss counts"
+_SKIP_REASONS = (
+    ("unanswered", "without text of the role assistant within --max-tokens"),
     ("dropped", "longer than --max-tokens"),
 )
 
 
 class ConversationEncoder:
-    """Tokens of conversations, and a mask of them; every row is a document of both.
+    """Encodes conversations as tokens and loss masks; every row is a document of both datasets.
 
     Args:
-        tokenizer: of the text.
-        template: from messages to text.
-        loss: "assistant" counts what assistants say, the end of their turn included; "all" counts
-            every token but the first.
-        max_tokens: tokens that a conversation may have; None for no limit.
-        over_length: what becomes of a longer one.
-        max_document_bytes: bytes that a row may have; None for no limit.
+        tokenizer: The tokenizer.
+        template: The chat template.
+        loss: "assistant" counts the text of assistants, including the end of their turn; "all"
+            counts every token but the first.
+        max_tokens: Largest number of tokens of a conversation; None for no limit.
+        over_length: What to do with a longer conversation: "truncate" or "drop".
+        max_document_bytes: Largest size of a row in bytes; None for no limit.
 
     Raises:
-        DataError: `max_tokens` below 2, no such `loss` or `over_length`, or a tokenizer without an
-            end-of-document token.
+        DataError: `max_tokens` is below 2, `loss` or `over_length` is unknown, or the tokenizer has
+            no end-of-document token.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class ConversationEncoder:
     ) -> None:
         if max_tokens is not None and max_tokens < 2:
             raise DataError(
-                f"--max-tokens {max_tokens}: a token is learned behind another; give at least 2"
+                f"--max-tokens {max_tokens}: a token is predicted from the one before it; give at "
+                "least 2"
             )
         for name, value, known in (
             ("loss", loss, get_args(LossOver)),
@@ -77,7 +78,8 @@ class ConversationEncoder:
                 raise DataError(f"{name}={value!r}; give one of {', '.join(known)}")
         if tokenizer.eod_id is None:
             raise DataError(
-                "conversations end with the end-of-document token; the tokenizer has none"
+                "conversations need an end-of-document token, which the tokenizer lacks; use "
+                "another tokenizer"
             )
         self.tokenizer = tokenizer
         self.template = template
@@ -89,18 +91,22 @@ class ConversationEncoder:
             Output(
                 "_conversation",
                 choose_dtype(tokenizer.vocab_size),
-                _LACKING,
-                skip_reasons=_LEFT_OUT,
+                _REQUIRED_CONTENT,
+                skip_reasons=_SKIP_REASONS,
             ),
             Output(
-                f"_conversation{LOSS_SUFFIX}", DTYPES[1], _LACKING, values=2, skip_reasons=_LEFT_OUT
+                f"_conversation{LOSS_SUFFIX}",
+                DTYPES[1],
+                _REQUIRED_CONTENT,
+                values=2,
+                skip_reasons=_SKIP_REASONS,
             ),
         )
         self.chunk_bytes = SMALLEST_CHUNK, LARGEST_CHUNK
 
     @property
     def job(self) -> dict[str, Any]:
-        """What decides which tokens a conversation becomes."""
+        """The values that determine the encoding of a conversation."""
         return {
             "tokenizer": self.tokenizer.fingerprint,
             "end of document": self.tokenizer.eod_id,
@@ -112,7 +118,7 @@ class ConversationEncoder:
 
     @property
     def reader_options(self) -> dict[str, Any]:
-        """Whole objects, the columns of them, and the limit."""
+        """Whole rows, their columns, and the limit of their size."""
         return {
             "objects": True,
             "json_keys": list(KEYS),
@@ -131,15 +137,15 @@ class ConversationEncoder:
         }
 
     def options(self, output: int) -> dict[str, Any]:
-        """The template by its digest, and what becomes of conversations; the same for both."""
+        """Returns the digest of the template and the options; the same for both datasets."""
         return {"conversations": self._made_by}
 
     def external_version(self, chunk: Chunk) -> str:
-        """Nothing: conversations stand in the chunk itself."""
+        """Returns "": conversations name no other files."""
         return ""
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """Returns the conversations of a chunk, of which every row is a document."""
+        """Encodes the conversations of a chunk; every row is a document."""
         if not isinstance(chunk, SupportsRows):
             raise TypeError(f"{type(chunk).__name__} holds no rows")
         documents: list[list[ConversationTokens]] = []
@@ -174,7 +180,7 @@ class ConversationEncoder:
             raise UnreadableError("template", str(error)) from None
 
     def _kept(self, made: ConversationTokens, tallies: Counter[str]) -> ConversationTokens | None:
-        """Returns what is written of a conversation; None if it is left out."""
+        """Returns a conversation, truncated if it is too long; None if it is skipped."""
         too_long = self.max_tokens is not None and len(made.ids) > self.max_tokens
         if too_long and self.over_length == "drop":
             tallies["dropped"] += 1

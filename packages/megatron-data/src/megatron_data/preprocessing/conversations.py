@@ -1,4 +1,4 @@
-"""Conversations to tokens, and which of them the loss counts."""
+"""Preprocesses conversations: `tokenize_conversations`."""
 
 import os
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 
 @dataclass(frozen=True)
 class ConversationReport:
-    """What became of conversations; none is lost without being counted.
+    """Counts of `tokenize_conversations`, which include every conversation of the input.
 
     Attributes:
-        rows: lines or rows read; each is a document.
-        conversations: written, each a sequence of its document. Together with those dropped and
-            unanswered they are all there were.
-        tokens: written.
-        loss_tokens: tokens that the loss counts.
-        truncated: conversations written that lost their end.
-        dropped: conversations that were too long.
-        without_loss: conversations in which no token counts, which are left out.
-        dataset: the dataset of the tokens, and what was skipped; that of the mask is as large.
+        rows: Lines or rows read; each is a document.
+        conversations: Conversations written, each a sequence of its document. With `dropped` and
+            `without_loss` they are all conversations read.
+        tokens: Tokens written.
+        loss_tokens: Tokens that the loss counts.
+        truncated: Conversations written that were truncated.
+        dropped: Conversations that were too long and not written.
+        without_loss: Conversations without a token that the loss counts, which are not written.
+        dataset: The dataset of the tokens with what was skipped; the mask has the same size.
     """
 
     rows: int
@@ -58,47 +58,50 @@ def tokenize_conversations(
     progress: bool = False,
     overwrite: bool = True,
 ) -> ConversationReport:
-    """Writes `{output_prefix}_conversation` and `{output_prefix}_conversation_loss`, two datasets.
+    """Writes the datasets `{output_prefix}_conversation` and `{output_prefix}_conversation_loss`.
 
-    The first holds a document for each line and in it a sequence for each conversation, the second
-    a 1 for every token that the loss counts and a 0 for the others; both have a manifest. A line
+    The first has one document per line with one sequence per conversation. The second is the loss
+    mask: 1 for every token that the loss counts and 0 for the others. Both have a manifest. A line
     has `messages`, objects with `role` and `content`; or `conversations`, objects with `from` and
-    `value`; or `instruction`, `output` and maybe `input` (Alpaca's, whose prompt the user then
-    says). Every system message begins another conversation. `tools` are given to the template. A
-    conversation ends with the end-of-document token, which is put there if the template did not.
+    `value`; or `instruction`, `output` and optionally `input`, which become a message of the user
+    in Alpaca's wording and an answer. Every system message begins another conversation. `tools`
+    are passed to the template. A conversation ends with the end-of-document token, which is
+    appended if the template does not write it.
 
-    The work is done as in `preprocess`: in the order of the input, with the same bytes whatever the
-    number of workers; a run that was ended goes on; older datasets of these names are replaced, and
-    never is a mask seen beside tokens that are not its own.
+    As in `preprocess`, documents keep the order of the input, the files do not depend on the number
+    of workers, an interrupted run is resumed, and existing datasets are replaced. A mask is never
+    visible beside tokens of another run.
 
     Args:
-        inputs: JSON lines, Parquet files with columns of these names, packed lines, folders,
-            patterns and URLs, as in `preprocess`.
-        output_prefix: path and name.
-        tokenizer: of the text.
-        template: from messages to text. The time that its `strftime_now` writes is the beginning of
-            today unless it has a fixed one, and stands in the manifest. A run that is continued on
-            another day does its chunks again.
-        loss: "assistant" counts what assistants say, the end of their turn included; "all" counts
-            every token but the first (Megatron's prompt format `default`).
-        max_tokens: tokens a conversation may have, such as a sample's; None for no limit.
-        over_length: what becomes of a longer one.
-        workers: processes.
-        on_error: what a line does that holds no conversation, or of which the template refuses a
-            message: "fail" ends the run, "skip" counts it, "quarantine" also writes its place and
-            the reason to `{output_prefix}.quarantine.jsonl`.
-        max_document_bytes: a line or row of more bytes is such a line; None for no limit.
-        chunk_bytes: bytes of the input in a chunk; None for 1 to 16 MiB, by the size of the input.
-        progress: show a bar on stderr.
-        overwrite: replace older datasets of these names; otherwise they are refused, unless a run
-            of the same work that was ended is continued.
+        inputs: JSON lines, compressed JSON lines, Parquet files with columns of these names,
+            folders, glob patterns and URLs, as in `preprocess`.
+        output_prefix: Folder and name of the output.
+        tokenizer: The tokenizer.
+        template: The chat template. Its `strftime_now` writes the beginning of today, unless the
+            template has a fixed time; the manifest records the time. A run that is resumed on
+            another day starts again.
+        loss: "assistant" counts the text of assistants, including the end of their turn; "all"
+            counts every token but the first (Megatron's prompt format `default`).
+        max_tokens: Largest number of tokens of a conversation, such as the length of a sample;
+            None for no limit.
+        over_length: What to do with a longer conversation: "truncate" or "drop".
+        workers: Worker processes.
+        on_error: What to do with a line without a conversation, or with a message that the
+            template refuses: "fail" ends the run, "skip" counts it, "quarantine" also writes its
+            place and the reason to `{output_prefix}.quarantine.jsonl`.
+        max_document_bytes: Largest size of a line or row in bytes; a larger one is treated as
+            `on_error` says. None for no limit.
+        chunk_bytes: Bytes of a source chunk. Defaults to 1 to 16 MiB by the size of the input.
+        progress: Whether to show a progress bar on stderr.
+        overwrite: Whether to replace existing datasets. If False, they are an error unless they
+            belong to an interrupted run that is resumed.
 
     Returns:
-        What became of the conversations.
+        The counts of conversations and tokens.
 
     Raises:
-        DataError: a line that holds no conversation (file, line and message), messages that the
-            template refuses, or nothing for the loss to count.
+        DataError: A line has no conversation (the error names file, line and message), the template
+            refuses a message, or no token counts in the loss.
     """
     prefix = local_prefix(output_prefix)
     if template.uses_time and template.now is None:

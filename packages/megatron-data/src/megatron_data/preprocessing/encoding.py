@@ -1,4 +1,4 @@
-"""From the texts of a chunk to tokens."""
+"""Encodes the texts of a chunk as tokens."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -21,34 +21,34 @@ SMALLEST_CHUNK = 1 << 20
 
 @runtime_checkable
 class SupportsSplitting(Protocol):
-    """A tokenizer that knows where a text may be cut without changing its tokens."""
+    """A tokenizer that can split a text without changing its tokens."""
 
     def split_text(self, text: str) -> Iterator[str]:
-        """Cuts a text into pieces whose tokens, joined, are those of the text."""
+        """Splits a text into segments whose concatenated tokens are those of the text."""
 
 
 @runtime_checkable
 class SupportsJoinedTokens(Protocol):
-    """A tokenizer that gives the tokens of many texts as one array."""
+    """A tokenizer that returns the tokens of several texts as one array."""
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Returns the tokens, joined, and how many each text has."""
+        """Returns the concatenated tokens, and the number of tokens of each text."""
 
 
 class TextEncoder:
-    """Tokenizes texts: a dataset for each key, its sequences the texts or their sentences.
+    """Encodes texts; each key gives a dataset whose sequences are the texts or their sentences.
 
     Args:
-        tokenizer: any `Tokenizer`.
-        keys: JSON keys, each of which becomes a dataset.
-        append_eod: end every document that has a token with the end-of-document token.
-        max_document_bytes: bytes that a document may have in its source; None for no limit.
-        splitter: what cuts texts into sentences, which become the sequences of their document;
-            a text that its source gives as several strings is cut already.
-        dtype: token type; by the vocabulary if None.
+        tokenizer: The tokenizer.
+        keys: JSON keys; each gives a dataset.
+        append_eod: Whether to end every document that has tokens with the end-of-document token.
+        max_document_bytes: Largest size of a document in its source in bytes; None for no limit.
+        splitter: Splits texts into sentences, which are the sequences of their document. A text
+            that is several strings in its source is taken as split already.
+        dtype: Token type. Defaults to the smallest for the vocabulary.
 
     Raises:
-        DataError: `append_eod` with a tokenizer that has no such token.
+        DataError: `append_eod` is set and the tokenizer has no end-of-document token.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TextEncoder:
     ) -> None:
         if append_eod and tokenizer.eod_id is None:
             raise DataError(
-                "--append-eod: this tokenizer has no end-of-document token; name it when loading "
+                "--append-eod: this tokenizer has no end-of-document token; set it when loading "
                 'the tokenizer, special_tokens={"eod": "…"}'
             )
         self.tokenizer = tokenizer
@@ -74,7 +74,7 @@ class TextEncoder:
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """A dataset for each key."""
+        """One dataset per key."""
         level = "document" if self.splitter is None else "sentence"
         return tuple(
             Output(f"_{key}_{level}", self.dtype, f"text under {key!r}") for key in self.keys
@@ -82,12 +82,12 @@ class TextEncoder:
 
     @property
     def chunk_bytes(self) -> tuple[int, int]:
-        """1 to 16 MiB: tokens take about as much as their text."""
+        """1 to 16 MiB; tokens take about as many bytes as their text."""
         return SMALLEST_CHUNK, LARGEST_CHUNK
 
     @property
     def job(self) -> dict[str, Any]:
-        """What decides which tokens a text becomes."""
+        """The values that determine the tokens of a text."""
         return {
             "tokenizer": self.tokenizer.fingerprint,
             "json keys": list(self.keys),
@@ -100,11 +100,11 @@ class TextEncoder:
 
     @property
     def reader_options(self) -> dict[str, Any]:
-        """The keys and the limit."""
+        """The keys, and the limit of the size of a document."""
         return {"json_keys": list(self.keys), "max_document_bytes": self.max_document_bytes}
 
     def options(self, output: int) -> dict[str, Any]:
-        """Key, end of document and sentences."""
+        """Returns the key, and the options of end-of-document tokens and sentences."""
         return {
             "json_key": self.keys[output],
             "append_eod": bool(self.eod),
@@ -112,11 +112,11 @@ class TextEncoder:
         }
 
     def external_version(self, chunk: Chunk) -> str:
-        """Nothing: texts stand in the chunk itself."""
+        """Returns "": texts name no other files."""
         return ""
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """Returns the documents of a chunk under every key."""
+        """Encodes the documents of a chunk for every key."""
         parts: list[list[EncodedDocuments]] = [[] for _ in self.keys]
         faults: list[Fault] = []
         refused: list[int] = []
@@ -158,7 +158,7 @@ class TextEncoder:
         return self._join(encoded, counts)
 
     def _encode_cut(self, tokenizer: SupportsSplitting, text: str) -> Sequence[int]:
-        """Encodes a text in pieces; what is kept of them is an array."""
+        """Encodes a text in segments, with their tokens as arrays to save memory."""
         arrays: list[NDArray[np.integer]] = []
         for some in _filled(tokenizer.split_text(text)):
             ids = list(chain.from_iterable(self.tokenizer.encode_batch(some)))
@@ -167,7 +167,7 @@ class TextEncoder:
         return joined
 
     def _join(self, encoded: list[Sequence[int]], parts: list[int]) -> EncodedDocuments:
-        """Arrays of the encoded texts, of which document i has `parts[i]`."""
+        """Builds the arrays of encoded texts; document i has `parts[i]` of them."""
         sequences = np.zeros(len(parts), np.int32)
         kept: list[Sequence[int]] = []
         lengths: list[int] = []
@@ -188,7 +188,7 @@ class TextEncoder:
     def _end(
         self, tokens: NDArray[Any], sizes: NDArray[np.int64], parts: list[int]
     ) -> EncodedDocuments:
-        """`_join` of what is joined already: texts without a token dropped, ends put in."""
+        """Builds the arrays from concatenated tokens: drops empty texts and adds end tokens."""
         kept = sizes > 0
         document_of = np.repeat(np.arange(len(parts)), parts)[kept]
         sequences = np.bincount(document_of, minlength=len(parts)).astype(np.int32)
@@ -218,12 +218,12 @@ class TextEncoder:
 
 
 def _split(splitter: SentenceSplitter, document: Document) -> Document:
-    """Returns the sentences of a document; one of several strings is cut already."""
+    """Returns the sentences of a document; a document of several strings is split already."""
     return splitter.split(document[0]) if len(document) == 1 else document
 
 
 def _filled(segments: Iterator[str]) -> Iterator[list[str]]:
-    """Pieces together up to about `AT_ONCE` characters."""
+    """Groups segments up to about `AT_ONCE` characters."""
     some: list[str] = []
     size = 0
     for segment in segments:

@@ -1,4 +1,4 @@
-"""The work of all preprocessing: chunks over processes, parts, datasets with their manifests."""
+"""Runs an encoder over all source chunks with several processes, and writes the datasets."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from megatron_data.preprocessing.protocol import ChunkEncoder
 from megatron_data.sources.protocol import Source
 
 OnError: TypeAlias = Literal["fail", "skip", "quarantine"]
-"""What becomes of a document that cannot be read or tokenized."""
+"""What to do with a document that cannot be read or tokenized."""
 
 _CHUNKS = 1024
 
@@ -36,17 +36,17 @@ _log = logging.getLogger("megatron_data")
 
 @dataclass(frozen=True)
 class PreprocessedDataset:
-    """One finished dataset.
+    """A finished dataset.
 
     Attributes:
-        prefix: path of the pair without `.bin` or `.idx`.
-        counts: what it holds.
-        bytes_read: size of the sources as they lie.
-        seconds: time from the first byte read to the last file named.
-        skipped: what was left out.
-        first_skipped: place and reason of the first of that; None if there is none.
-        chunks: into how many pieces of work the sources were cut.
-        resumed_chunks: how many of them an earlier run that was ended had done.
+        prefix: Path of the files without `.bin` or `.idx`.
+        counts: Counts of its documents and tokens.
+        bytes_read: Size of the source files in bytes, compressed if they are.
+        seconds: Time from the first byte read until the last file is complete.
+        skipped: Counts of skipped documents.
+        first_skipped: Place and reason of the first skipped document, or None.
+        chunks: Number of source chunks.
+        resumed_chunks: Number of chunks that an earlier, interrupted run had finished.
     """
 
     prefix: str
@@ -61,10 +61,10 @@ class PreprocessedDataset:
 
 @dataclass(frozen=True)
 class WorkOptions:
-    """How the work is done; the arguments of `preprocess` of these names.
+    """The arguments of `preprocess` with these names.
 
     Raises:
-        DataError: no such way to treat errors, or chunks of no byte.
+        DataError: `on_error` is unknown, or `chunk_bytes` is below 1.
     """
 
     workers: int = 1
@@ -83,11 +83,11 @@ class WorkOptions:
 
 
 class JobResult(NamedTuple):
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
-        datasets: in the order of the encoder's outputs.
-        tallies: what the encoder counted, by name; 0 for a name that never came up.
+        datasets: The datasets in the order of the encoder's outputs.
+        tallies: Counters of the encoder by name; 0 for a missing name.
     """
 
     datasets: list[PreprocessedDataset]
@@ -97,22 +97,22 @@ class JobResult(NamedTuple):
 def run_job(
     sources: list[Source], prefix: str, encoder: ChunkEncoder, work: WorkOptions, title: str
 ) -> JobResult:
-    """Makes the datasets of an encoder, or go on where a run that was ended stopped.
+    """Writes the datasets of an encoder, or resumes an interrupted run.
 
-    The files are the same byte for byte whatever the number of workers and however often the work
-    was ended. Older datasets of these names go when all new ones are whole.
+    The files are byte-identical for any number of workers and interruptions. Existing datasets are
+    replaced once all new ones are complete.
 
     Args:
-        sources: in the order of the datasets.
-        prefix: path and name; the outputs add what tells them apart.
-        encoder: from a chunk to its documents.
-        work: how to do it.
-        title: what the bar of the progress is called.
+        sources: The sources in the order of the datasets.
+        prefix: Folder and name; each output adds its suffix.
+        encoder: Encodes a chunk as documents.
+        work: Options of the run.
+        title: Title of the progress bar.
 
     Raises:
-        DataError: a document that cannot be made, unless those are left out; none at all; another
-            process writes the same output; a dataset of one of these names that is not to be
-            replaced and that no ended run of this work was to replace.
+        DataError: A document is invalid and `on_error` is "fail", there is no document, another
+            process writes the same output, or an output exists, may not be overwritten, and does
+            not belong to an interrupted run of this job.
     """
     limit = encoder.max_document_bytes
     if limit is not None and limit < 1:
@@ -162,26 +162,26 @@ def run_job(
 
 
 def _warn_of_missing_checksums(sources: Sequence[Source]) -> None:
-    """Names the Parquet files in which damage is not noticed, in one line."""
+    """Logs one warning for Parquet files without checksums, in which damage is not detected."""
     records = (source.record() for source in sources)
     unprotected = [record["path"] for record in records if record.get("page_checksums") is False]
     if unprotected:
         more = f" and {len(unprotected) - 1:,} more" if len(unprotected) > 1 else ""
         _log.warning(
-            "%s%s: no page checksums, so damage may be read as other text; let the writer add "
-            "them (pyarrow: write_page_checksum=True)",
+            "%s%s: no page checksums, so damage may not be detected; write the files with them "
+            "(pyarrow: write_page_checksum=True)",
             unprotected[0],
             more,
         )
 
 
 def _job(encoder: ChunkEncoder, chunk_bytes: int) -> dict[str, object]:
-    """Returns what decides what documents become, and where the sources are cut."""
+    """Returns the values that determine the encoding and where the sources are split."""
     return {"format": "megatron-data parts 1", **encoder.job, "chunk bytes": chunk_bytes}
 
 
 class _Chunks:
-    """The chunks of all sources: which are there already, and how far the others are."""
+    """Yields the chunks of all sources that are not finished, and counts all of them."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class _Chunks:
         self.count = self.resumed = 0
 
     def tasks(self) -> Iterator[Task]:
-        """Returns the chunks that are still to be done, read as they are asked for."""
+        """Yields a task for each chunk that an earlier run did not finish; reads lazily."""
         for number, source in enumerate(self._sources):
             for chunk in source.chunks(self._chunk_bytes, self._encoder.max_document_bytes):
                 task = Task(self.count, number, source.path, chunk)
@@ -222,10 +222,10 @@ class _Chunks:
         )
 
     def finish_chunk(self, result: PartResult) -> None:
-        """Takes account of a finished chunk.
+        """Updates the progress bar for a finished chunk.
 
         Raises:
-            DataError: it has a fault and faults end the run.
+            DataError: The chunk has a fault and `on_error` is "fail".
         """
         if result.fault is not None and not self._tolerant:
             raise DataError(str(result.fault))
@@ -233,7 +233,7 @@ class _Chunks:
 
 
 class _Bar:
-    """Bytes read against bytes in all, and tokens per second."""
+    """A progress bar of bytes read, with tokens per second."""
 
     def __init__(self, total: int, title: str, shown: bool) -> None:
         self._bar = tqdm(

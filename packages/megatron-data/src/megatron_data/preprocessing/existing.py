@@ -1,4 +1,4 @@
-"""Refusing outputs that would take the place of older ones."""
+"""Refuses outputs that already exist."""
 
 import os
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ from megatron_data.preprocessing.manifest import manifest_path
 
 
 def refuse_existing(prefixes: Iterable[str]) -> None:
-    """Refuses to write where a dataset is.
+    """Raises an error if a dataset exists at one of the prefixes.
 
-    A `.bin` alone is none: it is what a killed run leaves.
+    A `.bin` file alone is not a dataset: a killed run leaves it.
 
     Raises:
-        DataError: an index or a manifest of one of the prefixes exists.
+        DataError: An index or a manifest of one of the prefixes exists.
     """
     for prefix in prefixes:
         for path in (idx_path(prefix), manifest_path(prefix)):
@@ -23,16 +23,16 @@ def refuse_existing(prefixes: Iterable[str]) -> None:
 
 
 def refuse_file(path: str | os.PathLike[str]) -> None:
-    """Refuses to write where a file, or a folder with something in it, is.
+    """Raises an error if a path is a file or a folder that is not empty.
 
     Raises:
-        DataError: it exists.
+        DataError: It exists.
     """
-    place = Path(path)
-    if place.is_dir() and any(place.iterdir()):
+    output = Path(path)
+    if output.is_dir() and any(output.iterdir()):
         raise DataError(
-            f"{place} exists and is not empty; name another output, or give --overwrite to "
-            "replace what it holds"
+            f"{output} exists and is not empty; give another output, or --overwrite to replace "
+            "its content"
         )
-    if place.exists() and not place.is_dir():
-        raise DataError(f"{place} exists; name another output, or give --overwrite to replace it")
+    if output.exists() and not output.is_dir():
+        raise DataError(f"{output} exists; give another output, or --overwrite to replace it")

@@ -1,4 +1,4 @@
-"""Which tokenizer datasets were made with, by the fingerprints in their manifests."""
+"""Compares the tokenizers of datasets by the fingerprints in their manifests."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -12,19 +12,19 @@ _SHOWN = 19  # `sha256:` and 12 digits
 
 
 def fingerprint_in(manifest: Mapping[str, Any] | None) -> str | None:
-    """Returns the fingerprint of the tokenizer in a manifest, None where it says none."""
+    """Returns the fingerprint of the tokenizer in a manifest, or None if there is none."""
     found = (manifest or {}).get("tokenizer", {}).get("fingerprint")
     return found if isinstance(found, str) else None
 
 
 def recorded_fingerprints(prefixes: Iterable[str | os.PathLike[str]]) -> dict[str, str | None]:
-    """Reads from the manifests of datasets which tokenizers they were made with.
+    """Reads the fingerprints of the tokenizers of datasets from their manifests.
 
     Returns:
-        By prefix the fingerprint of the tokenizer; None for a dataset that has no manifest.
+        The fingerprint by prefix; None for a dataset without a manifest.
 
     Raises:
-        DataError: a damaged manifest; a URL that cannot be read.
+        DataError: A manifest is damaged, or a URL cannot be read.
     """
     names = dict.fromkeys(os.fspath(prefix) for prefix in prefixes)
     return {name: fingerprint_in(read_manifest(name)) for name in names}
@@ -33,17 +33,17 @@ def recorded_fingerprints(prefixes: Iterable[str | os.PathLike[str]]) -> dict[st
 def compare_fingerprints(
     recorded: Mapping[str, str | None], tokenizer: Tokenizer | None = None
 ) -> None:
-    """Refuses datasets made with different tokenizers, or with another than `tokenizer`.
+    """Raises an error if datasets were made with different tokenizers, or not with `tokenizer`.
 
-    A tokenizer to which special tokens were added goes with datasets made without them: all other
-    tokens keep their numbers.
+    A tokenizer with added special tokens matches datasets made without them, because all other
+    tokens keep their ids.
 
     Args:
-        recorded: fingerprints by prefix; those that are None are not compared.
-        tokenizer: of a run; None compares the datasets with one another alone.
+        recorded: Fingerprints by prefix; None is not compared.
+        tokenizer: The tokenizer of a run. If None, the datasets are compared with one another.
 
     Raises:
-        TokenizerMismatchError: two fingerprints differ.
+        TokenizerMismatchError: Two fingerprints differ.
     """
     known = {name: found for name, found in recorded.items() if found is not None}
     if tokenizer is not None:

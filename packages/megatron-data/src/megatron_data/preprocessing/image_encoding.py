@@ -1,4 +1,4 @@
-"""From the texts of a chunk and their images to the sequences of a multimodal dataset."""
+"""Encodes the texts of a chunk and their images as sequences of a multimodal dataset."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ _Pair: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 class TextEnding(NamedTuple):
-    """How texts end: the token, and the length to which it fills them."""
+    """How texts end: the end-of-document token, and the length to which it pads them."""
 
     eod_id: int | None
     length: int | None
@@ -39,24 +39,27 @@ class TextEnding(NamedTuple):
     def from_options(
         cls, tokenizer: Tokenizer, append_eod: bool, pad_length: int | None
     ) -> "TextEnding":
-        """Returns the choices of a user.
+        """Builds the ending from a user's options.
 
         Raises:
-            DataError: no such token, or one that is not to be appended, or no length.
+            DataError: The tokenizer has no end-of-document token, `pad_length` is given without
+                `append_eod`, or it is below 1.
         """
         if append_eod and tokenizer.eod_id is None:
-            raise DataError("--append-eod: this tokenizer has no end-of-document token")
+            raise DataError(
+                "--append-eod: this tokenizer has no end-of-document token; leave the option out"
+            )
         if pad_length is not None and not append_eod:
             raise DataError(
-                f"--pad-length {pad_length} fills texts up with the end-of-document token; give "
-                "--append-eod, too"
+                f"--pad-length {pad_length} pads texts with the end-of-document token; give "
+                "--append-eod as well"
             )
         if pad_length is not None and pad_length < 1:
-            raise DataError(f"--pad-length {pad_length}; a text has 1 token or more")
+            raise DataError(f"--pad-length {pad_length}; give at least 1")
         return cls(tokenizer.eod_id if append_eod else None, pad_length)
 
     def apply(self, ids: Sequence[int]) -> NDArray[np.int32]:
-        """Returns the tokens of a text with what ends them."""
+        """Returns the tokens of a text with its ending, truncated or padded."""
         tokens = np.asarray(ids, _DTYPE)
         if self.eod_id is None:
             return tokens
@@ -68,14 +71,13 @@ class TextEnding(NamedTuple):
 
 
 class ImageLocator(NamedTuple):
-    """Where the image of a text is.
+    """Finds and reads the image of a text.
 
     Attributes:
-        folder: below which the paths are that lines name; None for the folder of the file that
-            names them.
-        by_text_file: the image of each text file; None if the inputs name their images.
-        allow_http: whether lines may name images on web servers.
-        max_bytes: bytes that an image may have; None for no limit.
+        folder: Folder that paths in lines are relative to; None for the folder of the input file.
+        by_text_file: Path of the image of each text file; None if the inputs name their images.
+        allow_http: Whether lines may name images on web servers.
+        max_bytes: Largest size of an image in bytes; None for no limit.
     """
 
     folder: str | None
@@ -84,17 +86,17 @@ class ImageLocator(NamedTuple):
     max_bytes: int | None = None
 
     def path_of(self, chunk: Chunk, item: Item) -> str:
-        """Returns the path or URL of an image.
+        """Returns the path or URL of the image of an item.
 
         Raises:
-            UnreadableError: a line names none, or several, or what no path can be.
+            UnreadableError: The line names no image or several, or the path is invalid.
         """
         read_from = chunk.fault(item, "", "").path
         if self.by_text_file is not None:
             return self.by_text_file[read_from]
         names = item.texts[1]
         if len(names) != 1:
-            raise UnreadableError("type", f"{len(names)} paths of images, not 1")
+            raise UnreadableError("type", f"{len(names)} paths of images; give exactly 1")
         if not names[0]:
             raise UnreadableError("image", "the path of its image is empty")
         if is_url(names[0]):
@@ -108,11 +110,11 @@ class ImageLocator(NamedTuple):
         return _possible(os.fspath(Path(folder) / names[0]))
 
     def read(self, path: str) -> bytes:
-        """Returns the bytes of an image file.
+        """Reads an image file.
 
         Raises:
-            UnreadableError: there is none, it is no image, or one of too many bytes.
-            DataError: a storage that cannot be reached, which is no fault of the line.
+            UnreadableError: The file does not exist, is not an image, or is too large.
+            DataError: The storage cannot be reached, which is not an error of the line.
         """
         try:
             if not is_url(path):
@@ -128,10 +130,10 @@ class ImageLocator(NamedTuple):
         return self._checked(path, data)
 
     def check_content(self, data: bytes) -> bytes:
-        """Returns the bytes of an image that a row holds.
+        """Checks and returns the bytes of an image in a row.
 
         Raises:
-            UnreadableError: they are no image, or too many.
+            UnreadableError: The bytes are not an image, or too many.
         """
         self._check_size("its image", len(data), f"{len(data):,}")
         return self._checked("its image", data)
@@ -140,12 +142,12 @@ class ImageLocator(NamedTuple):
         if image_format(data) is None:
             begin = f"begins with {data[:8].hex(' ')}" if data else "is empty"
             raise UnreadableError(
-                "image", f"{name} {begin}, which no JPEG, PNG, GIF, WebP, BMP or TIFF does"
+                "image", f"{name} {begin}; it is not a JPEG, PNG, GIF, WebP, BMP or TIFF file"
             )
         return data
 
     def _read_within(self, path: str) -> bytes:
-        """Reads a file until it is too long; a web server may not say how long it is."""
+        """Reads a file up to the limit; a web server may not report the size in advance."""
         parts, size = [], 0
         with open_file(path) as file:
             while data := file.read(_STEP):
@@ -161,14 +163,14 @@ class ImageLocator(NamedTuple):
 
 
 class ImagePairEncoder:
-    """Texts beside the images that go with them; every document is two sequences.
+    """Encodes pairs of a text and an image; every document has two sequences.
 
     Args:
-        tokenizer: of the texts.
-        ends: how they end.
-        images: where the images are.
-        keys: of the text, and of the path of the image unless text files are read.
-        max_document_bytes: bytes that a line, a row or a text file may have; None for no limit.
+        tokenizer: The tokenizer.
+        ends: How texts end.
+        images: Finds the images.
+        keys: Keys of the text and, unless text files are read, of the path of its image.
+        max_document_bytes: Largest size of a line, row or text file in bytes; None for no limit.
     """
 
     def __init__(
@@ -185,11 +187,11 @@ class ImagePairEncoder:
         self._images = images
         self._keys = keys
         self.outputs = (Output("_image_text", _DTYPE, "a text and an image", multimodal=True),)
-        self.chunk_bytes = _CHUNK, _CHUNK  # of text; the images of a hundred lines are many bytes
+        self.chunk_bytes = _CHUNK, _CHUNK  # of text; its images are many more bytes
 
     @property
     def job(self) -> dict[str, Any]:
-        """What decides what a pair becomes."""
+        """The values that determine the encoding of a pair."""
         return {
             "tokenizer": self.tokenizer.fingerprint,
             "json keys": list(self._keys),
@@ -202,7 +204,7 @@ class ImagePairEncoder:
 
     @property
     def reader_options(self) -> dict[str, Any]:
-        """The keys and the limit, and that the last of the keys may hold images."""
+        """The keys, the limit, and whether the last key may hold the bytes of images."""
         named = {} if self._images.by_text_file is not None else {"images": True}
         return {
             "json_keys": list(self._keys),
@@ -211,18 +213,18 @@ class ImagePairEncoder:
         }
 
     def options(self, output: int) -> dict[str, Any]:
-        """Returns where the images are, and how texts end."""
+        """Returns the folder of the images, and how texts end."""
         return {
             "images": {"folder": self._images.folder, "pad_length": self._ends.length},
             "append_eod": self._ends.eod_id is not None,
         }
 
     def external_version(self, chunk: Chunk) -> str:
-        """Returns a digest of where the images are, and of their sizes and times or tags."""
+        """Returns a digest of the paths of the images and of their sizes and times or tags."""
         digest = hashlib.sha256()
         for item in self._items(chunk):
             if isinstance(item, Fault) or item.image is not None:
-                continue  # what a row holds is in the digest of its chunk
+                continue  # the digest of the chunk covers images in rows
             try:
                 path = self._images.path_of(chunk, item)
                 found = f"{path}\0{' '.join(map(str, stat(path)))}"
@@ -232,7 +234,7 @@ class ImagePairEncoder:
         return digest.hexdigest()
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """Returns the pairs of a chunk."""
+        """Encodes the pairs of a chunk."""
         version = self.external_version(
             chunk
         )  # before they are read: a change in between is seen later
@@ -269,7 +271,7 @@ class ImagePairEncoder:
         return chunk.items(self._keys, self.max_document_bytes)
 
     def _texts(self, chunk: Chunk) -> Iterator[Fault | tuple[Item, Sequence[int] | Fault]]:
-        """Every item with its tokens, or why it has none; a fault alone where there is no item."""
+        """Yields each item with its tokens or a fault; a fault alone if there is no item."""
         for found in batch_items(self._items(chunk)):
             if isinstance(found, Fault):
                 yield found
@@ -306,15 +308,15 @@ class ImagePairEncoder:
 
 
 def _possible(path: str) -> str:
-    """A local path; not an image as base64, of which the system says no more than that it is long.
+    """Returns a local path if it is valid; an image as base64 is not.
 
     Raises:
-        UnreadableError: no file can have this path.
+        UnreadableError: The path is too long or contains a null byte.
     """
     encoded = os.fsencode(path)
     longest_name = max(map(len, encoded.split(b"/")))
     if len(encoded) >= _PATH_MAX or longest_name > _NAME_MAX or b"\0" in encoded:
-        raise UnreadableError("image", f"no file can have this path: {path[:60]!r}…")
+        raise UnreadableError("image", f"invalid path: {path[:60]!r}…; give the path of a file")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Texts and their images to a multimodal dataset."""
+"""Preprocesses texts with their images: `tokenize_image_pairs`."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -20,15 +20,15 @@ from megatron_data.tokenizers.protocol import Tokenizer
 
 @dataclass(frozen=True)
 class ImagePairsReport:
-    """What became of texts and images.
+    """Counts of `tokenize_image_pairs`.
 
     Attributes:
-        prefix: path of the pair without `.bin` or `.idx`.
-        pairs: written, each a document.
-        tokens: of the texts, those that fill them up included.
-        image_bytes: of the images, as their files lie.
-        truncated: texts that lost their end to `pad_length`.
-        dataset: the dataset, and what was skipped.
+        prefix: Path of the dataset without `.bin` or `.idx`.
+        pairs: Pairs written; each is a document.
+        tokens: Tokens of the texts, including padding.
+        image_bytes: Bytes of the image files.
+        truncated: Texts truncated to `pad_length`.
+        dataset: The dataset with what was skipped.
     """
 
     prefix: str
@@ -57,49 +57,49 @@ def tokenize_image_pairs(
     progress: bool = False,
     overwrite: bool = True,
 ) -> ImagePairsReport:
-    """Writes `{output_prefix}_image_text`, a multimodal dataset of texts beside their images.
+    """Writes `{output_prefix}_image_text`, a multimodal dataset of texts with their images.
 
-    Every line, row or text file is a document of two sequences: the tokens of the text (mode 0),
-    and the image file, byte for byte (mode 1, see `unpack_image`). The layout is that of Megatron's
-    `preprocess_mmdata.py`, int32 whatever the vocabulary. A line or row names its image; the image
-    of a text file is that of the same name, but for the suffix, in `image_folder`.
+    Every line, row or text file is a document of two sequences: the tokens of the text (mode 0)
+    and the bytes of the image file (mode 1, see `unpack_image`). The layout is that of Megatron's
+    `preprocess_mmdata.py`, with int32 for every vocabulary. A line or row names its image. The
+    image of a text file has the same name with another suffix, in `image_folder`.
 
-    The work is done as in `preprocess`: in the order of the input, with the same bytes whatever the
-    number of workers; a run that was ended goes on. What it has done is done anew where an image
-    has another size or time (of a URL: tag) than before. Until the end it takes the room on the
-    disk twice.
+    As in `preprocess`, documents keep the order of the input, the files do not depend on the number
+    of workers, and an interrupted run is resumed. A finished chunk is encoded again if one of its
+    images has changed in size or time (for a URL: tag). During the run, the data take twice their
+    size on the disk.
 
     Args:
-        inputs: JSON lines or Parquet files, packed ones, folders, patterns and URLs; or text files
-            and folders of them.
-        output_prefix: path and name.
-        tokenizer: of the texts.
-        json_keys: key or column of the text, and that of the path of its image.
-        image_folder: folder or URL below which the paths are; None for that of each input. With
-            text files, what holds their images.
-        append_eod: end every text with the end-of-document token.
-        pad_length: tokens that every text has: longer ones are cut, and those that are shorter are
-            filled up with end-of-document tokens. Needs `append_eod`. None leaves them as they are.
-        workers: processes, which read the images and tokenize.
-        on_error: what a line, a text or an image does that cannot be read: "fail" ends the run,
+        inputs: JSON lines, compressed JSON lines, Parquet files, folders, glob patterns and URLs;
+            or text files and folders of them.
+        output_prefix: Folder and name of the output.
+        tokenizer: The tokenizer.
+        json_keys: Keys or columns of the text and of the path of its image.
+        image_folder: Folder or URL that paths of images are relative to. Defaults to the folder of
+            each input. With text files, the folder of their images.
+        append_eod: Whether to end every text with the end-of-document token.
+        pad_length: Number of tokens to which texts are truncated or padded with end-of-document
+            tokens. Needs `append_eod`. None keeps the lengths.
+        workers: Worker processes, which read the images and tokenize.
+        on_error: What to do with a line, text or image that cannot be read: "fail" ends the run,
             "skip" counts it, "quarantine" also writes its place and the reason to
             `{output_prefix}.quarantine.jsonl`.
-        max_document_bytes: a line, row or text file of more bytes is such a line; None for no
-            limit.
-        max_image_bytes: the same of an image.
-        allow_http: let lines name images on web servers, to which this machine then connects.
-            Local files and object storage they may name in any case.
-        chunk_bytes: bytes of the input in a chunk, whose images are in memory together; None for
+        max_document_bytes: Largest size of a line, row or text file in bytes; a larger one is
+            treated as `on_error` says. None for no limit.
+        max_image_bytes: Largest size of an image in bytes, likewise.
+        allow_http: Whether lines may name images on web servers, to which this machine then
+            connects. Local files and object storage are always allowed.
+        chunk_bytes: Bytes of a source chunk, whose images are in memory together. Defaults to
             32 KiB.
-        progress: show a bar on stderr.
-        overwrite: replace older datasets of these names; otherwise they are refused, unless a run
-            of the same work that was ended is continued.
+        progress: Whether to show a progress bar on stderr.
+        overwrite: Whether to replace an existing dataset. If False, it is an error unless it
+            belongs to an interrupted run that is resumed.
 
     Raises:
-        DataError: a line that cannot be read, an image that is missing, or a file that is none
-            (the line, the path and the reason); no pair at all; text files and images that do not
-            belong together; `append_eod` with a tokenizer without that token, `pad_length` without
-            `append_eod`; an output that is a URL or a folder.
+        DataError: A line cannot be read, an image is missing or is not an image (the error names
+            line, path and reason), there is no pair, text files and images do not match, the
+            tokenizer has no token for `append_eod`, `pad_length` is given without `append_eod`, or
+            the output is a URL or a folder.
     """
     if max_image_bytes is not None and max_image_bytes < 1:
         raise DataError(f"--max-image-bytes {max_image_bytes}; give at least 1")
@@ -113,8 +113,8 @@ def tokenize_image_pairs(
     images = ImageLocator(folder, allow_http=allow_http, max_bytes=max_image_bytes)
     if texts and len(texts) < len(sources):
         raise DataError(
-            f"{texts[0].path} holds texts and other inputs hold lines or rows; give one kind at a "
-            "time, and merge the datasets"
+            f"{texts[0].path} is a text file or a folder of them, and other inputs hold lines or "
+            "rows; preprocess each kind separately and merge the datasets"
         )
     if texts:
         images, keys = images._replace(by_text_file=_images_of(texts, folder)), keys[:1]
@@ -131,24 +131,26 @@ def tokenize_image_pairs(
 
 
 def _images_of(texts: Sequence[TextFiles], folder: str | None) -> dict[str, str]:
-    """Returns the image of every text file.
+    """Returns the path of the image of each text file.
 
     Raises:
-        DataError: a text without an image, an image without a text, or two of one name.
+        DataError: A text has no image, an image has no text, or two files have the same name.
     """
     if folder is not None and not is_folder(folder):
-        raise DataError(f"--input-image {folder} is no folder; give the one that holds the images")
+        raise DataError(
+            f"--input-image {folder} is not a folder; give the folder that holds the images"
+        )
     if folder is None:
         raise DataError(
-            f"{texts[0].path}: text files name no images; give --input-image FOLDER with an image "
-            "of the name of each"
+            f"{texts[0].path}: text files do not name images; give --input-image FOLDER with an "
+            "image of the same name for each text"
         )
     images = _by_name((_stem(path, folder), path) for path in list_files(folder))
     named = _by_name((_stem(path, text.path), path) for text in texts for path in text.files)
     unmatched_texts = [path for name, path in named.items() if name not in images]
     unmatched_images = [path for name, path in images.items() if name not in named]
     if unmatched_texts or unmatched_images:
-        told = [
+        unmatched = [
             f"{plural(len(paths), what)} without {its} ({', '.join(paths[:3])}"
             f"{', …' if len(paths) > 3 else ''})"
             for what, its, paths in (
@@ -157,21 +159,21 @@ def _images_of(texts: Sequence[TextFiles], folder: str | None) -> dict[str, str]
             )
             if paths
         ]
-        raise DataError(f"{' and '.join(told)}; a text and its image have one name")
+        raise DataError(f"{' and '.join(unmatched)}; a text and its image need the same name")
     return {path: images[name] for name, path in named.items()}
 
 
 def _by_name(files: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Files by what they are called without their suffix."""
+    """Returns files by their names without suffix."""
     found: dict[str, str] = {}
     for name, path in files:
         if found.setdefault(name, path) != path:
-            raise DataError(f"{found[name]} and {path} have one name; they cannot be told apart")
+            raise DataError(f"{found[name]} and {path} have the same name; rename one of them")
     return found
 
 
 def _stem(path: str, folder: str) -> str:
-    """The name of a file below a folder without its suffix, or of a file that was given itself."""
+    """Returns the name of a file without its suffix, relative to a folder or of the file alone."""
     name = Path(path).name if path == folder else relative_path(path, folder)
     kind, packed = split_suffix(name)
     return name[: len(name) - len(kind) - len(packed)]

@@ -1,4 +1,4 @@
-"""Datasets made of datasets: several joined, or one cut, with what is known of their origin."""
+"""Merges datasets and splits a dataset, with their manifests and maps to the sources."""
 
 import logging
 import os
@@ -28,11 +28,11 @@ from megatron_data.preprocessing.manifest import (
 from megatron_data.preprocessing.origins import Origins
 from megatron_data.sources.block_cache import StorageCache
 
-_ROUNDING = 1e-6  # of shares that are meant to sum to 1, such as three of 0.3333333
+_ROUNDING = 1e-6  # allowed error of the sum of shares, such as three of 0.3333333
 
 _log = logging.getLogger("megatron_data")
 
-_MADE_ANEW = ("format", "writer", "tallies", "counts", "block_bytes", "files", "chunks")
+_RECOMPUTED = ("format", "writer", "tallies", "counts", "block_bytes", "files", "chunks")
 
 
 def merge(
@@ -40,28 +40,27 @@ def merge(
     output_prefix: str | os.PathLike[str],
     storage: StorageCache | None = None,
 ) -> Counts:
-    """Joins datasets, one after the other, into one.
+    """Concatenates datasets into one.
 
-    The result has a manifest if all of them have one: their sources, and the map of them all.
+    The result has a manifest with all sources and the combined map if all datasets have one.
 
     Args:
-        prefixes: paths of the pairs without suffix, or URLs that fsspec opens, in the order wanted.
-        output_prefix: path of the pair to write.
-        storage: the cache for the indices of URLs; their tokens are streamed past it.
+        prefixes: Paths of the datasets without suffix, or URLs that fsspec opens, in order.
+        output_prefix: Path of the dataset to write.
+        storage: Cache for the indices of URLs; their tokens are not cached.
 
     Returns:
-        What the result holds.
+        The counts of the result.
 
     Raises:
-        DataError: a damaged one; token types, modes or tokenizers that differ; no dataset.
+        DataError: A dataset is damaged, token types, modes or tokenizers differ, or no dataset is
+            given.
     """
     names, output = [os.fspath(prefix) for prefix in prefixes], local_prefix(output_prefix)
     if not names:
         raise DataError("no dataset to merge")
     if output in names:
-        raise DataError(
-            f"{output} would take the place of one of the datasets; name another output"
-        )
+        raise DataError(f"{output} is one of the datasets to merge; give another output")
     manifests = [read_manifest(name) for name in names]
     made = {name: fingerprint_in(found) for name, found in zip(names, manifests, strict=True)}
     compare_fingerprints(made)
@@ -78,7 +77,7 @@ def merge(
         without_manifest = next(
             name for name, found in zip(names, manifests, strict=True) if not found
         )
-        _log.warning("%s has no manifest, so %s gets none", without_manifest, output)
+        _log.warning("%s has no manifest, so none is written for %s", without_manifest, output)
         return counts
     origins, sources = [], 0
     for name, manifest in zip(names, known, strict=True):
@@ -104,25 +103,26 @@ def split(
     documents: Sequence[int] | None = None,
     storage: StorageCache | None = None,
 ) -> list[Counts]:
-    """Cuts a dataset into several, which hold its documents in their order.
+    """Splits a dataset into several; the documents keep their order.
 
     Args:
-        prefix: path of the pair without suffix, or a URL that fsspec opens.
-        output_prefixes: paths of the pairs to write.
-        shares: of the documents, one for each output. Those that do not sum to 1 are divided by
-            their sum, and a warning says what they become.
-        documents: numbers of documents, one for each output, all in all the dataset's.
-        storage: the cache for the index of a URL; its tokens are streamed past it.
+        prefix: Path of the dataset without suffix, or a URL that fsspec opens.
+        output_prefixes: Paths of the datasets to write.
+        shares: Share of the documents of each output. Shares that do not sum to 1 are normalized,
+            with a warning.
+        documents: Number of documents of each output, instead of shares; the sum must be that of
+            the dataset.
+        storage: Cache for the index of a URL; its tokens are not cached.
 
     Returns:
-        What each of them holds.
+        The counts of each output.
 
     Raises:
-        DataError: a damaged dataset, or numbers that do not fit it.
+        DataError: The dataset is damaged, or the shares or numbers are invalid.
     """
     name, outputs = os.fspath(prefix), [local_prefix(output) for output in output_prefixes]
     if name in outputs or len(set(outputs)) < len(outputs):
-        raise DataError("every output needs a name of its own, and not that of the dataset")
+        raise DataError("every output needs a different name, and not that of the dataset")
     manifest = read_manifest(name)
     origins = read_origins(name, manifest) if manifest else None
     made = []
@@ -150,18 +150,21 @@ def split(
 def _ends(
     total: int, outputs: int, shares: Sequence[float] | None, documents: Sequence[int] | None
 ) -> list[int]:
-    """Returns where each part ends, in documents."""
+    """Returns the end of each part as a document index."""
     given = shares if documents is None else documents
     if given is None or (shares is not None and documents is not None):
-        raise DataError("give shares or numbers of documents, one of the two")
+        raise DataError("give either shares or numbers of documents")
     if len(given) != outputs or not outputs:
         raise DataError(
             f"{plural(len(given), 'part')} for {plural(outputs, 'output')}; give one for each"
         )
     if wrong := [each for each in given if not 0 < each < inf]:
-        raise DataError(f"a part of {wrong[0]}; every part needs at least one document")
+        raise DataError(f"a share or number of {wrong[0]}; give a positive number")
     if documents is not None and sum(documents) != total:
-        raise DataError(f"parts of {sum(documents):,} documents, the dataset has {total:,}")
+        raise DataError(
+            f"the parts have {sum(documents):,} documents and the dataset has {total:,}; the "
+            "numbers must sum to it"
+        )
     cumulated = np.cumsum(given)
     ends = [round(float(at) / float(cumulated[-1]) * total) for at in cumulated]
     empty = [number for number, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if a == b]
@@ -170,8 +173,10 @@ def _ends(
             f"part {empty[0] + 1} of {total:,} documents is empty; give it a larger share"
         )
     if shares is not None and abs(sum(shares) - 1) > _ROUNDING:
-        taken = ", ".join(f"{share / sum(shares):.2%}" for share in shares)
-        _log.warning("the shares sum to %g, not to 1; they are taken as %s", sum(shares), taken)
+        normalized = ", ".join(f"{share / sum(shares):.2%}" for share in shares)
+        _log.warning(
+            "the shares sum to %g, not to 1; they are taken as %s", sum(shares), normalized
+        )
     return ends
 
 
@@ -181,11 +186,11 @@ def _counts(prefix: str) -> Counts:
 
 
 def _description(manifest: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in manifest.items() if key not in _MADE_ANEW}
+    return {key: value for key, value in manifest.items() if key not in _RECOMPUTED}
 
 
 def _joined(names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What manifests say together: null where they differ, all sources, all that was skipped."""
+    """Combines manifests: null for different values, all sources, sums of skipped documents."""
     first = _description(manifests[0])
     made = {
         key: value if all(other.get(key) == value for other in manifests) else None
@@ -208,13 +213,13 @@ def _joined(names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[s
 
 
 def _numbers(given: Any) -> dict[str, int]:
-    """Returns what was plural, or nothing.
+    """Returns the counters of a manifest, or an empty dictionary.
 
     Raises:
-        ValueError: something is no count that JSON holds exactly.
+        ValueError: A value is not a count below 2^53, the largest that JSON represents exactly.
     """
     numbers: dict[str, int] = dict(given or {})
     for key, value in numbers.items():
         if type(value) is not int or not 0 <= value < 1 << 53:
-            raise ValueError(f"{reprlib.repr(value)} is no count of {reprlib.repr(key)}")
+            raise ValueError(f"{reprlib.repr(value)} is not a count of {reprlib.repr(key)}")
     return numbers

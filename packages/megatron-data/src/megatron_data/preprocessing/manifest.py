@@ -1,6 +1,6 @@
-"""The record that preprocessing leaves beside a dataset, `PREFIX.meta.json`.
+"""The manifest `PREFIX.meta.json`, which records how a dataset was made.
 
-Readers of the `.bin/.idx` pair ignore it; `verify` compares the files with it.
+Readers of `.bin` and `.idx` ignore it; `verify` compares the files with it.
 """
 
 import os
@@ -27,22 +27,22 @@ from megatron_data.sources.remote import read_if_there
 FORMAT = "megatron-data manifest 1"
 
 LOSS_SUFFIX = "_loss"
-"""What the name of a dataset of conversations and that of its mask differ by."""
+"""Suffix of the loss mask of a dataset of conversations."""
 
 _PARTS: dict[str, type] = {"counts": dict, "tokenizer": dict, "sources": list, "files": dict}
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a dataset holds.
+    """Counts of a dataset.
 
     Attributes:
-        documents: how many.
-        empty_documents: those without a sequence.
-        sequences: texts, or their sentences, and images.
-        tokens: of all texts.
-        images: sequences of a multimodal dataset that are no text.
-        image_bytes: of the `.bin`, which they take.
+        documents: Number of documents.
+        empty_documents: Documents without a sequence.
+        sequences: Number of sequences: texts, or their sentences, and images.
+        tokens: Tokens of all texts.
+        images: Sequences of a multimodal dataset that are images.
+        image_bytes: Bytes of the images in the `.bin`.
     """
 
     documents: int
@@ -54,14 +54,14 @@ class Counts:
 
     @property
     def summary(self) -> str:
-        """Documents, tokens and images in words: `2 documents, 1,000 tokens`."""
+        """The counts as text: `2 documents, 1,000 tokens`."""
         parts = [plural(self.documents, "document"), plural(self.tokens, "token")]
         if self.images:
             parts.append(f"{plural(self.images, 'image')} ({self.image_bytes:,} bytes)")
         return ", ".join(parts)
 
     def to_json(self) -> dict[str, int]:
-        """Returns what a manifest holds of it: of texts alone nothing about images."""
+        """Returns the counts for a manifest, without those of images if there are none."""
         named = asdict(self)
         if not self.images:
             del named["images"], named["image_bytes"]
@@ -69,22 +69,22 @@ class Counts:
 
 
 def manifest_name(prefix: str | os.PathLike[str]) -> str:
-    """`PREFIX.meta.json`, of a path or of a URL."""
+    """Returns `PREFIX.meta.json` for a path or a URL."""
     return f"{os.fspath(prefix)}.meta.json"
 
 
 def manifest_path(prefix: str | os.PathLike[str]) -> Path:
-    """`PREFIX.meta.json` on the disk."""
+    """Returns the path `PREFIX.meta.json` of a local dataset."""
     return Path(manifest_name(prefix))
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """What was left out.
+    """Counts of skipped documents.
 
     Attributes:
-        documents: how many, or files where the rest of a file was lost.
-        kinds: how many of each kind; see `megatron_data.sources.protocol.KINDS`.
+        documents: Number of skipped documents; the lost rest of a damaged file counts as one.
+        kinds: Number per kind; see `megatron_data.sources.protocol.KINDS`.
     """
 
     documents: int
@@ -99,7 +99,7 @@ def describe_output(
     skipped: Skipped,
     tallies: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Returns what the manifest of an encoder's output says of its making."""
+    """Returns the part of a manifest that describes how an output of an encoder was made."""
     tokenizer, output = encoder.tokenizer, encoder.outputs[number]
     return {
         **encoder.options(number),
@@ -125,7 +125,7 @@ def write_manifest(
     counts: Counts,
     origins: Origins | None,
 ) -> None:
-    """Writes the manifest: the same input and options give the same bytes, on any machine."""
+    """Writes the manifest; the same input and options give the same bytes on any machine."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "writer": f"megatron-data {__version__}",
@@ -143,10 +143,10 @@ def write_manifest(
 
 
 def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
-    """Returns the map of chunks in a manifest; None if it was written before there was one.
+    """Returns the map of chunks in a manifest; None if an older version wrote it without a map.
 
     Raises:
-        DataError: it is damaged.
+        DataError: The map is damaged.
     """
     if not isinstance(manifest.get("chunks"), dict):
         return None
@@ -162,11 +162,10 @@ def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
 
 
 def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Returns the manifest of a dataset, or None if it has none (datasets that Megatron wrote).
+    """Reads the manifest of a dataset; returns None if there is none, as for Megatron's datasets.
 
     Raises:
-        DataError: a file of that name that is not a manifest this package knows; a URL that cannot
-            be read.
+        DataError: The file is not a manifest of a known format, or a URL cannot be read.
     """
     path = manifest_name(prefix)
     data = read_if_there(path)
@@ -195,13 +194,13 @@ def manifest_errors(prefix: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_mask(prefix: str | os.PathLike[str]) -> None:
-    """Compares what the manifests of conversations and of their mask say, if both are there.
+    """Compares the manifests of conversations and of their mask, if both exist.
 
-    Masks of other runs may have the same lengths: those of another template or loss, or of lines
-    that were changed since.
+    A mask of another run may have the same lengths: of another template or loss, or of lines that
+    have changed.
 
     Raises:
-        DataError: another run made the mask.
+        DataError: Another run made the mask.
     """
     tokens, mask = read_manifest(prefix), read_manifest(f"{os.fspath(prefix)}{LOSS_SUFFIX}")
     if tokens is None or mask is None:
@@ -215,7 +214,7 @@ def check_mask(prefix: str | os.PathLike[str]) -> None:
 
 
 def count_dataset(dataset: IndexedDataset) -> Counts:
-    """Documents, sequences, tokens and images of a dataset, by its index."""
+    """Counts documents, sequences, tokens and images of a dataset from its index."""
     bounds, modes = dataset.document_indices, dataset.sequence_modes
     images = image_numbers = 0
     if modes is not None:

@@ -1,4 +1,4 @@
-"""Sentences as Megatron's `preprocess_data.py --split-sentences` cuts them, by nltk (the extra)."""
+"""Splits sentences as Megatron's `preprocess_data.py --split-sentences`, with nltk (an extra)."""
 
 import hashlib
 import json
@@ -8,11 +8,12 @@ from typing import Any
 from megatron_data.errors import DataError
 
 _DATA = "tokenizers/punkt_tab"
-_AT_ONCE = 1_000_000  # characters; Megatron cuts longer texts there, in the middle of a word too
-# A word, what may end a sentence, and the white space behind it, which nltk's own expression does
-# not take; `%` puts nltk's characters of the language in, and groups have nltk's names. Megatron's
-# begins anywhere in a word, with the same matches in quadratic time: one that is not found from the
-# beginning of a word, or from behind the match before, is not found from later in the word either.
+_AT_ONCE = 1_000_000  # characters; Megatron cuts longer texts there, even within a word
+# Matches a word, a character that may end a sentence, and the white space after it, which nltk's
+# expression does not match. `%` inserts nltk's characters of the language; groups have nltk's
+# names. Megatron's expression may start anywhere in a word, which gives the same matches in
+# quadratic time: a match that does not start at the beginning of a word or after the previous match
+# does not start later in the word either.
 _WITH_SPACE = (
     r"(?:(?<!\S)|(?<=%(SentEndChars)s))"
     r"\S*%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"
@@ -21,19 +22,19 @@ _INSTALL = "python -m nltk.downloader punkt_tab"
 
 
 class NLTKSplitter:
-    """Punkt of nltk, with the data `punkt_tab` in one of the folders of `nltk.data.path`.
+    """Splits sentences with Punkt of nltk and its data `punkt_tab`, found by `nltk.data.path`.
 
-    The sentences are those of Megatron-LM's `tools/preprocess_data.py` with the same nltk and the
-    same data, also where that is odd: a text is cut every 1,000,000 characters, and each of the
-    dots of `. . . .` is a sentence. Nothing is downloaded.
+    The sentences equal those of Megatron-LM's `tools/preprocess_data.py` with the same nltk and
+    data, including its oddities: a text is cut every 1,000,000 characters, and each dot of
+    `. . . .` is a sentence. Nothing is downloaded.
 
     Args:
-        language: name of a language of `punkt_tab` (Megatron: `--lang`).
-        keep_newlines: leave the white space behind a sentence at its end (Megatron:
+        language: A language of `punkt_tab` (Megatron: `--lang`).
+        keep_newlines: Whether a sentence includes the white space after it (Megatron:
             `--keep-newlines`).
 
     Raises:
-        DataError: nltk is not installed, too old or without its data, or has no such language.
+        DataError: nltk is not installed, is too old or lacks its data, or the language is unknown.
     """
 
     def __init__(self, language: str = "english", keep_newlines: bool = False) -> None:
@@ -56,7 +57,7 @@ class NLTKSplitter:
             self._tokenizer = punkt.PunktTokenizer(language)
         except LookupError:
             raise _missing(language, nltk.data) from None
-        # nltk reads the files as they are, and refuses names that are no folder's.
+        # Damaged files, and names that are not valid for a folder.
         except (ValueError, TypeError, OSError) as error:
             raise DataError(
                 f"nltk cannot read its data {_DATA}/{language}: "
@@ -68,11 +69,11 @@ class NLTKSplitter:
             members = {"_period_context_fmt": _WITH_SPACE}
             variables = type("_WithSpace", (punkt.PunktLanguageVars,), members)
             self._tokenizer = punkt.PunktSentenceTokenizer(parameters, lang_vars=variables())
-        _take_no_time(self._tokenizer._lang_vars)
+        _remove_time_limit(self._tokenizer._lang_vars)
 
     @property
     def record(self) -> dict[str, Any]:
-        """Name and version of the algorithm, its data, language and treatment of white space."""
+        """Name and version of the splitter, digest of its data, language and option, for JSON."""
         return {
             "splitter": "nltk",
             "version": self._version,
@@ -90,12 +91,12 @@ class NLTKSplitter:
         return type(self), (self.language, self.keep_newlines)
 
 
-def _take_no_time(variables: Any) -> None:
-    """Lets two expressions run as long as they take, which is linear in the text.
+def _remove_time_limit(variables: Any) -> None:
+    """Removes the time limit of two regular expressions, whose time is linear in the text.
 
-    nltk 3.10 gives up after 5 seconds, so a long text would fail on a busy machine alone.
+    nltk 3.10 stops them after 5 seconds, so a long text could fail on a busy machine.
     """
-    variables.word_tokenize("")  # makes the expression, and keeps it
+    variables.word_tokenize("")  # compiles and caches the expression
     for name, pattern in (
         ("_re_period_context", variables.period_context_re()),
         ("_re_word_tokenizer", variables._re_word_tokenizer),
@@ -104,25 +105,25 @@ def _take_no_time(variables: Any) -> None:
 
 
 def _missing(language: str, data: Any) -> DataError:
-    """Says whether all of the data or a language is missing, and how to get it."""
+    """Returns an error that names the missing data or language and how to install it."""
     try:
         folder = os.fspath(data.find(_DATA).path)
         known = sorted(each.name for each in os.scandir(folder) if each.is_dir())
-    except (LookupError, AttributeError, TypeError, OSError):  # none, or packed in a zip file
+    except (LookupError, AttributeError, TypeError, OSError):  # missing, or in a zip file
         known = []
     if known:
         return DataError(
-            f"nltk's data {_DATA} in {folder} has no language {language!r} (there: "
-            f"{', '.join(known)}); give another --lang, or {_INSTALL}"
+            f"nltk's data {_DATA} in {folder} has no language {language!r} (available: "
+            f"{', '.join(known)}); give another --lang, or run {_INSTALL}"
         )
     return DataError(
-        f"nltk's data {_DATA}/{language} is in none of {', '.join(map(str, data.path))}; "
-        f"{_INSTALL}, or name a folder that holds it by NLTK_DATA"
+        f"nltk's data {_DATA}/{language} is in none of {', '.join(map(str, data.path))}; run "
+        f"{_INSTALL}, or set NLTK_DATA to a folder that holds it"
     )
 
 
 def _digest(parameters: Any) -> str:
-    """SHA-256 of what Punkt learned of a language."""
+    """Returns the SHA-256 of Punkt's parameters of a language."""
     content = [
         sorted(parameters.abbrev_types),
         sorted(map(list, parameters.collocations)),

@@ -1,4 +1,4 @@
-"""Where the documents of a dataset came from: the map that a manifest holds."""
+"""The map from documents of a dataset to their sources, which a manifest holds."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -18,16 +18,16 @@ _COLUMNS = (*_NUMBERS, "digest")
 
 @dataclass(frozen=True)
 class Origin:
-    """One piece of a source and the documents that it became.
+    """A source chunk and its documents in a dataset.
 
     Attributes:
-        source: number of the source in the manifest, from 0.
-        span: which part of the source.
-        skip: documents of that part that stand in another dataset, before those of this one.
-        document: the first document here.
-        token: its first token here.
-        digest: the first digits of the piece's SHA-256.
-        refused: which documents of the piece the tokenizer refused, from 0.
+        source: Index of the source in the manifest.
+        span: The range of the source.
+        skip: Documents of the chunk before the first of this dataset, which another dataset holds.
+        document: Index of the first document in this dataset.
+        token: Index of its first token in this dataset.
+        digest: The first digits of the SHA-256 of the chunk.
+        refused: Indices of the documents of the chunk that the encoder refused.
     """
 
     source: int
@@ -41,7 +41,7 @@ class Origin:
 
 @dataclass
 class Origins:
-    """Pieces in the order of the dataset, as columns of equal length; see `Origin`."""
+    """Source chunks in the order of the dataset, as columns of equal length; see `Origin`."""
 
     source: list[int] = field(default_factory=list)
     offset: list[int] = field(default_factory=list)
@@ -58,10 +58,10 @@ class Origins:
 
     @classmethod
     def from_json(cls, content: dict[str, Any], documents: int, tokens: int) -> "Origins":
-        """Reads what `to_json` made.
+        """Reads the result of `to_json`.
 
         Raises:
-            DataError: columns that do not belong together.
+            DataError: The columns are inconsistent.
         """
         columns = [content.get(name) for name in _COLUMNS]
         refused = content.get("refused")
@@ -82,7 +82,7 @@ class Origins:
         return cls(**known, documents=documents, tokens=tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the columns as plain values."""
+        """Returns the columns as JSON values."""
         content = asdict(self)
         del content["documents"], content["tokens"]
         return content
@@ -103,17 +103,24 @@ class Origins:
         )
 
     def add(self, record: PartRecord, tokens: int) -> None:
-        """Appends a chunk as it was preprocessed."""
+        """Appends a preprocessed chunk."""
         digest = record.digest[:DIGEST_DIGITS]
         origin = Origin(record.source, record.span, 0, 0, 0, digest, record.refused)
         self._append(origin, 0, record.documents, tokens)
 
     def of_document(self, document: int) -> Origin:
-        """Returns the piece in which a document stands."""
+        """Returns the source chunk of a document."""
         return self[bisect_right(self.document, document) - 1]
 
     def cut(self, first: int, last: int, token: int, last_token: int) -> "Origins":
-        """The map of documents `first` to `last` alone, which begin and end at these tokens."""
+        """Returns the map of the documents from `first` to `last`, whose tokens are the given ones.
+
+        Args:
+            first: Index of the first document.
+            last: Index of the document after the last one.
+            token: Index of the first token.
+            last_token: Index of the token after the last one.
+        """
         made = Origins()
         for origin, end, token_end in self._until():
             low, high = max(first, origin.document), min(last, end)
@@ -124,7 +131,7 @@ class Origins:
 
     @classmethod
     def joined(cls, parts: Iterable[tuple["Origins", int]]) -> "Origins":
-        """Maps one after the other, each with the number its first source gets."""
+        """Concatenates maps, each given with the new index of its first source."""
         made = cls()
         for part, source in parts:
             for origin, end, token_end in part._until():
@@ -133,13 +140,13 @@ class Origins:
         return made
 
     def _until(self) -> Iterator[tuple[Origin, int, int]]:
-        """Every piece, with the document and the token that come after it."""
+        """Yields each source chunk with the indices of the document and token after it."""
         ends = [*self.document[1:], self.documents], [*self.token[1:], self.tokens]
         for row in range(len(self)):
             yield self[row], ends[0][row], ends[1][row]
 
     def _append(self, origin: Origin, skip: int, documents: int, tokens: int) -> None:
-        """Appends documents of a piece, but for `skip` more of it than were left out before."""
+        """Appends `documents` documents of a source chunk, after skipping `skip` more of it."""
         if not documents:
             return
         if origin.refused:
@@ -158,5 +165,5 @@ class Origins:
 
 
 def _fills(starts: list[int], least: int) -> bool:
-    """Whether pieces that begin at these places follow one another from 0 up to the last."""
+    """Returns whether the starts begin at 0 and increase by at least `least`."""
     return starts[0] == 0 and all(end - start >= least for start, end in pairwise(starts))

@@ -1,10 +1,10 @@
-"""Finished chunks, kept in a folder beside the output until all of them are there.
+"""Finished chunks (parts), stored in a folder beside the output until all of them are finished.
 
 A part is one file: the length of its record (8 bytes, little-endian), the record as JSON, and the
-arrays of every dataset: tokens, lengths, sequences, and modes where it has them. It takes its name
-when it is whole, so the name is the mark that it is done; a digest of the arrays tells whether the
-disk kept it. A part stands for the content of a chunk, whose digest it records, and for one job:
-the tokenizer and the options that decide what a document becomes. Nothing else is ever taken over.
+arrays of every dataset: tokens, lengths, sequences and, if it has them, modes. The file gets its
+name when it is complete; a digest of the arrays detects later damage. A part is valid for the
+content of one chunk, whose digest it records, and for one job: the tokenizer and the options that
+determine the encoding. No other part is reused.
 """
 
 import fcntl
@@ -35,22 +35,22 @@ _log = logging.getLogger("megatron_data")
 
 @dataclass(frozen=True)
 class PartRecord:
-    """What a part says of itself.
+    """The record of a part. Its attributes are keys in the file.
 
     Attributes:
-        source: number of the source, from 0.
-        path: of the source.
-        span: which part of the source.
+        source: Index of the source.
+        path: Path of the source.
+        span: Range of the source.
         digest: SHA-256 of the chunk.
-        stored: bytes of the source, as it lies, that were read for it.
-        documents: how many, in every dataset.
-        sequences: how many, in each dataset.
-        tokens: how many, in each dataset.
-        faults: what is no document.
-        refused: which of the documents read the encoder refused.
-        sha256: of the arrays.
-        tallies: what the encoder counted.
-        others: what the encoder said of other files that the chunk names.
+        stored: Bytes of the source file read for the chunk, compressed if the file is.
+        documents: Number of documents, which is the same in every dataset.
+        sequences: Number of sequences in each dataset.
+        tokens: Number of tokens in each dataset.
+        faults: Faults of the chunk.
+        refused: Indices of the documents that the encoder refused.
+        sha256: SHA-256 of the arrays.
+        tallies: Counters of the encoder.
+        others: `ChunkEncoder.external_version` of the chunk.
     """
 
     source: int
@@ -69,7 +69,7 @@ class PartRecord:
 
     @classmethod
     def from_json(cls, data: bytes) -> "PartRecord":
-        """Reads what `asdict` and JSON made of one."""
+        """Reads a record from the JSON of its `asdict`."""
         content = orjson.loads(data)
         content["span"] = Span(*content["span"])
         content["faults"] = [Fault(*fault) for fault in content["faults"]]
@@ -77,7 +77,7 @@ class PartRecord:
 
 
 class Task(NamedTuple):
-    """One chunk to be done: its number in the whole job, the number of its source, itself."""
+    """A chunk to encode: its index in the job, index and path of its source, and the chunk."""
 
     number: int
     source: int
@@ -86,7 +86,7 @@ class Task(NamedTuple):
 
 
 class PartResult(NamedTuple):
-    """What the process that waits for a part is told: bytes of source, tokens, the first fault."""
+    """What a worker returns for a part: bytes of the source, tokens, and the first fault."""
 
     stored: int
     tokens: int
@@ -94,18 +94,18 @@ class PartResult(NamedTuple):
 
 
 def count_vocabulary_tokens(tokens: Sequence[int], outputs: Sequence[Output]) -> int:
-    """Returns how many tokens there are in all datasets but masks."""
+    """Returns the number of tokens in all datasets except masks."""
     pairs = zip(tokens, outputs, strict=True)
     return sum(count for count, output in pairs if output.values is None)
 
 
 class PartWriter:
-    """Encodes a chunk and leaves it as a part; what every worker process holds.
+    """Encodes a chunk and writes it as a part; runs in every worker process.
 
     Args:
-        encoder: from chunks to tokens.
-        folder: of the parts.
-        tolerant: whether a chunk with faults becomes a part all the same.
+        encoder: The encoder.
+        folder: The folder of the parts.
+        tolerant: Whether to write parts of chunks with faults.
     """
 
     def __init__(self, encoder: ChunkEncoder, folder: Path, tolerant: bool) -> None:
@@ -114,7 +114,7 @@ class PartWriter:
         self._tolerant = tolerant
 
     def __call__(self, task: Task) -> PartResult:
-        """Do one chunk."""
+        """Encodes one chunk and writes its part."""
         encoded = self._encoder(task.chunk)
         first = encoded.faults[0] if encoded.faults else None
         tokens = [len(output.tokens) for output in encoded.outputs]
@@ -151,17 +151,17 @@ class PartWriter:
 
 
 class WorkFolder:
-    """The folder of one job, held by one process at a time.
+    """The folder of the parts of a job, locked by one process at a time.
 
     Args:
-        output_prefix: path and name of the output; the folder is `.NAME.parts` beside it.
-        job: what decides which tokens a document becomes; plain values of JSON.
+        output_prefix: Folder and name of the output; the folder is `.NAME.parts` beside it.
+        job: JSON values that determine the encoding.
 
     Raises:
-        DataError: another process works on the same output.
+        DataError: Another process writes the same output.
 
     Attributes:
-        path: the folder.
+        path: The folder.
     """
 
     def __init__(self, output_prefix: str, job: dict[str, Any]) -> None:
@@ -171,19 +171,19 @@ class WorkFolder:
         self._finished = False
         try:
             self._adopt(job)
-        except BaseException:  # an interrupt, too: nobody else can let go of what is not made yet
+        except BaseException:  # including an interrupt: no other code can release the lock yet
             self._release()
             raise
 
     def _take(self) -> int:
-        """Locks the folder for this process; the kernel lets it go with the process."""
+        """Locks the folder for this process; the kernel releases the lock when the process ends."""
         lock = self.path / LOCK
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 descriptor = os.open(lock, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:
-                continue  # who held it before has just removed the folder
+                continue  # the previous owner has just removed the folder
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(descriptor).st_ino == lock.stat().st_ino:
@@ -191,18 +191,17 @@ class WorkFolder:
             except BlockingIOError:
                 os.close(descriptor)
                 raise DataError(
-                    f"another process is preprocessing to {self._output}; wait for it or choose "
-                    "another output"
+                    f"another process is writing {self._output}; wait for it or give another output"
                 ) from None
             except FileNotFoundError:
                 pass
             os.close(descriptor)
 
     def _adopt(self, job: dict[str, Any]) -> None:
-        """Keeps the parts that an equal job left, and removes those of any other."""
+        """Keeps the parts of an equal job and removes those of any other."""
         for path in self.path.iterdir():
             if path.name not in (JOB, LOCK) and path.suffix != ".part":
-                path.unlink()  # what a killed process was writing
+                path.unlink()  # an incomplete file of a killed process
         before = _job_of(self.path / JOB)
         if before == job:
             return
@@ -211,8 +210,8 @@ class WorkFolder:
             names = sorted(set(job) | set(before or {}))
             other = [name for name in names if (before or {}).get(name) != job.get(name)]
             _log.warning(
-                "%s holds %d parts of another job (%s differ); they are removed, and all is done "
-                "anew",
+                "%s holds %d parts of another job (%s differ); they are removed and the run starts "
+                "again",
                 self.path,
                 len(parts),
                 ", ".join(other),
@@ -222,13 +221,13 @@ class WorkFolder:
         write_json(self.path / JOB, job)
 
     def find_record(self, task: Task) -> PartRecord | None:
-        """Returns the record of a part that stands for this very chunk, and is whole."""
+        """Returns the record of the part of a chunk; None if it is missing, old or damaged."""
         path = part_path(self.path, task.number)
         if not path.is_file():
             return None
         try:
             record, arrays = _read(path)
-        except (ValueError, TypeError, KeyError):  # the disk lost some of it
+        except (ValueError, TypeError, KeyError):  # damaged
             return None
         same = (record.source, record.path, record.span) == (
             task.source,
@@ -242,10 +241,10 @@ class WorkFolder:
     def read(
         self, number: int, outputs: Sequence[Output]
     ) -> tuple[PartRecord, list[EncodedDocuments]]:
-        """Returns a part that is done, the documents of each dataset.
+        """Reads a finished part: its record and its documents in each dataset.
 
         Raises:
-            DataError: it has been damaged since.
+            DataError: The part was damaged since it was written.
         """
         path = part_path(self.path, number)
         try:
@@ -255,7 +254,7 @@ class WorkFolder:
             raise DataError(f"{path} was damaged; run the same command again") from None
 
     def mark_finished(self) -> None:
-        """Lets the folder be removed when it is let go: the job is done."""
+        """Marks the job as finished, so that the folder is removed on exit."""
         self._finished = True
 
     def __enter__(self) -> Self:
@@ -265,33 +264,33 @@ class WorkFolder:
         self._release()
 
     def _release(self) -> None:
-        """Lets the folder go; without a part that is worth keeping it goes away itself."""
+        """Releases the lock; removes the folder if the job is finished or there are no parts."""
         try:
             if self._finished or not any(self.path.glob("*.part")):
                 for path in self.path.iterdir():
                     if path.name not in (JOB, LOCK):
                         path.unlink(missing_ok=True)
-                # The job goes after the parts: parts without one would be taken for another job's.
+                # After the parts, because parts without a job would seem to be of another job.
                 (self.path / JOB).unlink(missing_ok=True)
                 (self.path / LOCK).unlink()
-                with suppress(OSError):  # somebody else may have begun to use it
+                with suppress(OSError):  # another process may have started to use it
                     self.path.rmdir()
         finally:
             os.close(self._lock)
 
 
 def can_resume(output_prefix: str, job: dict[str, Any]) -> bool:
-    """Returns whether an ended run of the same job left its folder, so that it can go on."""
+    """Returns whether an interrupted run of the same job left its folder and can be resumed."""
     return _job_of(_folder_of(output_prefix) / JOB) == job
 
 
 def _folder_of(output_prefix: str) -> Path:
-    place = Path(output_prefix)
-    return place.parent / f".{place.name}.parts"
+    output = Path(output_prefix)
+    return output.parent / f".{output.name}.parts"
 
 
 def part_path(folder: Path, number: int) -> Path:
-    """Returns the name of a part."""
+    """Returns the path of a part."""
     return folder / f"{number:08}.part"
 
 
@@ -304,7 +303,7 @@ def _job_of(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, record: bytes, arrays: list[np.ndarray[Any, Any]]) -> None:
-    """Writes a part; it is not flushed to the disk, its digest tells what a crash leaves of it."""
+    """Writes a part without flushing it to the disk; its digest detects damage after a crash."""
     with write_then_rename(path, path.with_suffix(f".{os.getpid()}")) as file:
         file.write(len(record).to_bytes(_LENGTH, "little"))
         file.write(record)

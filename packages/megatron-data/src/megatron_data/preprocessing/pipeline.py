@@ -1,4 +1,4 @@
-"""Preprocessing of text: a corpus in, `.bin/.idx` and a manifest out."""
+"""Preprocesses text: `preprocess` converts a corpus to `.bin`, `.idx` and a manifest."""
 
 import logging
 import os
@@ -38,57 +38,59 @@ def preprocess(
     """Tokenizes text into `{output_prefix}_{key}_document.bin`, `.idx` and `.meta.json`.
 
     With a `splitter` the names end in `_sentence`, and the sequences of a document are its
-    sentences, as datasets of BERT, T5 and the inverse cloze task want them.
+    sentences, for datasets of BERT, T5 and the inverse cloze task.
 
-    Documents keep the order of the input, and the files are the same byte for byte whatever the
-    number of workers. Nothing takes its name before it is whole; an older dataset of the same
-    name is replaced. A text that gives no token is kept as a document without sequences, as
-    Megatron does.
+    Documents keep the order of the input, and the files are byte-identical for any number of
+    workers. No file appears under its name before it is complete; existing datasets are replaced.
+    As in Megatron, a text without tokens is a document without sequences.
 
-    The work is done in chunks, which are kept in a hidden folder beside the output,
-    `.NAME.parts`, until the last is done. A run that was ended, however that was, is continued by
-    one with the same tokenizer and options: chunks whose content is the same are not done again.
+    Finished chunks are stored in a hidden folder beside the output, `.NAME.parts`, until the last
+    one is finished. If a run ends early for any reason, a run with the same tokenizer and options
+    resumes it: chunks with the same content are not encoded again.
 
     Args:
-        inputs: files of JSON lines, one object a line; files whose name ends in `.txt`, each one
-            document; `.parquet` files, a document in each row; `.gz`, `.bz2` and `.zst` of the
-            first two; folders, which stand for the `.txt` files in them and below, sorted, and
-            after them for their `.jsonl` and `.parquet` files; patterns; URLs that fsspec opens.
-        output_prefix: path and name to which `_{key}_document` is appended.
-        tokenizer: see `load_tokenizer`; a `FastTokenizer` is checked as it goes, and all is done
-            anew with its reference, which a warning says, at the first text whose tokens differ.
-        json_keys: keys whose text is tokenized, each into a dataset of its own. The text of a
-            `.txt` file stands for any key, but for one only.
-        parallel: the inputs are text files, one for each key, of which line i of each is document
-            i: a corpus of translations. Whatever the names, a line is a text, an empty one, too.
-        append_eod: end every document with the tokenizer's end-of-document token.
-        splitter: what cuts texts into sentences, such as a `PunktSplitter`; texts that are lists of
-            several strings are cut already. Sentences without a token are left out.
-        workers: processes. With 1 no process is started and the tokenizer runs here, in its own
-            threads; with more, each process uses one thread.
-        on_error: what to do with a document that cannot be read or tokenized: "fail" ends the
-            run with its place and the reason, "skip" counts it, "quarantine" also writes its
-            place and the reason to `{output_prefix}.quarantine.jsonl`. With several keys it is
-            left out of every dataset.
-        max_document_bytes: a document of more bytes in its source (the line, the text file, the
-            texts of the row) is such a document, and is not kept in memory; None for no limit.
-        chunk_bytes: bytes of text in a chunk; None for 1 to 16 MiB, by the size of the input.
-        progress: show a bar on stderr with MB/s, tokens/s and the time left.
-        overwrite: replace older datasets of these names; otherwise they are refused, unless a run
-            of the same work that was ended is continued.
+        inputs: JSON lines, one object per line; `.txt` files, each one document; `.parquet` files,
+            one document per row; `.gz`, `.bz2` and `.zst` files of the first two; folders, read
+            recursively: first their `.txt` files, sorted, then their `.jsonl` and `.parquet` files;
+            glob patterns; URLs that fsspec opens.
+        output_prefix: Folder and name, to which `_{key}_document` is appended.
+        tokenizer: The tokenizer; see `load_tokenizer`. A sample of the tokens of a `FastTokenizer`
+            is checked; if a text has different tokens, the run starts again with its reference and
+            logs a warning.
+        json_keys: Keys of texts; each gives a dataset. The text of a `.txt` file is used for any
+            key, but only for one.
+        parallel: Whether the inputs are a parallel corpus: one text file per key, in which line i
+            of each file is document i. Every line is a text, for any file name, even if it is
+            empty.
+        append_eod: Whether to end every document with the end-of-document token.
+        splitter: Splits texts into sentences, such as a `PunktSplitter`. A text that is a list of
+            several strings is taken as split already. Sentences without tokens are dropped.
+        workers: Worker processes. With 1, the tokenizer runs in this process with its own threads;
+            with more, each process uses one thread.
+        on_error: What to do with a document that cannot be read or tokenized: "fail" ends the run
+            with its place and the reason, "skip" counts it, "quarantine" also writes its place and
+            the reason to `{output_prefix}.quarantine.jsonl`. With several keys the document is
+            dropped from every dataset.
+        max_document_bytes: Largest size of a document in its source in bytes (the line, the text
+            file, or the texts of the row). A larger document is treated as `on_error` says and is
+            not held in memory. None for no limit.
+        chunk_bytes: Bytes of a source chunk. Defaults to 1 to 16 MiB by the size of the input.
+        progress: Whether to show a progress bar on stderr with MB/s, tokens/s and time left.
+        overwrite: Whether to replace existing datasets. If False, they are an error unless they
+            belong to an interrupted run that is resumed.
 
     Returns:
         One `PreprocessedDataset` per key.
 
     Raises:
-        DataError: missing or empty input; a line or text that cannot be read (file and place),
-            unless it is to be skipped; parallel files of unequal numbers of lines; an output that
-            is a URL or a folder; another process writes the same output.
+        DataError: An input is missing or empty, a line or text cannot be read and is not skipped
+            (the error names file and place), parallel files have different numbers of lines, the
+            output is a URL or a folder, or another process writes the same output.
     """
     started = perf_counter()
     prefix = local_prefix(output_prefix)
     if len(set(json_keys)) < len(json_keys):
-        raise DataError(f"--json-keys {' '.join(json_keys)}: name every key once")
+        raise DataError(f"--json-keys {' '.join(json_keys)}: give each key once")
     work = WorkOptions(workers, on_error, chunk_bytes, progress, overwrite)
 
     def run(chosen: Tokenizer) -> list[PreprocessedDataset]:
@@ -102,7 +104,7 @@ def preprocess(
     except MismatchError as error:
         if not isinstance(tokenizer, FastTokenizer):
             raise
-        _log.warning("%s; all is done anew without gigatoken", error)
+        _log.warning("%s; the run starts again without gigatoken", error)
         made = run(tokenizer.reference)
     seconds = perf_counter() - started
     return [replace(dataset, seconds=seconds) for dataset in made]

@@ -1,8 +1,8 @@
-"""Mapping over processes: results in the order of the input, a bounded number in flight.
+"""Maps a function over items in several processes, in order and with bounded memory.
 
-Each process has a pipe to this one and a thread that waits at it. The queues of the standard
-library's pools would need semaphores with names in shared memory, which stay there when all
-processes of a run are killed; nothing here has a name.
+Each worker process has a pipe to this process, and a thread here that waits for it. The pools of
+the standard library need named semaphores in shared memory, which remain if all processes of a run
+are killed.
 """
 
 import os
@@ -27,7 +27,7 @@ _IN_FLIGHT_PER_WORKER = 3
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
-    """Answers items with ``(True, result)`` or ``(False, exception)`` until the pipe is closed."""
+    """Replies to items with ``(True, result)`` or ``(False, exception)`` until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one thread
@@ -35,7 +35,7 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
     while True:
         try:
             item = pipe.recv()
-        except (EOFError, ConnectionError):  # closed, or reset by a parent that has ended
+        except (EOFError, ConnectionError):  # the pipe was closed, or the parent has ended
             return
         try:
             answer = True, function(item)
@@ -49,21 +49,21 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
 
 
 def _send(pipe: Connection, answer: tuple[bool, Any]) -> None:
-    """Sends an answer, or why it cannot be sent.
+    """Sends an answer, or an error if it cannot be pickled.
 
     Raises:
-        ConnectionError: nobody reads.
+        ConnectionError: The parent has closed the pipe.
     """
     try:
         pipe.send(answer)
     except ConnectionError:
         raise
-    except Exception as error:  # noqa: BLE001 - of any kind: what cannot be pickled says so
+    except Exception as error:  # noqa: BLE001 - pickling raises errors of any type
         pipe.send((False, DataError(f"a worker's answer cannot be sent: {error}")))
 
 
 def _end_with_parent() -> None:
-    """Returns a parent that is killed ends nobody: without this its workers would wait for ever."""
+    """Ends this process when its parent ends; otherwise a killed parent leaves it waiting."""
     parent = parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -71,7 +71,7 @@ def _end_with_parent() -> None:
 
 
 class _Worker:
-    """A process that maps one item at a time."""
+    """A worker process, which processes one item at a time."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         context = get_context("spawn")
@@ -86,28 +86,28 @@ class _Worker:
             done, answer = self._pipe.recv()
         except (EOFError, ConnectionError):
             raise DataError(
-                "a worker process died (killed, or out of memory); use fewer workers"
+                "a worker process died (it was killed, or out of memory); use fewer workers"
             ) from None
         if not done:
             raise answer
         return answer
 
     def close(self) -> None:
-        """Lets the process end, and waits until it has."""
+        """Ends the process and waits for it."""
         self._pipe.close()
         self._process.join()
 
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until the block ends, and does not reach the processes that start in it.
+    """Defers Ctrl-C until the block ends, and hides it from processes that start in the block.
 
-    A process that is interrupted while it starts, or whose parent is while it hands it its work,
-    ends in a traceback. Blocked signals are inherited, so `_start` comes before them. They are
-    also caught, because another thread may receive what this one blocks.
+    A process that is interrupted while it starts, or while its parent sends its work, would print
+    a traceback. The signal is blocked, which child processes inherit, and also caught, because
+    another thread may receive a signal that this thread blocks.
     """
     came: list[int] = []
-    handler = signal.getsignal(signal.SIGINT)  # None: not of Python, and not ours to replace
+    handler = signal.getsignal(signal.SIGINT)  # None: not set by Python, so do not replace it
     caught = handler is not None and threading.current_thread() is threading.main_thread()
     if caught:
         signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
@@ -115,7 +115,7 @@ def _interrupts_held() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what is pending comes now
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a pending signal is delivered here
         if caught:
             signal.signal(signal.SIGINT, handler)
         if came:
@@ -123,18 +123,18 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
-    """`map(function, items)`, in this process for one worker, else in `workers` processes.
+    """Maps a function over items with `workers` processes; yields results in order.
 
-    Whatever the number of workers, results come in the order of the items, and at most three
-    items per worker are in flight.
+    At most three items per worker are in flight.
 
     Args:
-        function: can be pickled; sent to each process once.
-        items: read lazily.
-        workers: number of processes; with 1 the function runs here, in whatever threads it uses.
+        function: A picklable function, sent to each process once.
+        items: The items, read lazily.
+        workers: Number of processes; with 1, the function runs in this process.
 
     Raises:
-        DataError: a worker process died. Errors of `function` and `items` pass through.
+        DataError: `workers` is below 1, or a worker process died. Errors of `function` and `items`
+            are raised unchanged.
     """
     if workers < 1:
         raise DataError(f"{workers} workers; give at least 1")
@@ -151,7 +151,7 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
             idle.put(worker)
         return result
 
-    # Started with the first process, it would unblock the signals that are held for that one.
+    # If it started with the first process, it would unblock the signals that are deferred there.
     resource_tracker.ensure_running()
     with ExitStack() as stack:
         for _ in range(workers):
@@ -160,7 +160,7 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
             stack.callback(worker.close)
             idle.put(worker)
         threads = ThreadPoolExecutor(workers)
-        stack.callback(threads.shutdown, cancel_futures=True)  # what is under way ends first
+        stack.callback(threads.shutdown, cancel_futures=True)  # before the workers are closed
         waiting: deque[Future[R]] = deque()
         for item in items:
             waiting.append(threads.submit(call, item))

@@ -1,4 +1,4 @@
-"""What makes the sequences of datasets of a chunk of a source, whatever they hold."""
+"""The interface of an encoder, which turns source chunks into documents of datasets."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -12,16 +12,15 @@ from megatron_data.tokenizers.protocol import Tokenizer
 
 
 class Output(NamedTuple):
-    """One of the datasets that are made of the same documents.
+    """One of the datasets that an encoder writes for the same documents.
 
     Attributes:
-        suffix: what its name adds to the prefix of all.
-        dtype: token type.
-        required_content: what a document needs to have tokens, such as "text under 'body'".
-        multimodal: whether its sequences have modes.
-        values: how many values its tokens have, from 0; None if that is the vocabulary.
-        skip_reasons: what the encoder counted of documents that it left out, by name,
-            each with its words.
+        suffix: Suffix of its prefix.
+        dtype: Token type.
+        required_content: What a document needs to have tokens, such as "text under 'body'".
+        multimodal: Whether its sequences have modes.
+        values: Number of distinct values, from 0, or None for token ids of the vocabulary.
+        skip_reasons: Names of tallies that count skipped documents, each with its description.
     """
 
     suffix: str
@@ -36,10 +35,10 @@ class EncodedDocuments(NamedTuple):
     """The documents of one chunk in one dataset.
 
     Attributes:
-        tokens: all tokens, joined.
-        lengths: tokens per sequence, int32.
-        sequences: sequences per document, int32; 0 where a document has no token.
-        modes: of every sequence, int8; None where the dataset has none.
+        tokens: All tokens, concatenated.
+        lengths: Tokens per sequence, int32.
+        sequences: Sequences per document, int32; 0 for a document without tokens.
+        modes: Mode of each sequence, int8; None if the dataset has no modes.
     """
 
     tokens: NDArray[np.integer]
@@ -49,19 +48,19 @@ class EncodedDocuments(NamedTuple):
 
     @property
     def arrays(self) -> list[NDArray[np.integer]]:
-        """Those there are, in this order."""
+        """The arrays that are not None, in the order of the attributes."""
         return [array for array in self if array is not None]
 
 
 class EncodedChunk(NamedTuple):
-    """What one chunk became.
+    """The result of encoding one chunk.
 
     Attributes:
-        outputs: its documents in each dataset; the number of documents is that of every one.
-        faults: what is no document, in the order of the source.
-        refused: which of the source's documents the encoder alone refused, from 0.
-        tallies: whatever the encoder counts, by name; summed over all chunks at the end.
-        external_version: what `ChunkEncoder.external_version` said of the chunk.
+        outputs: Its documents in each dataset; every dataset has the same number of documents.
+        faults: Faults in the order of the source.
+        refused: Indices of the documents that the source read and the encoder refused.
+        tallies: Counters of the encoder by name, which are summed over all chunks.
+        external_version: The result of `ChunkEncoder.external_version` for the chunk.
     """
 
     outputs: list[EncodedDocuments]
@@ -72,37 +71,37 @@ class EncodedChunk(NamedTuple):
 
 
 class ChunkEncoder(Protocol):
-    """Makes documents of datasets of chunks; every worker process holds one, so it is pickled."""
+    """Encodes source chunks as documents; it is pickled for each worker process."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What its tokens come from."""
+        """The tokenizer."""
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """The datasets; none of them takes its name before all are whole."""
+        """The datasets to write; none appears under its name before all are complete."""
 
     @property
     def max_document_bytes(self) -> int | None:
-        """Bytes that a document may have in its source; None for no limit."""
+        """Largest size of a document in its source in bytes; None for no limit."""
 
     @property
     def chunk_bytes(self) -> tuple[int, int]:
-        """The least and the most that a chunk should have, so that what it becomes is bounded."""
+        """Smallest and largest size of a source chunk in bytes, which bounds the memory."""
 
     @property
     def job(self) -> dict[str, Any]:
-        """What decides what a document becomes, plain values of JSON."""
+        """JSON values that determine the encoding of a document; a resumed run compares them."""
 
     @property
     def reader_options(self) -> dict[str, Any]:
-        """How documents are told apart in a chunk, for `trace`; stands beside every source."""
+        """How documents are read from a chunk, for `trace`; stored with each source."""
 
     def options(self, output: int) -> dict[str, Any]:
-        """Returns what the manifest of a dataset says of how it was made."""
+        """Returns the options that the manifest of a dataset records."""
 
     def external_version(self, chunk: Chunk) -> str:
-        """Returns what changes with other files that a chunk names; nothing if it names none."""
+        """Returns a digest of the versions of files that a chunk names; empty if it names none."""
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """Returns the documents of a chunk."""
+        """Encodes the documents of a chunk."""

@@ -1,4 +1,4 @@
-"""From the text of a document to its sentences."""
+"""Splits the text of a document into sentences."""
 
 from difflib import get_close_matches
 from itertools import pairwise
@@ -8,37 +8,37 @@ from megatron_data.errors import DataError
 
 
 class SentenceSplitter(Protocol):
-    """Cuts texts into sentences.
+    """Splits texts into sentences.
 
-    Implementations can be pickled: preprocessing sends one to every worker process.
+    Implementations must be picklable, because preprocessing sends one to each worker process.
     """
 
     @property
     def record(self) -> dict[str, Any]:
-        """What decides where texts are cut, as plain JSON values; it stands in the manifest."""
+        """JSON values that determine the sentences; the manifest records them."""
 
     def split(self, text: str) -> list[str]:
         """Returns the sentences of a text, in order."""
 
 
 class PunktSplitter:
-    """Punkt, whose models of 20 languages come with the extra `sentences`; nothing is downloaded.
+    """Splits sentences with Punkt (the extra `sentences`, which includes models of 20 languages).
 
-    The algorithm learned from a corpus of each language which words are abbreviations and which
-    begin sentences (Kiss and Strunk, "Unsupervised Multilingual Sentence Boundary Detection",
+    The models learned from a corpus of each language which words are abbreviations and which begin
+    sentences (Kiss and Strunk, "Unsupervised Multilingual Sentence Boundary Detection",
     Computational Linguistics 2006). Megatron's `--split-sentences` uses the same models through
-    nltk (`NLTKSplitter`), which makes sentences of its own of the dots of `. . . .`; here they stay
-    together.
-    Chinese, Japanese and other languages whose sentences end in a character of their own need no
-    model; rules are enough.
+    nltk (`NLTKSplitter`), which makes each dot of `. . . .` a sentence; here they stay together.
+    Chinese, Japanese and other languages with special characters at the end of sentences are split
+    by rules, without a model. Nothing is downloaded.
 
     Args:
         language: English name of the language in lower case (Megatron: `--lang`).
-        keep_newlines: leave the white space between two sentences at the end of the first, so that
-            sentences joined are the text but for white space at its end. Otherwise it is dropped.
+        keep_newlines: Whether a sentence includes the white space after it, so that the
+            concatenated sentences are the text, except for white space at its end. Otherwise the
+            white space is dropped.
 
     Raises:
-        DataError: the extra is not installed, or no such language.
+        DataError: The extra is not installed, or the language is unknown.
     """
 
     def __init__(self, language: str = "english", keep_newlines: bool = False) -> None:
@@ -67,7 +67,7 @@ class PunktSplitter:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Name and version of the algorithm, language and treatment of white space."""
+        """Name and version of the splitter, language and option, for JSON."""
         return {
             "splitter": "punkt",
             "version": self._version,
@@ -76,7 +76,7 @@ class PunktSplitter:
         }
 
     def split(self, text: str) -> list[str]:
-        """Returns the sentences of a text, in order; none if it is white space."""
+        """Returns the sentences of a text, in order; an empty list for white space."""
         spans = list(self._tokenizer.span_tokenize(text))
         if self.keep_newlines and spans:
             starts = [start for start, _ in spans[1:]]

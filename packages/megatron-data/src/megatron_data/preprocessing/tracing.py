@@ -1,4 +1,4 @@
-"""Which file, and which byte or line of it, a training token came from."""
+"""Finds the source file, line and byte of a training token."""
 
 import os
 from collections.abc import Iterator
@@ -31,18 +31,19 @@ from megatron_data.sources.protocol import (
 
 @dataclass(frozen=True)
 class TraceReport:
-    """Where a document came from.
+    """The source of a document.
 
     Attributes:
-        document: its number in the dataset.
-        first_token: its first token in the dataset.
-        tokens: how many it has.
-        path: the source, or the file of a folder of texts.
-        span: the part of the source that was preprocessed together with it.
-        number: its line or row there, from 1; None for a text file, and where that is unknown.
-        offset: its first byte in the (unpacked) file; None where files have no lines, or unknown.
-        size: its bytes in the source; None where that is unknown.
-        inexact_reason: why only the part is known; None if the place is exact.
+        document: Index of the document in the dataset.
+        first_token: Index of its first token in the dataset.
+        tokens: Number of its tokens.
+        path: Path of the source, or of a file in a folder of text files.
+        span: Range of the source chunk that holds the document.
+        number: Its line or row, from 1; None for a text file or if unknown.
+        offset: Its first byte in the uncompressed file; None if the file has no lines or if
+            unknown.
+        size: Its size in the source in bytes; None if unknown.
+        inexact_reason: Why only the source chunk is known; None if the place is exact.
     """
 
     document: int
@@ -65,27 +66,27 @@ def trace(
     allow_http: bool = False,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> TraceReport:
-    """Finds the source of a token or of a document of a dataset that was made here.
+    """Finds the source of a token or document of a dataset with a manifest.
 
-    The part of the source that it stands in is read anew, and compared with what it was; where
-    that cannot be done, the answer is the part alone.
+    Reads the source chunk again and compares it with its digest in the manifest. If this is
+    impossible, the result has the range of the chunk and the reason.
 
     Args:
-        prefix: path of the pair without `.bin` or `.idx`, or a URL that fsspec opens.
-        token: number of the token in the `.bin`, from 0.
-        document: number of the document, from 0; instead of a token.
-        storage: the cache for the index of a URL.
-        allow_http: read a source on a web server, where the manifest names one. Local files and
-            object storage are read in any case.
-        max_document_bytes: that a document of the source may have, if the manifest does not say
-            less; give as many as there were allowed when the dataset was made.
+        prefix: Path of the dataset without `.bin` or `.idx`, or a URL that fsspec opens.
+        token: Index of the token in the `.bin`.
+        document: Index of the document, instead of a token.
+        storage: Cache for the index of a URL.
+        allow_http: Whether to read a source from a web server that the manifest names. Local files
+            and object storage are always read.
+        max_document_bytes: Largest size of a document of the source in bytes. A lower limit in the
+            manifest takes precedence. Give at least the limit with which the dataset was made.
 
     Raises:
-        DataError: no such token or document, or nothing is known of where the dataset came from.
+        DataError: The token or document does not exist, or the dataset has no map to its sources.
     """
     prefix = os.fspath(prefix)
     if (token is None) == (document is None):
-        raise DataError("name a token or a document, one of the two")
+        raise DataError("give either a token or a document")
     with IndexedDataset(prefix, storage) as dataset:
         manifest, origins = _record_of(prefix)
         number = _document_of(dataset, token) if document is None else document
@@ -109,14 +110,14 @@ def _record_of(prefix: str) -> tuple[dict[str, Any], Origins]:
     path, manifest = manifest_name(prefix), read_manifest(prefix)
     if manifest is None:
         raise DataError(
-            f"{prefix} has no manifest {path}, so nothing is known of where it came from; copy the "
-            "manifest beside it, or preprocess the text again"
+            f"{prefix} has no manifest {path}, so its sources are unknown; copy the manifest "
+            "beside it, or preprocess the text again"
         )
     origins = read_origins(prefix, manifest)
     if origins is None:
         raise DataError(
-            f"{path} has no map of chunks, so nothing is known of where {prefix} came from; "
-            "preprocess the text again"
+            f"{path} has no map of chunks, so the sources of {prefix} are unknown; preprocess the "
+            "text again"
         )
     return manifest, origins
 
@@ -131,21 +132,23 @@ def _document_of(dataset: IndexedDataset, token: int | None) -> int:
 
 
 class _Limits(NamedTuple):
-    """What the user allows to be read; the arguments of `trace`."""
+    """The limits that a user sets: arguments of `trace`."""
 
     allow_http: bool
     max_document_bytes: int
 
     def max_bytes_of(self, source: dict[str, Any]) -> int:
-        """Bytes that a document may have: what the manifest says, if that is less."""
-        said = source["max_document_bytes"]
-        return self.max_document_bytes if said is None else min(said, self.max_document_bytes)
+        """Returns the largest size of a document: the lower limit of manifest and user."""
+        recorded = source["max_document_bytes"]
+        if recorded is None:
+            return self.max_document_bytes
+        return min(recorded, self.max_document_bytes)
 
 
 def _look_up(
     source: dict[str, Any], origin: Origin, wanted: int, limits: _Limits
 ) -> dict[str, Any]:
-    """Reads a part of a source anew, and find a document in it by how many come before it."""
+    """Reads a source chunk again and returns the place of its document with index `wanted`."""
     path, max_bytes = source["path"], limits.max_bytes_of(source)
     try:
         chunk = reopen(source, limits.allow_http).chunk_at(origin.span, max_bytes)

@@ -1,4 +1,4 @@
-"""Whether a dataset is what its index and its manifest say."""
+"""Checks a dataset against its index and its manifest."""
 
 import os
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ from megatron_data.sources.storage import stat
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What `verify` found in order.
+    """The result of `verify` for a valid dataset.
 
     Attributes:
-        counts: what the dataset holds.
-        has_manifest: whether there was a manifest to compare with; without one only the structure
-            could be checked.
+        counts: Counts of the dataset.
+        has_manifest: Whether the dataset has a manifest; without one, only the structure is
+            checked.
     """
 
     counts: Counts
@@ -43,16 +43,17 @@ class VerificationReport:
 def verify(
     prefix: str | os.PathLike[str], storage: StorageCache | None = None
 ) -> VerificationReport:
-    """Checks a dataset's structure, and its sizes, counts and digests against the manifest.
+    """Checks the structure of a dataset, and its sizes, counts and digests against the manifest.
 
-    Every file is read once, block by block; of a URL past the cache, as it lies there.
+    Reads every file once, block by block. The files of a URL are read from the storage and not
+    from the cache.
 
     Args:
-        prefix: path of the pair without `.bin` or `.idx`, or a URL that fsspec opens.
-        storage: the cache for the index of a URL.
+        prefix: Path of the dataset without `.bin` or `.idx`, or a URL that fsspec opens.
+        storage: Cache for the index of a URL.
 
     Raises:
-        DataError: the first thing found wrong.
+        DataError: The dataset is invalid; the error names the first problem.
     """
     prefix = os.fspath(prefix)
     with IndexedDataset(prefix, storage) as dataset:
@@ -74,21 +75,23 @@ def verify(
     for found in (tokens.lowest, tokens.highest):
         if not 0 <= found < limit:
             known = f"the vocabulary has {limit}" if values is None else f"values are below {limit}"
-            raise DataError(f"{prefix}.bin holds token {found}, {known}")
+            raise DataError(f"{prefix}.bin holds token {found}, but {known}; preprocess again")
     if manifest.get("conversations"):
         check_mask(prefix.removesuffix(LOSS_SUFFIX))
     return VerificationReport(counts, has_manifest=True)
 
 
 def _check_counts(prefix: str, recorded: dict[str, Any], counts: Counts, numbers: int) -> None:
-    """Compares counts; older manifests count the numbers that images are made of as tokens."""
+    """Compares counts; older manifests count the int32 values of images as tokens."""
     found = counts if "images" in recorded else replace(counts, tokens=numbers, images=0)
     if recorded != found.to_json():
-        raise DataError(f"{prefix} holds {found.to_json()}, its manifest says {recorded}")
+        raise DataError(
+            f"{prefix} holds {found.to_json()}, but its manifest has {recorded}; preprocess again"
+        )
 
 
 class _Tokens:
-    """A `.bin` that is read once for its bytes and the bounds of the tokens of its texts."""
+    """Reads a `.bin` once, and records the smallest and largest token of its texts."""
 
     def __init__(self, dataset: IndexedDataset) -> None:
         self._dataset = dataset
@@ -108,7 +111,7 @@ class _Tokens:
             yield tokens.data.cast("B")
 
     def _check_images(self, tokens: NDArray[Any], begin: int, modes: NDArray[np.int8]) -> None:
-        """Every image that begins among these tokens says first how it is filled up."""
+        """Checks that the first value of each image that starts in these tokens is its padding."""
         starts, itemsize = self._dataset.sequence_pointers, self._dataset.dtype.itemsize
         bounds = np.array([begin, begin + len(tokens)]) * itemsize
         first, last = np.searchsorted(starts, bounds).tolist()
@@ -117,13 +120,13 @@ class _Tokens:
         wrong = np.flatnonzero((fills < 0) | (fills > MAX_PADDING_BYTES))
         if len(wrong):
             raise DataError(
-                f"{self._dataset.prefix}: sequence {images[wrong[0]]} holds no image: it begins "
+                f"{self._dataset.prefix}: sequence {images[wrong[0]]} is not an image: it begins "
                 f"with {fills[wrong[0]]}, not with 0 to {MAX_PADDING_BYTES}"
             )
 
 
 def _recorded(prefix: str, name: str, files: dict[str, Any]) -> WrittenFile:
-    """Returns what a manifest says of a file; one without blocks is older than these."""
+    """Returns the record of a file in a manifest; older manifests have no blocks."""
     file = files[name]
     blocks = list(file.get("blocks", []))
     return WrittenFile(f"{prefix}.{name}", int(file["bytes"]), file["sha256"], blocks)
@@ -131,7 +134,10 @@ def _recorded(prefix: str, name: str, files: dict[str, Any]) -> WrittenFile:
 
 def _check_size(recorded: WrittenFile, size: int) -> None:
     if size != recorded.bytes:
-        raise DataError(f"{recorded.path} has {size:,} bytes, its manifest says {recorded.bytes:,}")
+        raise DataError(
+            f"{recorded.path} has {size:,} bytes, but its manifest has {recorded.bytes:,}; copy it "
+            "again or preprocess again"
+        )
 
 
 def _check_content(recorded: WrittenFile, content: Iterator[bytes] | Iterator[memoryview]) -> None:
@@ -148,6 +154,6 @@ def _check_content(recorded: WrittenFile, content: Iterator[bytes] | Iterator[me
             f" ({len(wrong)} of {len(digests.blocks)} blocks of 64 MiB, the first is {wrong[0]})"
         )
     raise DataError(
-        f"{recorded.path} is not the file its manifest describes: same size, other content{where}; "
-        "copy it again or preprocess again"
+        f"{recorded.path} differs from its manifest: same size, different content{where}; copy it "
+        "again or preprocess again"
     )
