@@ -133,7 +133,7 @@ class Case:
         dispatcher: how tokens get to their experts.
         schedule: of the pipeline, where it is not the default one.
         per_token: whether tokens have equal weights in the loss of a step, or else micro-batches.
-        chunks: whether activations are gathered and scattered in chunks.
+        slices: whether activations are gathered and scattered in slices (`--tp-comm-overlap`).
         smooth: whether labels are smoothed.
         lora: whether the model is frozen, but for adapters of its linear layers.
         few_logits: whether the loss is computed of a few tokens at a time.
@@ -153,7 +153,7 @@ class Case:
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
     schedule: str | None = None
     per_token: bool = True
-    chunks: bool = False
+    slices: bool = False
     smooth: bool = False
     lora: bool = False
     few_logits: bool = False
@@ -175,7 +175,7 @@ class Case:
         layout = self.layout
         parts = [f"tp{layout.tp}"] if layout.tp > 1 else []
         parts += ["sp"] if self.sequence_parallel else []
-        parts += ["chunks"] if self.chunks else []
+        parts += ["slices"] if self.slices else []
         parts += [f"cp{layout.cp}"] if layout.cp > 1 else []
         parts += [self.comm] if self.comm != "p2p" else []
         parts += ["documents"] if self.per_document else []
@@ -250,7 +250,7 @@ def _case(
         "alltoall" if "alltoall" in options else "allgather",
         schedule,
         "means" not in options,
-        "chunks" in options,
+        "slices" in options,
         "smooth" in options,
         "lora" in options,
         "few-logits" in options,
@@ -387,8 +387,8 @@ CASES = (
     _case("few", 4, "allgather", cp=4),
     _case("few", 2, "sp", "a2a", tp=2, cp=2),
     _case("few", 2, "dropout", "a2a+p2p", cp=4),
-    _case("untied", 2, "sp", "chunks", "dropout", tp=2),
-    _case("tied", 1, "sp", "chunks", "uniform", tp=4, pp=2),
+    _case("untied", 2, "sp", "slices", "dropout", tp=2),
+    _case("tied", 1, "sp", "slices", "uniform", tp=4, pp=2),
     _case("tied", 2, "few-logits", "sp", "zero-bubble", tp=2, pp=2),
     _case("untied", 4, "few-logits", "smooth", "dropout", tp=2),
     _case("untied", 1, "few-logits", "sp", "gathered", tp=2, dp=2),
@@ -398,7 +398,7 @@ CASES = (
     _case("moe", 2, "lora", tp=2, dp=2, ep=2, etp=2),
     _case("moe-gated", 1, "lora", "sp", "alltoall", "sharded", tp=2, dp=2, ep=2),
     _case("few", 2, "lora", "dropout", tp=4),
-    _case("untied", 2, "lora", "sp", "chunks", "dropout", tp=2),
+    _case("untied", 2, "lora", "sp", "slices", "dropout", tp=2),
     _case("tied", 1, "lora", "sp", "uniform", "gathered", tp=2, pp=2, dp=2),
     _case("untied", 2, "lora", "selective", "dropout", dp=2),
     _case("tied", 1, "lora", pp=4, vpp=2),

@@ -88,7 +88,7 @@ def build_trainer(
         Placement(
             mesh,
             sequence_parallel=case.sequence_parallel,
-            tp_comm_overlap=case.chunks,
+            tp_comm_overlap=case.slices,
             recompute=RECOMPUTE[case.recompute],
             dispatcher=case.dispatcher,
             dtype=dtype,

@@ -46,10 +46,10 @@ def _gathered_again_in_another_order(mesh: Mesh, replace: Replace) -> None:
     replace(linear, "start_all_gather", wrong)
 
 
-@defect("chunks of a sum are put together in another order", "tp2·sp·chunks-untied-dropout")
-def _chunks_in_another_order(mesh: Mesh, replace: Replace) -> None:
+@defect("slices of a sum are concatenated in another order", "tp2·sp·slices-untied-dropout")
+def _slices_in_another_order(mesh: Mesh, replace: Replace) -> None:
     true = linear._joined
-    replace(linear, "_joined", lambda chunks: true(chunks[::-1]))
+    replace(linear, "_joined", lambda slices: true(slices[::-1]))
 
 
 @defect("a row-parallel bias is added by every rank", "tp2-tied")
