@@ -77,7 +77,7 @@ def test_adapters_are_trained_continued_in_other_layouts_and_merged(train, base,
 
     assert main(["merge", "--load", "whole", "--save", "merged"]) == 0
     assert main(["merge", "--load", "cut", "--save", "merged"]) == 1
-    assert "is there already; give --save a folder without" in capfd.readouterr().err
+    assert "already has a checkpoint (" in capfd.readouterr().err
     merged = weights("merged")
     assert merged.keys() == before.keys()
     for name, tensor in before.items():
@@ -100,16 +100,25 @@ def test_adapters_are_trained_continued_in_other_layouts_and_merged(train, base,
 def test_what_does_not_fit_an_adapted_model_is_refused(train, base):
     train(f"--finetune --load {base} {LORA} --train-iters 1 --save tuned")
     for words, message in (
-        ("--load tuned", "comes from --linear-product lora, and this run has plain; give"),
-        ("--load tuned --finetune", "or fold it into the weights first, by megatron-train merge"),
+        ("--load tuned", "was saved with --linear-product lora, but this run has plain; g"),
+        (
+            "--load tuned --finetune",
+            "or merge it into the weights first, with megatron-train merge",
+        ),
         (f"--load {base} {LORA}", "begin a new run with its weights, by --finetune"),
-        (f"--load tuned {LORA} --lora-rank 2", "of --linear-product lora: --lora-rank 4 there, 2"),
-        (f"--load tuned {LORA} --lora-alpha 9", "lora.alpha 8.0 there, 9.0 here"),
+        (
+            f"--load tuned {LORA} --lora-rank 2",
+            "of --linear-product lora: --lora-rank 4 in the checkpoint, 2",
+        ),
+        (
+            f"--load tuned {LORA} --lora-alpha 9",
+            "lora.alpha 8.0 in the checkpoint, 9.0 in this run",
+        ),
         ("--lora-rank 2", "--lora-rank is a setting of the product lora, but the run uses plain"),
         (f"{LORA} --lora-rank 0", "--lora-rank 0 is not a number of columns >= 1"),
         ("--linear-product lara", "no product of linear layers 'lara'; did you mean 'lora'?"),
-        (f"{LORA} --lora-target-modules q_proj", "is chosen for q_proj, and a model of kind gpt"),
-        (f"{LORA} --use-torch-fsdp2 --nproc-per-node 2", "freezes weights, and --use-torch-fsdp2"),
+        (f"{LORA} --lora-target-modules q_proj", "is set for q_proj, but a model of kind gpt"),
+        (f"{LORA} --use-torch-fsdp2 --nproc-per-node 2", "freezes weights, but --use-torch-fsdp2"),
     ):
         assert message in train(f"{words} --train-iters 2", status=1), words
     assert main(["merge", "--load", "base", "--save", "x"]) == 1

@@ -229,7 +229,7 @@ MISTAKES = {
     ),
     "a checkpoint of another model": (
         f"{TRAIN} {DATA} --num-layers 3 --load trained",
-        ["num_layers 2 there, 3 here"],
+        ["num_layers 2 in the checkpoint, 3 in this run"],
     ),
     "a torn checkpoint by name": (
         f"{TRAIN} {DATA} --load torn/iter_0000003",
@@ -333,7 +333,10 @@ MISTAKES = {
     ),
     "a checkpoint of another family": (
         f"{TRAIN} {DATA} --load llama",
-        ["llama/iter_0000003 holds another model", "normalization RMSNorm there, LayerNorm here"],
+        [
+            "llama/iter_0000003 holds another model",
+            "normalization RMSNorm in the checkpoint, LayerNorm in this run",
+        ],
     ),
     "a checkpoint of Megatron-LM": (f"{TRAIN} {DATA} --load megatron", ["megatron", "Megatron-LM"]),
     "a published model in place of a checkpoint": (

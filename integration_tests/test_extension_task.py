@@ -205,14 +205,14 @@ def test_its_settings_are_of_the_run_and_its_record(sentences, refused, run_comm
     assert settings["masked_lm"] == {"probability": 0.4, "short_samples": 0.1}
     assert settings["rmsprop"] == {"decay": 0.5}
     check = f"megatron-train config check --model bidirectional {tmp_path}/more/config.yaml"
-    assert "settings, all known" in run_command(sentences, check).stdout
+    assert "settings, all valid" in run_command(sentences, check).stdout
     find = "megatron-train config find --model bidirectional masked tokens"
     assert "--mask-prob  (masked_lm.probability)" in run_command(sentences, find).stdout
     again = f"--optimizer rmsprop --train-iters 3 --save {tmp_path}/more --load {tmp_path}/more"
-    assert "other data: probability 0.4 there, 0.15 here" in refused(again)
+    assert "other data: probability 0.4 in the checkpoint, 0.15 in this run" in refused(again)
     again = f"{again} --mask-prob 0.4 --rmsprop-decay 0.6"
     done = run_command(sentences, f"{RUN} {again}")
-    assert "the optimizer has other settings" in done.stdout + done.stderr
-    assert "rmsprop.decay 0.5 there, 0.6 here" in done.stdout + done.stderr
+    assert "settings of the optimizer differ" in done.stdout + done.stderr
+    assert "rmsprop.decay 0.5 in the checkpoint, 0.6 in this run" in done.stdout + done.stderr
     (tmp_path / "run.yaml").write_text("masked_lm: {propability: 0.4}\n")
     assert "did you mean masked_lm.probability?" in refused(f"--config {tmp_path}/run.yaml")

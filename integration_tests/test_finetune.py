@@ -55,11 +55,11 @@ def test_finetuning_takes_weights_only_and_a_restart_continues_it(corpus, train,
     assert find_checkpoint(corpus / "tuned").values()["optimizer"]["steps"] == 3
 
     printed = train(words)
-    assert "--save tuned holds this run at step 3: it is continued" in printed
+    assert "--save tuned has this run at step 3: continuing it" in printed
     assert "continuing from tuned after step 3" in printed
     train(f"{SIZES} --train-iters 6 --finetune --load {base} --save whole")
     assert losses(corpus / "tuned") == losses(corpus / "whole")
-    assert "nothing left to do: the run is 6 steps long" in train(words)
+    assert "nothing left to do: the run has 6 steps" in train(words)
 
 
 def test_a_continued_run_remembers_what_it_began_with(corpus, train, base):
@@ -101,8 +101,8 @@ def test_the_optimizer_may_begin_anew_where_the_run_continues(corpus, train, bas
 def test_another_seed_is_refused_unless_said(train, base):
     words = f"{SIZES} --train-iters 11 --load {base} --seed 5"
     printed = train(words, status=1)
-    assert "comes from --seed 1234, and this run has --seed 5" in printed
-    assert "seed 1234 there, 5 here" in train(f"{words} --no-load-rng")
+    assert "was saved with --seed 1234, but this run has --seed 5" in printed
+    assert "seed 1234 in the checkpoint, 5 in this run" in train(f"{words} --no-load-rng")
 
 
 def test_sizes_may_be_the_checkpoints(train, base):
@@ -110,17 +110,20 @@ def test_sizes_may_be_the_checkpoints(train, base):
     printed = train(f"{words} --load {base}")
     assert "model.num_layers: 2  [the checkpoint base/iter_0000010]" in printed
     printed = train(f"{words} --load {base} --num-layers 3", status=1)
-    assert "num_layers 2 there, 3 here" in printed
+    assert "num_layers 2 in the checkpoint, 3 in this run" in printed
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--finetune --load nowhere", "--load nowhere has no complete checkpoint whose weights"),
+        ("--finetune --load nowhere", "--load nowhere has no complete checkpoint to load"),
         ("--pretrained-checkpoint nowhere", "--pretrained-checkpoint nowhere has no complete"),
         ("--finetune --load base --save base", "did not begin with the weights of base"),
-        ("--pretrained-checkpoint base --save base", "already holds a run, at step 10"),
-        ("--finetune --load base --hidden-size 64", "holds another model: hidden_size 32 there"),
+        ("--pretrained-checkpoint base --save base", "already has a run, at step 10"),
+        (
+            "--finetune --load base --hidden-size 64",
+            "holds another model: hidden_size 32 in the checkpoint",
+        ),
     ],
 )
 def test_what_cannot_begin_is_refused_in_one_line(train, base, words, message):
@@ -179,8 +182,9 @@ def test_a_split_without_text_to_test_on_is_one_line(corpus, train, capsys):
     )
     assert main(f"pretrain gpt {words} --split 1000,1,0".split()) == 1
     assert (
-        "valid split of valid_text_document (0 of 60 sequences): the split holds no token; widen "
-        "it, as by --split 8,2,0, or do without by --eval-iters 0" in capsys.readouterr().err
+        "valid split of valid_text_document (0 of 60 sequences): the split holds no token; "
+        "enlarge it, as with --split 8,2,0, or skip evaluation with --eval-iters 0"
+        in capsys.readouterr().err
     )
 
 
@@ -217,7 +221,7 @@ def test_an_imported_checkpoint_is_finetuned_with_its_own_sizes(corpus, train, b
     )
     printed = train(f"{words.replace('--finetune', '')} --load imported", status=1)
     assert printed.count("error:") == 1
-    assert "holds weights, but no run to continue; begin a new one with them by --fin" in printed
+    assert "has weights but no run to continue; begin a new run with them with --fine" in printed
 
 
 def test_a_run_measured_in_samples_leaves_out_an_unfinished_batch(corpus, train):

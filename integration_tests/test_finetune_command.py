@@ -119,7 +119,9 @@ def test_settings_of_the_model_may_be_others_where_the_weights_fit(start, base):
     printed = start(f"{words} --init-method-std 0.5 --print-config")
     assert "init_method_std: 0.5" in printed and "# --init-method-std" in printed
     printed = start(f"{words} --num-layers 3", status=1)
-    assert printed.count("error:") == 1 and "num_layers 2 there, 3 here" in printed
+    assert (
+        printed.count("error:") == 1 and "num_layers 2 in the checkpoint, 3 in this run" in printed
+    )
 
 
 def test_an_imported_checkpoint_is_finetuned_by_its_own_tokenizer(corpus, start, base, run_command):
@@ -149,7 +151,7 @@ def test_it_takes_the_file_of_its_own_run_and_no_other_command(corpus, start, ba
         (f"{TUNE} nowhere", "--pretrained-checkpoint nowhere: ", 1),
         (f"{TUNE} torn/iter_0000003", "--pretrained-checkpoint torn/iter_0000003: ", 1),
         (f"{TUNE} tokenizer", "--pretrained-checkpoint tokenizer: ", 1),
-        (f"{TUNE} base --train-iters 1 --save base", "--save base already holds a run", 1),
+        (f"{TUNE} base --train-iters 1 --save base", "--save base already has a run", 1),
         (f"{TUNE} base --train-iters 1 --recipe llama-tiny", "unknown argument --recipe", 2),
         ("finetune gtp --pretrained-checkpoint base", "gtp", 2),
     ],

@@ -342,7 +342,7 @@ REFUSALS = {
 }
 """Flags whose effect is that a run is refused, and with which words."""
 if not torch.cuda.is_available():
-    REFUSALS["training.device"] = "--device cuda: torch sees no GPU here"
+    REFUSALS["training.device"] = "--device cuda: torch finds no GPU"
 
 pytestmark = pytest.mark.usefixtures("plain_runs")
 

@@ -210,20 +210,23 @@ def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(corpus, train,
 def test_another_order_of_samples_is_warned_of_or_refused(corpus, train, whole):
     """Megatron's order is drawn for a whole run; ours changes with data and seed only."""
     printed = train(f"{ALWAYS} --load whole --train-iters 13")
-    assert "samples come in another order" not in printed
+    assert "the order of samples differs" not in printed
     other = f"{ALWAYS} --load whole --train-iters 14 --train-data-path valid_text_document"
     printed = train(other, status=1)
-    assert "data ['train_text_document'] there, ['valid_text_document'] here" in printed
+    assert (
+        "data ['train_text_document'] in the checkpoint, ['valid_text_document'] in this run"
+        in printed
+    )
     assert "--data-path-changes to replace data from a sample on, or --allow-changed" in printed
     printed = train(f"{other} --allow-changed-run data")
     assert printed.count("warning: ") == 1
-    assert "samples come in another order than before step 12" in printed
+    assert "the order of samples differs from that before step 12" in printed
     assert "--data-path-changes replaces data from a sample on" in printed
     compat = f"{ALWAYS} --sample-order compat --save compat"
     train(f"{compat} --exit-interval 1")
     printed = train(f"{compat} --load compat --train-iters 13 --exit-interval 2")
     assert printed.count("warning: ") == 1
-    assert "samples 96 there, 104 here" in printed
+    assert "samples 96 in the checkpoint, 104 in this run" in printed
     assert "nothing left to do" in train(f"{ALWAYS} --load whole")
 
 
@@ -237,7 +240,7 @@ def test_data_that_changes_later_leaves_the_past_as_it_was(corpus, train, whole)
     train(f"{changed} --load changed")
     assert "changes [[40, " in train(f"{ALWAYS} --load changed --train-iters 13", status=1)
     printed = train(f"{ALWAYS} --load changed --train-iters 13 --allow-changed-run data")
-    assert "samples come in another order than before step 12" in printed
+    assert "the order of samples differs from that before step 12" in printed
     same = losses(corpus / "whole")
     assert {step: loss for step, loss in losses(corpus / "changed").items() if step <= 5} == {
         step: loss for step, loss in same.items() if step <= 5
@@ -246,7 +249,7 @@ def test_data_that_changes_later_leaves_the_past_as_it_was(corpus, train, whole)
 
 def test_without_a_checkpoint_a_run_starts_fresh_or_refuses(train):
     printed = train(f"{ALWAYS} --load nowhere --exit-interval 1")
-    assert "no complete checkpoint in nowhere: starting fresh" in printed
+    assert "no complete checkpoint in nowhere: starting a new run" in printed
     printed = train(f"{ALWAYS} --load nowhere --exit-on-missing-checkpoint", status=1)
     assert "--load nowhere has no complete checkpoint" in printed
 

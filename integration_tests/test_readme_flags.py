@@ -125,7 +125,7 @@ def test_the_readmes_names_train_and_continue(call, folder, run_command):
     assert (folder / "my-gpt2_text_document.idx").exists()
     words = f"{README} {SMALL}"
     printed = call(f"{words} --exit-interval 2")
-    assert "no complete checkpoint in checkpoints/gpt2_345m: starting fresh" in printed
+    assert "no complete checkpoint in checkpoints/gpt2_345m: starting a new run" in printed
     assert "stopped after step 2 of 4" in printed
     printed = call(words)
     assert "continuing from checkpoints/gpt2_345m after step 2" in printed

@@ -120,8 +120,8 @@ def test_another_run_is_refused_without_a_flag_that_says_so(train):
     for kind, message in kinds.items():
         others = " ".join(other for other in kinds if other != kind)
         (line,) = train(f"{command} {others}", status=1).splitlines()
-        assert "run/iter_0000002 comes from a run with " in line and message in line, line
-        assert f"--allow-changed-run {kind} to go on with the new" in line
+        assert "run/iter_0000002 was saved by a run with " in line and message in line, line
+        assert f"--allow-changed-run {kind} to continue with the new one" in line
     assert contents("run") == before
     lines = train(f"{command} {' '.join(kinds)}").splitlines()
     assert len(lines) == 3 and all("warning: " in line for line in lines)
@@ -132,7 +132,10 @@ def test_paths_length_and_logging_may_differ_and_rates_with_a_warning(train):
     words = "--train-data-path moved/text --train-iters 4 --log-interval 1 --save-interval 1"
     assert train(f"{TRAIN} --save run --load run {words}") == ""
     (line,) = train(f"{TRAIN} --load run --train-iters 5 --lr 1e-2").splitlines()
-    assert "the optimizer has other settings than before step 4: lr 0.001 there, 0.01 here" in line
+    assert (
+        "settings of the optimizer differ from those before step 4: lr 0.001 in the checkpoint, "
+        "0.01 in this run" in line
+    )
 
 
 def hold(mesh: Mesh, folder: str) -> str:

@@ -69,7 +69,7 @@ def test_a_message_of_another_kind_and_a_missing_one_are_seen():
     counted = added(formula(job, 0), STEPS)
     assert differences(job, 0, counted) == []
     counted["dp", "broadcast"] = (1, 8)
-    del counted["world", "all_reduce of wishes to stop"]
+    del counted["world", "all_reduce of requests to stop"]
     assert len(differences(job, 0, counted)) == 2
 
 

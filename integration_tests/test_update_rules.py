@@ -36,9 +36,9 @@ def test_a_stopped_run_continues_bit_for_bit_with_its_rule_and_no_other(train, r
     refused = train("--save stopped --load stopped", 1).err
     kept = "none" if "0" in rule else "momentum_buffer"
     assert refused.splitlines()[-1] == (
-        f"megatron-train: error: stopped/iter_0000002 has the optimizer state {kept}, and "
-        "--optimizer adam has exp_avg, exp_avg_sq: it was saved with another update rule; give "
-        "that --optimizer, or --no-load-optim to begin with a fresh one"
+        f"megatron-train: error: stopped/iter_0000002 was saved with another update rule: it "
+        f"has the optimizer state {kept}, and --optimizer adam has exp_avg, exp_avg_sq; give the "
+        "--optimizer that it was saved with, or --no-load-optim to begin with a new state"
     )
     train(f"{rule} --save stopped --load stopped")
     assert losses("stopped") == losses("whole") and len(losses("whole")) == 4

@@ -92,7 +92,7 @@ def test_a_misspelt_word_finds_settings_of_the_nearest_one(capsys):
     captured = capsys.readouterr()
     assert captured.out == expected and "--min-lr" in expected
     assert captured.err == (
-        "megatron-train: nothing has that word; shown is 'learning' instead of 'lerning'\n"
+        "megatron-train: note: no setting matches; showing 'learning' instead of 'lerning'\n"
     )
 
 
@@ -109,7 +109,7 @@ def test_files_of_settings_are_checked(tmp_path, capsys):
     good.write_text("training: {seed: 1}\noptimizer: {lr: 1e-4}\n")
     bad.write_text("training: {seed: one}\n")
     assert main(["config", "check", str(good)]) == 0
-    assert capsys.readouterr().out == f"{good}: 2 settings, all known\n"
+    assert capsys.readouterr().out == f"{good}: 2 settings, all valid\n"
     assert main(["config", "check", str(good), str(bad)]) == 1
     assert f"{bad}: training.seed needs an integer, got 'one'" in capsys.readouterr().err
 
@@ -121,7 +121,7 @@ def test_files_of_settings_are_checked(tmp_path, capsys):
         ("pretrain gtp", 2, "unknown model 'gtp'; did you mean gpt?"),
         ("", 2, "the following arguments are required: COMMAND"),
         ("config find", 2, "the following arguments are required: WORD"),
-        ("config find zzz", 1, "no setting has 'zzz' in it"),
+        ("config find zzz", 1, "no setting contains 'zzz'"),
         ("layout", 2, "the following arguments are required: --world-size"),
         ("layout --world-size 0", 2, "--world-size must be positive, got 0"),
         ("layout --world-size 6 --tensor-model-parallel-size 4", 1, "6 is not a multiple of tp 4"),

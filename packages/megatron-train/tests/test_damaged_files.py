@@ -37,7 +37,7 @@ optimizer: {lr: 1e-3}
         ("{" * 5_000, "more than 20 levels of nesting"),
         ("model: {num_layers: 2, num_layers: 3}", "the key 'num_layers' is given twice"),
         ("model: {num_layers: 2}\nmodel: {hidden_size: 2}", "the key 'model' is given twice"),
-        ("training: {seed: 0x" + "f" * 5_000 + "}", "got a number of thousands of digits"),
+        ("training: {seed: 0x" + "f" * 5_000 + "}", "got an integer of thousands of digits"),
         ("training: {seed: " + "9" * 5_000 + "}", "is not YAML: "),
         ("training: {seed: 9223372036854775808}", "training.seed needs an integer"),
         ("training: {seed: 2026-13-45}", "is not YAML: month must be in 1..12"),
@@ -216,7 +216,7 @@ def test_a_checkpoint_with_a_flat_record_is_continued(make_trainer, tmp_path, ca
     make_trainer(callbacks=[saver, StopAt(1, None)]).run()
     run = {"data": {"seq_length": 6}, "seed": {"seed": 1}}
     assert restore(make_trainer(), tmp_path, run, Console())
-    assert "does not say its data, which cannot be compared" in capsys.readouterr().err
+    assert "has no record of its data, so changes cannot be detected" in capsys.readouterr().err
 
 
 def test_a_run_with_damaged_metrics_ends_with_its_checkpoint(make_trainer, tmp_path, capsys):

@@ -67,4 +67,4 @@ def test_a_run_begun_with_weights_may_go_on_with_another_seed_and_data(tmp_path,
     config = SimpleNamespace(checkpoint=checkpoint)
     start = StartingPoint(tmp_path, origin="other", note="is continued")
     start.load(None, config, {}, Console(silent=True))
-    assert seen == [{"optimizer": True, "allowed": {"data", "seed"}}]
+    assert seen == [{"load_optimizer": True, "allowed_changes": {"data", "seed"}}]

@@ -25,7 +25,7 @@ def test_a_number_of_ranks_that_is_none_is_refused(value, capsys):
     error = capsys.readouterr().err
     assert (
         error.count("\n") == 1
-        and f"--nproc-per-node needs a positive number, not {value!r}" in error
+        and f"--nproc-per-node needs a positive integer, got {value!r}" in error
     )
 
 
@@ -33,7 +33,9 @@ def test_ranks_are_not_started_by_ranks(monkeypatch):
     assert ranks_to_start(None) == 1 and ranks_to_start("4") == 4
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert ranks_to_start(None) == 1
-    with pytest.raises(UsageError, match="--nproc-per-node 4: this is already one of 2 ranks"):
+    with pytest.raises(
+        UsageError, match="--nproc-per-node 4: this process is already one of 2 ranks"
+    ):
         ranks_to_start("4")
 
 
@@ -81,7 +83,9 @@ def test_memory_that_ran_out_is_no_bug():
     ):
         report = failure_report(error)
         assert (report.kind, report.status, report.traceback) == ("own", 1, "")
-        assert report.message.startswith(f"out of memory, {asked} asked for: lower --micro-batch")
+        assert report.message.startswith(
+            f"out of memory when allocating {asked}: lower --micro-batch"
+        )
     assert failure_report(MemoryError()).message.startswith(
         "out of memory: lower --micro-batch-size"
     )

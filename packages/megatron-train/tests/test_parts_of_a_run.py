@@ -59,7 +59,7 @@ def family_of(start, name=None, **changes):
 def test_a_run_has_the_family_it_is_given_if_that_can_express_the_model():
     assert family_of(StartingPoint()) is None
     assert family_of(StartingPoint(), "gpt2") == "gpt2"
-    words = "--model-family gpt2: such a model has normalization = 'LayerNorm', this one has 'RMS"
+    words = "--model-family gpt2: models of this family have normalization = 'LayerNorm', this o"
     with pytest.raises(TrainError, match=words):
         family_of(StartingPoint(), "gpt2", normalization="RMSNorm")
     with pytest.raises(CheckpointError, match=r"no family 'gtp2' .nearest: 'gpt2'.; installed are"):
@@ -86,7 +86,7 @@ def test_a_missing_gpu_is_refused():
     assert choose_device("cpu") == torch.device("cpu")
     if not torch.cuda.is_available():
         assert choose_device("auto") == torch.device("cpu")
-        with pytest.raises(TrainError, match="torch sees no GPU"):
+        with pytest.raises(TrainError, match="torch finds no GPU"):
             choose_device("cuda")
 
 
@@ -100,7 +100,7 @@ def test_deterministic_mode_lasts_as_long_as_the_run():
 
 def test_differences_are_named_with_both_values():
     assert describe_differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == (
-        "b 2 there, 3 here, c None there, 4 here"
+        "b 2 in the checkpoint, 3 in this run, c None in the checkpoint, 4 in this run"
     )
     assert describe_differences({"a": 1}, {"a": 1}) == ""
 
@@ -140,7 +140,7 @@ def interrupted(trainer, folder, interval, at, continued=None):
 def test_a_run_that_ends_early_says_what_is_kept_and_how_to_go_on(make_trainer, tmp_path):
     trainer, folder = make_trainer(), str(tmp_path)
     assert describe_saved_progress(trainer, CheckpointConfig(), StartingPoint()) == (
-        "nothing is saved, as there is no --save"
+        "nothing is saved, because --save is not given"
     )
     saver = Saver(CheckpointStore(tmp_path), {}, None, None, None, Console(silent=True))
     trainer.callbacks = [StopAt(1, None), saver]
@@ -166,12 +166,17 @@ def test_an_interrupted_new_run_says_which_steps_are_lost(make_trainer, tmp_path
     start = StartingPoint(tmp_path, weights_only, origin="base" if weights_only else "")
     again = "the same command" if weights_only else f"the same command with --load {tmp_path}"
     for interval, at, expected in (
-        (None, 0, "nothing is saved, as no step was made"),
-        (None, 1, "nothing is saved, as no checkpoint was complete after 1 step"),
-        (4, 3, "nothing is saved, as no checkpoint was complete after 3 steps"),
+        (None, 0, "nothing is saved: no step was completed"),
+        (None, 1, "nothing is saved: no checkpoint was complete after 1 step"),
+        (4, 3, "nothing is saved: no checkpoint was complete after 3 steps"),
         (2, 4, f"saved in {tmp_path}/iter_0000004; {again} continues it"),
-        (4, 5, f"1 step since {tmp_path}/iter_0000004 is not saved; {again} continues from there"),
-        (3, 5, f"2 steps since {tmp_path}/iter_0000003 are not saved; {again} continues from th"),
+        (
+            4,
+            5,
+            f"1 step since {tmp_path}/iter_0000004 is not saved; {again} continues from "
+            "that checkpoint",
+        ),
+        (3, 5, f"2 steps since {tmp_path}/iter_0000003 are not saved; {again} continues from that"),
     ):
         trainer = make_trainer()
         interrupted(trainer, tmp_path, interval, at)
@@ -183,9 +188,9 @@ def test_an_interrupted_continued_run_names_the_checkpoint_it_came_from(make_tra
     base, folder = tmp_path / "base", tmp_path / "run"
     saver = Saver(CheckpointStore(base), {}, None, None, None, Console(silent=True))
     make_trainer(callbacks=[saver, StopAt(2, None)]).run()
-    place, there = base / "iter_0000002", "the same command continues from there"
+    place, there = base / "iter_0000002", "the same command continues from that checkpoint"
     for interval, at, expected in (
-        (None, 2, f"no step was made since {place}; {there}"),
+        (None, 2, f"no step was completed since {place}; the same command continues from it"),
         (None, 3, f"1 step since {place} is not saved; {there}"),
         (None, 6, f"4 steps since {place} are not saved; {there}"),
         (5, 5, f"saved in {folder}/iter_0000005; the same command with --load {folder} contin"),
@@ -239,7 +244,7 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
     table = [trainer.task.stages[0].weight for trainer in (second, whole)]
     assert torch.equal(*table)
 
-    with pytest.raises(TrainError, match="from --seed 1, and this run has --seed 2; give the"):
+    with pytest.raises(TrainError, match="with --seed 1, but this run has --seed 2; give the"):
         restore(make_trainer(), tmp_path / "iter_0000007", {"seed": {"seed": 2}}, console)
     assert restore(
         make_trainer(),
@@ -248,10 +253,10 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
         console,
         allowed_changes=["seed"],
     )
-    assert "seed 1 there, 2 here" in capsys.readouterr().err
+    assert "seed 1 in the checkpoint, 2 in this run" in capsys.readouterr().err
     other = make_trainer()
     other.task.model_record = ModelRecord("bigram", None, 0, {"vocabulary": 12})
-    with pytest.raises(TrainError, match="vocabulary 11 there, 12 here"):
+    with pytest.raises(TrainError, match="vocabulary 11 in the checkpoint, 12 in this run"):
         restore(other, tmp_path, order, console)
 
 

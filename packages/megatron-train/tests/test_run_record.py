@@ -89,15 +89,19 @@ def test_another_run_is_refused_unless_its_kind_is_allowed(key):
     there, here = record(), record({key: value})
     others = {"data", "tokenizer", "seed", "objective"} - {kind}
     flag = "--no-load-rng" if kind == "seed" else f"--allow-changed-run {kind}"
-    with pytest.raises(TrainError, match=f"^iter_0000002 comes from .*{flag} to go on"):
+    with pytest.raises(TrainError, match=f"^iter_0000002 was saved .*or {flag} to continue"):
         compare_records(there, here, PATH, 8, others)
     assert list(compare_records(there, here, PATH, 8, [kind])) == [kind]
 
 
 def test_weights_of_corpora_and_the_tokenizer_are_compared():
-    with pytest.raises(TrainError, match=r"weights \[2.0, 1.0\] there, \[3.0, 1.0\] here"):
+    with pytest.raises(
+        TrainError, match=r"weights \[2.0, 1.0\] in the checkpoint, \[3.0, 1.0\] in this run"
+    ):
         compare_records(record(), record({"data.data_path": ("3", "a", "1", "b")}), PATH, 8, ())
-    with pytest.raises(TrainError, match=r"another tokenizer: fingerprint .* there, .* here"):
+    with pytest.raises(
+        TrainError, match=r"another tokenizer: fingerprint .* in the checkpoint, .* in this run"
+    ):
         compare_records(record(), record((), NullTokenizer(256)), PATH, 8, ())
 
 
@@ -125,17 +129,22 @@ def test_batch_sizes_by_tokens_may_differ_and_are_named():
         for step in (32, 64)
     )
     found = compare_records(there, here, PATH, 8, ())
-    assert found == {"optimizer": "step_batch_size_schedule 0:4 32:8 there, 0:4 64:8 here"}
+    assert found == {
+        "optimizer": "step_batch_size_schedule 0:4 32:8 in the checkpoint, 0:4 64:8 in this run"
+    }
 
 
 def test_rates_may_differ_and_are_named():
     for key in ("optimizer.lr", "optimizer.weight_decay", "schedule.lr_decay_iters"):
         found = compare_records(record(), record({key: 7}), PATH, 8, ())
-        assert list(found) == ["optimizer"] and " there, 7 here" in found["optimizer"]
+        assert (
+            list(found) == ["optimizer"]
+            and " in the checkpoint, 7 in this run" in found["optimizer"]
+        )
     compat = {"data.sample_order": "compat"}
     longer = record({**compat, "training.train_iters": 4})
     assert compare_records(record(compat), longer, PATH, 8, ()) == {
-        "length": "samples 12 there, 16 here"
+        "length": "samples 12 in the checkpoint, 16 in this run"
     }
 
 
@@ -150,7 +159,7 @@ def test_data_may_change_from_a_sample_on_that_lies_ahead():
     Path("changes").write_text('[{"from_sample": 8, "data_path": "b"}]')
     later = record({"data.data_path_changes": "changes"})
     assert compare_records(record(), later, PATH, 8, ()) == {}
-    with pytest.raises(TrainError, match=r"changes \[\] there, \[\[8, "):
+    with pytest.raises(TrainError, match=r"changes \[\] in the checkpoint, \[\[8, "):
         compare_records(record(), later, PATH, 9, ())
 
 
@@ -165,7 +174,7 @@ def test_of_a_flat_record_the_seed_alone_is_compared():
     assert upgrade_record(record()) == record()
     assert upgrade_record({**flat, "seed": "x"}) == {}
     assert compare_records(upgrade_record(flat), record(), PATH, 8, ()) == {}
-    with pytest.raises(TrainError, match="comes from --seed 1234, and this run has --seed 5"):
+    with pytest.raises(TrainError, match="was saved with --seed 1234, but this run has --seed 5"):
         compare_records(upgrade_record(flat), record({"training.seed": 5}), PATH, 8, ())
 
 

@@ -78,7 +78,7 @@ def test_a_long_step_is_announced_and_one_of_more_than_a_day_refused():
     line = answer(90)
     assert line.startswith("a step of 8 samples with --seq-length 64 takes at least 1.5 minutes: ")
     assert f"{operations(8, 64):.4g} floating-point operations on each rank, 13 % of them" in line
-    assert "(a table); no line is printed" in line
+    assert "(a table); nothing is printed" in line
     assert "takes at least 24.0 hours" in answer(24 * 3600)
     with pytest.raises(TrainError, match=r"at least 2\.5 days: .*: lower --global-batch-size or "):
         answer(60 * 3600)

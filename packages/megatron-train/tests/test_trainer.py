@@ -233,5 +233,5 @@ def test_names_that_the_engine_gives_are_refused(make_steps):
     engine = StepEngine(Taken(), Mesh.single())
     with pytest.raises(TrainError, match="task Taken gives stage 0 an argument 'auxiliary_losses'"):
         engine.run(next(make_steps(2, 3)(0)), {"lm loss": 1.0}, 1)
-    with pytest.raises(TrainError, match="two losses or reported sums are called 'lm loss'"):
+    with pytest.raises(TrainError, match="two losses or metrics are called 'lm loss'"):
         StepEngine(Twice(), Mesh.single())

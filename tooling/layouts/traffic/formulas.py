@@ -102,7 +102,7 @@ def scalars(layout: ParallelLayout, losses: int = 1) -> Iterator[Message]:
         ("gradient norm", "pp", "all_reduce of gradient norm", layout.pp),
         ("step digest", "pp", "all_gather of step digest", layout.pp),
         ("loss of the last stage", "pp", "broadcast of loss sums", layout.pp),
-        ("whether to stop", "world", "all_reduce of wishes to stop", world),
+        ("whether to stop", "world", "all_reduce of requests to stop", world),
     ):
         yield Message(what, axis, operation, int(ranks != 1), NUMBER * (ranks != 1))
 

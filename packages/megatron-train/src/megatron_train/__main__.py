@@ -1,4 +1,4 @@
-"""``python -m megatron_train``: the command `megatron-train`, for `torchrun -m megatron_train`."""
+"""``python -m megatron_train``: the command ``megatron-train``, for ``torchrun -m``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The parts of a run on one rank: device, tokenizer, stages, engine, optimizer, trainer."""
+"""Builds the parts of a run on one rank: device, tokenizer, stages, engine, optimizer, trainer."""
 
 from dataclasses import replace
 
@@ -27,9 +27,18 @@ def build_trainer(
     dtype: torch.dtype,
     family: str | None = None,
 ) -> Trainer:
-    """Builds this rank's stages of the model, optimizer and trainer, without any callback.
+    """Builds this rank's stages of the model, engine, optimizer and trainer, without callbacks.
 
-    ``family`` is kept in checkpoints.
+    Args:
+        config: The run.
+        task: Kind of the task.
+        batches: Micro-batches of this rank.
+        mesh: Mesh of the run.
+        dtype: Dtype of weights and arithmetic.
+        family: Family of the model, recorded in checkpoints.
+
+    Raises:
+        TrainError: The model does not support --cross-entropy-fusion-impl linear.
     """
     training, placement, products = config.training, config.placement, products_of(config)
     stages = find_kind(config.model.kind).build(
@@ -53,8 +62,8 @@ def build_trainer(
         hasattr(stage, "vocabulary_loss") for stage in stages
     ):
         raise TrainError(
-            "--cross-entropy-fusion-impl linear does not reach models of kind "
-            f"{config.model.kind}, which compute their loss themselves; leave it out"
+            "--cross-entropy-fusion-impl linear has no effect on models of kind "
+            f"{config.model.kind}, which do not use the fused loss; leave it out"
         )
     freeze_all_but_adapters(stages, products.values())
     built_task = task.build(config, stages, family)
@@ -81,9 +90,9 @@ def build_trainer(
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device called ``name``; ``auto`` is a GPU where there is one."""
+    """Returns the device ``name``; ``auto`` selects a GPU if there is one."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise TrainError("--device cuda: torch sees no GPU here; use --device cpu")
+        raise TrainError("--device cuda: torch finds no GPU; use --device cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
@@ -99,14 +108,14 @@ def choose_dtype(config: RunConfig) -> torch.dtype:
 def load_run_tokenizer(
     config: RunConfig, tokenizers: TokenizerCache | None = None
 ) -> Tokenizer | None:
-    """Returns the run's tokenizer, or None where it has none.
+    """Returns the run's tokenizer; None if it has none.
 
     Args:
-        config: the run.
-        tokenizers: those that are open already.
+        config: The run.
+        tokenizers: Tokenizers that are open already.
 
     Raises:
-        TrainError: it has more tokens than the model.
+        TrainError: The tokenizer has more tokens than the model.
     """
     data, vocab_size = config.data, config.model.embedding.vocab_size
     tokenizer = (tokenizers or TokenizerCache()).open(data, vocab_size)
@@ -114,6 +123,6 @@ def load_run_tokenizer(
         name = data.tokenizer_model or data.vocab_file or data.tokenizer_type
         raise TrainError(
             f"--vocab-size {vocab_size} is smaller than the {tokenizer.vocab_size} "
-            f"tokens of {name}; leave it out to take the tokenizer's"
+            f"tokens of {name}; raise it, or leave it out to take the size of the tokenizer"
         )
     return tokenizer

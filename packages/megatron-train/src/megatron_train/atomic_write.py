@@ -1,4 +1,4 @@
-"""Files that are replaced when their new content is whole."""
+"""Atomic replacement of files."""
 
 import os
 from collections.abc import Iterator
@@ -10,12 +10,13 @@ from megatron_data.errors import add_path_to_errors
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yields the name of a file beside ``path`` that takes its place when the block ends.
+    """Yields the path of a temporary file that replaces ``path`` when the block ends.
 
-    After an error it is removed, and what was at ``path`` stays.
+    After an error the temporary file is removed and ``path`` is unchanged.
 
     Raises:
-        OSError: the disk is full, for example; names ``path`` where the system names no file.
+        OSError: Writing failed, for example because the disk is full. The error names ``path`` if
+            the system names no file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,9 +1,9 @@
-"""From a run's configuration to micro-batches: which samples each step sees, and on which rank.
+"""The micro-batches of a run: which samples each step has, and on which rank.
 
-The order of samples depends on the seed (in Megatron's order on the length of the run, too), never
-on the layout or on how often it was resumed: a loader that starts at ``consumed_samples`` continues
-exactly where another stopped. Of the samples of a step, data-parallel ranks take micro-batches in
-turn; the ranks that hold one copy of the model read the same ones.
+The order of samples depends on the seed, and in Megatron's order also on the length of the run. It
+does not depend on the layout or on restarts: an iterator that starts at ``consumed_samples``
+continues exactly where another stopped. The micro-batches of a step are assigned to the
+data-parallel ranks in turn. All ranks of one model replica read the same samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,22 +25,21 @@ from megatron_train.tasks.task import MicroBatch
 class RunBatches:
     """Training, validation and test micro-batches of one rank of a run.
 
-    The test set is the third share of --split, or --test-data-path. A small corpus may have no
-    document in a share of one in a thousand, which is no mistake.
+    The test set is the third split of --split, or --test-data-path. The test split of a small
+    corpus may be empty, which is not an error.
 
     Args:
-        config: the run.
-        data: what it reads its samples from.
-        data_axis: the ranks that share out the samples of a step.
-        pool: shares out the documents of a step instead.
+        config: The run.
+        data: Source of the samples.
+        data_axis: Axis whose ranks divide the samples of a step.
+        pool: Assigns the documents of a step to ranks instead, if given.
 
     Attributes:
-        no_test_reason: why the share of --split to test on gives nothing, if it does not.
+        no_test_reason: Reason why the test split of --split is empty; empty if it is not.
 
     Raises:
-        DataError: a corpus that is missing, damaged or too small for one sample.
-        TrainError: a split that leaves nothing to train or to validate on, or a corpus that another
-            tokenizer made.
+        DataError: A corpus is missing, damaged or too small for one sample.
+        TrainError: The training or validation split is empty, or another tokenizer made a corpus.
     """
 
     def __init__(
@@ -69,7 +68,8 @@ class RunBatches:
                 _require(self._valid, "validate")
         except EmptySplitError as error:
             raise TrainError(
-                f"{error.what}; widen it, as by --split 8,2,0, or do without by --eval-iters 0"
+                f"{error.what}; enlarge it, as with --split 8,2,0, or skip evaluation with "
+                "--eval-iters 0"
             ) from None
         try:
             self._test = data.datasets((0, 0, self._valid_samples)).test
@@ -81,7 +81,7 @@ class RunBatches:
 
     @property
     def has_test(self) -> bool:
-        """Whether there is text to test on."""
+        """Whether there are test samples."""
         return self._test is not None
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[MicroBatch]]:
@@ -89,13 +89,13 @@ class RunBatches:
         return self._steps(self._train, self._train_samples, consumed_samples, self._sizes)
 
     def validation(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yields the micro-batches of one evaluation by global batch, the same ones every time."""
+        """Yields the micro-batches of each global batch of an evaluation, always the same ones."""
         if self._valid is None:
             return iter(())
         return self._steps(self._valid, self._valid_samples, 0, self._evaluated)
 
     def testing(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yields the micro-batches of the test by global batch; none where nothing `has_test`."""
+        """Yields the micro-batches of each global batch of the test; none without `has_test`."""
         if self._test is None:
             return iter(())
         return self._steps(self._test, self._valid_samples, 0, self._evaluated)
@@ -125,6 +125,6 @@ class RunBatches:
 
 def _require(dataset: Dataset | None, purpose: str) -> Dataset:
     if dataset is None:
-        without = ", or do without by --eval-iters 0" if purpose == "validate" else ""
-        raise TrainError(f"--split leaves nothing to {purpose} on; give it a share{without}")
+        without = ", or skip evaluation with --eval-iters 0" if purpose == "validate" else ""
+        raise TrainError(f"--split leaves nothing to {purpose} on; give it a weight{without}")
     return dataset

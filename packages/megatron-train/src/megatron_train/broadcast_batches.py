@@ -1,12 +1,12 @@
-"""Micro-batches that one rank of every copy of the model reads, and its other ranks are sent.
+"""Micro-batches that one rank of each model replica reads and broadcasts to the others.
 
-Ranks that differ in tensor, context or pipeline parallelism compute on the same samples. With
---broadcast-batches one of them, the first of the first stage, opens the corpus; the step's
-micro-batches go from it to the other ranks of its stage, and from each of these down the pipeline.
-So files are opened, indices built and read once a data-parallel rank, not once a rank, and no two
-ranks can read two states of a corpus that somebody is replacing. The price is that all others wait
-for one; from a local disk each reads faster by itself (`tooling/bench/batches.py`), so it is not
-the default.
+Ranks that differ only in tensor, context or pipeline parallelism compute on the same samples. With
+--broadcast-batches only one of them, the first on the first pipeline rank, opens the corpus. It
+broadcasts the micro-batches of a step over its pipeline rank, and each of those ranks down the
+pipeline. So files are opened and indices are built once per data-parallel rank instead of once per
+rank, and ranks cannot read different versions of a corpus that is being replaced. On the other
+hand, all ranks wait for one. From a local disk it is faster that each rank reads for itself
+(`tooling/bench/batches.py`), which is the default.
 """
 
 import json
@@ -39,20 +39,20 @@ class Batches(Protocol):
 
     @property
     def has_test(self) -> bool:
-        """Whether there is text to test on."""
+        """Whether there are test samples."""
 
     @property
     def no_test_reason(self) -> str:
-        """Why the share of --split to test on gives nothing, if it does not."""
+        """Reason why the test split of --split is empty; empty if it is not."""
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[MicroBatch]]:
         """Yields the micro-batches of each step after ``consumed_samples`` samples."""
 
     def validation(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yields the micro-batches of one evaluation by global batch, the same ones every time."""
+        """Yields the micro-batches of each global batch of an evaluation, always the same ones."""
 
     def testing(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yields the micro-batches of the test by global batch; none where nothing `has_test`."""
+        """Yields the micro-batches of each global batch of the test; none without `has_test`."""
 
 
 def open_batches(
@@ -61,13 +61,14 @@ def open_batches(
     mesh: Mesh,
     log: Callable[[str], None] | None = None,
 ) -> Batches:
-    """Returns what gives this rank its micro-batches: the corpus, or one rank that reads it.
+    """Returns this rank's source of micro-batches: the corpus, or the rank that reads it.
 
     Args:
-        config: the run.
-        data: returns what samples are read from; called on ranks that read.
-        mesh: where this rank stands.
-        log: given a line on how a pool of ranks shares out the documents of the first batch.
+        config: The run.
+        data: Returns the source of samples; called only on ranks that read.
+        mesh: Mesh of the run.
+        log: Called with one line that describes how a pool divides the documents of the first
+            batch.
     """
     pool = None
     if config.layout.hybrid_cp:
@@ -86,18 +87,18 @@ def open_batches(
 
 
 class BroadcastBatches:
-    """`Batches` that one rank reads for all that compute on them.
+    """`Batches` that one rank reads and broadcasts to the other ranks of its model replica.
 
-    All ranks ask for the same steps in the same order.
+    All ranks must request the same steps in the same order.
 
     Args:
-        mesh: where this rank stands.
-        read: opens the corpus; called on the reading ranks alone.
+        mesh: Mesh of the run.
+        read: Opens the corpus; called only on reading ranks.
 
     Raises:
-        TrainError: the reading rank could not open the corpus, or later read a step; with what it
-            said. Itself it raises its own exception.
-        CollectiveError: a rank that does not take part, within the mesh's time-out.
+        TrainError: The reading rank could not open the corpus or read a step; has the message of
+            that rank, which raises its own exception.
+        CollectiveError: A rank did not take part within the mesh's time-out.
     """
 
     def __init__(self, mesh: Mesh, read: Callable[[], Batches]) -> None:
@@ -116,11 +117,11 @@ class BroadcastBatches:
         return self._shared(lambda source: source.training(consumed_samples))
 
     def validation(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yields the micro-batches of one evaluation by global batch, the same ones every time."""
+        """Yields the micro-batches of each global batch of an evaluation, always the same ones."""
         return self._shared(lambda source: source.validation())
 
     def testing(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yields the micro-batches of the test by global batch; none where nothing `has_test`."""
+        """Yields the micro-batches of each global batch of the test; none without `has_test`."""
         return self._shared(lambda source: source.testing())
 
     def _shared(
@@ -131,7 +132,7 @@ class BroadcastBatches:
             yield step
 
     def _next(self, steps: Iterator[Sequence[MicroBatch]] | None) -> Sequence[MicroBatch]:
-        """Returns the micro-batches of the next step on all ranks; none after the last."""
+        """Returns the micro-batches of the next step on all ranks; empty after the last step."""
         flat: dict[str, Tensor] = {}
         if steps is not None:
             read = self._or_tell(lambda: next(steps, ()))
@@ -150,7 +151,7 @@ class BroadcastBatches:
         return found
 
     def _or_tell(self, read: Callable[[], Read]) -> Read:
-        """Returns what is read; where that fails, the others are told before this rank raises."""
+        """Returns the result of ``read``; sends an error to the other ranks before raising it."""
         try:
             return read()
         except Exception as error:
@@ -168,7 +169,7 @@ class BroadcastBatches:
         return words
 
     def _sent(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of the reading rank: over its stage, then down the pipeline."""
+        """Returns the reading rank's tensors, sent over its pipeline rank, then the pipeline."""
         send = partial(broadcast_tensors, device=self._mesh.device, purpose=PURPOSE)
         if self._mesh.axis("pp").index == 0:
             tensors = send(tensors, self._mesh.axis("tp_cp"))

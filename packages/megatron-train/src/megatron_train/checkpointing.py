@@ -1,10 +1,9 @@
-"""Saving a run and continuing it.
+"""Saves checkpoints of a run and continues from them.
 
-A checkpoint holds everything that decides how the run goes on: parameters, optimizer state,
-position in the data and the state of the callbacks. Initial weights and the order of samples follow
-from the seed, so there is no random state to keep. Model family, model configuration and tokenizer
-lie in it as well: whoever has the checkpoint can build the model without the command that trained
-it.
+A checkpoint has everything that determines how the run continues: parameters, optimizer state,
+position in the data and the state of callbacks. There is no random state, since initial weights and
+the order of samples follow from the seed. A checkpoint also has the family and configuration of the
+model and its tokenizer, so that the model can be built from the checkpoint alone.
 """
 
 import re
@@ -55,14 +54,14 @@ _CHECKPOINT = re.compile(r"iter_\d{7,}")
 
 
 class MeshCoordinator(DistributedCoordinator):
-    """All ranks of a mesh, saving and loading together; says who was missing."""
+    """Coordinates saves and loads of all ranks of a mesh; errors name missing ranks."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._axis = mesh.axis("world")
         super().__init__(self._axis.process_group)
 
     def gather(self, text: str) -> list[str] | None:
-        """Returns every rank's text, by rank, on rank 0; None elsewhere."""
+        """Returns the texts of all ranks, by rank, on rank 0; None on other ranks."""
         with raise_collective_errors(self._axis, "the agreement on a checkpoint"):
             return super().gather(text)
 
@@ -73,29 +72,30 @@ class MeshCoordinator(DistributedCoordinator):
 
 
 def coordinator_of(mesh: Mesh) -> Coordinator:
-    """Returns how the ranks of ``mesh`` agree on saves and loads."""
+    """Returns the coordinator of saves and loads of the ranks of ``mesh``."""
     return SingleProcessCoordinator() if mesh.world_size == 1 else MeshCoordinator(mesh)
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint, and the steps that a run which continues from it need not make again."""
+    """The path of a checkpoint and the number of steps before it."""
 
     path: Path
     iteration: int
 
 
 class Saver(Callback):
-    """Save a checkpoint every ``interval`` steps and when the run ends.
+    """Saves a checkpoint every ``interval`` steps and when the run ends.
 
     Args:
-        store: where to.
-        run: the record of the run, kept in every checkpoint.
-        tokenizer: kept in every checkpoint, if there is one.
-        interval: steps between checkpoints; None saves at the end only.
-        keep_last: complete checkpoints to keep; None keeps all.
-        console: where saves are told.
-        origin: whose weights the run began with, kept in every checkpoint; empty if the seed's.
+        store: Store to save into.
+        run: Record of the run, saved in each checkpoint.
+        tokenizer: Tokenizer to save in each checkpoint, if any.
+        interval: Steps between checkpoints. None saves only at the end.
+        keep_last: Number of complete checkpoints to keep. None keeps all.
+        console: Console that saves are printed to.
+        origin: Checkpoint whose weights the run began with, recorded in each checkpoint. Empty if
+            the weights were initialized from the seed.
     """
 
     name = "saver"
@@ -120,34 +120,34 @@ class Saver(Callback):
         self._console = console
         self._saved = 0
         self.newest: SavedCheckpoint | None = None
-        """The newest checkpoint that this process has saved."""
+        """The newest checkpoint that this process saved."""
 
     def on_start(self, trainer: Trainer) -> None:
-        """Notes what needs no saving: where the run continues from."""
+        """Records the step that the run continues from, which is saved already."""
         self._saved = trainer.iteration
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
-        """Saves where an interval ends."""
+        """Saves at the end of each interval."""
         if self._every is not None and report.iteration % self._every == 0:
             self._save(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
-        """Saves where the run ends."""
+        """Saves at the end of the run."""
         self._save(trainer)
 
     def state(self) -> dict[str, Any]:
-        """Returns what the run began with."""
+        """Returns the origin of the run's first weights."""
         return {"origin": self._origin}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what the run began with."""
+        """Restores the origin of the run's first weights."""
         self._origin = read_value(state, "origin", str)
 
     def _save(self, trainer: Trainer) -> None:
         if trainer.iteration == self._saved:
             return
         state: dict[str, Any] = dict(views_of(trainer))
-        if trainer.engine.mesh.rank == 0:  # what is not cut is the same everywhere
+        if trainer.engine.mesh.rank == 0:  # unsharded values are equal on all ranks
             state["trainer"] = trainer.state()
             state["optimizer"] = trainer.optimizer.scalars()
             state["run"] = self._run
@@ -165,25 +165,25 @@ class Saver(Callback):
 
 @dataclass(frozen=True)
 class _CheckpointInfo:
-    """The checkpoint to continue from, as rank 0 found it."""
+    """The checkpoint to continue from, as found by rank 0."""
 
     iteration: int
     path: Path
     model: ModelRecord | None
     continues: bool
-    """Whether it holds where a run stands, and not only weights."""
+    """Whether it has the position of a run, and not only weights."""
     optimizer_state: Sequence[str]
-    """What the optimizer keeps for a parameter: names of state tensors, and main parameters."""
+    """Names of the optimizer's state tensors of a parameter, and of main parameters."""
     product: str
-    """What its linear layers multiply by."""
+    """Name of the product of its linear layers."""
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns it as plain values, to be sent to other ranks."""
+        """Returns plain values to send to other ranks."""
         return {**asdict(self), "path": str(self.path)}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Self:
-        """Returns what `to_plain` was called on."""
+        """Returns the object that `to_plain` was called on."""
         model = None if plain["model"] is None else ModelRecord(**plain["model"])
         return cls(**{**plain, "path": Path(plain["path"]), "model": model})
 
@@ -197,23 +197,26 @@ def restore(
     load_optimizer: bool = True,
     allowed_changes: Collection[str] = (),
 ) -> SavedCheckpoint | None:
-    """Continues from the newest complete checkpoint in ``folder``; return it, or None without one.
+    """Continues from the newest complete checkpoint in ``folder``.
 
-    ``folder`` may also be one checkpoint itself. Torn checkpoints are named in one warning. The
-    checkpoint may have been saved by any number of ranks, in any layout.
+    The checkpoint may have been saved by any number of ranks in any layout. One warning names
+    incomplete checkpoints.
 
     Args:
-        trainer: what continues.
-        folder: of checkpoints, or one checkpoint.
-        run: the record of the run that continues; a warning names what has changed.
-        console: where warnings go.
-        load_optimizer: whether the optimizer's state is loaded; otherwise it starts fresh.
-        allowed_changes: Parts of the record (`RECORD_PARTS` of `run_record`) that may have changed.
+        trainer: Trainer that continues.
+        folder: Folder of checkpoints, or one checkpoint.
+        run: Record of the run that continues. A warning names allowed differences.
+        console: Console that warnings are printed to.
+        load_optimizer: Whether to load the optimizer's state, instead of beginning with a new one.
+        allowed_changes: Parts of the record (`RECORD_PARTS` of `run_record`) that may differ.
+
+    Returns:
+        The checkpoint; None if the folder has none.
 
     Raises:
-        TrainError: the checkpoint holds another model, or is of a run that differs in a part that
-            is not allowed to; the message names what differs.
-        CheckpointError: ``folder`` is a torn checkpoint, or one that cannot be read.
+        TrainError: The checkpoint is of another model or of a run with differences that are not
+            allowed; the message names the differences.
+        CheckpointError: ``folder`` is an incomplete checkpoint, or the checkpoint cannot be read.
     """
     store, is_single = _store_of(trainer, folder)
 
@@ -235,8 +238,8 @@ def restore(
     refuse_other_model(trainer, found.model, found.path, ignored=run.get("objective", ()))
     if not found.continues:
         raise TrainError(
-            f"{found.path} holds weights, but no run to continue; begin a new one with them by "
-            "--finetune, and --save into another folder"
+            f"{found.path} has weights but no run to continue; begin a new run with them with "
+            "--finetune and another --save folder"
         )
     iteration = found.iteration if is_single else None
     state: Any
@@ -259,7 +262,7 @@ def restore(
         except TrainError as error:
             raise TrainError(f"{path}: {error}; load another checkpoint") from None
 
-    # Rank 0 has callbacks that the others lack, so it alone may find their state damaged.
+    # Only rank 0 has all callbacks, so it may be the only one that finds damaged state.
     map_reduce(store.coordinator, take, lambda _: None)
     _compare(state.get("run"), run, trainer, path, allowed_changes, console)
     return SavedCheckpoint(path, trainer.iteration)
@@ -273,53 +276,54 @@ def _compare(
     allowed: Collection[str],
     console: Console,
 ) -> None:
-    """Refuses another run than that of the checkpoint, and warn of what is allowed to differ."""
+    """Refuses a run that differs from the checkpoint's; warns of allowed differences."""
     if not isinstance(saved, Mapping):
         raise TrainError(f"{path} is damaged: its record of the run is {saved!r}")
     saved = upgrade_record(saved)
     changes = compare_records(saved, current, path, trainer.consumed_samples, allowed)
     if unknown := [kind for kind in RECORD_PARTS if kind in current and kind not in saved]:
-        console.warn(f"{path} does not say its {', '.join(unknown)}, which cannot be compared")
+        console.warn(
+            f"{path} has no record of its {', '.join(unknown)}, so changes cannot be detected"
+        )
     step = trainer.iteration
     order = ", ".join(changes[kind] for kind in ("data", "seed", "length") if kind in changes)
     if order:
-        depends = "data and seed; --data-path-changes replaces data from a sample on"
+        depends = "data and seed; use --data-path-changes to replace data from a sample on"
         if "length" in changes:
             depends = (
                 "data, seed and, in Megatron's order, the number of samples of the whole run "
                 "(steps times --global-batch-size)"
             )
         console.warn(
-            f"samples come in another order than before step {step}, so some may be seen again "
-            f"and others not: {order}; the order depends on {depends}"
+            f"the order of samples differs from that before step {step}, so some samples may be "
+            f"repeated and others skipped: {order}; the order depends on {depends}"
         )
     for kind, what in (
-        ("tokenizer", "tokens have another meaning"),
-        ("objective", "losses are not to be compared with those"),
-        ("optimizer", "the optimizer has other settings"),
+        ("tokenizer", "the tokenizer differs from that"),
+        ("objective", "losses are not comparable with those"),
+        ("optimizer", "settings of the optimizer differ from those"),
     ):
         if kind in changes:
-            than = "" if kind == "objective" else " than"
-            console.warn(f"{what}{than} before step {step}: {changes[kind]}")
+            console.warn(f"{what} before step {step}: {changes[kind]}")
 
 
 def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
     """Loads only the weights of the newest complete checkpoint in ``folder``, or of ``folder``.
 
-    Weights of another floating-point type are converted. Parameters that products of linear layers
-    add to the model, such as adapters, begin anew where the checkpoint has none.
+    Weights are converted to the floating-point type of the model. Parameters that products of
+    linear layers add, such as adapters, keep their initial values if the checkpoint has none.
 
     Args:
-        trainer: what begins.
-        folder: of checkpoints, or one checkpoint.
-        run: the record of the run that begins; settings of its objective may be others.
+        trainer: Trainer that begins.
+        folder: Folder of checkpoints, or one checkpoint.
+        run: Record of the run that begins. Settings of its objective may differ.
 
     Returns:
-        The step after which they were saved.
+        The number of steps after which the checkpoint was saved.
 
     Raises:
-        TrainError: the checkpoint holds another model; the message names the differing fields.
-        CheckpointError: there is none, or it cannot be read.
+        TrainError: The checkpoint is of another model; the message names the differing fields.
+        CheckpointError: There is no checkpoint, or it cannot be read.
     """
     store, is_single = _store_of(trainer, folder)
 
@@ -345,12 +349,12 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Returns whether ``folder`` is by its name one checkpoint, and not a folder of them."""
+    """Returns whether ``folder`` has the name of one checkpoint, not of a folder of several."""
     return _CHECKPOINT.fullmatch(folder.name) is not None and folder.is_dir()
 
 
 def _store_of(trainer: Trainer, folder: Path) -> tuple[CheckpointStore, bool]:
-    """Returns the store a folder is, or lies in, and whether it is one checkpoint."""
+    """Returns the store of a folder, and whether the folder is one checkpoint in the store."""
     is_single = is_checkpoint(folder)
     parent = folder.parent if is_single else folder
     return CheckpointStore(parent, coordinator_of(trainer.engine.mesh)), is_single
@@ -373,7 +377,7 @@ def _find(
 def _info_of(checkpoint: Checkpoint) -> _CheckpointInfo:
     names = (name for name, record in checkpoint.tensors.items() if record.group == "optim")
     state = sorted({name.rpartition(".")[2] for name in names})
-    continues = bool(state) or "trainer" in checkpoint.values()  # some rules keep nothing
+    continues = bool(state) or "trainer" in checkpoint.values()  # some update rules have no state
     product = recorded_product(checkpoint.values().get("run"))
     return _CheckpointInfo(
         checkpoint.iteration, checkpoint.path, checkpoint.model, continues, state, product
@@ -381,7 +385,7 @@ def _info_of(checkpoint: Checkpoint) -> _CheckpointInfo:
 
 
 def _refuse_other_rule(trainer: Trainer, found: _CheckpointInfo) -> None:
-    """Raises `TrainError` where the checkpoint has the state of another update rule."""
+    """Refuses a checkpoint with the state of another update rule."""
     current_names = {*trainer.optimizer.state_names}
     saved_names = {*found.optimizer_state} - {MAIN_SUFFIX}
     if saved_names - current_names or (current_names and not saved_names):
@@ -390,19 +394,19 @@ def _refuse_other_rule(trainer: Trainer, found: _CheckpointInfo) -> None:
             ", ".join(sorted(names)) or "none" for names in (saved_names, current_names)
         )
         raise TrainError(
-            f"{found.path} has the optimizer state {saved}, and --optimizer {rule} has {current}: "
-            "it was saved with another update rule; give that --optimizer, or --no-load-optim to "
-            "begin with a fresh one"
+            f"{found.path} was saved with another update rule: it has the optimizer state {saved}, "
+            f"and --optimizer {rule} has {current}; give the --optimizer that it was saved with, "
+            "or --no-load-optim to begin with a new state"
         )
 
 
 def views_of(trainer: Trainer) -> dict[str, list[View]]:
-    """Returns views of all parameters and of the optimizer's state by global name."""
+    """Returns views of all parameters and optimizer states by global name."""
     return {**_weights_of(trainer), **trainer.optimizer.views()}
 
 
 def _added_shapes(trainer: Trainer) -> dict[str, list[int]]:
-    """Returns the parameters of this rank that products add to layers: global shape by name."""
+    """Returns the global shapes of the parameters that products add on this rank, by name."""
     names, table = (
         chain(*map(added_parameter_names, trainer.task.stages)),
         trainer.engine.stages.table,
@@ -417,13 +421,17 @@ def _weights_of(trainer: Trainer) -> dict[str, Any]:
 def refuse_other_model(
     trainer: Trainer, model: ModelRecord | None, path: Path, ignored: Iterable[str] = ()
 ) -> None:
-    """Raises `TrainError` unless ``model`` equals that of ``trainer``, except for ``ignored``."""
+    """Refuses a ``model`` that differs from the trainer's, except in the fields ``ignored``.
+
+    Raises:
+        TrainError: The model differs or is not recorded; the message names the differing fields.
+    """
     if model is None:
-        raise TrainError(f"{path} says nothing of its model; it cannot be continued")
+        raise TrainError(f"{path} has no record of its model; load another checkpoint")
     try:
         saved_config = dict(trainer.task.migrated_config(model))
     except ValueError as error:
-        raise TrainError(f"{path} holds another model: {error}; give another folder") from None
+        raise TrainError(f"{path} holds another model: {error}; load another checkpoint") from None
     current_config = dict(trainer.task.model_record.config)
     for name in ignored:
         saved_config.pop(name, None)
@@ -431,12 +439,13 @@ def refuse_other_model(
     changed = describe_differences(saved_config, current_config)
     if changed:
         raise TrainError(
-            f"{path} holds another model: {changed}; give its sizes, or another --load folder"
+            f"{path} holds another model: {changed}; give the values of the checkpoint, or load "
+            "another checkpoint"
         )
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Returns the files of a tokenizer by the names they have in a checkpoint."""
+    """Returns the contents of a tokenizer's files by their names in a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         return {

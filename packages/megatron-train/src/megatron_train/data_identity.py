@@ -1,6 +1,6 @@
-"""What the corpora of a run are known by, wherever they lie, and how two records of them compare.
+"""Identity of the corpora of a run, independent of their paths, and its comparison.
 
-The record of a run (`megatron_train.run_record`) keeps it in every checkpoint.
+The record of a run (`megatron_train.run_record`) has it in every checkpoint.
 """
 
 import hashlib
@@ -15,17 +15,17 @@ from megatron_train.errors import TrainError
 from megatron_train.saved_values import short_repr
 
 Change = tuple[int, str | Sequence[str]]
-"""A first sample, and the corpora and weights that it and later ones are from."""
+"""A change of data: the first sample, and the corpora and weights from there on."""
 
 _ENDS = 1 << 20
-"""Bytes at the beginning and at the end of a file that its fingerprint is made from."""
+"""Bytes at the beginning and end of a file that its fingerprint is computed from."""
 
 
 def corpora_identity(data: DataConfig) -> dict[str, Any]:
-    """Returns what is recorded of the training corpora, their shares and the length of a sample.
+    """Returns the record of training corpora, their weights and the length of a sample.
 
     Raises:
-        OSError: a corpus on the disk cannot be read.
+        OSError: A local corpus cannot be read.
     """
     blend = parse_data_path(
         ["mock"] if data.mock_data else data.data_path or data.train_data_path or ()
@@ -40,7 +40,7 @@ def corpora_identity(data: DataConfig) -> dict[str, Any]:
 
 
 def changes_identity(changes: Sequence[Change]) -> list[Any]:
-    """Returns what is recorded of changes of the data from a sample on."""
+    """Returns the record of changes of the data (--data-path-changes)."""
     blends = [(first, parse_data_path(words)) for first, words in changes]
     return [
         [first, list(blend), [_fingerprint(prefix) for prefix in blend.prefixes]]
@@ -49,10 +49,11 @@ def changes_identity(changes: Sequence[Change]) -> list[Any]:
 
 
 def _fingerprint(prefix: str) -> str | None:
-    """Digest of the sizes and ends of the files of a corpus; None for one at a URL.
+    """Returns a digest of the sizes and ends of a corpus's files; None for a corpus at a URL.
 
-    A corpus is known by it wherever it lies; one at a URL is known by its URL. A corpus of the same
-    sizes that was changed in its middle alone passes: reading all of it would take hours.
+    It identifies a corpus independent of its path. A corpus at a URL is identified by the URL.
+    A change in the middle of a file that keeps its size is not detected, since reading whole files
+    would take hours.
     """
     digest = hashlib.sha256()
     files = [Path(f"{prefix}{end}") for end in (".idx", ".bin", "")]
@@ -69,23 +70,23 @@ def _fingerprint(prefix: str) -> str | None:
 def drop_allowed_differences(
     saved: dict[str, Any], current: dict[str, Any], path: Path, consumed_samples: int
 ) -> None:
-    """Drops the paths of equal corpora, and the changes of data that lie ahead.
+    """Removes the paths of equal corpora, and changes of data after the consumed samples.
 
     Args:
-        saved: the data's part of the record in a checkpoint; changed in place.
-        current: that of the run that continues; changed in place.
-        path: of the checkpoint.
-        consumed_samples: by the checkpoint.
+        saved: Part ``data`` of the record in the checkpoint; modified in place.
+        current: Part ``data`` of the record of the run that continues; modified in place.
+        path: Path of the checkpoint.
+        consumed_samples: Samples consumed by the checkpoint.
 
     Raises:
-        TrainError: the record in the checkpoint is damaged.
+        TrainError: The record in the checkpoint is damaged.
     """
     known = _sources(current)
     if known is not None and _sources(saved) == known:
         for part in (saved, current):
             part.pop("data", None)
             part.pop("content", None)
-    elif saved.get("data") != current.get("data"):  # then the paths say it better
+    elif saved.get("data") != current.get("data"):  # paths make a clearer message than content
         saved.pop("content", None)
         current.pop("content", None)
     for part in (saved, current):
@@ -97,7 +98,7 @@ def drop_allowed_differences(
 
 
 def _sources(data: Mapping[str, Any]) -> list[Any] | None:
-    """Returns what each corpus of a blend is known by: its content, or its path without one."""
+    """Returns the identity of each corpus of a blend: its content, or its path if unknown."""
     paths, content = data.get("data"), data.get("content")
     if not (isinstance(paths, list) and isinstance(content, list) and len(paths) == len(content)):
         return None
@@ -105,10 +106,10 @@ def _sources(data: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _changes_before(consumed_samples: int, changes: Any, path: Path) -> list[Any]:
-    """Returns the changes of data that are not ahead; those of older records have no content.
+    """Returns the changes of data before ``consumed_samples``. Older records have no content.
 
     Raises:
-        TrainError: the record is damaged.
+        TrainError: The record is damaged.
     """
     found = []
     for change in changes if isinstance(changes, list) else [changes]:
@@ -118,14 +119,14 @@ def _changes_before(consumed_samples: int, changes: Any, path: Path) -> list[Any
                     found.append(change)
             case _:
                 raise TrainError(
-                    f"{path} is damaged: its record of the run has the change of data "
+                    f"{path} is damaged: its record of the run has the invalid change of data "
                     f"{short_repr(change)}"
                 )
     return found
 
 
 def _same_change(saved: Sequence[Any], current: Sequence[Any]) -> bool:
-    """Returns whether two changes of data mean the same, wherever their corpora lie."""
+    """Returns whether two changes of data are equal, independent of the corpora's paths."""
     (first, (paths, weights), *content), (then, (others, theirs), *their_content) = saved, current
     if first != then or _listed(weights) != _listed(theirs):
         return False

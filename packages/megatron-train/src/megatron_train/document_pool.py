@@ -1,21 +1,23 @@
-"""The documents of global batches as rows for the ranks of a pool (--hybrid-context-parallel).
+"""Rows of documents of a global batch for a pool of ranks (--hybrid-context-parallel).
 
-Packed documents that do not attend to each other need not be cut over equally many ranks. For each
-global batch the data- and context-parallel ranks, one pool, agree on which of them take which
-documents (`megatron_parallel.context_parallel.plan_pool`): each rank reads its share of the samples
-to see where documents begin and end, the lengths of all go over the pool in two small messages, all
-make the same plan, and each reads the samples that its rows are made of.
+Packed documents that do not attend to each other may be split over different numbers of ranks. The
+data- and context-parallel ranks form a pool. For each global batch they compute the same plan of
+which ranks process which documents (`megatron_parallel.context_parallel.plan_pool`):
 
-A row is a micro-batch of one row: tokens of several documents, perhaps of several samples, one
-after the other, and padding that lets its ranks have equal parts. What masks and dropout are made
-of says where each token came from:
+1. Each rank reads its share of the samples to find where documents begin and end.
+2. Two small all-reduces distribute the lengths of all documents.
+3. All ranks compute the same plan, and each reads the samples that its rows need.
 
-- `document_ids` `[1, s]`: number of the document in the row; -1 is padding.
-- `sample_ids` `[1, s]`: number of its sample.
-- `indices_in_sample` `[1, s]`: its place in that sample; -1 is padding.
+A row is a micro-batch of one sequence: tokens of several documents, which may come from several
+samples, followed by padding to equal slices for its ranks. These fields give the origin of each
+token, for masks and dropout:
 
-The row's `split` says which places each of its ranks holds. The samples and tokens of all
-micro-batches of all ranks of the pool add up to those of the global batch.
+- `document_ids` `[1, s]`: number of the document in the row; -1 for padding.
+- `sample_ids` `[1, s]`: number of the sample.
+- `indices_in_sample` `[1, s]`: index of the token in the sample; -1 for padding.
+
+The row's `context_split` has the indices that each of its ranks holds. The numbers of samples and
+tokens of all micro-batches on all ranks of the pool add up to those of the global batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,23 +32,23 @@ from megatron_train.tasks.task import MicroBatch
 
 Fields = Mapping[str, Tensor]
 Read = Callable[[Sequence[int]], Fields]
-"""Reads samples by their numbers: fields `[b, s]` and `[b]`."""
+"""Reads samples by number; returns fields of shape `[b, s]` and `[b]`."""
 
 _BY_TOKEN: Final = ("tokens", "labels", "loss_mask", "positions")
 
 
 class DocumentPool:
-    """Makes this rank's micro-batches of a global batch.
+    """Builds this rank's micro-batches of a global batch.
 
-    All ranks of the pool ask for the same global batches in the same order.
+    All ranks of the pool must request the same global batches in the same order.
 
     Args:
-        mesh: where this rank stands.
-        max_tokens_per_rank: tokens that one rank may hold at a time.
-        multiple: every rank's part of a row is a multiple of this.
-        tokens_per_pair: work of a pair of query and key in attention, in units of all other work of
-            one token.
-        log: is given one line about the plan of the first global batch.
+        mesh: Mesh of the run.
+        max_tokens_per_rank: Maximum number of tokens on a rank at a time.
+        multiple: The length of each rank's slice of a row is a multiple of this number.
+        tokens_per_pair: Cost of attention for a pair of query and key, in units of the other costs
+            of one token.
+        log: Called with one line about the plan of the first global batch.
     """
 
     def __init__(
@@ -66,18 +68,19 @@ class DocumentPool:
         self._log = log
 
     def rows(self, read: Read, numbers: Sequence[int]) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of the global batch of these samples.
+        """Returns this rank's micro-batches of the global batch of samples ``numbers``.
 
-        Every rank gets equally many, of other lengths; some may hold nothing but padding.
+        All ranks get the same number of micro-batches. Their lengths differ, and some may consist
+        of padding.
 
         Raises:
-            LayoutError: a document that does not fit into the pool.
-            CollectiveError: a rank that does not take part, within the mesh's time-out.
+            LayoutError: A document does not fit into the pool.
+            CollectiveError: A rank did not take part within the mesh's time-out.
         """
         samples = _Samples(read, numbers)
         ends = self._document_ends(samples, numbers)
         plan = self._plan([stop - start for _, start, stop in ends])
-        some = self._axis.index % len(numbers)  # one that is read anyway
+        some = self._axis.index % len(numbers)  # a sample that this rank reads anyway
         length = samples[some]["tokens"].shape[1]
         share = len(range(self._axis.index, len(numbers), self._axis.size))
         rows: list[MicroBatch] = []
@@ -87,7 +90,9 @@ class DocumentPool:
             fields = self._filled(parts or [samples.part(some, 0, 0)], row)
             ranks = 1 if row is None else len(row.ranks)
             split = ContextSplit.per_document(fields["document_ids"], ranks)
-            counted = 0 if rows else share  # of all samples of this rank, with its first row
+            counted = (
+                0 if rows else share
+            )  # all samples of this rank are counted with its first row
             rows.append(MicroBatch(fields, counted, counted * length, split))
         return rows
 
@@ -107,7 +112,7 @@ class DocumentPool:
     def _document_ends(
         self, samples: "_Samples", numbers: Sequence[int]
     ) -> list[tuple[int, int, int]]:
-        """Every document of the batch: index of its sample there, where it begins and ends."""
+        """Returns index of sample, start and stop of each document of the batch."""
         axis = self._axis
         own = {i: _runs(samples[i]) for i in range(axis.index, len(numbers), axis.size)}
         widest = torch.tensor([max(map(len, own.values()), default=0)], device=self._device)
@@ -124,7 +129,7 @@ class DocumentPool:
         ]
 
     def _filled(self, parts: Sequence[dict[str, Tensor]], row: PoolRow | None) -> dict[str, Tensor]:
-        """Returns the documents of a row one after the other, and padding to its length."""
+        """Returns the concatenated documents of a row, padded to its length."""
         length = self._multiple if row is None else row.padded_length
         for number, part in enumerate(parts):
             part["document_ids"] = torch.full_like(part["document_ids"], number)
@@ -137,7 +142,7 @@ class DocumentPool:
 
 
 class _Samples:
-    """Samples of a global batch, each read when it is first asked for."""
+    """Samples of a global batch. Each is read on first access."""
 
     def __init__(self, read: Read, numbers: Sequence[int]) -> None:
         self._read = read
@@ -150,7 +155,7 @@ class _Samples:
         return self._found[index]
 
     def part(self, index: int, start: int, stop: int) -> dict[str, Tensor]:
-        """Returns a document's tokens, and where they came from."""
+        """Returns the fields of a document, and the sample and indices that it comes from."""
         sample = self[index]
         part = {name: sample[name][:, start:stop] for name in (*_BY_TOKEN, "document_ids")}
         part["indices_in_sample"] = torch.arange(start, stop)[None]
@@ -159,7 +164,7 @@ class _Samples:
 
 
 def _runs(sample: Fields) -> Tensor:
-    """Returns where each document of a sample begins and ends, `[n, 2]`; padding is none."""
+    """Returns start and stop of each document of a sample, `[n, 2]`, without padding."""
     ids = sample["document_ids"][0]
     changes = (ids[1:] != ids[:-1]).nonzero()[:, 0] + 1
     starts = torch.cat([changes.new_zeros(1), changes])

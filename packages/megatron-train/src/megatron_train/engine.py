@@ -1,4 +1,4 @@
-"""One step of this rank: its micro-batches through its stages, gradients summed over all ranks.
+"""The forward and backward passes of one step on this rank, with gradients summed over ranks.
 
     engine = StepEngine(task, mesh)
     optimizer = Optimizer(engine.stages, config)
@@ -6,8 +6,8 @@
     optimizer.step(lr)
     engine.stages.zero()
 
-The same path serves every layout. On one rank the pipeline is a plain loop, the gradient buffers
-leave gradients where autograd puts them, and nothing communicates.
+The same code runs in every layout. On one rank the pipeline is a plain loop, gradients stay where
+autograd puts them, and nothing is communicated.
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ from megatron_train.tasks.task import MicroBatch, PreparingTask, Task
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """How large a global batch is.
+    """The size of a global batch.
 
     Attributes:
-        samples: in it.
-        tokens: in these, masked ones included.
-        flops: operations of its forward and backward pass.
+        samples: Number of samples.
+        tokens: Number of tokens, including masked ones.
+        flops: FLOPs of the forward and backward pass.
     """
 
     samples: int
@@ -51,30 +51,30 @@ class BatchTotals:
 
 
 AUXILIARY_LOSSES, INTERLEAVER = "auxiliary_losses", "interleaver"
-"""Keyword arguments that the engine itself gives to stages."""
+"""Keyword arguments that the engine itself passes to stages."""
 
 
 class StepEngine:
     """Forward and backward passes of a step on one rank of a mesh.
 
     Args:
-        task: what is trained; its stages are this rank's.
-        mesh: where this rank stands.
-        data_parallel: how gradients are summed, and what each rank keeps.
-        compile: whether to compile each stage with torch.compile.
-        schedule: of the pipeline. Defaults to that of `default_schedule`.
-        group_size: micro-batches in a row, as for `megatron_parallel.PipelineEngine`.
-        per_token: whether every true token of a step has the same weight. Otherwise every
-            micro-batch of every data-parallel rank has, however many true tokens are in it: the
-            loss of a step is a mean of their means. Auxiliary losses are per token either way, and
+        task: Task with this rank's stages.
+        mesh: Mesh of the run.
+        data_parallel: Settings of gradient reduction and sharding.
+        compile: Whether to compile each stage with torch.compile.
+        schedule: Name of the pipeline schedule. Defaults to `default_schedule`.
+        group_size: Micro-batches in a row, as for `megatron_parallel.PipelineEngine`.
+        per_token: Whether each unmasked token of a step has the same weight. Otherwise each
+            micro-batch of each data-parallel rank has the same weight: the loss of a step is the
+            mean of the means of micro-batches. Auxiliary losses are per token either way, and
             so is every evaluation.
 
     Raises:
-        TrainError: the task gives one name to two losses or reported sums.
+        TrainError: Two losses or metrics of the task have the same name.
 
     Attributes:
-        stages: this rank's stages with their parameters, gradients and shards.
-        fusion: which weights' gradients are added up by the products that make them, and why not.
+        stages: This rank's stages with their parameters, gradients and shards.
+        fusion: Weights with fused gradient accumulation, and reasons why others have none.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class StepEngine:
         names = Counter((*sums, *task.auxiliary_losses))
         if twice := [name for name, count in names.items() if count > 1]:
             raise TrainError(
-                f"task {type(task).__name__}: two losses or reported sums are called {twice[0]!r}; "
-                "give them two names"
+                f"task {type(task).__name__}: two losses or metrics are called {twice[0]!r}; "
+                "rename one of them"
             )
         self.task = task
         self.mesh = mesh
@@ -120,11 +120,11 @@ class StepEngine:
         )
 
     def prepare(self, batches: Sequence[MicroBatch], iteration: int | None) -> Sequence[MicroBatch]:
-        """Returns micro-batches with what the task computes for them (`PreparingTask`).
+        """Returns micro-batches with the inputs that the task computes (`PreparingTask`).
 
         Args:
-            batches: this rank's, as they were read.
-            iteration: number of the step, or None in an evaluation.
+            batches: This rank's micro-batches as they were read.
+            iteration: Number of the step; None in an evaluation.
         """
         if not isinstance(self.task, PreparingTask):
             return batches
@@ -132,7 +132,7 @@ class StepEngine:
             return self.task.prepare(batches, iteration)
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Return what each sum of `run` is to be divided by, for the micro-batches of all ranks."""
+        """Returns the denominators of the sums of `run`, over the micro-batches of all ranks."""
         if self.mesh.layout.hybrid_cp:
             return self.evaluation_denominators(batches)
         counts = self.task.denominators(batches)
@@ -141,19 +141,19 @@ class StepEngine:
         return self._count(counts, "dp", "token counts")
 
     def evaluation_denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Returns what each sum of `evaluate` is to be divided by."""
-        if self.mesh.layout.hybrid_cp:  # rows, of which each of their ranks has an equal share
+        """Returns the denominators of the sums of `evaluate`, over all ranks."""
+        if self.mesh.layout.hybrid_cp:  # each rank of a row counts an equal share of its tokens
             counts = dict.fromkeys(self._counted, 0.0)
             for batch in batches:
                 ranks = 1 if batch.context_split is None else batch.context_split.ranks
                 for name, count in self.task.denominators([batch]).items():
                     counts[name] += count / ranks
             return self._count(counts, self._data, "token counts")
-        # Of whole sequences, which all ranks of the context axis read.
+        # All ranks of the context-parallel axis count whole sequences.
         return self._count(self.task.denominators(batches), "dp", "token counts")
 
     def batch_totals(self, batches: Sequence[MicroBatch]) -> BatchTotals:
-        """Returns how large the global batch is that these are this rank's micro-batches of."""
+        """Returns the size of the global batch from this rank's micro-batches."""
         samples = sum(batch.samples for batch in batches)
         tokens = sum(batch.tokens for batch in batches)
         flops = self.task.flops(batches)
@@ -161,24 +161,23 @@ class StepEngine:
             own = {"samples": samples, "tokens": tokens, "flops": flops}
             whole = self._count(own, self._data, "totals of the batch")
             return BatchTotals(int(whole["samples"]), int(whole["tokens"]), whole["flops"])
-        ranks = self.mesh.axis("dp").size  # each has as many samples as this one
+        ranks = self.mesh.axis("dp").size  # all have the same number of samples
         return BatchTotals(ranks * samples, ranks * tokens, ranks * flops)
 
     def run(
         self, batches: Sequence[MicroBatch], denominators: Mapping[str, float], iteration: int
     ) -> dict[str, Float64[Tensor, ""]]:
-        """Adds the gradients of all micro-batches and sum them over all ranks.
+        """Computes the gradients of all micro-batches and sums them over all ranks.
 
         Args:
-            batches: this rank's micro-batches.
-            denominators: of the global batch.
-            iteration: number of the step, from 1; dropout depends on it.
+            batches: This rank's micro-batches.
+            denominators: Denominators of the global batch.
+            iteration: Number of the step, from 1; dropout depends on it.
 
         Returns:
-            Each loss summed over the true tokens of the global batch, equal on every rank and on
-            its device: the host does not wait for them. Where
-            micro-batches have equal weights, the sum of the means of all micro-batches. Reported
-            sums are over the global batch either way.
+            The sum of each loss over the unmasked tokens of the global batch, equal on all ranks.
+            If micro-batches have equal weights, the sum of their means. Metrics are always summed
+            over the global batch. The sums are on the device, and the host does not wait for them.
         """
         self._iteration = iteration
         auxiliary = {name: denominators[name] for name in self.task.auxiliary_losses}
@@ -192,22 +191,22 @@ class StepEngine:
         return sums
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, Float64[Tensor, ""]]:
-        """Returns each loss summed over the true tokens of all ranks; makes no gradients."""
+        """Returns the sum of each loss over the unmasked tokens of all ranks, without gradients."""
         self._iteration = self._auxiliary_losses = None
         sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
         return self._summed(sums, self._data, "loss sums")
 
     def _fuse(self, data_parallel: DataParallelConfig, compiled: bool) -> GradientFusion:
-        """Lets products add up the gradients of their weights, where nothing stands against it."""
+        """Turns on fused gradient accumulation, unless settings exclude it."""
         if not data_parallel.gradient_accumulation_fusion:
             return GradientFusion(disabled_reason="--no-gradient-accumulation-fusion")
         if data_parallel.use_torch_fsdp2:
             return GradientFusion(
-                disabled_reason="torch's fully_shard (--use-torch-fsdp2) adds gradients up itself"
+                disabled_reason="torch's fully_shard (--use-torch-fsdp2) sums gradients itself"
             )
         if compiled:
             return GradientFusion(
-                disabled_reason="code that torch.compile makes (--compile) has no buffers to add to"
+                disabled_reason="compiled code (--compile) has no gradient buffers to add to"
             )
         return fuse_gradient_accumulation(self.task.stages, self.stages.buffers)
 
@@ -219,7 +218,7 @@ class StepEngine:
         if taken := given.keys() & {AUXILIARY_LOSSES, INTERLEAVER}:
             raise TrainError(
                 f"task {type(self.task).__name__} gives stage {stage} an argument {min(taken)!r}, "
-                "which the engine gives; choose another name"
+                "which the engine passes; choose another name"
             )
         if self._iteration is None:  # an evaluation
             return given
@@ -235,7 +234,7 @@ class StepEngine:
         return self.task.stage_output_spec(batch, stage)
 
     def _loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:
-        """Sums of a micro-batch; of each loss, or of its part of the micro-batch's mean."""
+        """Returns the sums of a micro-batch, divided by its loss denominators if it has any."""
         sums = self.task.loss(output, batch)
         if not batch.loss_denominators:
             return sums
@@ -244,15 +243,15 @@ class StepEngine:
         }
 
     def _weighed(self, batch: MicroBatch) -> MicroBatch:
-        """`_own`, with what the mean of the whole micro-batch is divided by where it counts."""
+        """Returns `_own` with loss denominators, if micro-batches have equal weights."""
         if self._per_token:
             return self._own(batch)
-        counts = self.task.denominators([batch])  # of whole sequences
+        counts = self.task.denominators([batch])  # over whole sequences
         denominators = {name: counts[name] or 1.0 for name in self.task.losses}
         return dataclasses.replace(self._own(batch), loss_denominators=denominators)
 
     def _own(self, batch: MicroBatch) -> MicroBatch:
-        """Returns what this rank computes of a micro-batch, on its device."""
+        """Returns this rank's slice of a micro-batch on its device."""
         device = self.mesh.device
         if device.type != "cpu":
             batch = batch.to(device)
@@ -260,21 +259,21 @@ class StepEngine:
 
     @property
     def _counted(self) -> tuple[str, ...]:
-        """Names of all that has a denominator."""
+        """The names of losses and metrics, which all have denominators."""
         return (*self.task.losses, *self.task.metrics, *self.task.auxiliary_losses)
 
     @property
     def _cuts(self) -> bool:
-        """Whether micro-batches are cut over ranks."""
+        """Whether micro-batches are split over ranks."""
         return self.mesh.layout.cp > 1 or self.mesh.layout.hybrid_cp
 
     @property
     def _data(self) -> str:
-        """The axis of samples and of their parts; called `dp` where samples are not cut."""
+        """The axis over which losses are summed: `dp`, or `dp_cp` if micro-batches are split."""
         return "dp_cp" if self._cuts else "dp"
 
     def _count(self, values: Mapping[str, float], axis: str, purpose: str) -> dict[str, float]:
-        """Sums numbers over the ranks of an axis; the host waits for them."""
+        """Sums numbers over the ranks of an axis. Synchronizes with the device."""
         return {name: float(total) for name, total in self._summed(values, axis, purpose).items()}
 
     def _summed(
@@ -290,14 +289,14 @@ class StepEngine:
 
 
 def _require_whole_compiler(mesh: Mesh, version: str) -> None:
-    """Refuses what torch before 2.13 compiles without an error to gradients of zero.
+    """Refuses torch before 2.13 on several ranks, where it compiles wrong gradients without error.
 
-    Of functions whose result was last changed in place, as collectives change theirs.
+    The gradients of functions whose results were modified in place, such as collectives, are zero.
     """
     major, minor = (int(number) for number in version.split(".")[:2])
     if mesh.world_size > 1 and (major, minor) < (2, 13):
         raise TrainError(
             f"--compile on {mesh.world_size} ranks needs torch 2.13 or later: torch {version} "
-            "compiles collectives to functions without a gradient; update torch, or leave "
+            "compiles collectives to functions without a gradient; update torch or leave "
             "--compile out"
         )

@@ -1,4 +1,4 @@
-"""The exceptions this package raises for mistakes of its user."""
+"""Exceptions for errors that the user of this package can cause."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,18 +7,18 @@ from megatron_train._command import CommandError
 
 
 class TrainError(ValueError):
-    """A setting, file or run that megatron-train cannot use; the message is one line."""
+    """A setting, file or run is invalid. The message is one line."""
 
 
 class UsageError(TrainError, CommandError):
-    """A command line that cannot be understood (exit status 2)."""
+    """A command line is invalid (exit status 2)."""
 
 
 class SettingsError(TrainError):
-    """Several settings that cannot be used, found at once; the message names the first ones.
+    """Several settings are invalid. The message names the first three.
 
     Attributes:
-        lines: what there is to say about each.
+        lines: One message for each invalid setting.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ class SettingsError(TrainError):
 
 @contextmanager
 def collect_errors(lines: list[str]) -> Iterator[None]:
-    """Adds what a `TrainError` in the `with` block says to ``lines``, and go on."""
+    """Appends the messages of a `TrainError` in the `with` block to ``lines`` and suppresses it."""
     try:
         yield
     except TrainError as error:
@@ -37,10 +37,13 @@ def collect_errors(lines: list[str]) -> Iterator[None]:
 
 
 def raise_collected(lines: Sequence[str]) -> None:
-    """Raises what `collect_errors` has found, if there is anything; equal lines count once.
+    """Raises the errors that `collect_errors` collected, if there are any.
+
+    Args:
+        lines: Messages. Duplicates are removed.
 
     Raises:
-        TrainError: with these lines.
+        TrainError: There is at least one message.
     """
     lines = list(dict.fromkeys(lines))
     if len(lines) == 1:

@@ -1,4 +1,4 @@
-"""Whether a run can fit into the memory of its device at all, asked before anything is built."""
+"""Check of the memory that a run needs at least, before anything is built."""
 
 import os
 from pathlib import Path
@@ -17,10 +17,10 @@ _GIB = 1 << 30
 
 
 def check_memory(config: RunConfig, device: torch.device) -> None:
-    """Compares what a run needs at least with all the memory there is, free or not.
+    """Refuses a run that needs at least more than the total memory of its device.
 
     Raises:
-        TrainError: it needs more; the message has both numbers and what to change.
+        TrainError: The memory is too small; the message has both numbers and the remedy.
     """
     limit = device_memory(device)
     if limit is None:
@@ -38,18 +38,18 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
         f"--seq-length {config.data.seq_length} with --micro-batch-size "
         f"{config.training.micro_batch_size} needs at least {_size(needed.total + scores)} on this "
         f"rank ({_size(needed.activations)} of activations, {_size(states)} of weights, gradients "
-        f"and optimizer{whole}), and {where} {_size(limit)} for it; {instead}lower them or the "
-        "size of the model, recompute activations (--recompute-granularity full), or cut the model "
-        "over more ranks"
+        f"and optimizer{whole}), but {where} {_size(limit)}; {instead}lower these flags or the "
+        "size of the model, recompute activations (--recompute-granularity full), or shard the "
+        "model over more ranks"
     )
 
 
 def minimum_memory(config: RunConfig) -> TrainingMemory:
-    """Returns the bytes that a rank of the first stage needs at least.
+    """Returns the minimum memory in bytes of a rank of the first stage.
 
-    Activations are those of one micro-batch, though a pipeline keeps several. Of compiled code, and
-    of a pool of ranks that shares out documents, those of a single token are counted, as a compiler
-    chooses itself what it keeps.
+    Counts the activations of one micro-batch, although a pipeline has several in flight. With
+    --compile, where the compiler decides what to save, and in a pool of ranks, counts those of a
+    single token.
     """
     unknown = config.training.compile or config.layout.hybrid_cp
     whole = config.layout.pp * config.layout.vpp == 1
@@ -71,11 +71,11 @@ def minimum_memory(config: RunConfig) -> TrainingMemory:
 
 
 def minimum_score_memory(config: RunConfig) -> int:
-    """Returns the bytes of one layer's attention scores where all are needed at once, else 0.
+    """Returns the bytes of one layer's attention scores if all are needed at once, else 0.
 
-    They are with --attention-dropout, which no backend applies in blocks: fp32 numbers
-    ``[b, n, s, s]`` of this rank's heads; of context parallel ranks, those of one of the chunks
-    that a sequence is cut into.
+    They are needed with --attention-dropout, which no backend applies block by block: fp32 scores
+    ``[b, n, s, s]`` of this rank's heads. With context parallelism, counts the scores of one of the
+    slices of a sequence.
     """
     training, layout = config.training, config.layout
     if not training.attention_dropout or training.compile or layout.hybrid_cp:
@@ -86,9 +86,9 @@ def minimum_score_memory(config: RunConfig) -> int:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Returns the bytes that one rank can have: all of a GPU, or its share of this host with swap.
+    """Returns the memory in bytes for one rank; None if it is unknown.
 
-    None where the system does not say.
+    It is all memory of a GPU, or this rank's share of the memory and swap of this host.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -98,7 +98,7 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def _host_memory() -> int | None:
-    """Returns memory and swap of the host in bytes, or the limit of this control group."""
+    """Returns the memory and swap of this host in bytes, or the limit of the control group."""
     try:
         lines = (line.split() for line in _MEMINFO.read_text().splitlines())
         sizes = {words[0]: int(words[1]) << 10 for words in lines if len(words) > 1}

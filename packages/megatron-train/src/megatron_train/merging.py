@@ -1,4 +1,4 @@
-"""Folding what products add, such as adapters, into the weights of a checkpoint."""
+"""Merges the parameters of products, such as adapters, into the weights of a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -13,29 +13,33 @@ from megatron_train.product_record import build_recorded_products
 
 
 def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
-    """Writes the model of a checkpoint with what its products add folded into the weights.
+    """Saves the model of a checkpoint with the parameters of its products merged into the weights.
 
-    The model of the new checkpoint has plain linear layers and computes the same. It is merged in
-    float64 and kept in the dtype that it had. Optimizer state is left out.
+    The model of the new checkpoint has plain linear layers and computes the same function. Weights
+    are merged in float64 and saved in their original dtype. The new checkpoint has no optimizer
+    state.
 
     Args:
-        load: folder of checkpoints, of which the newest is taken, or one checkpoint.
-        save: folder that gets the new checkpoint.
+        load: Folder of checkpoints, whose newest one is merged, or one checkpoint.
+        save: Folder to save the new checkpoint into.
 
     Returns:
-        The folder of the new checkpoint.
+        The path of the new checkpoint.
 
     Raises:
-        TrainError: the checkpoint has nothing to merge, or ``save`` has checkpoints.
-        CheckpointError: it cannot be read.
-        LayoutError: its product is not installed.
+        TrainError: The checkpoint has nothing to merge, or ``save`` has checkpoints already.
+        CheckpointError: The checkpoint cannot be read.
+        LayoutError: The product of the checkpoint is not installed.
     """
     checkpoint = find_checkpoint(load)
     store = CheckpointStore(Path(save))
     if (other := store.latest_checkpoint()) is not None:
-        raise TrainError(f"{other.path} is there already; give --save a folder without checkpoints")
+        raise TrainError(
+            f"--save {save} already has a checkpoint ({other.path}); give a folder without "
+            "checkpoints"
+        )
     if checkpoint.model is None:
-        raise TrainError(f"{checkpoint.path} says nothing of its model; it cannot be merged")
+        raise TrainError(f"{checkpoint.path} has no record of its model; give another checkpoint")
     products = build_recorded_products(checkpoint.values().get("run"), checkpoint.path)
     held = {
         n: checkpoint.read_tensor(n) for n, r in checkpoint.tensors.items() if r.group == "model"

@@ -1,4 +1,4 @@
-"""Made-up samples, for trying a model or a layout without a corpus."""
+"""Synthetic samples to try a model or a layout without a corpus."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class MockDataset:
-    """Samples of tokens that count up, each from a number drawn for it.
+    """Samples of tokens that count up from a random first token.
 
-    As in Megatron-LM's mock data there is something to learn, the next number; its documents and
-    their order are not reproduced. A sample depends on the seed, the split and its own number.
+    A model can learn the next token, as with Megatron-LM's mock data, whose documents and order are
+    not reproduced. A sample depends on the seed, the split and the number of the sample.
 
     Attributes:
-        samples: how many there are.
-        sequence_length: tokens of a sample, ``s``.
-        vocab_size: tokens are below it.
-        seed: number that the first tokens are drawn from, with ``split``.
+        samples: Number of samples.
+        sequence_length: Tokens in a sample, ``s``.
+        vocab_size: Size of the vocabulary.
+        seed: Seed of the first tokens, together with ``split``.
         split: 0 for training, 1 for validation, 2 for testing.
     """
 
@@ -32,7 +32,7 @@ class MockDataset:
         return self.samples
 
     def __getitem__(self, sample: int, /) -> dict[str, NDArray[Any]]:
-        """Returns tokens, labels, loss mask, positions and document numbers, all `[s]`."""
+        """Returns tokens, labels, loss mask, positions and document ids, all `[s]`."""
         drawn = np.random.default_rng((self.seed, self.split, sample))
         count = np.arange(self.sequence_length + 1, dtype=np.int64)
         text = (drawn.integers(self.vocab_size) + count) % self.vocab_size

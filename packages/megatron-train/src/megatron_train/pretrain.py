@@ -1,4 +1,4 @@
-"""Putting a run together: from its configuration to a trainer with everything around it."""
+"""Assembles and executes a run: from its configuration to a trainer with its callbacks."""
 
 import os
 import shlex
@@ -60,23 +60,23 @@ def train(
     command: str | None = None,
     tokenizers: TokenizerCache | None = None,
 ) -> int:
-    """Trains a model as ``config`` says, and prints as it goes.
+    """Trains a model and prints progress.
 
-    While it runs, no other run can save into the folder of --save.
+    Meanwhile no other run can save into the folder of --save.
 
     Args:
-        config: the whole run.
-        values: where its values came from, to be printed.
-        command: what other runs are shown that find the folder in use. Defaults to the command line
-            of this process.
-        tokenizers: those that were opened for the configuration; they are not opened again.
+        config: The run.
+        values: The given values and their origins, to print.
+        command: Command that errors of other runs show for the folder in use. Defaults to the
+            command line of this process.
+        tokenizers: Tokenizers that are open already.
 
     Returns:
         0, or 128 plus the number of the signal that ended the run early.
 
     Raises:
-        TrainError: a run that cannot be made or continued, or whose folder another run holds; the
-            packages' own exceptions for what each of them refuses.
+        TrainError: The run cannot be built or continued, or another run uses its folder. The other
+            packages raise their own exceptions.
     """
     check_output_folders(config)
     device, dtype = choose_device(config.training.device), choose_dtype(config)
@@ -94,17 +94,17 @@ def train(
         check_memory(config, mesh.device)
         peak = device_peak(mesh.device, dtype) if mesh.rank == 0 else None
         rate = assumed_cpu_peak(dtype) if mesh.device.type == "cpu" else peak
-        # One rank decides: each may measure another peak.
+        # Rank 0 decides for all, since ranks may measure different peaks.
         if long := map_reduce(coordinator, lambda: None, lambda _: check_step_time(config, rate)):
             console.warn(long)
         facts = environment(mesh.device)
-        # Printed with the first line there is: what is refused before needs no environment.
+        # Printed before the first line of output, so that an early error prints no description.
         console.header = partial(describe_run, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config, tokenizers)
         task = find_task_kind(config.task)
         data = cache(partial(task.open_data, config, tokenizer))
         batches = open_batches(config, data, mesh, console.print_line)
-        # One rank looks at the corpora, since others need not have them (--broadcast-batches).
+        # Only rank 0 reads the corpora: with --broadcast-batches other ranks may not have them.
         record = map_reduce(
             coordinator,
             lambda: None,
@@ -116,8 +116,8 @@ def train(
         continued = start.load(trainer, config, record, console)
         if continued is None and not start.weights_only and trains_adapters_only(config):
             console.warn(
-                f"--linear-product {config.product} freezes weights that are drawn from --seed; "
-                "begin with those of a checkpoint, by finetune or --finetune --load"
+                f"--linear-product {config.product} freezes weights that are initialized from "
+                "--seed; begin with those of a checkpoint, with finetune or with --finetune --load"
             )
         console.print_line(str(trainer.engine.fusion))
         if batches.no_test_reason:
@@ -127,12 +127,12 @@ def train(
             map_reduce(coordinator, lambda: None, lambda _: write_config(config, path))
         kept = partial(describe_saved_progress, trainer, config.checkpoint, start, continued)
         stop = _train(trainer, console, kept)
-    mesh.close()  # only here: after an error, ranks that still wait would be waited for
+    mesh.close()  # not after an error, when closing would wait for ranks that are blocked
     return 0 if stop is None else stop.status
 
 
 def _train(trainer: Trainer, console: Console, kept: Callable[[], str]) -> Stop | None:
-    """Trains, and says what is ``kept`` where that ends early; return why it did."""
+    """Trains; returns why the run ended early. Prints the text of ``kept`` in that case."""
     try:
         with StopOnSignal(trainer):
             stop = trainer.run()
@@ -152,10 +152,10 @@ def _train(trainer: Trainer, console: Console, kept: Callable[[], str]) -> Stop 
 
 
 def build_mesh(config: RunConfig, device: torch.device) -> Mesh:
-    """Takes this rank's place in the layout of the run, or be its only rank.
+    """Returns the mesh of the run, after all ranks have joined it.
 
     Raises:
-        LayoutError: ranks that do not arrive, or were started with another configuration.
+        LayoutError: A rank does not join in time, or was started with another configuration.
     """
     settings = (
         (option, getattr(config.section_by_name(option.section), option.name))
@@ -171,7 +171,7 @@ def build_mesh(config: RunConfig, device: torch.device) -> Mesh:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the parts of a run share."""
+    """The parts of a run that its callbacks are built from."""
 
     config: RunConfig
     console: Console
@@ -184,9 +184,9 @@ class _Run:
     record: RunRecord
 
     def callbacks(self) -> list[Callback]:
-        """Returns the callbacks of this rank; those that save come last.
+        """Returns the callbacks of this rank. Those that save come last.
 
-        Only rank 0 tells and records; what all ranks do together is on all of them.
+        Callbacks that print and record are on rank 0 only; collective ones are on all ranks.
         """
         config, tells = self.config, self.mesh.rank == 0
         telling, listeners, testers = self._telling() if tells else ([], [], [])
@@ -248,7 +248,7 @@ class _Run:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """Allows deterministic algorithms only, where wanted, and puts the settings back afterwards."""
+    """Allows only deterministic algorithms in the `with` block, if ``wanted``."""
     if not wanted:
         yield
         return

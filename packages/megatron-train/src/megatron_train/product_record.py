@@ -1,4 +1,4 @@
-"""What the linear layers of a run multiply by, as the record in its checkpoints says."""
+"""The product of linear layers in the record of a run, and its comparison with a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -14,11 +14,11 @@ from megatron_train.errors import TrainError
 from megatron_train.saved_values import describe_differences
 
 PRODUCT: Final = "linear_product"
-"""The name of the product in the objective of a record; its settings are ``section.name``."""
+"""Key of the product in the objective of a record; keys of its settings are ``section.name``."""
 
 
 def record_product(config: RunConfig) -> dict[str, Any]:
-    """Returns what the objective of a run's record has of its product."""
+    """Returns the record of a run's product and its settings, a part of the objective."""
     found: dict[str, Any] = {PRODUCT: config.product}
     section = None if config.product == PLAIN else find_product(config.product).section
     if section is not None:
@@ -28,47 +28,47 @@ def record_product(config: RunConfig) -> dict[str, Any]:
 
 
 def recorded_product(run: Any) -> str:
-    """Returns the name of the product of a record's run."""
+    """Returns the name of the product in the record of a run."""
     objective = run.get("objective") if isinstance(run, Mapping) else None
     return str(objective.get(PRODUCT, PLAIN)) if isinstance(objective, Mapping) else PLAIN
 
 
 def refuse_other_product(saved: str, run: Any, path: Path) -> None:
-    """Refuses a checkpoint whose layers have parameters of another product.
+    """Refuses a checkpoint with another product.
 
     Args:
-        saved: the product of the checkpoint.
-        run: the record of the run that takes it.
-        path: of the checkpoint.
+        saved: Name of the product of the checkpoint.
+        run: Record of the run that loads the checkpoint.
+        path: Path of the checkpoint.
 
     Raises:
-        TrainError: with what to do.
+        TrainError: The products differ; the message has the remedy.
     """
     current = recorded_product(run)
     if saved == current:
         return
     more = f"give --linear-product {saved}"
     if saved == PLAIN:
-        more = "begin a new run with its weights, by --finetune and another --save folder"
+        more = "begin a new run with its weights, with --finetune and another --save folder"
     elif current == PLAIN:
-        more += ", or fold it into the weights first, by megatron-train merge"
+        more += ", or merge it into the weights first, with megatron-train merge"
     raise TrainError(
-        f"{path} comes from --linear-product {saved}, and this run has {current}; {more}"
+        f"{path} was saved with --linear-product {saved}, but this run has {current}; {more}"
     )
 
 
 def refuse_other_tensors(
     checkpoint: Checkpoint, added_shapes: Mapping[str, Sequence[int]], run: Any
 ) -> None:
-    """Refuses a checkpoint of the same product whose settings gave it other tensors.
+    """Refuses a checkpoint whose settings of the same product gave it other parameters.
 
     Args:
-        checkpoint: of the run that continues.
-        added_shapes: global shapes of the parameters that the product adds, by name, on all ranks.
-        run: the record of the run.
+        checkpoint: Checkpoint of the run that continues.
+        added_shapes: Global shapes, by name, of the parameters that the product adds on all ranks.
+        run: Record of the run.
 
     Raises:
-        TrainError: naming the settings that differ.
+        TrainError: The parameters differ; the message names the settings that differ.
     """
     added = {name.rpartition(".")[2] for name in added_shapes}
     held = {
@@ -82,12 +82,12 @@ def refuse_other_tensors(
     if changed := describe_differences(saved, current):
         raise TrainError(
             f"{checkpoint.path} has other parameters of --linear-product {recorded_product(run)}: "
-            f"{changed}; give its settings"
+            f"{changed}; give the settings of the checkpoint"
         )
 
 
 def _settings(run: Any) -> dict[str, Any]:
-    """Returns what the record of a run has of its product's settings, by flag."""
+    """Returns the recorded settings of a run's product by flag."""
     section = (
         find_product(recorded_product(run)).section if recorded_product(run) != PLAIN else None
     )
@@ -103,15 +103,15 @@ def _settings(run: Any) -> dict[str, Any]:
 
 
 def build_recorded_products(run: Any, path: Path) -> Mapping[str, Product]:
-    """Returns the products of a record's run, by role of the layers.
+    """Returns the products in the record of a run by role of layers.
 
     Raises:
-        TrainError: they are plain, or the record is damaged.
-        LayoutError: the product is not installed.
+        TrainError: The run has no product, or the record is damaged.
+        LayoutError: The product is not installed.
     """
     name = recorded_product(run)
     if name == PLAIN:
-        raise TrainError(f"{path} has plain linear layers: there is nothing to merge")
+        raise TrainError(f"{path} has plain linear layers; there is nothing to merge")
     kind, objective = find_product(name), run["objective"]
     if kind.section is None:
         return kind.build()
@@ -120,4 +120,6 @@ def build_recorded_products(run: Any, path: Path) -> Mapping[str, Product]:
     try:
         return kind.build(config(**settings))
     except (TypeError, ValueError) as error:
-        raise TrainError(f"{path} is damaged: its {name} has {settings}: {error}") from None
+        raise TrainError(
+            f"{path} is damaged: invalid settings {settings} of {name}: {error}"
+        ) from None

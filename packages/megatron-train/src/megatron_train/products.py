@@ -1,4 +1,4 @@
-"""What the linear layers of a run multiply by, and what its output layer computes."""
+"""The products of linear layers of a run, and the loss of its output layer."""
 
 from collections.abc import Mapping
 
@@ -16,10 +16,10 @@ from megatron_train.errors import TrainError
 
 
 def products_of(config: RunConfig) -> Mapping[str, Product]:
-    """Returns the product of each role of layers; layers of other roles are plain.
+    """Returns the product of each role of layers. Layers of other roles are plain.
 
     Raises:
-        TrainError: no layer of the model has the role, or the run cannot train with the product.
+        TrainError: No layer of the model has the role, or the run cannot train with the product.
     """
     if config.product == PLAIN:
         return {}
@@ -30,25 +30,25 @@ def products_of(config: RunConfig) -> Mapping[str, Product]:
     roles = {spec.role for spec in config.model.parameters().values()} - {""}
     if strange := sorted(found.keys() - roles):
         raise TrainError(
-            f"--linear-product {config.product} is chosen for {', '.join(strange)}, and a model of "
-            f"kind {config.model.kind} has {', '.join(sorted(roles))}; name some of these"
+            f"--linear-product {config.product} is set for {', '.join(strange)}, but a model of "
+            f"kind {config.model.kind} has {', '.join(sorted(roles))}; give some of these roles"
         )
     adapts = any(product.is_adapter for product in found.values())
     if adapts and config.data_parallel.use_torch_fsdp2:
         raise TrainError(
-            f"--linear-product {config.product} freezes weights, and --use-torch-fsdp2 shards "
+            f"--linear-product {config.product} freezes weights, but --use-torch-fsdp2 shards "
             "frozen and trained ones together; give --use-distributed-optimizer instead"
         )
     return found
 
 
 def trains_adapters_only(config: RunConfig) -> bool:
-    """Returns whether only parameters of products are trained."""
+    """Returns whether the run trains only parameters of products, such as adapters."""
     return any(product.is_adapter for product in products_of(config).values())
 
 
 def vocabulary_loss_of(config: RunConfig) -> VocabularyLoss:
-    """Returns how output layer and loss are computed."""
+    """Returns the implementation of output layer and loss."""
     return (
         LinearCrossEntropy()
         if config.placement.cross_entropy_fusion_impl == "linear"

@@ -1,4 +1,4 @@
-"""What a run prints about itself before its first step."""
+"""The description of a run that is printed before its first step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,10 +16,10 @@ def describe_run(
     facts: dict[str, str],
     dtype: torch.dtype,
 ) -> Iterator[str]:
-    """Yields lines on environment, configuration and model size."""
+    """Yields lines about environment, configuration, layout and model size."""
     yield "environment: " + ", ".join(f"{name} {value}" for name, value in facts.items())
     if values is not None:
-        yield "configuration (what is not listed is the default):"
+        yield "configuration (settings that are not listed have their defaults):"
         options = run_options(config.model.kind)
         for key in (option.key for option in options if option.key in values.given):
             given = values.given[key]
@@ -33,13 +33,13 @@ def describe_run(
     if layout.world_size > 1:
         yield f"layout: {describe_layout(config)}"
     yield (
-        f"model: {count:,} parameters (without padding of the vocabulary) in {precision}; "
+        f"model: {count:,} parameters (without vocabulary padding) in {precision}; "
         f"{_span(config.batch_sizes.sizes)} samples a step in {_micro_batches(config)}"
     )
 
 
 def _micro_batches(config: RunConfig) -> str:
-    """Returns what a step is computed in, on each rank."""
+    """Returns the micro-batches of a step on each rank."""
     layout, training = config.layout, config.training
     if layout.hybrid_cp:
         max_tokens = training.max_seqlen_per_dp_cp_rank
@@ -58,7 +58,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def describe_layout(config: RunConfig) -> str:
-    """Returns how many ranks a run has, and what each axis cuts where there are several."""
+    """Returns the number of ranks and the sizes of the axes of the layout."""
     layout = config.layout
     if layout.world_size == 1:
         return "1 rank"

@@ -1,9 +1,8 @@
-"""What a checkpoint keeps of the run it is from, and what of it may differ where the run continues.
+"""The record of a run in its checkpoints, and its comparison with the run that continues.
 
-A record has a part for each of `RECORD_PARTS`. A run that differs from the record in one of them is
-another run, whose losses are not to be compared with those before: it is refused, unless a flag
-allows it. The layout, the length of the run, logging and paths are not in the record, since they
-may differ. The rates of the optimizer (`optimizer`) are, for a warning.
+A record has the parts `RECORD_PARTS`. If one of them differs, losses are not comparable with those
+before, so the run is refused unless a flag allows the difference. Layout, length of the run,
+logging and paths may differ and are not recorded. The part ``optimizer`` is recorded for a warning.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,24 +19,24 @@ from megatron_train.product_record import record_product
 from megatron_train.saved_values import describe_differences
 
 RECORD_PARTS: Final = ("data", "tokenizer", "seed", "objective")
-"""What makes a run this run, beside its model, whose configuration a checkpoint has anyway."""
+"""The parts that identify a run. The model's configuration is recorded elsewhere."""
 
 RunRecord = Mapping[str, Any]
-"""Plain values, equal on all ranks."""
+"""The record of a run: plain values, equal on all ranks."""
 
 
 def run_record(
     config: RunConfig, tokenizer: Tokenizer | None, samples: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the record of a run; reads the beginnings and ends of its corpora.
+    """Returns the record of a run. Reads the beginnings and ends of its corpora.
 
     Args:
-        config: the run.
-        tokenizer: its tokenizer, if it has one.
-        samples: how they are made of the corpora, see `TaskData.identity`.
+        config: The run.
+        tokenizer: Tokenizer of the run, if any.
+        samples: How samples are made of the corpora, see `TaskData.identity`.
 
     Raises:
-        OSError: a corpus on the disk cannot be read.
+        OSError: A local corpus cannot be read.
     """
     record: dict[str, Any] = {
         "data": corpora_identity(config.data) | dict(samples),
@@ -46,13 +45,13 @@ def run_record(
         "objective": _objective(config),
         "optimizer": _optimizer(config),
     }
-    if config.data.sample_order == "compat":  # drawn for all samples of a run at once
+    if config.data.sample_order == "compat":  # computed for all samples of a run at once
         record["length"] = {"samples": config.train_samples}
     return record
 
 
 def _optimizer(config: RunConfig) -> dict[str, Any]:
-    """What the steps are made of: sizes of batches, rates, and settings of the update rule."""
+    """Returns batch sizes, learning rates and settings of the update rule."""
     settings, stepped = asdict(config.optimizer), config.training.step_batch_size_schedule
     own = settings.pop("settings") or {}
     return {
@@ -65,13 +64,13 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
 
 
 def _objective_fields(section: Any) -> dict[str, Any]:
-    """What the fields of a configuration hold that say they are of the objective, by name."""
+    """Returns the values of the fields whose metadata have ``objective``, by name."""
     names = [field.name for field in fields(section) if field.metadata.get("objective")]
     return {name: getattr(section, name) for name in names}
 
 
 def _objective(config: RunConfig) -> dict[str, Any]:
-    """Returns what the losses are sums of."""
+    """Returns the settings that define the losses."""
     training = config.training
     found: dict[str, Any] = {
         "task": config.task,
@@ -89,10 +88,10 @@ def _objective(config: RunConfig) -> dict[str, Any]:
 
 
 def upgrade_record(record: RunRecord) -> RunRecord:
-    """Returns a record in its present form.
+    """Returns a record in the present format.
 
-    Records once were flat (`{"data": ["corpus"], "seed": 1, "seq_length": 8, …}`). Of such a one
-    only the seed is kept: its other parts count as not recorded.
+    Older records are flat: `{"data": ["corpus"], "seed": 1, "seq_length": 8, …}`. Only their seed
+    is used; the other parts count as not recorded.
     """
     if "seq_length" not in record or isinstance(record.get("data"), Mapping):
         return record
@@ -107,19 +106,19 @@ def compare_records(
     consumed_samples: int,
     allowed: Collection[str],
 ) -> dict[str, str]:
-    """Returns in what a run differs from the record in a checkpoint, by kind, with both values.
+    """Returns the differences between two records by part, with both values.
 
-    Keys that only one of the records has are not compared: versions differ in what they record.
+    Keys that only one of the records has are not compared, since versions record different keys.
 
     Args:
-        saved: the record of the checkpoint, as `upgrade_record` returns it.
-        current: the record of the run that continues.
-        path: of the checkpoint.
-        consumed_samples: by the checkpoint; changes of the data from later samples on may differ.
-        allowed: kinds that may differ.
+        saved: Record of the checkpoint, as returned by `upgrade_record`.
+        current: Record of the run that continues.
+        path: Path of the checkpoint.
+        consumed_samples: Samples consumed by the checkpoint. Changes of data after them may differ.
+        allowed: Parts that may differ.
 
     Raises:
-        TrainError: another kind differs, or the record is damaged.
+        TrainError: Another part differs, or the record is damaged.
     """
     found = {}
     for kind in (*RECORD_PARTS, "optimizer", "length"):
@@ -148,13 +147,13 @@ def _part(record: RunRecord, kind: str, path: Path) -> dict[str, Any]:
 def _refusal(kind: str, changed: str, saved: RunRecord, current: RunRecord, path: Path) -> str:
     if kind == "seed":
         return (
-            f"{path} comes from --seed {saved[kind].get('seed')}, and this run has --seed "
-            f"{current[kind].get('seed')}; give the former, or "
-            "--no-load-rng to go on with the new one"
+            f"{path} was saved with --seed {saved[kind].get('seed')}, but this run has --seed "
+            f"{current[kind].get('seed')}; give the seed of the checkpoint, or --no-load-rng to "
+            "continue with the new one"
         )
-    later = "--data-path-changes to replace data from a sample on, or " if kind == "data" else ""
+    later = "--data-path-changes to replace data from a sample on, or " if kind == "data" else "or "
     other = "other data" if kind == "data" else f"another {kind}"
     return (
-        f"{path} comes from a run with {other}: {changed}; give the former, {later}"
-        f"--allow-changed-run {kind} to go on with the new"
+        f"{path} was saved by a run with {other}: {changed}; give that of the checkpoint, {later}"
+        f"--allow-changed-run {kind} to continue with the new one"
     )

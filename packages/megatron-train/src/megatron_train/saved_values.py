@@ -1,4 +1,4 @@
-"""Values that a file gave back, checked before they are used or shown."""
+"""Checks of values from files before they are used or shown."""
 
 import reprlib
 from collections.abc import Mapping
@@ -9,19 +9,19 @@ from megatron_train.errors import TrainError
 Value = TypeVar("Value")
 
 MAX_INTEGER: Final = 2**63 - 1
-"""Largest whole number that counters and settings may have, which tensors hold."""
+"""Largest integer of counters and settings: the maximum of int64."""
 
 
 def read_value(state: object, name: str, kind: type[Value]) -> Value:
     """Returns the value ``name`` of a saved state.
 
     Args:
-        state: a mapping, if it is not damaged.
-        name: of the value.
-        kind: its type. A whole number must not be negative, and is a number as well.
+        state: The saved state; must be a mapping.
+        name: Name of the value.
+        kind: Type of the value. ``int`` accepts integers in [0, `MAX_INTEGER`].
 
     Raises:
-        TrainError: there is no such value, or it is of another type.
+        TrainError: The value is missing or has another type.
     """
     if not isinstance(state, Mapping):
         raise TrainError(f"the saved state is damaged: {short_repr(state)} holds no {name!r}")
@@ -36,17 +36,19 @@ def read_value(state: object, name: str, kind: type[Value]) -> Value:
 
 
 def short_repr(value: object) -> str:
-    """Returns ``value`` as in Python, in one line and cut where it is long or deep."""
+    """Returns the ``repr`` of a value in one line, truncated if it is long or nested deeply."""
     short = reprlib.Repr()
     short.maxstring, short.maxlong, short.maxother = 80, 40, 80
     short.maxlevel = short.maxlist = short.maxdict = 3
     try:
         return short.repr(value)
-    except ValueError:  # whole numbers of more than 4300 digits have no text
-        return "a number of thousands of digits"
+    except ValueError:  # Python does not print integers of more than 4300 digits
+        return "an integer of thousands of digits"
 
 
 def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Says in which keys two mappings differ, with both values; empty if in none."""
+    """Returns the keys in which two mappings differ, with both values; empty if they are equal."""
     keys = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
-    return ", ".join(f"{key} {saved.get(key)} there, {current.get(key)} here" for key in keys)
+    return ", ".join(
+        f"{key} {saved.get(key)} in the checkpoint, {current.get(key)} in this run" for key in keys
+    )

@@ -1,4 +1,4 @@
-"""How a run begins: at its checkpoint, with the weights of another run, or from the seed.
+"""The starting point of a run: its checkpoint, the weights of another run, or the seed.
 
     with lock_save_folder(config.checkpoint, coordinator, command):
         start = StartingPoint.find(config.checkpoint, coordinator)
@@ -42,10 +42,10 @@ from megatron_train.trainer import Trainer
 
 
 def check_output_folders(config: RunConfig) -> None:
-    """Refuses folders to write to whose place a file has, or whose parent's.
+    """Refuses output folders if their path or one of its parents is a file.
 
     Raises:
-        TrainError: names the flag and the file.
+        TrainError: The path is a file; the message names the flag and the file.
     """
     folders = {
         "--save": config.checkpoint.save,
@@ -66,15 +66,15 @@ def check_output_folders(config: RunConfig) -> None:
 def lock_save_folder(
     config: CheckpointConfig, coordinator: Coordinator, command: str
 ) -> Iterator[None]:
-    """Holds the folder of --save while entered, so that no other run saves into it.
+    """Locks the folder of --save in the `with` block, so that no other run saves into it.
 
-    Rank 0 takes the lock, which the kernel releases when that process ends; all ranks enter
-    together.
+    All ranks enter together. Rank 0 takes the lock, which the kernel releases when its process
+    ends.
 
     Raises:
-        TrainError: another run holds it, with its process and command; a `CheckpointError` with the
-            same words on the other ranks.
-        OSError: the folder cannot be made.
+        TrainError: Another run has the lock; the message names its process and command. Other ranks
+            raise a `CheckpointError` with the same message.
+        OSError: The folder cannot be created.
     """
     with ExitStack() as held:
 
@@ -98,11 +98,12 @@ class StartingPoint:
     """Where a run starts from.
 
     Attributes:
-        folder: of the checkpoint; None begins from the seed.
-        weights_only: whether a new run begins with the weights in ``folder``.
-        origin: whose weights the run once began with; empty if the seed's.
-        family: that the checkpoint names, if there is one and it does.
-        note: why ``folder`` is another than what --load names, if it is.
+        folder: Folder of the checkpoint. None starts from the seed.
+        weights_only: Whether a new run begins with the weights in ``folder``.
+        origin: Checkpoint whose weights the run first began with. Empty if they were initialized
+            from the seed.
+        note: Reason why ``folder`` is not the folder of --load. Empty if it is.
+        family: Family of the model in the checkpoint, if it names one.
     """
 
     folder: Path | None = None
@@ -113,11 +114,11 @@ class StartingPoint:
 
     @classmethod
     def find(cls, config: CheckpointConfig, coordinator: Coordinator) -> "StartingPoint":
-        """Decides where a run starts, on all ranks alike.
+        """Finds the starting point of a run. The result is equal on all ranks.
 
         Raises:
-            TrainError: --save holds another run, or there is nothing to take weights from.
-            CheckpointError: a checkpoint named is torn.
+            TrainError: --save has another run, or the folder to load weights from has none.
+            CheckpointError: A given checkpoint is incomplete or damaged.
         """
         plain = map_reduce(
             coordinator, lambda: None, lambda _: _find(config).with_family().to_plain()
@@ -126,11 +127,11 @@ class StartingPoint:
         return cls(**{**plain, "folder": folder})
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns it as plain values, to be sent to other ranks."""
+        """Returns plain values to send to other ranks."""
         return {**asdict(self), "folder": None if self.folder is None else str(self.folder)}
 
     def with_family(self) -> "StartingPoint":
-        """Returns this start with the family that its checkpoint names."""
+        """Returns a copy with the family that the checkpoint names."""
         if self.folder is None:
             return self
         held = Checkpoint(self.folder) if is_checkpoint(self.folder) else _newest(self.folder)
@@ -138,12 +139,12 @@ class StartingPoint:
         return self if model is None else replace(self, family=model.family)
 
     def resolve_family(self, config: RunConfig) -> str | None:
-        """Returns the family that the run keeps in its checkpoints: theirs, or --model-family.
+        """Returns the family to record in checkpoints: that of ``folder``, or --model-family.
 
         Raises:
-            TrainError: --model-family is another than that of the checkpoint, or cannot express the
+            TrainError: --model-family differs from the checkpoint's family or does not fit the
                 model.
-            CheckpointError: no such family is installed.
+            CheckpointError: The family is not installed.
         """
         wanted = config.checkpoint.model_family
         if wanted is None or wanted == self.family:
@@ -151,7 +152,7 @@ class StartingPoint:
         if self.family is not None:
             raise TrainError(
                 f"--model-family {wanted}: {self.folder} holds a model of family {self.family}, "
-                f"which the run keeps; give --model-family {self.family}"
+                f"which the run keeps; give --model-family {self.family} or leave it out"
             )
         family = find_family(wanted)
         if family.kind != config.model.kind:
@@ -161,21 +162,21 @@ class StartingPoint:
             )
         if differences := family.differences(config.model):
             raise TrainError(
-                f"--model-family {wanted}: such a model has {'; '.join(differences)}; "
-                "leave it out, or change the model"
+                f"--model-family {wanted}: models of this family have {'; '.join(differences)}; "
+                "leave it out or change the model"
             )
         return wanted
 
     def load(
         self, trainer: Trainer, config: RunConfig, record: RunRecord, console: Console
     ) -> SavedCheckpoint | None:
-        """Loads what there is to load into ``trainer`` and says so.
+        """Loads the checkpoint into ``trainer``, if there is one, and prints a line about it.
 
         Returns:
             The checkpoint that the run continues from; None for a new run.
 
         Raises:
-            TrainError: the checkpoint does not fit the run; the message says in what.
+            TrainError: The checkpoint does not fit the run; the message names the differences.
         """
         if self.note:
             console.print_line(self.note)
@@ -185,11 +186,13 @@ class StartingPoint:
             iteration = load_weights(trainer, self.folder, record)
             console.print_line(
                 f"beginning at step 0 with the weights of {self.folder}, step {iteration}; "
-                "optimizer and order of samples are new"
+                "optimizer state and order of samples are new"
             )
             return None
         checkpoint = config.checkpoint
-        own = self.note == "" and checkpoint.load is not None  # --no-load-optim is of --load alone
+        own = (
+            self.note == "" and checkpoint.load is not None
+        )  # --no-load-optim applies only to --load
         allowed: set[str] = {*(checkpoint.allow_changed_run or ())}
         if checkpoint.no_load_rng:
             allowed.add("seed")
@@ -202,21 +205,21 @@ class StartingPoint:
             allowed_changes=allowed,
         )
         if not found:
-            absent = f"no complete checkpoint in {self.folder}: starting fresh"
+            absent = f"no complete checkpoint in {self.folder}: starting a new run"
             if (
                 checkpoint.save is not None
                 and Path(checkpoint.save).resolve() == self.folder.resolve()
             ):
                 console.print_line(
                     absent
-                )  # the first start of a command that is given again and again
+                )  # the first start of a command that is given again after each stop
             else:
-                console.warn(f"{absent}; --exit-on-missing-checkpoint refuses to")
+                console.warn(f"{absent}; use --exit-on-missing-checkpoint to fail instead")
             return None
         trainer.train_iters = config.train_iters_after(trainer.iteration, trainer.consumed_samples)
         console.print_line(f"continuing from {self.folder} after step {trainer.iteration}")
         if trainer.iteration >= trainer.train_iters:
-            console.print_line(f"nothing left to do: the run is {trainer.train_iters} steps long")
+            console.print_line(f"nothing left to do: the run has {trainer.train_iters} steps")
         return found
 
 
@@ -226,32 +229,32 @@ def describe_saved_progress(
     start: StartingPoint,
     continued: SavedCheckpoint | None = None,
 ) -> str:
-    """Returns, for a run that ends early, what of it is saved where and which flag continues it.
+    """Describes, for a run that ends early, what is saved and which command continues it.
 
     Args:
-        trainer: as it stands.
-        config: where the run was to be saved.
-        start: how the run began.
-        continued: the checkpoint that it continued from, if it did.
+        trainer: Trainer of the run.
+        config: Settings of checkpoints.
+        start: Starting point of the run.
+        continued: Checkpoint that the run continued from, if any.
     """
     if config.save is None:
-        return "nothing is saved, as there is no --save"
+        return "nothing is saved, because --save is not given"
     saver = next(one for one in trainer.callbacks if isinstance(one, Saver))
     kept = saver.newest or continued
     lost = trainer.iteration - (kept.iteration if kept else 0)
     steps = f"{lost} step{'s' * (lost > 1)}"
     if kept is None:
-        reason = f"no checkpoint was complete after {steps}" if lost else "no step was made"
-        return f"nothing is saved, as {reason}"
+        reason = f"no checkpoint was complete after {steps}" if lost else "no step was completed"
+        return f"nothing is saved: {reason}"
     again = config.load is not None and Path(config.load).resolve() == Path(config.save).resolve()
     same = "the same command"
     if saver.newest is not None and not again and not start.origin:
         same += f" with --load {config.save}"
     if lost:
         verb = "are" if lost > 1 else "is"
-        return f"{steps} since {kept.path} {verb} not saved; {same} continues from there"
+        return f"{steps} since {kept.path} {verb} not saved; {same} continues from that checkpoint"
     if saver.newest is None:
-        return f"no step was made since {kept.path}; {same} continues from there"
+        return f"no step was completed since {kept.path}; {same} continues from it"
     return f"saved in {kept.path}; {same} continues it"
 
 
@@ -270,21 +273,21 @@ def _find(config: CheckpointConfig) -> StartingPoint:
         return StartingPoint(source, weights_only=True, origin=origin)
     if _origin_of(held) != origin:
         raise TrainError(
-            f"--save {config.save} already holds a run, at step {held.iteration}, that did not "
+            f"--save {config.save} already has a run, at step {held.iteration}, that did not "
             f"begin with the weights of {source}; give another folder"
         )
     note = (
-        f"--save {config.save} holds this run at step {held.iteration}: it is continued, not begun "
-        f"again with the weights of {source}"
+        f"--save {config.save} has this run at step {held.iteration}: continuing it instead of "
+        f"beginning again with the weights of {source}"
     )
     return StartingPoint(Path(str(config.save)), origin=origin, note=note)
 
 
 def _origin_of(held: Checkpoint) -> str | None:
-    """Returns whose weights the run of a checkpoint began with; None where it does not say.
+    """Returns the origin of the first weights of a checkpoint's run; None if it has no record.
 
     Raises:
-        TrainError: its saved state is damaged.
+        TrainError: The saved state is damaged.
     """
     state: Any = held.values()
     try:
@@ -298,10 +301,11 @@ def _origin_of(held: Checkpoint) -> str | None:
 
 
 def _refuse_missing(load: Path, config: CheckpointConfig) -> None:
-    """Refuses what cannot be meant by --load; a run that shall begin there is no mistake.
+    """Refuses a --load folder without a checkpoint, unless a new run may begin there.
 
     Raises:
-        TrainError: another program's checkpoint, or none where there has to be one.
+        TrainError: The folder has another program's checkpoint, or no checkpoint although
+            --exit-on-missing-checkpoint is given.
     """
     if is_checkpoint(load) or _newest(load) is not None:
         return
@@ -313,16 +317,16 @@ def _refuse_missing(load: Path, config: CheckpointConfig) -> None:
 
 def _held(config: CheckpointConfig, held: Checkpoint, more: str) -> str:
     return (
-        f"--save {config.save} already holds a run, at step {held.iteration}; {more}, or give "
+        f"--save {config.save} already has a run, at step {held.iteration}; {more}, or give "
         "another folder"
     )
 
 
 def _source_of_weights(config: CheckpointConfig) -> Path | None:
-    """Returns the folder whose weights a new run begins with; None where none does.
+    """Returns the folder whose weights a new run begins with; None if there is none.
 
     Raises:
-        TrainError: what --finetune or --pretrained-checkpoint names holds no checkpoint.
+        TrainError: The folder of --finetune or --pretrained-checkpoint has no checkpoint.
     """
     load = None if config.load is None else Path(config.load)
     pretrained = (
@@ -336,21 +340,21 @@ def _source_of_weights(config: CheckpointConfig) -> Path | None:
     if source is not None and not _holds_one(source):
         what = (
             describe_foreign_checkpoint(source)
-            or "has no complete checkpoint whose weights to begin with"
+            or "has no complete checkpoint to load weights from; give another folder"
         )
         raise TrainError(f"{flag} {source} {what}")
     return source
 
 
 def _holds_one(folder: Path) -> bool:
-    """Returns whether a folder is a checkpoint, complete or not, or holds a complete one."""
+    """Returns whether a folder is a checkpoint, complete or not, or has a complete one."""
     return is_checkpoint(folder) or _newest(folder) is not None
 
 
 def _newest(folder: Path) -> Checkpoint | None:
-    """Returns the newest complete checkpoint in a folder of checkpoints, which may be missing.
+    """Returns the newest complete checkpoint in a folder; None if there is none.
 
     Raises:
-        CheckpointError: all checkpoints in it are damaged, or another program's.
+        CheckpointError: All checkpoints in the folder are damaged or another program's.
     """
     return CheckpointStore(folder).latest_checkpoint()

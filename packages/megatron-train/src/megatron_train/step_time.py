@@ -1,7 +1,7 @@
-"""How long one step takes at least, asked before anything is built.
+"""Check of the minimum time of one step, before anything is built.
 
-A sequence that fits into memory may still need years: attention grows with the square of its
-length, and no line is printed and no checkpoint is saved before the first step ends.
+A sequence that fits into memory may still take years, since the cost of attention grows with the
+square of its length. Before the first step ends, nothing is printed or saved.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.peak import Peak
 
 MAX_STEP_SECONDS = 24 * 3600.0
-"""Seconds of a step, at the rate that the device reaches at best, above which a run is refused."""
+"""Maximum seconds of a step at the device's peak rate. Longer steps are refused."""
 WARN_STEP_SECONDS = 60.0
-"""Seconds above which a run says how long its steps take."""
+"""Seconds of a step above which a warning is printed."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """The arithmetic of one step.
+    """The floating-point operations of one step.
 
     Attributes:
-        flops: floating-point operations of forward and backward passes, on each rank.
-        attention: share of them that grows with the square of the sequence length, 0 to 1.
+        flops: Operations of forward and backward passes on each rank.
+        attention: Fraction of them that grows with the square of the sequence length, 0 to 1.
     """
 
     flops: float
@@ -32,10 +32,10 @@ class StepWork:
 
 
 def minimum_work(config: RunConfig) -> StepWork:
-    """Returns what each rank computes at least in the largest step of a run.
+    """Returns the minimum work of each rank in the largest step of a run.
 
-    Of documents that do not attend to one another (--reset-attention-mask, or a pool of ranks) no
-    attention is counted, since their lengths are unknown.
+    If documents do not attend to one another (--reset-attention-mask, or a pool of ranks),
+    attention is not counted, since their lengths are unknown.
     """
     length, samples = config.data.seq_length, max(config.batch_sizes.sizes)
     tokens = samples * length
@@ -46,14 +46,14 @@ def minimum_work(config: RunConfig) -> StepWork:
 
 
 def check_step_time(config: RunConfig, rate: Peak | None) -> str | None:
-    """Returns a line on how long a step takes, or None where that is not worth one.
+    """Returns a warning about the time of a step; None if a step is short or its time is unknown.
 
     Args:
-        config: the run.
-        rate: what the device of a rank reaches at best; None if unknown, and nothing is said.
+        config: The run.
+        rate: Peak rate of a rank's device; None if unknown.
 
     Raises:
-        TrainError: a step takes more than a day; the message says what to change.
+        TrainError: A step takes more than a day; the message has the remedy.
     """
     if rate is None:
         return None
@@ -69,11 +69,11 @@ def check_step_time(config: RunConfig, rate: Peak | None) -> str | None:
         f"at {rate.flops_per_second:.4g} FLOP/s ({rate.source})"
     )
     if seconds <= MAX_STEP_SECONDS:
-        return f"{text}; no line is printed and no checkpoint is saved before it ends"
+        return f"{text}; nothing is printed and no checkpoint is saved before it ends"
     lower = "--seq-length" if work.attention > 0.5 else "--global-batch-size"
     raise TrainError(
-        f"{text}; a step may take {_duration(MAX_STEP_SECONDS)} at most: lower {lower} or "
-        "the size of the model, or start more ranks"
+        f"{text}; the maximum is {_duration(MAX_STEP_SECONDS)}: lower {lower} or the size of the "
+        "model, or start more ranks"
     )
 
 

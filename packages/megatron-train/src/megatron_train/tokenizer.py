@@ -1,4 +1,4 @@
-"""The tokenizer of a run, from the files that its configuration names; nothing here needs torch."""
+"""The tokenizer of a run. Importing this module does not import torch."""
 
 from megatron_data import Tokenizer, build_tokenizer
 
@@ -7,16 +7,16 @@ from megatron_train.errors import TrainError
 
 
 def open_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer | None:
-    """Returns the tokenizer that the section ``data`` names, None where it names none.
+    """Returns the tokenizer that the section ``data`` names; None if it names none.
 
     Args:
-        data: the section.
-        vocab_size: tokens of the model, which is all that the Null kinds are made of, and to
-            which the vocabulary of a TikTokenizer is cut.
+        data: The section.
+        vocab_size: Vocabulary size of the model. The Null kinds need it, and the vocabulary of a
+            TikTokenizer is truncated to it.
 
     Raises:
-        DataError: a file that is missing or no tokenizer.
-        TrainError: no vocabulary size.
+        DataError: A file is missing or is not a tokenizer.
+        TrainError: The vocabulary size is missing.
     """
     if data.tokenizer is None:
         return None
@@ -31,15 +31,15 @@ def open_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer
 
 
 class TokenizerCache:
-    """Opens the tokenizer of a run once, though its configuration and its ranks' data need it."""
+    """Opens each tokenizer of a run only once."""
 
     def __init__(self) -> None:
         self._opened: list[tuple[DataConfig, int | None, Tokenizer | None]] = []
 
     def open(self, data: DataConfig, vocab_size: int | None = None) -> Tokenizer | None:
-        """Returns the tokenizer as `open_tokenizer` does, the same for equal settings.
+        """Returns the result of `open_tokenizer`, which is cached for equal settings.
 
-        Without ``vocab_size`` it is also that of a model with as many tokens as it has.
+        A tokenizer that was opened without ``vocab_size`` is also returned for its own size.
         """
         wanted = data.tokenizer, data.tokenizer_settings
         for known, size, tokenizer in self._opened:

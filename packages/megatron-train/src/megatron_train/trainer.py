@@ -1,9 +1,10 @@
-"""The training loop: steps, evaluation and where the run stands; everything else is a callback.
+"""The training loop: steps, evaluation and the position of the run. Callbacks do the rest.
 
-A step sees a whole global batch: every data-parallel rank its micro-batches of it. The denominators
-of its losses are known before the first forward pass, from labels and masks alone, so every
-gradient is that of ``sum over true tokens / number of true tokens`` however the batch is divided.
-Whatever decides how the run goes on (losses, norms, a wish to stop) is the same on all ranks.
+A step processes a global batch; each data-parallel rank processes its micro-batches. The
+denominators of losses are known before the first forward pass, from labels and masks alone. The
+gradient is therefore that of ``sum over unmasked tokens / number of unmasked tokens``, independent
+of how the batch is divided. Everything that determines how the run continues (losses, norms,
+requests to stop) is equal on all ranks.
 """
 
 import math
@@ -23,26 +24,26 @@ from megatron_train.saved_values import read_value
 from megatron_train.tasks.task import MicroBatch, Task
 
 MAX_NAN_STEPS = 10
-"""Consecutive steps without a finite loss and gradient after which a run gives up."""
+"""Maximum number of consecutive steps without a finite loss and gradient."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did.
+    """The results of one step.
 
     Attributes:
-        iteration: number of the step, from 1.
-        consumed_samples: samples the run has seen, this step included.
-        sums: each loss, and each reported sum, over the true tokens of the global batch.
-        denominators: what each sum is divided by.
-        learning_rate: the rate the step was made with.
-        grad_norm: norm of the gradient over all parameters, before clipping.
-        updated: whether the parameters were updated; a step that is not finite is skipped.
-        finite: whether losses and gradient norm were finite numbers.
-        seconds: duration of the step, with loading of its samples.
-        samples: samples in the step.
-        tokens: tokens in the step, masked ones included.
-        flops: operations of its forward and backward pass.
+        iteration: Number of the step, from 1.
+        consumed_samples: Samples consumed by the run, including this step.
+        sums: Sum of each loss and metric over the unmasked tokens of the global batch.
+        denominators: Denominator of each sum.
+        learning_rate: Learning rate of the step.
+        grad_norm: Norm of the gradient over all parameters, before clipping.
+        updated: Whether the parameters were updated; a step that is not finite is skipped.
+        finite: Whether losses and gradient norm were finite.
+        seconds: Duration of the step, including loading of its samples.
+        samples: Number of samples in the step.
+        tokens: Number of tokens in the step, including masked ones.
+        flops: FLOPs of the forward and backward pass.
     """
 
     iteration: int
@@ -60,59 +61,59 @@ class StepReport:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Each loss per true token, and each reported mean."""
+        """The mean of each loss per unmasked token, and of each metric."""
         return {name: self.sums[name] / self.denominators[name] for name in self.sums}
 
 
 class Callback:
-    """Something that happens around the steps of a run; every hook does nothing by default.
+    """Base class of callbacks around the steps of a run. All hooks do nothing by default.
 
-    A callback with a ``name`` has state of its own, which is kept in checkpoints as plain values.
+    A callback with a ``name`` has state, which is saved in checkpoints as plain values.
     """
 
     name = ""
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Before the first step of this process."""
+        """Runs before the first step of this process."""
 
     def on_step(self, trainer: "Trainer", report: StepReport) -> None:
-        """After every step."""
+        """Runs after each step."""
 
     def on_end(self, trainer: "Trainer") -> None:
-        """After the last step of this process."""
+        """Runs after the last step of this process."""
 
     def state(self) -> dict[str, Any]:
-        """Returns the state to keep in a checkpoint."""
+        """Returns the state to save in a checkpoint."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` returned."""
+        """Restores the state that `state` returned."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run ended before its last step, and the exit status that says so."""
+    """The reason why a run ended before its last step, and the exit status."""
 
     reason: str
     status: int = 0
 
 
 class Trainer:
-    """Train what an engine runs; see the module's description.
+    """Trains a model with the steps of an engine; see the module's description.
 
     Args:
-        engine: runs the task's micro-batches on this rank.
-        optimizer: steps the engine's parameters by its gradients.
-        learning_rate: learning rate by consumed samples.
-        weight_decay: weight decay by consumed samples.
-        decoupled_learning_rate: learning rate of token embeddings and output matrices by consumed
+        engine: Engine that runs the task's micro-batches on this rank.
+        optimizer: Optimizer of the engine's parameters.
+        learning_rate: Learning rate by consumed samples.
+        weight_decay: Weight decay by consumed samples.
+        decoupled_learning_rate: Learning rate of token embeddings and output matrices by consumed
             samples. Defaults to ``learning_rate``.
         micro_batches: Returns, for a number of consumed samples, an iterator over this rank's
             micro-batches of each following step.
-        train_iters: steps of the whole run.
-        check_for_nan: whether a loss or gradient that is not finite ends the run; otherwise its
+        train_iters: Number of steps of the whole run.
+        check_for_nan: Whether a loss or gradient that is not finite ends the run. Otherwise the
             step is skipped.
-        callbacks: called in this order.
+        callbacks: Callbacks, called in this order.
     """
 
     def __init__(
@@ -144,17 +145,20 @@ class Trainer:
 
     @property
     def task(self) -> Task:
-        """What is trained."""
+        """The task of the engine."""
         return self.engine.task
 
     # -- the loop ------------------------------------------------------------------------------
 
     def run(self) -> Stop | None:
-        """Trains until the last step, or until `stop` was called; returns why it stopped early.
+        """Trains until the last step, or until `stop` is called.
+
+        Returns:
+            The reason why the run stopped early; None if it did not.
 
         Raises:
-            TrainError: no step out of ten in a row had a finite loss and gradient; or one had
-                not, and ``check_for_nan``.
+            TrainError: The loss or gradient was not finite in `MAX_NAN_STEPS` consecutive steps, or
+                in one step with ``check_for_nan``.
         """
         for callback in self.callbacks:
             callback.on_start(self)
@@ -171,14 +175,14 @@ class Trainer:
         return self.stopped if self.iteration < self.train_iters else None
 
     def stop(self, stop: Stop) -> None:
-        """Ends the run after the current step, on all ranks; the first reason given counts."""
+        """Ends the run after the current step on all ranks. Only the first reason is recorded."""
         self.stopped = self.stopped or stop
 
     def step(self, steps: Iterator[Sequence[MicroBatch]]) -> StepReport:
-        """Takes the next global batch from ``steps`` and makes one step with it."""
+        """Performs one step with the next global batch of ``steps``."""
         start = time.perf_counter()
         batches = self.engine.prepare(next(steps), self.iteration + 1)
-        # 1 where no token counts, so that the loss is 0.
+        # 1 if all tokens are masked, so that the loss is 0.
         denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
         sums = self.engine.run(batches, denominators, self.iteration + 1)
         consumed = self.consumed_samples
@@ -213,7 +217,7 @@ class Trainer:
         )
 
     def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> dict[str, float]:
-        """Returns each loss and each reported mean over all micro-batches; changes nothing."""
+        """Returns the mean of each loss and metric over all micro-batches; changes no state."""
         totals: dict[str, float] = {}
         counts: dict[str, float] = {}
         for stage in self.task.stages:
@@ -228,7 +232,7 @@ class Trainer:
             stage.train()
         return {name: totals[name] / counts[name] for name in totals if counts[name]}
 
-    # -- where the run stands ------------------------------------------------------------------
+    # -- position of the run -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Returns the run's position and the state of its callbacks as plain values."""
@@ -240,10 +244,10 @@ class Trainer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state` returned.
+        """Restores the position and the states of callbacks that `state` returned.
 
         Raises:
-            TrainError: a value is missing or of another type.
+            TrainError: A value is missing or has another type.
         """
         self.iteration = read_value(state, "iteration", int)
         self.consumed_samples = read_value(state, "consumed_samples", int)
@@ -256,24 +260,24 @@ class Trainer:
     # -- parts of a step -----------------------------------------------------------------------
 
     def _all_stop(self) -> bool:
-        """Returns whether any rank wants to stop: a signal may have reached one of them only.
+        """Returns whether any rank requests to stop, since a signal may reach only one of them.
 
-        What comes while the ranks ask each other counts after the next step, on this rank too, for
-        the others go on.
+        A request that arrives during this exchange counts after the next step, on this rank too,
+        because the other ranks continue.
         """
         world = self.engine.mesh.axis("world")
         if world.size == 1:
             return self.stopped is not None
         wish = -1 if self.stopped is None else self.stopped.status
         worst = torch.tensor([wish], dtype=torch.int64, device=self.engine.mesh.device)
-        status = int(all_reduce(worst, world, op="max", purpose="wishes to stop"))
+        status = int(all_reduce(worst, world, op="max", purpose="requests to stop"))
         if status < 0:
             return False
-        self.stop(Stop("another rank was told to stop", status))
+        self.stop(Stop("another rank received a request to stop", status))
         return True
 
     def _not_finite(self, sums: Mapping[str, Tensor], grad_norm: float) -> str:
-        """Says what of the step about to end is not finite, the same on all ranks."""
+        """Describes which losses or gradients of the step are not finite, equally on all ranks."""
         losses = {name: float(sums[name]) for name in sums if name not in self.task.metrics}
         wrong = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
         if gradient := self.engine.stages.describe_nonfinite_gradients():
@@ -282,7 +286,7 @@ class Trainer:
             wrong.append(f"the gradient is finite, but its norm is {grad_norm}")
         return (
             f"step {self.iteration + 1}: {'; '.join(wrong)}; lower --lr, lengthen the warm-up, "
-            "look at the data of this step, or skip such steps by "
+            "inspect the data of this step, or skip such steps with "
             "--no-check-for-nan-in-loss-and-grad"
         )
 
@@ -291,5 +295,5 @@ class Trainer:
         if self._nan_steps >= MAX_NAN_STEPS:
             raise TrainError(
                 f"no finite loss and gradient in {MAX_NAN_STEPS} steps up to step "
-                f"{self.iteration}; lower --lr, lengthen the warm-up, or look at their data"
+                f"{self.iteration}; lower --lr, lengthen the warm-up or inspect their data"
             )

@@ -1,4 +1,4 @@
-"""``megatron-train config``: find a setting by any word of it, and check files of settings."""
+"""``megatron-train config``: finds settings, checks configuration files and converts scripts."""
 
 import argparse
 import difflib
@@ -27,20 +27,20 @@ example:
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
-    summary = "find a setting, check a file of settings, or make one from a launch script"
+    summary = "find settings, check configuration files, or convert launch scripts to them"
     config = commands.add_parser(
         "config", help=summary, description=summary.capitalize() + ".", epilog=_EXAMPLE
     )
     actions = config.add_subparsers(
         metavar="ACTION", required=True, parser_class=from_megatron.DropFlagParser
     )
-    summary = "show settings, and flags of Megatron-LM, by a word"
-    description = "Show the settings, and the flags of Megatron-LM, in which all words occur."
+    summary = "find settings, and flags of Megatron-LM, by words"
+    description = "Show the settings, and the flags of Megatron-LM, that contain all words."
     find = actions.add_parser("find", help=summary, description=description)
     find.add_argument("word", metavar="WORD", nargs="+", help="part of a flag")
     _add_model(find)
     find.set_defaults(run=_find)
-    summary = "check that files for --config hold only settings that exist, of the right type"
+    summary = "check files for --config for unknown settings and invalid values"
     check = actions.add_parser("check", help=summary, description=summary.capitalize() + ".")
     check.add_argument("file", metavar="FILE", nargs="+", help="YAML file of settings")
     _add_model(check)
@@ -49,10 +49,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    text = (
-        "kind of model whose settings are meant; megatron-train models list shows the kinds "
-        f"[default {DEFAULT_KIND}]"
-    )
+    text = f"kind of the model, see megatron-train models list [default {DEFAULT_KIND}]"
     parser.add_argument("--model", metavar="KIND", default=DEFAULT_KIND, help=text)
 
 
@@ -64,7 +61,9 @@ def _find(arguments: argparse.Namespace) -> int:
         for old, new in zip(arguments.word, words, strict=True)
         if old.lower() != new
     ]:
-        sys.stderr.write(f"megatron-train: nothing has that word; shown is {', '.join(changed)}\n")
+        sys.stderr.write(
+            f"megatron-train: note: no setting matches; showing {', '.join(changed)}\n"
+        )
     options = [o for o in known if _has(f"{o.flag} {o.key} {o.help}", words)]
     for option in options:
         sys.stdout.write(_shown(option))
@@ -73,12 +72,12 @@ def _find(arguments: argparse.Namespace) -> int:
     for flag in others:
         sys.stdout.write(flag.message() + "\n")
     if not options and not others:
-        raise TrainError(f"no setting has {' '.join(arguments.word)!r} in it")
+        raise TrainError(f"no setting contains {' '.join(arguments.word)!r}; try other words")
     return 0
 
 
 def _near(word: str, options: Sequence[Option]) -> str:
-    """Returns a word that occurs in a setting or a flag: this one, or else the nearest to it."""
+    """Returns ``word`` if it occurs in a setting or flag, otherwise the nearest word that does."""
     texts = [f"{option.flag} {option.key} {option.help}".lower() for option in options]
     texts += [flag.lower() for flag in megatron_flags()]
     if any(word in text for text in texts):
@@ -100,5 +99,5 @@ def _shown(option: Option) -> str:
 def _check(arguments: argparse.Namespace) -> int:
     for name in arguments.file:
         values = read_file(Path(name), run_options(arguments.model))
-        sys.stdout.write(f"{name}: {len(values.given)} settings, all known\n")
+        sys.stdout.write(f"{name}: {len(values.given)} settings, all valid\n")
     return 0

@@ -1,4 +1,4 @@
-"""What an exception means for the person at the command: a line and an exit status, or a bug."""
+"""Conversion of exceptions to reports for the user: messages and an exit status, or a bug."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ _PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
 
 def failure_report(error: BaseException) -> FailureReport:
-    """Returns what ``error`` comes to; called only when one was raised."""
+    """Returns the report of an exception."""
     if isinstance(error, SettingsError):
         return FailureReport(
             "own", _text([*error.lines, f"{len(error.lines)} settings cannot be used"])
@@ -44,7 +44,7 @@ def _text(lines: Sequence[str]) -> str:
 
 
 def _mistakes() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that are the user's to mend."""
+    """Returns the types of exceptions that the user can cause."""
     from megatron_ckpt import CheckpointError
     from megatron_data import DataError
     from megatron_kernels import KernelError
@@ -59,7 +59,7 @@ def _mistakes() -> tuple[type[Exception], ...]:
 
 
 def _out_of_memory(error: BaseException) -> FailureReport | None:
-    """Returns the report of memory that ran out; None where it is something else."""
+    """Returns the report of an out-of-memory error; None for other errors."""
     if "torch" not in sys.modules and not isinstance(error, MemoryError):
         return None
     from megatron_parallel.memory import is_out_of_memory
@@ -67,17 +67,17 @@ def _out_of_memory(error: BaseException) -> FailureReport | None:
     if not is_out_of_memory(error):
         return None
     found = _ASKED.search(str(error))
-    asked = f", {found[1]} asked for" if found else ""
+    asked = f" when allocating {found[1]}" if found else ""
     return FailureReport(
         "own",
         f"out of memory{asked}: lower --micro-batch-size, --seq-length or the size of the model, "
-        "recompute activations (--recompute-granularity full), or cut the model over more ranks",
+        "recompute activations (--recompute-granularity full), or shard the model over more ranks",
     )
 
 
 def _lost_peer(error: BaseException) -> FailureReport | None:
-    """Returns the report of a failure between ranks; None where it is something else."""
-    if "torch" not in sys.modules:  # then nothing has communicated
+    """Returns the report of failed communication between ranks; None for other errors."""
+    if "torch" not in sys.modules:  # nothing has communicated
         return None
     import torch.distributed as dist
     from megatron_parallel import CollectiveError
@@ -89,7 +89,7 @@ def _lost_peer(error: BaseException) -> FailureReport | None:
     taken = getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
     if taken or "EADDRINUSE" in f"{error} {error.__cause__}":
         return FailureReport(
-            "port", f"{address} (MASTER_ADDR:MASTER_PORT) is taken; choose another port"
+            "port", f"{address} (MASTER_ADDR:MASTER_PORT) is in use; choose another port"
         )
     message = one_line(error)
     if not isinstance(error, CollectiveError):

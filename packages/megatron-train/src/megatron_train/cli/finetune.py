@@ -1,4 +1,4 @@
-"""``megatron-train finetune TASK``: train the model of a checkpoint for a task."""
+"""``megatron-train finetune TASK``: trains the model of a checkpoint for a task."""
 
 import argparse
 
@@ -33,10 +33,10 @@ def _add_task(tasks: "argparse._SubParsersAction[Parser]", task: TaskKind) -> No
         usage="%(prog)s --pretrained-checkpoint FOLDER [--config FILE] [flags]",
         help=task.summary,
         description=f"Begin a new run with the weights of --pretrained-checkpoint: {task.summary}. "
-        "Optimizer, step and order of samples are new. Kind, family and settings of the model and, "
-        "unless another is given, the tokenizer are those of the checkpoint. A setting of the "
-        "model that is given all the same overrides the checkpoint's; one that its weights do not "
-        "fit is refused. The same command, given again, continues the run in --save or --load.",
+        "Optimizer state, step and order of samples are new. Kind, family and settings of the "
+        "model come from the checkpoint, and so does the tokenizer, unless another is given. A "
+        "given setting of the model overrides the checkpoint's, if the weights fit it. The same "
+        "command, given again, continues the run in --save or --load.",
         epilog=_EXAMPLE.replace("finetune gpt", f"finetune {task.name}"),
     )
     add_run_flags(parser, finetune_options(task.name), finetune_titles(task.name))

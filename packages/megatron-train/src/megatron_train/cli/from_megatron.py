@@ -1,4 +1,4 @@
-"""``megatron-train config from-megatron``: a launch script of Megatron-LM made into settings."""
+"""``megatron-train config from-megatron``: converts a launch script of Megatron-LM."""
 
 import argparse
 import sys
@@ -27,12 +27,12 @@ _PROGRAMS = ("pretrain_gpt.py",)
 
 
 class DropFlagParser(Parser):
-    """A parser whose option --drop takes a flag, ``--drop --fp8-format``."""
+    """A parser whose option --drop takes a flag as its value: ``--drop --fp8-format``."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parses; a flag behind --drop is joined to it."""
+        """Parses the arguments after joining each --drop with the flag that follows it."""
         words: list[str] = []
         for word in args or ():
             if words and words[-1] == "--drop" and word.startswith("--"):
@@ -44,43 +44,43 @@ class DropFlagParser(Parser):
 
 def add_action(actions: "argparse._SubParsersAction[DropFlagParser]") -> None:
     """Adds the action to ``actions``."""
-    summary = "make a launch script of Megatron-LM into a file of settings"
+    summary = "convert a launch script of Megatron-LM to a configuration file"
     parser = actions.add_parser(
         "from-megatron",
         help=summary,
         description=summary.capitalize() + ". The script is read, not run: variables, arrays, "
-        "defaults and simple conditions are followed, and what cannot be decided is named.",
+        "defaults and simple conditions are evaluated, and the rest is reported.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="launch script in Bash")
     parser.add_argument(
-        "script_words", metavar="WORD", nargs="*", help="what the script is given, $1 first"
+        "script_words", metavar="WORD", nargs="*", help="arguments of the script, $1 first"
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
         type=Path,
-        help="file to write, as YAML; otherwise it is printed",
+        help="YAML file to write; unset: print it",
     )
     parser.add_argument(
         "--set",
         metavar="VARIABLE",
         action="append",
         default=[],
-        help="variable that the script takes from the environment, as NAME=VALUE",
+        help="environment variable of the script, as NAME=VALUE",
     )
     parser.add_argument(
         "--drop",
         metavar="FLAG",
         action="append",
         default=[],
-        help="leave out a flag that is planned or refused, although the run becomes another",
+        help="leave out a flag that is planned or refused, which changes the run",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the settings, and what became of the script's flags."""
+    """Writes the configuration file and a report on the flags of the script."""
     command = read_script(arguments.script, arguments.script_words, _variables(arguments.set))
     table = megatron_flags()
     dropped = [flag if flag.startswith("--") else f"--{flag}" for flag in arguments.drop]
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = sys.stderr if arguments.output is None else sys.stdout
     report.write(_report(arguments.script.name, command, translation))
     if any(translation.flags_by_outcome[outcome] for outcome in ("planned", "refused")):
-        report.write("note: --drop FLAG leaves a flag out, and makes the run another one\n")
+        report.write("note: --drop FLAG leaves a flag out, which changes the run\n")
     raise_collected(translation.errors)
     text = f"about: from {arguments.script.name}\n" + to_yaml(_sections(values))
     if arguments.output is None:
@@ -115,10 +115,10 @@ def _variables(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _values(command: LaunchCommand, translation: TranslatedFlags) -> Values:
-    """Returns settings made from the flags that are accepted; mistakes go to the translation."""
+    """Returns the settings of the accepted flags; adds errors to ``translation``."""
     if command.program not in _PROGRAMS:
         translation.errors.append(
-            f"{command.program} trains another kind of model than pretrain_gpt.py, which is planned"
+            f"{command.program} is not supported yet; only pretrain_gpt.py is"
         )
     parser = Parser(prog="from-megatron", add_help=False)
     add_options(parser, run_options(), {name: title for name, (title, _) in sections().items()})
@@ -150,7 +150,7 @@ def _report(name: str, command: LaunchCommand, translation: TranslatedFlags) -> 
     if command.unset:
         names = ", ".join(f"${name} (line {line})" for name, line in command.unset.items())
         lines.append(
-            f"note: not set, and taken as empty: {names}; give words behind the script, or --set"
+            f"note: unset variables, taken as empty: {names}; give arguments of the script or --set"
         )
     return "\n".join(lines) + "\n"
 
@@ -160,7 +160,7 @@ def _listed(flags: Sequence[str]) -> str:
 
 
 def _ranks(launcher: Sequence[str]) -> int:
-    """Returns the ranks that torchrun starts on this machine, 1 if it does not say."""
+    """Returns the number of ranks that torchrun starts on this machine; 1 if it is not given."""
     words = [part for word in launcher for part in word.split("=", 1)]
     for flag in ("--nproc_per_node", "--nproc-per-node"):
         ranks = words[words.index(flag) + 1] if flag in words[:-1] else ""

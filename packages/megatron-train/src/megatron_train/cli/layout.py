@@ -1,4 +1,4 @@
-"""``megatron-train layout``: draw how ranks are grouped, without starting anything."""
+"""``megatron-train layout``: draws the groups of ranks of a layout without starting them."""
 
 import argparse
 
@@ -15,19 +15,21 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
     summary = "draw the groups of ranks of a parallel layout"
     parser = commands.add_parser("layout", help=summary, description=summary.capitalize() + ".")
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
+    parser.add_argument(
+        "--world-size", type=int, required=True, metavar="N", help="number of ranks"
+    )
     parser.add_argument(
         "--order",
         default=ParallelLayout.order,
         metavar="AXES",
-        help="axes from fastest to slowest varying rank",
+        help="axes from the fastest to the slowest varying coordinate",
     )
     add_options(parser, options_of(ParallelLayout, "layout"), {"layout": "parallel layout"})
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the drawing."""
+    """Prints the drawing of the layout."""
     if arguments.world_size < 1:
         raise UsageError(f"--world-size must be positive, got {arguments.world_size}")
     values = given_flags(arguments, options_of(ParallelLayout, "layout"))

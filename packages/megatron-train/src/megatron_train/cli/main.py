@@ -1,4 +1,4 @@
-"""Parser and exit codes of ``megatron-train``; torch is not imported before a run starts."""
+"""Parser and exit statuses of ``megatron-train``. Imports torch only when a run starts."""
 
 import os
 import sys
@@ -48,11 +48,11 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status.
 
-    0 is success, 1 an error, 2 a usage error, 130 and 143 a stop by SIGINT and SIGTERM, 141 a
-    reader of the output that has gone, 128 and the number of a signal that killed a rank. One rank
-    of several (torchrun) does not return after an error: the process ends, because what is left of
-    its communication could hang at exit. What went wrong is written to the file that torchrun
-    quotes in its summary, too.
+    The status is 0 on success, 1 after an error, 2 after a usage error, 130 and 143 after SIGINT
+    and SIGTERM, 141 if the reader of the output is gone, and 128 plus the number of the signal that
+    killed a rank. A rank of several (torchrun) does not return after an error: its process ends at
+    once, because open communication could hang at exit. The error is also written to the file that
+    torchrun quotes in its summary.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     several = "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1"
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.words = words
             arguments.print_notes = True
             return int(arguments.run(arguments))
-        finally:  # also behind --help, which leaves by SystemExit
+        finally:  # also after --help, which raises SystemExit
             sys.stdout.flush()
     except BrokenPipeError:
         status = discard_stdout()
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(report: FailureReport, several: bool) -> int:
-    """Writes what went wrong to standard error; returns the exit status."""
+    """Writes the error to standard error; returns the exit status."""
     if report.kind == "interrupted":
         return report_interrupt(PROG)
     if report.traceback:
@@ -90,7 +90,7 @@ def _tell(report: FailureReport, several: bool) -> int:
 
 
 def exit_now(status: int) -> NoReturn:
-    """Ends this process now, with what it has written but without what would run at exit."""
+    """Ends this process at once: flushes the output, but runs no exit handlers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

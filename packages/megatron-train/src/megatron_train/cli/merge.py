@@ -1,4 +1,4 @@
-"""``megatron-train merge``: fold adapters into the weights of a checkpoint."""
+"""``megatron-train merge``: merges adapters into the weights of a checkpoint."""
 
 import argparse
 import sys
@@ -8,11 +8,11 @@ from megatron_train.config.flags import Parser
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
-    summary = "fold adapters (--linear-product) into the weights of a checkpoint, to export it"
+    summary = "merge adapters (--linear-product) into the weights of a checkpoint, for export"
     parser = commands.add_parser("merge", help=summary, description=summary.capitalize() + ".")
-    text = "folder of checkpoints, of which the newest is taken, or one checkpoint"
+    text = "folder of checkpoints, whose newest one is merged, or one checkpoint"
     parser.add_argument("--load", required=True, metavar="DIR", help=text)
-    text = "folder that gets the merged checkpoint, without optimizer state"
+    text = "folder to save the merged checkpoint into, without optimizer state"
     parser.add_argument("--save", required=True, metavar="DIR", help=text)
     parser.set_defaults(run=_merge)
 

@@ -1,4 +1,4 @@
-"""``megatron-train models``: which kinds and families of models are installed."""
+"""``megatron-train models``: lists the installed kinds and families of models."""
 
 import argparse
 import sys
@@ -11,10 +11,10 @@ from megatron_train.config.flags import Parser
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
-    summary = "list the kinds and families of models that are installed"
+    summary = "list the installed kinds and families of models"
     models = commands.add_parser("models", help=summary, description=summary.capitalize() + ".")
     actions = models.add_subparsers(metavar="ACTION", required=True)
-    text = "name every kind with its components and families, other distributions' too"
+    text = "list kinds with their components and families, including those of other distributions"
     parser = actions.add_parser("list", help=text, description=text.capitalize() + ".")
     parser.set_defaults(run=_list)
 
@@ -38,5 +38,5 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _origin(value: str) -> str:
-    """Returns the package that an entry point is in."""
+    """Returns the package of an entry point."""
     return value.partition(".")[0]

@@ -1,4 +1,4 @@
-"""``megatron-train pretrain KIND``: train a model from scratch, or continue a run."""
+"""``megatron-train pretrain KIND``: trains a model from scratch, or continues a run."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ from megatron_train.errors import UsageError
 from megatron_train.tokenizer import TokenizerCache
 
 Resolver = Callable[[argparse.Namespace, int | None, TokenizerCache], tuple[RunConfig, Values]]
-"""Makes the configuration of a run of a command line and a number of ranks to start."""
+"""Returns the configuration of a run from a command line and the number of ranks to start."""
 
 _EXAMPLE = """\
 example:
@@ -55,7 +55,7 @@ def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> N
     parser.add_argument(
         "--recipe",
         metavar="NAME",
-        help="settings of a whole run that come with this program; megatron-train recipes list",
+        help="included settings of a whole run, see megatron-train recipes list",
     )
     titles = {name: title for name, (title, _) in sections(kind.name).items()}
     add_run_flags(parser, run_options(kind.name), titles)
@@ -66,20 +66,20 @@ def add_run_flags(parser: Parser, options: Sequence[Option], titles: Mapping[str
     """Adds the flags of a command that trains.
 
     Args:
-        parser: of the command.
-        options: settings of its runs.
-        titles: of their sections.
+        parser: Parser of the command.
+        options: Options of a run.
+        titles: Titles of sections by name.
     """
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")
     parser.add_argument(
         "--nproc-per-node",
         metavar="N",
-        help="start N ranks on this machine, as torchrun would, and watch over them [default 1]",
+        help="start and supervise N ranks on this machine, as torchrun does [default 1]",
     )
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="print every setting as YAML for --config, with where it comes from, and stop",
+        help="print all settings as YAML for --config, with their origins, and exit",
     )
     add_options(parser, options, titles)
 
@@ -106,32 +106,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def ranks_to_start(text: str | None) -> int:
-    """Returns the value of --nproc-per-node, 1 where it was not given.
+    """Returns the value of --nproc-per-node; 1 if it is not given.
 
     Raises:
-        UsageError: it is not a positive number, or another program has started ranks already.
+        UsageError: The value is not a positive integer, or another program started the ranks.
     """
     if text is None:
         return 1
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--nproc-per-node needs a positive number, not {text!r}")
+        raise UsageError(f"--nproc-per-node needs a positive integer, got {text!r}")
     size = os.environ.get("WORLD_SIZE")
     if size is not None:
         raise UsageError(
-            f"--nproc-per-node {text}: this is already one of {size} ranks (WORLD_SIZE is set, as "
-            "by torchrun); leave out the flag, or torchrun"
+            f"--nproc-per-node {text}: this process is already one of {size} ranks (WORLD_SIZE is "
+            "set, for example by torchrun); leave out the flag or torchrun"
         )
     return int(text)
 
 
 def _run_ranks(words: list[str], ranks: int, timeout: float) -> int:
-    """Starts ranks with the same words, and tell in one line what went wrong."""
+    """Starts ranks with the same arguments and prints one line for their first error."""
     from megatron_train.launch.launch import launch
 
     program = [sys.executable, "-P", "-m", "megatron_train.cli.rank"]
     outcome = launch(program, words, ranks, timeout=timeout)
     if sys.stderr.isatty():
-        sys.stderr.write("\r\033[K")  # what a killed progress bar has left of itself
+        sys.stderr.write("\r\033[K")  # erase the rest of a killed progress bar
     sys.stderr.write(outcome.details)
     if outcome.interrupted:
         sys.stderr.write("megatron-train: interrupted\n")

@@ -1,8 +1,8 @@
 """``python -m megatron_train.cli.rank LINK SCREEN words...``: the command as one rank of several.
 
-Started by `megatron-train ... --nproc-per-node N`, which says what went wrong in place of its
-ranks: a rank tells it through LINK, and writes for people (warnings, a progress bar) to SCREEN.
-Everything else that reaches standard error is kept by the parent.
+`megatron-train ... --nproc-per-node N` starts this program and prints errors on behalf of its
+ranks. A rank sends errors through the descriptor LINK and writes output for the user (warnings, a
+progress bar) to the descriptor SCREEN. The parent keeps everything else on standard error.
 """
 
 import logging
@@ -15,7 +15,7 @@ from megatron_train.launch.link import ParentLink
 
 
 def main() -> NoReturn:
-    """Runs the command, report how it failed, and ends at once."""
+    """Runs the command, reports an error to the parent, and ends at once."""
     link = ParentLink(int(sys.argv[1]))
     link.exit_with_parent()
     screen, words = sys.argv[2], sys.argv[3:]
@@ -24,12 +24,12 @@ def main() -> NoReturn:
     try:
         arguments = build_parser().parse_args(words)
         arguments.words = words
-        arguments.print_notes = False  # the parent has printed them
-        arguments.nproc_per_node = None  # done: this is one of them
+        arguments.print_notes = False  # the parent prints them
+        arguments.nproc_per_node = None  # the ranks are started already
         status = int(arguments.run(arguments))
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException as error:  # noqa: BLE001 - also interrupts are told to the parent
+    except BaseException as error:  # noqa: BLE001 - interrupts are reported too
         report = failure_report(error)
         link.send(report)
         status = report.status

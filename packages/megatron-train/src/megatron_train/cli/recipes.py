@@ -1,4 +1,4 @@
-"""``megatron-train recipes``: which recipes there are, what they set, and how they differ."""
+"""``megatron-train recipes``: lists, shows and compares recipes."""
 
 import argparse
 import sys
@@ -29,12 +29,12 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         "recipes", help=summary, description=summary.capitalize() + ".", epilog=_EXAMPLE
     )
     actions = recipes.add_subparsers(metavar="ACTION", required=True)
-    parser = _add(actions, "list", "name every recipe and what it is for", _list)
+    parser = _add(actions, "list", "list all recipes with descriptions", _list)
     parser = _add(actions, "show", "print a recipe as YAML for --config", _show)
-    parser.add_argument("name", metavar="NAME", help="a recipe")
-    parser = _add(actions, "diff", "print the settings in which two recipes differ", _diff)
+    parser.add_argument("name", metavar="NAME", help="name of a recipe")
+    parser = _add(actions, "diff", "print the settings that differ between two recipes", _diff)
     parser.add_argument("one", metavar="ONE", help="a recipe, or a YAML file of settings")
-    parser.add_argument("other", metavar="OTHER", help="another one")
+    parser.add_argument("other", metavar="OTHER", help="another recipe or file")
 
 
 def _add(actions: Any, name: str, summary: str, run: Any) -> Parser:

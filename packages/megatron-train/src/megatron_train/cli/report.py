@@ -1,4 +1,4 @@
-"""``megatron-train report``: one page of what a run has recorded."""
+"""``megatron-train report``: writes an HTML page about a run."""
 
 import argparse
 from pathlib import Path
@@ -10,19 +10,19 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
     parser = commands.add_parser(
         "report",
-        help="write one HTML page of a run: curves, throughput, events, configuration",
-        description="Write one self-contained HTML page of what a run has recorded so far; "
-        "the run may still be going on.",
+        help="write an HTML page about a run: curves, throughput, events, configuration",
+        description="Write a self-contained HTML page of the records of a run, which may still be "
+        "in progress.",
     )
-    parser.add_argument("folder", type=Path, metavar="RUN", help="folder of --save of the run")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="folder of the run (--save)")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="the page [default RUN/report.html]"
+        "--output", type=Path, metavar="FILE", help="HTML file to write [default RUN/report.html]"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the page and says where it is."""
+    """Writes the page and prints its path."""
     from megatron_train.report.page import write_report
 
     output = arguments.output or arguments.folder / "report.html"

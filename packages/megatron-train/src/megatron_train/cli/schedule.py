@@ -1,4 +1,4 @@
-"""``megatron-train schedule``: draw who computes what when in a pipeline, without starting it."""
+"""``megatron-train schedule``: draws the timeline of a pipeline schedule by simulation."""
 
 import argparse
 from pathlib import Path
@@ -26,14 +26,14 @@ example:
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
-    summary_line = "draw who computes what when in a pipeline"
+    summary_line = "draw the timeline of a pipeline schedule"
     parser = commands.add_parser(
         "schedule",
         help=summary_line,
-        description=f"{summary_line.capitalize()}, from a simulation with the times given: the "
-        "part of the time in which ranks are idle, and how many micro-batches each keeps alive. "
-        "F is a forward pass, B a backward pass, I and W its parts for input and weights; + joins "
-        "passes that take turns; with virtual stages a letter says which.",
+        description=f"{summary_line.capitalize()} from a simulation with the given times. Shows "
+        "the share of idle time and the maximum number of micro-batches in flight on each rank. "
+        "F is a forward pass, B a backward pass, I and W its parts for input and weights; + "
+        "joins interleaved passes; with virtual stages a letter names the stage.",
         epilog=_EXAMPLE,
     )
     parser.add_argument(
@@ -49,40 +49,40 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         type=int,
         required=True,
         metavar="P",
-        help="ranks of the pipeline, one stage on each unless stages are virtual",
+        help="number of pipeline ranks",
     )
     parser.add_argument(
         "--num-virtual-stages-per-pipeline-rank",
         type=int,
         metavar="V",
-        help="stages of each rank [default: the fewest that the schedule takes]",
+        help="stages of each rank [default: the minimum of the schedule]",
     )
     parser.add_argument(
-        "--micro-batches", type=int, metavar="M", help="in one step [default: twice the ranks]"
+        "--micro-batches", type=int, metavar="M", help="micro-batches in one step [default: 2 x P]"
     )
     parser.add_argument(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         type=int,
         metavar="N",
-        help="micro-batches that a stage runs in a row [default: as few as the schedule allows]",
+        help="micro-batches that a stage runs in a row [default: the minimum of the schedule]",
     )
     for name, default, text in (
         ("forward", 1.0, "of a stage's forward pass"),
-        ("backward", 2.0, "of a stage's whole backward pass"),
-        ("weight", None, "of its part for the weights, where it is split [default: half of it]"),
-        ("send", 0.0, "from the end of a pass to its result being on another rank"),
+        ("backward", 2.0, "of a stage's backward pass"),
+        ("weight", None, "of its part for the weights, if it is split [default: half of it]"),
+        ("send", 0.0, "from the end of a pass until its result is on another rank"),
     ):
         parser.add_argument(
             f"--{name}-time", type=float, default=default, metavar="T", help=f"time {text}"
         )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the picture too, as .svg or .png"
+        "--output", type=Path, metavar="FILE", help="picture to write, .svg or .png"
     )
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the drawing, and writes the picture."""
+    """Prints the timeline and writes the picture."""
     if arguments.output is not None:
         check_picture_path(arguments.output)
     schedule, ranks = arguments.pipeline_schedule, arguments.pipeline_model_parallel_size
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         print(draw_timeline(timeline))
-    except LayoutError:  # too fine for text
+    except LayoutError:  # too detailed for text
         print(summarize(timeline))
     write_picture(draw_picture(timeline), arguments.output)
     return 0

@@ -1,4 +1,4 @@
-"""``megatron-train tasks``: which tasks are installed."""
+"""``megatron-train tasks``: lists the installed tasks."""
 
 import argparse
 import sys
@@ -11,10 +11,10 @@ from megatron_train.tasks.registry import TASKS
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
-    summary = "list the tasks that are installed"
+    summary = "list the installed tasks"
     tasks = commands.add_parser("tasks", help=summary, description=summary.capitalize() + ".")
     actions = tasks.add_subparsers(metavar="ACTION", required=True)
-    text = "name every task with the kinds of models it trains, other distributions' too"
+    text = "list tasks with the kinds of models they train, including those of other distributions"
     parser = actions.add_parser("list", help=text, description=text.capitalize() + ".")
     parser.set_defaults(run=_list)
 
