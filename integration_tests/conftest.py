@@ -15,7 +15,7 @@ from megatron_parallel.testing import WorkerPool
 from megatron_train.metrics import peak, plot
 from preloaded import Preloaded
 
-# What the commands import on their way. None of it starts a thread, which `Preloaded` checks.
+# Modules that the commands import. None of them starts a thread, which `Preloaded` checks.
 MODULES = (
     "matplotlib.backends.backend_agg",
     "megatron_ckpt.cli",
@@ -31,7 +31,7 @@ MODULES = (
     scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=str
 )
 def rank_pool(request: pytest.FixtureRequest) -> WorkerPool:
-    """Ranks on the CPU over Gloo and, under ``nox -s gpu``, on all CUDA devices over NCCL."""
+    """Returns ranks on the CPU with Gloo or, in ``nox -s gpu``, on all CUDA devices with NCCL."""
     return request.getfixturevalue("worker_pool" if request.param == "cpu" else "device_pool")
 
 
@@ -42,7 +42,7 @@ def worker_pool_preload() -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def command() -> Callable[[str], list[str]]:
-    """Split a command line; its first word becomes the program beside this Python."""
+    """Returns a function that splits a command line; programs are those beside this Python."""
 
     def split(line: str) -> list[str]:
         name, *words = line.split()
@@ -53,7 +53,7 @@ def command() -> Callable[[str], list[str]]:
 
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[Preloaded]:
-    """Programs that are forked from a process with torch in it, and not started."""
+    """Returns programs that are forked from a process which has already imported torch."""
     server = Preloaded(MODULES)
     yield server
     server.close()
@@ -63,7 +63,7 @@ def preloaded() -> Iterator[Preloaded]:
 def run_command(
     command: Callable[[str], list[str]], preloaded: Preloaded
 ) -> Callable[[Path, str], "subprocess.CompletedProcess[str]"]:
-    """Run a command line in a folder; it has to succeed and not to show a traceback."""
+    """Returns a function that runs a command in a folder and asserts success without traceback."""
 
     def run(folder: Path, line: str) -> "subprocess.CompletedProcess[str]":
         done = preloaded.run(
@@ -82,9 +82,9 @@ def run_command(
 
 @pytest.fixture
 def plain_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process measure no peak and draw no curve, which takes most of a short run.
+    """Makes runs in this process measure no peak and draw no curve, which take most of a short run.
 
-    The file of the plot is there, and empty. `whole` of test_pretrain.py has both.
+    The file of the plot exists and is empty. `whole` in test_pretrain.py has both.
     """
     monkeypatch.setattr(peak, "measured_peak", lambda *_: peak.Peak(1e11, "a constant"))
     monkeypatch.setattr(plot, "plot_losses", lambda records, loss, path: path.write_bytes(b""))
@@ -95,7 +95,7 @@ def corpus(
     tmp_path_factory: pytest.TempPathFactory,
     run_command: Callable[[Path, str], "subprocess.CompletedProcess[str]"],
 ) -> Path:
-    """A folder with tokenizer, `train_text_document` and `valid_text_document`."""
+    """Returns a folder with tokenizer, `train_text_document` and `valid_text_document`."""
     folder = tmp_path_factory.mktemp("corpus")
     words = random.Random(1)
     phrases = ("the whale", "the white sea", "a ship", "sails on", "and the captain", "sees")
@@ -113,7 +113,7 @@ def corpus(
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """A headless Chromium that this machine has, driven by playwright."""
+    """Returns a headless Chromium of this machine, controlled by playwright."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed: pip install playwright"
     )
@@ -122,6 +122,6 @@ def browser() -> Iterator[Any]:
     if found is None:
         pytest.skip(f"there is no browser on this machine: none of {', '.join(names)}")
     with playwright.sync_playwright() as driver:
-        # Containers often run tests as root, where Chromium's own sandbox cannot be set up.
+        # Containers often run tests as root, where Chromium cannot set up its sandbox.
         options = ["--no-sandbox"] if os.geteuid() == 0 else []
         yield driver.chromium.launch(executable_path=found, args=options)

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a checkpoint's model: trained, continued, merged and exported."""
+"""Low-rank adapters: training, continuing, merging and exporting a checkpoint's model."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ RANKS = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
 
 @pytest.fixture
 def train(tmp_path, capfd, monkeypatch, plain_runs):
-    """Return a function that runs `pretrain gpt`, and gives what was printed."""
+    """Returns a function that runs `pretrain gpt` and returns its output."""
     monkeypatch.chdir(tmp_path)
 
     def start(words: str, status: int = 0) -> str:
@@ -37,7 +37,7 @@ def train(tmp_path, capfd, monkeypatch, plain_runs):
 
 @pytest.fixture
 def base(train):
-    """A run of two steps whose model is adapted."""
+    """Returns the folder of a run of two steps, whose model is to be adapted."""
     train("--train-iters 2 --save base")
     return "base"
 
@@ -130,7 +130,7 @@ def test_a_stage_without_an_adapter_is_frozen_too(train, base, layout):
     begin = f"--finetune --load {base} {only} --train-iters 3"
     train(f"{begin} --save one")
     ranks = f"--nproc-per-node 2 --{layout}-model-parallel-size 2"
-    if layout == "pipeline":  # no layer, and so no adapter, is on the first stage
+    if layout == "pipeline":  # the first stage has no layer and therefore no adapter
         ranks += " --pipeline-model-parallel-layout E|ttL --use-distributed-optimizer"
     train(f"{begin} --save two {ranks}")
     assert losses("two") == pytest.approx(losses("one"), abs=1e-9)

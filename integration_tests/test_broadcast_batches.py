@@ -1,4 +1,4 @@
-"""One rank of each copy of the model opens the corpus; all get the same as if each did."""
+"""One rank of each model replica opens the corpus; all ranks get the same batches as otherwise."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from megatron_train.tasks.gpt_kind import TASK
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
-    """A corpus of 60 documents with tokens below 250."""
+    """Returns the prefix of a corpus of 60 documents with tokens below 250."""
     prefix = str(tmp_path_factory.mktemp("text") / "text")
     with IndexedDatasetBuilder(prefix, "uint16") as builder:
         for start in range(60):
@@ -45,7 +45,7 @@ def run_of(text: str, layout: ParallelLayout, vocab_size: int = 250) -> RunConfi
 
 
 def everything(batches: Batches) -> list[list[dict[str, torch.Tensor]]]:
-    """All steps: of the training from its second on, of an evaluation in between, of the test."""
+    """Returns the batches of training from step 2 on, of an evaluation in between and a test."""
     steps = []
     for step in batches.training(8):
         steps.append(step)
@@ -72,7 +72,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what is mapped is read from /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="mapped files are read from /proc")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_one_rank_opens_the_corpus_and_all_have_it(worker_pool, text, layout):
     def run(mesh: Mesh) -> tuple[tuple[int, ...], bool, bool]:

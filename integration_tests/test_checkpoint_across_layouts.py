@@ -1,4 +1,4 @@
-"""What one layout saves every other loads, on real ranks: megatron-parallel and megatron-ckpt."""
+"""Every layout loads the checkpoints of every other, on several processes."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from megatron_parallel import Mesh, ParallelLayout, Sharding, parameter_views
 from megatron_parallel.sharding import normal_
 from megatron_parallel.testing import WorkerPool
 
-# Every way of cutting that a dense model has: rows (the vocabulary padded, to 128 rows), columns, a
-# fused pair, experts, and not at all. 97 and 36 do not divide evenly into anything convenient.
+# Every kind of sharding: rows (the vocabulary, padded to 128 rows), columns, a fused pair, experts,
+# and replicated. 97 and 36 are not multiples of the numbers of ranks.
 TABLE = {
     "embedding.weight": Sharding((97, 6), axis="tp", dim=0, padded=128),
     "up.weight": Sharding((2, 36, 6), axis="tp", dim=1, fused_dim=0),
@@ -47,7 +47,7 @@ def save(mesh: Mesh, folder: Path) -> None:
 
 
 def load(mesh: Mesh, folder: Path) -> tuple[int, dict[str, bool], dict[str, bool]]:
-    """The plain value, and per tensor whether it equals a fresh draw of seed 7 and of seed 8."""
+    """Returns the plain value, and whether each tensor equals a new draw with seeds 7 and 8."""
     tensors = {name: torch.zeros_like(tensor) for name, tensor in drawn(mesh, seed=7).items()}
     store = CheckpointStore(folder, DistributedCoordinator())
     plain = store.load(None, parameter_views(tensors, TABLE, mesh))

@@ -1,6 +1,6 @@
-"""All commands have one style of help, errors, exit status and behaviour in a pipe.
+"""All commands have the same style of help, errors, exit status and behaviour in a pipe.
 
-The rules are stated by the tests; each holds for every command and option that the parsers know.
+Each test states a rule that applies to every command and option of the parsers.
 """
 
 import argparse
@@ -20,14 +20,14 @@ PROPER_NAMES = ("Hugging Face", "Megatron")
 
 
 def console_scripts() -> list[EntryPoint]:
-    """The console scripts of the packages in this repository."""
+    """Returns the console scripts of the packages in this repository."""
     ours = {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")}
     scripts = entry_points(group="console_scripts")
     return sorted({script for script in scripts if script.dist and script.dist.name in ours})
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A command and all commands below it."""
+    """Yields a command and all its subcommands, recursively."""
     yield parser
     for action in subcommands(parser):
         for below in action.choices.values():
@@ -39,7 +39,7 @@ def subcommands(parser: argparse.ArgumentParser) -> list["argparse._SubParsersAc
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """What a command takes, without subcommands, ``--help`` and what its help leaves out."""
+    """Returns the arguments of a command without subcommands, ``--help`` and hidden options."""
     return [
         action
         for action in parser._actions
@@ -58,20 +58,20 @@ def each(parsers: list[argparse.ArgumentParser]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("parser", parsers, ids=lambda parser: parser.prog)
 
 
-def begins_small(text: str) -> bool:
-    """Whether a text begins as the middle of a sentence does; names and acronyms may be there."""
+def starts_in_lower_case(text: str) -> bool:
+    """Returns whether a text starts in lower case, or with a name or an acronym."""
     first = text.split(maxsplit=1)[0]
     return text.startswith(PROPER_NAMES) or not re.fullmatch(r"[A-Z][a-z,;:-]*", first)
 
 
 def call(words: list[str]) -> int:
-    """The status of a command that runs in this process."""
+    """Returns the exit status of a command that runs in this process."""
     return SCRIPTS[words[0]].load()(words[1:])
 
 
 @each(COMMANDS)
-def test_a_command_says_what_it_is_for(parser: argparse.ArgumentParser) -> None:
-    """The description is made of sentences; the line in the list of commands is a phrase."""
+def test_a_command_has_a_description_and_a_summary(parser: argparse.ArgumentParser) -> None:
+    """Checks that a description is made of sentences and a summary is a phrase."""
     assert parser.description
     assert parser.description[0].isupper() and parser.description.endswith(".")
     for action in subcommands(parser):
@@ -79,7 +79,7 @@ def test_a_command_says_what_it_is_for(parser: argparse.ArgumentParser) -> None:
         lines = {choice.dest: choice.help or "" for choice in action._choices_actions}
         assert lines.keys() == action.choices.keys()
         for line in lines.values():
-            assert line and begins_small(line) and not line.endswith(".")
+            assert line and starts_in_lower_case(line) and not line.endswith(".")
 
 
 @each(COMMANDS)
@@ -87,12 +87,12 @@ def test_an_option_is_explained_by_a_phrase(parser: argparse.ArgumentParser) -> 
     for action in options(parser):
         name = action.option_strings or action.dest
         assert action.help, name
-        assert begins_small(action.help), name
+        assert starts_in_lower_case(action.help), name
         assert not action.help.endswith("."), name
 
 
 @each(COMMANDS)
-def test_what_an_option_takes_is_in_capitals_or_a_list_of_choices(
+def test_values_of_options_are_in_capitals_or_a_list_of_choices(
     parser: argparse.ArgumentParser,
 ) -> None:
     for action in options(parser):
@@ -104,7 +104,7 @@ def test_what_an_option_takes_is_in_capitals_or_a_list_of_choices(
 
 
 @each(COMMANDS)
-def test_defaults_and_what_is_required_are_in_brackets(parser: argparse.ArgumentParser) -> None:
+def test_defaults_and_required_options_are_in_brackets(parser: argparse.ArgumentParser) -> None:
     text = " ".join(parser.format_help().split())
     assert not re.search(r"\(default|None|==SUPPRESS==", text)
     for action in options(parser):
@@ -130,7 +130,7 @@ def test_help_is_at_most_a_hundred_columns_wide(
 
 
 @each(PROGRAMS)
-def test_a_program_tells_its_version(
+def test_a_program_prints_its_version(
     parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
@@ -161,12 +161,12 @@ def test_a_misspelt_command_is_one_line_with_status_2(
     assert call([*parser.prog.split(), meant + "x"]) == 2
     wrong = f"unknown {str(action.metavar).lower()} '{meant}x'; did you mean {meant}?"
     known = f"(known: {', '.join(action.choices)})"
-    told = capsys.readouterr().err
-    assert told == f"{program}: error: {wrong} {known}; see {parser.prog} --help\n"
+    error = capsys.readouterr().err
+    assert error == f"{program}: error: {wrong} {known}; see {parser.prog} --help\n"
     assert call(parser.prog.split()) == 2
     missing = f"the following arguments are required: {action.metavar}"
-    told = capsys.readouterr().err
-    assert told == f"{program}: error: {missing}; see {parser.prog} --help\n"
+    error = capsys.readouterr().err
+    assert error == f"{program}: error: {missing}; see {parser.prog} --help\n"
 
 
 @each(LEAVES)
@@ -180,7 +180,7 @@ def test_a_value_of_another_type_is_one_line_with_status_2(
     ]
     for action in numbers:
         assert call([*parser.prog.split(), action.option_strings[0], "many"]) == 2
-        told = capsys.readouterr().err
+        error = capsys.readouterr().err
         if action.type is float:
             for value in ("nan", "-inf"):
                 assert call([*parser.prog.split(), f"{action.option_strings[0]}={value}"]) == 2
@@ -188,7 +188,7 @@ def test_a_value_of_another_type_is_one_line_with_status_2(
                 assert f"error: {wrong}; see" in capsys.readouterr().err
         kind = "an integer" if action.type is int else "a number"
         wrong = f"{action.option_strings[0]} needs {kind}, got 'many'"
-        assert told == f"{parser.prog.split()[0]}: error: {wrong}; see {parser.prog} --help\n"
+        assert error == f"{parser.prog.split()[0]}: error: {wrong}; see {parser.prog} --help\n"
 
 
 @each(PROGRAMS)
@@ -203,16 +203,16 @@ def test_a_missing_file_is_one_line_with_status_1(
         "megatron-kernels": "list --device cuda:99",
     }[parser.prog]
     assert call([parser.prog, *words.format(tmp_path).split()]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"{parser.prog}: error: ") and told.count("\n") == 1
-    assert "Errno" not in told
+    error = capsys.readouterr().err
+    assert error.startswith(f"{parser.prog}: error: ") and error.count("\n") == 1
+    assert "Errno" not in error
 
 
 @pytest.mark.parametrize(
     "line", [*(f"{name} --help" for name in SCRIPTS), "megatron-train recipes list"]
 )
-def test_a_reader_that_has_gone_ends_a_command_in_silence(line: str) -> None:
-    """As in ``megatron-train recipes list | head -1``."""
+def test_a_closed_pipe_ends_a_command_without_output(line: str) -> None:
+    """Checks a pipe such as ``megatron-train recipes list | head -1``."""
     name, *words = line.split()
     reader, writer = os.pipe()
     os.close(reader)
@@ -229,5 +229,7 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence(line: str) -> None:
 
 
 def test_another_style_is_noticed() -> None:
-    assert begins_small("number of layers") and begins_small("JSON lines")
-    assert not begins_small("Number of layers") and not begins_small("Tensor-parallel degree")
+    assert starts_in_lower_case("number of layers") and starts_in_lower_case("JSON lines")
+    assert not starts_in_lower_case("Number of layers") and not starts_in_lower_case(
+        "Tensor-parallel degree"
+    )

@@ -1,4 +1,4 @@
-"""Ctrl-C ends every long command: status 130, one line, nothing half-written."""
+"""Ctrl-C ends every long command with status 130, one line and no incomplete file."""
 
 import os
 import re
@@ -23,7 +23,7 @@ TRAIN = f"megatron-train pretrain gpt {SIZES} --data-path text --tokenizer-model
 
 @pytest.fixture(scope="module", autouse=True)
 def interruptible() -> Iterator[None]:
-    """Ctrl-C is not ignored, as it is in what a script starts in the background."""
+    """Restores the handler of SIGINT, which is ignored in processes that a script backgrounds."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -34,7 +34,7 @@ def place(
     tmp_path_factory: pytest.TempPathFactory,
     run_command: Callable[[Path, str], "subprocess.CompletedProcess[str]"],
 ) -> Path:
-    """A folder with tokens, a tokenizer, a large corpus and a run of one step."""
+    """Returns a folder with tokens, a tokenizer, a large corpus and a run of one step."""
     folder = tmp_path_factory.mktemp("interrupted")
     ByteTokenizer().save(folder / "bytes")
     with IndexedDatasetBuilder(str(folder / "text"), "uint16") as builder:
@@ -65,7 +65,7 @@ def start(
 
 
 def interrupt(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Send SIGINT to the process and its children, as a terminal does; the rest it writes."""
+    """Sends SIGINT to the process and its children, as a terminal does; returns further output."""
     os.killpg(process.pid, signal.SIGINT)
     return process.communicate(timeout=240)
 
@@ -88,7 +88,7 @@ def test_training_ends_after_its_step_with_a_checkpoint_that_loads(
             break
     out, err = interrupt(process)
     assert process.returncode == 130
-    # The corpus was made here and has no manifest, of which the first line warns.
+    # The first line warns that the corpus has no manifest.
     assert err.strip().splitlines()[1:] == [
         "SIGINT: stopping after this step; send it again to stop at once"
     ]
@@ -100,7 +100,7 @@ def test_training_ends_after_its_step_with_a_checkpoint_that_loads(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_preprocessing_keeps_whole_chunks_alone_and_goes_on(place: Path, workers: int) -> None:
+def test_preprocessing_keeps_only_complete_chunks_and_continues(place: Path, workers: int) -> None:
     words = "megatron-data preprocess --input corpus.jsonl --tokenizer-model bytes"
     command, parts = f"{words} --output-prefix out --workers {workers}", place / ".out.parts"
     process = start(command, place)
@@ -108,7 +108,7 @@ def test_preprocessing_keeps_whole_chunks_alone_and_goes_on(place: Path, workers
     _, err = interrupt(process)
     assert (process.returncode, err) == (130, "megatron-data: interrupted\n")
     assert not list(place.glob("*out_text*"))
-    assert {path.suffix for path in parts.iterdir()} == {".part", ".json", ""}, "nothing half-done"
+    assert {path.suffix for path in parts.iterdir()} == {".part", ".json", ""}, "incomplete output"
     out, err = start(command, place).communicate(timeout=240)
     assert "chunks were finished by an earlier run\n" in out and not err
     assert not parts.exists()
@@ -121,7 +121,7 @@ INSTANTS = [0.0, 0.1, *(pytest.param(seconds, marks=SLOW) for seconds in (0.05, 
 
 
 @pytest.mark.parametrize("seconds", INSTANTS)
-def test_workers_that_are_starting_say_nothing(place: Path, seconds: float) -> None:
+def test_workers_that_are_starting_print_nothing(place: Path, seconds: float) -> None:
     words = "megatron-data preprocess --input corpus.jsonl --tokenizer-model bytes"
     process = start(f"{words} --output-prefix early --workers 2", place)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -132,7 +132,7 @@ def test_workers_that_are_starting_say_nothing(place: Path, seconds: float) -> N
     assert not list(place.glob("*early_text*"))
 
 
-def test_generation_keeps_what_was_written_and_says_so(place: Path, preloaded: Preloaded) -> None:
+def test_generation_keeps_written_lines_and_reports_them(place: Path, preloaded: Preloaded) -> None:
     words = "megatron-infer generate --load trained --prompt abc --max-new-tokens 4000"
     process = start(words, place, preloaded.start)
     assert process.stdout and process.stdout.read(3) == "abc"

@@ -1,9 +1,9 @@
-"""Every command line of the documentation is run, in the order of its page.
+"""Runs every command line of the documentation, in the order of its page.
 
-A page's commands run in one folder that holds what its reader has by then (`GIVEN`). Sizes that
-would take minutes are replaced by flags written behind (`SMALLER`); as it is written, such a line
-must be one that ``--print-config`` accepts. What is not run at all is in `NOT_RUN`, with its
-reason and with what is checked in place of running it.
+The commands of a page run in one folder, which contains the files that its reader has at that point
+(`GIVEN`). Flags for smaller sizes are appended to commands that would take minutes (`SMALLER`);
+``--print-config`` must accept the command as it is written. Commands that are not run are in
+`NOT_RUN`, with the reason and with a check that replaces the run.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from preloaded import Preloaded
 TIMEOUT = 240
 DATA = "--data-path book_text_document --tokenizer-model tokenizer"
 
-# What a page leaves out with dots.
+# Replacements for the dots in a page.
 DOTS = {"torchrun ...": "torchrun --standalone --nproc-per-node 2", "pretrain gpt ...": DATA}
 
-# The sizes left out with dots, where a line is only read and not run.
+# Sizes in place of dots, for a line that is only parsed and not run.
 SIZES = (
     "--num-layers 32 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 "
     "--micro-batch-size 1 --train-iters 1000"
 )
 
-# Written behind a command line: the last of two equal flags counts.
+# Appended to a command line: of two equal flags the last one counts.
 SMALLER = {
     "pretrain gpt": "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 128 --micro-batch-size 2 --train-iters 2 --lr-warmup-iters 0 "
@@ -53,7 +53,7 @@ SMALLER = {
     "megatron-infer serve": "--port 0",
 }
 
-# What the reader of a page has when the page begins; "a=b" is b under the name a.
+# Files that the reader of a page has at its start; "a=b" is b under the name a.
 GIVEN = {
     "README.md": "corpus",
     "docs/getting-started.md": "corpus",
@@ -74,12 +74,12 @@ GIVEN = {
 }
 
 TYPED = {"megatron-infer chat": "Call me\n/quit\n"}
-NEEDS = {"python": "transformers"}  # the program that a page types into
+NEEDS = {"python": "transformers"}  # the program that reads the input of a page
 
 
 @dataclass(frozen=True)
 class NotRun:
-    """Commands that are not run, why, and what is checked of them."""
+    """Commands that are not run, the reason, and the check that replaces the run."""
 
     pattern: str
     reason: str
@@ -90,14 +90,14 @@ class NotRun:
 
 
 def check_nox(text: str) -> None:
-    """The session exists."""
+    """Checks that the nox session exists."""
     session = text.rsplit(maxsplit=1)[-1]
     defined = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
     assert session in defined, f"noxfile.py has no session {session!r}"
 
 
 def check_pip(text: str) -> None:
-    """Files and packages of this repository that it names are there, with their extras."""
+    """Checks that the named files, packages and extras of this repository exist."""
     words = shlex.split(" ".join(expand(text.removeprefix("pip install "))))
     for word in words:
         path, _, extra = word.partition("[")
@@ -110,31 +110,31 @@ def check_pip(text: str) -> None:
 
 
 def check_torchrun(text: str) -> None:
-    """Torchrun takes its flags; those behind it are checked by `as_written`."""
+    """Checks the flags of torchrun; `as_written` checks those of the program."""
     from torch.distributed.run import get_args_parser
 
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+    with contextlib.redirect_stderr(io.StringIO()) as output:
         try:
             get_args_parser().parse_args(shlex.split(text)[1:])
         except SystemExit:
-            raise AssertionError(told.getvalue()) from None
+            raise AssertionError(output.getvalue()) from None
 
 
 def check_parsed(text: str) -> None:
-    """The command's parser takes it."""
+    """Checks that the parser of the command accepts the line."""
     name, *words = shlex.split(text)
     module = entry_point(name).load().__module__
     sys.modules[module].build_parser().parse_args(words)
 
 
 def check_file(text: str) -> None:
-    """The script is there and can be run."""
+    """Checks that the script exists and is executable."""
     path = ROOT / text.rsplit(maxsplit=1)[-1]
-    assert os.access(path, os.X_OK), f"{path} cannot be run"
+    assert os.access(path, os.X_OK), f"{path} is not executable"
 
 
 def check_nothing(text: str) -> None:
-    """There is nothing of this project in it."""
+    """Checks nothing: the command is not of this project."""
 
 
 NOT_RUN = (
@@ -158,7 +158,7 @@ NOT_RUN = (
 
 
 def expand(text: str) -> list[str]:
-    """The words of a command line after bash's expansion of braces."""
+    """Returns the words of a command line after Bash's brace expansion."""
     done = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True, check=True
     )
@@ -171,7 +171,7 @@ def entry_point(name: str):
 
 
 def smaller(text: str) -> str:
-    """A command line with what makes it small behind it, and without dots."""
+    """Returns a command line with the flags of `SMALLER` appended and dots replaced."""
     for dots, meant in DOTS.items():
         text = text.replace(dots, dots[:-3] + meant if dots.startswith("pretrain") else meant)
     text = re.sub(r" \.\.\.(?= |$)", f" {DATA}", text)
@@ -180,7 +180,7 @@ def smaller(text: str) -> str:
 
 
 def as_written(text: str) -> tuple[str, int]:
-    """``pretrain gpt`` with ``--print-config`` and the sizes of the page; the ranks it runs on."""
+    """Returns the command with ``--print-config`` and the page's sizes, and its number of ranks."""
     dotted = "..." in text
     ranks = 1
     if text.startswith("torchrun"):
@@ -191,7 +191,7 @@ def as_written(text: str) -> tuple[str, int]:
 
 
 class Server:
-    """A command that serves, and the address it says it serves at."""
+    """A running server and the address that it prints."""
 
     def __init__(
         self, words: list[str], folder: Path, environment: dict[str, str], preloaded: Preloaded
@@ -206,7 +206,7 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._ready.wait(TIMEOUT)
-        assert self.port, "it does not serve: " + "".join(self._log)
+        assert self.port, "the server does not start: " + "".join(self._log)
 
     def _read(self) -> None:
         for line in self._process.stderr or ():
@@ -217,7 +217,7 @@ class Server:
         self._ready.set()
 
     def end(self) -> None:
-        """Stop it as an init system does; it has to leave in order."""
+        """Stops the server with SIGTERM, as an init system does; it must exit cleanly."""
         self._process.terminate()
         status = self._process.wait(timeout=TIMEOUT)
         self._reader.join(timeout=TIMEOUT)
@@ -225,7 +225,7 @@ class Server:
 
 
 class Reader:
-    """Who goes through a page and runs each command, in a folder of their own."""
+    """Runs the commands of a page in a folder of its own."""
 
     def __init__(
         self, page: Path, folder: Path, run_as_processes: set[str], preloaded: Preloaded
@@ -240,7 +240,7 @@ class Reader:
         self._environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
 
     def result(self, number: int) -> str:
-        """What went wrong with a command, or nothing; runs all up to it that have not run yet."""
+        """Returns the failure of a command, or an empty string; runs earlier commands first."""
         while len(self._results) <= number:
             command = self.commands[len(self._results)]
             try:
@@ -251,7 +251,7 @@ class Reader:
         return self._results[number]
 
     def close(self) -> None:
-        """Stop what still serves."""
+        """Stops servers that are still running."""
         if self._server is not None:
             server, self._server = self._server, None
             server.end()
@@ -283,7 +283,7 @@ class Reader:
         return self._in_shell(text, typed)
 
     def _address(self) -> str:
-        assert self._server is not None, "nothing serves here"
+        assert self._server is not None, "no server is running"
         return f"http://127.0.0.1:{self._server.port}"
 
     def _read_only(self, text: str, ranks: int) -> None:
@@ -297,17 +297,17 @@ class Reader:
                 raise AssertionError(f"as it is written: {error}") from None
 
     def _in_this_process(self, name: str, words: list[str]) -> None:
-        told = io.StringIO()
+        output = io.StringIO()
         with (
             contextlib.chdir(self.folder),
-            contextlib.redirect_stdout(told),
-            contextlib.redirect_stderr(told),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
         ):
             try:
                 status = entry_point(name).load()(words)
             except SystemExit as left:  # --help
                 status = left.code
-        assert status == 0, told.getvalue()
+        assert status == 0, output.getvalue()
 
     def _forked(self, words: list[str], typed: str) -> None:
         words = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
@@ -330,7 +330,7 @@ class Reader:
 
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything that a page may take for given: texts, tokens, a tokenizer, a run, an export."""
+    """Returns a folder with the files that pages need: texts, tokens, tokenizer, run, export."""
     folder = tmp_path_factory.mktemp("shelf")
     book = (ROOT / "corpus" / "moby_dick.jsonl").read_text(encoding="utf-8")[:200_000]
     (folder / "texts").mkdir()
@@ -353,7 +353,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lay_corpus(folder: Path) -> None:
-    """The first chapters of the corpus that a clone has, under its name."""
+    """Writes the first chapters of the repository's corpus under the same name."""
     name = "corpus/world_english_bible.jsonl"
     (folder / name).parent.mkdir()
     with (ROOT / name).open(encoding="utf-8") as lines:
@@ -361,7 +361,7 @@ def lay_corpus(folder: Path) -> None:
 
 
 def lay_megatrons(folder: Path) -> None:
-    """The files that Megatron's README preprocesses, a conversation, and pairs of both kinds."""
+    """Writes the files of Megatron-LM's README, a conversation, and pairs of both kinds."""
     shutil.copy(folder / "more.jsonl", folder / "my-corpus.json")
     turns = [{"role": role, "content": "Call me Ishmael."} for role in ("user", "assistant")]
     (folder / "talks.jsonl").write_text(40 * (json.dumps({"messages": turns}) + "\n"))
@@ -382,7 +382,7 @@ def lay_megatrons(folder: Path) -> None:
 
 
 def lay_out(page: Path, shelf: Path, folder: Path) -> None:
-    """Put into a page's folder what its reader has, and the files that the page shows."""
+    """Copies the files that the reader has, and those that the page shows, into its folder."""
     save_titled(page, folder)
     for name in GIVEN.get(str(page.relative_to(ROOT)), "").split():
         here, _, there = name.partition("=")
@@ -404,7 +404,7 @@ def lay_out(page: Path, shelf: Path, folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def run_as_processes() -> set[str]:
-    """The console scripts that have run as processes of their own; later ones run in this one."""
+    """Returns the console scripts that have run as processes; further runs are in this process."""
     return set()
 
 
@@ -415,9 +415,9 @@ def reader_of(
     preloaded: Preloaded,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[Path], Reader]]:
-    """Return the reader of a page, one for all its commands.
+    """Returns a function that returns the reader of a page, one for all its commands.
 
-    A fixture with a parameter would be made anew for every test, and run all commands before it.
+    A parametrized fixture would be recreated for every test and run all earlier commands again.
     """
     going: dict[Path, Reader] = {}
 
@@ -436,7 +436,7 @@ def reader_of(
 
 
 CASES = [(page, number) for page in PAGES for number, _ in enumerate(commands(page))]
-# What a newcomer types is run with all tests, the rest with those that are slow.
+# The first pages of a newcomer run with all tests, the others with the slow tests.
 FIRST = {
     "README.md",
     "docs/getting-started.md",
@@ -480,10 +480,10 @@ def test_every_console_script_has_run_as_a_process(run_as_processes: set[str]) -
     assert run_as_processes == scripts
 
 
-def test_the_lists_have_no_entry_that_nothing_needs() -> None:
+def test_the_lists_have_no_unused_entry() -> None:
     texts = [command.text for page in PAGES for command in commands(page)]
     for listed in NOT_RUN:
-        assert any(map(listed.covers, texts)), f"nothing is {listed.pattern}"
+        assert any(map(listed.covers, texts)), f"no command matches {listed.pattern}"
     for part in SMALLER:
         assert any(f" {part} " in f" {text} " for text in texts), part
     for page, names in GIVEN.items():
@@ -493,7 +493,7 @@ def test_the_lists_have_no_entry_that_nothing_needs() -> None:
 
 
 def test_command_lines_look_like_command_lines() -> None:
-    """A console block has a line behind ``$``; no other block is a shell's."""
+    """Checks that a console block has a line after ``$``, and that no other block is shell code."""
     for page in PAGES:
         for block in blocks(page.read_text(encoding="utf-8")):
             assert block.language not in ("sh", "bash", "shell"), f"{page}:{block.line}"
@@ -502,7 +502,7 @@ def test_command_lines_look_like_command_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("megatron-data inspect nowhere", "no dataset at nowhere"),
         ("megatron-data verify --hlep", "did you mean --help?"),
@@ -520,8 +520,8 @@ def test_command_lines_look_like_command_lines() -> None:
         ("python", "x"),
     ],
 )
-def test_a_wrong_command_is_noticed(
-    line: str, told: str, shelf: Path, tmp_path: Path, preloaded: Preloaded
+def test_a_wrong_command_fails(
+    line: str, message: str, shelf: Path, tmp_path: Path, preloaded: Preloaded
 ) -> None:
     page = tmp_path / "page.md"
     typed = "\n>>> raise ValueError('x')" if line == "python" else ""
@@ -533,4 +533,4 @@ def test_a_wrong_command_is_noticed(
     assert reader.result(0) == ""
     wrong = reader.result(1)
     reader.close()
-    assert wrong.startswith(f"{page}:5: $ {line}\n") and told in wrong
+    assert wrong.startswith(f"{page}:5: $ {line}\n") and message in wrong

@@ -1,8 +1,8 @@
-"""Every Python example of the documentation runs as it stands.
+"""Every Python example of the documentation runs unchanged.
 
-The ``python`` blocks of a page run in order, in one process and one namespace, in an empty folder;
-a failure names the page and its line. The command lines are run by `test_docs_commands.py`, and so
-are the blocks with a title, which are files.
+The ``python`` blocks of a page run in order, in one process and one namespace, in an empty folder.
+A failure names the page and the line. `test_docs_commands.py` runs the command lines and the blocks
+with a title, which are files.
 """
 
 import json
@@ -18,7 +18,7 @@ from preloaded import Preloaded
 
 TIMEOUT = 240
 
-# Runs as __main__, so that what the examples define can be pickled; line numbers are the page's.
+# The code runs as __main__, so that its classes can be pickled, with the page's line numbers.
 RUNNER = """
 import json as _json, sys as _sys
 _page, _blocks = _json.loads(_sys.stdin.read())
@@ -28,7 +28,7 @@ for _line, _code in _blocks:
 
 
 def run_examples(page: Path, folder: Path, preloaded: Preloaded) -> str:
-    """What went wrong in the page's python blocks, or an empty string."""
+    """Returns the failure in the page's Python blocks, or an empty string."""
     found = [(block.line, block.text) for block in blocks(page.read_text()) if is_python(block)]
     try:
         done = preloaded.run(

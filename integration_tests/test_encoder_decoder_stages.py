@@ -1,7 +1,8 @@
-"""EncoderDecoder cut over tensor, sequence and pipeline ranks equals one rank, in float64.
+"""EncoderDecoder with tensor, sequence and pipeline parallelism equals one rank in float64.
 
-The model is not symmetric: gains are not 1, biases not 0, the vocabulary does not divide,
-query groups are shared, both texts have lengths of their own, the source is padded; and it drops.
+The model is not symmetric: gains are not 1, biases are not 0, the vocabulary size is not divisible
+by the number of ranks, query groups are shared, the two texts have different lengths, the source is
+padded, and there is dropout.
 """
 
 import zlib
@@ -57,7 +58,7 @@ ROTARY = EncoderDecoderConfig(
 
 @dataclass(frozen=True)
 class Case:
-    """How a model lies on the ranks."""
+    """A layout and the options of a model in it."""
 
     layout: ParallelLayout
     sequence_parallel: bool = False
@@ -79,12 +80,12 @@ CASES = {
     ),
 }
 
-IN_OTHERS = {"tp2", "pp2", "pp3"}
-"""What goes wrong in these does so in another case, too."""
+COVERED_CASES = {"tp2", "pp2", "pp3"}
+"""Cases that are marked slow, since other cases detect the same defects."""
 
 
 def make_batch(number):
-    """One micro-batch: texts of two lengths, padding behind the source, labels without loss."""
+    """Returns a micro-batch: two text lengths, padding after the source, labels without loss."""
     generator = torch.Generator().manual_seed(number)
     text = torch.randint(VOCAB, (BATCH, TARGET + 1), generator=generator)
     labels = text[:, 1:].clone()
@@ -101,7 +102,7 @@ def make_batch(number):
 
 
 def scramble(chunks, table, mesh):
-    """Add noise to every parameter, the same whichever rank holds it."""
+    """Adds noise to every parameter, equal on every rank that holds it."""
     with torch.no_grad():
         for name, parameter in stage_parameters(chunks).items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -111,7 +112,7 @@ def scramble(chunks, table, mesh):
 
 
 def step(mesh, config, case, defect=None):
-    """Losses ``{micro-batch: [b, s]}`` of the last stage, and gradients as pieces."""
+    """Returns losses ``{micro-batch: [b, s]}`` of the last stage, and shards of the gradients."""
     with ExitStack() as stack:
         if defect is not None:
             stack.enter_context(patch.object(*DEFECTS[defect]()))
@@ -164,7 +165,7 @@ def step(mesh, config, case, defect=None):
 
 
 def largest_difference(one, ranks):
-    """Of losses and gradients of all ranks from those of one, and the name of what has it."""
+    """Returns the largest difference of losses and gradients from one rank, and its name."""
     losses, pieces = one
     whole = {name: gradient for name, _, gradient in pieces}
     seen = {name: torch.zeros_like(gradient) for name, gradient in whole.items()}
@@ -174,7 +175,7 @@ def largest_difference(one, ranks):
         for name, offsets, gradient in parts:
             box = tuple(slice(o, o + n) for o, n in zip(offsets, gradient.shape, strict=True))
             seen[name][box] = 1
-            # The bias of keys has no gradient but rounding: a softmax does not see it.
+            # The gradient of the key bias is only rounding, since softmax is invariant to it.
             scale = max(whole[name].abs().max(), 1.0)
             differences.append((float((gradient - whole[name][box]).abs().max() / scale), name))
     assert any(their_losses for their_losses, _ in ranks)
@@ -193,7 +194,7 @@ def one_rank():
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=pytest.mark.slow if name in IN_OTHERS else ())
+        pytest.param(case, id=name, marks=pytest.mark.slow if name in COVERED_CASES else ())
         for name, case in CASES.items()
     ],
 )
@@ -203,7 +204,7 @@ def test_losses_and_gradients_with_dropout_equal_one_rank(worker_pool, one_rank,
     assert worst <= TOLERANCE, where
 
 
-def test_rotary_positions_without_biases_equal_one_rank_too(worker_pool, one_rank):
+def test_rotary_positions_without_biases_equal_one_rank(worker_pool, one_rank):
     case = CASES["tp2-sp-pp2-vpp2"]
     ranks = worker_pool.run_mesh(case.layout, step, ROTARY, case)
     worst, where = largest_difference(one_rank["rotary"], ranks)
@@ -218,7 +219,7 @@ def test_rotary_positions_without_biases_equal_one_rank_too(worker_pool, one_ran
     ],
     ids=["selective", "full"],
 )
-def test_layers_that_run_again_give_the_same_gradients(one_rank, recompute):
+def test_recomputed_layers_give_the_same_gradients(one_rank, recompute):
     case = Case(ParallelLayout(dp=1), recompute=recompute)
     worst, where = largest_difference(one_rank["learned"], [step(Mesh.single(), LEARNED, case)])
     assert worst == 0.0, where
@@ -228,7 +229,7 @@ def test_layers_that_run_again_give_the_same_gradients(one_rank, recompute):
 
 
 def encoder_output_of_another_micro_batch():
-    """A stage of the decoder attends to what the encoder made of the micro-batch before."""
+    """Makes a decoder stage attend to the encoder output of the previous micro-batch."""
     run, kept = EncoderDecoder.forward, {}
 
     def wrong(self, *received, **options):
@@ -242,7 +243,7 @@ def encoder_output_of_another_micro_batch():
 
 
 def gradient_of_later_decoder_stages_lost():
-    """The encoder's output gets the gradient of the first decoder stage only."""
+    """Gives the encoder output only the gradient of the first decoder stage."""
     run = EncoderDecoder.forward
 
     def wrong(self, *received, **options):
@@ -257,7 +258,7 @@ def gradient_of_later_decoder_stages_lost():
 
 
 def cross_attention_drops_like_self_attention():
-    """One rank drops cross-attention at its own site, these at that of self-attention."""
+    """Uses the dropout site of self-attention for cross-attention, unlike the single rank."""
     drop = StageDropout.probabilities
 
     def wrong(self, p, layer, first_head, site):
@@ -277,7 +278,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_planted_defects_are_seen(worker_pool, one_rank, defect):
+def test_planted_defects_are_detected(worker_pool, one_rank, defect):
     case = CASES["pp2-vpp2"]
     ranks = worker_pool.run_mesh(case.layout, step, LEARNED, case, defect)
     assert largest_difference(one_rank["learned"], ranks)[0] > 1e-3

@@ -1,4 +1,4 @@
-"""Every mistake a person can make is answered with one line and a non-zero exit status."""
+"""Every mistake of a user ends in an error of one line and a non-zero exit status."""
 
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ LENGTH = "--micro-batch-size 2 --train-iters 3 --eval-iters 0 --no-progress"
 
 
 def call(command: str) -> int:
-    """Run a console script in this process; a traceback would end the test."""
+    """Returns the exit status of a console script that runs in this process."""
     name, *words = command.split()
     (script,) = entry_points(group="console_scripts", name=name)
     return script.load()(words)
@@ -29,7 +29,7 @@ def call(command: str) -> int:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A folder with files in every state a command may find them in."""
+    """Returns a folder with valid, damaged and missing files."""
     folder = tmp_path_factory.mktemp("errors")
     ByteTokenizer().save(folder / "bytes")
     with IndexedDatasetBuilder(str(folder / "good"), "uint16") as builder:
@@ -106,20 +106,20 @@ MISTAKES = {
         f"{TRAIN} {DATA} --tensorboard-dir file/board",
         ["--tensorboard-dir file/board: ", "file is a file, not a folder"],
     ),
-    "a sequence that no memory holds": (
+    "a sequence that exceeds the memory": (
         f"{TRAIN} {DATA} --seq-length 400000000",
         ["--seq-length 400000000", "needs at least", "GiB of activations", "this host has"],
     ),
-    "a number that is none": (
+    "not a number": (
         f"{TRAIN} {DATA} --lr nan",
         ["--lr needs a finite number, got 'nan'"],
     ),
-    "a number without end": (
+    "an infinite number": (
         f"{TRAIN} {DATA} --distributed-timeout-minutes inf",
         ["--distributed-timeout-minutes needs a finite number"],
     ),
     "an index of another file": (f"{TRAIN} --tokenizer-model bytes --data-path short", ["short"]),
-    "an index that is none": (
+    "an invalid index": (
         f"{TRAIN} --tokenizer-model bytes --data-path foreign",
         ["foreign.idx"],
     ),
@@ -164,35 +164,35 @@ MISTAKES = {
         f"{TRAIN} {DATA} --global-batch-size 3",
         ["--global-batch-size 3", "--micro-batch-size 2"],
     ),
-    "a growing batch that once does not divide": (
+    "a batch ramp with an indivisible size": (
         f"{TRAIN.replace('--train-iters 3', '--train-samples 64')} {DATA} --global-batch-size 8 "
         "--rampup-batch-size 2 3 30",
         ["passes through 5", "--micro-batch-size 2"],
     ),
-    "a growing batch that a schedule once cannot run": (
+    "a batch ramp with a size that the schedule cannot run": (
         f"{TRAIN.replace('--train-iters 3', '--train-samples 640')} {DATA} --num-layers 4 "
         "--nproc-per-node 2 --pipeline-model-parallel-size 2 "
         "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 20 "
         "--rampup-batch-size 4 2 100",
         ["over 2 ranks cannot run 5 micro-batches"],
     ),
-    "a growing batch of a run counted in steps": (
+    "a batch ramp in a run with a number of steps": (
         f"{TRAIN} {DATA} --global-batch-size 8 --rampup-batch-size 2 2 30",
         ["--rampup-batch-size", "--train-samples"],
     ),
-    "a stepped batch that is none": (
+    "an invalid batch size schedule": (
         f"{TRAIN} {DATA} --step-batch-size-schedule 0:4 64:eight",
         ["--step-batch-size-schedule: '64:eight' is not TOKENS:SAMPLES"],
     ),
-    "a stepped batch that ends at another size than is given": (
+    "a batch size schedule with another last size": (
         f"{TRAIN} {DATA} --step-batch-size-schedule 0:4 64:8 --global-batch-size 4",
         ["--global-batch-size 4 is not 8, the last", "leave it out"],
     ),
-    "a stepped batch that is to be rounded": (
+    "a batch size schedule with rounding": (
         f"{TRAIN} {DATA} --step-batch-size-schedule 0:4 --decrease-batch-size-if-needed",
         ["--step-batch-size-schedule and --decrease-batch-size-if-needed exclude each other"],
     ),
-    "a batch that is rounded down to nothing": (
+    "a batch that is rounded down to zero": (
         f"{TRAIN} {DATA} --global-batch-size 1 --decrease-batch-size-if-needed",
         ["--global-batch-size 1 is less than 2 samples"],
     ),
@@ -222,7 +222,10 @@ MISTAKES = {
         f"{TRAIN} {DATA} --config value.yaml",
         ["value.yaml: model.num_layers", "'two'"],
     ),
-    "what is required": (f"megatron-train pretrain gpt {DATA}", ["--num-layers", "--train-iters"]),
+    "missing required flags": (
+        f"megatron-train pretrain gpt {DATA}",
+        ["--num-layers", "--train-iters"],
+    ),
     "a warm-up as long as the run": (
         f"{TRAIN} {DATA} --lr-warmup-iters 3",
         ["warmup-iters 3", "train-iters 3"],
@@ -231,15 +234,15 @@ MISTAKES = {
         f"{TRAIN} {DATA} --num-layers 3 --load trained",
         ["num_layers 2 in the checkpoint, 3 in this run"],
     ),
-    "a torn checkpoint by name": (
+    "an incomplete checkpoint by name": (
         f"{TRAIN} {DATA} --load torn/iter_0000003",
         ["iter_0000003", "torn"],
     ),
-    "nothing but torn checkpoints": (
+    "only incomplete checkpoints": (
         f"{TRAIN} {DATA} --load torn --exit-on-missing-checkpoint",
         ["torn/iter_0000003", "damaged checkpoints"],
     ),
-    "a model cut over too few ranks": (
+    "a model that does not fit the number of ranks": (
         f"{TRAIN} {DATA} --nproc-per-node 3 --tensor-model-parallel-size 2",
         ["--tensor-model-parallel-size 2", "2 ranks", "there are 3"],
     ),
@@ -247,7 +250,7 @@ MISTAKES = {
         f"{TRAIN} {DATA} --nproc-per-node 4 --pipeline-model-parallel-size 4",
         ["2 layers", "4 stages"],
     ),
-    "a sequence that ranks cannot cut": (
+    "a sequence that ranks cannot split": (
         f"{TRAIN} {DATA} --nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel "
         "--seq-length 15",
         ["--seq-length 15", "2 equal slices"],
@@ -260,12 +263,15 @@ MISTAKES = {
         f"{TRAIN} {DATA} --nproc-per-node 3 --tensor-model-parallel-size 3",
         ["--num-attention-heads 2", "--tensor-model-parallel-size 3"],
     ),
-    "no number of ranks": (f"{TRAIN} {DATA} --nproc-per-node two", ["--nproc-per-node", "'two'"]),
-    "an axis that is not there yet": (
+    "an invalid number of ranks": (
+        f"{TRAIN} {DATA} --nproc-per-node two",
+        ["--nproc-per-node", "'two'"],
+    ),
+    "an axis that the model does not support": (
         f"{TRAIN} {DATA} --expert-model-parallel-size 2",
         ["--expert-model-parallel-size 2"],
     ),
-    "a dropout that drops everything": (
+    "a dropout of one": (
         f"{TRAIN} {DATA} --hidden-dropout 1",
         ["--hidden-dropout", "1.0"],
     ),
@@ -274,22 +280,25 @@ MISTAKES = {
         f"{TRAIN} {DATA} --train-data-path good",
         ["--data-path", "--train-data-path"],
     ),
-    "a tokenizer file that was cut off": (
+    "a truncated tokenizer file": (
         f"{TRAIN} --data-path good --tokenizer-model cut-tokenizer",
         ["cut-tokenizer"],
     ),
-    "a tokenizer file that is none": (
+    "an invalid tokenizer file": (
         f"{TRAIN} --data-path good --tokenizer-model foreign-tokenizer",
         ["foreign-tokenizer"],
     ),
     "a folder to save to that is a file": (f"{TRAIN} {DATA} --save file/run", ["file"]),
-    "a folder that cannot be made": (f"{TRAIN} {DATA} --save /proc/run", ["/proc/run"]),
-    "a report of nothing": ("megatron-train report no-checkpoint", ["metrics.jsonl", "--save"]),
+    "a folder that cannot be created": (f"{TRAIN} {DATA} --save /proc/run", ["/proc/run"]),
+    "a report without metrics": (
+        "megatron-train report no-checkpoint",
+        ["metrics.jsonl", "--save"],
+    ),
     "no checkpoint to generate from": (
         "megatron-infer generate --load no-checkpoint --prompt x",
         ["no-checkpoint"],
     ),
-    "a torn checkpoint to generate from": (
+    "an incomplete checkpoint to generate from": (
         "megatron-infer generate --load torn/iter_0000003 --prompt x",
         ["iter_0000003"],
     ),
@@ -297,7 +306,7 @@ MISTAKES = {
         f"megatron-infer generate --load trained --prompt {'x' * 40}",
         ["16 positions"],
     ),
-    "a server for everybody without a token": (
+    "a public server without a token": (
         "megatron-infer serve --load trained --host 0.0.0.0",
         ["0.0.0.0", "--token-file"],
     ),
@@ -305,20 +314,20 @@ MISTAKES = {
         "megatron-ckpt convert --from-hf huggingface converted",
         ["FalconForCausalLM"],
     ),
-    "a checkpoint that is none": ("megatron-ckpt verify no-checkpoint", ["no-checkpoint"]),
-    "a dataset that is none": ("megatron-data verify foreign", ["foreign.idx"]),
-    "a key that is given twice in other words": (
+    "not a checkpoint": ("megatron-ckpt verify no-checkpoint", ["no-checkpoint"]),
+    "not a dataset": ("megatron-data verify foreign", ["foreign.idx"]),
+    "two keys that exclude each other": (
         f"{TRAIN} {DATA} --config both.yaml",
         ["bf16", "float64"],
     ),
-    "a file that is no settings": (f"{TRAIN} {DATA} --config list.yaml", ["list.yaml", "list"]),
-    "a file that is no YAML": (f"{TRAIN} {DATA} --config torn.yaml", ["torn.yaml is not YAML"]),
-    "a file of settings that is missing": (
+    "a file without settings": (f"{TRAIN} {DATA} --config list.yaml", ["list.yaml", "list"]),
+    "a file that is not YAML": (f"{TRAIN} {DATA} --config torn.yaml", ["torn.yaml is not YAML"]),
+    "a missing file of settings": (
         f"{TRAIN} {DATA} --config nowhere.yaml",
         ["nowhere.yaml: No such file"],
     ),
     "a misspelt recipe": (f"{TRAIN} {DATA} --recipe lama-tiny", ["'lama-tiny'", "llama-tiny?"]),
-    "an index that was cut off": (
+    "a truncated index": (
         f"{TRAIN} --tokenizer-model bytes --data-path cut",
         ["cut.idx has 100 bytes", "truncated"],
     ),
@@ -326,7 +335,7 @@ MISTAKES = {
         f"{TRAIN} --data-path good --vocab-file vocab.json",
         ["--vocab-file", "--merge-file"],
     ),
-    "a tokenizer's file that is missing": (
+    "a missing tokenizer file": (
         "megatron-data preprocess --input empty.jsonl --output-prefix out "
         "--vocab-file nowhere.json --merge-file nowhere.txt",
         ["nowhere.json"],
@@ -339,13 +348,13 @@ MISTAKES = {
         ],
     ),
     "a checkpoint of Megatron-LM": (f"{TRAIN} {DATA} --load megatron", ["megatron", "Megatron-LM"]),
-    "a published model in place of a checkpoint": (
+    "a published model instead of a checkpoint": (
         f"{TRAIN} {DATA} --load huggingface",
         ["huggingface is a Hugging Face folder", "--from-hf"],
     ),
-    "a file in place of a checkpoint": (f"{TRAIN} {DATA} --load good.bin", ["good.bin is a file"]),
-    "a torn checkpoint to look at": ("megatron-ckpt verify torn", ["torn"]),
-    "a family that is none": (
+    "a file instead of a checkpoint": (f"{TRAIN} {DATA} --load good.bin", ["good.bin is a file"]),
+    "an incomplete checkpoint to verify": ("megatron-ckpt verify torn", ["torn"]),
+    "an unknown family": (
         "megatron-ckpt convert --to-hf trained exported --family gtp2",
         ["'gtp2'", "gpt2"],
     ),
@@ -353,9 +362,9 @@ MISTAKES = {
         "megatron-ckpt convert --to-hf trained huggingface",
         ["huggingface exists"],
     ),
-    "a device that is not here": ("megatron-kernels list --device cuda:99", ["cuda:99"]),
+    "a missing device": ("megatron-kernels list --device cuda:99", ["cuda:99"]),
     "a misspelt precision": ("megatron-kernels list --dtype float23", ["'float23'", "float32?"]),
-    "a file of prompts that is missing": (
+    "a missing file of prompts": (
         "megatron-infer generate --load trained --prompt-file nowhere.txt",
         ["nowhere.txt: No such file"],
     ),
@@ -368,13 +377,13 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("plain_runs")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_in_one_line(prepared, mistake, capsys, monkeypatch):
+def test_a_mistake_gives_one_line(prepared, mistake, capsys, monkeypatch):
     command, parts = MISTAKES[mistake]
     monkeypatch.chdir(prepared)
     status = call(command)
     shown = capsys.readouterr()
     check(command, status, shown.err, parts)
-    if mistake not in FOUND_IN_TRAINING:  # no lines on the environment, behind which it would stand
+    if mistake not in FOUND_IN_TRAINING:  # the error comes before the lines on the environment
         assert "environment: " not in shown.out
 
 
@@ -385,7 +394,7 @@ def test_a_mistake_is_answered_in_one_line(prepared, mistake, capsys, monkeypatc
         "megatron-data preprocess --tokenizer-model bytes --input fine.jsonl --output-prefix full",
     ],
 )
-def test_a_full_disk_is_answered_in_one_line_and_nothing_torn_is_left(
+def test_a_full_disk_gives_one_line_and_leaves_no_incomplete_file(
     prepared, command, capsys, monkeypatch
 ):
     def full(descriptor: int) -> None:
@@ -401,12 +410,12 @@ def test_a_full_disk_is_answered_in_one_line_and_nothing_torn_is_left(
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of its own that holds 64 KiB."""
+    """Returns a folder with a separate file system of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
     if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
+        pytest.skip("mounting a file system is not permitted")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
@@ -428,8 +437,10 @@ def small_disk(tmp_path):
     ],
     ids=["save", "lock", "tensorboard", "cache", "preprocess", "convert"],
 )
-def test_a_disk_that_is_really_full(prepared, small_disk, command, room, file, capsys, monkeypatch):
-    """As above, with the kernel's own refusal where ``room`` KiB of 64 are left."""
+def test_a_full_file_system_gives_one_line(
+    prepared, small_disk, command, room, file, capsys, monkeypatch
+):
+    """Checks the error of the kernel if ``room`` of 64 KiB are free."""
     line = json.dumps({"text": "x" * 1000}) + "\n"
     (prepared / "large.jsonl").write_text(line * 100)
     monkeypatch.chdir(prepared)
@@ -444,7 +455,7 @@ def test_a_disk_that_is_really_full(prepared, small_disk, command, room, file, c
 
 @contextlib.contextmanager
 def without_privileges():
-    """Let permissions bind this thread and those it starts, if it is root's (capget(2))."""
+    """Makes file permissions apply to this thread and its children, even for root (capget(2))."""
     override, search = 1, 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
     library = ctypes.CDLL(None)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
@@ -478,9 +489,9 @@ FORBIDDEN = {
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="root gives up its privileges as on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities exist only on Linux")
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_what_is_not_permitted_is_answered_in_one_line(prepared, what, capsys, monkeypatch):
+def test_a_missing_permission_gives_one_line(prepared, what, capsys, monkeypatch):
     command, parts = FORBIDDEN[what]
     (prepared / "fine.jsonl").write_text('{"text": "fine"}\n')
     (prepared / "secret").write_text("secret")
@@ -504,7 +515,7 @@ def test_what_is_not_permitted_is_answered_in_one_line(prepared, what, capsys, m
     assert not list((prepared / "locked").iterdir())
 
 
-def test_a_port_in_use_is_answered_in_one_line(prepared, capsys, monkeypatch):
+def test_a_port_in_use_gives_one_line(prepared, capsys, monkeypatch):
     monkeypatch.chdir(prepared)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -1,7 +1,7 @@
-"""A step of a mixture of experts on several ranks equals one rank's, in float64.
+"""A step of a mixture of experts on several ranks equals that of one rank in float64.
 
-With sequences cut over ranks, and with numbers of tokens that the tensor-parallel ranks do not
-divide; samples end in padding of unequal length, which is not routed.
+Covers sequence parallelism, and numbers of tokens that are not divisible by the tensor-parallel
+size. Samples end in padding of different lengths, which is not routed.
 """
 
 import pytest
@@ -30,7 +30,7 @@ MODEL = GPTConfig(
 
 
 def batch(number: int, samples: int, length: int) -> dict[str, torch.Tensor]:
-    """Samples of a micro-batch; the first has `number` tokens of padding at its end."""
+    """Returns samples of a micro-batch; the first one ends in `number` tokens of padding."""
     generator = torch.Generator().manual_seed(number)
     text = torch.randint(MODEL.vocab_size, (samples, length + 1), generator=generator)
     documents = torch.zeros(samples, length, dtype=torch.int32)
@@ -45,7 +45,7 @@ def batch(number: int, samples: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def step(mesh: Mesh, samples: int, length: int, dispatcher: str):
-    """Losses of a step of two micro-batches, and this rank's part of every gradient."""
+    """Returns the losses of a step of two micro-batches, and this rank's shards of gradients."""
     stages = gpt_chunks(MODEL, Placement(mesh, dtype=torch.float64, dispatcher=dispatcher))
     engine = StepEngine(GPTTask(stages, None, reset_attention_mask=True), mesh)
     drawn = (batch(number, samples, length) for number in (1, 3))

@@ -1,8 +1,8 @@
-"""A kind of model from another distribution: `stranger/`, found by its entry points alone.
+"""A kind of model from another distribution, `stranger/`, which is found by its entry points.
 
-No file of the eight packages knows of it. It is cut like the models that they bring: losses and
-gradients on ranks equal those of one rank in float64. `parity/test_extension_kind.py` compares it
-with transformers.
+No file of the eight packages mentions it. It supports parallelism like their models: losses and
+gradients on several ranks equal those of one rank in float64. `parity/test_extension_kind.py`
+compares it with transformers.
 """
 
 import re
@@ -58,12 +58,12 @@ def batch(number):
 
 
 def step(mesh):
-    """Losses and gradients of two micro-batches on one rank, as pieces of whole parameters."""
+    """Returns losses and gradients of two micro-batches on this rank, as shards of parameters."""
     stages = find_kind("bidirectional").build(config(), Placement(mesh, dtype=torch.float64))
     table = {}
     for stage in stages:
         table |= collect_shardings(stage)
-    with torch.no_grad():  # gains of 1 and biases of 0 hide mistakes
+    with torch.no_grad():  # gains of 1 and biases of 0 would hide errors
         for name, parameter in stage_parameters(stages).items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(table[name].shape, generator=generator, dtype=torch.float64) * 0.2
@@ -110,7 +110,7 @@ def test_ranks_equal_one_rank_in_float64(worker_pool, degrees):
     assert all(covered.all() for covered in seen.values())
 
 
-def test_it_is_counted_like_a_model_of_the_packages():
+def test_parameters_flops_and_memory_are_counted():
     shape, (model,) = config(), find_kind("bidirectional").build(config(), Mesh.single())
     shapes = {name: cut.shape for name, cut in collect_shardings(model).items()}
     assert parameter_shapes(shape) == shapes
@@ -126,7 +126,7 @@ def test_it_is_counted_like_a_model_of_the_packages():
 
 
 @pytest.mark.parametrize("tutorial", ["README.md", "adding-a-task.md", "adding-parts.md"])
-def test_the_tutorials_show_the_code_that_runs(tutorial):
+def test_the_tutorials_quote_the_code(tutorial):
     text = (STRANGER / tutorial).read_text()
     blocks = re.findall(r"```py\n# (\S+)\n(.*?)```", text, re.S)
     assert len(blocks) > 5
@@ -136,7 +136,7 @@ def test_the_tutorials_show_the_code_that_runs(tutorial):
     assert entries in (STRANGER / "pyproject.toml").read_text()
 
 
-def test_it_is_listed_and_no_package_knows_it():
+def test_it_is_listed_and_no_package_mentions_it():
     assert "bidirectional" in model_kinds()
     command = Path(sys.executable).with_name("megatron-train")
     done = subprocess.run([command, "models", "list"], capture_output=True, text=True, check=True)

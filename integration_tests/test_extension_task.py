@@ -1,7 +1,7 @@
-"""A task from another distribution: `stranger/` trains by `megatron-train pretrain bidirectional`.
+"""A task from another distribution, `stranger/`: `megatron-train pretrain bidirectional`.
 
-No file of the eight packages knows of it. Its runs equal those of one rank in float64 under tensor
-and pipeline parallelism, and move between layouts.
+No file of the eight packages mentions it. Runs with tensor and pipeline parallelism equal those of
+one rank in float64, and a run can change its layout.
 """
 
 import random
@@ -30,14 +30,14 @@ RUN = (
     "--global-batch-size 4 --lr 1e-2 --eval-interval 3 --eval-iters 1 --log-interval 3 --float64"
 )
 OWN = "--optimizer rmsprop --center-inputs --linear-product scaled --scaled-start 0.8"
-"""What else it brings: an update rule, state that is not a parameter, a product."""
+"""Flags for the update rule, the state and the product of the same distribution."""
 TP2 = "--nproc-per-node 2 --tensor-model-parallel-size 2"
 PP2 = "--nproc-per-node 2 --pipeline-model-parallel-size 2"
 
 
 @pytest.fixture(scope="module")
 def sentences(tmp_path_factory) -> Path:
-    """A folder with rows of sentences, and the vocabulary they are made of."""
+    """Returns a folder with a corpus of sentences and their vocabulary."""
     folder = tmp_path_factory.mktemp("sentences")
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
@@ -52,14 +52,14 @@ def sentences(tmp_path_factory) -> Path:
 
 
 def steps(folder: Path) -> dict[int, list[float]]:
-    """Loss, accuracy and gradient norm of every step."""
+    """Returns loss, accuracy and gradient norm of every step."""
     names = ("lm loss", "accuracy", "grad_norm")
     records = read_records(folder / "metrics.jsonl").train
     return {record["iteration"]: [record[name] for name in names] for record in records}
 
 
 @pytest.mark.parametrize("more", ["", OWN], ids=["plain", "rule, state and product"])
-def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_command, tmp_path, more):
+def test_a_run_that_changes_its_layout_equals_one_rank(sentences, run_command, tmp_path, more):
     run = f"{RUN} --train-iters 6 {more}"
     done = run_command(sentences, f"{run} --save {tmp_path}/one")
     assert (
@@ -80,7 +80,7 @@ def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_comma
     assert ("layers.1.mlp.down.scale" in kept) == (more == OWN)
 
 
-def test_its_rule_that_needs_matrices_has_them_whole_under_a_distributed_optimizer(
+def test_a_rule_that_needs_matrices_gets_whole_ones_with_a_distributed_optimizer(
     sentences, run_command, tmp_path
 ):
     ranks = "--nproc-per-node 2 --use-distributed-optimizer"
@@ -97,7 +97,7 @@ def test_its_rule_that_needs_matrices_has_them_whole_under_a_distributed_optimiz
         )
 
 
-def test_its_product_is_merged_into_the_weights(sentences, run_command, tmp_path):
+def test_the_product_is_merged_into_the_weights(sentences, run_command, tmp_path):
     words = f"--linear-product scaled --scaled-start 0.8 --save {tmp_path}/scaled"
     run_command(sentences, f"{RUN} --train-iters 2 {words}")
     run_command(sentences, f"megatron-train merge --load {tmp_path}/scaled --save {tmp_path}/plain")
@@ -112,7 +112,7 @@ def test_its_product_is_merged_into_the_weights(sentences, run_command, tmp_path
     assert not any(name.endswith(".scale") for name in merged.tensors)
 
 
-def test_its_state_changes_what_is_trained(sentences, run_command, tmp_path):
+def test_the_state_changes_the_training(sentences, run_command, tmp_path):
     for name, more in (("plain", ""), ("centered", "--center-inputs")):
         run_command(sentences, f"{RUN} --train-iters 3 {more} --save {tmp_path}/{name}")
     plain, centered = steps(tmp_path / "plain"), steps(tmp_path / "centered")
@@ -121,7 +121,7 @@ def test_its_state_changes_what_is_trained(sentences, run_command, tmp_path):
 
 
 @pytest.mark.parametrize("decay", [None, 0.5])
-def test_its_update_rule_equals_torchs_with_its_own_settings(decay):
+def test_the_update_rule_equals_that_of_torch(decay):
     mine, theirs = (
         [nn.Parameter(torch.linspace(-2, 1, n, dtype=torch.float64)) for n in (5, 9)]
         for _ in range(2)
@@ -146,7 +146,7 @@ def test_its_update_rule_equals_torchs_with_its_own_settings(decay):
         torch.testing.assert_close(own, other, rtol=1e-14, atol=0)
 
 
-def test_its_model_is_finetuned_on_ranks_as_on_one(sentences, run_command, tmp_path):
+def test_finetuning_on_ranks_equals_one_rank(sentences, run_command, tmp_path):
     run_command(sentences, f"{RUN} --train-iters 2 --save {tmp_path}/one")
     model = "--masked-lm-head --num-layers 2 --hidden-size 16 --num-attention-heads 4 "
     vocabulary = "--tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt "
@@ -164,7 +164,7 @@ def test_its_model_is_finetuned_on_ranks_as_on_one(sentences, run_command, tmp_p
 
 @pytest.fixture
 def refused(sentences, monkeypatch, capsys, plain_runs):
-    """The one line that a run is refused with."""
+    """Returns a function that returns the error line of a refused run."""
     monkeypatch.chdir(sentences)
 
     def run(words: str) -> str:
@@ -194,11 +194,13 @@ def refused(sentences, monkeypatch, capsys, plain_runs):
         ("--task gpt", "--task gpt trains models of kind gpt, not bidirectional; give one of "),
     ],
 )
-def test_what_it_cannot_train_is_refused_in_one_line(words, line, refused):
+def test_contradictory_settings_are_refused_in_one_line(words, line, refused):
     assert refused(f"--train-iters 1 {words}").startswith(line)
 
 
-def test_its_settings_are_of_the_run_and_its_record(sentences, refused, run_command, tmp_path):
+def test_settings_of_the_task_are_in_the_configuration_and_the_record(
+    sentences, refused, run_command, tmp_path
+):
     rule = "--optimizer rmsprop --rmsprop-decay 0.5"
     run_command(sentences, f"{RUN} --train-iters 2 --mask-prob 0.4 {rule} --save {tmp_path}/more")
     settings = yaml.safe_load((tmp_path / "more" / "config.yaml").read_text())

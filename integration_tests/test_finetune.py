@@ -1,4 +1,4 @@
-"""Where a run begins: continued, with the weights of another, in parts, and what is refused."""
+"""The start of a run: continued, with the weights of another run, and refused combinations."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ TRAIN = f"pretrain gpt {DATA} {LENGTH} --no-progress --lr 1e-3"
 
 @pytest.fixture
 def train(corpus, capsys, monkeypatch, plain_runs):
-    """Return a function that runs `pretrain gpt` in this process, and gives what was printed."""
+    """Returns a function that runs `pretrain gpt` in this process and returns its output."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.chdir(corpus)
@@ -34,7 +34,7 @@ def train(corpus, capsys, monkeypatch, plain_runs):
 
 @pytest.fixture
 def base(corpus, train):
-    """A run of ten steps to begin others with."""
+    """Returns the folder of a run of ten steps, with which others start."""
     if not (corpus / "base").exists():
         train(f"{SIZES} --train-iters 10 --save base --save-interval 5")
     return "base"
@@ -62,7 +62,7 @@ def test_finetuning_takes_weights_only_and_a_restart_continues_it(corpus, train,
     assert "nothing left to do: the run has 6 steps" in train(words)
 
 
-def test_a_continued_run_remembers_what_it_began_with(corpus, train, base):
+def test_a_continued_run_keeps_its_origin(corpus, train, base):
     words = f"{SIZES} --train-iters 4 --save remembered"
     train(f"{words} --finetune --load {base} --exit-interval 1")
     train(f"{words} --load remembered --exit-interval 2")
@@ -70,24 +70,24 @@ def test_a_continued_run_remembers_what_it_began_with(corpus, train, base):
     assert "continuing from remembered after step 2" in printed
 
 
-def test_a_pretrained_checkpoint_is_for_the_first_start_only(corpus, train, base):
+def test_a_pretrained_checkpoint_is_used_only_by_the_first_start(corpus, train, base):
     words = f"{SIZES} --train-iters 4 --pretrained-checkpoint {base} --load p --save p"
     assert "with the weights of base, step 10" in train(f"{words} --exit-interval 2")
     assert "continuing from p after step 2" in train(words)
     assert find_checkpoint(corpus / "p").iteration == 4
 
 
-def test_one_checkpoint_by_name_may_be_taken(train, base):
+def test_a_single_checkpoint_may_be_named(train, base):
     printed = train(f"{SIZES} --train-iters 1 --finetune --load {base}/iter_0000005")
     assert "the weights of base/iter_0000005, step 5" in printed
 
 
-def test_weights_may_be_of_another_floating_point_type(train, base):
+def test_weights_may_have_another_dtype(train, base):
     printed = train(f"{SIZES} --train-iters 2 --finetune --load {base} --bf16 --save bf16")
     assert "with the weights of base" in printed
 
 
-def test_the_optimizer_may_begin_anew_where_the_run_continues(corpus, train, base):
+def test_a_continued_run_may_have_a_new_optimizer(corpus, train, base):
     train(f"{SIZES} --train-iters 12 --load {base} --save kept")
     train(f"{SIZES} --train-iters 12 --load {base} --save anew --no-load-optim")
     kept, anew = find_checkpoint(corpus / "kept"), find_checkpoint(corpus / "anew")
@@ -98,14 +98,14 @@ def test_the_optimizer_may_begin_anew_where_the_run_continues(corpus, train, bas
     assert losses(corpus / "kept")[1] != losses(corpus / "anew")[1]
 
 
-def test_another_seed_is_refused_unless_said(train, base):
+def test_another_seed_is_refused_without_no_load_rng(train, base):
     words = f"{SIZES} --train-iters 11 --load {base} --seed 5"
     printed = train(words, status=1)
     assert "was saved with --seed 1234, but this run has --seed 5" in printed
     assert "seed 1234 in the checkpoint, 5 in this run" in train(f"{words} --no-load-rng")
 
 
-def test_sizes_may_be_the_checkpoints(train, base):
+def test_sizes_may_come_from_the_checkpoint(train, base):
     words = "--seq-length 32 --train-iters 1 --use-checkpoint-args --finetune"
     printed = train(f"{words} --load {base}")
     assert "model.num_layers: 2  [the checkpoint base/iter_0000010]" in printed
@@ -126,13 +126,13 @@ def test_sizes_may_be_the_checkpoints(train, base):
         ),
     ],
 )
-def test_what_cannot_begin_is_refused_in_one_line(train, base, words, message):
+def test_an_impossible_start_is_refused_in_one_line(train, base, words, message):
     printed = train(f"{SIZES} --train-iters 2 {words}", status=1)
     errors = [line for line in printed.splitlines() if "error:" in line]
     assert len(errors) == 1 and message in errors[0], printed
 
 
-def test_the_test_set_is_measured_once_at_the_end(corpus, train):
+def test_the_test_set_is_evaluated_once_at_the_end(corpus, train):
     words = (
         "--train-iters 2 --test-data-path valid_text_document --valid-data-path train_text_document"
     )
@@ -144,8 +144,10 @@ def test_the_test_set_is_measured_once_at_the_end(corpus, train):
 
 
 def test_the_last_share_of_a_split_is_the_test_set(corpus, train):
-    """It is measured as a corpus of these documents alone would be; the rate is 0, so weights are
-    those of the seed in both runs."""
+    """Checks that the share gives the loss of a corpus with the same documents alone.
+
+    The learning rate is 0, so that both runs have the initial weights of the seed.
+    """
     bounds = {"first": (0, 120), "second": (120, 135), "third": (135, 150)}  # of 150: 8, 1, 1
     with IndexedDataset(corpus / "train_text_document") as whole:
         for name, (begin, end) in bounds.items():
@@ -169,7 +171,7 @@ def test_the_last_share_of_a_split_is_the_test_set(corpus, train):
     assert tested("--data-path train_text_document --split 9,1", "without") == []
 
 
-def test_a_split_without_text_to_test_on_is_one_line(corpus, train, capsys):
+def test_a_split_without_test_set_prints_one_line(corpus, train, capsys):
     words = f"{SIZES} --train-iters 1 --micro-batch-size 4 --eval-iters 1 --no-progress"
     words += " --data-path valid_text_document --tokenizer-model tokenizer"
     assert main(f"pretrain gpt {words}".split()) == 0  # 60 documents: 58, 2, 0
@@ -188,7 +190,7 @@ def test_a_split_without_text_to_test_on_is_one_line(corpus, train, capsys):
     )
 
 
-def test_ranks_begin_with_the_weights_of_one(corpus, train, base, command, preloaded):
+def test_ranks_start_with_the_weights_of_one_rank(corpus, train, base, command, preloaded):
     words = f"{SIZES} --train-iters 3 --finetune --load {base} --float64 --global-batch-size 4"
     train(f"{words} --save alone")
     ranks = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
@@ -203,13 +205,13 @@ def test_ranks_begin_with_the_weights_of_one(corpus, train, base, command, prelo
     assert done.returncode == 0, done.stderr
     assert "beginning at step 0 with the weights of base, step 10" in done.stdout
     assert losses(corpus / "together") == pytest.approx(losses(corpus / "alone"), rel=1e-12)
-    refused = start("--load alone")  # another origin than that of the folder
+    refused = start("--load alone")  # the origin differs from that of the folder
     assert refused.returncode == 1
     assert refused.stderr.count("error:") == 1 and "Traceback" not in refused.stderr
     assert "did not begin with the weights of alone" in refused.stderr
 
 
-def test_an_imported_checkpoint_is_finetuned_with_its_own_sizes(corpus, train, base, run_command):
+def test_an_imported_checkpoint_is_finetuned_with_its_sizes(corpus, train, base, run_command):
     run_command(corpus, f"megatron-ckpt convert {base} published --to-hf")
     run_command(corpus, "megatron-ckpt convert published imported --from-hf")
     words = "--seq-length 32 --train-iters 3 --use-checkpoint-args --finetune"
@@ -224,7 +226,7 @@ def test_an_imported_checkpoint_is_finetuned_with_its_own_sizes(corpus, train, b
     assert "has weights but no run to continue; begin a new run with them with --fine" in printed
 
 
-def test_a_run_measured_in_samples_leaves_out_an_unfinished_batch(corpus, train):
+def test_a_run_with_a_number_of_samples_drops_an_incomplete_batch(corpus, train):
     words = f"{SIZES} --train-samples 27 --global-batch-size 8 --lr-warmup-samples 8"
     train(f"{words} --save by-samples --exit-interval 2")
     printed = train(f"{words} --save by-samples --load by-samples")

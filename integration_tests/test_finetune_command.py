@@ -1,4 +1,4 @@
-"""`megatron-train finetune TASK`: a run with model, family and tokenizer of a checkpoint."""
+"""`megatron-train finetune TASK`: a run with the model, family and tokenizer of a checkpoint."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ TUNE = f"finetune gpt {RUN} --seq-length 32 --pretrained-checkpoint"
 
 @pytest.fixture
 def start(corpus, capsys, monkeypatch, plain_runs):
-    """Run a command in this process and give what was printed."""
+    """Returns a function that runs a command in this process and returns its output."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.chdir(corpus)
@@ -39,7 +39,7 @@ def start(corpus, capsys, monkeypatch, plain_runs):
 
 @pytest.fixture
 def base(corpus, start):
-    """A run of three steps."""
+    """Returns the folder of a run of three steps."""
     if not (corpus / "base").exists():
         start(f"pretrain gpt {RUN} {BASE} --tokenizer-model tokenizer --train-iters 3 --save base")
     return "base"
@@ -50,7 +50,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def stepped(checkpoint: Checkpoint, corpus: Path, rate: float) -> tuple[float, dict]:
-    """Loss of the first batch and the weights after a step of gradient descent, by torch alone."""
+    """Returns the loss of the first batch and the weights after an SGD step, computed by torch."""
     placement = Placement(Mesh.single(), dtype=torch.float64)
     config = config_of(checkpoint.model)
     (model,) = find_kind(config.kind).build(config, placement)
@@ -75,7 +75,7 @@ def stepped(checkpoint: Checkpoint, corpus: Path, rate: float) -> tuple[float, d
     return loss.item(), after
 
 
-def test_its_first_step_is_that_of_a_fresh_optimizer_from_the_weights(corpus, start, base):
+def test_the_first_step_starts_from_the_weights_with_a_new_optimizer(corpus, start, base):
     rule = "--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr 0.1"
     words = f"{rule} --lr-decay-style constant --train-iters 1"
     printed = start(f"{TUNE} {base} {words} --save tuned")
@@ -92,7 +92,7 @@ def test_its_first_step_is_that_of_a_fresh_optimizer_from_the_weights(corpus, st
     assert tuned.model.config == find_checkpoint(base).model.config
 
 
-def test_it_equals_pretraining_with_its_weights_and_continues_itself(corpus, start, base):
+def test_it_equals_pretrain_with_the_weights_and_continues_itself(corpus, start, base):
     words = "--train-iters 4 --lr 1e-3"
     flags = f"{BASE} --tokenizer-model tokenizer --finetune --load base"
     start(f"pretrain gpt {RUN} {words} {flags} --save by-pretrain")
@@ -106,7 +106,7 @@ def test_it_equals_pretraining_with_its_weights_and_continues_itself(corpus, sta
     )
 
 
-def test_ranks_finetune_as_one(corpus, start, base, run_command):
+def test_ranks_finetune_as_one_rank(corpus, start, base, run_command):
     words = f"{TUNE} {base} --train-iters 2 --global-batch-size 8 --lr 1e-3"
     start(f"{words} --save alone")
     cut = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
@@ -114,7 +114,7 @@ def test_ranks_finetune_as_one(corpus, start, base, run_command):
     assert losses(corpus / "together") == pytest.approx(losses(corpus / "alone"), abs=1e-9)
 
 
-def test_settings_of_the_model_may_be_others_where_the_weights_fit(start, base):
+def test_settings_of_the_model_may_differ_if_the_weights_fit(start, base):
     words = f"{TUNE} {base} --train-iters 1"
     printed = start(f"{words} --init-method-std 0.5 --print-config")
     assert "init_method_std: 0.5" in printed and "# --init-method-std" in printed
@@ -124,7 +124,7 @@ def test_settings_of_the_model_may_be_others_where_the_weights_fit(start, base):
     )
 
 
-def test_an_imported_checkpoint_is_finetuned_by_its_own_tokenizer(corpus, start, base, run_command):
+def test_an_imported_checkpoint_is_finetuned_with_its_tokenizer(corpus, start, base, run_command):
     run_command(corpus, f"megatron-ckpt convert {base} published --to-hf")
     run_command(corpus, "megatron-ckpt convert published imported --from-hf")
     for source, save in (("imported", "from-published"), (base, "from-ours")):
@@ -135,7 +135,7 @@ def test_an_imported_checkpoint_is_finetuned_by_its_own_tokenizer(corpus, start,
     assert losses(corpus / "from-published") == expected
 
 
-def test_it_takes_the_file_of_its_own_run_and_no_other_command(corpus, start, base):
+def test_it_accepts_the_configuration_of_its_own_run(corpus, start, base):
     start(f"{TUNE} {base} --train-iters 1 --save filed")
     words = "finetune gpt --config filed/config.yaml --train-iters 2 --load filed"
     assert "continuing from filed after step 1" in start(words)
@@ -156,7 +156,7 @@ def test_it_takes_the_file_of_its_own_run_and_no_other_command(corpus, start, ba
         ("finetune gtp --pretrained-checkpoint base", "gtp", 2),
     ],
 )
-def test_what_cannot_begin_is_refused_in_one_line(corpus, start, base, words, message, status):
+def test_an_impossible_start_is_refused_in_one_line(corpus, start, base, words, message, status):
     if not (corpus / "torn").exists():
         shutil.copytree(corpus / base, corpus / "torn")
         (shard,) = (corpus / "torn" / "iter_0000003").glob("model-*")

@@ -1,13 +1,13 @@
-"""Every accepted flag changes something: with it, a run is another run than without it.
+"""Every accepted flag has an effect on a run.
 
-Each option is tried on top of a small run (`BASE`), in the context that it needs, and what can be
-observed of the two runs is compared: exit status, losses, gradient norms and learning rates of
-every step, evaluations, what is printed, which files appear, and a few calls that have no other
-trace on one rank (`Probes`). What merely repeats the configuration is left out: the printed list
-of settings, the line about the model, `config.yaml`.
+Each option is added to a small run (`BASE`) with the context that it needs, and the observable
+results of both runs are compared: exit status, losses, gradient norms and learning rates of every
+step, evaluations, output, files, and some calls that have no other visible effect on one rank
+(`Probes`). Copies of the configuration are ignored: the printed settings, the line on the model,
+`config.yaml`.
 
-A run with the flag has to succeed: being refused is no effect, but for the flags whose effect it
-is (`REFUSALS`). What one rank refuses is tried on several in test_flags_on_ranks.py.
+A run with the flag must succeed. Only for the flags in `REFUSALS` is an error the expected effect.
+test_flags_on_ranks.py covers the flags that one rank refuses.
 """
 
 import json
@@ -112,7 +112,7 @@ POOL: Words = {
 }
 LOAD: Words = {"--load": "trained", "--train-iters": "6"}
 
-# Option: the context it needs on top of the base, and what is then added.
+# Option: the context that it needs in addition to the base, and the flags that are then added.
 EFFECTS: dict[str, tuple[Words, Words]] = {
     "model.num_layers": ({}, {"--num-layers": "1"}),
     "model.hidden_size": ({}, {"--hidden-size": "32"}),
@@ -340,7 +340,7 @@ REFUSALS = {
     "data.max_template_steps": "it exceeds the limit of steps (--max-template-steps",
     "data.max_template_characters": "it makes a text of more than 3 characters",
 }
-"""Flags whose effect is that a run is refused, and with which words."""
+"""Flags whose effect is an error, with a part of its message."""
 if not torch.cuda.is_available():
     REFUSALS["training.device"] = "--device cuda: torch finds no GPU"
 
@@ -350,12 +350,12 @@ VOLATILE = (
     (r"^ \[[^]]*\]", ""),
     (r"(elapsed time per iteration \(ms\)|tokens/s|MFU|TFLOP/s/GPU\)): [\d.]+", r"\1"),
 )
-"""Parts of printed lines that differ from run to run."""
+"""Parts of printed lines that differ between equal runs."""
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A folder with corpora, tokenizers and a run to continue."""
+    """Returns a folder with corpora, tokenizers and a run to continue."""
     folder = tmp_path_factory.mktemp("prepared")
     ByteTokenizer().save(folder / "bytes")
     with IndexedDatasetBuilder(str(folder / "talks_loss"), "uint8") as builder:
@@ -398,94 +398,94 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unchanged():
-    """Observations of the contexts, by their words."""
+    """Returns a cache of the observations of contexts."""
     return {}
 
 
 class Probes:
-    """Calls of a run that leave no other trace on one rank."""
+    """Records calls of a run that have no other visible effect on one rank."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.seen: dict[str, Any] = {"bars": 0, "compiled": 0, "micro-batches": []}
-        self.seen["runs"] = self.seen["moved"] = self.seen["stretches"] = 0
+        self.observed: dict[str, Any] = {"bars": 0, "compiled": 0, "micro-batches": []}
+        self.observed["runs"] = self.observed["offloaded"] = self.observed["reads"] = 0
         bind, run, train = Mesh.bind, StepEngine.run, Trainer.run
         opened = tokenizer.open_tokenizer
 
-        def bound(*args: Any, **given: Any) -> Mesh:
-            self.seen["timeout"] = given["timeout"]
-            return bind(*args, **given)
+        def recording_bind(*args: Any, **options: Any) -> Mesh:
+            self.observed["timeout"] = options["timeout"]
+            return bind(*args, **options)
 
-        def ran(engine: StepEngine, batches: Any, *rest: Any) -> Any:
-            self.seen["micro-batches"].append(len(batches))
-            self.seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        def recording_run(engine: StepEngine, batches: Any, *rest: Any) -> Any:
+            self.observed["micro-batches"].append(len(batches))
+            self.observed["deterministic"] = torch.are_deterministic_algorithms_enabled()
             return run(engine, batches, *rest)
 
-        def trained(trainer: Trainer) -> Any:
+        def recording_train(trainer: Trainer) -> Any:
             engine = trainer.engine
             parameters = engine.stages.parameters
-            self.seen["buckets"] = [len(b.buckets) for b in engine.stages.buffers]
-            self.seen["sharded"] = len(engine.stages.shards)
-            self.seen["fused"] = engine.fusion.fused
-            self.seen["waiting"] = sum(
+            self.observed["buckets"] = [len(b.buckets) for b in engine.stages.buffers]
+            self.observed["sharded"] = len(engine.stages.shards)
+            self.observed["fused"] = engine.fusion.fused
+            self.observed["waiting"] = sum(
                 len(module._forward_pre_hooks)
                 for stage in trainer.task.stages
                 for module in stage.modules()
             )
-            self.seen["loss"] = [stage.vocabulary_loss for stage in trainer.task.stages]
-            self.seen["elements"] = {name: p.shape for name, p in parameters.items()}
+            self.observed["loss"] = [stage.vocabulary_loss for stage in trainer.task.stages]
+            self.observed["elements"] = {name: p.shape for name, p in parameters.items()}
             blocks = [m for stage in trainer.task.stages for m in stage.modules()]
-            self.seen["dispatchers"] = [
+            self.observed["dispatchers"] = [
                 type(block.dispatcher).__name__ for block in blocks if hasattr(block, "dispatcher")
             ]
             return train(trainer)
 
-        def made(*args: Any) -> Any:
+        def recording_open(*args: Any) -> Any:
             tokenizer = opened(*args)
-            self.seen["tokenizer"] = tokenizer and tokenizer.fingerprint
+            self.observed["tokenizer"] = tokenizer and tokenizer.fingerprint
             return tokenizer
 
-        def finished(buffers: GradientBuffers) -> None:
-            self.seen["early"] = sum(bucket.launched for bucket in buffers.buckets)
+        def recording_finish(buffers: GradientBuffers) -> None:
+            self.observed["early"] = sum(bucket.launched for bucket in buffers.buckets)
             finish(buffers)
 
         finish = GradientBuffers.finish
-        patch.setattr(GradientBuffers, "finish", finished)
+        patch.setattr(GradientBuffers, "finish", recording_finish)
         function, pack = checkpointing.checkpoint, OffloadSavedTensors._pack
 
-        def recomputed(*args: Any, **given: Any) -> Any:
-            self.seen["runs"] += 1
-            return function(*args, **given)
+        def recording_checkpoint(*args: Any, **options: Any) -> Any:
+            self.observed["runs"] += 1
+            return function(*args, **options)
 
-        def packed(memory: OffloadSavedTensors, tensor: Any) -> Any:
-            self.seen["moved"] += 1
+        def recording_pack(memory: OffloadSavedTensors, tensor: Any) -> Any:
+            self.observed["offloaded"] += 1
             return pack(memory, tensor)
 
-        stretch = FileTokens.__getitem__
+        read = FileTokens.__getitem__
 
-        def stretched(tokens: FileTokens, part: slice) -> Any:
-            self.seen["stretches"] += 1
-            return stretch(tokens, part)
+        def recording_read(tokens: FileTokens, part: slice) -> Any:
+            self.observed["reads"] += 1
+            return read(tokens, part)
 
-        patch.setattr(FileTokens, "__getitem__", stretched)
-        patch.setattr(checkpointing, "checkpoint", recomputed)
-        patch.setattr(OffloadSavedTensors, "_pack", packed)
-        patch.setattr(tokenizer, "open_tokenizer", made)
-        patch.setattr(Mesh, "bind", bound)
-        patch.setattr(StepEngine, "run", ran)
-        patch.setattr(Trainer, "run", trained)
+        patch.setattr(FileTokens, "__getitem__", recording_read)
+        patch.setattr(checkpointing, "checkpoint", recording_checkpoint)
+        patch.setattr(OffloadSavedTensors, "_pack", recording_pack)
+        patch.setattr(tokenizer, "open_tokenizer", recording_open)
+        patch.setattr(Mesh, "bind", recording_bind)
+        patch.setattr(StepEngine, "run", recording_run)
+        patch.setattr(Trainer, "run", recording_train)
         patch.setattr(torch, "compile", self._compiled)
         patch.setattr(Console, "start_bar", self._bar)
 
     def _compiled(self, stage: Any, **_: Any) -> Any:
-        self.seen["compiled"] += 1
+        self.observed["compiled"] += 1
         return stage
 
     def _bar(self, *_: Any) -> None:
-        self.seen["bars"] += 1
+        self.observed["bars"] += 1
 
 
 def observe(words: Words, prepared: Path, folder: Path, capsys: Any) -> dict[str, Any]:
-    """Run `pretrain gpt` in a fresh copy of the prepared folder and return what is to be seen."""
+    """Runs `pretrain gpt` in a copy of the prepared folder and returns the observable results."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     shutil.copytree(prepared, folder)
@@ -499,17 +499,19 @@ def observe(words: Words, prepared: Path, folder: Path, capsys: Any) -> dict[str
     records = folder / "out" / "metrics.jsonl"
     return {
         "status": status,
-        "printed": [told(line) for line in printed.out.splitlines() if is_news(line)],
+        "printed": [
+            without_volatile_parts(line) for line in printed.out.splitlines() if is_compared(line)
+        ],
         "errors": printed.err,
         "files": sorted(re.sub(r"\d{6,}.*", "", str(p.relative_to(folder))) for p in files(folder)),
-        "records": [measured(line) for line in records.open()] if records.exists() else [],
-        "probes": probes.seen,
+        "records": [comparable_record(line) for line in records.open()] if records.exists() else [],
+        "probes": probes.observed,
         "families": families(folder / "out"),
     }
 
 
 def families(folder: Path) -> list[str | None]:
-    """The family that each checkpoint names."""
+    """Returns the family that each checkpoint records."""
     records = (Checkpoint(path).model for path in sorted(folder.glob("iter_*")))
     return [None if record is None else record.family for record in records]
 
@@ -518,22 +520,22 @@ def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if "tfevents" not in path.name or path.is_dir()]
 
 
-def is_news(line: str) -> bool:
+def is_compared(line: str) -> bool:
     return not line.startswith(("  ", "configuration", "environment", "model:", "MFU is", "---"))
 
 
-def told(line: str) -> str:
+def without_volatile_parts(line: str) -> str:
     for pattern, text in VOLATILE:
         line = re.sub(pattern, text, line)
     return line
 
 
-def measured(line: str) -> dict[str, Any]:
+def comparable_record(line: str) -> dict[str, Any]:
     record = json.loads(line)
     return {} if record.get("event") == "start" else {**record, "seconds": None}
 
 
-def test_every_option_is_tried():
+def test_every_option_is_covered():
     own = documented_options()
     options = [option.key for option in own]
     elsewhere = ON_RANKS.keys() - {LAYERS_PER_VIRTUAL_STAGE}
@@ -546,7 +548,7 @@ def test_every_option_is_tried():
         assert set(flags[key]) & set(change), key
 
 
-def test_an_equal_run_is_seen_as_equal(prepared, tmp_path, capsys):
+def test_equal_runs_compare_equal(prepared, tmp_path, capsys):
     first, second = (observe(BASE, prepared, tmp_path / n, capsys) for n in ("a", "b"))
     assert first == second
     assert first["status"] == 0

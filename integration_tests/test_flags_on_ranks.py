@@ -1,7 +1,7 @@
-"""Every flag that one rank refuses changes a run of several: what they hold, read and send.
+"""Every flag that one rank refuses changes what several ranks hold, read or send.
 
-Losses are left out of what is compared, since a layout changes them by rounding, and so is what
-merely repeats the configuration.
+The comparison ignores losses, which depend on the layout by rounding, and copies of the
+configuration.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ SAMPLE = {"layout.pp", "placement.cp_comm_type", "placement.sequence_parallel"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus and a tokenizer."""
+    """Returns a folder with a corpus and a tokenizer."""
     place = tmp_path_factory.mktemp("flags")
     ByteTokenizer().save(place / "bytes")
     with IndexedDatasetBuilder(str(place / "text"), "uint16") as builder:
@@ -37,48 +37,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
-    """What is seen of runs, by their words."""
+def observed() -> dict[str, Any]:
+    """Returns a cache of the observations of runs."""
     return {}
 
 
 def resolved(words: Words, ranks: int, folder: Path) -> ParallelLayout:
-    """The layout of a run; raises what is refused."""
+    """Returns the layout of a run, or raises its error."""
     with contextlib.chdir(folder):
         config, _ = resolve(build_parser().parse_args(command(words)), ranks)
     return config.layout
 
 
 def observe(mesh: Mesh, words: Words, folder: Path) -> dict[str, Any]:
-    """Run the command as one rank and return what it held, read, sent and printed."""
-    found: dict[str, Any] = {"read": []}
+    """Runs the command as one rank and returns what it holds, reads, sends and prints."""
+    result: dict[str, Any] = {"read": []}
     inputs, run = GPTTask.stage_inputs, StepEngine.run
 
-    def read(task: GPTTask, batch: Any, *rest: Any) -> Any:
-        found["read"].append(batch.fields["tokens"].tolist())
+    def recording_inputs(task: GPTTask, batch: Any, *rest: Any) -> Any:
+        result["read"].append(batch.fields["tokens"].tolist())
         return inputs(task, batch, *rest)
 
-    def ran(engine: StepEngine, *rest: Any) -> Any:
+    def recording_run(engine: StepEngine, *rest: Any) -> Any:
         sums = run(engine, *rest)
-        found["held"] = {name: tuple(p.shape) for name, p in engine.stages.parameters.items()}
-        found["order"] = [str(action) for action in engine._pipeline.trace]
+        result["held"] = {name: tuple(p.shape) for name, p in engine.stages.parameters.items()}
+        result["order"] = [str(action) for action in engine._pipeline.trace]
         return sums
 
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(printed):
         patch.chdir(folder)
         patch.setenv("WORLD_SIZE", str(mesh.world_size))
-        patch.delenv("RANK", raising=False)  # a rank that fails would end the worker
-        patch.setattr(pretrain, "join", lambda config, device: mesh)
-        patch.setattr(Mesh, "close", lambda mesh: None)  # the pool keeps it
+        patch.delenv("RANK", raising=False)  # otherwise a rank that fails would end the worker
+        patch.setattr(pretrain, "build_mesh", lambda config, device: mesh)
+        patch.setattr(Mesh, "close", lambda mesh: None)  # the pool closes the mesh
         patch.setattr(peak, "measured_peak", lambda *_: None)
-        patch.setattr(GPTTask, "stage_inputs", read)
-        patch.setattr(StepEngine, "run", ran)
+        patch.setattr(GPTTask, "stage_inputs", recording_inputs)
+        patch.setattr(StepEngine, "run", recording_run)
         with mesh.counting() as traffic, contextlib.redirect_stdout(io.StringIO()):
-            found["status"] = main(command(words))
-    found["errors"] = printed.getvalue()
-    found["sent"] = {(r.axis, r.operation): (r.calls, r.nbytes) for r in traffic.records}
-    return found
+            result["status"] = main(command(words))
+    result["errors"] = printed.getvalue()
+    result["sent"] = {(r.axis, r.operation): (r.calls, r.nbytes) for r in traffic.records}
+    return result
 
 
 def run_on_ranks(pool: WorkerPool, words: Words, ranks: int, folder: Path) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def run_on_ranks(pool: WorkerPool, words: Words, ranks: int, folder: Path) -> li
 
 
 @pytest.mark.parametrize("key", ON_RANKS)
-def test_a_set_up_takes_the_flag_that_one_rank_refuses(key, folder):
+def test_ranks_accept_the_flag_that_one_rank_refuses(key, folder):
     ranks, context, change = ON_RANKS[key]
     words = {**BASE, **context, **change}
     resolved(words, ranks, folder)
@@ -100,7 +100,7 @@ def test_a_set_up_takes_the_flag_that_one_rank_refuses(key, folder):
     "key",
     [pytest.param(key, marks=() if key in SAMPLE else pytest.mark.slow) for key in ON_RANKS],
 )
-def test_a_flag_changes_the_run_of_several_ranks(key, worker_pool, folder, seen):
+def test_a_flag_changes_the_run_of_several_ranks(key, worker_pool, folder, observed):
     ranks, context, change = ON_RANKS[key]
     after = run_on_ranks(worker_pool, {**BASE, **context, **change}, ranks, folder)
     assert [one["status"] for one in after] == [0] * ranks, after[0]["errors"]
@@ -109,13 +109,15 @@ def test_a_flag_changes_the_run_of_several_ranks(key, worker_pool, folder, seen)
             resolved({**BASE, **context}, ranks, folder)
         return
     known = f"{ranks} {context}"
-    if known not in seen:
-        seen[known] = run_on_ranks(worker_pool, {**BASE, **context}, ranks, folder)
-        assert [one["status"] for one in seen[known]] == [0] * ranks, seen[known][0]["errors"]
-    assert after != seen[known]
+    if known not in observed:
+        observed[known] = run_on_ranks(worker_pool, {**BASE, **context}, ranks, folder)
+        assert [one["status"] for one in observed[known]] == [0] * ranks, observed[known][0][
+            "errors"
+        ]
+    assert after != observed[known]
 
 
 @pytest.mark.slow
-def test_an_equal_run_is_seen_as_equal(worker_pool, folder):
+def test_equal_runs_compare_equal(worker_pool, folder):
     first, second = (run_on_ranks(worker_pool, BASE, 2, folder) for _ in range(2))
     assert first == second

@@ -1,4 +1,4 @@
-"""Damaged configurations on the way through both packages of a conversion."""
+"""Damaged configurations in a conversion, which uses two packages."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ CONFIG = GPTConfig(
 
 
 class PlannedError(Exception):
-    """A conversion got as far as the first tensor to write."""
+    """Raised when a conversion reaches the first tensor to write."""
 
 
 def stop(_):
@@ -63,7 +63,7 @@ def test_config_json(store, tmp_path, fuzz_count):
 
 
 def test_the_record_of_the_model(store, tmp_path, fuzz_count):
-    """A forged record with its digest made good; `Checkpoint` reads what the test hands it."""
+    """Checks damaged records with a valid digest; `Checkpoint` reads the content of the test."""
     checkpoint = store.latest_checkpoint()
     seed = json.dumps({"family": "llama", "config": CONFIG.to_dict()}).encode()
 
@@ -75,7 +75,7 @@ def test_the_record_of_the_model(store, tmp_path, fuzz_count):
 
 
 def forged(checkpoint, record):
-    """The checkpoint with another record in its manifest, read as from the file."""
+    """Returns the checkpoint with another record in its manifest, as if read from a file."""
     blank = "0" * 32
     content = json.loads(checkpoint.manifest.to_bytes())
     try:

@@ -1,4 +1,4 @@
-"""The stages of a live trainer generate in every layout, and its training goes on unmoved."""
+"""The stages of a running trainer generate in every layout without any effect on training."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_train.tasks.gpt_kind import TASK
 
 PROMPTS = [[5], [17, 3, 44, 9, 9, 20, 1], [2, 60], [11, 12, 13]]
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
-EXPERTS = {  # with biases that follow the tokens they had in training
+EXPERTS = {  # with expert biases, which follow the tokens of training
     "num_experts": 4,
     "moe_ffn_hidden_size": 16,
     "moe_router_topk": 2,
@@ -34,7 +34,7 @@ EXPERTS = {  # with biases that follow the tokens they had in training
 
 @dataclass(frozen=True)
 class Case:
-    """How a run is laid out."""
+    """The layout and options of a run."""
 
     layout: ParallelLayout
     model: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def run(self) -> RunConfig:
-        """The run of this layout."""
+        """Returns the configuration of a run with this layout."""
         return RunConfig(
             model=GPTConfig(
                 num_layers=4,
@@ -95,7 +95,7 @@ CASES = {
 
 
 def train(mesh: Mesh, config: RunConfig, generates: bool) -> tuple[list, list, list]:
-    """Tokens between the steps; losses and norms of the steps; the last weights and state."""
+    """Returns tokens between steps, losses and norms of steps, and last weights and state."""
     batches = open_batches(config, lambda: TASK.open_data(config, None), mesh)
     trainer = build_trainer(config, TASK, batches, mesh, torch.float64)
     steps, tokens, reports = trainer.micro_batches(0), [], []
@@ -113,13 +113,13 @@ def train(mesh: Mesh, config: RunConfig, generates: bool) -> tuple[list, list, l
 
 @pytest.fixture(scope="module")
 def on_one_rank() -> dict[str, list]:
-    """The tokens of one rank, of a dense model and of one with experts."""
+    """Returns the results of one rank for a dense model and for one with experts."""
     found = {}
     for name, model in (("dense", {}), ("experts", EXPERTS)):
         alone = Case(ParallelLayout(), model=model).run
         found[name], *_ = train(Mesh.single(), alone, True)
         assert len({token for step in found[name] for one in step for token in one}) > 8
-        assert found[name][0] != found[name][-1]  # the weights have moved
+        assert found[name][0] != found[name][-1]  # the weights have changed
     return found
 
 
@@ -129,9 +129,7 @@ SLOW = ("tp2-sequence-overlap", "experts-cp2-ep2")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
 )
-def test_a_live_trainer_generates_what_one_rank_does_and_goes_on_alike(
-    worker_pool, on_one_rank, name
-):
+def test_a_running_trainer_generates_and_trains_as_one_rank(worker_pool, on_one_rank, name):
     config = CASES[name].run
     expected = on_one_rank["experts" if CASES[name].model else "dense"]
     generating = worker_pool.run_mesh(config.layout, train, config, True)

@@ -1,4 +1,4 @@
-"""A collective of unequal sizes ends a rank inside Gloo, in C++: the parent says so in one line."""
+"""A collective of unequal sizes aborts a rank in Gloo's C++ code; the parent prints one line."""
 
 import os
 import sys

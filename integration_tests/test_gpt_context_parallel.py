@@ -1,4 +1,4 @@
-"""GPT over context-parallel ranks equals GPT on one, in float64: every way, split and mask."""
+"""GPT with context parallelism equals one rank in float64: communication, splits and masks."""
 
 import zlib
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """How attention communicates, what it is told, and how the sequence is cut."""
+    """The communication of attention, its mask and dropout, and the split of the sequence."""
 
     comm: str | tuple[str, ...]
     mask: str = "documents"
@@ -70,21 +70,21 @@ class Case:
 RANKS_2 = ParallelLayout(cp=2, dp=1)
 RANKS_4 = ParallelLayout(cp=4, dp=1, hierarchical_cp=(2, 2))
 TENSOR = ParallelLayout(tp=2, cp=2, dp=1)
-WAYS = ("p2p", "a2a", "allgather")
+COMM_TYPES = ("p2p", "a2a", "allgather")
 CASES = [
-    *(Case(way, mask, layout=RANKS_2) for way in WAYS for mask in MASKS),
-    *(Case(way, config="learned", per_document=True, layout=RANKS_2) for way in WAYS),
-    Case(WAYS, layout=RANKS_2),
-    *(Case(way, config="learned", layout=RANKS_4) for way in (*WAYS, "a2a+p2p")),
-    *(Case(way, "causal", rates=(0.0, 0.0), layout=RANKS_4) for way in (*WAYS, "a2a+p2p")),
-    *(Case(way, per_document=True, layout=RANKS_4) for way in ("p2p", "a2a+p2p")),
-    *(Case(way, sequence_parallel=True, layout=TENSOR) for way in WAYS),
+    *(Case(comm, mask, layout=RANKS_2) for comm in COMM_TYPES for mask in MASKS),
+    *(Case(comm, config="learned", per_document=True, layout=RANKS_2) for comm in COMM_TYPES),
+    Case(COMM_TYPES, layout=RANKS_2),
+    *(Case(comm, config="learned", layout=RANKS_4) for comm in (*COMM_TYPES, "a2a+p2p")),
+    *(Case(comm, "causal", rates=(0.0, 0.0), layout=RANKS_4) for comm in (*COMM_TYPES, "a2a+p2p")),
+    *(Case(comm, per_document=True, layout=RANKS_4) for comm in ("p2p", "a2a+p2p")),
+    *(Case(comm, sequence_parallel=True, layout=TENSOR) for comm in COMM_TYPES),
     Case("p2p", "reset", "learned", per_document=True, layout=TENSOR),
 ]
 
 
 def step(mesh: Mesh, case: Case) -> tuple[torch.Tensor, dict[str, list[Any]], list[list[int]]]:
-    """Loss of each token of this rank, gradients as pieces of global tensors, and its places."""
+    """Returns losses of this rank's tokens, shards of gradients, and positions of the tokens."""
     model = GPT(
         CONFIGS[case.config],
         Placement(
@@ -129,18 +129,18 @@ def steps(mesh: Mesh, cases: list[Case]) -> list[Any]:
 
 
 def difference(one: Any, ranks: list[Any]) -> float:
-    """The largest, of losses and, in units of their size, of gradients."""
+    """Returns the largest absolute difference of losses or relative difference of gradients."""
     losses, whole, _ = one
     worst = 0.0
-    for found, pieces, places in ranks:
-        wanted = losses.gather(1, torch.tensor(places))
-        worst = max(worst, float((found - wanted).abs().max()))
+    for actual, pieces, positions in ranks:
+        expected = losses.gather(1, torch.tensor(positions))
+        worst = max(worst, float((actual - expected).abs().max()))
         for name, parts in pieces.items():
             ((_, full),) = whole[name]
             for offsets, gradient in parts:
                 box = tuple(slice(o, o + n) for o, n in zip(offsets, gradient.shape, strict=True))
-                apart = (gradient - full[box]).abs().max() / full.abs().max()
-                worst = max(worst, float(apart))
+                relative = (gradient - full[box]).abs().max() / full.abs().max()
+                worst = max(worst, float(relative))
     return worst
 
 
@@ -157,7 +157,7 @@ def test_losses_and_gradients_equal_one_rank(worker_pool, layout):
         assert worst < TOLERANCE, case
 
 
-def test_what_cannot_be_is_refused_in_one_line():
+def test_unsupported_options_are_refused_in_one_line():
     config = CONFIGS["rope"]
     eight = Mesh(ParallelLayout(tp=2, cp=8, dp=1), 0)
     with pytest.raises(LayoutError, match=r"4 heads on each tensor-parallel rank .* over 8"):

@@ -1,7 +1,8 @@
-"""GPT cut over tensor, sequence and pipeline ranks equals GPT on one rank, in float64.
+"""GPT with tensor, sequence and pipeline parallelism equals one rank in float64.
 
-The model is not symmetric: gains are not 1, biases not 0, the vocabulary does not divide, stages
-are uneven, documents cross every cut, micro-batches have unequally many true tokens; and it drops.
+The model is not symmetric: gains are not 1, biases are not 0, the vocabulary size is not divisible
+by the number of ranks, stages are uneven, documents cross every boundary between ranks,
+micro-batches have different numbers of unmasked tokens, and there is dropout.
 """
 
 import zlib
@@ -38,7 +39,7 @@ SHAPE = {
     "hidden_size": 32,
     "num_attention_heads": 8,
     "num_query_groups": 4,
-    "vocab_size": VOCAB,  # of 256 rows in memory: of four ranks one holds 22 true ones, one none
+    "vocab_size": VOCAB,  # padded to 256 rows: of four ranks one holds 22 real rows, one none
     "max_position_embeddings": 16,
     "ffn_hidden_size": 24,
 }
@@ -58,7 +59,7 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class Case:
-    """How a model lies on the ranks."""
+    """A layout and the options of a model in it."""
 
     layout: ParallelLayout
     sequence_parallel: bool = False
@@ -84,7 +85,7 @@ CASES = {
 
 
 def make_batch(number):
-    """One micro-batch: documents of unequal lengths, padding, labels without loss."""
+    """Returns a micro-batch: documents of unequal lengths, padding, labels without loss."""
     generator = torch.Generator().manual_seed(number)
     text = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
     labels = text[:, 1:].clone()
@@ -107,7 +108,7 @@ def make_batch(number):
 
 
 def scramble(chunks, table, mesh):
-    """Add noise to every parameter, the same whichever rank holds it."""
+    """Adds noise to every parameter, equal on every rank that holds it."""
     with torch.no_grad():
         for name, parameter in stage_parameters(chunks).items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -117,7 +118,7 @@ def scramble(chunks, table, mesh):
 
 
 def step(mesh, config, case, hidden=RATES[0], attention=RATES[1], defect=None):
-    """Losses ``{micro-batch: [b, s]}`` of the last stage, their sum, and gradients as pieces."""
+    """Returns losses ``{micro-batch: [b, s]}`` of the last stage, their sum, gradient shards."""
     with ExitStack() as stack:
         if defect is not None:
             stack.enter_context(patch.object(*DEFECTS[defect]()))
@@ -166,7 +167,7 @@ def step(mesh, config, case, hidden=RATES[0], attention=RATES[1], defect=None):
 
 
 def largest_difference(one, ranks, stages):
-    """Of losses and gradients of all ranks from those of one, and the gradient that has it."""
+    """Returns the largest difference of losses and gradients from one rank, and its name."""
     losses, total, pieces = one
     whole = {name: gradient for name, _, gradient in pieces}
     rms = torch.cat([g.flatten() for g in whole.values()]).square().mean().sqrt()
@@ -193,7 +194,7 @@ def largest_difference(one, ranks, stages):
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """The step on one rank, by configuration and rates of dropout."""
+    """Returns a function that returns the cached step of one rank for a configuration."""
     known = {}
 
     def run(name, *rates):
@@ -231,7 +232,7 @@ def test_ranks_that_share_a_query_group_decode_with_its_keys(worker_pool):
 
 
 def decoded(mesh, config):
-    """This rank's columns of the logits of seven tokens: five at once, then one by one."""
+    """Returns this rank's columns of the logits of seven tokens: five at once, then one by one."""
     model = GPT(config, Placement(mesh, dtype=torch.float64))
     tokens = make_batch(1)["tokens"]
     cache = StaticKVCache(config, mesh, BATCH, LENGTH, dtype=torch.float64)
@@ -255,7 +256,7 @@ def test_heads_that_ranks_cannot_share_are_refused(heads, groups, ranks, message
         GPT(config, Mesh(ParallelLayout(tp=ranks, dp=1), 1))
 
 
-def test_without_dropout_too_and_dropout_changes_the_losses(worker_pool, one_rank):
+def test_ranks_equal_one_rank_without_dropout_and_dropout_changes_losses(worker_pool, one_rank):
     case = CASES["tp2-sp-pp2"]
     one = one_rank("tied", 0.0, 0.0)
     ranks = worker_pool.run_mesh(case.layout, step, CONFIGS["tied"], case, 0.0, 0.0)
@@ -269,7 +270,7 @@ def test_without_dropout_too_and_dropout_changes_the_losses(worker_pool, one_ran
 
 
 def no_sum_over_the_parts():
-    """Gradients of norms, positions and biases are left as each rank's part."""
+    """Skips the sum of partial gradients of norms, positions and biases."""
     made = Sharding.__init__
 
     def whole(self, *arguments, **options):
@@ -279,7 +280,7 @@ def no_sum_over_the_parts():
 
 
 def no_part_of_the_key():
-    """Every rank drops as if it had the beginning of the sequence."""
+    """Makes every rank use the dropout of the beginning of the sequence."""
 
     def first_part(dropout, sequence_axis, indices=None):
         length = len(dropout.key.word0) // (sequence_axis.size if sequence_axis else 1)
@@ -289,7 +290,7 @@ def no_part_of_the_key():
 
 
 def heads_counted_from_zero():
-    """Every rank drops attention of its own heads as if they were the first."""
+    """Makes every rank use the attention dropout of the first heads."""
     drop = StageDropout.probabilities
 
     def wrong(self, p, layer, first_head, **site):
@@ -299,7 +300,7 @@ def heads_counted_from_zero():
 
 
 def positions_from_zero():
-    """Every rank embeds its part of the sequence as if it were the first."""
+    """Makes every rank embed its slice of the sequence with the first positions."""
     look_up = PositionEmbedding.forward
 
     def wrong(self, length, positions, offset):
@@ -309,7 +310,7 @@ def positions_from_zero():
 
 
 def tied_weight_not_summed():
-    """Each end of the pipeline keeps its own gradient of the tied weight."""
+    """Skips the sum of the tied weight's gradients of first and last stage."""
     return Sharding, "tied", property(lambda self: False, lambda self, value: None)
 
 
@@ -326,14 +327,14 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_planted_defects_are_seen(worker_pool, one_rank, defect):
+def test_planted_defects_are_detected(worker_pool, one_rank, defect):
     case = CASES["tp2-sp-pp2"]
     ranks = worker_pool.run_mesh(case.layout, step, CONFIGS["tied"], case, *RATES, defect)
     worst, where = largest_difference(one_rank("tied"), ranks, 2)
     assert worst > 1e-6, where
 
 
-def test_a_sequence_that_cannot_be_cut_is_refused():
+def test_a_sequence_that_cannot_be_split_is_refused():
     mesh = Mesh(ParallelLayout(tp=4).resolve(4), 1)
     model = GPT(CONFIGS["tied"], Placement(mesh, sequence_parallel=True))
     message = "10 tokens cannot be divided over 4 sequence-parallel ranks; .* multiple of 4"

@@ -1,4 +1,4 @@
-"""GPT on several tensor-parallel ranks equals GPT on one rank, in float64."""
+"""GPT with tensor parallelism equals one rank in float64."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ SMALL = {
     "num_layers": 2,
     "hidden_size": 32,
     "num_attention_heads": 4,
-    "vocab_size": 150,  # two ranks hold 128 rows each: 22 true ones on the second
+    "vocab_size": 150,  # two ranks hold 128 rows each; the second has 22 rows of the vocabulary
     "max_position_embeddings": 16,
 }
 GPT2 = GPTConfig(**SMALL)
@@ -25,11 +25,11 @@ LLAMA = GPTConfig(
 
 
 def loss_and_gradients(mesh, config, tokens, labels):
-    """The loss of each token, and every piece of a gradient as (name, offsets, values)."""
+    """Returns the loss of each token, and gradient shards as (name, offsets, values)."""
     torch.manual_seed(3)
     model = GPT(config, Placement(mesh, dtype=torch.float64))
     table = collect_shardings(model)
-    with torch.no_grad():  # biases that are not 0 and gains that are not 1, alike on all ranks
+    with torch.no_grad():  # biases that are not 0 and gains that are not 1, equal on all ranks
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and table[name].dim is None:
                 parameter.add_(torch.randn(parameter.shape, dtype=torch.float64) * 0.1)
@@ -80,7 +80,7 @@ def test_logits_with_a_cache_on_two_ranks_equal_one(rank_pool, batch):
 
 
 def some_logits(mesh, config, tokens, places, cut):
-    """Logits at some places, and elements of the output layer's own result."""
+    """Returns logits at some positions, and the number of elements of the output layer's result."""
     model = GPT(config, Placement(mesh, dtype=torch.float64, sequence_parallel=cut))
     made = []
     model.output.register_forward_hook(lambda module, given, result: made.append(result.numel()))
@@ -90,7 +90,7 @@ def some_logits(mesh, config, tokens, places, cut):
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["tp2", "tp2-sp"])
-def test_logits_asked_for_on_two_ranks_equal_one(rank_pool, batch, cut):
+def test_logits_at_positions_on_two_ranks_equal_one(rank_pool, batch, cut):
     tokens, _ = batch
     places = torch.tensor([[11, 0, 6], [5, 5, 7]])
     whole, _ = some_logits(Mesh.single(), LLAMA, tokens, places, False)
@@ -99,7 +99,7 @@ def test_logits_asked_for_on_two_ranks_equal_one(rank_pool, batch, cut):
     )
     two = torch.cat([found for found, _ in results], -1)
     torch.testing.assert_close(two, whole, rtol=0, atol=1e-12)
-    made = 4 if cut else 3  # places of two ranks are equally many
+    made = 4 if cut else 3  # both ranks have the same number of positions
     assert [count for _, count in results] == [[made * 2 * 128]] * 2
 
 

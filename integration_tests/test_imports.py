@@ -1,4 +1,4 @@
-"""Starting a run neither imports nor computes what it does not need: seconds on every rank."""
+"""The start of a run does not import unneeded modules, which would take seconds on every rank."""
 
 import os
 import subprocess
@@ -18,10 +18,10 @@ sys.exit(status)
 
 
 MODULES = 2600
-"""At most so many are imported by a run of one rank; most are torch's."""
+"""Maximum number of modules that a run on one rank imports; most of them are torch's."""
 
 TIMES = 5
-"""Such a run takes at most so many times the CPU seconds of importing torch."""
+"""Maximum CPU seconds of such a run as a multiple of those of importing torch."""
 
 
 def test_a_run_on_one_rank_imports_neither_the_compiler_nor_the_pipeline(corpus):

@@ -1,4 +1,4 @@
-"""Two ranks at a terminal: the progress bar lives, Ctrl-C stops all ranks once and in order."""
+"""Two ranks in a terminal: the progress bar is shown, and Ctrl-C stops all ranks after a step."""
 
 import os
 import pty
@@ -28,7 +28,7 @@ OWN_TERMINAL = (
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command in a pseudo-terminal."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.screen = ""
@@ -51,7 +51,7 @@ class Terminal:
         os.write(self._master, keys)
 
     def read_until(self, pattern: str, seconds: float = 300) -> str:
-        """Read until the screen has ``pattern``; returns the whole screen."""
+        """Reads until the screen contains ``pattern``; returns the whole screen."""
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.screen):
             assert time.monotonic() < deadline, self.screen
@@ -75,7 +75,7 @@ class Terminal:
             raise TimeoutError(self.screen)
         try:
             data = os.read(self._master, 65536)
-        except OSError:  # how Linux says that nobody has the other end any more
+        except OSError:  # Linux reports a closed other end in this way
             return False
         self.screen += data.decode(errors="replace")
         return bool(data)

@@ -1,6 +1,6 @@
-"""Every parallel layout trains what one rank trains; tests that are not slow are a sample.
+"""Training in every parallel layout equals training on one rank; fast tests are a sample.
 
-`nox -s layouts` makes the tables of the documentation from the same proof.
+`nox -s layouts` generates the tables of the documentation from the same cases.
 """
 
 import pytest
@@ -31,7 +31,7 @@ SAMPLE = {
     "tp2·sp·ep2·etp1·a2a·lora-moe",
 }
 FEW = 3
-"""Steps of the sample; every planted defect is seen in as many."""
+"""Number of steps of the sample, in which every planted defect is detected."""
 IN_FLOAT32 = {"tp2·sp-tied-dropout", "pp2·vpp2-untied", "cp2-tied-dropout", "dp2·ep2-moe"}
 FLOAT32_SAMPLE = {"tp2·sp-tied-dropout", "dp2·ep2-moe"}
 DEFECT_SAMPLE = {
@@ -60,14 +60,14 @@ DEFECT_SAMPLE = {
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The reference computes with as many threads as the ranks."""
+    """Makes the reference compute with the number of threads of a rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def test_the_proof_covers_what_it_should():
+def test_the_cases_cover_every_feature():
     assert len(BY_TITLE) == len(CASES) >= 40
     assert {case.layout.world_size for case in CASES} == {2, 4, 8}
     assert {defect.case for defect in DEFECTS.values()} <= set(BY_TITLE)
@@ -86,7 +86,7 @@ def test_masks_are_unequal_between_ranks_and_micro_batches():
     case = BY_TITLE["cp2·pp2·dp2-tied-dropout"]
     kept = []
     for rank in (0, 1):
-        mesh = Mesh(ParallelLayout(dp=2), rank)  # no group is used
+        mesh = Mesh(ParallelLayout(dp=2), rank)  # no process group is used
         (step,) = batches(case, mesh, 0, 1)
         kept.append([int(batch.fields["loss_mask"].sum()) for batch in step])
     assert len({sum(counts) for counts in kept}) == 2
@@ -128,6 +128,6 @@ def test_a_layout_is_close_to_one_rank_in_float32(worker_pool, title):
         for defect in DEFECTS.values()
     ],
 )
-def test_a_planted_defect_is_seen(worker_pool, name):
+def test_a_planted_defect_is_detected(worker_pool, name):
     found = prove(worker_pool, BY_TITLE[DEFECTS[name].case], defect=name, steps=FEW)
     assert not found.equal, found

@@ -1,6 +1,6 @@
-"""A made-up family whose models mix dense layers and layers of experts, through import and export.
+"""Import and export of a mock family whose models have both dense layers and expert layers.
 
-Its rows are those of Llama's and Mixtral's feed-forward layers, each for the layers that have it.
+Its rows are those of the feed-forward layers of Llama and Mixtral, restricted to their layers.
 """
 
 import json
@@ -83,7 +83,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(megatron_ckpt.families, "entry_points", lambda group: entries)
 
 
-def test_a_model_of_dense_and_expert_layers_goes_there_and_back(installed, tmp_path):
+def test_a_model_of_dense_and_expert_layers_is_imported_and_exported(installed, tmp_path):
     assert CONFIG.moe_layers == (False, True, False, True, False)
     model = GPT(CONFIG, Mesh.single(), seed=3)
     views = parameter_views(model, collect_shardings(model), model.mesh)
@@ -101,7 +101,7 @@ def test_a_model_of_dense_and_expert_layers_goes_there_and_back(installed, tmp_p
 
 
 @pytest.mark.parametrize("family", [gpt2.FAMILY, llama.FAMILY, mixtral.FAMILY, MIXED])
-def test_the_rows_of_families_are_as_the_schema_says(family):
+def test_the_rows_of_families_match_the_schema(family):
     rows = json.loads(json.dumps(family.active_rows(CONFIG)))
     jsonschema.validate(rows, SCHEMA)
     assert (

@@ -1,4 +1,4 @@
-"""What a run opens and computes before its first step, it opens and computes once."""
+"""Before its first step, a run opens each input once and computes each index once."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ RUN = """pretrain gpt --num-layers 1 --hidden-size 8 --num-attention-heads 2 --s
 
 @pytest.fixture
 def counted(tmp_path, monkeypatch, plain_runs):
-    """Train in a folder with corpora, and count calls by name."""
+    """Returns a function that trains in a folder with corpora and counts calls by name."""
     monkeypatch.chdir(tmp_path)
     ByteTokenizer().save("bytes")
     train_bpe(["you see the image there"], 300).save("chat")

@@ -1,4 +1,4 @@
-"""`megatron-train pretrain gpt`, from text to a trained model, as a person runs it."""
+"""`megatron-train pretrain gpt` as a user runs it, from text to a trained model."""
 
 import json
 import math
@@ -30,7 +30,7 @@ ALWAYS = (
 
 @pytest.fixture(scope="module")
 def pretrain(corpus, run_command):
-    """Return a function that runs `pretrain gpt` with more flags, as a process of its own."""
+    """Returns a function that runs `pretrain gpt` with more flags in a separate process."""
 
     def start(more: str) -> subprocess.CompletedProcess[str]:
         return run_command(corpus, f"megatron-train {ALWAYS} {more}")
@@ -40,7 +40,7 @@ def pretrain(corpus, run_command):
 
 @pytest.fixture
 def train(corpus, capsys, monkeypatch, plain_runs):
-    """Return a function that does the same in this process, and gives what was printed."""
+    """Returns a function that runs `pretrain gpt` in this process and returns its output."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.chdir(corpus)
@@ -56,7 +56,7 @@ def train(corpus, capsys, monkeypatch, plain_runs):
 
 @pytest.fixture(scope="module")
 def whole(corpus, pretrain):
-    """The uninterrupted run: its output and its records."""
+    """Returns the output and the records of an uninterrupted run."""
     done = pretrain("--save whole --tensorboard-dir whole/tensorboard")
     return done, read_records(corpus / "whole" / "metrics.jsonl")
 
@@ -75,7 +75,7 @@ def test_the_loss_goes_down(whole):
     assert valid[1] < valid[0] < math.log(300) + 0.5
 
 
-def test_lines_are_megatrons(whole):
+def test_lines_have_megatrons_format(whole):
     done, records = whole
     lines = [line for line in done.stdout.splitlines() if " iteration " in line and "[20" in line]
     assert len(lines) == 3
@@ -92,11 +92,11 @@ def test_lines_are_megatrons(whole):
     mean = sum(loss * tokens for loss, tokens in sums) / sum(tokens for _, tokens in sums)
     assert f"lm loss: {mean:.6E}" in lines[0]
     assert "validation loss at iteration 6 | lm loss value:" in done.stdout
-    assert "MFU" not in done.stdout  # a CPU has no peak to measure it against
+    assert "MFU" not in done.stdout  # MFU needs a peak, which a CPU does not have
     assert "environment: python" in done.stdout and "model: " in done.stdout
 
 
-def test_a_run_leaves_everything_needed_to_look_at_it_and_go_on(corpus, whole):
+def test_a_run_writes_all_files_to_inspect_and_continue_it(corpus, whole):
     folder = corpus / "whole"
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
@@ -125,7 +125,7 @@ def test_a_stopped_run_resumes_bit_for_bit(corpus, pretrain, whole):
     assert line.search(second.stdout)[1] == line.search(whole[0].stdout)[1]
 
 
-def test_a_growing_batch_continues_in_the_middle_of_its_growth(corpus, train):
+def test_a_batch_ramp_continues_at_an_intermediate_size(corpus, train):
     words = (
         f"pretrain gpt {DATA} --tokenizer-model tokenizer {SIZES} {DROPOUT} --lr 1e-2 "
         "--micro-batch-size 4 --rampup-batch-size 4 4 20 --global-batch-size 12 "
@@ -133,7 +133,7 @@ def test_a_growing_batch_continues_in_the_middle_of_its_growth(corpus, train):
     )
     printed = train(f"{words} --save grown")
     assert "4 to 12 samples a step in 1 to 3 micro-batches of 4" in printed
-    sizes = [4, 4, 4, 8, 12, 12]  # 6 samples are left, fewer than a step
+    sizes = [4, 4, 4, 8, 12, 12]  # 6 samples remain, fewer than a step
     assert re.findall(r"global batch size: +(\d+)", printed) == [str(size) for size in sizes]
     assert "iteration        6/       6 | consumed samples:           44 |" in printed
     train(f"{words} --save halved --exit-interval 4")
@@ -141,7 +141,7 @@ def test_a_growing_batch_continues_in_the_middle_of_its_growth(corpus, train):
     assert losses(corpus / "halved") == losses(corpus / "grown")
 
 
-def test_a_stepped_batch_continues_where_its_size_changes(corpus, train):
+def test_a_batch_size_schedule_continues_where_the_size_changes(corpus, train):
     length = int(re.search(r"--seq-length (\d+)", f"{DATA} {SIZES}")[1])
     words = (
         f"pretrain gpt {DATA} --tokenizer-model tokenizer {SIZES} {DROPOUT} --lr 1e-2 "
@@ -150,11 +150,11 @@ def test_a_stepped_batch_continues_where_its_size_changes(corpus, train):
     )
     printed = train(f"{words} --train-samples 45 --save stepped")
     assert "4 to 12 samples a step in 1 to 3 micro-batches of 4" in printed
-    sizes = [4, 4, 12, 8, 8, 8]  # 8 samples are not below 6, 20 not below 20; 1 is left
+    sizes = [4, 4, 12, 8, 8, 8]  # 8 samples are not below 6, and 20 not below 20; 1 sample remains
     assert re.findall(r"global batch size: +(\d+)", printed) == [str(size) for size in sizes]
     assert "iteration        6/       6 | consumed samples:           44 |" in printed
     train(f"{words} --train-samples 45 --save parted --exit-interval 3")
-    # What is left is counted from the samples consumed: other sizes before change nothing.
+    # Remaining samples are counted from the consumed ones; earlier sizes have no influence.
     changed = words.replace("0:4 ", "0:12 ")
     printed = train(f"{changed} --train-samples 45 --save parted --load parted")
     assert "iteration        6/       6 | consumed samples:           44 |" in printed
@@ -163,7 +163,7 @@ def test_a_stepped_batch_continues_where_its_size_changes(corpus, train):
     assert "iteration        6/       6 | consumed samples:           44 |" in printed
 
 
-def test_a_rounded_batch_continues_on_ranks_that_need_no_rounding(corpus, train):
+def test_a_rounded_batch_continues_on_ranks_without_rounding(corpus, train):
     words = (
         f"pretrain gpt {DATA} --tokenizer-model tokenizer {SIZES} {DROPOUT} --lr 1e-2 "
         "--global-batch-size 10 --decrease-batch-size-if-needed --train-samples 40 "
@@ -181,7 +181,7 @@ def test_the_configuration_of_a_run_can_be_run_again(corpus, train, whole):
     assert losses(corpus / "again") == losses(corpus / "whole")
 
 
-def test_a_signal_ends_a_run_in_order(corpus, command):
+def test_a_signal_ends_a_run_after_its_step(corpus, command):
     words = f"{ALWAYS} --train-iters 100000 --log-interval 1 --eval-iters 0 --save signalled"
     with subprocess.Popen(
         command(f"megatron-train {words}"), cwd=corpus, stdout=subprocess.PIPE, text=True
@@ -207,8 +207,8 @@ def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(corpus, train,
     assert losses(corpus / "killed") == losses(corpus / "whole")
 
 
-def test_another_order_of_samples_is_warned_of_or_refused(corpus, train, whole):
-    """Megatron's order is drawn for a whole run; ours changes with data and seed only."""
+def test_another_order_of_samples_gives_a_warning_or_an_error(corpus, train, whole):
+    """Checks Megatron-LM's order, which depends on the run's length, and ours, which does not."""
     printed = train(f"{ALWAYS} --load whole --train-iters 13")
     assert "the order of samples differs" not in printed
     other = f"{ALWAYS} --load whole --train-iters 14 --train-data-path valid_text_document"
@@ -230,7 +230,7 @@ def test_another_order_of_samples_is_warned_of_or_refused(corpus, train, whole):
     assert "nothing left to do" in train(f"{ALWAYS} --load whole")
 
 
-def test_data_that_changes_later_leaves_the_past_as_it_was(corpus, train, whole):
+def test_a_later_change_of_data_keeps_earlier_samples(corpus, train, whole):
     mixed = ["2", "train_text_document", "1", "valid_text_document"]
     (corpus / "changes.json").write_text(json.dumps([{"from_sample": 40, "data_path": mixed}]))
     changed = f"{ALWAYS} --data-path-changes changes.json --save changed"
@@ -272,7 +272,7 @@ def test_accumulation_equals_one_big_batch_in_float64(corpus, train):
     assert parts == pytest.approx(big, rel=1e-12)
 
 
-def test_documents_can_be_kept_apart(corpus, train, whole):
+def test_documents_can_be_masked_from_one_another(corpus, train, whole):
     flags = "--reset-position-ids --reset-attention-mask"
     train(f"{ALWAYS} {flags} --save apart")
     apart, across = losses(corpus / "apart"), losses(corpus / "whole")

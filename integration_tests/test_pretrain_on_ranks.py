@@ -1,4 +1,4 @@
-"""`megatron-train pretrain gpt --nproc-per-node N`: moved between layouts, killed, repeated."""
+"""`megatron-train pretrain gpt --nproc-per-node N`: changed layouts, kills and repetitions."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ METRICS = "metrics.jsonl"
 
 
 def steps(folder: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm of every step."""
+    """Returns loss and gradient norm of every step."""
     records = read_records(folder / "metrics.jsonl").train
     return {record["iteration"]: (record["lm loss"], record["grad_norm"]) for record in records}
 
@@ -58,8 +58,8 @@ def steps(folder: Path) -> dict[int, tuple[float, float]]:
         ),
     ],
 )
-def test_a_run_moves_between_layouts(corpus, run_command, tmp_path, model, layouts):
-    """In float64, with dropout: layouts are saved, loaded, evaluated and continued by any other."""
+def test_a_run_changes_its_layout(corpus, run_command, tmp_path, model, layouts):
+    """Checks in float64 and with dropout that each layout continues and evaluates another's run."""
     iterations = 2 * len(layouts)
     exact = f"{RUN} {model} --train-iters {iterations} --float64"
     run_command(corpus, f"{exact} --save {tmp_path}/one")
@@ -85,7 +85,7 @@ def test_a_run_moves_between_layouts(corpus, run_command, tmp_path, model, layou
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP2, PP2, DP2])
 def test_the_same_run_twice_writes_equal_checkpoints(corpus, run_command, tmp_path, layout):
-    """Once as ranks of megatron-train, once of torchrun; a manifest has a digest of every block."""
+    """Compares ranks of megatron-train and of torchrun by the digests in the manifests."""
     by_torchrun = layout.replace("--nproc-per-node 2", "")
     few, manifests = f"{RUN} --train-iters 5 --eval-iters 0", []
     module = few.replace("megatron-train", "-m megatron_train")
@@ -102,7 +102,7 @@ def test_the_same_run_twice_writes_equal_checkpoints(corpus, run_command, tmp_pa
 
 @pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_killed_ranks_continue_bit_for_bit(corpus, run_command, command, preloaded, kills):
-    """All processes are killed at random instants, every other time during a save."""
+    """Kills all processes at random times, every second time during a save."""
     long = f"{RUN} --train-iters {4 * kills + 8} {TP2} --save-interval 1 --keep-last 2"
     whole, killed = corpus / f"whole{kills}", corpus / f"killed{kills}"
     run_command(corpus, f"{long} --save {whole}")
@@ -129,17 +129,17 @@ def test_killed_ranks_continue_bit_for_bit(corpus, run_command, command, preload
 
 
 def has_saved(folder: Path, checkpoints: int) -> bool:
-    """Whether a run has come as far as the checkpoint of that step."""
+    """Returns whether a run has saved a number of checkpoints."""
     return any(int(path.name[5:12]) >= checkpoints for path in folder.glob("iter_*"))
 
 
 def is_saving(folder: Path) -> bool:
-    """Whether a checkpoint is being written."""
+    """Returns whether a checkpoint is being written."""
     return any(folder.glob("*.tmp-*"))
 
 
 def wait_for(condition, process: "subprocess.Popen[bytes]") -> None:
-    """Return when the condition holds or the process has ended."""
+    """Waits until the condition is true or the process has ended."""
     deadline = time.monotonic() + 120
     while not condition() and process.poll() is None:
         assert time.monotonic() < deadline
@@ -147,7 +147,7 @@ def wait_for(condition, process: "subprocess.Popen[bytes]") -> None:
 
 
 def kill_all(process: "subprocess.Popen[bytes]") -> None:
-    """SIGKILL a process and its descendants, children first."""
+    """Kills a process and its descendants, children first."""
     for pid in reversed(descendants(process.pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ def kill_all(process: "subprocess.Popen[bytes]") -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and everything it has started."""
+    """Returns the numbers of a process and of all its descendants."""
     found = [pid]
     with contextlib.suppress(FileNotFoundError):
         for task in Path(f"/proc/{pid}/task").iterdir():

@@ -1,7 +1,7 @@
-"""A rank that dies, freezes or was started otherwise ends `megatron-train` with one line.
+"""A killed, suspended or differently configured rank ends `megatron-train` with one line.
 
-Each trial trains a small GPT on Gloo and strikes one of its ranks at a random instant. The line
-names the rank, the axis and the operation that missed it; nobody hangs, nothing stays behind.
+Each trial trains a small GPT on Gloo and kills or suspends one of its ranks at a random time. The
+line names the rank, the axis and the operation that waits for it. No process hangs or remains.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from megatron_train.launch.environment import free_port
 from megatron_train.launch.supervisor import GRACE
 from waiting import HANG, wait_until
 
-TIMEOUT = 15.0  # of every collective, in seconds
+TIMEOUT = 15.0  # time-out of every collective in seconds
 WORDS = (
     "pretrain gpt --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--vocab-size 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 1000000 --lr 1e-4 "
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 @dataclass(frozen=True)
 class Trial:
-    """What is done to one of the ranks, two on each of the axes."""
+    """A failure of one rank, in a layout with two ranks on each of the axes."""
 
     axes: str
     how: str
@@ -92,7 +92,7 @@ def sampled(trials: list[Trial]) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with tokens to train on."""
+    """Returns a folder with tokens to train on."""
     place = tmp_path_factory.mktemp("ranks-fail")
     with IndexedDatasetBuilder(str(place / "text"), "uint16") as builder:
         for start in range(50):
@@ -103,7 +103,7 @@ def folder(tmp_path_factory):
 
 
 class Job:
-    """A running `megatron-train`, two ranks on an axis."""
+    """A running `megatron-train` with several ranks."""
 
     def __init__(self, folder: Path, words: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -122,14 +122,14 @@ class Job:
         self._reader.start()
 
     def wait_for_training(self) -> None:
-        """Return after the first steps; a job that ends before is an error."""
+        """Waits for the first steps; fails if the job ends before."""
         deadline = time.monotonic() + 200
         while not self._trains.wait(0.1):
             assert self.process.poll() is None, self.process.stderr.read()
             assert time.monotonic() < deadline, self.lines
 
     def ranks(self) -> dict[int, int]:
-        """Process numbers of the ranks."""
+        """Returns the process numbers of the ranks."""
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
@@ -141,7 +141,7 @@ class Job:
         return found
 
     def end(self) -> tuple[str, int]:
-        """What was written to standard error, and the exit status; a job that hangs is killed."""
+        """Returns standard error and exit status; kills a job that hangs."""
         hung = threading.Timer(TIMEOUT + GRACE + HANG, self.process.kill)
         hung.start()
         errors = self.process.stderr.read()
@@ -158,7 +158,7 @@ class Job:
 
 @pytest.fixture
 def start(folder) -> Iterator:
-    """Return a function that starts a job; it is killed with the test."""
+    """Returns a function that starts a job, which is killed after the test."""
     jobs = []
 
     def begin(words: str) -> Job:
@@ -171,13 +171,13 @@ def start(folder) -> Iterator:
         job.process.wait()
 
 
-def test_fifty_trials_strike_every_axis():
+def test_fifty_trials_cover_every_axis():
     assert len(LOST) + len(DIFFERENT) + len(STARTING) >= 50
     assert {str(trial) for trial in LOST + DIFFERENT} >= SAMPLE
 
 
 @sampled(LOST)
-def test_a_rank_that_is_lost_while_training_is_named_with_axis_and_operation(trial, start):
+def test_a_rank_lost_during_training_is_named_with_axis_and_operation(trial, start):
     luck = random.Random(f"{trial}")
     job = start(f"{trial.words} --nproc-per-node {trial.ranks}")
     job.wait_for_training()
@@ -199,7 +199,7 @@ def test_a_rank_that_is_lost_while_training_is_named_with_axis_and_operation(tri
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "seed"), STARTING)
-def test_a_rank_that_is_lost_while_starting_is_named(how, seed, start):
+def test_a_rank_lost_during_the_start_is_named(how, seed, start):
     luck = random.Random(f"start-{how}-{seed}")
     job = start(f"{WORDS} --nproc-per-node 2")
     wait_until(lambda: set(job.ranks()) == {0, 1})
@@ -211,13 +211,13 @@ def test_a_rank_that_is_lost_while_starting_is_named(how, seed, start):
     assert status == (137 if how == "dies" else 1)
     assert errors.startswith("megatron-train: error: ") and errors.count("\n") == 1, errors
     assert f"rank {victim} " in errors
-    if how == "freezes":  # of a dead one the parent knows before anybody misses it
+    if how == "freezes":  # the parent notices a dead rank before other ranks do
         assert "start-up of axis 'world'" in errors
     assert not any(map(alive, ranks.values()))
 
 
 @sampled(DIFFERENT)
-def test_ranks_of_torchrun_with_other_settings_say_which(trial, folder):
+def test_ranks_of_torchrun_with_different_settings_name_them(trial, folder):
     victim = random.Random(f"{trial}").randrange(2)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     shared = {**os.environ, **address, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -242,11 +242,11 @@ def test_ranks_of_torchrun_with_other_settings_say_which(trial, folder):
         for rank, process in enumerate(ranks):
             _, errors = process.communicate(timeout=200)
             assert process.returncode == 1
-            told = [line for line in errors.splitlines() if line.startswith("megatron-train")]
-            assert len(told) == 1, errors
-            assert told[0].startswith(f"megatron-train: error: rank {rank}: ranks disagree on ")
+            lines = [line for line in errors.splitlines() if line.startswith("megatron-train")]
+            assert len(lines) == 1, errors
+            assert lines[0].startswith(f"megatron-train: error: rank {rank}: ranks disagree on ")
             sides = ("0.25", "0.5") if victim == 0 else ("0.5", "0.25")
-            assert f"--hidden-dropout: rank 0: {sides[0]}; rank 1: {sides[1]}" in told[0]
+            assert f"--hidden-dropout: rank 0: {sides[0]}; rank 1: {sides[1]}" in lines[0]
     finally:
         for process in ranks:
             process.kill()

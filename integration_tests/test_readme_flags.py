@@ -1,4 +1,4 @@
-"""Command lines of Megatron-LM's README, with only the launcher changed, and its table of flags."""
+"""Command lines of Megatron-LM's README with another launcher, and the table of flags."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from megatron_train.cli import main
 from megatron_train.config.run_sections import run_options
 from megatron_train.megatron_lm.table import megatron_flags
 
-# The pretraining example of the README: a GPT of 345 million parameters, its flags in its order.
+# The pretraining example of the README: a GPT of 345 million parameters, with flags in order.
 MODEL = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
     "--max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 8 --lr 0.00015 "
@@ -32,7 +32,7 @@ OUTPUT = (
 )
 README = f"pretrain gpt {MODEL} {DATA} {OUTPUT}"
 
-# The example of 175 billion parameters, with its batch size ramp.
+# The example of 175 billion parameters with a batch size ramp.
 LARGE = (
     "pretrain gpt --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
     "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 1536 "
@@ -50,7 +50,7 @@ PREPROCESS = (
     "--tokenizer-type GPT2BPETokenizer --merge-file gpt2-merges.txt --append-eod"
 )
 
-# What makes the first example small enough for a test; later flags override earlier ones.
+# Flags that make the first example small; later flags override earlier ones.
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --train-iters 4 "
     "--lr-decay-iters 400 --eval-iters 1 --log-interval 2 --no-progress"
@@ -59,7 +59,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with GPT-2's two tokenizer files and `my-corpus.json`, preprocessed."""
+    """Returns a folder with GPT-2's two tokenizer files and the preprocessed `my-corpus.json`."""
     folder = tmp_path_factory.mktemp("readme")
     words, phrases = random.Random(1), ("the whale", "a ship", "sails on", "sees", "the white sea")
     texts = [" ".join(words.choice(phrases) for _ in range(50)) for _ in range(300)]
@@ -75,7 +75,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def call(folder, capsys, monkeypatch, plain_runs):
-    """Return a function that runs megatron-train in the folder and gives what it printed."""
+    """Returns a function that runs megatron-train in the folder and returns its output."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.chdir(folder)
@@ -94,7 +94,7 @@ def shown(printed: str) -> dict[str, str]:
     return dict(re.findall(r"^  (\w+): (.*?) *$", "\n".join(lines), re.MULTILINE))
 
 
-def test_the_pretraining_line_is_understood_as_there(call, folder):
+def test_the_pretraining_line_has_megatrons_meaning(call, folder):
     found = shown(call(f"{README} --print-config"))
     tokens = len(json.loads((folder / "gpt2-vocab.json").read_text()))
     expected = {"num_layers": "24", "vocab_size": str(tokens), "max_position_embeddings": "1024"}
@@ -103,14 +103,14 @@ def test_the_pretraining_line_is_understood_as_there(call, folder):
     assert expected.items() <= found.items()
 
 
-def test_the_line_of_175_billion_parameters_is_understood_as_there(call, monkeypatch):
+def test_the_line_of_175_billion_parameters_has_megatrons_meaning(call, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1024")
     found = shown(call(f"{LARGE} --print-config"))
     expected = {"train_samples": "146484375", "lr_warmup_samples": "183105", "tp": "8", "pp": "16"}
     assert expected.items() <= found.items() and "train_iters" not in found
 
 
-def test_what_is_not_there_is_answered_line_by_line(call):
+def test_unsupported_flags_give_one_line_each(call):
     flags = "--fp16 --checkpoint-activations --data-impl mmap --distributed-backend nccl"
     lines = call(f"{README} {flags}", status=2).splitlines()
     assert len(lines) == 4 and "3 arguments cannot be used" in lines[-1]
@@ -119,7 +119,7 @@ def test_what_is_not_there_is_answered_line_by_line(call):
     assert "--data-impl is a flag of Megatron-LM and is refused here" in lines[2]
 
 
-def test_the_readmes_names_train_and_continue(call, folder, run_command):
+def test_the_readmes_lines_train_and_continue(call, folder, run_command):
     run_command(folder, f"megatron-data preprocess {PREPROCESS}")
     assert (folder / "my-gpt2_text_document.bin").exists()
     assert (folder / "my-gpt2_text_document.idx").exists()
@@ -134,7 +134,7 @@ def test_the_readmes_names_train_and_continue(call, folder, run_command):
 
 @cache
 def accepted_by(command: str) -> set[str]:
-    """The flags in a command's ``--help``."""
+    """Returns the flags in a command's ``--help``."""
     name, *words = command.split()
     program = [str(Path(sys.executable).with_name(name)), *words, "--help"]
     text = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -146,20 +146,20 @@ COMMANDS = sorted({command for flag in FLAGS.values() for command in flag.comman
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_takes_the_flags_that_the_table_gives_it(command):
+def test_a_command_accepts_the_flags_of_the_table(command):
     said = {flag.flag for flag in FLAGS.values() if command in flag.commands}
     help_shows = accepted_by(command) | opposites(command)
     assert said <= help_shows
 
 
 def opposites(command: str) -> set[str]:
-    """The spellings that set a switch the other way, which --help does not show."""
+    """Returns the negative forms of switches, which --help does not show."""
     if command != "megatron-train pretrain gpt":
         return set()
     return {option.opposite for option in run_options()} - {None}
 
 
-def test_what_is_planned_or_refused_is_taken_by_no_command():
+def test_no_command_accepts_planned_or_refused_flags():
     for command in COMMANDS:
         for name in accepted_by(command) & FLAGS.keys():
             assert FLAGS[name].status in ("works", "alias"), f"{command} takes {FLAGS[name]}"

@@ -1,4 +1,4 @@
-"""Every recipe trains: its settings at a size that a test can afford."""
+"""Every recipe trains with its settings at a small size."""
 
 import math
 
@@ -18,7 +18,7 @@ DATA = "--data-path train_text_document --tokenizer-model tokenizer --split 8,2,
 
 
 def schedule(name: str) -> str:
-    """Return flags of a schedule over six steps, in samples where the batch grows."""
+    """Returns flags of a schedule over six steps, in samples if the recipe has a batch ramp."""
     rates = "--lr 1e-2 --min-lr 0"
     if name == "gpt3-175b":
         samples = "--train-samples 20 --lr-decay-samples 20 --lr-warmup-samples 2"

@@ -1,4 +1,4 @@
-"""The page of `megatron-train report` in a real browser: whole, and asking for nothing."""
+"""The page of `megatron-train report` is complete in a browser and loads nothing else."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""One run in a folder: a lock while it lives, and no other run in its place afterwards."""
+"""One run in a folder: its lock, and the refusal of another run in the same folder."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ TRAIN = (
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A folder with two corpora, two tokenizers and a run of two steps."""
+    """Returns a folder with two corpora, two tokenizers and a run of two steps."""
     folder = tmp_path_factory.mktemp("prepared")
     for name, step in (("text", 1), ("other", 3)):
         with IndexedDatasetBuilder(str(folder / name), "uint16") as builder:
@@ -44,7 +44,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def train(prepared, tmp_path, capsys, monkeypatch):
-    """Return a function that runs the command in a copy of the folder, and gives what it said."""
+    """Returns a function that runs the command in a copy of the folder and returns its output."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     shutil.copytree(prepared, tmp_path / "copy")
@@ -55,7 +55,7 @@ def train(prepared, tmp_path, capsys, monkeypatch):
         printed_status = main(words.split())
         printed = capsys.readouterr()
         assert printed_status == status, printed.out + printed.err
-        # These corpora have no manifest, of which a warning tells that is not looked at here.
+        # The warning that these corpora have no manifest is ignored here.
         return "".join(x for x in printed.err.splitlines(True) if ".meta.json" not in x)
 
     yield start
@@ -70,7 +70,7 @@ def contents(folder: str) -> dict[str, bytes]:
     }
 
 
-def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(train):
+def test_a_second_run_in_a_folder_is_refused_during_the_first(train):
     before = contents("run")
     with run_lock("run", "megatron-train pretrain gpt --seed 9"):
         (line,) = train(f"{TRAIN} --save run --load run", status=1).splitlines()
@@ -78,7 +78,7 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(train):
         assert "UTC: megatron-train pretrain gpt --seed 9)" in line
         assert "another folder" in line
         assert contents("run") == before
-        # Readers need no lock.
+        # Readers do not need the lock.
         train(f"{TRAIN} --load run --save elsewhere")
         train("report run")
         assert find_checkpoint("run").iteration == 2
@@ -107,8 +107,8 @@ def test_a_run_holds_the_lock_until_its_last_checkpoint_is_written(train, monkey
         pass
 
 
-def test_another_run_is_refused_without_a_flag_that_says_so(train):
-    """What counts as another run is listed in megatron-train's test_run_record.py."""
+def test_another_run_is_refused_without_a_flag_that_allows_it(train):
+    """Checks a sample; megatron-train's test_run_record.py has every setting that is compared."""
     for end in ("bin", "idx"):
         shutil.copy(f"other.{end}", f"text.{end}")
     command = (
@@ -146,7 +146,7 @@ def hold(mesh: Mesh, folder: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def test_all_ranks_are_refused_where_rank_0_is(worker_pool: WorkerPool, tmp_path):
+def test_all_ranks_are_refused_if_rank_0_is(worker_pool: WorkerPool, tmp_path):
     assert worker_pool.run_mesh(ParallelLayout(dp=2), hold, str(tmp_path)) == ["held", "held"]
     with run_lock(tmp_path, "another"):
         first, second = worker_pool.run_mesh(ParallelLayout(dp=2), hold, str(tmp_path))

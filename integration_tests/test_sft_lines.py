@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations that are JSON lines: as on those tokenized before, and goes on."""
+"""Fine-tuning on conversations in JSON lines equals that on tokenized ones, and continues."""
 
 import json
 import random
@@ -26,7 +26,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def talks(corpus):
-    """A tokenizer with a template, conversations, and their tokens."""
+    """Returns a folder with a tokenizer with a template, conversations and their tokens."""
     (corpus / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
     words, rows = random.Random(0), []
     for _ in range(40):
@@ -84,7 +84,7 @@ def test_limits_of_lines_are_settings_of_a_run(train):
         assert f"{limit} limits what --sft reads from JSON lines" in printed
 
 
-def test_losses_are_those_of_tokenized_conversations_and_a_run_goes_on(talks, train):
+def test_losses_equal_those_of_tokenized_conversations_and_a_run_continues(talks, train):
     printed = train("--data-path talks.jsonl --save lines")
     assert "data.sample_order: compat  [--sft with JSON lines]" in printed
     train("--data-path talks_conversation --sample-order compat --save tokens")
@@ -108,7 +108,7 @@ def test_losses_are_those_of_tokenized_conversations_and_a_run_goes_on(talks, tr
     template.write_text(before)
 
 
-def test_conversations_are_left_whole_unless_one_says_otherwise(talks, train):
+def test_conversations_stay_whole_by_default(talks, train):
     once = "--train-iters 1 --eval-iters 0 --data-path talks_conversation"
     assert "data.sample_order: packed  [--sft]" in train(once)
     assert "data.sample_order: stateless  [--sample-order]" in train(
@@ -134,7 +134,7 @@ def test_conversations_are_left_whole_unless_one_says_otherwise(talks, train):
         ),
     ],
 )
-def test_what_cannot_be_trained_on_is_one_line(talks, train, words, message):
+def test_unusable_data_gives_one_line(talks, train, words, message):
     lines = (talks / "talks.jsonl").read_text().split("\n")
     (talks / "wrong.jsonl").write_text("\n".join([*lines[:2], '{"text": "?"}', *lines[3:]]))
     printed = train(words, status=2 if "image" in words else 1)

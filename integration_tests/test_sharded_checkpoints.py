@@ -1,4 +1,4 @@
-"""What one layout saves, every other continues, as one rank would: in float64, 4 steps."""
+"""Every layout continues the checkpoints of another as one rank does: float64, 4 steps."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def carry_on(mesh: Mesh, case: Case, folder: Path, steps: int, dtype: torch.dtyp
         pytest.param("tp2·sp·pp2·dp2·gathered-tied", "pp2·dp2·fsdp-tied", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_in_another_layout_as_one_rank_would(
+def test_a_run_continues_in_another_layout_as_on_one_rank(
     worker_pool: WorkerPool, tmp_path: Path, saved: str, loaded: str
 ) -> None:
     threads = torch.get_num_threads()

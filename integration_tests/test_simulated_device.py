@@ -13,7 +13,7 @@ SAMPLE = "refused or oftener or (losses_and_gradients and (dropout or shared))"
 
 
 def test_steps_on_the_simulated_device_and_a_planted_tensor_of_the_host():
-    """In a process of its own: torch looks for devices once, when it is imported."""
+    """Runs in a separate process, because torch detects devices only when it is imported."""
     line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--device", "simulated", "-rs"]
     line += ["-p", "no:cacheprovider", "integration_tests/gpu/test_training_step.py", "-k", SAMPLE]
     done = subprocess.run(

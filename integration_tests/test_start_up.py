@@ -1,6 +1,6 @@
-"""What a command imports before it does anything, counted: that is what a person waits for.
+"""The number of modules that a command imports at its start, which determines the user's wait.
 
-Seconds are measured by ``tooling/bench/start_up.py``; nothing here looks at a clock.
+``tooling/bench/start_up.py`` measures seconds; nothing here depends on elapsed time.
 """
 
 import json
@@ -21,20 +21,20 @@ MODULES = {
     "megatron-infer": 160,
     "megatron-kernels": 140,
 }
-"""At most so many modules are imported by the help of all commands of a script together."""
+"""Maximum number of modules that the help of all commands of a script imports together."""
 
 ALLOWED = {
     "megatron-data": {"lazy_loader", "orjson"},
     "megatron-ckpt": {"lazy_loader"},
-    # Compiled parts of PyYAML enter their runtime as modules.
+    # Compiled parts of PyYAML register their runtime as modules.
     "megatron-train": {"lazy_loader", "orjson", "numpy", "yaml", "cython_runtime", "_cython_"},
     "megatron-infer": {"lazy_loader"},
     "megatron-kernels": {"lazy_loader"},
 }
-"""Third-party packages that help may import; torch is none of them."""
+"""Third-party packages that help may import; torch is not among them."""
 
 TIMES = 60
-"""The help of a command takes at most so many times the CPU seconds of an empty program."""
+"""Maximum CPU seconds of a command's help as a multiple of those of an empty program."""
 
 HELP = """
 import argparse, contextlib, io, json, sys
@@ -64,12 +64,12 @@ json.dump([sorted(set(sys.modules) - before), shown], sys.stdout)
 
 
 def environment() -> dict[str, str]:
-    """Bytecode is kept, as it is where people install packages."""
+    """Returns an environment in which bytecode is cached, as in an installation."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def imported_by_help(script: str, *planted: str) -> tuple[list[str], dict[str, tuple[int, str]]]:
-    """The modules that all help of a script imports, and the status and text of each command."""
+    """Returns the modules that all help of a script imports, and status and text per command."""
     done = subprocess.run(
         [sys.executable, "-c", HELP, script, *planted],
         capture_output=True,
@@ -83,12 +83,15 @@ def imported_by_help(script: str, *planted: str) -> tuple[list[str], dict[str, t
 
 
 def too_much(script: str, modules: Sequence[str]) -> list[str]:
-    """What a script imports and may not."""
+    """Returns the errors in the imports of a script."""
     ours = tuple(f"megatron_{name}" for name in ("data", "infer", "train", "ckpt", "kernels"))
     ours += ("megatron_models", "megatron_optim", "megatron_parallel")
     roots = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - {*ours}
     kinds = [entry.module.partition(".")[0] for entry in entry_points(group="megatron.models")]
-    allowed = (*ALLOWED[script], *kinds)  # a help lists the kinds of models that are installed
+    allowed = (
+        *ALLOWED[script],
+        *kinds,
+    )  # the help of some commands lists the installed kinds of models
     wrong = [root for root in sorted(roots) if not root.startswith(allowed)]
     if len(modules) > MODULES[script]:
         wrong.append(f"{len(modules)} modules, more than {MODULES[script]}")
@@ -96,7 +99,7 @@ def too_much(script: str, modules: Sequence[str]) -> list[str]:
 
 
 def cpu_seconds(words: Sequence[str | Path]) -> float:
-    """The CPU seconds of a program, whatever else the machine does; the least of three runs."""
+    """Returns the smallest CPU seconds of three runs, independent of the load of the machine."""
     least = float("inf")
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -108,7 +111,7 @@ def cpu_seconds(words: Sequence[str | Path]) -> float:
 
 
 @pytest.mark.parametrize("script", MODULES)
-def test_help_imports_little_and_says_what_it_is_for(script: str) -> None:
+def test_help_imports_few_modules_and_has_a_description(script: str) -> None:
     modules, shown = imported_by_help(script)
     assert too_much(script, modules) == []
     for command, (status, text) in shown.items():
@@ -124,7 +127,7 @@ def test_help_imports_little_and_says_what_it_is_for(script: str) -> None:
 
 
 @pytest.mark.parametrize("planted", ["numpy", "tokenizers"])
-def test_a_heavy_import_is_noticed(planted: str) -> None:
+def test_a_heavy_import_is_detected(planted: str) -> None:
     modules, _ = imported_by_help("megatron-ckpt", planted)
     assert planted in too_much("megatron-ckpt", modules)
     many = [f"megatron_ckpt.m{number}" for number in range(MODULES["megatron-ckpt"] + 1)]
@@ -132,14 +135,14 @@ def test_a_heavy_import_is_noticed(planted: str) -> None:
 
 
 @pytest.mark.parametrize("script", MODULES)
-def test_help_takes_few_times_the_processor_time_of_an_empty_program(script: str) -> None:
+def test_help_takes_little_more_cpu_time_than_an_empty_program(script: str) -> None:
     program = Path(sys.executable).with_name(script)
     subprocess.run([program, "--help"], check=True, capture_output=True, env=environment())
     empty = cpu_seconds([sys.executable, "-c", "pass"])
     assert cpu_seconds([program, "--help"]) < TIMES * empty
 
 
-def test_work_counts_and_waiting_does_not() -> None:
+def test_cpu_seconds_count_work_and_not_waiting() -> None:
     work = "import time\nwhile time.process_time() < 0.3: pass"
     assert cpu_seconds([sys.executable, "-c", work]) >= 0.3
     assert cpu_seconds([sys.executable, "-c", "import time; time.sleep(0.3)"]) < 0.3

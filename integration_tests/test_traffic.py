@@ -1,4 +1,4 @@
-"""What a training step communicates equals formulas, call for call and byte for byte."""
+"""The communication of a training step equals the formulas in every call and byte."""
 
 from pathlib import Path
 from unittest import mock
@@ -34,7 +34,7 @@ def test_every_kind_of_parallelism_is_counted():
         for job in JOBS
     ],
 )
-def test_every_rank_communicates_what_the_formulas_say(worker_pool, job: Job):
+def test_the_communication_of_every_rank_equals_the_formulas(worker_pool, job: Job):
     ranks = worker_pool.run_mesh(job.layout, count, job)
     assert len(ranks) == job.layout.world_size
     found = {rank: differences(job, rank, counted) for rank, counted in enumerate(ranks)}
@@ -42,7 +42,7 @@ def test_every_rank_communicates_what_the_formulas_say(worker_pool, job: Job):
 
 
 def count_with_a_superfluous_sum(mesh, job: Job):
-    """A maximum over ranks that have equal values: no number of the training changes."""
+    """Adds a maximum over ranks with equal values, which does not change the training."""
     true = RowParallelLinear.forward
 
     def wasteful(self, x, **options):
@@ -54,17 +54,19 @@ def count_with_a_superfluous_sum(mesh, job: Job):
         return count(mesh, job)
 
 
-def test_one_superfluous_collective_is_seen(worker_pool):
+def test_one_superfluous_collective_is_detected(worker_pool):
     job = BY_TITLE["tp2-tied"]
     counted = worker_pool.run_mesh(job.layout, count_with_a_superfluous_sum, job)[0]
     (line,) = differences(job, 0, counted)
     calls, nbytes = added(formula(job, 0), STEPS)["tp", "all_reduce"]
     more, extra = counted["tp", "all_reduce"]
     assert line.startswith("all_reduce on axis 'tp'")
-    assert (more - calls) * nbytes == calls * (extra - nbytes) > 0  # as many bytes a call
+    assert (
+        (more - calls) * nbytes == calls * (extra - nbytes) > 0
+    )  # each call has the same number of bytes
 
 
-def test_a_message_of_another_kind_and_a_missing_one_are_seen():
+def test_other_and_missing_messages_are_detected():
     job = BY_TITLE["dp2-tied"]
     counted = added(formula(job, 0), STEPS)
     assert differences(job, 0, counted) == []
@@ -80,7 +82,7 @@ def test_data_parallel_sums_every_parameter_once():
     assert calls == 2  # buckets of at most 16 MiB
 
 
-def test_the_page_shows_the_formulas_of_today():
+def test_the_page_shows_the_current_formulas():
     exact = {
         job: [added(formula(job, rank), STEPS) for rank in range(job.layout.world_size)]
         for job in JOBS

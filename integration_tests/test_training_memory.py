@@ -1,4 +1,4 @@
-"""`training_memory` against the bytes that parameters, gradients and optimizer state take up."""
+"""`training_memory` equals the bytes of parameters, gradients and optimizer state."""
 
 from dataclasses import asdict
 
@@ -12,7 +12,7 @@ from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tasks.task import MicroBatch
 
-# All sizes are multiples of 64 times the ranks, so that no bucket is padded.
+# All sizes are multiples of 64 times the number of ranks, so that no bucket is padded.
 DENSE = GPTConfig(
     num_layers=2,
     hidden_size=128,
@@ -29,13 +29,13 @@ IN_BF16 = DataParallelConfig(accumulate_allreduce_grads_in_fp32=False)
 
 
 def nbytes(tensors) -> int:
-    """Bytes of the storages of tensors, each counted once."""
+    """Returns the bytes of the storages of tensors, each counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype) -> TrainingMemory:
-    """What a rank holds after a step."""
+    """Returns the bytes that a rank holds after a step."""
     split = (range(1), range(1, 2)) if mesh.layout.pp > 1 else None
     stages = gpt_chunks(config, Placement(mesh, dtype=dtype), split=split)
     engine = StepEngine(GPTTask(stages, None), mesh, data_parallel)
@@ -82,7 +82,7 @@ def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype
         pytest.param(EXPERTS, {"dp": 2}, SHARDED, "bfloat16", id="experts-dp2-sharded", marks=SLOW),
     ],
 )
-def test_what_a_rank_holds_is_what_the_formula_says(
+def test_the_bytes_of_a_rank_equal_the_formula(
     worker_pool: WorkerPool, config, layout, data_parallel, dtype
 ) -> None:
     shape = ParallelLayout(**layout)

@@ -1,4 +1,4 @@
-"""Runs with another update rule than AdamW: they continue bit for bit, and with no other rule."""
+"""Runs with update rules other than AdamW continue bit for bit, and only with the same rule."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def losses(folder):
 
 
 @pytest.mark.parametrize("rule", ["--optimizer sgd", "--optimizer sgd --sgd-momentum 0"])
-def test_a_stopped_run_continues_bit_for_bit_with_its_rule_and_no_other(train, rule):
+def test_a_stopped_run_continues_bit_for_bit_only_with_its_rule(train, rule):
     train(f"{rule} --save whole")
     train(f"{rule} --save stopped --exit-interval 2")
     refused = train("--save stopped --load stopped", 1).err

@@ -1,8 +1,8 @@
-"""Checkpoints that earlier code wrote load, and continue as that code did.
+"""Checkpoints of earlier versions load, and continue with the same losses.
 
-`written_before/` holds three small models after 5 of 8 steps in float64, each with the settings of
-its run, and `losses.json` what the code that wrote them got in steps 6 to 8. It was written before
-records of models had a kind and a version.
+`older_checkpoints/` contains three small models after 5 of 8 steps in float64, each with the
+settings of its run. `losses.json` contains the losses of the earlier code in steps 6 to 8. The
+model records of these checkpoints have no kind and no version.
 """
 
 import json
@@ -15,7 +15,7 @@ from megatron_ckpt import find_checkpoint
 from megatron_models import config_of, parameter_shapes
 from megatron_train import read_records
 
-FOLDER = Path(__file__).parent / "written_before"
+FOLDER = Path(__file__).parent / "older_checkpoints"
 LOSSES = json.loads((FOLDER / "losses.json").read_text())
 
 
@@ -28,7 +28,7 @@ def test_a_run_continues_from_a_checkpoint_of_earlier_code(name, run_command, tm
     found = {record["iteration"]: record for record in read_records(run / "metrics.jsonl").train}
     assert found.keys() == {int(step) for step in LOSSES[name]}
     for step, losses in LOSSES[name].items():
-        for loss, value in losses.items():  # on other CPUs sums are added up in another order
+        for loss, value in losses.items():  # the order of summation depends on the CPU
             assert found[int(step)][loss] == pytest.approx(value, rel=1e-11), (step, loss)
 
 
