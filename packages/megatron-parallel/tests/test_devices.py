@@ -69,7 +69,7 @@ def test_a_mesh_on_devices_that_are_not_there_is_the_same_line(
     with pytest.raises(LayoutError, match="LOCAL_RANK is 3, but 2 CUDA devices are visible"):
         Mesh.bind(ParallelLayout(), device="cuda")
     monkeypatch.setenv("LOCAL_RANK", "three")
-    with pytest.raises(LayoutError, match="environment variable LOCAL_RANK is 'three': give"):
+    with pytest.raises(LayoutError, match="environment variable LOCAL_RANK is 'three': set"):
         local_device("cuda")
 
 

@@ -189,7 +189,9 @@ def test_parameter_views_share_memory_and_check_shapes(single: Mesh) -> None:
     assert (view.global_shape, view.offsets, view.lengths) == ((5, 2), (0, 0), (5, 2))
     view.tensor.fill_(3.0)
     assert model.weight.sum() == 30.0
-    with pytest.raises(LayoutError, match=r"'weight' has shape \(5, 2\), its sharding says \(6, 2"):
+    with pytest.raises(
+        LayoutError, match=r"'weight' has shape \(5, 2\), but its sharding needs \(6, 2"
+    ):
         parameter_views({"weight": torch.zeros(5, 2)}, collect_shardings(model), single)
     with pytest.raises(LayoutError, match="'other' is not in the sharding table"):
         parameter_views({"other": torch.zeros(1)}, {}, single)
@@ -220,7 +222,7 @@ def test_experts_are_matrices_one_by_one() -> None:
 
 
 def test_experts_that_cannot_be_cut_are_refused() -> None:
-    with pytest.raises(LayoutError, match="dim 0 of shape \\(4, 6\\) numbers experts"):
+    with pytest.raises(LayoutError, match="dim 0 of shape \\(4, 6\\) enumerates experts"):
         Sharding((4, 6), "expert_tp", 0, experts=True)
     mesh = Mesh(ParallelLayout(ep=3).resolve(3), 0)
     with pytest.raises(LayoutError, match="4 experts cannot be cut into 3 equal parts over axis"):

@@ -163,7 +163,9 @@ def test_what_is_not_state_is_refused():
     for name in ("a", "c"):
         with pytest.raises(LayoutError, match=f"state '{name}' of Module needs a row in its attr"):
             StepState(module, name, mesh, torch.add)
-    with pytest.raises(LayoutError, match="'b' of Module starts at 'normal' values: give its row"):
+    with pytest.raises(
+        LayoutError, match="'b' of Module has 'normal' initial values: give its sharding"
+    ):
         StepState(module, "b", mesh, torch.add)
     watched = Watched(mesh)
     wrong = watched.states["total"].observe(watched.weight * 1, torch.ones(4))

@@ -151,7 +151,7 @@ def test_ranks_that_do_different_things_are_told_so(patient: WorkerPool) -> None
 
     for line in lines_of(patient, run).values():
         assert (
-            "ranks do not do the same: "
+            "ranks run different operations: "
             "rank 0: all_reduce of token losses [4, 2] float64 on axis 'tp' (ranks 0-1); "
             "rank 1: broadcast [3] float64 on axis 'tp' (ranks 0-1)"
         ) in line

@@ -1,8 +1,8 @@
-"""A collective that fails says which rank it missed.
+"""Errors of failed collectives that name the missing ranks.
 
-All a backend knows is that a connection broke or that nobody answered in time. The ranks that
-notice write so into the job's key-value store, with what they were about to do; those that stay
-silent are the ones that died, froze or are elsewhere in the program.
+A backend only reports that a connection broke or that no answer arrived in time. Each rank that
+notices a failure writes a report with its current operation into the store of the job. The ranks
+without a report are those that died, froze or run another part of the program.
 """
 
 import json
@@ -19,23 +19,24 @@ from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.mesh.store import BoundedStore, StoreError, default_store
 
 GRACE: Final = 2.0
-"""Seconds in which the other ranks of an axis may report the same failure."""
+"""Seconds to wait for reports of the same failure from the other ranks of an axis."""
 
 CHAINED: Final = 2.25
-"""How much longer, as a factor, one waits for the verdict of a rank that waits elsewhere."""
+"""Factor on `GRACE` when another rank is itself waiting on another axis."""
 
 
 class raise_collective_errors:  # noqa: N801 - a context manager, named like those of contextlib
-    """Turn a failure of the backend in a `with` block into a `CollectiveError` of one line.
+    """Context manager that turns a backend failure in its block into a `CollectiveError`.
 
-    It names the ranks that are missing, the axis and the operation.
+    The error is one line that names the missing ranks, the axis and the operation.
 
     Args:
-        axis: The axis that communicates.
-        operation: In words.
-        payload: Tensor whose shape and dtype are told too.
-        ranks: Global ranks that take part, by default all of the axis.
-        match: What ranks that belong together have in common, by default operation and payload.
+        axis: Axis of the collective.
+        operation: Operation in words.
+        payload: Tensor whose shape and dtype the error shows too.
+        ranks: Global ranks that take part. Defaults to all ranks of the axis.
+        match: Text that must be equal on all ranks of one collective. Defaults to operation,
+            payload and axis.
     """
 
     __slots__ = ("_queues", "axis", "description", "match", "operation", "ranks")
@@ -62,7 +63,7 @@ class raise_collective_errors:  # noqa: N801 - a context manager, named like tho
         return self.axis.name
 
     def for_launch(self) -> "raise_collective_errors":
-        """Returns the same for a block that starts what a later block waits for."""
+        """Returns a context for a block that starts a collective and leaves the wait to another."""
         start = raise_collective_errors(
             self.axis, self.operation, ranks=self.ranks, match=self.match
         )
@@ -81,9 +82,9 @@ class raise_collective_errors:  # noqa: N801 - a context manager, named like tho
         traceback: TracebackType | None,
     ) -> None:
         watchdog = None if torch.compiler.is_compiling() else self.axis.watchdog
-        # DistBackendError, DistNetworkError and Gloo's own are RuntimeErrors
+        # DistBackendError, DistNetworkError and errors of Gloo are RuntimeErrors.
         if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-            if watchdog is not None:  # after an abort the backend says no more than that
+            if watchdog is not None:  # after an abort, the backend only reports the abort
                 watchdog.check()
             raise CollectiveError(self.diagnose(backend_text(error))) from error
         if kind is None and watchdog is not None and self._queues:
@@ -94,9 +95,9 @@ class raise_collective_errors:  # noqa: N801 - a context manager, named like tho
         return failure_reported(self.axis)
 
     def diagnose(self, cause: str) -> str:
-        """Return one line: which ranks are missing, on which axis, in which operation, and `cause`.
+        """Returns one line that names the missing ranks, the axis, the operation and `cause`.
 
-        Reports in the store what this rank was doing, and reads the reports of the others.
+        Writes a report of this rank into the store and reads the reports of the other ranks.
         """
         axis, ranks = self.axis, self.axis.ranks if self.ranks is None else self.ranks
         where = f"{self.description} on axis {axis.name!r} ({rank_list(axis.ranks)})"
@@ -111,7 +112,7 @@ class raise_collective_errors:  # noqa: N801 - a context manager, named like tho
                 verdict = f"{rank_list(silent)} did not join {where}"
                 _post(store, axis, me, own._replace(verdict=verdict))
                 return f"{verdict}: dead, frozen or late, see its own output ({cause})"
-        except RuntimeError as failure:  # the store goes with the rank that keeps it
+        except RuntimeError as failure:  # the store is lost with the rank that runs it
             state = "frozen" if isinstance(failure, StoreError) else "gone"
             return f"rank 0, which keeps the job's store, is {state}: {where} failed ({cause})"
         for rank, report in reports.items():
@@ -119,12 +120,12 @@ class raise_collective_errors:  # noqa: N801 - a context manager, named like tho
                 return f"{where} failed because rank {rank} gave up: {report.verdict} ({cause})"
         if len({report.match for report in reports.values()}) > 1:
             sides = "; ".join(f"rank {rank}: {reports[rank].doing}" for rank in sorted(reports))
-            return f"ranks do not do the same: {sides} ({cause})"
+            return f"ranks run different operations: {sides} ({cause})"
         return f"{where} failed on all its ranks ({cause})"
 
 
 class _Report(NamedTuple):
-    """What a rank that noticed a failure was doing, and whom it missed, once it knows."""
+    """Operation of a rank that noticed a failure, and its verdict once it has one."""
 
     doing: str
     match: str
@@ -137,17 +138,17 @@ def _text(t: Tensor) -> str:
 
 
 def _reports(store: BoundedStore, axis: Axis, ranks: Sequence[int]) -> dict[int, _Report]:
-    """Of the ranks that report a failure within `GRACE`.
+    """Returns the reports that the ranks write within `GRACE`.
 
-    A rank that waits on another axis needs as long again to find out whom it misses there.
+    Waits longer if a rank is waiting on another axis: it needs the same time for its own verdict.
     """
-    since = time.monotonic()
+    start_time = time.monotonic()
     while True:
-        told = [rank for rank in ranks if store.check([_key(axis, rank)])]
-        reports = {rank: _Report(*json.loads(store.get(_key(axis, rank)))) for rank in told}
+        reporting = [rank for rank in ranks if store.check([_key(axis, rank)])]
+        reports = {rank: _Report(*json.loads(store.get(_key(axis, rank)))) for rank in reporting}
         complete = len(reports) == len(ranks)
         elsewhere = complete and any(report.axis != axis.name for report in reports.values())
-        if time.monotonic() - since > GRACE * (CHAINED if elsewhere else 1):
+        if time.monotonic() - start_time > GRACE * (CHAINED if elsewhere else 1):
             return reports
         if complete and any(report.verdict for report in reports.values()):
             return reports
@@ -160,7 +161,7 @@ def _post(store: BoundedStore, axis: Axis, rank: int, report: _Report) -> None:
 
 
 def report_failure(store: BoundedStore, axis: Axis) -> None:
-    """Lets all ranks of the mesh know that one has reported a failure."""
+    """Marks in the store that a rank of the mesh has reported a failure."""
     store.set(_any(axis), "")
 
 
@@ -168,12 +169,12 @@ def failure_reported(axis: Axis) -> bool:
     """Returns whether a rank of the mesh has reported a failure."""
     try:
         return default_store(GRACE).check([_any(axis)])
-    except RuntimeError:  # the store is gone, and with it the rank that keeps it
+    except RuntimeError:  # the store is lost, and with it the rank that runs it
         return True
 
 
 def _any(axis: Axis) -> str:
-    """Returns the key that is there once a rank of the mesh has reported."""
+    """Returns the key that exists once a rank of the mesh has reported a failure."""
     return f"collective-failed/{axis.mesh}/any"
 
 

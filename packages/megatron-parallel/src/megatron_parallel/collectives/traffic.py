@@ -1,42 +1,42 @@
-"""How much a rank communicates: calls and bytes by axis and operation.
+"""Communication traffic of a rank: calls and bytes by axis and operation.
 
     with mesh.counting() as traffic:
         train_step()
     print(traffic)
 
-Counted is what goes through the functions of `collectives`, the backward passes of its region
-mappings, `GradientBuffers` and the pipeline, over axes of more than one rank. Bytes are the
-payload, before whatever factor the backend's algorithm puts on it:
+Counts the messages of the functions of `collectives`, the backward passes of region mappings,
+`GradientBuffers` and the pipeline, over axes of more than one rank. Bytes are those of the payload,
+without the factor of the algorithm of the backend:
 
 | operation | bytes of a call |
 |---|---|
 | `all_reduce` | the tensor |
-| `all_gather` | this rank's part, as it is handed in |
-| `reduce_scatter` | the whole, as it is handed in |
-| `broadcast` | the tensor, on its source and on every other rank |
-| `all_to_all` | the rows for all ranks, the own ones among them |
+| `all_gather` | the input, this rank's part |
+| `reduce_scatter` | the input, the whole tensor |
+| `broadcast` | the tensor, on every rank |
+| `all_to_all` | the rows for all ranks, including this one |
 | `send`, `receive` | the tensor |
 
 A ring of `n` ranks sends `2 (n - 1) / n` of these bytes for an all-reduce, `n - 1` times them for
 an all-gather, and `(n - 1) / n` of them for a reduce-scatter.
 
-What a message is for follows after `of`, so that formulas can tell messages apart:
+The purpose of a message follows after `of`, so that formulas can distinguish messages:
 
-| operation | who | per step |
+| operation | sender | per step |
 |---|---|---|
-| `all_reduce`, `all_gather`, `reduce_scatter`, … | layers, and callers of `collectives` | |
+| `all_reduce`, `all_gather`, `reduce_scatter`, … | layers and other callers of `collectives` | |
 | `all_reduce of token losses` | vocab-parallel cross entropy | 2 for each micro-batch |
 | `all_to_all of dispatched tokens`, `... combined tokens` | `expert_parallel` | 2 for each layer |
 | `all_reduce of gradients` | `GradientBuffers` | 1 for each bucket and axis |
 | `all_reduce of tied gradient` | `sum_tied_gradient` | 1 for each weight |
 | `broadcast of tied parameter` | `copy_tied_parameter` | |
-| `send of activations`, `receive of activations` | pipeline | 1 for each micro-batch and border |
-| `send of gradient`, `receive of gradient` | pipeline | 1 for each micro-batch and border |
-| `all_gather of step digest` | pipeline: are all stages about to do the same? | 1 of 8 bytes |
-| `broadcast of loss sums` | pipeline: from the last stage to all | 1 of 8 bytes a sum |
+| `send of activations`, `receive of activations` | pipeline | 1 for each micro-batch and peer |
+| `send of gradient`, `receive of gradient` | pipeline | 1 for each micro-batch and peer |
+| `all_gather of step digest` | pipeline: comparison of the step on all ranks | 1 of 8 bytes |
+| `broadcast of loss sums` | pipeline: from the last stage to all ranks | 1 of 8 bytes for a sum |
 
-What ranks write into the job's key-value store (agreements, reports of failures) is not counted:
-none of it happens in a step that succeeds.
+Requests to the key-value store of the job (agreement, reports of failures) are not counted: a step
+that succeeds makes none.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ from megatron_parallel import _compat
 
 
 class Record(NamedTuple):
-    """Messages of one kind: axis name, operation, number of calls and bytes over all of them."""
+    """Messages of one kind: axis name, operation, number of calls and their total bytes."""
 
     axis: str
     operation: str
@@ -56,22 +56,22 @@ class Record(NamedTuple):
 
 
 class Traffic:
-    """What this rank has communicated while `Mesh.counting` was open."""
+    """Traffic of this rank within a block of `Mesh.counting`."""
 
     def __init__(self) -> None:
         self._totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     @property
     def records(self) -> list[Record]:
-        """One for each axis and operation, in the order in which they first came."""
+        """One record for each axis and operation, in the order of their first calls."""
         return [Record(*key, *total) for key, total in self._totals.items()]
 
     def of(self, axis: str, operation: str) -> Record:
-        """Returns the record of an operation on an axis; zeros if there was none."""
+        """Returns the record of an operation on an axis; zeros if there were no calls."""
         return Record(axis, operation, *self._totals.get((axis, operation), (0, 0)))
 
     def add(self, axis: str, operation: str, nbytes: int) -> None:
-        """Counts a call."""
+        """Adds one call."""
         calls, before = self._totals.get((axis, operation), (0, 0))
         self._totals[axis, operation] = (calls + 1, before + nbytes)
 
@@ -87,21 +87,21 @@ class Traffic:
 
 
 class Ledger:
-    """Who is counting at present; one for each mesh, shared by its axes."""
+    """The open counters of a mesh, shared by its axes."""
 
     def __init__(self) -> None:
         self.open: list[Traffic] = []
 
     def add(self, axis: str, operation: str, nbytes: int) -> None:
-        """Counts a call for everyone who asked."""
+        """Adds one call to every open counter."""
         for traffic in self.open:
             traffic.add(axis, operation, nbytes)
 
     @contextmanager
     def counting(self) -> Iterator[Traffic]:
-        """Count in the `with` block. Compiled functions run eagerly in it, as graphs count nothing.
+        """Yields a counter of the traffic in the `with` block. Blocks may be nested.
 
-        Blocks may be nested: both count.
+        Compiled functions run eagerly in the block, since a compiled graph counts nothing.
         """
         traffic = Traffic()
         with _compat.force_eager():

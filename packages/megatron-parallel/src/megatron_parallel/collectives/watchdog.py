@@ -1,14 +1,14 @@
-"""A thread of the host that waits for collectives which the backend only queues.
+"""A watchdog thread for collectives that the backend only enqueues on a stream.
 
-`wait` on NCCL makes the stream wait and not the host. A rank that is missing therefore raises
-nothing: the host goes on until it reads a value of the device, and hangs there until NCCL's own
-watchdog ends the process in C++. Here a marker is put on the stream behind each collective, and a
-thread polls the markers. When one is not reached within the mesh's time-out, the thread finds out
-through the job's store which rank is missing (`raise_collective_errors`), aborts the groups so that
-the host is released, and `check` raises the error at the next collective of this rank. The groups'
-own time-out is longer by `MARGIN`.
+With NCCL, `wait` makes the stream wait and not the host, so a missing rank raises no error: the
+host continues until it reads a value from the device, and hangs there until the watchdog of NCCL
+ends the process in C++. This watchdog records a marker on the stream after each collective, and a
+thread polls the markers. If a marker is not reached within the time-out of the mesh, the thread
+determines the missing rank through the store of the job (`raise_collective_errors`) and aborts the
+process groups, which releases the host. `check` then raises the error at the next collective of
+this rank. The time-out of the process groups is longer than that of the mesh by `MARGIN`.
 
-Gloo waits on the host and raises there: its meshes have no watchdog.
+Gloo waits on the host and raises errors there, so meshes with Gloo have no watchdog.
 """
 
 import collections
@@ -25,36 +25,36 @@ import torch
 from megatron_parallel.errors import CollectiveError
 
 MARGIN: Final = timedelta(seconds=60)
-"""By how much the time-out of a backend that queues exceeds that of its mesh.
+"""Difference between the time-out of an enqueuing backend and that of its mesh.
 
-In this time missing ranks are found out and groups aborted. A host that an abort does not release
-within it is ended: its process would otherwise stay for ever.
+In this time the missing ranks are determined and the groups aborted. If the abort does not release
+the host within it, the process is ended, since it would otherwise never end.
 """
 
 DIAGNOSIS_SECONDS: Final = 5.0
-"""Seconds before the time-out at which missing ranks are asked for, which takes this at most."""
+"""Seconds before the time-out at which the missing ranks are determined; takes at most this."""
 
 
 class Marker(Protocol):
-    """A place in a stream, such as `torch.cuda.Event`."""
+    """A point in a stream, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Returns whether the device has come so far; does not wait."""
+        """Returns whether the device has reached this point, without waiting."""
 
 
 class Operation(Protocol):
-    """A collective as `raise_collective_errors` knows it."""
+    """A watched collective, such as a `raise_collective_errors`."""
 
     @property
     def axis_name(self) -> str:
-        """Axis that communicates."""
+        """Name of the axis."""
 
     @property
     def description(self) -> str:
         """Operation, shape and dtype."""
 
     def diagnose(self, cause: str) -> str:
-        """Returns the line that names the ranks that are missing; asks the store."""
+        """Returns the line that names the missing ranks, using the store."""
 
     def failure_reported(self) -> bool:
         """Returns whether a rank of the mesh has reported a failure in the store."""
@@ -67,12 +67,12 @@ class _Queued(NamedTuple):
 
 
 class Watchdog:
-    """Waits for the queued collectives of one mesh.
+    """Watches the enqueued collectives of one mesh.
 
     Args:
-        mark: Puts a marker behind what has been queued so far.
-        abort: Aborts the groups, so that a host that waits for a device is released.
-        timeout: Seconds that a collective may take.
+        mark: Records a marker after everything that has been enqueued so far.
+        abort: Aborts the process groups, which releases a host that waits for the device.
+        timeout: Maximum duration of a collective in seconds.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, operation: Operation) -> None:
-        """Watches an operation that has just been queued by this thread."""
+        """Watches an operation that this thread has just enqueued."""
         marker = self._mark()
         if marker is None:
             return
@@ -103,17 +103,21 @@ class Watchdog:
             self._thread.start()
 
     def check(self) -> None:
-        """Raises `CollectiveError` if a collective of this mesh was found to miss a rank."""
+        """Raises the error of a failed collective of this mesh, if there is one.
+
+        Raises:
+            CollectiveError: A rank did not take part in a collective.
+        """
         if self._failure is not None:
             self._raised.set()
             raise self._failure
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._closed.set()
 
     def last_completed(self, axis: str) -> str | None:
-        """Returns the last operation on the axis that was seen to be complete, in words."""
+        """Returns the last operation on the axis that is known to be complete, in words."""
         return self._last.get(axis)
 
     def _watch(self) -> None:
@@ -124,7 +128,7 @@ class Watchdog:
                 return
 
     def _overdue(self) -> _Queued | None:
-        """Drops what is complete; return the oldest of the rest if it takes too long."""
+        """Drops complete operations. Returns the oldest incomplete one if it takes too long."""
         while self._queued:
             oldest = self._queued[0]
             if not oldest.marker.query():
@@ -150,18 +154,18 @@ class Watchdog:
             self._abort()
         finally:
             if not self._raised.wait(MARGIN.total_seconds()) and not self._closed.is_set():
-                # What NCCL's own watchdog does, with a line that says why.
+                # As the watchdog of NCCL does, with a line that gives the reason.
                 print(line, file=sys.stderr, flush=True)  # noqa: T201
                 os._exit(1)
 
 
 def marker_factory(device: torch.device) -> Callable[[], Marker | None] | None:
-    """Returns what marks a place in the current stream of `device`; None where the host waits."""
+    """Returns a function that records a marker in the current stream; None if the host waits."""
     return _stream_marker if device.type == "cuda" else None
 
 
 def backend_timeout(device: torch.device, timeout: timedelta) -> timedelta:
-    """Returns the time-out of process groups for a mesh on `device` whose own is `timeout`."""
+    """Returns the time-out of the process groups of a mesh on `device` with time-out `timeout`."""
     return timeout if marker_factory(device) is None else timeout + MARGIN
 
 

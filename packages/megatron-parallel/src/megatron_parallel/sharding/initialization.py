@@ -1,17 +1,17 @@
-"""Initial values that do not depend on the layout.
+"""Initial values that are the same for every layout.
 
-A parameter is drawn in blocks: slabs along the dim its sharding cuts (the first dim if it is not
-cut), each from its own CPU generator seeded by a hash of (seed, global name, block number, and the
-expert's number for experts). A rank draws only the blocks it touches and keeps the part it holds,
-so 1 rank and 64 ranks start from the same numbers, and no rank ever holds a whole weight.
+A parameter is drawn in blocks along the dim that its sharding cuts (else the first dim). Each block
+has a CPU generator of its own, seeded by a hash of the seed, the global name, the block index and,
+for experts, the index of the expert. A rank draws only the blocks that overlap its part, so 1 rank
+and 64 ranks start from the same numbers, and no rank holds a whole weight.
 
-Numbers are drawn in float32 and then cast: a float64 parameter holds exactly the values of the
-float32 one, a bfloat16 one their roundings. Padding is zero.
+Numbers are drawn in float32 and then cast: a float64 parameter has exactly the float32 values, and
+a bfloat16 parameter has these values rounded. Padding is zero.
 
-The block size and the hash are part of the format: changing either changes every training curve.
+The block size and the hash are part of the format: changing them changes every training curve.
 (torch seeds its CPU generator with 32 bits, so in a model of `n` blocks about `n^2 / 2^33` pairs of
-blocks start equal: none are to be expected below ten billion parameters, a few hundred of the 1.5
-million blocks at a hundred billion.)
+blocks are equal: none are expected below ten billion parameters, and a few hundred of 1.5 million
+blocks at a hundred billion.)
 """
 
 import math
@@ -29,14 +29,19 @@ from megatron_parallel.sharding.step_state import collect_states
 from megatron_parallel.sharding.views import collect_shardings
 
 BLOCK_NUMEL = 65536
-"""Elements per block, at most, unless one row is longer. Part of the format."""
+"""Maximum number of elements in a block, unless one row is longer. Part of the format."""
 
 
 def initialize_parameters(module: nn.Module, *, seed: int, mesh: Mesh) -> None:
-    """Gives every parameter of `module` the values its sharding's `init` asks for, by global name.
+    """Fills all parameters of `module` with the initial values of their shardings.
 
-    State that is not a parameter starts again at its constant. Layers are built without values
-    (NaN), so that a model can be built on the meta device and filled later; this fills it.
+    State that is not a parameter is reset to its constant. Layers are built without values (NaN),
+    so a model can be built on the meta device first.
+
+    Args:
+        module: Module whose parameters have shardings.
+        seed: Seed of the run.
+        mesh: Mesh of this rank.
     """
     table = collect_shardings(module)
     for name, parameter in module.named_parameters():
@@ -55,10 +60,17 @@ def initialize(
     init: Init | None = None,
     expert: int | None = None,
 ) -> None:
-    """Fills the local part of one parameter, in place, by `init` (default: the sharding's own).
+    """Fills the local part of one parameter in place.
 
-    `expert` is for a parameter that is that of one expert; one of all of them (`Sharding.experts`)
-    holds the same values, expert by expert.
+    Args:
+        param: Local part of the parameter.
+        seed: Seed of the run.
+        name: Global name of the parameter.
+        sharding: Sharding of the parameter.
+        mesh: Mesh of this rank.
+        init: Initial values. Defaults to those of the sharding.
+        expert: Index of the expert, for a parameter of a single expert. A parameter of all experts
+            (`Sharding.experts`) gets the same values for each expert.
     """
     init = init or sharding.init
     with torch.no_grad():
@@ -83,7 +95,7 @@ def normal_(
     mesh: Mesh,
     expert: int | None = None,
 ) -> None:
-    """Fills the local part of parameter `name` from a normal distribution of mean 0, in place."""
+    """Fills the local part of parameter `name` from a normal distribution with mean 0, in place."""
     spec = Init("normal", std)
     initialize(param, seed=seed, name=name, sharding=sharding, mesh=mesh, init=spec, expert=expert)
 
@@ -104,9 +116,9 @@ def uniform_(
 
 
 def scaled_std(std: float, num_layers: int) -> float:
-    """Standard deviation of the projections that write to the residual stream, `std / sqrt(2 L)`.
+    """Returns `std / sqrt(2 L)`, the standard deviation of projections to the residual stream.
 
-    Each of the `L` layers adds to the stream twice (Radford et al. 2019, section 2.3).
+    Each of the `L` layers adds to the residual stream twice (Radford et al. 2019, section 2.3).
     """
     return std / math.sqrt(2.0 * num_layers)
 
@@ -130,15 +142,15 @@ def _draw(
                 values.normal_(0.0, init.scale, generator=generator)
             else:
                 values.uniform_(-init.scale, init.scale, generator=generator)
-            part = block.intersection(box)
-            here = part.shifted(tuple(-offset for offset in block.offsets))
+            overlap = block.intersection(box)
+            source = overlap.shifted(tuple(-offset for offset in block.offsets))
             moves = zip(local.offsets, box.offsets, strict=True)
-            there = part.shifted(tuple(mine - ours for mine, ours in moves))
-            param[there.slices].copy_(values[here.slices])
+            target = overlap.shifted(tuple(mine - ours for mine, ours in moves))
+            param[target.slices].copy_(values[source.slices])
 
 
 def _blocks(sharding: Sharding, box: Box) -> Iterator[tuple[int, Box]]:
-    """Numbers and extents of the blocks that `box` touches; a scalar is one block."""
+    """Yields index and box of each block that overlaps `box`; a scalar is one block."""
     shape = sharding.shape
     if not shape:
         yield 0, Box((), ())

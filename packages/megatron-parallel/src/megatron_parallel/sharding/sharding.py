@@ -1,16 +1,16 @@
 """The sharding table: which part of which parameter a rank holds.
 
-Every module that owns parameters, or state that is not a parameter, has an attribute `sharding`, a
-dict from their local names to `Sharding`. `collect_shardings` gathers them into one table keyed by
-global name. Initialisation, weight-decay groups, gradient norms, checkpoints and conversion read
-that table; there is no second one.
+Every module with parameters, or with state that is not a parameter, has an attribute `sharding`: a
+dict of `Sharding` by local name. `collect_shardings` collects these dicts into one table by global
+name. Initialisation, weight-decay groups, gradient norms, checkpoints and conversion all read this
+table.
 
 A `Sharding` describes the *global* parameter, as a checkpoint stores it, and which mesh axis cuts
 which dim. It is the same for every layout; only `shard_boxes(mesh)` depends on the coordinates of
 the rank. All offsets are global and unpadded unless they are called local.
 
-Nothing here imports torch: the parameters of a model are planned and counted without it. `View`,
-which has a tensor, is in `megatron_parallel.sharding.views`.
+This module does not import torch, so the parameters of a model can be planned and counted without
+it. `View`, which has a tensor, is in `megatron_parallel.sharding.views`.
 """
 
 from collections.abc import Iterator
@@ -49,14 +49,14 @@ class MeshLike(Protocol):
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a tensor: `offsets[i] <= index[i] < offsets[i] + lengths[i]`."""
+    """A rectangular region of a tensor: `offsets[i] <= index[i] < offsets[i] + lengths[i]`."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements; 0 for an empty box, 1 for a scalar's."""
+        """Number of elements: 0 for an empty box, 1 for the box of a scalar."""
         return prod(self.lengths)
 
     @property
@@ -66,12 +66,12 @@ class Box:
         return tuple(slice(offset, offset + length) for offset, length in pairs)
 
     def shifted(self, by: tuple[int, ...]) -> "Box":
-        """Returns the same box moved by `by`."""
+        """Returns the box with `by` added to its offsets."""
         moved = tuple(offset + step for offset, step in zip(self.offsets, by, strict=True))
         return Box(moved, self.lengths)
 
     def intersection(self, other: "Box") -> "Box":
-        """Returns the part both cover; of zero `numel` where they do not meet."""
+        """Returns the intersection of two boxes, with `numel` 0 if they are disjoint."""
         offsets, lengths = [], []
         mine = zip(self.offsets, self.lengths, strict=True)
         theirs = zip(other.offsets, other.lengths, strict=True)
@@ -83,7 +83,7 @@ class Box:
 
 
 class ShardBox(NamedTuple):
-    """One box of the global tensor and where it lies in the local one; lengths are equal."""
+    """A box of the global tensor and the box of equal lengths that holds it in the local tensor."""
 
     box: Box
     local: Box
@@ -91,7 +91,13 @@ class ShardBox(NamedTuple):
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: drawn with standard deviation or bound `scale`, or filled with it."""
+    """Initial values of a parameter.
+
+    Attributes:
+        kind: Normal with standard deviation `scale`, uniform in `[-scale, scale)`, or the constant
+            `scale`.
+        scale: See `kind`.
+    """
 
     kind: Literal["normal", "uniform", "constant"] = "normal"
     scale: float = 0.02
@@ -102,22 +108,22 @@ ZEROS = Init("constant", 0.0)
 ONES = Init("constant", 1.0)
 
 
-# Who holds the same part, by the axis that cuts it and whether it is one of experts.
-class _Holders(NamedTuple):
-    """Axes whose ranks hold the same: all of it, or the same data-parallel shard of it."""
+class _ReplicaAxes(NamedTuple):
+    """Axes whose ranks hold the same part of a parameter, or the same data-parallel shard of it."""
 
     whole: tuple[str, ...]
     shard: tuple[str, ...]
 
 
-_HOLDERS = {
-    ("tp", False): _Holders(("dp_cp",), ("dp_cp_outer",)),
-    (None, False): _Holders(("tp_dp_cp",), ("dp_cp_outer", "tp")),
-    ("expert_tp", True): _Holders(("expert_dp",), ()),
-    (None, True): _Holders(("expert_tp", "expert_dp"), ("expert_tp",)),
+# By the axis that cuts the parameter, and whether it is a parameter of experts.
+_REPLICA_AXES = {
+    ("tp", False): _ReplicaAxes(("dp_cp",), ("dp_cp_outer",)),
+    (None, False): _ReplicaAxes(("tp_dp_cp",), ("dp_cp_outer", "tp")),
+    ("expert_tp", True): _ReplicaAxes(("expert_dp",), ()),
+    (None, True): _ReplicaAxes(("expert_tp", "expert_dp"), ("expert_tp",)),
 }
 
-_DERIVED = None  # stands for "worked out in __post_init__", so that readers see a plain bool
+_DERIVED = None  # computed in __post_init__, so that the field has the type bool
 
 
 @dataclass(frozen=True)
@@ -126,35 +132,36 @@ class Sharding:
 
     Attributes:
         shape: Global shape as stored, without padding.
-        axis: Mesh axis that cuts `dim` into equal parts; without one, every rank holds all.
+        axis: Mesh axis that cuts `dim` into equal parts. None means that every rank holds the whole
+            parameter. Defaults to None.
         dim: The dim that is cut.
-        padded: Size of `dim` in memory, when it is padded (vocabulary). Padding is never stored.
-            Parts are `ceil(padded / axis size)` long, so that any axis size will do.
-        spill_dim: Dim that is cut too where the axis has more ranks than `dim` has entries: those
-            that share an entry cut it there into equal parts (query groups fewer than ranks).
-        fused_dim: Dim that only enumerates fused weights (gate and up), which nobody may cut.
-        experts: Whether dim 0 numbers the experts of a layer. Axis `ep` cuts it into equal parts,
-            whatever `axis` does within each expert (`expert_tp`). Every expert starts from values
-            of its own, and its gradient is summed over `expert_dp`.
-        matrix: The parameter, or that of one expert, as a matrix, for optimizers that orthogonalise
-            (Muon); by default all dims but the last, times the last. A parameter of fewer than two
-            true dims has none, and a `vector` has none.
-        weight_decay: Whether weight decay applies; by default to whatever has a matrix.
-        init: How the parameter starts.
-        tied: The first and the last pipeline stage both hold it (tied embeddings): its gradient is
-            the sum over both, and it counts once.
+        padded: Size of `dim` in memory if it is padded (vocabulary). Padding is never stored. Each
+            part has length `ceil(padded / axis size)`, so any axis size is possible.
+        spill_dim: Dim that is also cut if the axis has more ranks than `dim` has entries (fewer
+            query groups than ranks). The ranks that share an entry cut it along this dim.
+        fused_dim: Dim that enumerates fused weights (gate and up) and must not be cut.
+        experts: Whether dim 0 enumerates the experts of a layer. Axis `ep` cuts it into equal
+            parts, and `axis` (`expert_tp`) cuts each expert. Each expert has initial values of its
+            own, and its gradient is summed over `expert_dp`.
+        matrix: Shape of the parameter, or of that of one expert, as a matrix, for optimizers that
+            orthogonalise (Muon). Defaults to the product of all dims but the last, and the last. A
+            `vector` and a parameter with fewer than two dims, not counting `fused_dim`, have none.
+        weight_decay: Whether weight decay applies. Defaults to whether there is a `matrix`.
+        init: Initial values.
+        tied: Whether the first and the last pipeline stage both hold the parameter (tied
+            embeddings). Its gradient is the sum over both, and it counts once.
         partial: Axis whose ranks all hold the parameter but see different parts of the same
-            samples, so that a local gradient is only its part of a sum over the axis: norms and
-            biases in sequence-parallel regions. `GradientBuffers` adds the parts up, nobody else.
-        vocabulary: Whether `dim` numbers the tokens of a vocabulary: a token embedding or an output
-            matrix. These may have a learning rate of their own, and an update rule that needs
-            matrices does not take them.
-        vector: Whether it has one number for each output, whatever its dims: a bias `[g, width]`.
-        reduce: For state that is not a parameter (`megatron_parallel.StepState`), how what ranks
-            and micro-batches have observed is combined. Defaults to None, a parameter.
+            samples, so that the gradient is the sum over the axis (norms and biases in
+            sequence-parallel regions). `GradientBuffers` computes this sum.
+        vocabulary: Whether `dim` enumerates the tokens of a vocabulary: a token embedding or an
+            output matrix. These may have a learning rate of their own, and are not updated by rules
+            that need matrices.
+        vector: Whether the parameter has one number for each output, such as a bias `[g, width]`.
+        reduce: For state that is not a parameter (`megatron_parallel.StepState`), how observations
+            of ranks and micro-batches are combined. Defaults to None, a parameter.
 
     Raises:
-        LayoutError: These contradict one another.
+        LayoutError: The values contradict one another.
     """
 
     shape: tuple[int, ...]
@@ -197,7 +204,7 @@ class Sharding:
                 "partial over that axis too"
             )
         if self.experts and (0 in (self.dim, self.fused_dim) or not self.shape):
-            raise LayoutError(f"dim 0 of shape {self.shape} numbers experts: cut another one")
+            raise LayoutError(f"dim 0 of shape {self.shape} enumerates experts: cut another dim")
         shape = self.shape[1:] if self.experts else self.shape
         true_dims = len(shape) - (self.fused_dim is not None)
         if self.matrix is None and true_dims > 1 and not self.vector:
@@ -209,26 +216,26 @@ class Sharding:
 
     @property
     def block_dim(self) -> int:
-        """The dim along which initialisation draws blocks: the cut one, else the first unfused."""
+        """Dim along which initial values are drawn in blocks: `dim`, else `fully_shard_dim`."""
         return self.fully_shard_dim if self.dim is None else self.dim
 
     @property
     def fully_shard_dim(self) -> int:
-        """The dim that fully sharded data parallelism may cut: the first of one matrix.
+        """Dim that fully sharded data parallelism may cut: the first dim of a matrix.
 
-        Neither a fused dim nor the numbers of experts, of which a rank may have fewer than ranks.
+        It is neither the fused dim nor the dim of experts, which may have fewer entries than ranks.
         """
-        kept = [d for d in range(self.experts, len(self.shape)) if d != self.fused_dim]
-        return kept[0] if kept else 0
+        dims = [d for d in range(self.experts, len(self.shape)) if d != self.fused_dim]
+        return dims[0] if dims else 0
 
     @property
     def hidden_matrix(self) -> bool:
-        """Whether it is a matrix between token embedding and output matrix."""
+        """Whether the parameter is a matrix, but neither token embedding nor output matrix."""
         return self.matrix is not None and not self.vocabulary
 
     @property
     def single_expert(self) -> "Sharding":
-        """The sharding of the parameter of a single expert, without dim 0."""
+        """Sharding of the parameter of a single expert, without dim 0."""
         return replace(
             self,
             shape=self.shape[1:],
@@ -238,7 +245,11 @@ class Sharding:
         )
 
     def local_length(self, mesh: MeshLike) -> int:
-        """Local length of the cut dim, with padding."""
+        """Returns the local length of the cut dim, with padding.
+
+        Raises:
+            LayoutError: The parameter is not cut, or cannot be cut into equal parts.
+        """
         if self.axis is None or self.dim is None:
             raise LayoutError(f"shape {self.shape} is not cut")
         size, parts = self.shape[self.dim], mesh.axis(self.axis).size
@@ -254,7 +265,11 @@ class Sharding:
         return size // parts
 
     def ranks_per_entry(self, mesh: MeshLike) -> int:
-        """Ranks that share an entry of `dim` and cut `spill_dim`; 1 where there are enough."""
+        """Returns how many ranks share an entry of `dim` and cut `spill_dim`.
+
+        Raises:
+            LayoutError: The ranks cannot share the entries equally.
+        """
         if self.axis is None or self.dim is None or self.spill_dim is None:
             return 1
         entries, ranks = self.shape[self.dim], mesh.axis(self.axis).size
@@ -268,7 +283,7 @@ class Sharding:
         return ranks // entries
 
     def local_shape(self, mesh: MeshLike) -> tuple[int, ...]:
-        """Shape of this rank's tensor, with padding."""
+        """Returns the shape of this rank's tensor, with padding."""
         shape = list(self.shape)
         if self.dim is not None:
             shape[self.dim] = self.local_length(mesh)
@@ -279,19 +294,24 @@ class Sharding:
         return tuple(shape)
 
     def local_matrix(self, mesh: MeshLike) -> tuple[int, ...]:
-        """This rank's part as a matrix `(rows, columns)`, or `(experts, rows, columns)`.
+        """Returns this rank's part as a matrix `(rows, columns)`, or `(experts, rows, columns)`.
 
-        Raises `LayoutError` if there is no matrix, or it does not follow from where dims are split.
+        Raises:
+            LayoutError: There is no matrix, or its rows and columns are not products of dims.
         """
         shape, local = self.shape[self.experts :], self.local_shape(mesh)[self.experts :]
         for split in range(len(shape) - 1, 0, -1):
             if (prod(shape[:split]), prod(shape[split:])) == self.matrix:
-                of_one = (prod(local[:split]), prod(local[split:]))
-                return (len(self.expert_indices(mesh)), *of_one) if self.experts else of_one
+                of_expert = (prod(local[:split]), prod(local[split:]))
+                return (len(self.expert_indices(mesh)), *of_expert) if self.experts else of_expert
         raise LayoutError(f"shape {self.shape} cannot be split into the dims of {self.matrix}")
 
     def expert_indices(self, mesh: MeshLike) -> range:
-        """Returns the experts this rank holds."""
+        """Returns the indices of the experts that this rank holds.
+
+        Raises:
+            LayoutError: The size of axis `ep` does not divide the number of experts.
+        """
         count, ep = self.shape[0], mesh.axis("ep")
         if count % ep.size:
             raise LayoutError(
@@ -302,7 +322,7 @@ class Sharding:
         return range(ep.index * length, (ep.index + 1) * length)
 
     def shard_boxes(self, mesh: MeshLike) -> tuple[ShardBox, ...]:
-        """The boxes this rank holds and where they lie locally; none if it holds only padding."""
+        """Returns the boxes that this rank holds; none if it holds only padding."""
         whole = Box((0,) * len(self.shape), self.shape)
         corner, lengths = list(whole.offsets), self.local_shape(mesh)
         if self.axis is not None and self.dim is not None:
@@ -318,34 +338,45 @@ class Sharding:
         return (ShardBox(box, Box(whole.offsets, box.lengths)),)
 
     def boxes(self, mesh: MeshLike) -> tuple[Box, ...]:
-        """Returns the boxes of the global tensor this rank holds; none if it holds only padding."""
+        """Returns the boxes of the global tensor that this rank holds; none if only padding."""
         return tuple(piece.box for piece in self.shard_boxes(mesh))
 
     def box(self, mesh: MeshLike) -> Box:
-        """Returns the one box this rank holds, of zero `numel` if it holds only padding."""
+        """Returns the single box that this rank holds, with `numel` 0 if it holds only padding.
+
+        Raises:
+            LayoutError: The rank holds several boxes.
+        """
         boxes = self.boxes(mesh)
         if not boxes:
             return Box(self.shape, (0,) * len(self.shape))
         if len(boxes) > 1:
-            raise LayoutError(f"shape {self.shape} is held as {len(boxes)} boxes: ask for boxes()")
+            raise LayoutError(f"shape {self.shape} is held as {len(boxes)} boxes: use boxes()")
         return boxes[0]
 
     def replica(self, mesh: MeshLike, *, sharded: bool = False) -> int:
-        """Number of this rank's copy among those that hold the same boxes; 0 is the one written.
+        """Returns the replica number of this rank; a checkpoint stores replica 0.
 
-        `sharded`: among those that hold the same shard of them, of data-parallel ranks that keep a
-        shard each.
+        Ranks that hold the same boxes have different replica numbers.
+
+        Args:
+            mesh: Mesh of this rank.
+            sharded: Whether data-parallel ranks hold one shard each. Replicas are then ranks with
+                the same shard. Defaults to False.
+
+        Raises:
+            LayoutError: Replicas of a parameter cut over this axis have no numbers.
         """
-        holders = _HOLDERS.get((self.axis, self.experts))
-        if holders is None:
+        axes = _REPLICA_AXES.get((self.axis, self.experts))
+        if axes is None:
             kind = "experts" if self.experts else "a parameter"
-            raise LayoutError(f"copies of {kind} cut over axis {self.axis!r} are not numbered")
-        names = holders.shard if sharded else holders.whole
-        copies = [mesh.axis(name) for name in names if mesh.has_axis(name)]
+            raise LayoutError(f"replicas of {kind} cut over axis {self.axis!r} have no numbers")
+        names = axes.shard if sharded else axes.whole
+        replica_axes = [mesh.axis(name) for name in names if mesh.has_axis(name)]
         if self.tied and mesh.has_axis("embedding"):
-            copies.insert(0, mesh.axis("embedding"))
+            replica_axes.insert(0, mesh.axis("embedding"))
         number = 0
-        for axis in copies:
+        for axis in replica_axes:
             number = number * axis.size + axis.index
         return number
 
@@ -354,10 +385,12 @@ class Sharding:
 
 
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    """Boxes that cover elements `start <= i < stop` of a row-major tensor, in order.
+    """Returns the boxes that cover elements `start <= i < stop` of a row-major tensor, in order.
 
-    Each box is contiguous in memory and they follow one another; there are at most `2n - 1` of
-    them for `n` dims.
+    Each box is contiguous in memory. For `n` dims there are at most `2n - 1` boxes.
+
+    Raises:
+        LayoutError: The range is not within the tensor.
     """
     if not 0 <= start <= stop <= prod(shape):
         raise LayoutError(

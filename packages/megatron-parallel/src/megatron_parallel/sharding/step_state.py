@@ -1,21 +1,21 @@
-"""State of a module that is not a parameter: biases of experts, running statistics, maxima.
+"""State of a module that is not a parameter, such as biases of experts and running statistics.
 
     class Centred(nn.Module):
         def __init__(self, width, mesh):
             super().__init__()
             self.sharding = {"mean": Sharding((width,), reduce="sum", init=ZEROS)}
-            StepState(self, "mean", mesh, moved)  # adds the buffer `mean`
+            StepState(self, "mean", mesh, update)  # adds the buffer `mean`
 
         def forward(self, x):
             return self.states["mean"].observe(x - self.mean, x.detach().sum((0, 1)))
 
-Such a tensor changes once a step, by what all micro-batches have shown on all ranks, and is the
-same in every layout. Its row in the sharding table says how it is cut and how observations are
-combined (`Sharding.reduce`). It is a buffer of its module, so it moves with it, and it has views
-beside the parameters, so that checkpoints hold it.
+Such a tensor changes once a step, from the observations of all micro-batches on all ranks, and is
+the same for every layout. Its row in the sharding table defines how it is cut and how observations
+are combined (`Sharding.reduce`). It is a buffer of its module, so `Module.to` moves it, and it has
+views like a parameter, so checkpoints store it.
 
-Observations are summed over the ranks that a gradient of the same row would be summed over:
-data-parallel and context-parallel ranks, and those of `Sharding.partial`.
+Observations are combined over the same ranks as a gradient with the same sharding: data-parallel
+and context-parallel ranks, and those of `Sharding.partial`.
 """
 
 import math
@@ -34,29 +34,29 @@ from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.sharding import Sharding
 
 Update = Callable[[Tensor, Tensor], Tensor]
-"""`update(value, observed)` returns the value after a step; it is called alike on every rank.
+"""`update(value, observed)` returns the value after a step. Called equally on every rank.
 
-`observed` is 0, or -inf with `reduce="max"`, if nothing was observed.
+Without observations, `observed` is 0, or -inf with `reduce="max"`.
 """
 
 
 class StepState:
-    """A buffer of a module, what the current step has observed for it, and how that changes it.
+    """A buffer of a module that is updated once a step from observations.
 
-    The module gets the buffer under ``name``, filled by the ``init`` of its row (a constant), and
-    this object in its attribute ``states``.
+    Registers the buffer ``name`` of the module, filled with the constant ``init`` of its sharding,
+    and adds this object to the attribute ``states`` of the module.
 
     Args:
-        module: Owner; its attribute `sharding` has a row for ``name``.
-        name: Of the buffer.
-        mesh: Where this rank stands.
+        module: Owner of the buffer. Its attribute `sharding` has a row for ``name``.
+        name: Name of the buffer.
+        mesh: Mesh of this rank.
         update: Returns the value after a step.
         observation_shape: Shape of an observation. Defaults to the local shape of the value.
-        dtype: Of the value. Observations are float64.
-        device: Of the value. Defaults to the mesh's device.
+        dtype: Data type of the value. Observations are float64.
+        device: Device of the value. Defaults to the device of the mesh.
 
     Raises:
-        LayoutError: The row is that of a parameter, or does not start at a constant.
+        LayoutError: The sharding is that of a parameter, or its `init` is not a constant.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class StepState:
         self.sharding = table[name]
         if self.sharding.init.kind != "constant":
             raise LayoutError(
-                f"state {name!r} of {type(module).__name__} starts at "
-                f"{self.sharding.init.kind!r} values: give its row a constant init"
+                f"state {name!r} of {type(module).__name__} has {self.sharding.init.kind!r} "
+                "initial values: give its sharding a constant init"
             )
         shape = self.sharding.local_shape(mesh)
         self._module, self._name, self._mesh = module, name, mesh
@@ -99,17 +99,18 @@ class StepState:
         return self._module.get_buffer(self._name)
 
     def observe(self, x: Float[Tensor, "*shape"], seen: Tensor) -> Float[Tensor, "*shape"]:
-        """Returns `x`, whose backward pass adds `seen` to what this step has observed.
+        """Returns `x`. Its backward pass adds `seen` to the observations of this step.
 
-        An evaluation has no backward pass and observes nothing. A forward pass that is computed
-        again (activation checkpointing) counts once. If `x` has no gradient, as behind frozen
-        parameters, a forward pass in training mode with gradients enabled observes.
+        An evaluation has no backward pass and adds nothing. A forward pass that is recomputed
+        (activation checkpointing) counts once. If `x` needs no gradient, for example because all
+        parameters before it are frozen, a forward pass in training mode with gradients enabled adds
+        `seen`.
 
         Args:
-            x: A tensor through which the backward pass comes.
-            seen: This rank's part of the micro-batch's observation.
+            x: A tensor that the backward pass differentiates.
+            seen: This rank's part of the observation of the micro-batch.
         """
-        if not x.requires_grad:  # behind frozen parameters no backward pass comes
+        if not x.requires_grad:  # no backward pass, for example with frozen parameters
             if torch.is_grad_enabled() and self._module.training:
                 self._add(seen.detach())
             return x
@@ -117,17 +118,17 @@ class StepState:
         return observed
 
     def reset(self) -> None:
-        """Drops what the current step has observed."""
+        """Discards the observations of the current step."""
         self._observed = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Combines what all ranks have observed, and update the value; a collective call."""
+        """Combines the observations of all ranks and updates the value. A collective call."""
         total = self._observed
         if total is None:
             nothing = -math.inf if self.sharding.reduce == "max" else 0.0
             total = self.value.new_full(self._shape, nothing, dtype=torch.float64)
-        for axis in _observers(self.sharding, self._mesh):
+        for axis in _reduction_axes(self.sharding, self._mesh):
             operation = self.sharding.reduce or "sum"
             total = all_reduce(total, axis, op=operation, purpose=f"state {self._name!r}")
         value = self.value
@@ -153,7 +154,7 @@ def collect_states(modules: Iterable[nn.Module]) -> dict[str, StepState]:
     """Returns the states of modules and of their submodules by global name, in order of modules.
 
     Raises:
-        LayoutError: Two modules have a state of one name.
+        LayoutError: Two modules have a state with the same global name.
     """
     found: dict[str, StepState] = {}
     for module in modules:
@@ -167,8 +168,8 @@ def collect_states(modules: Iterable[nn.Module]) -> dict[str, StepState]:
     return found
 
 
-def _observers(sharding: Sharding, mesh: Mesh) -> list[Axis]:
-    """Returns the ranks that observe other tokens, as a gradient of this row is summed."""
+def _reduction_axes(sharding: Sharding, mesh: Mesh) -> list[Axis]:
+    """Returns the axes over which observations are combined: those of a gradient."""
     layout = mesh.layout
     if sharding.experts:
         data = "expert_dp"
@@ -188,5 +189,5 @@ class _Observe(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         if ctx.state is not None:
             ctx.state._add(ctx.seen)
-            ctx.state = None  # a split backward pass may come by twice
+            ctx.state = None  # a split backward pass calls this twice
         return grads[0], None, None

@@ -1,6 +1,6 @@
-"""Tensors as boxes of global parameters, and the table of a module's shardings.
+"""Views of tensors as boxes of global parameters, and the sharding table of a module.
 
-What is handed to a checkpoint is a `View` for each box of a parameter that this rank holds.
+A checkpoint takes one `View` for each box of a parameter that this rank holds.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,14 @@ from megatron_parallel.sharding.step_state import collect_states
 
 
 class View(NamedTuple):
-    """A tensor that is a box of a global tensor: what is handed to a checkpoint.
+    """A tensor that is a box of a global tensor, for a checkpoint.
 
-    `tensor` has shape `lengths` and shares memory with its owner. Of several views of one box, the
-    one of replica 0 is written.
+    Attributes:
+        tensor: Tensor of shape `lengths`, which shares memory with its owner.
+        global_shape: Shape of the global tensor.
+        offsets: Offsets of the box.
+        lengths: Lengths of the box.
+        replica: Replica number. A checkpoint stores replica 0 of each box.
     """
 
     tensor: Tensor
@@ -32,16 +36,22 @@ class View(NamedTuple):
 def flat_range_views(
     flat: Shaped[Tensor, " n"], start: int, sharding: Sharding, mesh: Mesh, replica: int = 0
 ) -> list[View]:
-    """Views of `flat`, which holds elements `start : start + n` of this rank's flattened tensor.
+    """Returns views of elements `start : start + n` of this rank's flattened tensor.
 
-    For shards of a gradient bucket: padding is left out. `replica` is an argument, since the
-    code that cuts a bucket decides which ranks hold the same range.
+    Used for shards of a gradient bucket. Padding is left out.
+
+    Args:
+        flat: The elements, `[n]`.
+        start: Index of the first element in the flattened tensor.
+        sharding: Sharding of the parameter.
+        mesh: Mesh of this rank.
+        replica: Replica number, which depends on how the bucket is cut.
     """
     views = []
-    position = 0
+    offset = 0
     for box in flat_range_boxes(sharding.local_shape(mesh), start, start + flat.numel()):
-        tensor = flat[position : position + box.numel].view(box.lengths)
-        position += box.numel
+        tensor = flat[offset : offset + box.numel].view(box.lengths)
+        offset += box.numel
         views += box_views(tensor, box.offsets, sharding, mesh, replica)
     return views
 
@@ -53,30 +63,40 @@ def box_views(
     mesh: Mesh,
     replica: int = 0,
 ) -> list[View]:
-    """Views of `tensor`, which is the box of this rank's tensor that begins at `offsets`.
+    """Returns views of a box of this rank's tensor.
 
     As `flat_range_views`, for shards that are boxes (`fully_shard`).
+
+    Args:
+        tensor: Elements of the box.
+        offsets: Offsets of the box in this rank's tensor.
+        sharding: Sharding of the parameter.
+        mesh: Mesh of this rank.
+        replica: Replica number.
     """
     views = []
     box = Box(offsets, tuple(tensor.shape))
-    for piece in sharding.shard_boxes(mesh):
-        part = box.intersection(piece.local)
-        if part.numel == 0:
+    for shard in sharding.shard_boxes(mesh):
+        overlap = box.intersection(shard.local)
+        if overlap.numel == 0:
             continue
-        inside = part.shifted(tuple(-offset for offset in box.offsets))
-        to_global = zip(piece.box.offsets, piece.local.offsets, strict=True)
-        there = part.shifted(tuple(ours - local for ours, local in to_global))
+        inside = overlap.shifted(tuple(-offset for offset in box.offsets))
+        to_global = zip(shard.box.offsets, shard.local.offsets, strict=True)
+        whole = overlap.shifted(tuple(ours - local for ours, local in to_global))
         shape = sharding.shape
-        views.append(View(tensor[inside.slices], shape, there.offsets, there.lengths, replica))
+        views.append(View(tensor[inside.slices], shape, whole.offsets, whole.lengths, replica))
     return views
 
 
 def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
-    """The table of a module: global parameter name to `Sharding`, in the order of parameters.
+    """Returns the sharding table of a module: `Sharding` by global name, in parameter order.
 
-    Rows of state that is not a parameter (`StepState`) follow those of parameters. Reads the
-    attribute `sharding` of every submodule. A parameter that is used twice (tied) has one entry,
-    under its first name. Raises `LayoutError` for a parameter without a description.
+    Reads the attribute `sharding` of each submodule. State that is not a parameter (`StepState`)
+    follows the parameters. A parameter that is used twice (tied) has one entry, under its first
+    name.
+
+    Raises:
+        LayoutError: A parameter has no sharding.
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     table = {}
@@ -92,8 +112,8 @@ def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
     return table
 
 
-def _held(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and state of a module by global name."""
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and state of a module by global name."""
     states = {name: state.value for name, state in collect_states([module]).items()}
     return {**dict(module.named_parameters()), **states}
 
@@ -101,12 +121,21 @@ def _held(module: nn.Module) -> dict[str, Tensor]:
 def parameter_views(
     tensors: nn.Module | Mapping[str, Tensor], table: Mapping[str, Sharding], mesh: Mesh
 ) -> dict[str, list[View]]:
-    """Views of parameters, or of tensors shaped like them (gradients, moments), for a checkpoint.
+    """Returns views of parameters, or of tensors of the same shapes, for a checkpoint.
 
-    Of a module, views of all that a checkpoint holds: parameters and state. A name whose local part
-    is all padding has an empty list.
+    Args:
+        tensors: A module, for views of its parameters and state, or tensors by name, such as
+            gradients or moments.
+        table: Sharding table.
+        mesh: Mesh of this rank.
+
+    Returns:
+        Views by name. The list is empty if this rank holds only padding.
+
+    Raises:
+        LayoutError: A name is not in the table, or the shape of a tensor differs from its sharding.
     """
-    named = _held(tensors) if isinstance(tensors, nn.Module) else tensors
+    named = _tensors_of(tensors) if isinstance(tensors, nn.Module) else tensors
     views: dict[str, list[View]] = {}
     for name, tensor in named.items():
         if name not in table:
@@ -115,12 +144,12 @@ def parameter_views(
         local = sharding.local_shape(mesh)
         if tuple(tensor.shape) != local:
             raise LayoutError(
-                f"{name!r} has shape {tuple(tensor.shape)}, its sharding says {local}"
+                f"{name!r} has shape {tuple(tensor.shape)}, but its sharding needs {local}"
             )
         replica = sharding.replica(mesh)
         data = tensor.detach()
         views[name] = [
-            View(data[at.slices], sharding.shape, box.offsets, box.lengths, replica)
-            for box, at in sharding.shard_boxes(mesh)
+            View(data[inside.slices], sharding.shape, box.offsets, box.lengths, replica)
+            for box, inside in sharding.shard_boxes(mesh)
         ]
     return views
