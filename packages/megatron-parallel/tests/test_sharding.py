@@ -227,7 +227,7 @@ def test_experts_that_cannot_be_cut_are_refused() -> None:
     mesh = Mesh(ParallelLayout(ep=3).resolve(3), 0)
     with pytest.raises(LayoutError, match="4 experts cannot be cut into 3 equal parts over axis"):
         EXPERTS.local_shape(mesh)
-    with pytest.raises(LayoutError, match="copies of experts cut over axis 'tp'"):
+    with pytest.raises(LayoutError, match="replicas of experts cut over axis 'tp'"):
         Sharding((4, 6), "tp", 1, experts=True).replica(Mesh.single())
 
 

@@ -45,8 +45,8 @@ class Placement:
         products: Products of linear layers by role, with Megatron-Core's names: ``linear_qkv``,
             ``linear_proj``, ``linear_q`` and ``linear_kv`` of cross-attention, ``linear_fc1`` and
             ``linear_fc2`` of feed-forward layers and experts, ``output_layer``. Other layers have
-            the plain product. `megatron_parallel.tensor_parallel.freeze_all_but_adapters` then freezes the
-            parameters that are not trained.
+            the plain product. `megatron_parallel.tensor_parallel.freeze_all_but_adapters` then
+            freezes the parameters that are not trained.
         vocabulary_loss: Output layer and loss as one operation. By default the logits of all tokens
             are computed.
     """

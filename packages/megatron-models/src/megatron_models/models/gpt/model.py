@@ -56,7 +56,7 @@ class GPT(Trunk, CausalModel):
         chunk: Index of the model chunk among this rank's ``vpp``, in the order of
             ``mesh.layout.stages``.
         split: Global layer numbers of every pipeline stage, in order. By default all stages have
-            equally many layers. `megatron_parallel.split_layers` makes uneven splits.
+            equally many layers. `split_layers` of `megatron_parallel.pipeline` makes uneven splits.
         seed: Seed of the initial weights.
 
     Attributes:
