@@ -107,7 +107,7 @@ def check_cycles(tree: Path) -> subprocess.CompletedProcess[str]:
     [
         "import megatron_parallel.mesh.mesh",
         "def late():\n    from megatron_parallel.mesh import mesh",
-        "if typing.TYPE_CHECKING:\n    from megatron_parallel.mesh import Mesh",
+        "if typing.TYPE_CHECKING:\n    from megatron_parallel.mesh.mesh import Mesh",
     ],
     ids=["plain", "in a function", "for type checking"],
 )

@@ -142,7 +142,7 @@ def test_optimizer_state_lies_in_a_file_of_its_own_and_the_model_loads_without_i
     state = store.load(None, whole(model), groups=["model"])
     assert torch.equal(model["w"], simple(2.0)["w"])
     assert state == {"samples": 70} and state.iteration == 7
-    with pytest.raises(CheckpointError, match=r"'w.exp_avg' of the checkpoint \(optim\) does not exist"):
+    with pytest.raises(CheckpointError, match=r"'w.exp_avg' of the checkpoint \(optim\)"):
         store.load(None, whole(model))
 
 

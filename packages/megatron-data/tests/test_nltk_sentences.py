@@ -115,7 +115,7 @@ def test_what_is_missing_is_named_with_the_command_to_install_it(
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "none")])
     with pytest.raises(
         DataError,
-        match=r"punkt_tab/english is in none of .*none; run python -m nltk\.downloader punkt_tab, or s",
+        match=r"punkt_tab/english is in none of .*none; run python -m nltk\.downloader punkt_tab",
     ):
         NLTKSplitter()
     monkeypatch.delattr("nltk.tokenize.punkt.PunktTokenizer")

@@ -9,9 +9,9 @@ import sys
 SCRIPT = """
 import torch
 import megatron_kernels as mk
-from megatron_kernels.cases import CASES, Source
+from megatron_kernels.cases import CASES, InputGenerator
 
-source = Source(torch.float64, torch.device("cpu"))
+source = InputGenerator(torch.float64, torch.device("cpu"))
 # How many rows an expert gets is data: a graph would be of one batch only.
 cases = [case for case in CASES if case.op is not mk.grouped_matmul]
 calls = [(case.op, case.arguments(source)) for case in cases]
@@ -33,15 +33,15 @@ traced = torch.compile(prepared, fullgraph=True, backend="aot_eager")(q, ids)
 torch.testing.assert_close(traced, prepared(q, ids))
 
 # The state of an optional library is a constant of the trace, not a graph break.
-from megatron_kernels.ops.optional import missing
-refusing = mk.Backend("absent", lambda x: x, lambda x: missing("flash-attn"), "")
+from megatron_kernels.ops.optional import missing_library
+refusing = mk.Backend("absent", lambda x: x, lambda x: missing_library("flash-attn"), "")
 plain = mk.Backend("plain", lambda x: x + 1, lambda x: None, "")
 
 @mk.op(refusing, plain)
 def more(x, *, backend="auto"):
     return more.run(backend, x)
 
-expected = torch.zeros(2) if missing("flash-attn") is None else torch.ones(2)
+expected = torch.zeros(2) if missing_library("flash-attn") is None else torch.ones(2)
 assert torch.equal(
     torch.compile(lambda x: more(x), fullgraph=True, backend="aot_eager")(torch.zeros(2)), expected
 )
@@ -52,10 +52,10 @@ print("whole graphs")
 EAGER = """
 import sys
 import torch
-from megatron_kernels.cases import CASES, Source
+from megatron_kernels.cases import CASES, InputGenerator
 
 for case in CASES:
-    case.op(*case.arguments(Source(torch.float32, torch.device("cpu")))).sum().backward()
+    case.op(*case.arguments(InputGenerator(torch.float32, torch.device("cpu")))).sum().backward()
 print([name for name in sys.modules if name.startswith("torch._dynamo")])
 """
 

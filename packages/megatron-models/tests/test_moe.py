@@ -155,7 +155,7 @@ def test_only_active_experts_are_counted(small):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff 0.1 has no effect without experts; set num_experts"),
+        ({"moe_aux_loss_coeff": 0.1}, "0.1 has no effect without experts; set num_experts"),
         ({**EXPERTS, "moe_router_topk": 7}, "moe_router_topk 7 must lie between 1 and num_exp"),
         ({**EXPERTS, "moe_layer_freq": "[1]*3"}, "has 3 layers, but the model has 2"),
         ({**EXPERTS, "moe_layer_freq": "[0]*2"}, "selects no layer for experts"),

@@ -93,5 +93,5 @@ def test_distributed_activations_need_ranks_that_hold_the_same(small):
     plan = RecomputeConfig(
         granularity="full", method="uniform", num_layers=1, distribute_saved_activations=True
     )
-    with pytest.raises(LayoutError, match="needs tensor parallel ranks"):
+    with pytest.raises(LayoutError, match="needs at least 2 tensor parallel ranks"):
         GPT(small(), Placement(Mesh.single(), recompute=plan))
