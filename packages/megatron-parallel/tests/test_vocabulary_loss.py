@@ -142,7 +142,7 @@ def test_what_cannot_be_is_refused(single: Mesh) -> None:
     with pytest.raises(LayoutError, match="tokens_per_slice=0 is not a number of tokens"):
         LinearCrossEntropy(0)
     layer = ColumnParallelLinear(H, VOCAB, single)
-    with pytest.raises(LayoutError, match="takes no bias"):
+    with pytest.raises(LayoutError, match="cannot have a bias"):
         layer(
             torch.zeros(1, 1, H),
             loss=partial(UNFUSED_CROSS_ENTROPY, targets=labels(), true_vocab=VOCAB),

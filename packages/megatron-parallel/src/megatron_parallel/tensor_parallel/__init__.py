@@ -1,4 +1,4 @@
-"""Layers cut over the tensor-parallel axis, and the loss over a cut vocabulary."""
+"""Tensor-parallel layers, vocabulary-parallel cross entropy, and the products of layers."""
 
 import lazy_loader
 

@@ -1,8 +1,8 @@
 """Cross entropy of logits whose vocabulary dim is cut over an axis.
 
-No rank ever sees all logits of a token: the ranks exchange three numbers per token (the largest
-logit and the target's, in one all-reduce, then the sum of exponentials); with label smoothing a
-fourth, with the last.
+No rank holds all logits of a token. The ranks exchange three numbers per token: the largest logit
+and the logit of the target in one all-reduce, then the sum of exponentials. Label smoothing adds a
+fourth number to the second all-reduce.
 """
 
 from typing import Any, Final
@@ -17,10 +17,10 @@ from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import Axis
 
 IGNORE_INDEX: Final = -100
-"""A target that has no loss and no gradient, as in `torch.nn.functional.cross_entropy`."""
+"""Target without loss and gradient, as in `torch.nn.functional.cross_entropy`."""
 
 PURPOSE: Final = "token losses"
-"""What its messages are for, in `Traffic` and in errors."""
+"""Purpose of its messages in `Traffic` and in errors."""
 
 
 def vocab_parallel_cross_entropy(
@@ -31,26 +31,31 @@ def vocab_parallel_cross_entropy(
     *,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, "*batch"]:
-    """Loss per token, `-log softmax(logits)[target]`, over the whole vocabulary.
+    """Returns the loss of each token, `-log softmax(logits)[target]`, over the whole vocabulary.
 
-    `logits` `[..., v/n]` are this rank's columns; `targets` are global token numbers below
-    `true_vocab`, equal on all ranks of the axis, or `IGNORE_INDEX`. Columns from `true_vocab` on
-    are padding and never get probability mass or gradient. The loss is float32, computed in float32
-    whatever the logits, except that float64 stays float64. A target that no rank holds has infinite
-    loss.
+    The loss is computed in float32, or in float64 for float64 logits.
 
-    With `label_smoothing` e the target's share of the loss is `1 - e`, and all `v = true_vocab`
-    tokens, whichever rank holds them, share e: `(1 - e) loss - e / v * sum of log softmax(logits)`,
-    as in `torch.nn.functional.cross_entropy` (Szegedy et al. 2016, section 7). Megatron-Core's
-    function spreads its a over the other `v - 1` tokens: its a is our `e = a v / (v - 1)`.
+    With `label_smoothing` e, the loss is `(1 - e) loss - e / v * sum of log softmax(logits)` over
+    all `v = true_vocab` tokens, as in `torch.nn.functional.cross_entropy` (Szegedy et al. 2016,
+    section 7). Megatron-Core distributes its a over the other `v - 1` tokens: its a corresponds to
+    `e = a v / (v - 1)`.
 
-    One path serves every axis size. It keeps one buffer of the size of the logits: the
-    probabilities, which the backward pass turns into the gradient in place. So `backward` can run
-    once; a second time raises. `F.cross_entropy` makes three such buffers, and a fourth where
-    padding has to be cut off first.
+    The same code is used for every axis size. It saves one buffer of the size of the logits, the
+    probabilities, which the backward pass turns into the gradient in place. A second backward pass
+    therefore raises. `F.cross_entropy` allocates three such buffers, and a fourth to cut off
+    padding.
+
+    Args:
+        logits: This rank's columns of the logits, `[..., v/n]`. Columns from `true_vocab` on are
+            padding and have neither probability nor gradient.
+        targets: Global token ids below `true_vocab`, equal on all ranks of the axis, or
+            `IGNORE_INDEX`. A target that no rank holds has infinite loss.
+        axis: Axis that cuts the vocabulary.
+        true_vocab: Size of the vocabulary without padding.
+        label_smoothing: Part of the loss that all tokens share, `0 <= e < 1`. Defaults to 0.
 
     Raises:
-        LayoutError: a `label_smoothing` that is not in `0 <= e < 1`.
+        LayoutError: `label_smoothing` is not in `0 <= e < 1`.
     """
     if not 0.0 <= label_smoothing < 1.0:
         raise LayoutError(f"label_smoothing {label_smoothing} is not in 0 <= e < 1")
@@ -89,7 +94,7 @@ class _CrossEntropy(Function):
             largest, at_target = both.unbind()
 
         probabilities = exact - largest if exact is logits else exact.sub_(largest)
-        # Of the logits less the largest one, before they are overwritten.
+        # Sum of the logits minus the largest one, before they are overwritten.
         shifted = probabilities[..., :valid].sum(-1, keepdim=True) if smoothing else None
         probabilities[..., valid:] = -torch.inf
         probabilities.exp_()
@@ -103,7 +108,7 @@ class _CrossEntropy(Function):
 
         loss = total.log().add_(largest).sub_(at_target)
         share = _share(smoothing, true_vocab)
-        if shifted is not None:  # less log(total) for every token, they are all log-probabilities
+        if shifted is not None:  # subtracting log(total) per token gives log-probabilities
             every = shifted.sub_(total.log().mul_(true_vocab))
             loss = loss.mul_(1.0 - smoothing).sub_(every.mul_(share))
         loss = loss.squeeze(-1)
@@ -111,7 +116,7 @@ class _CrossEntropy(Function):
         ctx.save_for_backward(probabilities, local, held, ignored)
         ctx.dtype, ctx.smoothing, ctx.valid = logits.dtype, smoothing, valid
         ctx.share = share
-        # Not in place: torch 2.11 compiles what was changed in place to a result without gradient.
+        # Not in place: torch 2.11 compiles in-place changes to a result without gradient.
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
@@ -126,5 +131,5 @@ class _CrossEntropy(Function):
 
 
 def _share(smoothing: float, vocabulary: int) -> float:
-    """Returns what each token of the whole vocabulary gets."""
+    """Returns the part of the smoothing that each token of the vocabulary gets."""
     return smoothing / vocabulary

@@ -1,17 +1,17 @@
 """Linear layers and embeddings cut over an axis of the mesh (Shoeybi et al. 2019, section 3).
 
-A column-parallel layer cuts its outputs, a row-parallel one its inputs; put one after the other
-they need one sum over the ranks. With `sequence_parallel` the activations outside the pair are cut
-along the sequence, dim 0, and that sum becomes an all-gather before and a reduce-scatter after
-(Korthikanti et al. 2022, section 4.2.2). A call of a layer may say otherwise for its own pass: a
-single token that is decoded cannot be cut.
+A column-parallel layer cuts its outputs, a row-parallel layer its inputs. One after the other, they
+need one sum over the ranks. With `sequence_parallel`, the activations outside the pair are cut
+along the sequence, dim 0, and the sum becomes an all-gather before and a reduce-scatter after the
+pair (Korthikanti et al. 2022, section 4.2.2). A call of a layer can override this, since a single
+decoded token cannot be cut.
 
     x --copy/gather--> [ column-parallel -> activation -> row-parallel ] --reduce/scatter--> y
 
-What a layer multiplies by is its `product`, an `x W^T` unless another `Product` is given, whose
-further parameters are the layer's, too. On an axis of size 1 each forward is one `F.linear` or
-`F.embedding`. Parameters are built without values (NaN); `initialize_parameters(model, seed=...,
-mesh=...)` fills them, by global name.
+A layer computes its `product`, by default `x W^T`. The parameters that another `Product` adds are
+parameters of the layer. On an axis of size 1, a forward pass is one `F.linear` or `F.embedding`.
+Parameters are built without values (NaN); `initialize_parameters(model, seed=..., mesh=...)` fills
+them by global name.
 """
 
 from collections.abc import Callable
@@ -35,31 +35,31 @@ from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec, VocabSp
 from megatron_parallel.tensor_parallel.vocabulary_loss import OutputLayer
 
 NUM_SLICES: Final = 4
-"""Pieces in which `overlap_forward` communicates, unless told otherwise."""
+"""Default number of slices in which `overlap_forward` communicates."""
 
 
 class ColumnParallelLinear(nn.Module):
     """`y = x W^T + b` with the outputs cut over an axis.
 
-    `[..., in]` (`[s/n, ..., in]` with `sequence_parallel`) to `[..., *out]`, where dim `dim` of
-    `out_features` is this rank's part.
+    Maps `[..., in]` (`[s/n, ..., in]` with `sequence_parallel`) to `[..., *out]`, where dim `dim`
+    of `out_features` is this rank's part.
 
     Args:
         in_features: Size of the last dim of the input.
-        out_features: Size or shape of the output, e.g. `(groups, width)` for queries, keys and
+        out_features: Size or shape of the output, such as `(groups, width)` for queries, keys and
             values or `(2, ffn)` for gate and up. The weight has shape `(*out_features, in)`.
-        mesh: Whose axis cuts the layer.
-        bias: Whether there is one, of shape `out_features`.
-        dim: Dim of `out_features` that is cut.
+        mesh: Mesh with the axis that cuts the layer.
+        bias: Whether the layer has a bias, of shape `out_features`. Defaults to True.
+        dim: Dim of `out_features` that is cut. Defaults to 0.
         fused_dim: Dim of `out_features` that enumerates fused weights.
-        spill_dim: Dim of `out_features` that is cut where there are more ranks than entries.
-        padded: Size of the cut dim in memory, when it is a padded vocabulary.
-        axis: Name of the axis.
-        sequence_parallel: Whether the input is cut along dim 0 and has to be gathered.
-        init: How the weight starts; the bias starts at zero.
-        product: What it multiplies by.
-        dtype: Of the parameters.
-        device: Of the parameters; the mesh's by default.
+        spill_dim: Dim of `out_features` that is also cut if there are more ranks than entries.
+        padded: Size of the cut dim in memory if it is a padded vocabulary.
+        axis: Name of the axis. Defaults to `"tp"`.
+        sequence_parallel: Whether the input is cut along dim 0 and must be gathered.
+        init: Initial values of the weight. The bias starts at zero.
+        product: Product that the layer computes. Defaults to `x W^T`.
+        dtype: Data type of the parameters.
+        device: Device of the parameters. Defaults to the device of the mesh.
     """
 
     weight: nn.Parameter
@@ -105,7 +105,7 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> "ColumnParallelLinear":
-        """Builds the layer that `spec` describes; other arguments as for the class."""
+        """Builds the layer that `spec` describes. Other arguments are those of the class."""
         where: Any = {"mesh": mesh, "dtype": dtype, "device": device}
         return cls(
             sequence_parallel=sequence_parallel, product=product, **where, **spec.arguments()
@@ -118,37 +118,41 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: bool | None = None,
         loss: Callable[[Tensor, OutputLayer], Tensor] | None = None,
     ) -> Float[Tensor, "..."]:
-        """This rank's part of the output.
+        """Returns this rank's part of the output, or a loss.
 
         Args:
             x: Input.
-            sequence_parallel: Whether it is cut in this call. Defaults to how the layer was built.
-            loss: What is returned instead of the output, of input and layer, such as a
-                `VocabularyLoss`. The layer is one without a bias.
+            sequence_parallel: Whether the input is cut in this call. Defaults to the setting of the
+                layer.
+            loss: Function of input and layer, such as a `VocabularyLoss`, whose result is returned
+                instead of the output. Needs a layer without a bias.
 
         Raises:
-            LayoutError: A loss, and a bias.
+            LayoutError: `loss` is given for a layer with a bias.
         """
         cut = _cut(self, sequence_parallel), self.num_slices
         if loss is not None:
             if self.bias is not None:
-                raise LayoutError("the loss of an output layer takes no bias: build it without one")
+                raise LayoutError(
+                    "an output layer with a loss cannot have a bias: build it without one"
+                )
             return loss(x, OutputLayer(product_weights(self), self.axis, *cut, self.product))
         return column_parallel_linear(
             x, self.weight, self.bias, self.axis, *cut, self.product, product_weights(self)[1:]
         )
 
     def extra_repr(self) -> str:
-        """Global weight shape and how it is cut."""
+        """Returns the global shape of the weight and how it is cut."""
         return _repr(self.sharding["weight"], self.axis, self.sequence_parallel)
 
 
 class RowParallelLinear(nn.Module):
     """`y = x W^T + b` with the inputs cut over an axis.
 
-    `[..., in/n]` to `[..., out]`, summed over the axis, or with `sequence_parallel` to this rank's
-    part of the sequence, `[s/n, ..., out]`. The bias is added after the sum, once; its gradient is
-    then `partial` over the axis, to be summed once per step by `GradientBuffers`.
+    Maps `[..., in/n]` to `[..., out]`, summed over the axis. With `sequence_parallel`, the output
+    is this rank's part of the sequence, `[s/n, ..., out]`, and the gradient of the bias is
+    `partial` over the axis: `GradientBuffers` sums it once per step. The bias is added once, after
+    the sum. Arguments are those of `ColumnParallelLinear`.
     """
 
     weight: nn.Parameter
@@ -189,7 +193,7 @@ class RowParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> "RowParallelLinear":
-        """Builds the layer that `spec` describes; other arguments as for the class."""
+        """Builds the layer that `spec` describes. Other arguments are those of the class."""
         where: Any = {"mesh": mesh, "dtype": dtype, "device": device}
         return cls(
             sequence_parallel=sequence_parallel, product=product, **where, **spec.arguments()
@@ -200,24 +204,38 @@ class RowParallelLinear(nn.Module):
     ) -> Float[Tensor, "... out"]:
         """Returns the summed output, or this rank's part of its sequence.
 
-        `sequence_parallel` says whether the output is cut in this call. Defaults to how the layer
-        was built.
+        Args:
+            x: This rank's part of the input.
+            sequence_parallel: Whether the output is cut in this call. Defaults to the setting of
+                the layer.
         """
         cut = _cut(self, sequence_parallel), self.num_slices
         own: Any = {"product": self.product, "added_weights": product_weights(self)[1:]}
         return row_parallel_linear(x, self.weight, self.axis, *cut, bias=self.bias, **own)
 
     def extra_repr(self) -> str:
-        """Global weight shape and how it is cut."""
+        """Returns the global shape of the weight and how it is cut."""
         return _repr(self.sharding["weight"], self.axis, self.sequence_parallel)
 
 
 class VocabParallelEmbedding(nn.Module):
     """Token embeddings with the vocabulary cut over an axis.
 
-    Token numbers `[...]` to `[..., h]`; with `sequence_parallel`, `[s, ...]` to `[s/n, ..., h]`.
-    `padded` is the vocabulary's size in memory; padded rows are zero and not stored. `product` is
-    None, or where the table is an output layer too what `output` multiplies by.
+    Maps token ids `[...]` to `[..., h]`; with `sequence_parallel`, `[s, ...]` to `[s/n, ..., h]`.
+
+    Args:
+        num_embeddings: Size of the vocabulary.
+        embedding_dim: Hidden size.
+        mesh: Mesh with the axis that cuts the vocabulary.
+        padded: Size of the vocabulary in memory. Padded rows are zero and not stored.
+        axis: Name of the axis. Defaults to `"tp"`.
+        sequence_parallel: Whether the output is cut along dim 0.
+        init: Initial values of the weight.
+        dtype: Data type of the weight.
+        device: Device of the weight. Defaults to the device of the mesh.
+
+    Attributes:
+        product: Product of `output`, if the embedding is also the output layer, else None.
     """
 
     weight: nn.Parameter
@@ -254,25 +272,27 @@ class VocabParallelEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> "VocabParallelEmbedding":
-        """Builds the layer that `spec` describes; other arguments as for the class."""
+        """Builds the layer that `spec` describes. Other arguments are those of the class."""
         cut = sequence_parallel
         return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
 
     def forward(
         self, tokens: Int[Tensor, "..."], *, sequence_parallel: bool | None = None
     ) -> Float[Tensor, "... h"]:
-        """Embeddings of `tokens`, or of this rank's part of their sequence.
+        """Returns the embeddings of `tokens`, or of this rank's part of their sequence.
 
-        `sequence_parallel` says whether the embeddings are cut in this call. Defaults to how the
-        layer was built.
+        Args:
+            tokens: Token ids of the whole sequence.
+            sequence_parallel: Whether the output is cut in this call. Defaults to the setting of
+                the layer.
         """
         if self.axis.size == 1:
             return functional.embedding(tokens, self.weight)
         rows = self.weight.shape[0]
         local = tokens - self.axis.index * rows
-        elsewhere = (local < 0) | (local >= rows)
-        partial = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        partial = partial.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        not_here = (local < 0) | (local >= rows)
+        partial = functional.embedding(local.masked_fill(not_here, 0), self.weight)
+        partial = partial.masked_fill(not_here.unsqueeze(-1), 0.0)
         leave = scatter_sequence if _cut(self, sequence_parallel) else reduce_from_axis
         return leave(partial, self.axis)
 
@@ -284,11 +304,16 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: bool | None = None,
         loss: Callable[[Tensor, OutputLayer], Tensor] | None = None,
     ) -> Float[Tensor, "..."]:
-        """This rank's part of the logits, by an output layer tied to the embeddings; or a loss.
+        """Returns this rank's part of the logits, as an output layer with tied weights, or a loss.
 
-        `x` is `[s/n, ..., h]` with `sequence_parallel`, by default that of the layer, and `loss` is
-        as for a `ColumnParallelLinear`. Whoever calls it sets `product`, so that gradient
-        accumulation is fused here too.
+        The caller sets `product`, so that gradient accumulation can be fused here too.
+
+        Args:
+            x: Input, `[s, ..., h]`, or `[s/n, ..., h]` with `sequence_parallel`.
+            num_slices: As for `column_parallel_linear`.
+            sequence_parallel: Whether the input is cut in this call. Defaults to the setting of the
+                layer.
+            loss: As for `ColumnParallelLinear`.
         """
         cut = _cut(self, sequence_parallel), num_slices
         if loss is not None:
@@ -296,15 +321,19 @@ class VocabParallelEmbedding(nn.Module):
         return column_parallel_linear(x, self.weight, None, self.axis, *cut, self.product or PLAIN)
 
     def extra_repr(self) -> str:
-        """Global weight shape and how it is cut."""
+        """Returns the global shape of the weight and how it is cut."""
         return _repr(self.sharding["weight"], self.axis, self.sequence_parallel)
 
 
 def overlap_forward(module: nn.Module, num_slices: int = NUM_SLICES) -> None:
-    """Lets the sequence-parallel layers of a module communicate in chunks while they compute.
+    """Makes the sequence-parallel layers of a module overlap communication and computation.
 
-    What Megatron-LM calls `--tp-comm-overlap`. Layers that are not sequence parallel, and code that
-    `torch.compile` compiles, stay as they are.
+    Corresponds to `--tp-comm-overlap` of Megatron-LM. Layers without sequence parallelism and code
+    compiled with `torch.compile` do not change.
+
+    Args:
+        module: Module with parallel layers.
+        num_slices: Maximum number of slices in which each layer communicates.
     """
     for layer in module.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
@@ -314,7 +343,7 @@ def overlap_forward(module: nn.Module, num_slices: int = NUM_SLICES) -> None:
 def _cut(
     layer: ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding, given: bool | None
 ) -> bool:
-    """Returns whether a call cuts the sequence: as it says, or as the layer was built."""
+    """Returns whether a call cuts the sequence. Defaults to the setting of the layer."""
     return layer.sequence_parallel if given is None else given
 
 
@@ -325,7 +354,7 @@ def _register(
     dtype: torch.dtype | None,
     device: str | torch.device | None,
 ) -> None:
-    """Gives a layer the parameters of its table, without values; those it lacks are None."""
+    """Registers the parameters of a layer without values; names without a sharding are None."""
     where = mesh.device if device is None else device
     for name in names:
         parameter = None

@@ -1,24 +1,23 @@
-"""The products of parallel linear layers, with communication behind them.
+"""Column- and row-parallel linear functions that overlap communication with computation.
 
-Of its input a column-parallel layer keeps this rank's part only; under sequence parallelism the
-backward pass gathers it again (Korthikanti et al. 2022, section 4.2.2). What travels while what is
-computed:
+A column-parallel layer saves only this rank's part of its input. With sequence parallelism the
+backward pass gathers it again (Korthikanti et al. 2022, section 4.2.2). Collectives overlap with
+computation as follows:
 
-| pass | collective | meanwhile |
+| pass | collective | overlaps with |
 |---|---|---|
 | backward, column, sequence parallel | all-gather of the input | gradient of the input |
 | | reduce-scatter of the input's gradient | gradient of the weight |
 | backward, column | all-reduce of the input's gradient | gradient of the weight |
-| forward, column, in chunks | all-gather of the next chunks | product of this one |
-| forward, row, in chunks | reduce-scatter of the chunks before | product of this one |
+| forward, column, in slices | all-gather of the next slices | product of this slice |
+| forward, row, in slices | reduce-scatter of the previous slices | product of this slice |
 
-Chunks cut every rank's part of the sequence alike, so that each collective is one of all ranks.
-Sums are those of the layers without chunks, up to the order in which a product adds. A split
-backward pass (zero bubble) sums the input's gradient in its first half only, and gathers the input
-in its second; what a row-parallel layer in chunks gathers for the first half it keeps for the
-second.
+All ranks slice their parts of the sequence alike. Results equal those without slices, up to the
+order of summation. In a split backward pass (zero bubble), the first half reduces the gradient of
+the input and the second half gathers the input. A row-parallel layer in slices saves the gradient
+that it gathers in the first half for the second half.
 
-What is multiplied is a `Product`: `x W^T`, unless another one is handed in.
+The layers compute a `Product`, by default `x W^T`.
 """
 
 from typing import Any, NamedTuple
@@ -62,25 +61,25 @@ def column_parallel_linear(
     product: Product = PLAIN,
     added_weights: Weights = (),
 ) -> Float[Tensor, "..."]:
-    """What `ColumnParallelLinear` does, with a weight held elsewhere (tied output embeddings).
+    """Applies a `ColumnParallelLinear` with a given weight, such as that of tied embeddings.
 
     Args:
-        x: Input, or with `sequence_parallel` this rank's part of it along dim 0.
-        weight: This rank's part.
-        bias: This rank's part, if there is one.
-        axis: Over which the layer is cut.
-        sequence_parallel: Whether the input is cut and has to be gathered.
+        x: Input. With `sequence_parallel`, this rank's part of it along dim 0.
+        weight: This rank's part of the weight.
+        bias: This rank's part of the bias, or None.
+        axis: Axis that cuts the layer.
+        sequence_parallel: Whether the input is cut and must be gathered.
         num_slices: Maximum number of slices in which the input is gathered. The product with one
             slice overlaps the gathering of the next.
-        product: What is multiplied.
-        added_weights: Parameters that the product adds to the weight, this rank's part of each.
+        product: Product that the layer computes.
+        added_weights: This rank's part of each parameter that the product adds to the weight.
     """
     shape = weight.shape[:-1]
     flat_bias = bias if bias is None or bias.dim() == 1 else bias.flatten()
     weights = (weight, *added_weights)
     if axis.size == 1:
         y = product.forward(x, weights, flat_bias)
-    elif torch.compiler.is_compiling():  # the compiler itself moves collectives
+    elif torch.compiler.is_compiling():  # the compiler schedules collectives itself
         whole = gather_sequence(x, axis) if sequence_parallel else copy_to_axis(x, axis)
         y = product.forward(whole, weights, flat_bias)
     else:
@@ -100,18 +99,18 @@ def row_parallel_linear(
     product: Product = PLAIN,
     added_weights: Weights = (),
 ) -> Float[Tensor, "... out"]:
-    """Returns the sum over the ranks of an axis of `x W^T`, or this rank's part of its dim 0.
+    """Returns the sum of `x W^T` over the ranks of an axis, or this rank's part of it along dim 0.
 
     Args:
-        x: This rank's part of the input, along its last dim.
-        weight: This rank's part.
-        axis: Over which the layer is cut.
+        x: This rank's part of the input along its last dim.
+        weight: This rank's part of the weight.
+        axis: Axis that cuts the layer.
         sequence_parallel: Whether the output is cut along dim 0.
         num_slices: With `sequence_parallel`, maximum number of slices of the output. The sum of one
             slice overlaps the product of the next.
-        bias: Added to the sum, once.
-        product: What is multiplied.
-        added_weights: Parameters that the product adds to the weight, this rank's part of each.
+        bias: Added once, after the sum.
+        product: Product that the layer computes.
+        added_weights: This rank's part of each parameter that the product adds to the weight.
     """
     weights = (weight, *added_weights)
     if axis.size == 1:
@@ -127,7 +126,7 @@ def row_parallel_linear(
 
 
 class _How(NamedTuple):
-    """What a function takes beside tensors."""
+    """Arguments of a function that are not tensors."""
 
     product: Product
     axis: Axis
@@ -135,8 +134,8 @@ class _How(NamedTuple):
     num_slices: int
 
 
-def _taken(*rest: Any) -> tuple[list[Tensor], Tensor | None, _How]:
-    """Arguments after the input: weights, the bias, and what is no tensor."""
+def _unpack(*rest: Any) -> tuple[list[Tensor], Tensor | None, _How]:
+    """Returns the arguments after the input: weights, bias, and options."""
     *weights, bias, how = rest
     return weights, bias, how
 
@@ -144,7 +143,7 @@ def _taken(*rest: Any) -> tuple[list[Tensor], Tensor | None, _How]:
 class _Column(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        weights, bias, how = _taken(*rest)
+        weights, bias, how = _unpack(*rest)
         ctx.save_for_backward(x, *weights)
         ctx.how = how
         if not how.cut:
@@ -152,7 +151,7 @@ class _Column(Function):
         count = _divisor(len(x), how.num_slices)
         if count == 1:
             return how.product.forward(all_gather(x, how.axis), weights, bias)
-        return _gathered_in_chunks(x, weights, bias, how, count)
+        return _gather_in_slices(x, weights, bias, how, count)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -177,7 +176,7 @@ class _Column(Function):
 
 
 class _Row(Function):
-    """The sequence-parallel row product in chunks."""
+    """The sequence-parallel row product in slices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
@@ -185,21 +184,21 @@ class _Row(Function):
         ctx.save_for_backward(x, *weights)
         ctx.how, ctx.gathered = how, None
         count = _divisor(len(x) // how.axis.size, how.num_slices)
-        places = x.reshape(how.axis.size, count, -1, *x.shape[1:])
-        under_way = []
-        for chunk in range(count):
-            product = how.product.forward(places[:, chunk].flatten(0, 1), weights)
-            under_way.append(start_reduce_scatter(product, how.axis))
-        return _joined([part.wait() for part in under_way])
+        slices = x.reshape(how.axis.size, count, -1, *x.shape[1:])
+        reducing = []
+        for index in range(count):
+            product = how.product.forward(slices[:, index].flatten(0, 1), weights)
+            reducing.append(start_reduce_scatter(product, how.axis))
+        return _concatenate([each.wait() for each in reducing])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         how: _How = ctx.how
         needs_x, requests = _compat.gradient_wanted(ctx, 0), weight_gradient_requests(ctx, weights)
-        # A split pass comes twice, with one gradient: it is gathered for the first half.
-        known, dy = ctx.gathered or (None, None)
-        if dy is None or known is not grads[0]:
+        # A split backward pass comes twice with the same gradient, gathered in the first half.
+        previous, dy = ctx.gathered or (None, None)
+        if dy is None or previous is not grads[0]:
             dy = all_gather(grads[0], how.axis)
         later = any(ctx.needs_input_grad[1 : 1 + len(weights)]) and not any(requests)
         ctx.gathered = (grads[0], dy) if later else None
@@ -208,25 +207,25 @@ class _Row(Function):
         return dx, *weight_gradients(how.product, rows, x, weights, requests), None
 
 
-def _gathered_in_chunks(
+def _gather_in_slices(
     x: Tensor, weights: Weights, bias: Tensor | None, how: _How, count: int
 ) -> Tensor:
-    """Returns the product with the gathered input, chunk by chunk as they come."""
+    """Returns the product with the gathered input, one slice after another."""
     axis = how.axis
-    under_way = [start_all_gather(chunk, axis) for chunk in x.chunk(count)]
+    gathers = [start_all_gather(part, axis) for part in x.chunk(count)]
     width = weights[0].shape[:-1].numel()
     y = x.new_empty((axis.size, count, len(x) // count, *x.shape[1:-1], width))
-    for chunk, gathering in enumerate(under_way):
+    for index, gathering in enumerate(gathers):
         product = how.product.forward(gathering.wait(), weights, bias)
-        y[:, chunk] = product.view(axis.size, -1, *product.shape[1:])
+        y[:, index] = product.view(axis.size, -1, *product.shape[1:])
     return y.flatten(0, 2)
 
 
-def _joined(chunks: list[Tensor]) -> Tensor:
-    """This rank's part, of its chunks in order."""
-    return torch.cat(chunks)
+def _concatenate(slices: list[Tensor]) -> Tensor:
+    """Returns this rank's part from its slices in order."""
+    return torch.cat(slices)
 
 
 def _divisor(length: int, limit: int) -> int:
-    """Returns the largest number of equal chunks, at most `limit`."""
+    """Returns the largest number of equal slices, at most `limit`."""
     return next(count for count in range(min(limit, max(length, 1)), 0, -1) if length % count == 0)

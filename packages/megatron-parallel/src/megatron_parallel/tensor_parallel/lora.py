@@ -1,13 +1,13 @@
 """Low-rank adapters (Hu et al. 2021, "LoRA"): `y = x W^T + (alpha / r) (x A^T) B^T`.
 
-`W` is frozen; `A` `[r, in]` and `B` `[*out, r]` are trained. B starts at zero, so that training
-starts from the model that is adapted, and A as in Hugging Face's PEFT, uniform within
-`1 / sqrt(in)`. There is no dropout.
+`W` is frozen; `A` `[r, in]` and `B` `[*out, r]` are trained. B starts at zero, so training starts
+from the base model. A starts uniform within `1 / sqrt(in)`, as in Hugging Face's PEFT. There is no
+dropout.
 
-Where a layer cuts its outputs, B is cut like them, and every rank holds A, whose gradient is
-partial: each rank knows the share that passes through its part of B. Where it cuts its inputs, A is
-cut like them and B's gradient is partial. Nothing more is sent than without adapters, but for these
-small sums, once a step. Experts have an A and a B each.
+If a layer cuts its outputs, B is cut in the same way, and every rank holds A. The gradient of A is
+partial: each rank computes the part that passes through its part of B. If a layer cuts its inputs,
+A is cut in the same way and the gradient of B is partial. The only additional communication is the
+sum of these small gradients, once a step. Each expert has its own A and B.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ B: Final = "lora_b"
 
 @dataclass(frozen=True)
 class LoRA:
-    """The `Product` with a low-rank adapter.
+    """A `Product` with a low-rank adapter.
 
     Attributes:
         rank: Columns of A and B.
@@ -47,11 +47,14 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """What the product with A and B is multiplied by."""
+        """Factor of the product with A and B."""
         return self.alpha / self.rank
 
     def shardings(self, weight: Sharding) -> Mapping[str, Sharding]:
-        """How A and B are cut: one of them like the weight, the other's gradient is partial."""
+        """Returns the shardings of A and B.
+
+        One of them is cut like the weight, the other one has a partial gradient.
+        """
         numbers = weight.shape[:1] if weight.experts else ()
         last, inputs = len(weight.shape) - 1, weight.shape[-1]
         a_shape, b_shape = (*numbers, self.rank, inputs), (*weight.shape[:-1], self.rank)
@@ -80,13 +83,13 @@ class LoRA:
         bias: Tensor | None = None,
         multiply: Multiply = multiply_matrix,
     ) -> Float[Tensor, "... flat"]:
-        """`x W^T + b + (alpha / r) (x A^T) B^T`."""
+        """Returns `x W^T + b + (alpha / r) (x A^T) B^T`."""
         weight, a, b = weights
         low = multiply(x, a, None) * self.scale
         return multiply(x, weight, bias) + multiply(low, b, None)
 
     def dgrad(self, dy: Float[Tensor, "rows out"], weights: Weights) -> Float[Tensor, "rows in"]:
-        """`dy W + (alpha / r) (dy B) A`."""
+        """Returns `dy W + (alpha / r) (dy B) A`."""
         weight, a, b = weights
         return torch.addmm(dy @ as_matrix(weight), dy @ as_matrix(b), a, alpha=self.scale)
 
@@ -97,7 +100,7 @@ class LoRA:
         weights: Weights,
         requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
-        """Of A `(alpha / r) (dy B)^T x`, of B `(alpha / r) dy^T (x A^T)`."""
+        """Returns `(alpha / r) (dy B)^T x` for A and `(alpha / r) dy^T (x A^T)` for B."""
         _, a, b = weights
         of_weight, of_a, of_b = requests
         return (
@@ -107,12 +110,12 @@ class LoRA:
         )
 
     def merged_weight(self, weights: Weights) -> Tensor:
-        """`W + (alpha / r) B A`, of each expert."""
+        """Returns `W + (alpha / r) B A`, for each expert if there are experts."""
         weight, a, b = weights
         columns = b.flatten(1, -2) if a.dim() == 3 else as_matrix(b)
         return weight + self.scale * (columns @ a).view(weight.shape)
 
 
 def lora_products(config: LoRAConfig) -> Mapping[str, LoRA]:
-    """Returns the adapter of each role of layers that `config` names."""
+    """Returns the adapter for each role of layers in `config.target_modules`."""
     return dict.fromkeys(config.target_modules, LoRA(config.rank, config.alpha))

@@ -10,10 +10,10 @@ from megatron_parallel.tensor_parallel.product_kinds import ProductKind
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Low-rank adapters (Hu et al. 2021): their size, and which layers have one.
+    """Size of low-rank adapters (Hu et al. 2021), and the layers that have one.
 
     Raises:
-        LayoutError: A rank or an alpha that is not positive, or no layers.
+        LayoutError: `rank` or `alpha` is not positive, or `target_modules` is empty.
     """
 
     rank: int = field(
@@ -27,14 +27,14 @@ class LoRAConfig:
         default=16.0,
         metadata={
             "flag": "--lora-alpha",
-            "help": "adapters are scaled by this over their rank",
+            "help": "scale of adapters, divided by their rank",
         },
     )
     target_modules: tuple[str, ...] = field(
         default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         metadata={
             "flag": "--lora-target-modules",
-            "help": "which linear layers have an adapter, by Megatron-Core's names",
+            "help": "linear layers with an adapter, by Megatron-Core's names",
         },
     )
 
@@ -44,12 +44,14 @@ class LoRAConfig:
         if not self.alpha > 0:
             raise LayoutError("{alpha} is not positive", vars(self))
         if not self.target_modules:
-            raise LayoutError("{target_modules:name} names no layers; give linear_qkv", vars(self))
+            raise LayoutError(
+                "{target_modules:name} is empty; give linear_qkv or other layers", vars(self)
+            )
 
 
 KIND: Final = ProductKind(
     "lora",
-    "low-rank adapters; everything else of the model is frozen",
+    "low-rank adapters; all other parameters of the model are frozen",
     "megatron_parallel.tensor_parallel.lora:lora_products",
     Section("lora", LoRAConfig, "low-rank adapters (LoRA)"),
 )

@@ -1,14 +1,14 @@
-"""What a layer multiplies its input by: a product, whose gradients are calls of their own.
+"""Products: what a parallel layer computes of its input and weights, with separate gradients.
 
     y = product.forward(x, weights, bias)
     dx = product.dgrad(dy, weights)
     dweights = product.wgrad(dy, x, weights, requests)
 
-A product sees this rank's input and this rank's part of each weight. The layer communicates around
-it: while one gradient is computed, what the other needs is on its way, and a split backward pass
-asks for each at another time. `weights` are the layer's own weight and then what the product adds
-to it (`Product.shardings`), which the layer registers: they are in its sharding table, and are
-initialised, clipped and saved like any parameter.
+A product works on the input of this rank and this rank's part of each weight. The layer does the
+communication: while one gradient is computed, the input of the other one is in flight, and a split
+backward pass computes them at different times. `weights` are the weight of the layer, followed by
+the parameters that the product adds (`Product.shardings`). The layer registers these: they are in
+its sharding table and are initialised, clipped and saved like all parameters.
 
 `PLAIN` is `x W^T`. An `AccumulatingProduct` adds each weight gradient directly to a buffer, from
 its two factors, and returns none to autograd: no matrix as large as the weight is made first.
@@ -28,10 +28,10 @@ from megatron_parallel import _compat
 from megatron_parallel.sharding.sharding import Sharding
 
 Weights = Sequence[Tensor]
-"""A layer's weight, then the parameters that its product adds, this rank's part of each."""
+"""This rank's part of the weight of a layer, then of each parameter that its product adds."""
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`x W^T + b`, of one matrix `(*out, in)` or of one for each group of rows, `(e, *out, in)`."""
+"""`x W^T + b`, for one matrix `(*out, in)` or one matrix per group of rows, `(e, *out, in)`."""
 
 
 def multiply_matrix(
@@ -39,15 +39,17 @@ def multiply_matrix(
     weight: Float[Tensor, "*out in"],
     bias: Float[Tensor, " flat"] | None = None,
 ) -> Float[Tensor, "... flat"]:
-    """`x W^T + b`; the outputs are one dim."""
+    """Returns `x W^T + b`, with the outputs in one dim."""
     return functional.linear(x, as_matrix(weight), bias)
 
 
 class WeightGradientRequest:
-    """What a backward pass wants of one weight; it makes a gradient of two factors.
+    """Request of a backward pass for the gradient of one weight.
+
+    A product calls it with the two factors of the gradient.
 
     Attributes:
-        shape: Of the weight.
+        shape: Shape of the weight.
     """
 
     def __init__(self, shape: torch.Size, returned: Callable[[], bool] = lambda: True) -> None:
@@ -55,33 +57,34 @@ class WeightGradientRequest:
 
     @property
     def must_return(self) -> bool:
-        """Whether `torch.autograd.grad` was asked for the gradient.
+        """Whether a tensor must be returned, because `torch.autograd.grad` needs the gradient.
 
-        The weight half of a split backward pass does so: then there must be a tensor.
+        The weight half of a split backward pass does so.
         """
         return self._returned()
 
     def __call__(
         self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"]
     ) -> Float[Tensor, "..."] | None:
-        """`dy^T x` in the shape of the weight; None if it was added up elsewhere."""
+        """Returns `dy^T x` in the shape of the weight; None if it was accumulated elsewhere."""
         return (dy.t() @ x).view(self.shape)
 
 
 @runtime_checkable
 class Product(Protocol):
-    """What a column-, row-parallel or expert layer computes of its input and its weight."""
+    """What a column-parallel, row-parallel or expert layer computes of its input and weights."""
 
     @property
     def is_adapter(self) -> bool:
-        """Whether only parameters of products are trained, as of low-rank adapters."""
+        """Whether only the parameters of products are trained, as with low-rank adapters."""
 
     def shardings(self, weight: Sharding) -> Mapping[str, Sharding]:
-        """Further parameters of the layer by local name, in the order in which they are handed in.
+        """Returns the shardings of the added parameters by local name, in the order of `Weights`.
+
+        A parameter whose gradient is a sum over the axis that cuts the weight is `partial`.
 
         Args:
-            weight: How the layer's own is cut. Its last dim is the input. A gradient that is a sum
-                over the axis which cuts the weight is `partial`.
+            weight: Sharding of the weight of the layer. Its last dim is the input.
         """
 
     def forward(
@@ -91,17 +94,17 @@ class Product(Protocol):
         bias: Tensor | None = None,
         multiply: Multiply = multiply_matrix,
     ) -> Float[Tensor, "... flat"]:
-        """Returns the product, plus the bias; autograd differentiates it.
+        """Returns the product plus the bias. Differentiable by autograd.
 
         Args:
-            x: This rank's input.
+            x: Input of this rank.
             weights: See `Weights`.
-            bias: With one dim.
-            multiply: By which matrices are multiplied; experts have one that knows their rows.
+            bias: Bias with one dim, or None.
+            multiply: Matrix multiplication. Experts pass a grouped one.
         """
 
     def dgrad(self, dy: Float[Tensor, "rows out"], weights: Weights) -> Float[Tensor, "rows in"]:
-        """Gradient of the input. Layers of a single matrix alone ask for it."""
+        """Returns the gradient of the input. Not used for experts."""
 
     def wgrad(
         self,
@@ -110,32 +113,32 @@ class Product(Protocol):
         weights: Weights,
         requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the weights. Layers of a single matrix alone ask for them.
+        """Returns the gradients of the weights. Not used for experts.
 
         Args:
-            dy: Gradient of the product.
-            x: Its input.
+            dy: Gradient of the output.
+            x: Input.
             weights: See `Weights`.
-            requests: Of each weight, what makes its gradient of two factors `[rows, out]` and
-                `[rows, in]`; None where the pass wants no gradient. Those of matrices go through
-                it, so that they can be added up where they are made.
+            requests: Request for each weight, or None if its gradient is not needed. Called with
+                two factors `[rows, out]` and `[rows, in]`. Gradients of matrices must be computed
+                through their requests, so that they can be accumulated directly.
 
         Returns:
-            What autograd is given for each weight.
+            The gradient of each weight for autograd, or None.
         """
 
     def merged_weight(self, weights: Weights) -> Tensor:
-        """The weight with which `PLAIN` computes the same, in the shape of the layer's own."""
+        """Returns the weight with which `PLAIN` computes the same, in the shape of the weight."""
 
 
 @dataclass(frozen=True)
 class PlainProduct:
-    """`x W^T + b`."""
+    """The product `x W^T + b`."""
 
     is_adapter: ClassVar[bool] = False
 
     def shardings(self, weight: Sharding) -> Mapping[str, Sharding]:
-        """Nothing beside the weight."""
+        """Returns an empty mapping."""
         del weight
         return {}
 
@@ -146,11 +149,11 @@ class PlainProduct:
         bias: Tensor | None = None,
         multiply: Multiply = multiply_matrix,
     ) -> Float[Tensor, "... flat"]:
-        """`x W^T + b`."""
+        """Returns `x W^T + b`."""
         return multiply(x, weights[0], bias)
 
     def dgrad(self, dy: Float[Tensor, "rows out"], weights: Weights) -> Float[Tensor, "rows in"]:
-        """`dy W`."""
+        """Returns `dy W`."""
         return dy @ as_matrix(weights[0])
 
     def wgrad(
@@ -160,7 +163,7 @@ class PlainProduct:
         weights: Weights,
         requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
-        """`dy^T x`."""
+        """Returns `dy^T x`."""
         return (None if requests[0] is None else requests[0](dy, x),)
 
     def merged_weight(self, weights: Weights) -> Tensor:
@@ -169,34 +172,35 @@ class PlainProduct:
 
 
 PLAIN: Final = PlainProduct()
-"""The product of layers that are given no other."""
+"""The default product."""
 
 
 @runtime_checkable
 class AccumulateGradient(Protocol):
-    """Adds `dy^T x` to the gradient of one weight."""
+    """Accumulates the gradient `dy^T x` of one weight."""
 
     def __call__(
         self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, must_return: bool
     ) -> Tensor | None:
-        """Returns what autograd is to be given for the gradient.
+        """Adds `dy^T x` and returns the gradient for autograd, or None.
 
         Args:
-            dy: Gradient of the product.
-            x: Its input.
+            dy: Gradient of the output.
+            x: Input.
             must_return: See `WeightGradientRequest`.
         """
 
 
 class AccumulatingProduct:
-    """A product whose weights' gradients are added up by the product that makes them.
+    """A product that accumulates the gradients of its weights directly into buffers.
 
-    Autograd calls the hooks of a weight all the same, once all products of the backward pass are
-    done. A copy of it is the product without: nobody sums its gradients.
+    Autograd still calls the hooks of a weight, after all products of the backward pass. A copy is
+    the product without accumulation.
 
     Args:
-        product: What is multiplied.
-        accumulate: By number of a weight, what adds its gradients up; others are autograd's.
+        product: The product.
+        accumulate: Accumulator of the gradient by index in `Weights`. Autograd accumulates the
+            others.
     """
 
     def __init__(self, product: Product, accumulate: Mapping[int, AccumulateGradient]) -> None:
@@ -211,8 +215,8 @@ class AccumulatingProduct:
         bias: Tensor | None = None,
         multiply: Multiply = multiply_matrix,
     ) -> Float[Tensor, "... flat"]:
-        """As the product's."""
-        if torch.compiler.is_compiling():  # traced code cannot add to a buffer
+        """Returns the result of the product."""
+        if torch.compiler.is_compiling():  # compiled code cannot add to a buffer
             return self.product.forward(x, weights, bias, multiply)
         y: Tensor = _Product.apply(x, *weights, bias, (self, multiply))  # type: ignore[no-untyped-call]
         return y
@@ -224,20 +228,22 @@ class AccumulatingProduct:
         weights: Weights,
         requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
-        """As the product's, but for those that are added up here."""
-        added = [
-            _Added(each, self.accumulate[number]) if each and number in self.accumulate else each
-            for number, each in enumerate(requests)
+        """Returns the gradients of the product, after accumulating those with an accumulator."""
+        accumulated = [
+            _Accumulated(each, self.accumulate[index])
+            if each and index in self.accumulate
+            else each
+            for index, each in enumerate(requests)
         ]
-        return self.product.wgrad(dy, x, weights, added)
+        return self.product.wgrad(dy, x, weights, accumulated)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Returns what a copy is."""
+        """Returns the product without accumulation, so that copies do not share buffers."""
         return _same, (self.product,)
 
 
-class _Added(WeightGradientRequest):
-    """Two factors go to who adds up their product."""
+class _Accumulated(WeightGradientRequest):
+    """A request that passes the two factors to an accumulator."""
 
     def __init__(self, requests: WeightGradientRequest, accumulate: AccumulateGradient) -> None:
         super().__init__(requests.shape, lambda: requests.must_return)
@@ -250,7 +256,7 @@ class _Added(WeightGradientRequest):
 
 
 class _Product(Function):
-    """A product of one rank by its own `dgrad` and `wgrad`."""
+    """A product of one rank, differentiated by its `dgrad` and `wgrad`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
@@ -274,7 +280,10 @@ class _Product(Function):
 
 
 def weight_gradient_requests(ctx: Any, weights: Weights) -> list[WeightGradientRequest | None]:
-    """In the backward pass of a function of `x`, `*weights`, ...: what it wants of the weights."""
+    """Returns the requests for weight gradients in the backward pass of a function.
+
+    The inputs of the function must be `x`, `*weights`, followed by others.
+    """
 
     def returned(index: int) -> Callable[[], bool]:
         return lambda: _compat.gradient_returned(ctx, index)
@@ -294,19 +303,19 @@ def weight_gradients(
     weights: Weights,
     requests: Sequence[WeightGradientRequest | None],
 ) -> tuple[Tensor | None, ...]:
-    """Returns what `Product.wgrad` gives, if any weight is requests."""
+    """Returns the result of `Product.wgrad`, if any gradient is requested."""
     if not any(requests):
         return (None,) * len(weights)
     return product.wgrad(dy, as_rows(x), weights, requests)
 
 
 def as_matrix(weight: Float[Tensor, "*out in"]) -> Float[Tensor, "flat in"]:
-    """Returns a weight with one dim of outputs."""
+    """Returns a weight as a matrix, with the outputs in one dim."""
     return weight if weight.dim() == 2 else weight.flatten(0, -2)
 
 
 def as_rows(t: Float[Tensor, "... h"]) -> Float[Tensor, "rows h"]:
-    """`[..., h]` as a matrix."""
+    """Returns `[..., h]` as a matrix."""
     return t.reshape(-1, t.shape[-1])
 
 

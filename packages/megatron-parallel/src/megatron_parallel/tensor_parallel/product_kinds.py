@@ -1,4 +1,4 @@
-"""Kinds of products, found by the entry-point group ``megatron.products``.
+"""Kinds of products, registered in the entry-point group ``megatron.products``.
 
 Importing this module does not import torch.
 """
@@ -22,15 +22,15 @@ PRODUCTS: Final = Extensions(
     LayoutError,
     builtin={"lora": "megatron_parallel.tensor_parallel.lora_config:KIND"},
 )
-"""Kinds of products by name, those of other distributions too."""
+"""Kinds of products by name, including those of other distributions."""
 
 
 @dataclass(frozen=True)
 class ProductKind:
-    """A kind of products: its settings, and which layers multiply by it.
+    """A kind of products: its settings, and the layers that compute it.
 
     Attributes:
-        name: Under which commands know it; that of its entry point.
+        name: Name of the kind and of its entry point.
         summary: One line for lists and `--help`.
         products: `package.module:function` that returns a `Product` for each role of layers
             (`ColumnSpec.role`), such as `linear_qkv`; other layers are plain. It is called with the
@@ -53,22 +53,22 @@ class ProductKind:
             LayoutError: The function cannot be imported.
         """
         try:
-            made: Callable[..., Mapping[str, Product]]
-            made = EntryPoint(self.name, self.products, GROUP).load()
+            build: Callable[..., Mapping[str, Product]]
+            build = EntryPoint(self.name, self.products, GROUP).load()
         except (ImportError, AttributeError) as error:
             raise LayoutError(
-                f"the products of {self.name!r} are made by {self.products}, which cannot be "
-                f"imported: {error}; repair or uninstall the distribution that brings it"
+                f"the products of {self.name!r} are built by {self.products}, which cannot be "
+                f"imported: {error}; repair or uninstall the distribution that provides it"
             ) from error
         if self.section is None:
-            return made()
-        return made(self.section.config() if settings is None else settings)
+            return build()
+        return build(self.section.config() if settings is None else settings)
 
 
 def find_product(name: str) -> ProductKind:
     """Returns an installed kind of products.
 
     Raises:
-        LayoutError: There is none of that name.
+        LayoutError: No kind has that name.
     """
     return PRODUCTS.load_instance(name, ProductKind)

@@ -1,7 +1,7 @@
-"""Parallel layers as plain data: their sizes, and how their parameters are cut. No torch.
+"""Parallel layers as plain data, without torch: their sizes and the sharding of their parameters.
 
-A layer is built from its description (`ColumnParallelLinear.of`), and counts of parameters
-read the same description, so that no shape is written twice.
+Layers are built from these specs (`ColumnParallelLinear.from_spec`), and parameters are counted
+from them, so each shape is defined once.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,15 @@ class ColumnSpec:
     Attributes:
         in_features: Size of the last dim of the input.
         out_features: Shape of the output.
-        bias: Whether there is one, of shape `out_features`.
+        bias: Whether the layer has a bias, of shape `out_features`.
         dim: Dim of `out_features` that is cut.
         fused_dim: Dim of `out_features` that enumerates fused weights.
-        spill_dim: Dim of `out_features` that is cut where there are more ranks than entries.
-        padded: Size of the cut dim in memory, when it is a padded vocabulary.
+        spill_dim: Dim of `out_features` that is also cut if there are more ranks than entries.
+        padded: Size of the cut dim in memory if it is a padded vocabulary.
         axis: Name of the axis.
-        init: How the weight starts; the bias starts at zero.
-        role: What Megatron-Core calls the layer (`linear_qkv`); products are chosen by it.
+        init: Initial values of the weight. The bias starts at zero.
+        role: Name of the layer in Megatron-Core, such as `linear_qkv`, by which products are
+            chosen.
     """
 
     in_features: int
@@ -39,11 +40,11 @@ class ColumnSpec:
     role: str = ""
 
     def arguments(self) -> dict[str, Any]:
-        """Returns what the layer takes."""
+        """Returns the arguments of the layer."""
         return {name: value for name, value in vars(self).items() if name != "role"}
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """Returns how weight and bias are cut; sequence parallelism changes nothing."""
+        """Returns the shardings of weight and bias, with or without sequence parallelism."""
         del sequence_parallel
         out, cut = self.out_features, (self.axis, self.dim, self.padded, self.fused_dim)
         spill = self.spill_dim
@@ -67,8 +68,8 @@ class ColumnSpec:
 class RowSpec:
     """A linear layer whose inputs are cut, weight `(out_features, in_features)`.
 
-    Its bias is added after the sum, once. Under sequence parallelism ranks that add it to different
-    positions have different parts of its gradient. `role` is as for a `ColumnSpec`.
+    The bias is added once, after the sum. With sequence parallelism, each rank adds it to its own
+    positions and has a part of its gradient. `role` is as for `ColumnSpec`.
     """
 
     in_features: int
@@ -79,11 +80,11 @@ class RowSpec:
     role: str = ""
 
     def arguments(self) -> dict[str, Any]:
-        """Returns what the layer takes."""
+        """Returns the arguments of the layer."""
         return {name: value for name, value in vars(self).items() if name != "role"}
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """Returns how weight and bias are cut."""
+        """Returns the shardings of weight and bias."""
         shape = (self.out_features, self.in_features)
         found = {"weight": Sharding(shape, self.axis, 1, init=self.init)}
         if self.bias:
@@ -100,7 +101,7 @@ class RowSpec:
 class VocabSpec:
     """Token embeddings `(num_embeddings, embedding_dim)` with the vocabulary cut.
 
-    `padded` is the vocabulary's size in memory.
+    `padded` is the size of the vocabulary in memory.
     """
 
     num_embeddings: int
@@ -110,7 +111,7 @@ class VocabSpec:
     init: Init = DEFAULT_INIT
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """Returns how the weight is cut; sequence parallelism changes nothing."""
+        """Returns the sharding of the weight, with or without sequence parallelism."""
         del sequence_parallel
         shape = (self.num_embeddings, self.embedding_dim)
         cut = (self.axis, 0, self.padded)

@@ -26,14 +26,14 @@ from megatron_parallel.tensor_parallel.product import Product, Weights, weight_g
 
 
 class OutputLayer(NamedTuple):
-    """A column-parallel layer without a bias, as a loss takes it.
+    """A column-parallel output layer without a bias, as argument of a loss.
 
     Attributes:
-        weights: What is multiplied by, this rank's part; see `Weights`.
-        axis: Over which the vocabulary is cut.
+        weights: This rank's part of the weights, see `Weights`.
+        axis: Axis that cuts the vocabulary.
         sequence_parallel: Whether the input is cut along dim 0.
         num_slices: As for `column_parallel_linear`.
-        product: What is multiplied.
+        product: Product that the layer computes.
     """
 
     weights: Weights
@@ -45,7 +45,7 @@ class OutputLayer(NamedTuple):
 
 @runtime_checkable
 class VocabularyLoss(Protocol):
-    """The loss of every token, of the input of the output layer."""
+    """The loss of each token as a function of the input of the output layer."""
 
     def __call__(
         self,
@@ -56,14 +56,14 @@ class VocabularyLoss(Protocol):
         true_vocab: int,
         label_smoothing: float = 0.0,
     ) -> Float[Tensor, "s b"]:
-        """Returns losses in nats; for arguments see `vocab_parallel_cross_entropy`.
+        """Returns the losses in nats, see `vocab_parallel_cross_entropy`.
 
         Args:
-            x: Input of the output layer, or with sequence parallelism this rank's part of it.
+            x: Input of the output layer. With sequence parallelism, this rank's part of it.
             layer: The output layer.
-            targets: Numbers of tokens, or `IGNORE_INDEX`.
-            true_vocab: Tokens of the vocabulary, without padding.
-            label_smoothing: Share of the loss that all tokens have in common.
+            targets: Token ids, or `IGNORE_INDEX`.
+            true_vocab: Size of the vocabulary without padding.
+            label_smoothing: Part of the loss that all tokens share.
         """
 
 
@@ -75,17 +75,17 @@ def unfused_cross_entropy(
     true_vocab: int,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, "s b"]:
-    """Makes all logits, then their losses."""
+    """Returns the losses, computed from the logits of all tokens."""
     weight, *added_weights = layer.weights
-    how = layer.axis, layer.sequence_parallel, layer.num_slices, layer.product
-    logits = column_parallel_linear(x, weight, None, *how, tuple(added_weights))
+    options = layer.axis, layer.sequence_parallel, layer.num_slices, layer.product
+    logits = column_parallel_linear(x, weight, None, *options, tuple(added_weights))
     return vocab_parallel_cross_entropy(
         logits, targets, layer.axis, true_vocab, label_smoothing=label_smoothing
     )
 
 
 UNFUSED_CROSS_ENTROPY: Final[VocabularyLoss] = unfused_cross_entropy
-"""The loss where no other is given."""
+"""The default loss."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class LinearCrossEntropy:
         true_vocab: int,
         label_smoothing: float = 0.0,
     ) -> Float[Tensor, "s b"]:
-        """Returns losses in nats."""
+        """Returns the losses in nats."""
         how = _How(layer, targets, true_vocab, label_smoothing, self.tokens_per_slice)
         losses: Tensor = _LinearCrossEntropy.apply(x, *layer.weights, how)  # type: ignore[no-untyped-call]
         return losses
@@ -143,14 +143,16 @@ class _How(NamedTuple):
 
     def gradient(self, rows: Tensor, weights: Weights, targets: Tensor, upstream: Tensor) -> Tensor:
         """Returns the gradient of the logits of one slice, computing the logits again."""
-        logits = self.layer.product.forward(rows, weights)  # without gradients, as in any backward
+        logits = self.layer.product.forward(
+            rows, weights
+        )  # without gradients, as in every backward pass
         with torch.enable_grad():
             losses = self.losses(logits.requires_grad_(), targets)
         (found,) = torch.autograd.grad(losses, logits, upstream)
         return found
 
     def rows(self, x: Tensor) -> Tensor:
-        """Returns the whole input as rows."""
+        """Returns the whole input as rows, gathered with sequence parallelism."""
         gathers = self.layer.sequence_parallel and self.layer.axis.size > 1
         return (all_gather(x, self.layer.axis) if gathers else x).flatten(0, -2)
 
