@@ -46,14 +46,14 @@ DEFECT_SAMPLE = {
     "every micro-batch is divided by its own number of tokens",
     "padding of the vocabulary gets probability",
     "later stages attend across documents",
-    "the dropout mask ignores which part of the sequence it is",
+    "the dropout mask ignores the slice of the sequence",
     "recomputation drops other elements than the forward pass",
     "rows of a pool are counted by the layout's context-parallel size",
-    "the blocks of a ring are added up without their log-sum-exp",
+    "the blocks of a ring are summed without their log-sum-exp",
     "the norm counts replicated parameters on every rank",
     "the tokens of an expert are not summed over tensor-parallel ranks",
     "the gradient of experts is divided by the ranks that hold them",
-    "the micro-batches of a pair take each other's rows",
+    "the micro-batches of a pair receive each other's rows",
     "the gradient of an adapter's A is not summed over ranks",
 }
 

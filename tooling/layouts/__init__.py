@@ -1,7 +1,7 @@
-"""The proof that every parallel layout trains the same model: `nox -s layouts`.
+"""Proves that every parallel layout trains the same model: `nox -s layouts`.
 
-A small model that is symmetric in nothing is trained for 20 AdamW steps on one rank and in every
-layout, by megatron-train's own engine, optimizer and trainer, in float64: rounding stays below
-1e-12, so a difference of 1e-9 is a defect. `defects` is the list of those planted on purpose, to
-show that the proof goes red. `traffic` counts what each layout communicates, beside formulas.
+Trains a small model without symmetries for 20 AdamW steps on one rank and in every layout, with
+megatron-train's own engine, optimizer and trainer, in float64. Rounding stays below 1e-12, so a
+difference of 1e-9 is a defect. `defects` plants defects to show that the proof can fail. `traffic`
+counts what each layout communicates and compares it with formulas.
 """

@@ -1,4 +1,4 @@
-"""`nox -s layouts`: prove every layout, plant every defect, print both tables."""
+"""`nox -s layouts`: proves every layout, plants every defect, prints both tables."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ DEFECT_STEPS = 3
 
 
 def main() -> int:
-    """Run everything; 0 if every layout is equal and every defect is seen."""
+    """Runs everything; returns 0 if every layout is equal and every defect is found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="page to put the tables into")
     arguments = parser.parse_args()
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def layouts_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str:
-    """Prove every layout."""
+    """Proves every layout; returns the table."""
     lines = [
         "| layout | ranks | model | dropout | micro-batches | loss | norm | gradients | parameters "
         "| rerouted | fp32 loss | fp32 norm |",
@@ -46,8 +46,8 @@ def layouts_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str
         bar.set_postfix_str(case.title)
         try:
             found, rough = prove(pool, case), prove_fp32(pool, case)
-        except Exception as error:  # noqa: BLE001 - an hour of proofs does not end with one of them
-            failed.append(f"{case.title} did not run to its end: {error}")
+        except Exception as error:  # noqa: BLE001 - one failure must not end an hour of proofs
+            failed.append(f"{case.title} failed: {error}")
             continue
         finally:
             bar.update()
@@ -62,14 +62,14 @@ def layouts_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str
 
 
 def facts(case: Case) -> list[str]:
-    """The first columns of a case."""
+    """Returns the first columns of a case."""
     dropout = "on" if case.dropout else "off"
     batches = "by length" if case.room else str(case.accumulation)
     return [case.name, str(case.layout.world_size), case.model, dropout, batches]
 
 
 def defects_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str:
-    """Plant every defect."""
+    """Plants every defect; returns the table."""
     cases = {case.title: case for case in CASES}
     lines = [
         "| planted defect | layout | loss | norm | gradients | parameters |",
@@ -81,12 +81,12 @@ def defects_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str
         try:
             found = prove(pool, case, defect=defect.name, steps=DEFECT_STEPS)
         except Exception as error:  # noqa: BLE001
-            failed.append(f"{defect.name} ({defect.case}) did not run to its end: {error}")
+            failed.append(f"{defect.name} ({defect.case}) failed: {error}")
             continue
         finally:
             bar.update()
         if found.equal:
-            failed.append(f"nobody sees that {defect.name} ({defect.case})")
+            failed.append(f"not found: {defect.name} ({defect.case})")
         numbers = (found.loss, found.norm, found.gradient, found.parameter)
         cells = " | ".join(f"{number:.0e}" for number in numbers)
         lines.append(f"| {defect.name} | {case.name} | {cells} |")

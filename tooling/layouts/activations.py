@@ -1,9 +1,9 @@
-"""What layers keep for their backward pass, counted and by formula, on one rank and several.
+"""Counts the activations that layers save, and compares them with formulas, on one to four ranks.
 
     python -m layouts.activations [--write docs/parallelism.md]
 
-Counted by hooks on what autograd keeps; the formula is that of Korthikanti et al. 2022 with the
-bytes that each operation keeps here (`megatron_models.activations`).
+Hooks on the tensors that autograd saves count the bytes. The formula is that of Korthikanti et al.
+2022 with the bytes that each operation saves here (`megatron_models.activations`).
 """
 
 import argparse
@@ -60,7 +60,7 @@ ON_RANKS = ("nothing", "selective: core_attn", "selective: all three", "full, un
 
 
 class Run(NamedTuple):
-    """What is counted: a forward pass of all layers."""
+    """A forward pass of all layers whose saved bytes are counted."""
 
     plan: str
     dtype: torch.dtype
@@ -70,21 +70,24 @@ class Run(NamedTuple):
 
     @property
     def saved_bytes(self) -> SavedBytes:
-        """What its operations keep."""
+        """Bytes that its operations save."""
         on = {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
         return SavedBytes.cpu(self.dtype.itemsize, CONFIG.normalization, **on)
 
     def formula(self, saved_bytes: SavedBytes) -> int:
-        """Bytes by formula."""
-        cut = {"tp": self.tp, "sequence_parallel": self.sequence_parallel}
+        """Returns the bytes by formula."""
+        sharding = {"tp": self.tp, "sequence_parallel": self.sequence_parallel}
         plan = PLANS[self.plan]
         return stack_activations(
-            CONFIG, LayerPass(LENGTH, SAMPLES, saved_bytes, recompute=plan, **cut)
+            CONFIG, LayerPass(LENGTH, SAMPLES, saved_bytes, recompute=plan, **sharding)
         )
 
 
 def count(mesh: Mesh, run: Run) -> dict[str, int]:
-    """Bytes that all layers keep of one micro-batch, by module, but for what they share."""
+    """Returns the bytes that all layers save of one micro-batch, by module.
+
+    Tensors that the layers share are left out.
+    """
     plan, cut = PLANS[run.plan], run.sequence_parallel
     model = GPT(CONFIG, Placement(mesh, dtype=run.dtype, recompute=plan, sequence_parallel=cut))
     dropout = None
@@ -95,15 +98,15 @@ def count(mesh: Mesh, run: Run) -> dict[str, int]:
     length = LENGTH // model.tp.size if cut else LENGTH
     x = torch.randn(length, SAMPLES, CONFIG.hidden_size, dtype=run.dtype, requires_grad=True) * 1.0
     context = Context(Mask(), dropout=dropout, recompute=plan)
-    with count_saved_activations(model) as kept:
+    with count_saved_activations(model) as saved:
         run_layers(model.layers, x, context, model.tp)
     if dropout is not None and plan.method != "uniform":
-        kept.by_module["key of dropout"] = -8 * LENGTH * SAMPLES
-    return kept.by_module
+        saved.by_module["key of dropout"] = -8 * LENGTH * SAMPLES
+    return saved.by_module
 
 
 def runs(dtype: torch.dtype) -> list[Run]:
-    """The rows of the table."""
+    """Returns the rows of the table."""
     found = [Run(plan, dtype) for plan in PLANS if not plan.endswith("cut")]
     found += [Run(plan, dtype, dropout=True) for plan in ("nothing", "selective: core_attn")]
     for tp in (2, 4):
@@ -115,20 +118,20 @@ def runs(dtype: torch.dtype) -> list[Run]:
 
 
 def table(pool: WorkerPool, failed: list[str]) -> str:
-    """All layers, by layout and what is computed again."""
+    """Returns the table of all layers, by layout and recomputation."""
     lines = [
-        "| ranks | dropout | computed again | fp32 counted | formula | bf16 counted | formula "
+        "| ranks | dropout | recomputed | fp32 counted | formula | bf16 counted | formula "
         "| of L·s·b·h | the paper's |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for pair in zip(runs(torch.float32), runs(torch.bfloat16), strict=True):
         cells = []
         for run in pair:
-            layout, told = ParallelLayout(tp=run.tp, dp=1), run.formula(run.saved_bytes)
+            layout, expected = ParallelLayout(tp=run.tp, dp=1), run.formula(run.saved_bytes)
             counted = {sum(by.values()) for by in pool.run_mesh(layout, count, run)}
-            if counted != {told}:
-                failed.append(f"{run}: {counted} bytes are kept, by formula {told}")
-            cells += [f"{max(counted):,}", f"{told:,}"]
+            if counted != {expected}:
+                failed.append(f"{run}: {counted} bytes are saved, by formula {expected}")
+            cells += [f"{max(counted):,}", f"{expected:,}"]
         run = pair[1]
         ranks = f"tp{run.tp}" + "·sp" * run.sequence_parallel if run.tp > 1 else "one"
         paper = run.formula(SavedBytes.paper()) / UNIT
@@ -138,11 +141,14 @@ def table(pool: WorkerPool, failed: list[str]) -> str:
 
 
 TOGETHER = {"attention.out": "attention", "mlp.down": "mlp"}
-"""Fused operations keep their output themselves, which the product after them reads."""
+"""Fused operations save their output, which the product after them would save otherwise."""
 
 
 def terms(failed: list[str]) -> str:
-    """One layer in bf16 with dropout, part by part; what is kept of attention's output is its."""
+    """Returns the table of one layer in bf16 with dropout, module by module.
+
+    Attention's output counts as saved by attention.
+    """
     run = Run("nothing", torch.bfloat16, dropout=True)
     prefix = f"layers.{CONFIG.num_layers - 1}"
     counted = {
@@ -150,7 +156,7 @@ def terms(failed: list[str]) -> str:
         for name, nbytes in count(Mesh.single(), run).items()
         if name.startswith(prefix)
     }
-    found, told, paper = (
+    found, expected, paper = (
         added(each)
         for each in (
             counted,
@@ -160,9 +166,9 @@ def terms(failed: list[str]) -> str:
     )
     unit = LENGTH * SAMPLES * CONFIG.hidden_size
     lines = ["| part | counted | formula | of s·b·h | the paper's |", "|---|---|---|---|---|"]
-    for name, nbytes in told.items():
+    for name, nbytes in expected.items():
         if found.get(name, 0) != nbytes:
-            failed.append(f"{name}: {found.get(name, 0)} bytes are kept, by formula {nbytes}")
+            failed.append(f"{name}: {found.get(name, 0)} bytes are saved, by formula {nbytes}")
         words = [name, f"{found.get(name, 0):,}", f"{nbytes:,}"]
         lines.append(
             f"| {' | '.join(words)} | {nbytes / unit:.2f} | {paper.get(name, 0) / unit:.2f} |"
@@ -171,7 +177,7 @@ def terms(failed: list[str]) -> str:
 
 
 def added(parts: dict[str, int]) -> dict[str, int]:
-    """Parts that are kept by one another, together."""
+    """Returns the sums over modules of which one saves the other's tensors."""
     sums: dict[str, int] = {}
     for name, nbytes in parts.items():
         sums[TOGETHER.get(name, name)] = sums.get(TOGETHER.get(name, name), 0) + nbytes
@@ -179,7 +185,7 @@ def added(parts: dict[str, int]) -> dict[str, int]:
 
 
 def main() -> int:
-    """Count everything; 0 if all is as the formula says."""
+    """Counts everything; returns 0 if all counts equal the formulas."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="page to put the tables into")
     arguments = parser.parse_args()

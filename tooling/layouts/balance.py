@@ -1,10 +1,10 @@
-"""How evenly context parallelism shares out attention over packed documents.
+"""Measures how evenly context parallelism divides attention over packed documents.
 
     python -m layouts.balance [--write docs/parallelism.md]
 
-Samples are packed as a dataset packs them: documents of random lengths one after the other, cut
-where the sample ends. Work is the number of pairs of query and key that a causal mask inside
-documents allows; a ratio is that of the busiest rank to the average one, for which all others wait.
+Samples are packed like those of a dataset: documents of random lengths one after another, cut at
+the end of the sample. Work is the number of pairs of query and key that a causal mask inside
+documents allows. A ratio is that of the busiest rank, for which all others wait, to the average.
 """
 
 import argparse
@@ -27,13 +27,13 @@ LENGTHS = {
     "log-normal, median 1,500": (1500.0, 1.2),
     "log-normal, median 6,000": (6000.0, 1.2),
 }
-"""Median and standard deviation of the logarithm of the lengths of documents."""
+"""Median of the lengths of documents, and standard deviation of their logarithm."""
 
 
 def packed(
     median: float, spread: float, generator: torch.Generator, length: int = LENGTH
 ) -> Tensor:
-    """Document numbers `[1, s]` of a sample that begins somewhere in a stream of documents."""
+    """Returns document ids `[1, s]` of a sample that begins somewhere in a stream of documents."""
     ids = torch.zeros(length, dtype=torch.int32)
     filled = -int(torch.randint(LONGEST, (), generator=generator))
     number = 0
@@ -46,7 +46,7 @@ def packed(
 
 
 def ratios(ids: Tensor, ranks: int) -> dict[str, float]:
-    """Busiest over average, by split."""
+    """Returns the work of the busiest rank over the average, by split."""
     contiguous = torch.arange(LENGTH).view(ranks, 1, -1)
     splits = {
         "contiguous": ContextSplit(contiguous),
@@ -57,7 +57,7 @@ def ratios(ids: Tensor, ranks: int) -> dict[str, float]:
 
 
 def table() -> tuple[str, list[str]]:
-    """The table, and what is not as it should be."""
+    """Returns the table, and a line for each result that is not as expected."""
     lines = [
         "| lengths of documents | ranks | contiguous | `zigzag` | `per_document` | worst sample: "
         "`zigzag` | `per_document` |",
@@ -76,12 +76,12 @@ def table() -> tuple[str, list[str]]:
             cells = " | ".join(f"{number:.2f}" for number in [*means, *worst])
             lines.append(f"| {name} | {ranks} | {cells} |")
             if not worst[1] < 1.01:
-                failed.append(f"{name} on {ranks} ranks: per_document is off by {worst[1]:.3f}")
+                failed.append(f"{name} on {ranks} ranks: per_document has ratio {worst[1]:.3f}")
     return "\n".join(lines) + "\n", failed
 
 
 def main() -> int:
-    """Print the table; 0 if cutting every document by itself is even."""
+    """Prints the table; returns 0 if splitting every document by itself is even."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="page to put the table into")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What is proven: layouts, and the models and batches they are proven with."""
+"""The cases of the proof: layouts, and the models and batches that they train."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,7 +16,7 @@ _SIZES = {
     "num_layers": LAYERS,
     "hidden_size": 32,
     "num_attention_heads": 8,
-    # 256 rows in memory: of four ranks the third holds 22 true ones, the fourth none.
+    # 256 rows in memory: the third of four ranks holds 22 true ones, the fourth none.
     "vocab_size": 150,
     "max_position_embeddings": SEQUENCE,
 }
@@ -64,16 +64,17 @@ MODELS["biased"] = replace(
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
     moe_router_bias_update_rate=0.02,
-    init_method_std=0.1,  # tokens differ so much that loads are nearly even
+    init_method_std=0.1,  # so that tokens differ and loads are nearly even
 )
 MODELS["few"] = replace(
     MODELS["untied"], num_query_groups=2, add_qkv_bias=True, attn_logit_softcapping=0.3
 )
-"""GPT-2's kind (learned positions, LayerNorm, biases, tied), Llama's, mixtures of experts.
+"""Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
-`moe` has biases in its experts, a shared one, attention sinks and both losses of a router; `few` is
-Llama's with two KV heads, biases of its queries and bounded scores of attention. `biased` is `moe`
-with sigmoid scores and biases of experts, which are state and no parameters.
+`tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
+is the same with two KV heads, biases of queries and bounded attention scores. `moe` has biases in
+its experts, a shared expert, attention sinks and both losses of a router. `biased` is `moe` with
+sigmoid scores and biases of experts, which are state, not parameters.
 """
 
 Model = Literal["tied", "untied", "moe", "moe-gated", "biased", "few"]
@@ -84,15 +85,15 @@ SPLITS = {
     4: (range(1), range(1, 2), range(2, 3), range(3, 5)),
     8: tuple(range(a, b) for a, b in pairwise((0, 0, 1, 2, 2, 3, 4, 4, 5))),
 }
-"""Layers of each stage by number of stages; never equal, and some have none."""
+"""Layers of each stage, by number of stages; stages are never equal, and some have no layer."""
 
 
 PLAIN = DataParallelConfig()
 UNFUSED = DataParallelConfig(gradient_accumulation_fusion=False)
-"""Of the one rank: every layout adds gradients up in products, where it can."""
+"""For one rank only: every layout fuses gradient accumulation where it can."""
 
 SHARDED = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=3000)
-"""Buckets so small that many parameters are cut, most of them in the middle of a row."""
+"""Buckets are so small that many parameters are cut, most of them in the middle of a row."""
 
 GATHERED = DataParallelConfig(
     use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=3000
@@ -109,36 +110,36 @@ RECOMPUTE = {
     ),
     "host": RecomputeConfig(cpu_offloading_num_layers=2),
 }
-"""What is computed again or kept elsewhere; one rank keeps everything."""
+"""Recomputation and offloading, by the word in a case's name; one rank saves everything."""
 FULLY_SHARDED = DataParallelConfig(use_torch_fsdp2=True)
 DATA_PARALLEL = {"sharded": SHARDED, "gathered": GATHERED, "fsdp": FULLY_SHARDED}
-"""By the word in a case's name: optimizer state cut; weights gathered during the forward pass; all
-cut by torch's `fully_shard`."""
+"""By the word in a case's name: sharded optimizer state; the same with weights gathered during the
+forward pass; everything sharded by torch's `fully_shard`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout and what is trained in it.
+    """One layout and the training that runs in it.
 
     Attributes:
-        layout: degrees; `dp` is given.
-        model: which of `MODELS`.
-        sequence_parallel: whether activations are cut along the sequence.
-        dropout: whether hidden and attention dropout are on.
-        micro_batch: samples of one micro-batch; the rest of a rank's share is accumulated.
-        data_parallel: how gradients are summed, and what each rank keeps.
-        recompute: which of `RECOMPUTE`.
-        comm: how attention goes over context-parallel ranks.
-        per_document: whether context parallelism cuts every document by itself.
-        dispatcher: how tokens get to their experts.
-        schedule: of the pipeline, where it is not the default one.
-        per_token: whether tokens have equal weights in the loss of a step, or else micro-batches.
-        slices: whether activations are gathered and scattered in slices (`--tp-comm-overlap`).
-        smooth: whether labels are smoothed.
-        lora: whether the model is frozen, but for adapters of its linear layers.
-        few_logits: whether the loss is computed of a few tokens at a time.
-        room: tokens that a rank may hold at a time, where the ranks are a pool that cuts every
-            document over as many of them as it needs.
+        layout: Degrees; `dp` is set.
+        model: One of `MODELS`.
+        sequence_parallel: Whether activations are sharded along the sequence.
+        dropout: Whether hidden and attention dropout are on.
+        micro_batch: Number of samples in a micro-batch; the rest of a rank's share is accumulated.
+        data_parallel: How gradients are summed, and what each rank holds.
+        recompute: One of `RECOMPUTE`.
+        comm: How attention communicates over context-parallel ranks.
+        per_document: Whether context parallelism cuts every document by itself.
+        dispatcher: How tokens are sent to their experts.
+        schedule: The pipeline's schedule, if it is not the default one.
+        per_token: Whether tokens, not micro-batches, have equal weights in the loss of a step.
+        slices: Whether activations are gathered and scattered in slices (`--tp-comm-overlap`).
+        smooth: Whether labels are smoothed.
+        lora: Whether only adapters of linear layers are trained.
+        few_logits: Whether the loss is computed for a few tokens at a time.
+        room: Tokens that a rank may hold at a time, if ranks are a pool that shards every document
+            over as many of them as it needs.
     """
 
     layout: ParallelLayout
@@ -166,7 +167,7 @@ class Case:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one rank in one step; in a pool, lengths decide."""
+        """Number of micro-batches of one rank in one step; in a pool, lengths determine it."""
         return GLOBAL_BATCH // (self.micro_batch * (self.layout.dp or 1))
 
     @property
@@ -202,16 +203,16 @@ class Case:
 
     @property
     def reference(self) -> "Case":
-        """The same training on one rank: with other micro-batches, unless the loss knows them.
+        """The same training on one rank, with other micro-batches unless the loss depends on them.
 
         The load of experts is balanced over each micro-batch, and means are of micro-batches.
         """
-        known = self.config.num_experts or not self.per_token
+        depends = self.config.num_experts or not self.per_token
         return Case(
             ParallelLayout(dp=1),
             self.model,
             dropout=self.dropout,
-            micro_batch=self.micro_batch if known else 4,
+            micro_batch=self.micro_batch if depends else 4,
             data_parallel=UNFUSED,
             per_token=self.per_token,
             smooth=self.smooth,
@@ -406,4 +407,4 @@ CASES = (
     _case("untied", 1, "lora", "dropout", cp=2, dp=2),
     _case("moe", 1, "lora", "alltoall", "combined-1f1b", pp=2, dp=2, ep=2),
 )
-"""Layouts of 2, 4 and 8 ranks, each with the number of samples in a micro-batch."""
+"""Layouts of 2, 4 and 8 ranks; the second argument is the number of samples in a micro-batch."""

@@ -1,4 +1,4 @@
-"""The training that is compared, as one rank runs it; sent to every rank of a layout."""
+"""The training that the proof compares, as one rank runs it; sent to every rank of a layout."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,19 +39,19 @@ CLIP = 3.0
 ADAPTERS = LoRAConfig(rank=3, alpha=6.0)
 
 Piece = tuple[str, tuple[int, ...], Tensor]
-"""A part of a global tensor: its name, its offsets, its values."""
+"""A box of a global tensor: the tensor's name, the box's offsets and values."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw.
+    """What one rank recorded.
 
     Attributes:
-        losses: of every step.
-        norms: of the gradient of every step, before clipping.
-        gradients: of the first and the last step, before clipping.
-        parameters: after the last step.
-        routes: experts of every token, see `Routes`; empty in a model without experts.
+        losses: Of every step.
+        norms: Of the gradient of every step, before clipping.
+        gradients: Of the first and the last step, before clipping.
+        parameters: After the last step.
+        routes: Experts of every token, see `Routes`; empty in a model without experts.
     """
 
     losses: list[float]
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate: float) -> Outcome:
-    """Train `case` on this rank for `steps` steps."""
+    """Trains `case` on this rank for `steps` steps."""
     trainer = build_trainer(mesh, case, steps, dtype, learning_rate)
     reports = Reports()
     trainer.callbacks.append(reports)
@@ -81,7 +81,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
 def build_trainer(
     mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate: float
 ) -> Trainer:
-    """This rank's part of what trains `case`, at its beginning."""
+    """Returns the trainer of this rank for `case`."""
     products = lora_products(ADAPTERS) if case.lora else {}
     stages = gpt_chunks(
         case.config,
@@ -130,31 +130,30 @@ def build_trainer(
 
 
 class Recording(Optimizer):
-    """An optimizer that keeps the gradients it was given, before it clips them."""
+    """An optimizer that records its gradients before it clips them."""
 
     def step(self, lr: float, *rates: float | None, **more: Any) -> StepResult:
-        """Keep the gradients, then step."""
-        taken = {name: gradient.clone() for name, gradient in self.gradients().items()}
-        views = self._main.views(taken)
+        """Records the gradients, then steps."""
+        copies = {name: gradient.clone() for name, gradient in self.gradients().items()}
+        views = self._main.views(copies)
         vars(self).setdefault("seen", []).append(pieces(views))
         return super().step(lr, *rates, **more)
 
     def ends(self) -> tuple[list[Piece], list[Piece]]:
-        """The gradients of the first and the last step; none where no step was finite."""
+        """Returns the gradients of the first and the last step; empty if no step was finite."""
         seen = vars(self).get("seen", [[]])
         return seen[0], seen[-1]
 
 
 Routes = dict[tuple[int, int, int], Tensor]
-"""Experts `[tokens, k]` by global layer, number of the micro-batch in the run, and part of it.
+"""Experts `[tokens, k]` by global layer, index of the micro-batch in the run, and slice of it.
 
-Micro-batches are counted over all ranks and steps. Parts follow one another: tensor-parallel ranks
-have their own each.
+Micro-batches are counted over all ranks and steps. Each tensor-parallel rank has one slice.
 """
 
 
 def watch_routes(stages: Sequence[GPT], mesh: Mesh) -> Routes:
-    """Note where routers send the tokens of every micro-batch from now on."""
+    """Records where routers send the tokens of every micro-batch from now on."""
     routes: Routes = {}
     dp, tp = mesh.axis("dp"), mesh.axis("tp")
 
@@ -163,7 +162,7 @@ def watch_routes(stages: Sequence[GPT], mesh: Mesh) -> Routes:
 
         def note(module: Router, arguments: object, routing: Routing) -> None:
             if torch._C._current_graph_task_id() >= 0:
-                return  # in a backward pass: computed again
+                return  # recomputed in a backward pass
             routes[layer, next(numbers) * dp.size + dp.index, tp.index] = routing.experts
 
         router.register_forward_hook(note)
@@ -182,19 +181,19 @@ class Reports(Callback):
         self.all: list[StepReport] = []
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
-        """Keep it."""
+        """Keeps the report."""
         self.all.append(report)
 
 
 def pieces(views: dict[str, list[View]]) -> list[Piece]:
-    """The parts of global tensors that views show, as they are now."""
+    """Returns copies of the boxes of global tensors that views show."""
     return [(name, v.offsets, v.tensor.clone()) for name, parts in views.items() for v in parts]
 
 
 def make_asymmetric(engine: StepEngine) -> None:
-    """Move gains off 1, biases and the B of adapters off 0, by values keyed by global name.
+    """Moves gains off 1, and biases and adapters' B off 0, by values keyed by global name.
 
-    Biases of experts stay 0: uneven ones would hide by how much loads differ.
+    Biases of experts stay 0: uneven biases would hide differences of loads.
     """
     for view_name, views in engine.stages.views().items():
         if view_name in engine.stages.states:
@@ -208,7 +207,7 @@ def make_asymmetric(engine: StepEngine) -> None:
 
 
 def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Sequence[MicroBatch]]:
-    """Yield this rank's micro-batches of every step."""
+    """Yields this rank's micro-batches of every step."""
     axis = mesh.axis("dp")
     total = steps * GLOBAL_BATCH
     if case.room is not None:
@@ -224,7 +223,7 @@ def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Seque
 
 
 def stack(case: Case, indices: Sequence[int]) -> dict[str, Tensor]:
-    """The fields of the samples of one micro-batch."""
+    """Returns the fields of the samples of one micro-batch."""
     rows = [sample(index) for index in indices]
     if case.config.num_experts:
         rows = [padded(row) for row in rows]
@@ -232,21 +231,21 @@ def stack(case: Case, indices: Sequence[int]) -> dict[str, Tensor]:
 
 
 def padded(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A sample that ends in padding, of a length of its own; every fourth does not."""
+    """Returns a sample that ends in padding of its own length; every fourth sample has none."""
     true = SEQUENCE - 3 * int(row["sample_ids"] % 4)
-    places = torch.arange(SEQUENCE)
+    indices = torch.arange(SEQUENCE)
     return {
         **row,
-        "loss_mask": row["loss_mask"] * (places < true),
-        "document_ids": torch.where(places < true, row["document_ids"], -1),
+        "loss_mask": row["loss_mask"] * (indices < true),
+        "document_ids": torch.where(indices < true, row["document_ids"], -1),
     }
 
 
 def sample(index: int) -> dict[str, Tensor]:
-    """A sample of several documents with a loss mask of its own; every seventh has no loss at all.
+    """Returns a sample of several documents with its own loss mask.
 
-    Text is half random, half predictable. Documents are short enough to cross every cut of the
-    sequence somewhere.
+    Every seventh sample has no loss. Text is half random, half predictable. Documents are so short
+    that every cut of the sequence crosses one somewhere.
     """
     generator = torch.Generator().manual_seed(1000 + index)
     text = torch.randint(150, (SEQUENCE + 1,), generator=generator)

@@ -1,4 +1,4 @@
-"""What a proof leaves: tables on standard output and in the documentation, and an exit status."""
+"""Prints the tables of a proof, writes them into the documentation, and returns an exit status."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def publish(name: str, text: str, failed: Sequence[str], page: Path | None) -> int:
-    """Print tables and what failed; if nothing did, put the tables between marks into `page`.
+    """Prints tables and failures; without failures, writes the tables between marks into `page`.
 
     Returns the exit status: 1 if anything failed.
     """
@@ -21,5 +21,5 @@ def publish(name: str, text: str, failed: Sequence[str], page: Path | None) -> i
 
 
 def marks(name: str) -> tuple[str, str]:
-    """The lines between which the tables of `name` stand on a page."""
+    """Returns the lines that enclose the tables of `name` on a page."""
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"

@@ -1,11 +1,11 @@
-"""How long a step takes with one context-parallel size for all, and with one for each document.
+"""Compares a step with one context-parallel size for all documents and with one for each.
 
     python -m layouts.pooled [--write docs/parallelism.md]
 
-Global batches of samples of packed documents (`layouts.balance`) that are too long for one rank.
+Global batches have samples of packed documents (`layouts.balance`) that are too long for one rank.
 Work is that of Llama 3 8B: of tokens, and of the pairs of query and key that a causal mask inside
-documents allows. Ranks that share a sample or a row wait for the busiest of them, groups wait for
-each other at the end of the step. A ratio is this time over that of work shared out evenly.
+documents allows. Ranks that share a sample or a row wait for the busiest of them; groups wait for
+each other at the end of the step. A ratio is this time over that of evenly divided work.
 """
 
 import argparse
@@ -36,7 +36,7 @@ MODEL = GPTConfig(
 
 
 def static(samples: list[Tensor], pool: int, split: str) -> float:
-    """The ratio where all samples are cut over `CP` ranks and dealt out to `pool / CP` groups."""
+    """Returns the ratio if all samples are sharded over `CP` ranks, for `pool / CP` groups."""
     per_pair = tokens_per_pair(MODEL)
     groups = pool // CP
     times = [0.0] * groups
@@ -52,7 +52,7 @@ def static(samples: list[Tensor], pool: int, split: str) -> float:
 
 
 def planned(samples: list[Tensor], pool: int) -> PoolPlan:
-    """The plan of a pool for the documents of these samples."""
+    """Returns the plan of a pool for the documents of these samples."""
     lengths = [
         n for ids in samples for n in ids[0].unique_consecutive(return_counts=True)[1].tolist()
     ]
@@ -60,7 +60,7 @@ def planned(samples: list[Tensor], pool: int) -> PoolPlan:
 
 
 def table() -> tuple[str, list[str]]:
-    """The table, and what is not as it should be."""
+    """Returns the table, and a line for each result that is not as expected."""
     lines = [
         "| lengths of documents | ranks | `zigzag` | `per_document` | hybrid | worst batch: "
         "`per_document` | hybrid | unsplit documents | keys and values sent: static | hybrid "
@@ -87,12 +87,12 @@ def table() -> tuple[str, list[str]]:
             cells.append(f"{means['padding']:.1%}")
             lines.append(f"| {name} | {pool} | {' | '.join(cells)} |")
             if means["hybrid"] > 1.06:
-                failed.append(f"{name} on {pool} ranks: a pool is off by {means['hybrid']:.3f}")
+                failed.append(f"{name} on {pool} ranks: a pool has ratio {means['hybrid']:.3f}")
     return "\n".join(lines) + "\n", failed
 
 
 def measured(samples: list[Tensor], pool: int) -> dict[str, float]:
-    """One batch."""
+    """Returns the numbers of one batch."""
     plan = planned(samples, pool)
     documents = [len(row.documents) for row in plan.rows]
     alone = [len(row.documents) for row in plan.rows if len(row.ranks) == 1]
@@ -108,7 +108,7 @@ def measured(samples: list[Tensor], pool: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print the table; 0 if plans of pools are even."""
+    """Prints the table; returns 0 if plans of pools are even."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="page to put the table into")
     arguments = parser.parse_args()

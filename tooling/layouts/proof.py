@@ -1,4 +1,4 @@
-"""Equality of two trainings, as numbers: what design 5.2 calls equal is below `LIMIT`."""
+"""Compares two trainings by numbers; they are equal if every difference is at most `LIMIT`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from layouts.defects import planted
 from layouts.job import Outcome, Piece, train
 
 LIMIT = 1e-9
-"""In float64: loss, norm, parameters absolute, gradients relative to their size."""
+"""In float64: of loss, norm and parameters absolute, of gradients relative to their size."""
 
 LOSS_LIMIT, NORM_LIMIT = 1e-5, 1e-6
 """In float32: loss of ten steps, relative norm of the first."""
@@ -28,12 +28,13 @@ class Differences:
     """Largest differences between a layout and one rank, over all ranks and steps.
 
     Attributes:
-        loss: of any step.
-        norm: of the gradient of any step.
-        gradient: of any parameter in the first or last step, relative to the largest element of
+        loss: Of any step.
+        norm: Of the gradient of any step.
+        gradient: Of any parameter in the first or last step, relative to the largest element of
             that gradient, or to a thousandth of the rms of all gradients if that is larger.
-        parameter: after the last step.
-        rerouted: tokens of any layer and step that went to other experts; None without experts.
+        parameter: After the last step.
+        rerouted: Number of tokens of any layer and step that were sent to other experts; None
+            without experts.
     """
 
     loss: float
@@ -44,14 +45,14 @@ class Differences:
 
     @property
     def equal(self) -> bool:
-        """Whether all are within `LIMIT` (not a number is not) and no token went astray."""
+        """Whether all are at most `LIMIT` (NaN is not) and no token was rerouted."""
         numbers = (self.loss, self.norm, self.gradient, self.parameter)
         return all(x <= LIMIT for x in numbers) and not self.rerouted
 
 
 @dataclass(frozen=True)
 class DifferencesFp32:
-    """In float32: loss over ten steps, relative norm in the first."""
+    """Differences in float32: of the loss over ten steps, of the relative norm in the first."""
 
     loss: float
     norm: float
@@ -65,7 +66,7 @@ class DifferencesFp32:
 def prove(
     pool: WorkerPool, case: Case, *, defect: str | None = None, steps: int = STEPS
 ) -> Differences:
-    """Train `case` in its layout, on all ranks with the defect of that name, if any; compare."""
+    """Trains `case` in its layout, with a planted defect if any; compares it with one rank."""
     whole = reference(case.reference, steps, torch.float64, LEARNING_RATE)
     ranks = pool.run_mesh(
         case.layout, _train, case, defect, steps, torch.float64, LEARNING_RATE, timeout=300
@@ -83,7 +84,7 @@ def prove(
 
 
 def prove_fp32(pool: WorkerPool, case: Case) -> DifferencesFp32:
-    """The second column: float32, ten steps at a low learning rate."""
+    """Returns the differences in float32 over ten steps at a low learning rate."""
     arguments = (STEPS_FP32, torch.float32, LEARNING_RATE_FP32)
     whole = reference(case.reference, *arguments)
     ranks = pool.run_mesh(case.layout, _train, case, None, *arguments, timeout=300)
@@ -93,7 +94,7 @@ def prove_fp32(pool: WorkerPool, case: Case) -> DifferencesFp32:
 
 @cache
 def reference(case: Case, steps: int, dtype: torch.dtype, learning_rate: float) -> Outcome:
-    """The training on one rank, in this process."""
+    """Returns the training on one rank, in this process."""
     return train(Mesh.single(), case, steps, dtype, learning_rate)
 
 
@@ -105,13 +106,16 @@ def _train(
 
 
 def largest(ranks: Sequence[Outcome], whole: Outcome, name: str) -> float:
-    """Largest difference of a number that every rank has for every step."""
+    """Returns the largest difference of a number that every rank has for every step."""
     ours = torch.tensor([getattr(rank, name) for rank in ranks], dtype=torch.float64)
     return float((ours - torch.tensor(getattr(whole, name), dtype=torch.float64)).abs().max())
 
 
 def rerouted(ranks: Sequence[Outcome], whole: Outcome) -> int:
-    """Tokens, over all layers and micro-batches, that did not go where they go on one rank."""
+    """Returns the number of tokens with other experts than on one rank.
+
+    Counts the tokens of all layers and micro-batches.
+    """
     parts = {key: experts for rank in ranks for key, experts in rank.routes.items()}
     count = 0
     for (layer, number, _), expected in whole.routes.items():
@@ -123,7 +127,7 @@ def rerouted(ranks: Sequence[Outcome], whole: Outcome) -> int:
 
 
 def joined(ranks: Sequence[Sequence[Piece]]) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
-    """All parts of each tensor, of all ranks; copies stay apart."""
+    """Returns all boxes of each tensor, from all ranks; copies stay separate."""
     found: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
     for rank in ranks:
         for name, offsets, values in rank:
@@ -132,21 +136,21 @@ def joined(ranks: Sequence[Sequence[Piece]]) -> dict[str, list[tuple[tuple[int, 
 
 
 def dict_of(parts: Sequence[Piece]) -> dict[str, Tensor]:
-    """The tensors of one rank that holds everything."""
+    """Returns the tensors of one rank that holds all of them whole."""
     return {name: values for name, _, values in parts}
 
 
 def absolute(
     ours: dict[str, list[tuple[tuple[int, ...], Tensor]]], whole: dict[str, Tensor]
 ) -> float:
-    """Largest difference of any element of any copy."""
+    """Returns the largest difference of any element of any copy."""
     return max(deviations(ours, whole).values())
 
 
 def relative(
     ours: dict[str, list[tuple[tuple[int, ...], Tensor]]], whole: dict[str, Tensor]
 ) -> float:
-    """Largest difference of any tensor in units of its largest element."""
+    """Returns the largest difference of any tensor, relative to its largest element."""
     flat = torch.cat([tensor.flatten() for tensor in whole.values()])
     floor = 1e-3 * float(flat.square().mean().sqrt())
     sizes = {name: max(float(tensor.abs().max()), floor) for name, tensor in whole.items()}
@@ -156,7 +160,7 @@ def relative(
 def deviations(
     ours: dict[str, list[tuple[tuple[int, ...], Tensor]]], whole: dict[str, Tensor]
 ) -> dict[str, float]:
-    """Largest difference of each tensor; infinite where a part of it is on no rank."""
+    """Returns the largest difference of each tensor; infinite if a part of it is on no rank."""
     result = {}
     for name, tensor in whole.items():
         held = torch.zeros(tensor.shape, dtype=torch.bool)
@@ -168,5 +172,5 @@ def deviations(
             worst = max(worst, difference) if difference == difference else torch.inf
         result[name] = worst if bool(held.all()) else torch.inf
     if unknown := ours.keys() - whole.keys():
-        raise ValueError(f"one rank has no {min(unknown)!r}: names depend on the layout")
+        raise ValueError(f"{min(unknown)!r} is not on one rank: names depend on the layout")
     return result

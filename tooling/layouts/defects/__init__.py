@@ -1,7 +1,7 @@
-"""Defects planted on purpose, each of a kind that has been shipped by somebody.
+"""Planted defects, each of a kind that real training code has shipped.
 
-A defect is a replacement of one function while a layout trains; the run on one rank that it is
-compared with is clean. Every one must turn the proof red (`integration_tests/test_layouts.py`).
+A defect replaces one function while a layout trains; the run on one rank that it is compared with
+has none. The proof must find every defect (`integration_tests/test_layouts.py`).
 """
 
 from layouts.defects import (  # each enters its defects into the catalogue
@@ -12,12 +12,12 @@ from layouts.defects import (  # each enters its defects into the catalogue
     gradients,
     losses,
     norms,
+    offsets,
+    overlap,
     pipelines,
-    places,
     pools,
     shards,
     tensor,
-    turns,
 )
 from layouts.defects.catalogue import DEFECTS, Defect, planted
 
@@ -31,11 +31,11 @@ __all__ = [
     "gradients",
     "losses",
     "norms",
+    "offsets",
+    "overlap",
     "pipelines",
-    "places",
     "planted",
     "pools",
     "shards",
     "tensor",
-    "turns",
 ]

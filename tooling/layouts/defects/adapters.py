@@ -1,4 +1,4 @@
-"""Defects of low-rank adapters: partial gradients, copies, what is frozen."""
+"""Defects of low-rank adapters: partial gradients, copies, input gradients."""
 
 from dataclasses import replace as changed
 from typing import Any
@@ -11,7 +11,7 @@ from layouts.defects.catalogue import Replace, defect
 
 
 def _complete(replace: Replace, name: str) -> None:
-    """Take the gradient of one matrix of every adapter for complete on each rank."""
+    """Marks the gradient of one matrix of every adapter as complete on each rank."""
     true = LoRA.shardings
 
     def wrong(self: LoRA, weight: Sharding) -> Any:
@@ -55,7 +55,7 @@ def _copies_counted(mesh: Mesh, replace: Replace) -> None:
     replace(Sharding, "replica", wrong)
 
 
-@defect("the gradient of the input leaves adapters out", "tp2·sp·pp2·lora-untied")
+@defect("the gradient of the input leaves out adapters", "tp2·sp·pp2·lora-untied")
 def _input_without_adapter(mesh: Mesh, replace: Replace) -> None:
     def wrong(self: LoRA, dy: torch.Tensor, weights: Any) -> torch.Tensor:
         return dy @ weights[0].flatten(0, -2)

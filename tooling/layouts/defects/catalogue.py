@@ -14,12 +14,12 @@ Plant = Callable[[Mesh, Replace], None]
 
 @dataclass(frozen=True)
 class Defect:
-    """A mistake in one place.
+    """A mistake in one function.
 
     Attributes:
-        name: what is wrong.
-        case: title of the case that shows it.
-        plant: puts it in place.
+        name: What is wrong.
+        case: Title of the case that finds it.
+        plant: Plants it.
     """
 
     name: str
@@ -28,12 +28,12 @@ class Defect:
 
 
 DEFECTS: dict[str, Defect] = {}
-"""By name. They travel to the ranks by name, too."""
+"""Defects by name; only the name is sent to the ranks."""
 
 
 @contextmanager
 def planted(name: str | None, mesh: Mesh) -> Iterator[None]:
-    """While entered, the defect is in place on this rank; None plants nothing."""
+    """Returns a context in which the defect is planted on this rank; None plants nothing."""
     with ExitStack() as stack:
         if name is not None:
 
@@ -45,7 +45,7 @@ def planted(name: str | None, mesh: Mesh) -> Iterator[None]:
 
 
 def defect(name: str, case: str) -> Callable[[Plant], Plant]:
-    """Enter a function into `DEFECTS`."""
+    """Returns a decorator that adds a function to `DEFECTS`."""
 
     def enter(plant: Plant) -> Plant:
         DEFECTS[name] = Defect(name, case, plant)

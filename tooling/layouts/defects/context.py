@@ -20,7 +20,7 @@ from torch import Tensor
 from layouts.defects.catalogue import Replace, defect
 
 
-@defect("rotary positions of a context-parallel rank come one token late", "cp4-untied")
+@defect("rotary positions of a context-parallel rank are one token behind", "cp4-untied")
 def _rotary_offset(mesh: Mesh, replace: Replace) -> None:
     true = RotaryTable.forward
 
@@ -31,7 +31,7 @@ def _rotary_offset(mesh: Mesh, replace: Replace) -> None:
     replace(RotaryTable, "forward", wrong)
 
 
-@defect("the mask takes a zig-zag for contiguous parts", "cp2-tied-dropout")
+@defect("the mask treats a zig-zag as contiguous slices", "cp2-tied-dropout")
 def _contiguous_mask(mesh: Mesh, replace: Replace) -> None:
     true = context_parallel.plan_ring
 
@@ -42,7 +42,7 @@ def _contiguous_mask(mesh: Mesh, replace: Replace) -> None:
     replace(context_parallel, "plan_ring", wrong)
 
 
-@defect("document numbers are cut into contiguous parts", "cp4-untied")
+@defect("document ids are cut into contiguous slices", "cp4-untied")
 def _contiguous_documents(mesh: Mesh, replace: Replace) -> None:
     true = context_parallel.plan_ring
 
@@ -55,7 +55,7 @@ def _contiguous_documents(mesh: Mesh, replace: Replace) -> None:
     replace(context_parallel, "plan_ring", wrong)
 
 
-@defect("the blocks of a ring are added up without their log-sum-exp", "cp2-tied-dropout")
+@defect("the blocks of a ring are summed without their log-sum-exp", "cp2-tied-dropout")
 def _merged_without_lse(mesh: Mesh, replace: Replace) -> None:
     def wrong(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
         out.add_(more)
@@ -64,7 +64,7 @@ def _merged_without_lse(mesh: Mesh, replace: Replace) -> None:
     replace(ring, "_merge", wrong)
 
 
-@defect("a ring's backward pass does not know that scores are bounded", "cp2-few-dropout")
+@defect("a ring's backward pass ignores that scores are bounded", "cp2-few-dropout")
 def _scores_taken_for_plain(mesh: Mesh, replace: Replace) -> None:
     true = context_parallel.attention_backward
 
@@ -74,7 +74,7 @@ def _scores_taken_for_plain(mesh: Mesh, replace: Replace) -> None:
     replace(context_parallel, "attention_backward", wrong)
 
 
-@defect("gradients of keys and values stay where they were computed", "cp4-untied")
+@defect("gradients of keys and values stay on the ranks that computed them", "cp4-untied")
 def _keys_not_sent_home(mesh: Mesh, replace: Replace) -> None:
     true = ring._Message.wait
 
@@ -89,7 +89,7 @@ def _not_summed_over_cp(mesh: Mesh, replace: Replace) -> None:
     replace(buffers, "data_reduction_axes", lambda mesh: ReductionAxes(mesh.axis("dp")))
 
 
-@defect("the loss mask is cut into contiguous parts", "cp2·a2a-untied-dropout")
+@defect("the loss mask is cut into contiguous slices", "cp2·a2a-untied-dropout")
 def _contiguous_loss_mask(mesh: Mesh, replace: Replace) -> None:
     def wrong(whole: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Tensor:
         axis = mesh.axis("cp")
@@ -98,7 +98,7 @@ def _contiguous_loss_mask(mesh: Mesh, replace: Replace) -> None:
     _with_part(replace, "loss_mask", wrong)
 
 
-@defect("labels are shifted inside a rank's part", "cp2-tied-dropout")
+@defect("labels are shifted inside a rank's slice", "cp2-tied-dropout")
 def _labels_of_part(mesh: Mesh, replace: Replace) -> None:
     def wrong(whole: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([own["tokens"][:, 1:], own["labels"][:, -1:]], 1)
@@ -128,12 +128,12 @@ def _tokens_counted_by_all(mesh: Mesh, replace: Replace) -> None:
     replace(StepEngine, "denominators", wrong)
 
 
-@defect("the dropout mask is that of the first places", "tp2·sp·cp2-tied-dropout")
+@defect("the dropout mask is that of the first indices", "tp2·sp·cp2-tied-dropout")
 def _mask_of_first_places(mesh: Mesh, replace: Replace) -> None:
     replace(DropoutKey, "select", lambda self, places: self.narrow(0, places.shape[1]))
 
 
-@defect("attention dropout of a ring ignores where its keys are", "cp2-tied-dropout")
+@defect("attention dropout of a ring ignores the indices of its keys", "cp2-tied-dropout")
 def _mask_of_local_keys(mesh: Mesh, replace: Replace) -> None:
     true = StageDropout.probabilities
 
@@ -144,7 +144,7 @@ def _mask_of_local_keys(mesh: Mesh, replace: Replace) -> None:
     replace(StageDropout, "probabilities", wrong)
 
 
-@defect("scattered heads are dropped as if they were the first", "cp4·a2a-tied-dropout")
+@defect("scattered heads have the dropout mask of the first heads", "cp4·a2a-tied-dropout")
 def _mask_of_scattered_heads(mesh: Mesh, replace: Replace) -> None:
     true = StageDropout.probabilities
 

@@ -1,4 +1,4 @@
-"""Defects of dropout masks, which have to be those of one rank in every layout."""
+"""Defects of dropout masks, which must equal those of one rank in every layout."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ from torch import Tensor
 from layouts.defects.catalogue import Replace, defect
 
 
-@defect("the dropout mask ignores which part of the sequence it is", "tp2·sp-tied-dropout")
+@defect("the dropout mask ignores the slice of the sequence", "tp2·sp-tied-dropout")
 def _mask_of_part(mesh: Mesh, replace: Replace) -> None:
     def wrong(self: DropoutKey, axis: Any) -> DropoutKey:
         return self.narrow(0, self.word0.shape[0] // axis.size)
 
-    replace(DropoutKey, "part", wrong)
+    replace(DropoutKey, "shard", wrong)
 
 
 @defect("attention dropout ignores which heads a rank has", "tp4·sp-untied-dropout")
@@ -43,7 +43,7 @@ def _mask_of_own_batch(mesh: Mesh, replace: Replace) -> None:
     replace(GPTTask, "stage_inputs", wrong)
 
 
-@defect("a stage numbers its layers from 0 in the dropout mask", "pp2-untied-dropout")
+@defect("a stage counts its layers from 0 in the dropout mask", "pp2-untied-dropout")
 def _mask_of_local_layer(mesh: Mesh, replace: Replace) -> None:
     true = Attention.forward
 
@@ -68,7 +68,7 @@ def _mask_of_second_run(mesh: Mesh, replace: Replace) -> None:
     replace(StageDropout, "probabilities", wrong)
 
 
-@defect("saved activations that are sharded come back in another order", "tp2·cut-tied-dropout")
+@defect("sharded saved activations are gathered in another order", "tp2·cut-tied-dropout")
 def _parts_in_another_order(mesh: Mesh, replace: Replace) -> None:
     true = saved_tensors.all_gather
 

@@ -1,4 +1,4 @@
-"""Defects of mixtures of experts: gradients, axes_of, losses."""
+"""Defects of mixtures of experts: gradients, routes, losses."""
 
 from typing import Any
 
@@ -61,13 +61,13 @@ def _router_not_summed(mesh: Mesh, replace: Replace) -> None:
     replace(Bucket, "reduce_extra_axes", wrong)
 
 
-@defect("the weights of the answers get no gradient", "dp2·ep2·a2a-moe")
+@defect("the weights of experts' outputs get no gradient", "dp2·ep2·a2a-moe")
 def _weights_without_gradient(mesh: Mesh, replace: Replace) -> None:
     true = moe.unpermute
     replace(moe, "unpermute", lambda rows, order, weights: true(rows, order, weights.detach()))
 
 
-@defect("partial answers are not summed over expert-tensor-parallel ranks", "tp2-moe")
+@defect("partial outputs are not summed over expert-tensor-parallel ranks", "tp2-moe")
 def _partial_answers(mesh: Mesh, replace: Replace) -> None:
     def wrong(rows: Tensor, sizes: Any, axis: Any, *, purpose: str = "") -> Tensor:
         return rows.split(list(sizes))[axis.index]
@@ -98,7 +98,7 @@ def _tokens_of_one_data_rank(mesh: Mesh, replace: Replace) -> None:
     _not_observed_over({"dp", "dp_cp"}, replace)
 
 
-@defect("the bias of an expert weighs its answers", "tp2·pp2-biased")
+@defect("the bias of an expert scales its output", "tp2·pp2-biased")
 def _bias_weighs(mesh: Mesh, replace: Replace) -> None:
     true = Router._choose
 

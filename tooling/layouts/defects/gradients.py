@@ -1,4 +1,4 @@
-"""Defects of gradients: what is summed, over which ranks, and how often."""
+"""Defects of gradients: which are summed, over which ranks, and how often."""
 
 from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.data_parallel.bucket import Bucket
@@ -66,26 +66,27 @@ def _averaged(mesh: Mesh, replace: Replace) -> None:
 
 @defect("a product overwrites the gradient that it should add to", "dp2-tied-dropout")
 def _overwritten(mesh: Mesh, replace: Replace) -> None:
-    true = Bucket.place
+    true = Bucket.accumulation_target
 
     def wrong(self: Bucket, name: str) -> tuple[Tensor, bool]:
         return true(self, name)[0], True
 
-    replace(Bucket, "place", wrong)
+    replace(Bucket, "accumulation_target", wrong)
 
 
 @defect("a bucket is summed before products have added to it", "dp2·sharded-tied-dropout")
 def _summed_before_products(mesh: Mesh, replace: Replace) -> None:
-    begin, place, arrived = GradientBuffers.begin, Bucket.place, GradientBuffers._arrived
+    begin, arrived = GradientBuffers.begin, GradientBuffers._arrived
+    target = Bucket.accumulation_target
 
     def begin_without(self: GradientBuffers, *, last: bool = False) -> None:
         begin(self, last=last)
         for bucket in self.buckets:
             bucket.pending -= bucket._fused
 
-    def late_place(self: Bucket, name: str) -> tuple[Tensor, bool]:
+    def late_target(self: Bucket, name: str) -> tuple[Tensor, bool]:
         launched, self.launched = self.launched, False
-        found = place(self, name)
+        found = target(self, name)
         self.launched = launched
         return found
 
@@ -94,5 +95,5 @@ def _summed_before_products(mesh: Mesh, replace: Replace) -> None:
             arrived(self, bucket, name, parameter)
 
     replace(GradientBuffers, "begin", begin_without)
-    replace(Bucket, "place", late_place)
+    replace(Bucket, "accumulation_target", late_target)
     replace(GradientBuffers, "_arrived", late_arrival)

@@ -35,7 +35,7 @@ def _average_of_micro_batches(mesh: Mesh, replace: Replace) -> None:
     replace(Objective, "add", wrong)
 
 
-@defect("a context-parallel rank divides by the tokens of its part", "cp2·pp2·dp2-tied-dropout")
+@defect("a context-parallel rank divides by the tokens of its slice", "cp2·pp2·dp2-tied-dropout")
 def _own_part(mesh: Mesh, replace: Replace) -> None:
     def wrong(self: StepEngine, batches: Any) -> dict[str, float]:
         own = self.task.denominators([self.task.context_parallel_slice(batch) for batch in batches])
@@ -44,7 +44,7 @@ def _own_part(mesh: Mesh, replace: Replace) -> None:
     replace(StepEngine, "denominators", wrong)
 
 
-@defect("of micro-batches, denominators count the first", "cp2·pp2·dp2-tied-dropout")
+@defect("denominators count the first micro-batch only", "cp2·pp2·dp2-tied-dropout")
 def _first_micro_batch(mesh: Mesh, replace: Replace) -> None:
     true = StepEngine.denominators
 
@@ -54,7 +54,7 @@ def _first_micro_batch(mesh: Mesh, replace: Replace) -> None:
     replace(StepEngine, "denominators", wrong)
 
 
-@defect("the mean of a micro-batch is over a rank's part of it", "cp2·pp2·dp2·means-untied")
+@defect("the mean of a micro-batch is over a rank's slice of it", "cp2·pp2·dp2·means-untied")
 def _mean_of_own_part(mesh: Mesh, replace: Replace) -> None:
     true = StepEngine._weighed
 
@@ -84,7 +84,7 @@ def _not_scaled(mesh: Mesh, replace: Replace) -> None:
     replace(PipelineEngine, "run", wrong)
 
 
-@defect("one rank's loss mask has the other polarity", "dp4-untied")
+@defect("one rank's loss mask is inverted", "dp4-untied")
 def _polarity(mesh: Mesh, replace: Replace) -> None:
     true = GPTTask.loss
 

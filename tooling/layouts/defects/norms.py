@@ -1,4 +1,4 @@
-"""Defects of the norm that gradients are clipped by."""
+"""Defects of the gradient norm that clipping uses."""
 
 from typing import Any
 
@@ -42,12 +42,12 @@ def _norm_counts_twins(mesh: Mesh, replace: Replace) -> None:
     replace(Sharding, "replica", wrong)
 
 
-@defect("of shards, the norm counts replicated parameters twice", "tp2·sp·dp4·sharded-untied")
+@defect("the norm counts replicated parameters of shards twice", "tp2·sp·dp4·sharded-untied")
 def _norm_counts_shards_twice(mesh: Mesh, replace: Replace) -> None:
     replace(Sharding, "replica", lambda self, mesh, sharded=False: 0)
 
 
-@defect("of instances, the norm counts every copy of a shard", "dp4(2x2)·fsdp-tied")
+@defect("the norm counts the copies of a shard in all instances", "dp4(2x2)·fsdp-tied")
 def _norm_counts_instances(mesh: Mesh, replace: Replace) -> None:
     holders = dict.fromkeys([("tp", False), (None, False)], sharding._Holders((), ()))
     replace(sharding, "_HOLDERS", holders)

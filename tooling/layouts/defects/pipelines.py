@@ -1,4 +1,4 @@
-"""Defects of pipelines: which layers a stage has, what it sums, what later stages are given."""
+"""Defects of pipelines: layers of a stage, sums of gradients, inputs of later stages."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -69,7 +69,7 @@ def _with_layers(replace: Replace, change: Callable[..., range]) -> None:
     replace(gpt, "plan_stage", wrong)
 
 
-@defect("positions of later stages come one token late", "pp2-untied-dropout")
+@defect("positions of later stages are one token behind", "pp2-untied-dropout")
 def _positions_of_later_stages(mesh: Mesh, replace: Replace) -> None:
     # Counting from 0 would go unseen: rotary positions are relative, and documents kept apart.
     _with_input(replace, "positions", lambda positions: positions.roll(1, dims=1))

@@ -1,4 +1,4 @@
-"""Defects of a pool of ranks: what still goes by the layout's context-parallel size, and rows."""
+"""Defects of a pool of ranks: uses of the layout's context-parallel size, and rows."""
 
 from dataclasses import replace as changed
 from typing import Any
@@ -39,7 +39,7 @@ def _static_denominators(mesh: Mesh, replace: Replace) -> None:
     replace(StepEngine, "denominators", wrong)
 
 
-@defect("documents of a row attend to those before", POOL)
+@defect("documents of a row attend to earlier ones", POOL)
 def _one_document(mesh: Mesh, replace: Replace) -> None:
     true = DocumentPool.rows
 
@@ -52,7 +52,7 @@ def _one_document(mesh: Mesh, replace: Replace) -> None:
     replace(DocumentPool, "rows", wrong)
 
 
-@defect("attention dropout in a row takes its places for those of the sample", POOL)
+@defect("attention dropout in a row uses indices in the row, not in the sample", POOL)
 def _dropout_by_row(mesh: Mesh, replace: Replace) -> None:
     true = GPTTask._dropout
 
@@ -63,7 +63,7 @@ def _dropout_by_row(mesh: Mesh, replace: Replace) -> None:
     replace(GPTTask, "_dropout", wrong)
 
 
-@defect("a rank's last row is left out, as if all had equally many", POOL)
+@defect("a rank's last row is left out", POOL)
 def _last_row_left_out(mesh: Mesh, replace: Replace) -> None:
     true = PoolPlan.rows_of
 

@@ -19,8 +19,8 @@ def _read_before_gathered(mesh: Mesh, replace: Replace) -> None:
             gather(self)
         true(self)
 
-    gather = ParameterBuffers.gather
-    replace(ParameterBuffers, "gather", lambda self: vars(self).update(put_off=True))
+    gather = ParameterBuffers.start_gather
+    replace(ParameterBuffers, "start_gather", lambda self: vars(self).update(put_off=True))
     replace(ParameterBuffers, "wait_for_parameters", late)
 
 
@@ -35,7 +35,7 @@ def _shard_off_by_one(mesh: Mesh, replace: Replace) -> None:
     replace(BucketPlan, "shard_ranges", wrong)
 
 
-@defect("every shard holds what lies one element further on", "tp2·sp·dp4·sharded-untied")
+@defect("every shard holds the elements one index later", "tp2·sp·dp4·sharded-untied")
 def _shard_shifted(mesh: Mesh, replace: Replace) -> None:
     true = Bucket.gradients
 

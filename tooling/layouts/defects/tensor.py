@@ -80,7 +80,7 @@ def _kv_not_summed(mesh: Mesh, replace: Replace) -> None:
     replace(collectives._GatherSequence, "backward", staticmethod(wrong))
 
 
-@defect("label smoothing counts a rank's own part of the vocabulary", "tp2·smooth-untied")
+@defect("label smoothing counts a rank's own slice of the vocabulary", "tp2·smooth-untied")
 def _local_vocabulary(mesh: Mesh, replace: Replace) -> None:
     ranks = mesh.axis("tp").size
     replace(cross_entropy, "_share", lambda share, vocabulary: share / (vocabulary // ranks))

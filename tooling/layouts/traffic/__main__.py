@@ -1,4 +1,4 @@
-"""`python -m layouts.traffic`: count every layout, print the table."""
+"""`python -m layouts.traffic`: counts every layout, prints the table."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from layouts.traffic.table import table
 
 
 def main() -> int:
-    """Count everything; 0 if every rank of every layout is as the formulas say."""
+    """Counts everything; returns 0 if every rank of every layout equals its formula."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="page to put the table into")
     arguments = parser.parse_args()

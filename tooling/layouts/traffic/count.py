@@ -1,4 +1,4 @@
-"""Steps of megatron-train, counted."""
+"""Counts the communication of steps of megatron-train."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from layouts.traffic.jobs import DATA_PARALLEL, LENGTH, MICRO_BATCHES, SAMPLES, 
 
 
 def count(mesh: Mesh, job: Job) -> Totals:
-    """What this rank communicates in a run of `STEPS` steps."""
+    """Returns what this rank communicates in a run of `STEPS` steps."""
     stages = gpt_chunks(
         job.config,
         Placement(
@@ -41,7 +41,7 @@ def count(mesh: Mesh, job: Job) -> Totals:
 
 
 def batches(mesh: Mesh) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of every step."""
+    """Yields the micro-batches of every step."""
     generator = torch.Generator().manual_seed(mesh.axis("dp").index)
     ones = torch.ones(SAMPLES, LENGTH)
     for _ in range(STEPS):

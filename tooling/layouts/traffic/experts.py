@@ -1,7 +1,7 @@
-"""Formulas of what routed layers communicate; `layouts.traffic` has those of everything else.
+"""Formulas for the communication of layers with experts; `formulas` has the others.
 
-Every token of the model that is counted goes to all experts (`moe_router_topk == num_experts`), so
-that each rank sends and receives equally many rows, whatever the router has learned.
+Every token of the counted model takes all experts (`moe_router_topk == num_experts`). So each rank
+sends and receives equally many rows, for every state of the router.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from megatron_parallel import ParallelLayout
 
 
 class Routed(NamedTuple):
-    """The routed layers of one stage in one step.
+    """The layers with experts of one stage in one step.
 
     Attributes:
-        config: the model.
-        layout: degrees.
+        config: The model.
+        layout: Degrees.
         dispatcher: `alltoall` or `allgather`.
-        passes: layers of the stage times micro-batches.
-        tokens: of a micro-batch on one rank: `s b / t`.
-        element: bytes of a number in an activation.
+        passes: Number of layers of the stage times micro-batches.
+        tokens: Number of tokens of a micro-batch on one rank: `s b / t`.
+        element: Bytes of an element of an activation.
     """
 
     config: GPTConfig
@@ -32,7 +32,7 @@ class Routed(NamedTuple):
 
 
 def routed_layers(routed: Routed) -> Iterator[tuple[str, str, str, int, int]]:
-    """What, axis, operation, calls and bytes of all passes, forward and backward."""
+    """Yields description, axis, operation, calls and bytes of all passes, forward and backward."""
     count = routed.config.num_experts
     for what, axis, operation, calls, nbytes in (
         *((all_to_all if routed.dispatcher == "alltoall" else all_gather)(routed)),
@@ -43,7 +43,7 @@ def routed_layers(routed: Routed) -> Iterator[tuple[str, str, str, int, int]]:
 
 
 def all_to_all(routed: Routed) -> Iterator[tuple[str, str, str, int, int]]:
-    """There and back, and in the backward pass the same: a row for each choice."""
+    """Yields the messages of dispatch and combine, forward and backward: a row for each choice."""
     count, choices = routed.config.num_experts, routed.config.moe_router_topk
     rows = routed.tokens * choices * routed.config.hidden_size * routed.element
     yield "rows for each expert", "ep", "all_to_all of expert counts", 1, 8 * count
@@ -53,7 +53,7 @@ def all_to_all(routed: Routed) -> Iterator[tuple[str, str, str, int, int]]:
 
 
 def all_gather(routed: Routed) -> Iterator[tuple[str, str, str, int, int]]:
-    """All tokens to all ranks of the experts, and the sum of their answers back."""
+    """Yields the gathers of tokens to all ranks of the experts, and the sums of the outputs."""
     axis, ranks = "expert_tp_ep", routed.layout.expert_tp * routed.layout.ep
     rows = routed.tokens * routed.config.hidden_size * routed.element
     choices = routed.tokens * routed.config.moe_router_topk
@@ -67,7 +67,7 @@ def all_gather(routed: Routed) -> Iterator[tuple[str, str, str, int, int]]:
 
 
 def routed_parameters(config: GPTConfig, layout: ParallelLayout) -> dict[str, list[int]]:
-    """Sizes of the parameters of one routed layer without biases, by what their sum needs."""
+    """Returns sizes of the parameters of a layer with experts without biases, by kind."""
     h, f = config.hidden_size, config.moe_ffn_hidden_size // layout.expert_tp
     experts = config.num_experts // layout.ep
     up = (2 if config.activation == "swiglu" else 1) * f * h

@@ -10,11 +10,11 @@ from layouts.traffic.gradients import Message, data_parallel
 from layouts.traffic.jobs import ELEMENT, LENGTH, MICRO_BATCHES, NUMBER, SAMPLES, Job
 
 Totals = dict[tuple[str, str], tuple[int, int]]
-"""By axis and operation: number of calls and bytes over all of them."""
+"""Number of calls and bytes over all of them, by axis and operation."""
 
 
 def formula(job: Job, rank: int) -> list[Message]:
-    """What `rank` communicates in one step."""
+    """Returns what `rank` communicates in one step."""
     layout = job.layout
     stages = range(layout.coordinates(rank).pp, layout.pp * layout.vpp, layout.pp)
     ends = [{"first": n == 0, "last": n == layout.pp * layout.vpp - 1} for n in stages]
@@ -25,7 +25,7 @@ def formula(job: Job, rank: int) -> list[Message]:
 
 
 def activations(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
-    """Forward and backward passes of all micro-batches through one stage."""
+    """Yields the messages of forward and backward passes of all micro-batches through one stage."""
     t, m = job.layout.tp, MICRO_BATCHES
     layers = job.config.num_layers // (job.layout.pp * job.layout.vpp)
     tokens = LENGTH // job.layout.cp * SAMPLES
@@ -36,10 +36,10 @@ def activations(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
         pairs = m * (each * layers + first + last)
         what = f"{each} each layer, 1 embedding, 1 output"
         if job.sequence_parallel:
-            # The inputs of column-parallel layers, once more in the backward pass.
+            # Inputs of column-parallel layers are gathered again in the backward pass.
             gathered = pairs + m * (each // 2 * layers + last)
-            again = f"{each + each // 2} each layer, 1 embedding, 2 output"
-            yield Message(again, "tp", "all_gather", gathered, gathered * part)
+            gathers = f"{each + each // 2} each layer, 1 embedding, 2 output"
+            yield Message(gathers, "tp", "all_gather", gathered, gathered * part)
             yield Message(what, "tp", "reduce_scatter", pairs, pairs * whole)
         else:
             yield Message(what, "tp", "all_reduce", pairs, pairs * whole)
@@ -57,12 +57,12 @@ def activations(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
         "send of gradient": not first,
         "receive of gradient": not last,
     }
-    for operation, there in borders.items():
-        yield Message(what, "pp", operation, m * there, m * there * part)
+    for operation, exists in borders.items():
+        yield Message(what, "pp", operation, m * exists, m * exists * part)
 
 
 def attention(job: Job, passes: int, tokens: int) -> Iterator[Message]:
-    """Attention of `passes` micro-batches and layers, forward and backward, over context ranks."""
+    """Yields the messages of attention over context ranks; `passes` is micro-batches x layers."""
     c, ranks = job.config, job.layout.cp
     if ranks == 1:
         return
@@ -87,7 +87,7 @@ def attention(job: Job, passes: int, tokens: int) -> Iterator[Message]:
 
 
 def scalars(layout: ParallelLayout, losses: int = 1) -> Iterator[Message]:
-    """Numbers that all ranks must have, once a step, 8 bytes each; a denominator for each loss."""
+    """Yields numbers that all ranks need once a step, 8 bytes each; a denominator for each loss."""
     samples, world = (layout.dp or 1) * layout.cp, layout.world_size
     stage = layout.tp * samples
     data = "dp" if layout.cp == 1 else "dp_cp"
@@ -108,7 +108,7 @@ def scalars(layout: ParallelLayout, losses: int = 1) -> Iterator[Message]:
 
 
 def added(messages: list[Message], times: int = 1) -> Totals:
-    """The messages as `Mesh.counting` tells them apart."""
+    """Returns the messages by the keys of `Mesh.counting`."""
     totals: Totals = {}
     for message in messages:
         calls, nbytes = totals.get(message[1:3], (0, 0))

@@ -1,4 +1,4 @@
-"""Formulas of data parallelism: gradients summed, weights gathered, whatever a rank keeps."""
+"""Formulas of data parallelism: gradients summed and weights gathered, for each `Job.kept`."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,7 +21,7 @@ GRADIENTS, GATHERED = "of gradients", "of parameters"
 
 
 def data_parallel(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
-    """What the parameters of one stage cost in one step."""
+    """Yields the messages for the parameters of one stage in one step."""
     if job.kept == "fsdp":
         yield from fully_sharded(job, first=first, last=last)
         return
@@ -30,7 +30,7 @@ def data_parallel(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
 
 
 def buckets_of(job: Job, kind: str, sizes: list[int]) -> Iterator[Message]:
-    """Sums of one kind of gradients, bucket by bucket, and the gathers of what shards became."""
+    """Yields the sums of one kind of gradients, in buckets, and the gathers of updated shards."""
     layout, what = job.layout, f"{sum(sizes):,} parameters"
     ranks = layout.expert_dp if kind == "expert" else (layout.dp or 1) * layout.cp
     near = ranks if kind == "expert" else ranks // layout.dp_outer
@@ -55,7 +55,10 @@ def buckets_of(job: Job, kind: str, sizes: list[int]) -> Iterator[Message]:
 
 
 def fully_sharded(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
-    """Units gathered in every pass, their gradients scattered once; all divide evenly."""
+    """Yields the gathers of units in every pass and the sums of their gradients.
+
+    All sizes divide evenly.
+    """
     data, ranks = ("dp", "dp_cp")[job.layout.cp > 1], (job.layout.dp or 1) * job.layout.cp
     each = [total(block) for block in blocks(job)]
     rest = sum(total(part) for part in outside(job, first=first, last=last))
@@ -74,12 +77,12 @@ def fully_sharded(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
 
 
 def total(sizes: Sizes) -> int:
-    """Elements of all kinds."""
+    """Returns the number of elements of all kinds."""
     return sum(map(sum, sizes.values()))
 
 
 def buckets(sizes: list[int], ranks: int) -> list[int]:
-    """Elements of each bucket: whole parameters, from the last one on, as many as fit."""
+    """Returns the elements of each bucket: whole parameters, from the last one on."""
     filled: list[int] = []
     for size in reversed(sizes):
         if not filled or filled[-1] + size > BUCKET:
@@ -89,5 +92,5 @@ def buckets(sizes: list[int], ranks: int) -> list[int]:
 
 
 def up_to(number: int, step: int) -> int:
-    """The next multiple of `step`."""
+    """Returns the next multiple of `step`."""
     return -(-number // step) * step

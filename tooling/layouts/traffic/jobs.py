@@ -1,4 +1,4 @@
-"""What is counted: models, batches and layouts."""
+"""The models, batches and layouts whose communication is counted."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,10 @@ from megatron_models import GPTConfig
 from megatron_parallel import DataParallelConfig, ParallelLayout
 
 STEPS = 2
-"""Of a run that is counted: were the first step another than the second, no formula would fit."""
+"""Number of steps of a counted run: no formula fits if the first step differs from the second."""
 
 MICRO_BATCHES, SAMPLES, LENGTH = 4, 2, 32
-"""Of a step on one rank: m, b and s."""
+"""m, b and s of a step on one rank."""
 
 _SIZES = {
     "num_layers": 8,

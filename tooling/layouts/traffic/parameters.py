@@ -1,4 +1,4 @@
-"""How many parameters a stage has, told apart by what the sum of their gradients needs."""
+"""Numbers of parameters of a stage, by the kind of sum that their gradients need."""
 
 from collections.abc import Iterator
 
@@ -6,12 +6,14 @@ from layouts.traffic.experts import routed_parameters
 from layouts.traffic.jobs import Job
 
 Sizes = dict[str, list[int]]
-"""Elements of parameters in forward order, by kind: `whole`, `partial` (over the tensor axis),
-`tied` (over two stages), `expert`."""
+"""Numbers of elements in forward order, by kind.
+
+Kinds are `whole`, `partial` (over the tensor axis), `tied` (over two stages) and `expert`.
+"""
 
 
 def parameters(job: Job, *, first: bool, last: bool) -> Sizes:
-    """The parameters of a stage; kinds that it has not are absent."""
+    """Returns the parameters of a stage, without empty kinds."""
     found: Sizes = {}
     for part in (ends := outside(job, first=first, last=last))[0], *blocks(job), ends[1]:
         for kind, sizes in part.items():
@@ -20,7 +22,10 @@ def parameters(job: Job, *, first: bool, last: bool) -> Sizes:
 
 
 def outside(job: Job, *, first: bool, last: bool) -> tuple[Sizes, Sizes]:
-    """Before the blocks of a stage: embeddings; and after them: last norm and output layer."""
+    """Returns the parameters before the blocks of a stage and after them.
+
+    Those before are embeddings, those after the last norm and the output layer.
+    """
     c, t = job.config, job.layout.tp
     word = c.padded_vocab_size * c.hidden_size // t
     tied = not c.untie_embeddings_and_output_weights
@@ -35,7 +40,7 @@ def outside(job: Job, *, first: bool, last: bool) -> tuple[Sizes, Sizes]:
 
 
 def blocks(job: Job) -> Iterator[Sizes]:
-    """The blocks of a stage, one after another."""
+    """Yields the parameters of each block of a stage."""
     c, t = job.config, job.layout.tp
     h, f = c.hidden_size, c.ffn_hidden_size // t
     fused = (c.num_attention_heads + 2 * c.num_query_groups) * c.kv_channels // t
@@ -58,15 +63,18 @@ def blocks(job: Job) -> Iterator[Sizes]:
 
 
 def norm(job: Job) -> list[int]:
-    """Gain and bias of a norm, or its gain."""
+    """Returns the sizes of a norm's gain, and of its bias if it has one."""
     return [job.config.hidden_size] * (2 if has_biases(job) else 1)
 
 
 def has_biases(job: Job) -> bool:
-    """Whether the model is GPT-2's kind: with biases and learned positions."""
+    """Returns whether the model is GPT-2's kind: with biases and learned positions."""
     return job.config.normalization == "LayerNorm"
 
 
 def seen_in_part(job: Job) -> str:
-    """The kind of what sees only the positions of its rank under sequence parallelism."""
+    """Returns the kind of parameters that see only their rank's positions.
+
+    That is `partial` under sequence parallelism.
+    """
     return "partial" if job.sequence_parallel else "whole"

@@ -1,11 +1,11 @@
-"""Counts and formulas beside each other."""
+"""Compares counts with formulas."""
 
 from layouts.traffic.formulas import Totals, added, formula, scalars
 from layouts.traffic.jobs import STEPS, Job
 
 
 def table(results: dict[Job, list[Totals]]) -> tuple[str, list[str]]:
-    """The table of all layouts, and a line for each message that is not as its formula says."""
+    """Returns the table of all layouts, and a line for each message unlike its formula."""
     lines = [
         "| layout | model | axis | operation | calls | formula | bytes | formula |",
         "|---|---|---|---|---|---|---|---|",
@@ -21,7 +21,7 @@ def table(results: dict[Job, list[Totals]]) -> tuple[str, list[str]]:
 
 
 def differences(job: Job, rank: int, counted: Totals) -> list[str]:
-    """What a rank has communicated otherwise than by formula."""
+    """Returns a line for each message of a rank that differs from its formula."""
     expected = added(formula(job, rank), STEPS)
     return [
         f"{operation} on axis {axis!r}: (calls, bytes) {counted.get((axis, operation), (0, 0))}, "
@@ -32,7 +32,7 @@ def differences(job: Job, rank: int, counted: Totals) -> list[str]:
 
 
 def rows(job: Job, counted: Totals) -> list[str]:
-    """A step of rank 0; messages of one number are taken together."""
+    """Returns the lines of a step of rank 0; messages of one number are added together."""
     expected = added(formula(job, 0))
     small = set(added(list(scalars(job.layout, job.losses))))
     shown = {key: (key[0], key[1]) for key in dict.fromkeys([*expected, *counted])}

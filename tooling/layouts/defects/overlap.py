@@ -1,4 +1,4 @@
-"""Defects of passes that take turns: what travels for one micro-batch meets another one."""
+"""Defects of overlapped passes: messages of one micro-batch reach another one."""
 
 from dataclasses import replace as changed
 from typing import Any
@@ -14,32 +14,32 @@ from layouts.defects.catalogue import Replace, defect
 
 
 @defect(
-    "the micro-batches of a pair take each other's rows", "dp2·ep2·a2a·combined-1f1b-moe-dropout"
+    "the micro-batches of a pair receive each other's rows", "dp2·ep2·a2a·combined-1f1b-moe-dropout"
 )
-def _others_rows(mesh: Mesh, replace: Replace) -> None:
+def _rows_of_the_other(mesh: Mesh, replace: Replace) -> None:
     start, wait = exchange._launch, _Message.wait
-    under_way: list[_Message] = []
+    in_flight: list[_Message] = []
 
-    def started(rows: Tensor, splits: RowSplits) -> _Message:
+    def launch(rows: Tensor, splits: RowSplits) -> _Message:
         message = start(rows, splits)
-        under_way.append(message)
+        in_flight.append(message)
         return message
 
-    def taken(self: _Message) -> Tensor:
+    def wrong_wait(self: _Message) -> Tensor:
         received = wait(self)
-        under_way.remove(self)
-        for other in under_way:
+        in_flight.remove(self)
+        for other in in_flight:
             if received.is_floating_point():  # not the counts
                 rows = min(len(received), len(wait(other)))
                 received[:rows] = other.received[:rows]
         return received
 
-    replace(exchange, "_launch", started)
-    replace(_Message, "wait", taken)
+    replace(exchange, "_launch", launch)
+    replace(_Message, "wait", wrong_wait)
 
 
 @defect(
-    "answers of experts are read before they have arrived",
+    "outputs of experts are read before they have arrived",
     "pp2·dp2·ep2·a2a·combined-1f1b-moe-gated",
 )
 def _not_waited_for(mesh: Mesh, replace: Replace) -> None:
