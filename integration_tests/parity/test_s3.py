@@ -103,5 +103,5 @@ def test_what_is_not_there_or_was_replaced_is_told(
         with pytest.raises(DataError, match="was replaced while it was read"):
             far[len(far) - 1]
         bucket.rm("bucket/data/d.bin")
-        with pytest.raises(DataError, match=r"d\.bin is gone"):
+        with pytest.raises(DataError, match=r"d\.bin does not exist any more"):
             list(far.scan())

@@ -216,7 +216,7 @@ def test_parquet_gives_the_files_of_json_lines(
 
 WRONG: list[tuple[Any, str, str]] = [
     ({"text": "Hi"}, "message", "no conversation; a line must be like"),
-    ({"messages": [{"role": "user"}]}, "message", r"message 1 \(user\) has no content, which only"),
+    ({"messages": [{"role": "user"}]}, "message", r"message 1 \(user\) has no content; only"),
     ({"messages": [talk(1)["messages"][0], {**LOOKING, "tool_calls": []}]}, "message",
      r"message 2 \(assistant\) has no content"),
     ({"conversations": [{"from": "human", "value": None}]}, "message", "message 1 .* no content"),
@@ -392,7 +392,7 @@ def test_what_a_mask_may_hold_is_verified_and_shown(
 
 def test_text_files_hold_no_conversations(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Hi")
-    with pytest.raises(DataError, match=r"a\.txt: a text file holds no objects; give JSON lines"):
+    with pytest.raises(DataError, match=r"a\.txt: a text file has no objects; give JSON lines"):
         tokenize_conversations([tmp_path / "a.txt"], tmp_path / "o", tokenizer, TEMPLATE)
 
 

@@ -179,11 +179,11 @@ def test_what_a_manifest_says_of_a_source_is_read_within_limits(
     manifest["chunks"]["size"] = [100 << 20]
     path.write_text(json.dumps(manifest))
     peak()
-    assert "a piece of 104,857,600 bytes" in str(trace(prefix, document=0).inexact_reason)
+    assert "a chunk of 104,857,600 bytes" in str(trace(prefix, document=0).inexact_reason)
     for limit in (None, 1 << 40):
         manifest["sources"][0]["max_document_bytes"] = limit
         path.write_text(json.dumps(manifest))
-        assert "a piece of 104,857,600 bytes" in str(trace(prefix, document=0).inexact_reason)
+        assert "a chunk of 104,857,600 bytes" in str(trace(prefix, document=0).inexact_reason)
     assert peak() < 16 << 20
     assert "has changed since" in str(
         trace(prefix, document=0, max_document_bytes=1 << 40).inexact_reason

@@ -124,7 +124,7 @@ def test_the_rest_of_a_damaged_file_is_one_entry(tmp_path: Path) -> None:
     tokens = IndexedDataset(made.prefix).tokens.tolist()
     assert tokens[:-1] == [number * 7919 % 10_007 for number in range(len(tokens) - 1)]
     assert tokens[-1] == 42 and row["number"] == len(tokens) > 1000
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz:\d+: it is damaged or cut short"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz:\d+: it is damaged or truncated"):
         preprocess([packed, after], tmp_path / "f", NullTokenizer(10_007))
 
 

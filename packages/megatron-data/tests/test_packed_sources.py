@@ -103,10 +103,10 @@ def test_what_is_wrong_with_a_table_is_named(plain: Path, tmp_path: Path) -> Non
         list(read_texts([table], "body"))
     whole = write_table(tmp_path / "b.parquet", TEXTS * 50, row_group_size=500).read_bytes()
     (tmp_path / "b.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"b\.parquet, row 1: it is no Parquet file, or damaged"):
+    with pytest.raises(DataError, match=r"b\.parquet, row 1: it is not a Parquet file, or damaged"):
         tokens_of(tmp_path / "b.parquet", tmp_path / "o")
     plain.rename(tmp_path / "c.parquet")
-    with pytest.raises(DataError, match=r"c\.parquet, row 1: it is no Parquet file") as raised:
+    with pytest.raises(DataError, match=r"c\.parquet, row 1: it is not a Parquet file") as raised:
         tokens_of(tmp_path / "c.parquet", tmp_path / "o")
     assert "\n" not in str(raised.value)
 
@@ -125,7 +125,7 @@ def test_a_cut_file_gives_its_whole_lines_and_names_the_rest(suffix: str, tmp_pa
     assert isinstance(last, BrokenChunk)
     fault = last.problem
     assert (fault.offset, fault.number) == (len(data), data.count(b"\n") + 1)
-    assert "damaged or cut short" in str(fault) and str(fault).startswith(
+    assert "damaged or truncated" in str(fault) and str(fault).startswith(
         f"{packed}:{fault.number}"
     )
 
@@ -184,7 +184,7 @@ def test_frames_of_every_form_are_unpacked_in_few_steps(
         with Stream(str(tmp_path / "b.zst")) as opened:
             while opened.read(1 << 20):
                 pass
-            assert "the last frame is not whole" in str(opened.damage)
+            assert "the last frame is incomplete" in str(opened.damage)
 
 
 def test_folders_find_packed_names_too(plain: Path, tmp_path: Path) -> None:

@@ -137,8 +137,8 @@ def test_wrong_inputs_are_named(pair: list[Path], tmp_path: Path) -> None:
             preprocess(inputs, tmp_path / "o", ByteTokenizer(), json_keys=keys, parallel=True)
 
     fails(pair, ["text"], r"2 in --input \(.*news.en, .*\), 1 in --json-keys \(text\)")
-    fails(pair[:1], ["en"], "give two files or more")
+    fails(pair[:1], ["en"], "give at least two files")
     fails([pair[0], tmp_path], KEYS, "is a folder")
     fails([pair[0], tmp_path / "gone"], KEYS, "no input file or folder at .*gone")
     pair[1].write_bytes(pair[1].read_bytes()[:-12])
-    fails(pair, KEYS, r"news\.de\.gz: it is damaged or cut short")
+    fails(pair, KEYS, r"news\.de\.gz: it is damaged or truncated")

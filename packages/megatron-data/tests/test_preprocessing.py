@@ -113,7 +113,7 @@ BROKEN = [
     (b'{"text": "a"}\n\n{"body": "b"}\n', r"a\.jsonl:3: no key 'text' \(keys here: 'body'\)"),
     (b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl:2: byte 10 of the line, 0xff, is not UTF-8"),
     (b'{"text": 5}\n', r"a\.jsonl:1: 'text' holds a number"),
-    (b'{"text": ["a", 5]}\n', r"a\.jsonl:1: 'text' holds a list of other things"),
+    (b'{"text": ["a", 5]}\n', r"a\.jsonl:1: 'text' holds a list of other values"),
     (b'["text"]\n', r"a\.jsonl:1: a list, not an object"),
     (b"", r"a\.jsonl is empty"),
     (b"\n \n", r"no document with text under 'text' in .*a\.jsonl"),

@@ -324,7 +324,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(
         with pytest.raises(DataError, match=changed):
             far[len(far) - 1]
         memory.rm_file("/bucket/c_text_document.bin")
-        with pytest.raises(DataError, match=r"\.bin is gone"):
+        with pytest.raises(DataError, match=r"\.bin does not exist any more"):
             list(far.scan())
     upload(memory, local, URL)
     read = remote_files.read_range

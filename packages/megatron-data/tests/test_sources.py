@@ -91,8 +91,7 @@ def test_a_folder_may_hold_json_lines_too_and_other_files_are_told_of(
     printed = capsys.readouterr()
     assert "6 documents (1 empty)" in printed.out
     assert printed.err == (
-        f"megatron-data: warning: left out {folder}/picture.png, neither .txt, .jsonl nor "
-        ".parquet\n"
+        f"megatron-data: warning: ignored {folder}/picture.png: not .txt, .jsonl or .parquet\n"
     )
     assert list(read_texts([folder]))[-1] == "from lines"
     train = ["train-tokenizer", "--input", str(folder), "--vocab-size", "270"]

@@ -164,13 +164,13 @@ def test_a_replaced_dataset_does_not_meet_the_old_blocks(
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (lambda data: data[:-1], r"memory://bucket/d.bin: bytes 0 to 48 .* 3 attempts: 47 of 48"),
+        (lambda data: data[:-1], r"memory://bucket/d.bin: bytes 0 to 48 .* 3 attempts: received 47 of 48"),
         (
             lambda data: data + b"x",
-            "3 attempts: 49 bytes came for 48: the server ignores ranges; copy the file",
+            "3 attempts: received 49 bytes instead of 48: the server ignores ranges; copy the file",
         ),
         (OSError("no route"), r"bytes 0 to 48 .*OSError: no route"),
-        (FileNotFoundError(), "d.bin is gone"),
+        (FileNotFoundError(), "d.bin does not exist any more"),
     ],
 )
 def test_a_broken_transfer_is_named_and_nothing_is_kept(
@@ -220,7 +220,7 @@ def test_what_cannot_be_opened_is_named(
     with pytest.raises(DataError, match=r"memory://bucket/d.idx has 0 bytes"):
         IndexedDataset(remote[1], cache(tmp_path))
 
-    with pytest.raises(DataError, match="room for one"):
+    with pytest.raises(DataError, match="a limit of at least one block"):
         StorageCache("x", 10, 5)
 
 

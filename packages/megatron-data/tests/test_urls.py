@@ -107,7 +107,7 @@ def test_a_folder_in_a_manifest_is_listed_no_further_than_its_files(
     for number in range(40):
         (tmp_path / "deep" / str(number)).mkdir(parents=True)
         (tmp_path / "deep" / str(number) / "a.txt").write_text("1 2")
-    monkeypatch.setattr(opening, "_OTHERS", 10)
+    monkeypatch.setattr(opening, "_OTHER_ENTRIES", 10)
     found = trace(dataset(f"{tmp_path}/deep"), document=0)
     assert found.inexact_reason == f"{tmp_path}/deep is a folder; the source was a file"
     assert not visited
@@ -124,10 +124,10 @@ def test_a_folder_in_a_manifest_is_listed_no_further_than_its_files(
 def test_a_name_that_is_none_is_refused(name: object, dataset: Callable[..., str]) -> None:
     from megatron_data.sources.urls import check_untrusted_path
 
-    with pytest.raises(DataError, match="is no path or URL"):
+    with pytest.raises(DataError, match="is not a path or URL"):
         check_untrusted_path(name)
     if name != "\ud800":  # which JSON cannot hold
-        assert "is no path or URL" in str(trace(dataset(name), document=0).inexact_reason)
+        assert "is not a path or URL" in str(trace(dataset(name), document=0).inexact_reason)
 
 
 def test_the_names_that_are_allowed() -> None:
@@ -166,7 +166,9 @@ def test_a_line_names_a_web_server_only_with_leave(tmp_path: Path, opened: list[
     lines = tmp_path / "a.jsonl"
     lines.write_text(json.dumps({"text": "1", "image": "https://host/a.gif"}))
     arguments = ([lines], tmp_path / "o", NullTokenizer(9))
-    with pytest.raises(DataError, match=r"a\.jsonl:1: .*/a\.gif' came with the data, .*--allow-ht"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: .*/a\.gif' is named by the data, .*--allow-ht"
+    ):
         tokenize_image_pairs(*arguments)
     assert not opened
     with pytest.raises(DataError, match=r"there is no image https://host/a\.gif"):

@@ -139,10 +139,8 @@ class _Limits(NamedTuple):
 
     def max_bytes_of(self, source: dict[str, Any]) -> int:
         """Returns the largest size of a document: the lower limit of manifest and user."""
-        recorded = source["max_document_bytes"]
-        if recorded is None:
-            return self.max_document_bytes
-        return min(recorded, self.max_document_bytes)
+        recorded, limit = source["max_document_bytes"], self.max_document_bytes
+        return limit if recorded is None else min(recorded, limit)
 
 
 def _look_up(

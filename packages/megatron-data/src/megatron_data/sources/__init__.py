@@ -1,12 +1,13 @@
-"""What text is read from: a corpus in pieces of bounded size, one kind of input a module.
+"""Reads text corpora in source chunks of bounded size.
 
-`protocol` says what a source is; `json_lines`, `text_files`, `parquet` and `parallel_lines` are
-those there are; `opening` decides which of them a path is. `storage` finds and opens files, here
-or by fsspec, and `failures` says in one line what it was told; `streams` unpacks them.
-`conversations` reads a line that holds some.
+`protocol` defines a source. `json_lines`, `text_files`, `parquet` and `parallel_lines` are the
+kinds of sources, and `opening` chooses the kind of a path. `storage` finds and opens local files
+and files at URLs (with fsspec); `urls` decides which URLs are allowed, and `failures` converts
+errors of storage to one line. `streams` decompresses files. `conversations` parses lines that hold
+conversations.
 
-Datasets in object storage are read through `remote`, a file in parts, and `block_cache`, which
-keeps parts of them in a `block_folder`.
+Datasets in object storage are read by `remote` (ranges of a file) and `block_cache`, which caches
+ranges in a `block_folder`.
 """
 
 import lazy_loader

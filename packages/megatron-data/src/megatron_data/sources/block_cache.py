@@ -1,8 +1,8 @@
-"""Parts of files in object storage, kept in a folder that several processes share.
+"""Caches blocks of files in object storage in a folder that several processes share.
 
-A file is read in blocks of equal size. A block is fetched once and lies in the cache under a name
-made of the URL, of the size and version of the file, and of the block's number; so a file that is
-replaced never meets blocks of the old one.
+A file is read in blocks of equal size. The name of a cached block contains a digest of the URL,
+size and version of the file, and the number of the block. So a replaced file never uses blocks of
+the old one.
 """
 
 import mmap
@@ -26,52 +26,52 @@ from megatron_data.sources.block_folder import (
 )
 from megatron_data.sources.remote import RemoteFile
 
-_MAPPED = 16  # blocks that a reader keeps mapped
+_MAPPED = 16  # blocks mapped at a time by a reader
 
 
 @dataclass(frozen=True)
 class StorageCache:
-    """A folder on a local disk for what is read from object storage.
+    """A cache on a local disk for data from object storage.
 
     Raises:
-        DataError: a size below 1, or a folder that is a URL or a file.
-        PermissionError: a folder that may not be written to.
+        DataError: A size is below 1, or the folder is a URL or a file.
+        PermissionError: The folder is not writable.
     """
 
     folder: str = field(
         metadata={
-            "help": "folder that keeps what was read from object storage",
+            "help": "folder that caches data read from object storage",
             "flag": "--object-storage-cache-path",
         }
     )
     block_bytes: int = field(
-        default=4 << 20, metadata={"help": "what is fetched at once", "unit": "bytes"}
+        default=4 << 20, metadata={"help": "size of a cached block", "unit": "bytes"}
     )
     limit_bytes: int = field(
         default=64 << 30,
-        metadata={"help": "blocks kept at most; indices come on top", "unit": "bytes"},
+        metadata={"help": "largest size of all blocks, without indices", "unit": "bytes"},
     )
     index_limit_bytes: int = field(
         default=64 << 30,
-        metadata={"help": "indices kept at most, and the one that is used", "unit": "bytes"},
+        metadata={"help": "largest size of all indices, except the one in use", "unit": "bytes"},
     )
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or self.limit_bytes < self.block_bytes:
             raise DataError(
-                f"a cache of {self.limit_bytes:,} bytes in blocks of {self.block_bytes:,}; give a "
-                "block of at least 1 byte, and room for one"
+                f"block_bytes={self.block_bytes:,} and limit_bytes={self.limit_bytes:,}; give a "
+                "block size of at least 1 and a limit of at least one block"
             )
         local_folder(self.folder)
 
     def whole(self, file: RemoteFile) -> mmap.mmap | bytes:
-        """Returns a whole file, mapped; one process fetches it if it is not there.
+        """Returns a memory map of a complete file; fetches the file if it is not cached.
 
-        While it does, those that want the same file wait, and those that want others do not. Of
-        the files those used longest ago go where there is no more room; a map keeps its file.
+        One process fetches a file while other processes that need it wait. The least recently used
+        files are removed above the limit; maps of removed files stay valid.
 
         Raises:
-            DataError: it cannot be read, or not to its end.
+            DataError: The file cannot be read completely.
         """
         path = Path(self.folder) / f"{file.key}{WHOLE}"
         found = used_map(path, file.size)
@@ -83,22 +83,22 @@ class StorageCache:
                         for data in file.stream():
                             copy.write(data)
                         copy.flush()
-                        # Mapped before others see it, and may remove it to make room.
+                        # Map the file before another process can see and remove it.
                         found = mapped(copy, file.size)
                     remove_oldest(path, self.index_limit_bytes)
         return found
 
     def blocks(self, file: RemoteFile) -> "Blocks":
-        """Returns a reader of parts of a file."""
+        """Returns a reader of ranges of a file."""
         return Blocks(self, file)
 
 
 class Blocks:
-    """Bytes of a file in object storage.
+    """Reads ranges of a file in object storage.
 
     Args:
-        cache: where blocks are kept.
-        file: as it was when it was opened.
+        cache: The cache of its blocks.
+        file: The file.
     """
 
     def __init__(self, cache: StorageCache, file: RemoteFile) -> None:
@@ -108,10 +108,10 @@ class Blocks:
         self._mapped: LRUCache[mmap.mmap] = LRUCache(_MAPPED)
 
     def read(self, begin: int, end: int) -> bytes:
-        """Returns the bytes from `begin` to `end`, fewer where the file ends, through the cache.
+        """Returns the bytes from `begin` to `end` with the cache; fewer at the end of the file.
 
         Raises:
-            DataError: they cannot be read, the transfer breaks off, or the file was replaced.
+            DataError: The range cannot be read, or the file was replaced.
         """
         end = min(end, self._file.size)
         parts: list[bytes] = []
@@ -124,12 +124,12 @@ class Blocks:
         return b"".join(parts)
 
     def stream(self, begin: int, end: int) -> Iterator[bytes]:
-        """Returns the bytes from `begin` to `end` piece by piece, past the cache.
+        """Yields the bytes from `begin` to `end` in blocks, without the cache.
 
-        What is read once, from end to end, would only drive out what is read again.
+        Data that is read only once would displace data that is read again.
 
         Raises:
-            DataError: they cannot be read, the transfer breaks off, or the file was replaced.
+            DataError: The range cannot be read, or the file was replaced.
         """
         return self._file.stream(begin, end)
 
@@ -137,7 +137,7 @@ class Blocks:
         return min(self._block_bytes, self._file.size - number * self._block_bytes)
 
     def _block(self, number: int) -> mmap.mmap:
-        """Returns a block out of the cache, fetched if it is not there or not whole."""
+        """Returns a cached block; fetches it if it is missing or damaged."""
         length = self._length(number)
         name = f"{self._file.key}-{length}-{number}"
         found = self._folder.get(name, length)
@@ -145,5 +145,5 @@ class Blocks:
             return found
         begin = number * self._block_bytes
         data = self._file.fetch(begin, begin + length)
-        self._file.check_unchanged()  # what is kept must be of this version
+        self._file.check_unchanged()  # cached data must be of this version
         return self._folder.add(name, data)

@@ -1,10 +1,11 @@
-"""Blocks of files in a folder that several processes share, within a limit together.
+"""A folder of blocks that several processes share, with a limit on their total size.
 
-A block is written under another name, ends in a checksum, and is renamed when it is whole. Beside
-the blocks a file holds how many bytes they have: whoever adds a block locks it and counts on, and
-only if that passes the limit is the folder listed, and the blocks used longest ago removed, of all
-processes. The number may be too large, where a process was killed or blocks were removed by hand;
-then the listing comes early and puts it right. It is never too small.
+A block is written under a temporary name with a checksum at its end, and renamed when it is
+complete. A file in the folder holds the total size of the blocks. A process that adds a block locks
+this file and updates the size. Only if the size exceeds the limit, the process lists the folder and
+removes the least recently used blocks of all processes. The recorded size may be too large, if a
+process was killed or blocks were removed by hand; then the folder is listed early, which corrects
+it. It is never too small.
 """
 
 import fcntl
@@ -24,19 +25,19 @@ from megatron_data.files import write_then_rename
 _CHECK_BYTES = 4
 _SUFFIX = ".block"
 WHOLE, LOCK = ".whole", ".lock"
-"""What the names of whole files end in, and those of their locks."""
+"""Suffixes of complete files and of their locks."""
 _COUNT = "blocks.bytes"
 _COUNT_BYTES = 8
-_SPARE = 16  # one part in so many of the limit is made free at once
-_ABANDONED = 3600  # seconds after which nobody is still writing a file
+_SPARE = 16  # fraction of the limit to free at once: 1/16
+_ABANDONED = 3600  # seconds after which a temporary file is of a killed process
 
 
 class BlockFolder:
     """A folder of blocks.
 
     Args:
-        folder: made when the first block is added.
-        limit: bytes of all blocks together.
+        folder: Path; created when the first block is added.
+        limit: Largest total size of all blocks in bytes.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -44,9 +45,9 @@ class BlockFolder:
         self._limit = limit
 
     def get(self, name: str, length: int) -> mmap.mmap | None:
-        """Returns a block of so many bytes, or None if it is not there or not what was written.
+        """Returns a block of `length` bytes, or None if it is missing or damaged.
 
-        The map is longer by the checksum.
+        The map is longer than the block by the checksum.
         """
         try:
             with self._path(name).open("rb") as file:
@@ -60,7 +61,7 @@ class BlockFolder:
             return block if block[length:] == _checksum(data) else None
 
     def add(self, name: str, data: bytes) -> mmap.mmap:
-        """Keeps a block, in place of others if there is no more room, and returns it as `get`."""
+        """Stores a block, removes others above the limit, and returns what `get` returns."""
         path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_name(path)
@@ -71,10 +72,10 @@ class BlockFolder:
                     file.write(data)
                     file.write(_checksum(data))
                     file.flush()
-                    # Mapped before others see it, and may remove it to make room.
+                    # Map the block before another process can see and remove it.
                     block = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 with _locked(self._folder / _COUNT) as count:
-                    # What is there of that name, whole or damaged, was counted with this size.
+                    # An existing block of this name, complete or damaged, is in the total size.
                     freed = min(_size(path), len(block))
                     path.unlink(missing_ok=True)
                     _write(count, self._used(count, freed, len(block)))
@@ -87,7 +88,7 @@ class BlockFolder:
         return self._folder / f"{name}{_SUFFIX}"
 
     def _used(self, count: BinaryIO, freed: int, added: int) -> int:
-        """Bytes of all blocks once some were added, after others were removed if need be."""
+        """Returns the total size with added blocks; removes blocks above the limit."""
         known = count.read(_COUNT_BYTES)
         used = int.from_bytes(known, "little") - freed + added
         if len(known) == _COUNT_BYTES and 0 <= used <= self._limit:
@@ -95,9 +96,9 @@ class BlockFolder:
         return self._remove_oldest(added) + added
 
     def _remove_oldest(self, added: int) -> int:
-        """Lists the folder, remove blocks if those added find no room, return the bytes left.
+        """Lists the folder, removes blocks above the limit, and returns the remaining size.
 
-        And remove what processes left that were killed while they wrote.
+        Also removes temporary files of killed processes.
         """
         found: list[tuple[float, int, str]] = []
         with os.scandir(self._folder) as entries:
@@ -113,13 +114,13 @@ class BlockFolder:
         used = sum(size for _, size, _ in found)
         if used + added <= self._limit:
             return used
-        # More than is needed, so that not every block that follows lists the folder again.
+        # Remove more than necessary, so that the next blocks do not list the folder again.
         most = max(self._limit - self._limit // _SPARE - added, 0)
         return _removed(found, used, most)
 
 
 def used_map(path: Path, size: int) -> mmap.mmap | bytes | None:
-    """Returns a whole file of so many bytes, mapped, or None if it is not there or not whole."""
+    """Returns a memory map of a file of `size` bytes, or None if it is missing or incomplete."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != size:
@@ -131,12 +132,12 @@ def used_map(path: Path, size: int) -> mmap.mmap | bytes | None:
 
 
 def mapped(file: BinaryIO, size: int) -> mmap.mmap | bytes:
-    """Returns a file of so many bytes in memory; an empty one cannot be mapped."""
+    """Returns a memory map of a file, or empty bytes, because an empty file cannot be mapped."""
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
 
 
 def remove_oldest(kept: Path, limit: int) -> None:
-    """Removes the whole files used longest ago, but for one, until all fit into a limit."""
+    """Removes the least recently used complete files, except `kept`, down to a limit."""
     found: list[tuple[float, int, str]] = []
     used = _size(kept)
     for path in kept.parent.glob(f"*{WHOLE}"):
@@ -151,12 +152,17 @@ def remove_oldest(kept: Path, limit: int) -> None:
 
 
 def _removed(found: list[tuple[float, int, str]], used: int, most: int) -> int:
-    """Removes the oldest files, of time, size and path, until `most` bytes are used.
+    """Removes the oldest files until at most `most` bytes are used.
 
-    One that another user wrote may not be ours to remove, as in a folder with a sticky bit.
+    Skips files that this user may not remove, as in a folder with a sticky bit.
+
+    Args:
+        found: Time, size and path of each file.
+        used: Total size of the files in bytes.
+        most: Limit in bytes.
 
     Returns:
-        How many bytes are used then.
+        The remaining size in bytes.
     """
     for _, size, path in sorted(found):
         if used <= most:
@@ -169,20 +175,20 @@ def _removed(found: list[tuple[float, int, str]], used: int, most: int) -> int:
 
 
 def _use(file: BinaryIO) -> None:
-    """Note that a file is used now, by which eviction goes; its owner may be another user."""
+    """Sets the time of use of a file, for eviction; ignored for a file of another user."""
     with suppress(PermissionError):
         os.utime(file.fileno())
 
 
 def _share(file: BinaryIO, folder: Path, bits: int = 0o644) -> None:
-    """Lets those read a file who may read the folder, and writes a lock, whatever the umask."""
-    with suppress(PermissionError):  # it is another user's, who has done so
+    """Gives a file the permissions of its folder within `bits`, independent of the umask."""
+    with suppress(PermissionError):  # another user owns the file and has set them
         os.fchmod(file.fileno(), folder.stat().st_mode & bits)
 
 
 @contextmanager
 def adding(path: Path) -> Iterator[BinaryIO]:
-    """Returns a new file of a shared folder; of two processes that add one, either one's stays."""
+    """Opens a new file of a shared folder; if two processes add it, one of the two remains."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_then_rename(path, partial_name(path)) as file:
         _share(file, path.parent)
@@ -191,20 +197,20 @@ def adding(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lets one process at a time into the block; the lock ends with its process."""
+    """Locks a file during the block; the kernel releases the lock when the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path):
         yield
 
 
 def partial_name(path: Path) -> Path:
-    """Returns the name under which this thread writes a file until it is whole."""
+    """Returns the temporary name of a file for this thread."""
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
-    # Opened anew each time: processes that were forked share the lock of an open file.
+    # Open the file each time, because forked processes share the lock of an open file.
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", 0) as file:
         _share(file, path.parent, 0o666)
         fcntl.flock(file, fcntl.LOCK_EX)

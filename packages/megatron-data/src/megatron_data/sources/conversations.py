@@ -1,4 +1,4 @@
-"""Objects of JSON, or rows of tables, that hold conversations."""
+"""Parses JSON objects and rows of tables that hold conversations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from megatron_data.sources.protocol import UnreadableError
 from megatron_data.tokenizers.chat import Message
 
 KEYS = ("messages", "conversations", "instruction", "input", "output", "tools")
-"""Keys or columns that conversations stand under."""
+"""Keys or columns of conversations."""
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 _CALLS = ("tool_calls", "function_call")
@@ -40,12 +40,12 @@ Write a response that appropriately completes the request.
 
 
 class ConversationRow(NamedTuple):
-    """One line or row.
+    """The conversations of one line or row.
 
     Attributes:
-        place: file and line, as errors name it.
-        conversations: each but the first begins with a system message.
-        tools: what their assistants may use.
+        place: File and line, for errors.
+        conversations: The conversations; each but the first begins with a system message.
+        tools: Tools of the assistant.
     """
 
     place: str
@@ -54,10 +54,10 @@ class ConversationRow(NamedTuple):
 
 
 def read_row(place: str, line: bytes) -> ConversationRow:
-    """Reads one line; see `row_of` for what it may hold.
+    """Parses one line; see `row_of` for the formats.
 
     Raises:
-        DataError: it holds no conversation.
+        DataError: The line has no conversation.
     """
     try:
         content = orjson.loads(line)
@@ -72,14 +72,14 @@ def read_row(place: str, line: bytes) -> ConversationRow:
 def row_of(place: str, content: Any) -> ConversationRow:
     """Returns the conversations of an object.
 
-    It has `messages` of `role` and `content`; or `conversations` of `from` and `value`; or
-    `instruction`, `output` and maybe `input`, as in Alpaca: the instruction in Alpaca's words is
-    what the user says, the output what the assistant answers.
+    The object has `messages` with `role` and `content`; or `conversations` with `from` and `value`;
+    or, as in Alpaca, `instruction`, `output` and optionally `input`, which become a message of the
+    user in Alpaca's wording and the answer of the assistant.
 
-    A message without content, or of null, is that of an assistant who calls tools.
+    Only a message of an assistant that calls tools may have no content or null.
 
     Raises:
-        UnreadableError: it holds no conversation, or a message is none.
+        UnreadableError: The object has no conversation, or a message is invalid.
     """
     match content:
         case {"messages": [*messages]}:
@@ -90,20 +90,20 @@ def row_of(place: str, content: Any) -> ConversationRow:
             messages = _instructed(content)
         case _:
             raise UnreadableError("message", f"no conversation; {_WANTED}")
-    said = [_message(number, message) for number, message in enumerate(messages, start=1)]
+    checked = [_message(number, message) for number, message in enumerate(messages, start=1)]
     tools = content.get("tools")
-    if isinstance(tools, str):  # tables hold them as JSON: their structs differ from row to row
+    if isinstance(tools, str):  # JSON in a table, because the structs of tools differ
         try:
             tools = orjson.loads(tools) if tools.strip() else None
         except orjson.JSONDecodeError as error:
             raise UnreadableError("message", f"its tools are not JSON ({error.msg})") from None
     if tools is not None and not isinstance(tools, list):
         raise UnreadableError("message", f"its tools are {tools!r:.40}, not a list")
-    return ConversationRow(place, _cut(said), tools)
+    return ConversationRow(place, _split(checked), tools)
 
 
 def _turn(message: Any) -> Any:
-    """A message of `from` and `value` with the names of the others; anything else as it is."""
+    """Converts a message of `from` and `value` to `role` and `content`."""
     match message:
         case {"from": str(role), "value": content}:
             return {"role": _ROLES.get(role, role), "content": content}
@@ -114,16 +114,16 @@ def _instructed(content: Mapping[str, Any]) -> list[Message]:
     given = content.get("input") or ""
     if not isinstance(given, str):
         raise UnreadableError("message", f"its input is {given!r:.40}, not a string")
-    wording = _WITH_INPUT if given else _WITHOUT_INPUT
-    asked = wording.format(instruction=content["instruction"], input=given)
+    prompt = _WITH_INPUT if given else _WITHOUT_INPUT
+    request = prompt.format(instruction=content["instruction"], input=given)
     return [
-        {"role": "user", "content": asked},
+        {"role": "user", "content": request},
         {"role": "assistant", "content": content["output"]},
     ]
 
 
 def _message(number: int, message: object) -> Message:
-    """Returns a message that a template may be given: it has a role and a content."""
+    """Checks that a message has a role and a content, and returns it."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UnreadableError(
             "message",
@@ -135,13 +135,13 @@ def _message(number: int, message: object) -> Message:
         return {**message, "content": None}
     raise UnreadableError(
         "message",
-        f"message {number} ({message['role']}) has no content, which only an assistant's may lack "
-        "that has tool_calls",
+        f"message {number} ({message['role']}) has no content; only a message of the assistant "
+        "with tool_calls may lack it",
     )
 
 
-def _cut(messages: list[Message]) -> list[list[Message]]:
-    """Conversations, each of which but the first begins with a system message."""
+def _split(messages: list[Message]) -> list[list[Message]]:
+    """Splits messages into conversations at each system message."""
     conversations: list[list[Message]] = []
     for message in messages:
         if not conversations or message["role"] == "system":

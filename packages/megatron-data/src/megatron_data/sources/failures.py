@@ -1,7 +1,7 @@
-"""What a storage says when it fails, told in one line.
+"""Converts errors of storage to `DataError` with one line.
 
-Each of fsspec's file systems raises exceptions of its own. Three cases matter: there is no such
-file, whoever asks may not read it, and it could not be read this time.
+Each file system of fsspec raises its own exceptions. Three cases are distinguished: the file does
+not exist, access is denied, and a failure that another attempt may resolve.
 """
 
 import io
@@ -18,24 +18,24 @@ _REFUSALS = (401, 403)
 
 
 class MissingError(DataError):
-    """There is nothing at a path or a URL."""
+    """Raised when a path or URL does not exist."""
 
 
 class NotRegularFileError(DataError):
-    """There is a device or a pipe at a path, not a file."""
+    """Raised when a path is a device or a pipe."""
 
 
 class TransferError(DataError):
-    """A storage that did not answer, or not to the end; it may if it is asked again."""
+    """Raised when a transfer fails or is incomplete; another attempt may succeed."""
 
 
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """Tells in one line what fails at a URL.
+    """Converts errors of the storage of a URL inside the block.
 
     Raises:
-        MissingError: nothing is there.
-        DataError: the storage cannot be reached, or refuses.
+        MissingError: The URL does not exist.
+        DataError: The storage cannot be reached, or denies access.
     """
     try:
         yield
@@ -45,14 +45,14 @@ def storage_errors(url: str) -> Iterator[None]:
         cause = error.__cause__
         if isinstance(cause, FileNotFoundError | None) or _status(cause) == _NOT_FOUND:
             raise missing_error(url) from None
-        # fsspec's HTTP raises this whatever happened.
+        # The HTTP file system of fsspec raises FileNotFoundError for every failure.
         raise access_denied_error(url, cause) or _unreadable_error(url, cause) from None
     except Exception as error:  # noqa: BLE001 - each of fsspec's backends has exceptions of its own
         raise access_denied_error(url, error) or _unreadable_error(url, error) from None
 
 
 def wrap_file(file: BinaryIO, url: str) -> BinaryIO:
-    """Returns a file at a URL of which `storage_errors` tells whatever fails while it is read."""
+    """Wraps a file at a URL, so that errors of reading it are converted by `storage_errors`."""
     return io.BufferedReader(_StorageFile(file, url), _BUFFER)
 
 
@@ -67,18 +67,18 @@ class _StorageFile(WrappedFile):
 
 
 def access_denied_error(url: str, error: BaseException) -> DataError | None:
-    """Returns what to say of an error by which a storage refuses; None of any other."""
+    """Returns a `DataError` if an exception means that access is denied, else None."""
     if not isinstance(error, PermissionError) and _status(error) not in _REFUSALS:
         return None
     return DataError(
         f"access to {url} is denied ({str(error) or type(error).__name__}); check the credentials "
-        "of this process and who may read there (S3 answers so, too, where there is no such object "
-        "and listing is not allowed)"
+        "of this process and the permissions of the file (S3 also denies access to objects that do "
+        "not exist if listing is not allowed)"
     )
 
 
 def missing_error(path: str) -> MissingError:
-    """That nothing is at a path or a URL."""
+    """Returns the error for a path or URL that does not exist."""
     return MissingError(f"no input file or folder at {path}")
 
 
@@ -87,7 +87,7 @@ def _unreadable_error(url: str, error: BaseException) -> TransferError:
 
 
 def _status(error: BaseException) -> int | None:
-    """Returns the HTTP status that an error of aiohttp or of botocore carries, or is caused by."""
+    """Returns the HTTP status of an error of aiohttp or botocore or of its cause, or None."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         code = response.get("ResponseMetadata", {}).get("HTTPStatusCode")

@@ -1,4 +1,4 @@
-"""Files of JSON lines, in pieces that end where a line ends."""
+"""Files of JSON lines, in chunks of complete lines."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -43,14 +43,14 @@ _JSON_KINDS: dict[type, str] = {
 
 
 class LinesChunk(NamedTuple):
-    """Whole lines of one source.
+    """Complete lines of a file.
 
     Attributes:
-        path: the source.
-        offset: first byte of the first line, in the unpacked file.
-        line: number of the first line, from 1.
-        data: the lines as bytes.
-        stored: bytes of the file, as it lies, that were read for them.
+        path: The file.
+        offset: First byte of the first line in the uncompressed file.
+        line: Number of the first line, from 1.
+        data: The lines as bytes.
+        stored: Bytes of the file read for the lines, compressed if the file is.
     """
 
     path: str
@@ -61,12 +61,12 @@ class LinesChunk(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """How many lines."""
+        """The number of lines."""
         return self.data.count(NEWLINE) + (not self.data.endswith(NEWLINE))
 
     @property
     def span(self) -> Span:
-        """Bytes and lines."""
+        """The range of bytes and lines."""
         return Span(self.offset, len(self.data), self.line, self.lines)
 
     @property
@@ -75,11 +75,11 @@ class LinesChunk(NamedTuple):
         return hashlib.sha256(self.data).hexdigest()
 
     def items(self, keys: Sequence[str], max_bytes: int | None = None) -> Iterator[Item | Fault]:
-        """Returns the text of every object under each key; lines of white space are passed over."""
+        """Yields the texts of each object for the keys; skips lines of white space."""
         return self._each(partial(_texts, keys), Item, _TEXT_WANTED, max_bytes)
 
     def rows(self, max_bytes: int | None = None) -> Iterator[Row | Fault]:
-        """Every object; lines of white space are passed over."""
+        """Yields each object; skips lines of white space."""
         return self._each(dict, Row, "every line must be an object", max_bytes)
 
     def _each(
@@ -111,16 +111,16 @@ class LinesChunk(NamedTuple):
                 yield made(number, offset, len(line), value)
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Names the file and the line."""
+        """Returns a fault with the file and line of an item."""
         place = f"{self.path}:{item.number}"
         return Fault(place, kind, reason, self.path, item.number, item.offset, item.size)
 
 
 class JsonLines:
-    """A file of JSON lines; bytes, lines and digest are complete after all chunks.
+    """A file of JSON lines; its record is complete after all chunks were read.
 
     Args:
-        path: the file: a local path or a URL, packed if its suffix says so.
+        path: Local path or URL; its suffix determines the compression.
     """
 
     def __init__(self, path: str) -> None:
@@ -132,7 +132,7 @@ class JsonLines:
     def chunks(
         self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None
     ) -> Iterator[LinesChunk | BrokenChunk]:
-        """Pieces of about `chunk_bytes`; a longer line makes a longer piece."""
+        """Yields chunks of about `chunk_bytes`; a longer line gives a larger chunk."""
         offset, line, stored, rest = 0, 1, 0, b""
         with Stream(self.path) as stream:
             while rest or not stream.ended:
@@ -166,7 +166,7 @@ class JsonLines:
         return BrokenChunk(fault, stored, Span(offset, size or 0, line, 1))
 
     def chunk_at(self, span: Span, max_bytes: int | None = None) -> LinesChunk:
-        """Reads some lines anew."""
+        """Reads some lines again."""
         check_reread(span.size, max_bytes)
         with Stream(self.path) as stream:
             stream.skip(span.offset)
@@ -176,7 +176,7 @@ class JsonLines:
         return LinesChunk(self.path, span.offset, span.first, data, span.size)
 
     def record(self) -> dict[str, Any]:
-        """Return size, number of lines and digest; of a packed file, size and digest as it lies."""
+        """Returns path, stored size, number of lines, and the digest of the stored bytes."""
         return {
             "path": self.path,
             "bytes": self._bytes,
@@ -186,9 +186,10 @@ class JsonLines:
 
 
 def _long_line(stream: Stream, start: bytes, max_bytes: int | None) -> tuple[bytes, int, bytes]:
-    """Reads a line to its end: its bytes, how many they are, and what was read behind it.
+    """Reads a line to its end; returns its bytes, its size, and the bytes read after it.
 
-    The bytes are left out if they are more than `max_bytes`, and where damage ends the line.
+    The bytes of the line are empty if it is larger than `max_bytes`; bytes and size are empty if
+    damage ends the line.
     """
     parts, size, end, rest = [start], len(start), 0, b""
     while not stream.ended and not end:
@@ -207,13 +208,13 @@ def _long_line(stream: Stream, start: bytes, max_bytes: int | None) -> tuple[byt
 
 
 def _texts(keys: Sequence[str], content: dict[str, Any]) -> list[Document]:
-    """Returns the text of a line under each key.
+    """Returns the text of a line for each key.
 
     Raises:
-        UnreadableError: no text under a key.
+        UnreadableError: A key has no text.
     """
     documents = []
-    for key in keys:  # a string as a rule, and then no more calls: short lines are many
+    for key in keys:  # strings are handled without a call, because there are many short lines
         value = content.get(key)
         documents.append([value] if type(value) is str else text_of(content, key))
     return documents
@@ -233,10 +234,10 @@ def _explained(line: bytes, error: orjson.JSONDecodeError, wanted: str) -> Unrea
 
 
 def text_of(record: dict[str, Any], key: str) -> Document:
-    """The text under a key: a string, or a list of strings that are sentences of one document.
+    """Returns the text of a key: a string, or a list of strings that are its sentences.
 
     Raises:
-        UnreadableError: the key is absent or holds something else.
+        UnreadableError: The key is missing, or its value is of another type.
     """
     try:
         value = record[key]
@@ -249,13 +250,13 @@ def text_of(record: dict[str, Any], key: str) -> Document:
         return [value]
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return value
-    kind = "a list of other things" if isinstance(value, list) else _kind(value)
+    kind = "a list of other values" if isinstance(value, list) else _kind(value)
     raise UnreadableError("type", f"{key!r} holds {kind}, not a string or a list of strings")
 
 
 def _kind(value: object) -> str:
-    """Returns what JSON calls this, with its article; columns of Parquet may hold other things."""
-    inner = value.get("bytes") if isinstance(value, dict) else value  # as `datasets` keeps images
+    """Returns the JSON type of a value with an article; columns of Parquet have other types."""
+    inner = value.get("bytes") if isinstance(value, dict) else value  # images of `datasets`
     if isinstance(inner, bytes):
-        return "bytes, such as those of an image, which tokenize-images reads and others do not"
+        return "bytes, such as those of an image, which only tokenize-images reads"
     return _JSON_KINDS.get(type(value), f"a {type(value).__name__}")

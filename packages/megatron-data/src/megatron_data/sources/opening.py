@@ -1,4 +1,4 @@
-"""From the paths a user gives to sources: which kind each of them is."""
+"""Opens the sources of the paths that a user gives."""
 
 import logging
 import os
@@ -19,8 +19,8 @@ TEXT = ".txt"
 LINES = ".jsonl"
 TABLE = ".parquet"
 
-_OTHERS = 10_000  # files and folders beside the texts of a folder that a manifest names
-_MOST = 1 << 22
+_OTHER_ENTRIES = 10_000  # allowed files and folders besides the texts of a recorded folder
+_MAX_ENTRIES = 1 << 22
 
 _log = logging.getLogger("megatron_data")
 
@@ -28,34 +28,32 @@ _log = logging.getLogger("megatron_data")
 def open_sources(
     paths: Iterable[str | os.PathLike[str]], keys: Sequence[str], rows: bool = False
 ) -> list[Source]:
-    """Checks that every input is there and holds something, before any work begins.
+    """Opens all inputs and checks that each exists and is not empty, before any work begins.
 
-    A file whose name ends in `.txt` is one document, one in `.parquet` holds a document in each
-    row; any other holds JSON lines. Texts and lines may be packed (`.gz`, `.bz2`, `.zst`). A
-    folder stands for the `.txt` files in it and below, sorted, and then for its `.jsonl` and
-    `.parquet` files; names that begin with a dot are passed over, and a warning tells how many
-    other files were left out. A pattern (`*`, `?`, `[…]`, `**`) stands for what it matches,
-    sorted. A path with `://` is opened by fsspec.
+    A `.txt` file is one document, a `.parquet` file has one document per row, and any other file
+    has JSON lines. Text files and JSON lines may be compressed (`.gz`, `.bz2`, `.zst`). A folder
+    stands for the `.txt` files below it, sorted, and then its `.jsonl` and `.parquet` files; names
+    that begin with a dot are ignored, and a warning names other files. A glob pattern (`*`, `?`,
+    `[…]`, `**`) stands for its matches, sorted. fsspec opens paths with `://`.
 
     Args:
-        paths: files, folders, patterns and URLs, in the order of the corpus.
-        keys: JSON keys or columns that will be read. A text file has one text, which stands for
-            any key.
-        rows: whole objects will be read, each with some of the keys.
+        paths: Files, folders, patterns and URLs, in the order of the corpus.
+        keys: JSON keys or columns to read. The text of a text file is used for any key.
+        rows: Whether complete objects are read, each with some of the keys.
 
     Raises:
-        DataError: no input; one that is missing, or empty; text files with several keys, or where
-            objects are wanted; a kind that needs an extra which is not installed.
+        DataError: There is no input, an input is missing or empty, text files are given with
+            several keys or with `rows`, or a required extra is not installed.
     """
     return _fitting(find_sources(paths, keys, rows), keys, rows)
 
 
 def _fitting(sources: list[Source], keys: Sequence[str], rows: bool) -> list[Source]:
-    """Sources that hold what is asked of them."""
+    """Checks that the keys fit the kinds of the sources, and returns the sources."""
     for source in sources:
         if isinstance(source, TextFiles) and rows:
             raise DataError(
-                f"{source.path}: a text file holds no objects; give JSON lines or Parquet with "
+                f"{source.path}: a text file has no objects; give JSON lines or Parquet with "
                 f"some of {', '.join(keys)}"
             )
         if isinstance(source, TextFiles) and len(keys) > 1:
@@ -69,10 +67,10 @@ def _fitting(sources: list[Source], keys: Sequence[str], rows: bool) -> list[Sou
 def find_sources(
     paths: Iterable[str | os.PathLike[str]], keys: Sequence[str], rows: bool = False
 ) -> list[Source]:
-    """`open_sources` of text files, too, whatever the keys.
+    """Opens sources like `open_sources`, but accepts text files with any keys.
 
     Raises:
-        DataError: as there.
+        DataError: As in `open_sources`, except for the keys.
     """
     found = (path for given in paths for path in expand_pattern(os.fspath(given)))
     sources = [source for path in found for source in _sources_at(path, keys, rows)]
@@ -82,20 +80,21 @@ def find_sources(
 
 
 def open_parallel(paths: Iterable[str | os.PathLike[str]], keys: Sequence[str]) -> Source:
-    """Checks the files of a parallel corpus, before any work begins.
+    """Opens a parallel corpus and checks its files, before any work begins.
 
     Args:
-        paths: a text file for each key, in their order; packed ones and URLs, too.
-        keys: names of the texts, such as the languages.
+        paths: One text file per key, in the same order; compressed files and URLs are allowed.
+        keys: Names of the texts, such as languages.
 
     Raises:
-        DataError: more or fewer files than keys, only one, one that is missing, or a folder.
+        DataError: The numbers of files and keys differ, there are fewer than two, or a file is
+            missing or is a folder.
     """
     files = [os.fspath(path) for path in paths]
     if len(files) != len(keys) or len(files) < 2:
         raise DataError(
             f"--parallel: {len(files)} in --input ({', '.join(files)}), {len(keys)} in --json-keys "
-            f"({', '.join(keys)}); give two files or more and a key for each, such as --input "
+            f"({', '.join(keys)}); give at least two files and a key for each, such as --input "
             "news.en news.de --json-keys en de"
         )
     for path in files:
@@ -105,16 +104,16 @@ def open_parallel(paths: Iterable[str | os.PathLike[str]], keys: Sequence[str]) 
 
 
 def reopen(record: dict[str, Any], allow_http: bool = False) -> Source:
-    """Opens the source that a manifest has a record of.
+    """Opens a source that a manifest records.
 
     Args:
-        record: of the source; its names are not patterns. A folder is listed only as far as its
-            number of files there goes: data that names the root does not have the disk walked.
-        allow_http: whether they may be those of web servers.
+        record: The record of the source. Its paths are not patterns. The listing of a folder stops
+            above the recorded number of files, so that a manifest cannot cause a walk of the disk.
+        allow_http: Whether the paths may be URLs of web servers.
 
     Raises:
-        DataError: it is not there any more, or is another kind of input now, or has a name that
-            data may not give.
+        DataError: The source does not exist any more, is of another kind now, or has a path that
+            a manifest may not name.
     """
     keys = record["json_keys"]
     if "parallel" in record:
@@ -126,7 +125,7 @@ def reopen(record: dict[str, Any], allow_http: bool = False) -> Source:
     if is_folder(path):
         if "files" not in record:
             raise DataError(f"{path} is a folder; the source was a file")
-        most = min(2 * int(record["files"]), _MOST) + _OTHERS
+        most = min(2 * int(record["files"]), _MAX_ENTRIES) + _OTHER_ENTRIES
     for opened in _fitting(_sources_at(path, keys, rows, most), keys, rows):
         if opened.path == path and ("files" in record) == ("files" in opened.record()):
             return opened
@@ -138,15 +137,15 @@ def read_texts(
     key: str = "text",
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
 ) -> Iterator[str]:
-    """Every text of files and folders, in their order; see `preprocess` for what they may be.
+    """Yields the texts of inputs in order; see `preprocess` for the kinds of inputs.
 
     Args:
-        paths: JSON lines, `.txt` and `.parquet` files, folders of them, patterns and URLs.
+        paths: JSON lines, `.txt` and `.parquet` files, folders of them, glob patterns and URLs.
         key: JSON key or column that holds the text.
-        max_document_bytes: bytes that a document may have in its source; None for no limit.
+        max_document_bytes: Largest size of a document in its source in bytes; None for no limit.
 
     Raises:
-        DataError: a missing or empty input, or one that cannot be read, with file and place.
+        DataError: An input is missing, empty or cannot be read; the error names file and place.
     """
     for source in open_sources(paths, (key,)):
         for chunk in source.chunks(max_bytes=max_document_bytes):
@@ -174,21 +173,21 @@ def _sources_in(folder: str, keys: Sequence[str], rows: bool, most: int | None) 
     kinds = {path: _kind(path) for path in files}
     texts = [path for path in files if kinds[path] == TEXT]
     tables = [path for path in files if kinds[path] in (LINES, TABLE)]
-    others = [path for path in files if not kinds[path]]
+    ignored = [path for path in files if not kinds[path]]
     if not texts and not tables:
-        held = _first_of(others) if others else "nothing"
+        held = _first_of(ignored) if ignored else "nothing"
         raise DataError(
             f"no {TEXT}, {LINES} or {TABLE} file in {folder}, which holds {held}; a file of JSON "
-            "lines may have any name when it is given itself"
+            "lines with another name must be given itself"
         )
-    if others:
-        _log.warning("left out %s, neither %s, %s nor %s", _first_of(others), TEXT, LINES, TABLE)
+    if ignored:
+        _log.warning("ignored %s: not %s, %s or %s", _first_of(ignored), TEXT, LINES, TABLE)
     sources: list[Source] = [TextFiles(folder, texts)] if texts else []
     return sources + [source for path in tables for source in _sources_at(path, keys, rows)]
 
 
 def _kind(path: str) -> str:
-    """Returns what a folder's file is by its name, nothing if it is passed over."""
+    """Returns the kind of a file in a folder by its name, or "" if it is ignored."""
     kind, packed = split_suffix(path)
     return kind if kind in (TEXT, LINES) or (kind == TABLE and not packed) else ""
 

@@ -1,4 +1,4 @@
-"""Parallel corpora: text files in which equal lines are one document in several languages."""
+"""Parallel corpora: text files in which line i of each file is document i."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -32,10 +32,10 @@ class ParallelChunk(NamedTuple):
     """The same lines of every file.
 
     Attributes:
-        paths: the files.
-        line: number of the first line, from 1.
-        data: the lines of each file as bytes.
-        stored: bytes of the files, as they lie, that were read for them.
+        paths: The files.
+        line: Number of the first line, from 1.
+        data: The lines of each file as bytes.
+        stored: Bytes of the files read for the lines, compressed if the files are.
     """
 
     paths: tuple[str, ...]
@@ -45,19 +45,19 @@ class ParallelChunk(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """The lines; the bytes differ from file to file."""
+        """The range of lines, without bytes, which differ between the files."""
         return Span(0, 0, self.line, len(_split(self.data[0])))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the digests of each file's lines."""
+        """SHA-256 of the digests of the lines of each file."""
         digest = hashlib.sha256()
         for lines in self.data:
             digest.update(hashlib.sha256(lines).digest())
         return digest.hexdigest()
 
     def items(self, keys: Sequence[str], max_bytes: int | None = None) -> Iterator[Item | Fault]:
-        """Line after line its text in each file, in the order of the keys; empty ones, too."""
+        """Yields for each line its texts in the order of the keys; texts may be empty."""
         rows = zip(*map(_split, self.data), strict=True)
         for number, row in enumerate(rows, start=self.line):
             texts: list[Document] = []
@@ -72,16 +72,16 @@ class ParallelChunk(NamedTuple):
                 yield Item(number, None, sum(map(len, row)), texts)
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Names the files and the line."""
+        """Returns a fault with the files and line of an item."""
         path = joined(self.paths)
         return Fault(f"{path}:{item.number}", kind, reason, path, item.number, None, item.size)
 
 
 class ParallelLines:
-    """Files of which line i of each is document i; a line ends in LF or CR LF and nothing else.
+    """Files in which line i of each is document i; lines end with LF or CR LF only.
 
     Args:
-        paths: the files, one for each key: local paths or URLs, packed if their suffix says so.
+        paths: One file per key: local paths or URLs, whose suffixes determine the compression.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -96,14 +96,14 @@ class ParallelLines:
     def chunks(
         self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None
     ) -> Iterator[ParallelChunk]:
-        """Pieces of about `chunk_bytes` in all files together; a longer line makes a longer piece.
+        """Yields chunks of about `chunk_bytes` in all files; a longer line gives a larger chunk.
 
-        The lines of all files are counted before the first piece. Of a line of more than
-        `max_bytes` bytes the beginning stands in the piece, which names it.
+        Counts the lines of all files before the first chunk. A chunk holds only the beginning of a
+        line larger than `max_bytes`, which becomes a fault.
 
         Raises:
-            DataError: files of unequal numbers of lines, or one that is damaged: beyond the damage
-                nobody knows which lines belong together.
+            DataError: The files have different numbers of lines, or one is damaged, after which the
+                lines cannot be matched.
         """
         self._lines = self._count()
         with ExitStack() as stack:
@@ -123,7 +123,7 @@ class ParallelLines:
             ]
 
     def chunk_at(self, span: Span, max_bytes: int | None = None) -> ParallelChunk:
-        """Reads some lines anew."""
+        """Reads some lines again."""
         data = []
         for path in self._paths:
             with _File(path, max_bytes) as file:
@@ -132,7 +132,7 @@ class ParallelLines:
         return ParallelChunk(self._paths, span.first, tuple(data), 0)
 
     def record(self) -> dict[str, Any]:
-        """Returns number of lines, and size and digest of each file as it lies."""
+        """Returns the number of lines, and the stored size and digest of each file."""
         return {
             "path": self.path,
             "bytes": sum(file["bytes"] for file in self._files),
@@ -144,29 +144,28 @@ class ParallelLines:
         counts = {path: _count_lines(path) for path in self._paths}
         if len(set(counts.values())) > 1:
             line_counts = ", ".join(f"{path} has {count:,} lines" for path, count in counts.items())
-            raise DataError(
-                f"{line_counts}; line i of each is one document, so they must be as many"
-            )
+            raise DataError(f"{line_counts}; parallel files need the same number of lines")
         return next(iter(counts.values()))
 
 
 class _File:
-    """Lines of one file, taken by their number; of those that are too long, the beginning.
+    """Reads lines of a file by their number; truncates lines that are too long.
 
     Args:
-        path: local path or URL.
-        max_bytes: bytes that a line may have; of a longer one, one more is kept. None for no limit.
+        path: Local path or URL.
+        max_bytes: Largest size of a line in bytes; one byte more is kept of a longer line. None for
+            no limit.
     """
 
     def __init__(self, path: str, max_bytes: int | None) -> None:
         self.path = path
         self.stream = Stream(path)
         self._max_line_bytes = max_bytes
-        self._open = 0  # bytes of the line that is being read
+        self._open = 0  # bytes read of the current line
         self._rest = b""
 
     def _read(self, size: int) -> bytes:
-        """Returns the next bytes without those that are too many."""
+        """Returns the next bytes without the excess of lines that are too long."""
         data = self.stream.read(size)
         if self._max_line_bytes is None or self._open + len(data) <= self._max_line_bytes:
             last = data.rfind(_NEWLINE)
@@ -180,7 +179,7 @@ class _File:
         return _NEWLINE.join(parts)
 
     def lines_within(self, size: int) -> int:
-        """Returns how many lines end in the next `size` bytes; at least 1."""
+        """Returns the number of lines that end in the next `size` bytes; at least 1."""
         if len(self._rest) < size:
             self._rest += self._read(size - len(self._rest))
         if self.stream.ended and len(self._rest) <= size:
@@ -191,8 +190,8 @@ class _File:
         """Returns the next lines.
 
         Raises:
-            DataError: the file ends before; it had as many. Or `reread` and they are more than a
-                piece holds.
+            DataError: The file has fewer lines than before, or `reread` is set and the lines are
+                larger than a chunk can be.
         """
         parts, ends, size = [self._rest], self._rest.count(_NEWLINE), len(self._rest)
         while ends < count and not self.stream.ended:
@@ -205,14 +204,14 @@ class _File:
         if ends >= count:
             at = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE[0])[count - 1] + 1
             data, self._rest = data[:at], data[at:]
-        else:  # the last line lacks its newline
+        else:  # the last line has no newline
             self._rest = b""
             if len(_split(data)) != count:
-                raise DataError(f"{self.path} has fewer lines than it had; it was changed")
+                raise DataError(f"{self.path} has fewer lines than before; it was changed")
         return data
 
     def skip(self, count: int) -> None:
-        """Passes over lines from the beginning of the file."""
+        """Skips lines from the beginning of the file."""
         while count > 0 and not self.stream.ended:
             data = self._read(_STEP)
             if (ends := data.count(_NEWLINE)) >= count:
@@ -228,7 +227,7 @@ class _File:
 
 
 def joined(paths: Sequence[str]) -> str:
-    """Returns what files that belong together are called."""
+    """Returns a common name of several files."""
     return " + ".join(paths)
 
 
@@ -249,7 +248,7 @@ def _split(data: bytes) -> list[bytes]:
 
 
 def _text(line: bytes, number: int, max_bytes: int | None) -> str:
-    """Returns a line as text, without its end, and without the byte-order mark of the file."""
+    """Returns a line as text, without its line end and without a byte-order mark."""
     if max_bytes is not None and len(line) > max_bytes:
         raise too_long(None, max_bytes)
     line = line.removesuffix(b"\r")

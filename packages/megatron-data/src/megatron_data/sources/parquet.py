@@ -1,4 +1,4 @@
-"""Parquet files: a column for each key, a document for each row."""
+"""Parquet files: one document per row, with a column for each key."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -30,10 +30,10 @@ class RowsChunk(NamedTuple):
     """Some rows of a file.
 
     Attributes:
-        path: the source.
-        row: number of the first row, from 1.
-        table: the columns that were asked for, a `pyarrow.Table`.
-        stored: share of the file's bytes.
+        path: The file.
+        row: Number of the first row, from 1.
+        table: The requested columns, a `pyarrow.Table`.
+        stored: Share of the bytes of the file.
     """
 
     path: str
@@ -43,7 +43,7 @@ class RowsChunk(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """The numbers of the rows."""
+        """The range of rows."""
         return Span(0, 0, self.row, self.table.num_rows)
 
     @property
@@ -56,14 +56,14 @@ class RowsChunk(NamedTuple):
         return digest.hexdigest()
 
     def items(self, keys: Sequence[str], max_bytes: int | None = None) -> Iterator[Item | Fault]:
-        """Returns the text of every row under each key."""
+        """Yields the texts of each row for the keys."""
         return self._items(keys, max_bytes, None)
 
     def pairs(self, keys: Sequence[str], max_bytes: int | None = None) -> Iterator[Item | Fault]:
-        """Returns the text of every row and its image: a path, or bytes.
+        """Yields the text of each row with its image, which is a path or bytes.
 
-        Bytes are those of a binary column, or the field `bytes` of a struct that may have the field
-        `path` as well, as the library `datasets` writes images.
+        Bytes are in a binary column, or in the field `bytes` of a struct, which may also have the
+        field `path`, as the library `datasets` writes images.
         """
         return self._items(keys, max_bytes, keys[-1])
 
@@ -88,7 +88,7 @@ class RowsChunk(NamedTuple):
                 yield Item(number, None, size, texts, image)
 
     def rows(self, max_bytes: int | None = None) -> Iterator[Row | Fault]:
-        """Every row; what is null in it, also in its lists and structs, is left out."""
+        """Yields each row without nulls, including those in its lists and structs."""
         for number, row in enumerate(_values(self.table), start=self.row):
             if isinstance(row, UnicodeDecodeError):
                 error = _not_utf8(row)
@@ -103,18 +103,18 @@ class RowsChunk(NamedTuple):
                 yield Row(number, None, size, values)
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Names the file and the row."""
+        """Returns a fault with the file and row of an item."""
         place = f"{self.path}, row {item.number}"
         return Fault(place, kind, reason, self.path, item.number, None, item.size or None)
 
 
 class Parquet:
-    """A Parquet file; the digest is complete after all chunks.
+    """A Parquet file; its record is complete after all chunks were read.
 
     Args:
-        path: a local path or a URL.
-        keys: columns to read.
-        optional: whether rows may lack some of them, but not all.
+        path: Local path or URL.
+        keys: Columns to read.
+        optional: Whether the file may lack some of the columns, but not all.
 
     Raises:
         DataError: pyarrow is not installed.
@@ -133,7 +133,7 @@ class Parquet:
     def chunks(
         self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None
     ) -> Iterator[RowsChunk | BrokenChunk]:
-        """Rows together up to about `chunk_bytes` of what the file says they take unpacked."""
+        """Yields chunks of about `chunk_bytes`, by the uncompressed size in the metadata."""
         arrow = _pyarrow(self.path)
         row = 1
         with open_file(self.path) as raw:
@@ -147,7 +147,7 @@ class Parquet:
                     table = arrow.Table.from_batches([batch])
                     yield RowsChunk(self.path, row, table, self.size * len(batch) // max(rows, 1))
                     row += len(batch)
-            # UnicodeDecodeError: of a name of a column in the footer.
+            # UnicodeDecodeError: a name of a column in the footer is not UTF-8.
             except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
@@ -155,21 +155,21 @@ class Parquet:
             except UnreadableError as error:
                 yield self._broken(row, error.kind, error.reason)
         self._rows = row - 1
-        if not is_url(self.path):  # it would be fetched twice
+        if not is_url(self.path):  # a URL would be fetched a second time
             with Stream(self.path) as stream:
                 self._sha256 = stream.sha256()
 
-    def _columns(self, there: Sequence[str]) -> list[str]:
-        """Those of the keys that are there.
+    def _columns(self, names: Sequence[str]) -> list[str]:
+        """Returns the keys that are columns of the file.
 
         Raises:
-            UnreadableError: one is not, or none of them if they are optional.
+            UnreadableError: A key is missing, or all keys are if they are optional.
         """
-        found = [key for key in self._keys if key in there]
+        found = [key for key in self._keys if key in names]
         missing = [key for key in self._keys if key not in found]
         if not missing or (self._optional and found):
             return found
-        present = ", ".join(map(repr, there)) or "none"
+        present = ", ".join(map(repr, names)) or "none"
         if self._optional:
             wanted = ", ".join(map(repr, self._keys))
             raise UnreadableError("key", f"none of the columns {wanted} (columns here: {present})")
@@ -180,7 +180,7 @@ class Parquet:
         )
 
     def _damage(self, arrow: Any, row: int, error: Exception) -> str:
-        """Says which row group cannot be read, of those from a row on."""
+        """Returns a message with the first row group that cannot be read, from a row on."""
         try:
             with open_file(self.path) as raw:
                 file = arrow.parquet.ParquetFile(raw, page_checksum_verification=True)
@@ -189,7 +189,7 @@ class Parquet:
         except (arrow.ArrowException, UnicodeDecodeError, OSError, UnreadableError):
             group = None
         if group is None:
-            return f"it is no Parquet file, or damaged from here on ({error}); copy it again"
+            return f"it is not a Parquet file, or damaged from here on ({error}); copy it again"
         return f"row group {group} is damaged ({error}); copy the file again"
 
     def _broken(self, row: int, kind: str, reason: str) -> BrokenChunk:
@@ -197,7 +197,7 @@ class Parquet:
         return BrokenChunk(fault, 0, Span(0, 0, row, 1))
 
     def chunk_at(self, span: Span, max_bytes: int | None = None) -> RowsChunk:
-        """Reads some rows anew."""
+        """Reads some rows again."""
         arrow = _pyarrow(self.path)
         last = span.first - 1 + span.units
         seen, batches = 0, []
@@ -215,11 +215,11 @@ class Parquet:
             except (arrow.ArrowException, OSError, UnreadableError) as error:
                 raise DataError(f"{self.path}: {error}") from None
         if seen < last:
-            raise DataError(f"{self.path} has {seen:,} rows; there were more")
+            raise DataError(f"{self.path} has {seen:,} rows, fewer than before; it was changed")
         return RowsChunk(self.path, span.first, arrow.Table.from_batches(batches), 0)
 
     def record(self) -> dict[str, Any]:
-        """Returns size, rows, digest (of a URL the version), and whether pages have one."""
+        """Returns size, rows, digest (for a URL the version), and whether pages have checksums."""
         proof = {"version": self.version} if is_url(self.path) else {"sha256": self._sha256}
         return {
             "path": self.path,
@@ -231,7 +231,7 @@ class Parquet:
 
 
 def _first_damaged(arrow: Any, file: Any, columns: Sequence[str], row: int) -> int | None:
-    """Returns the first row group that cannot be read, from that of a row (from 1) on."""
+    """Returns the first row group that cannot be read, starting at the group of a row (from 1)."""
     end = 0
     for group in range(file.num_row_groups):
         end += file.metadata.row_group(group).num_rows
@@ -245,7 +245,7 @@ def _first_damaged(arrow: Any, file: Any, columns: Sequence[str], row: int) -> i
 
 
 def _values(rows: Any) -> list[Any]:
-    """The rows of a table or a column, an error in place of one with text that is not UTF-8."""
+    """Returns the rows of a table or column; a row with text that is not UTF-8 is an error."""
     try:
         found: list[Any] = rows.to_pylist()
     except UnicodeDecodeError:
@@ -259,7 +259,7 @@ def _values(rows: Any) -> list[Any]:
 
 
 def _image_in(value: Any) -> tuple[bytes | None, Any]:
-    """The bytes of an image in a column, and its path, empty if none is known; else the value."""
+    """Returns the bytes of an image and its path ("" if unknown), or None and the value."""
     match value:
         case bytes():
             return value, ""
@@ -283,7 +283,7 @@ def _rows_at_once(metadata: Any, chunk_bytes: int) -> int:
 
 
 def _without_null(value: Any) -> Any:
-    """Returns a table has every field in every struct, a message only those it needs."""
+    """Removes nulls from dictionaries and lists, because structs of tables have every field."""
     if isinstance(value, dict):
         return {key: _without_null(part) for key, part in value.items() if part is not None}
     if isinstance(value, list):

@@ -1,36 +1,36 @@
-"""Whether the pages of a Parquet file have checksums.
+"""Finds out whether the pages of a Parquet file have checksums.
 
-A page begins with a header in Thrift's compact protocol, whose fields 1 to 3 are integers (the kind
-of page, its bytes unpacked and packed) and whose field 4, which may be absent, is the CRC-32 of
-what follows. Source: `PageHeader` in apache/parquet-format, `src/main/thrift/parquet.thrift`.
+A page begins with a header in Thrift's compact protocol. Its fields 1 to 3 are integers (type of
+the page, uncompressed and compressed size). Field 4 is optional: the CRC-32 of the data after the
+header. Source: `PageHeader` in apache/parquet-format, `src/main/thrift/parquet.thrift`.
 """
 
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-_NEXT_INTEGER = 0x15  # a field behind the one before, of type i32
+_NEXT_INTEGER = 0x15  # header of the next field, of type i32
 _HEADER_BYTES = 32  # four integers take at most 24
 
 
 def has_page_checksums(file: BinaryIO, metadata: Any, columns: Sequence[str]) -> bool:
-    """Returns whether the first page of every column that is read has a checksum.
+    """Returns whether the first page of each given column has a checksum.
 
-    Writers give all pages one or none. A file without rows has no page to lack one.
+    Writers add checksums to all pages or to none. Returns True for a file without rows.
 
     Args:
-        file: open for reading; its position is kept.
-        metadata: `pyarrow.parquet.FileMetaData`.
-        columns: names of columns at the top level.
+        file: The file, open for reading; its offset is restored.
+        metadata: Metadata of the file, a `pyarrow.parquet.FileMetaData`.
+        columns: Names of top-level columns.
     """
-    place = file.tell()
+    offset = file.tell()
     try:
         return all(_has_checksum(file, start) for start in _first_pages(metadata, columns))
     finally:
-        file.seek(place)
+        file.seek(offset)
 
 
 def _first_pages(metadata: Any, columns: Sequence[str]) -> list[int]:
-    """Returns where the first page of each column lies in the first row group."""
+    """Returns the offset of the first page of each column in the first row group."""
     if not metadata.num_row_groups:
         return []
     group = metadata.row_group(0)
@@ -44,12 +44,12 @@ def _first_pages(metadata: Any, columns: Sequence[str]) -> list[int]:
 
 def _has_checksum(file: BinaryIO, start: int) -> bool:
     file.seek(start)
-    header, place = file.read(_HEADER_BYTES), 0
+    header, at = file.read(_HEADER_BYTES), 0
     for _ in range(3):
-        if header[place : place + 1] != bytes([_NEXT_INTEGER]):
+        if header[at : at + 1] != bytes([_NEXT_INTEGER]):
             return False
-        place += 1
-        while place < len(header) and header[place] & 0x80:
-            place += 1
-        place += 1
-    return header[place : place + 1] == bytes([_NEXT_INTEGER])
+        at += 1
+        while at < len(header) and header[at] & 0x80:
+            at += 1
+        at += 1
+    return header[at : at + 1] == bytes([_NEXT_INTEGER])

@@ -1,4 +1,4 @@
-"""What a source of documents is, whatever its kind."""
+"""The interface of sources and of source chunks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -6,33 +6,34 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from megatron_data.errors import DataError
 
 LARGEST_CHUNK = 1 << 24
-"""Most bytes of whole documents that preprocessing reads together."""
+"""Largest size of a source chunk of preprocessing in bytes, unless one document is larger."""
 
 CHUNK_BYTES = 1 << 20
-"""Size at which a source is cut into pieces; a longer document makes a longer piece."""
+"""Default size of a source chunk in bytes; a larger document gives a larger chunk."""
 
 MAX_DOCUMENT_BYTES = 32 << 20
-"""Bytes that a document may have in its source unless the user says otherwise.
+"""Default limit of the size of a document in its source, in bytes.
 
-A tokenizer that cannot cut a text takes some 125 bytes of memory for each byte of it, which makes
-4 GiB; and a megabyte of a compressed file may hold a line of a gigabyte.
+A tokenizer that cannot split a text needs about 125 bytes of memory per byte of it, which is 4 GiB
+at this limit. Without a limit, a megabyte of a compressed file could expand to a line of a
+gigabyte.
 """
 
 Document: TypeAlias = list[str]
-"""The sentences of a document; one string where nobody told sentences apart."""
+"""The sentences of a document; a single string if it is not split."""
 
 
 class Fault(NamedTuple):
-    """Something that cannot be made a document.
+    """An invalid document in a source.
 
     Attributes:
-        place: where, as an error begins: the file and its line or row.
-        kind: one of `KINDS`.
-        reason: what is wrong with it and what to do.
-        path: the file.
-        number: its line or row, from 1; None where that is unknown.
-        offset: its first byte in the file (unpacked, if it is compressed), or None.
-        size: its bytes, or None where that is unknown.
+        place: The file and the line or row, with which an error message starts.
+        kind: One of `KINDS`.
+        reason: What is wrong and what to do.
+        path: The file.
+        number: Its line or row, from 1; None if unknown.
+        offset: Its first byte in the uncompressed file, or None.
+        size: Its size in bytes, or None if unknown.
     """
 
     place: str
@@ -47,7 +48,7 @@ class Fault(NamedTuple):
         return f"{self.place}: {self.reason}"
 
 
-KINDS = {
+KINDS = {  # descriptions in the output of commands and in the quarantine file
     "encoding": "not UTF-8",
     "json": "not a JSON object",
     "key": "without the key",
@@ -62,7 +63,7 @@ KINDS = {
 
 
 class UnreadableError(Exception):
-    """Raised while one document is read; a chunk makes a `Fault` of it."""
+    """Raised for one invalid document; a chunk converts it to a `Fault`."""
 
     def __init__(self, kind: str, reason: str) -> None:
         self.kind, self.reason = kind, reason
@@ -70,14 +71,14 @@ class UnreadableError(Exception):
 
 
 class Item(NamedTuple):
-    """One document as it was read.
+    """One document.
 
     Attributes:
-        number: its line, row or file, from 1.
-        offset: its first byte in the file, or None where files have no lines.
-        size: its bytes there.
-        texts: its text under each key.
-        image: the image file that goes with it, where its source holds the bytes.
+        number: Its line, row or file, from 1.
+        offset: Its first byte in the file, or None if the file has no lines.
+        size: Its size in the file in bytes.
+        texts: Its text for each key.
+        image: The bytes of its image, if the source holds them.
     """
 
     number: int
@@ -88,13 +89,13 @@ class Item(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One JSON object, or row of a table, as it was read.
+    """One JSON object, or one row of a table.
 
     Attributes:
-        number: its line or row, from 1.
-        offset: its first byte in the file, or None where files have no lines.
-        size: its bytes there, or as JSON.
-        values: by key or column; a row lacks what is null in it.
+        number: Its line or row, from 1.
+        offset: Its first byte in the file, or None if the file has no lines.
+        size: Its size in bytes, in the file or as JSON.
+        values: Values by key or column, without nulls of a table.
     """
 
     number: int
@@ -104,13 +105,13 @@ class Row(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The part of a source that a chunk holds.
+    """The range of a source that a chunk holds.
 
     Attributes:
-        offset: its first byte (unpacked, if the file is compressed); 0 where bytes do not count.
-        size: bytes of it.
-        first: its first line, row or file, from 1.
-        units: how many of them it has.
+        offset: First byte in the uncompressed file; 0 for sources that are not indexed by bytes.
+        size: Size in bytes; 0 for such sources.
+        first: First line, row or file, from 1.
+        units: Number of lines, rows or files.
     """
 
     offset: int
@@ -120,68 +121,68 @@ class Span(NamedTuple):
 
 
 class Chunk(Protocol):
-    """Whole documents of one source as the bytes read, so that another process can parse them.
+    """Complete documents of a source as raw bytes, which another process parses.
 
     Attributes:
-        stored: bytes of the file, as it lies, that were read for it: what progress counts.
+        stored: Bytes of the file read for it (compressed if the file is), for the progress bar.
     """
 
     @property
     def stored(self) -> int:
-        """Bytes of the file as it lies."""
+        """Bytes of the file read for this chunk, compressed if the file is."""
 
     @property
     def span(self) -> Span:
-        """Which part of the source this is."""
+        """The range of the source."""
 
     @property
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of the content."""
+        """SHA-256 of the content, in hexadecimal digits."""
 
     def items(self, keys: Sequence[str], max_bytes: int | None) -> Iterator[Item | Fault]:
-        """Returns the documents, and in their place what cannot be one.
+        """Yields the documents in order, with a fault for each invalid one.
 
         Args:
-            keys: under which the texts are looked up; a document has all of them.
-            max_bytes: bytes that a document may have; None for no limit.
+            keys: Keys of the texts; a document must have all of them.
+            max_bytes: Largest size of a document in bytes; None for no limit.
         """
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Returns what to say about an item that turned out to be none."""
+        """Returns a fault for an item of this chunk."""
 
 
 @runtime_checkable
 class SupportsImagePairs(Protocol):
-    """A chunk that may hold images beside its texts, and not only their paths."""
+    """A chunk that may hold the bytes of images, and not only their paths."""
 
     def pairs(self, keys: Sequence[str], max_bytes: int | None) -> Iterator[Item | Fault]:
-        """Returns the items; the one under the last key may be the bytes of an image.
+        """Yields the items; the value of the last key may be the bytes of an image.
 
         Args:
-            keys: of the text, and of the image.
-            max_bytes: bytes that the texts of an item may have; None for no limit.
+            keys: Keys of the text and of the image.
+            max_bytes: Largest size of the texts of an item in bytes; None for no limit.
         """
 
 
 @runtime_checkable
 class SupportsRows(Protocol):
-    """A chunk of whole objects, of which more than texts can be read."""
+    """A chunk of complete JSON objects or rows."""
 
     def rows(self, max_bytes: int | None) -> Iterator[Row | Fault]:
-        """Returns the objects, and in their place what is none.
+        """Yields the objects in order, with a fault for each invalid one.
 
         Args:
-            max_bytes: bytes that one may have; None for no limit.
+            max_bytes: Largest size of an object in bytes; None for no limit.
         """
 
 
 class Source(Protocol):
-    """One input as it was given.
+    """One input.
 
     Attributes:
-        path: as given.
-        size: bytes that there were when it was opened.
-        version: changes when the input does: sizes, and the times or tags of the storage.
+        path: The path as given.
+        size: Size in bytes when it was opened.
+        version: Changes with the input: sizes, and times or tags of the storage.
     """
 
     path: str
@@ -191,26 +192,27 @@ class Source(Protocol):
     def chunks(
         self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None
     ) -> Iterator[Chunk]:
-        """Returns pieces of about `chunk_bytes`, read as they are asked for.
+        """Yields chunks of about `chunk_bytes`, read lazily.
 
         Args:
-            chunk_bytes: size at which to cut; a longer document makes a longer piece.
-            max_bytes: bytes a document may have; a longer one is named, and not kept in memory.
+            chunk_bytes: Size of a chunk in bytes; a larger document gives a larger chunk.
+            max_bytes: Largest size of a document in bytes. A larger one becomes a fault and is not
+                held in memory.
         """
 
     def chunk_at(self, span: Span, max_bytes: int | None = None) -> Chunk:
-        """Reads one piece anew.
+        """Reads one chunk again.
 
         Raises:
-            DataError: it is not there any more, or larger than pieces are.
+            DataError: It does not exist any more, or is larger than a chunk can be.
         """
 
     def record(self) -> dict[str, Any]:
-        """Returns what the manifest says of it; complete once all chunks were read."""
+        """Returns the record for the manifest; complete after all chunks were read."""
 
 
 class BrokenChunk(NamedTuple):
-    """What stands where a file cannot be read any further, or a document is too long to be kept."""
+    """A chunk with a single fault: a damaged rest of a file, or a document that is too large."""
 
     problem: Fault
     stored: int
@@ -218,46 +220,46 @@ class BrokenChunk(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Nothing to be compared."""
+        """An empty string, because there is no content."""
         return ""
 
     def items(self, keys: Sequence[str], max_bytes: int | None) -> Iterator[Item | Fault]:
-        """Returns the fault alone."""
+        """Yields the fault."""
         yield self.problem
 
     def rows(self, max_bytes: int | None) -> Iterator[Row | Fault]:
-        """Returns the fault alone."""
+        """Yields the fault."""
         yield self.problem
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Returns the fault; there is no item."""
+        """Returns the fault, because there are no items."""
         return self.problem
 
 
 def not_utf8(wrong: UnicodeDecodeError) -> UnreadableError:
-    """Returns the refusal of a line that cannot be decoded."""
+    """Returns the error for a line that is not UTF-8."""
     what = f"byte {wrong.start} of the line, 0x{wrong.object[wrong.start]:02x}, is not UTF-8"
     return UnreadableError("encoding", f"{what}; convert the file")
 
 
 def too_long(size: int | None, max_bytes: int) -> UnreadableError:
-    """Returns the refusal of a document of more bytes than asked for, so many if that is known."""
+    """Returns the error for a document above the limit; `size` is None if unknown."""
     what = "a document of" if size is None else f"a document of {size:,} bytes,"
     return UnreadableError("long", f"{what} more than --max-document-bytes {max_bytes:,}")
 
 
 def check_reread(size: int, max_bytes: int | None) -> None:
-    """Refuses to read a piece anew that is larger than any that sources are cut into.
+    """Raises an error if a chunk to read again is larger than any chunk of preprocessing.
 
     Args:
-        size: bytes that a manifest says it has, or that were read of it.
-        max_bytes: bytes that one document may have; None for no limit.
+        size: Size of the chunk in the manifest, or bytes read so far.
+        max_bytes: Largest size of a document in bytes; None for no limit.
 
     Raises:
-        DataError: it is.
+        DataError: The chunk is too large.
     """
     if max_bytes is not None and size > LARGEST_CHUNK + max_bytes:
         raise DataError(
-            f"a piece of {size:,} bytes or more, where documents have at most {max_bytes:,} "
-            "(--max-document-bytes); give a larger limit to read it"
+            f"a chunk of {size:,} bytes or more, but documents have at most {max_bytes:,} "
+            "(--max-document-bytes); give a larger limit"
         )

@@ -1,6 +1,6 @@
-"""A file in object storage: what it was when it was opened, and its bytes from there on.
+"""Reads files in object storage, and detects that a file was replaced.
 
-Nothing is kept here; `block_cache` keeps what is read more than once.
+Nothing is cached here; see `block_cache`.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from megatron_data.sources.urls import is_url
 _ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before the second attempt, twice as long before the third
 _STEP = 8 << 20
-_AHEAD = 4  # steps of a stream that are under way at once
+_AHEAD = 4  # concurrent requests of a stream
 
 _T = TypeVar("_T")
 
 
 class RemoteFile(NamedTuple):
-    """A file at a URL as it was when it was opened.
+    """A version of a file at a URL.
 
     Attributes:
-        url: where it lies.
-        size: in bytes.
-        version: what changes with its content, a tag or a time; empty where the storage tells none.
+        url: The URL.
+        size: Size in bytes.
+        version: A tag or time that changes with the content; empty if the storage has neither.
     """
 
     url: str
@@ -40,32 +40,32 @@ class RemoteFile(NamedTuple):
 
     @classmethod
     def open(cls, url: str) -> Self:
-        """Looks a file up, again where the storage does not answer.
+        """Looks up a file, with several attempts.
 
         Raises:
-            MissingError: there is none.
-            DataError: the storage cannot be reached, or refuses.
+            MissingError: The file does not exist.
+            DataError: The storage cannot be reached, or denies access.
         """
         return cls(url, *_repeated(partial(stat, url, fresh=True)))
 
     @property
     def key(self) -> str:
-        """A name for what is kept of it, which another version of it does not share."""
+        """A name for cached data, which is different for each version of the file."""
         described = "\0".join((self.url, str(self.size), self.version))
         return hashlib.sha256(described.encode()).hexdigest()[:32]
 
     def fetch(self, begin: int, end: int) -> bytes:
-        """Reads a range, again where a transfer breaks off.
+        """Reads a range, with several attempts.
 
-        Whether it is one of this version, `check_unchanged` tells afterwards.
+        Call `check_unchanged` afterwards to make sure that the data is of this version.
 
         Raises:
-            DataError: it cannot be read; with URL, range and reason.
+            DataError: The range cannot be read; the error names URL, range and reason.
         """
         try:
             return _repeated(partial(self._range, begin, end))
         except TransferError as error:
-            self.check_unchanged()  # a shorter file would explain it
+            self.check_unchanged()  # a shorter file would explain the failure
             raise DataError(
                 f"{self.url}: bytes {begin:,} to {end:,} could not be read in {_ATTEMPTS} "
                 f"attempts: {error}"
@@ -81,38 +81,38 @@ class RemoteFile(NamedTuple):
             raise access_denied_error(self.url, error) or TransferError(problem) from None
         if len(data) > end - begin:
             raise TransferError(
-                f"{len(data):,} bytes came for {end - begin:,}: the server ignores ranges; copy "
-                "the file to a local disk, or serve it by another"
+                f"received {len(data):,} bytes instead of {end - begin:,}: the server ignores "
+                "ranges; copy the file to a local disk, or use another server"
             )
         if len(data) < end - begin:
-            raise TransferError(f"{len(data):,} of {end - begin:,} bytes came")
+            raise TransferError(f"received {len(data):,} of {end - begin:,} bytes")
         return data
 
     def stream(self, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-        """Reads a range piece by piece, a few pieces ahead; all but the last are equally long.
+        """Yields a range in blocks of equal size, except the last; reads a few blocks ahead.
 
         Raises:
-            DataError: it cannot be read, or the file was replaced meanwhile.
+            DataError: The range cannot be read, or the file was replaced meanwhile.
         """
         end = self.size if end is None else end
         pool = ThreadPoolExecutor(_AHEAD, "stream")
-        coming: deque[Future[bytes]] = deque()
+        pending: deque[Future[bytes]] = deque()
         try:
             for start in range(begin, end, _STEP):
-                coming.append(pool.submit(self.fetch, start, min(start + _STEP, end)))
-                if len(coming) == _AHEAD:
-                    yield coming.popleft().result()
-            while coming:
-                yield coming.popleft().result()
+                pending.append(pool.submit(self.fetch, start, min(start + _STEP, end)))
+                if len(pending) == _AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Refuses to go on with a file that has been replaced.
+        """Raises an error if the file was replaced.
 
         Raises:
-            DataError: size or version are not what they were, or there is no file any more.
+            DataError: Size or version have changed, or the file does not exist any more.
         """
         try:
             now = RemoteFile.open(self.url)
@@ -122,18 +122,18 @@ class RemoteFile(NamedTuple):
             raise DataError(
                 f"{self.url} was replaced while it was read (from {self.size:,} bytes, version "
                 f"{self.version or 'unknown'}, to {now.size:,} bytes, version "
-                f"{now.version or 'unknown'}); start again, and write other data to other names"
+                f"{now.version or 'unknown'}); start again, and do not overwrite files in use"
             )
 
     def _gone(self) -> DataError:
-        return DataError(f"{self.url} is gone; it was there when it was opened")
+        return DataError(f"{self.url} does not exist any more; it was removed while in use")
 
 
 def read_blocks(path: str) -> Iterator[bytes]:
-    """Reads a whole file, on the disk or at a URL, piece by piece.
+    """Yields the content of a local file or URL in blocks.
 
     Raises:
-        DataError: a URL that cannot be read.
+        DataError: A URL cannot be read.
     """
     if is_url(path):
         yield from RemoteFile.open(path).stream()
@@ -144,10 +144,10 @@ def read_blocks(path: str) -> Iterator[bytes]:
 
 
 def read_if_there(path: str) -> bytes | None:
-    """Reads a small file, on the disk or at a URL; None if there is none.
+    """Reads a small local file or URL; returns None if it does not exist.
 
     Raises:
-        DataError: a URL that cannot be read.
+        DataError: A URL cannot be read.
     """
     if not is_url(path):
         return Path(path).read_bytes() if Path(path).is_file() else None
@@ -158,7 +158,7 @@ def read_if_there(path: str) -> bytes | None:
 
 
 def _repeated(attempt: Callable[[], _T]) -> _T:
-    """Returns what an attempt gives, made again where it breaks off."""
+    """Calls a function, up to `_ATTEMPTS` times while it raises `TransferError`."""
     for number in range(_ATTEMPTS - 1):
         try:
             return attempt()

@@ -1,4 +1,4 @@
-"""Where a corpus lies: local paths, and URLs that fsspec opens."""
+"""Access to files: local paths, and URLs that fsspec opens."""
 
 import glob
 import os
@@ -24,17 +24,17 @@ _VERSIONS = (
 
 
 class Stat(NamedTuple):
-    """Size of a file in bytes, and what changes with its content: a time or a tag."""
+    """Size of a file in bytes, and its version: a time or tag that changes with the content."""
 
     size: int
     version: str
 
 
 def expand_pattern(path: str) -> list[str]:
-    """Returns the files and folders that a pattern matches, sorted; other paths as they are.
+    """Returns the sorted matches of a glob pattern; returns other paths unchanged.
 
     Raises:
-        DataError: nothing matches.
+        DataError: Nothing matches.
     """
     if not _MAGIC & set(path) or exists(path):
         return [path]
@@ -49,7 +49,7 @@ def expand_pattern(path: str) -> list[str]:
 
 
 def exists(path: str) -> bool:
-    """Returns whether there is a file or a folder."""
+    """Returns whether a path is a file or folder."""
     if is_url(path):
         with _system(path) as (system, inner):
             return bool(system.exists(inner))
@@ -57,7 +57,7 @@ def exists(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Returns whether this is a folder."""
+    """Returns whether a path is a folder."""
     if is_url(path):
         with _system(path) as (system, inner):
             return bool(system.isdir(inner))
@@ -65,15 +65,15 @@ def is_folder(path: str) -> bool:
 
 
 def stat(path: str, fresh: bool = False) -> Stat:
-    """Size and version of a file.
+    """Returns size and version of a file.
 
     Args:
-        path: the file, or its URL.
-        fresh: ask the storage, whatever a listing said before.
+        path: Path or URL of the file.
+        fresh: Whether to ignore cached listings of the storage.
 
     Raises:
-        MissingError: there is none.
-        DataError: the storage cannot be reached, or refuses.
+        MissingError: The file does not exist.
+        DataError: The storage cannot be reached, or denies access.
     """
     if not is_url(path):
         try:
@@ -92,13 +92,13 @@ def stat(path: str, fresh: bool = False) -> Stat:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Opens a file for reading bytes, at its beginning.
+    """Opens a file for reading bytes.
 
     Raises:
-        MissingError: nothing is at a URL; also while it is read.
-        NotRegularFileError: a device or a pipe, which may never end.
-        DataError: a storage that cannot be reached, or refuses; also while it is read.
-        OSError: a file on the disk cannot be opened.
+        MissingError: A URL does not exist; also raised while reading.
+        NotRegularFileError: The path is a device or a pipe, which may never end.
+        DataError: The storage cannot be reached or denies access; also raised while reading.
+        OSError: A local file cannot be opened.
     """
     if not is_url(path):
         return _open_regular(path)
@@ -109,25 +109,25 @@ def open_file(path: str) -> BinaryIO:
 
 
 def read_range(url: str, begin: int, end: int) -> bytes:
-    """Returns bytes of a file at a URL, fewer where it ends or the transfer does.
+    """Returns bytes of a file at a URL; fewer if the file or the transfer ends early.
 
-    Whatever goes wrong is raised as fsspec's file system raises it.
+    Errors of fsspec's file system are raised unchanged.
     """
     system, inner = _file_system(url)
     return bytes(system.cat_file(inner, start=begin, end=end))
 
 
 def list_files(folder: str, most: int | None = None) -> list[str]:
-    """Every file in a folder and below, in the order of `LC_ALL=C sort`.
+    """Returns all files below a folder, in the order of `LC_ALL=C sort`.
 
-    Names that begin with a dot are passed over; links to folders are not followed.
+    Names that begin with a dot are ignored, and links to folders are not followed.
 
     Args:
-        folder: path or URL.
-        most: files and folders that it may hold; None for any number.
+        folder: Path or URL.
+        most: Largest number of files and folders; None for no limit.
 
     Raises:
-        DataError: it holds more, which is found out before all of them are listed.
+        DataError: The folder holds more; the listing stops early.
     """
     if is_url(folder) and most is None:
         return sorted(_find(folder), key=os.fsencode)
@@ -141,14 +141,14 @@ def list_files(folder: str, most: int | None = None) -> list[str]:
 
 
 def relative_path(path: str, folder: str) -> str:
-    """Returns the name of a file below a folder."""
+    """Returns the path of a file relative to a folder."""
     if is_url(path):
         return path[len(folder.rstrip("/")) + 1 :]
     return os.path.relpath(path, folder)
 
 
 def _find(url: str) -> list[str]:
-    """Every file below a URL, which storages list faster than folder by folder."""
+    """Lists all files below a URL in one call, which is faster than folder by folder."""
     with _system(url) as (system, inner):
         start = len(inner.rstrip("/")) + 1
         return [
@@ -159,32 +159,32 @@ def _find(url: str) -> list[str]:
 
 
 def _walk(folder: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Names of the folders, and paths of the files, of a folder and of each below."""
-    for place, folders, names in os.walk(folder, onerror=_refuse):
+    """Yields the names of the folders and the paths of the files of each folder below a folder."""
+    for parent, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        files = [os.path.join(place, name) for name in names if not name.startswith(".")]  # noqa: PTH118
+        files = [os.path.join(parent, name) for name in names if not name.startswith(".")]  # noqa: PTH118
         yield folders, files
 
 
 def _walk_url(url: str) -> Iterator[tuple[list[str], list[str]]]:
-    """`_walk` of a URL."""
+    """Yields what `_walk` yields, for a URL."""
     with _system(url) as (system, inner):
-        for place, folders, names in system.walk(inner):
+        for parent, folders, names in system.walk(inner):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            shown = [f"{place.rstrip('/')}/{name}" for name in names if not name.startswith(".")]
+            shown = [f"{parent.rstrip('/')}/{name}" for name in names if not name.startswith(".")]
             yield list(folders), [str(system.unstrip_protocol(name)) for name in shown]
 
 
 def _open_regular(path: str) -> BinaryIO:
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
+    file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115 - the caller closes it
     if not modes.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise NotRegularFileError(f"{path} is a device or a pipe; give a regular file")
     return file
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a pipe without waiting for its other end; regular files do not care."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Opens a file without blocking on a pipe; regular files are not affected."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -194,13 +194,13 @@ def _refuse(error: OSError) -> None:
 
 @contextmanager
 def _system(url: str) -> Iterator[tuple[Any, str]]:
-    """Fsspec's file system of a URL and the path in it; what fails is told in one line."""
+    """Yields fsspec's file system of a URL and the path in it; converts errors in the block."""
     with storage_errors(url):
         yield _file_system(url)
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system of a URL, and the path in it."""
+    """Returns fsspec's file system of a URL and the path in it."""
     check_scheme(url)
     try:
         import fsspec
@@ -208,7 +208,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         raise DataError(f"{url}: a URL needs fsspec; pip install 'megatron-data[remote]'") from None
     try:
         system, inner = fsspec.core.url_to_fs(url)
-    except ImportError as error:  # fsspec knows the protocol and names the package for it
+    except ImportError as error:  # the message of fsspec names the missing package
         raise DataError(
             f"{url}: fsspec has no driver for {url.partition('://')[0]}:// ({error})"
         ) from None

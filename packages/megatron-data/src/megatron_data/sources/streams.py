@@ -1,4 +1,4 @@
-"""The bytes of a file, unpacked, hashed and counted as they are read."""
+"""Reads files as streams of uncompressed bytes; hashes and counts the stored bytes."""
 
 import bz2
 import gzip
@@ -20,14 +20,14 @@ COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst")
 """Suffixes of compressed files."""
 
 _STEP = 1 << 18
-_MAGIC, _SKIPPABLE = b"\x28\xb5\x2f\xfd", 0x184D2A50  # what a frame of zstandard begins with
-_BLOCK_BYTES = 1 << 17  # of a block of zstandard, unpacked or not
-_BLOCKS = 8  # that are unpacked together
-_REPEATED = 1  # the kind of a block that is one byte, and how often
+_MAGIC, _SKIPPABLE = b"\x28\xb5\x2f\xfd", 0x184D2A50  # magic numbers of frames of zstandard
+_BLOCK_BYTES = 1 << 17  # largest size of a block of zstandard, compressed or not
+_BLOCKS = 8  # blocks decompressed together
+_REPEATED = 1  # type of a block that repeats one byte
 
 
 def split_suffix(path: str) -> tuple[str, str]:
-    """Returns what kind of content a name promises, and how it is packed: `.txt`, `.gz`."""
+    """Returns the suffixes of content and compression of a name, such as `.txt` and `.gz`."""
     name = PurePosixPath(path)
     packed = name.suffix.lower()
     if packed not in COMPRESSED_SUFFIXES:
@@ -36,18 +36,18 @@ def split_suffix(path: str) -> tuple[str, str]:
 
 
 class Stream:
-    """A file as a stream of unpacked bytes.
+    """A file as a stream of uncompressed bytes.
 
     Args:
-        path: a local path or a URL; its suffix says how it is packed.
+        path: Local path or URL; its suffix determines the compression.
 
     Raises:
-        DataError: `.zst` without the package for it.
+        DataError: The file is `.zst` and zstandard is not installed.
 
     Attributes:
-        ended: there is no more to read: the end, or damage.
-        damage: why it cannot be unpacked any further, and what to do; else None. All that could
-            be unpacked has been returned before.
+        ended: Whether there is no more to read: the end of the file, or damage.
+        damage: Why the rest cannot be decompressed and what to do, or None. All data before the
+            damage has been returned.
     """
 
     def __init__(self, path: str) -> None:
@@ -62,11 +62,11 @@ class Stream:
 
     @property
     def stored(self) -> int:
-        """Bytes read of the file as it lies."""
+        """Bytes of the file read so far, compressed if the file is."""
         return self._raw.bytes
 
     def read(self, size: int) -> bytes:
-        """Returns `size` bytes, fewer only where it ends."""
+        """Returns `size` bytes; fewer only at the end."""
         parts: list[bytes] = []
         while size > 0 and not self.ended:
             data = self._next(min(size, _STEP))
@@ -76,7 +76,7 @@ class Stream:
         return b"".join(parts)
 
     def skip(self, size: int) -> None:
-        """Passes over bytes."""
+        """Skips bytes."""
         if not self._packed:
             self._file.seek(size, io.SEEK_CUR)
             return
@@ -84,7 +84,7 @@ class Stream:
             size -= len(self.read(min(size, _STEP)))
 
     def sha256(self) -> str:
-        """Reads what is left, and returns the digest of the file as it lies."""
+        """Reads the rest of the file and returns its digest, of the compressed bytes if it is."""
         while self._raw.read(_STEP):
             pass
         return self._raw.digest.hexdigest()
@@ -93,12 +93,12 @@ class Stream:
         try:
             return self._file.read1(size)
         except OSError as error:
-            if error.errno is not None:  # the disk, not the content
+            if error.errno is not None:  # an error of the disk, not of the content
                 raise
             reason = str(error)
         except (EOFError, zlib.error) as error:
             reason = str(error)
-        self.damage = f"it is damaged or cut short ({reason}), the rest is lost; copy it again"
+        self.damage = f"it is damaged or truncated ({reason}), the rest is lost; copy it again"
         return b""
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Stream:
 
 
 class _Reader(Protocol):
-    """What unpacks: one read of what lies below gives up to `size` bytes."""
+    """A decompressor; `read1` reads the file below at most once and returns up to `size` bytes."""
 
     def read1(self, size: int = ..., /) -> bytes: ...
 
@@ -124,7 +124,7 @@ class _Reader(Protocol):
 
 
 class _Hashed(WrappedFile):
-    """A file that counts and hashes what is read of it."""
+    """A file that counts and hashes the bytes read."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
@@ -139,11 +139,11 @@ class _Hashed(WrappedFile):
 
 
 class _Zstandard(io.RawIOBase):
-    """Frames of zstandard, one after the other; a last one that is not whole is an error.
+    """Decompresses frames of zstandard; an incomplete last frame is an error.
 
-    The stream reader of the package ends in silence where a file was cut short, and its other
-    readers make all at once of what they are given, which may be 2 MB of a few bytes. So the frame
-    is given block by block, of which each makes 128 KiB at most (RFC 8878, section 3.1.1).
+    The stream reader of the package ends silently at a truncated file, and its other readers
+    decompress their whole input at once, which may be 2 MB from a few bytes. So frames are
+    decompressed block by block, at most 128 KiB each (RFC 8878, section 3.1.1).
     """
 
     def __init__(self, raw: io.RawIOBase, path: str) -> None:
@@ -165,11 +165,11 @@ class _Zstandard(io.RawIOBase):
         return size
 
     def _fill(self) -> bool:
-        """Unpacks a little more; False at the end."""
+        """Decompresses the next few blocks; returns False at the end."""
         parts = self._blocks() if self._inside else [self._header()]
         if not any(parts):
             return False
-        self._ready = memoryview(b"")  # let go of the last before the next
+        self._ready = memoryview(b"")  # release the memory of the last blocks first
         try:
             self._ready = memoryview(self._frame.decompress(b"".join(parts)))
         except self._module.ZstdError as error:
@@ -179,17 +179,17 @@ class _Zstandard(io.RawIOBase):
         return True
 
     def _header(self) -> bytes:
-        """Returns the header of the next frame with contents; empty at the end of the file."""
+        """Returns the header of the next frame with content; empty at the end of the file."""
         while magic := self._packed.read(4):
             if len(magic) < len(_MAGIC):
-                raise EOFError("the last frame is not whole")
+                raise EOFError("the last frame is incomplete")
             if int.from_bytes(magic, "little") & ~0xF == _SKIPPABLE:
                 left = int.from_bytes(self._exactly(4), "little")
                 while left:
                     left -= len(self._exactly(min(left, _STEP)))
                 continue
             if magic != _MAGIC:
-                raise EOFError("no frame of zstandard begins where one should")
+                raise EOFError("a frame of zstandard is expected")
             (descriptor,) = self._exactly(1)
             single, self._checksum = bool(descriptor & 0x20), bool(descriptor & 0x04)
             size = (1 if single else 0, 2, 4, 8)[descriptor >> 6]
@@ -199,14 +199,14 @@ class _Zstandard(io.RawIOBase):
         return b""
 
     def _blocks(self) -> list[bytes]:
-        """Returns the next few blocks, and behind the last one of the frame its checksum."""
+        """Returns the next few blocks; after the last one of the frame, also its checksum."""
         parts = []
         for _ in range(_BLOCKS):
             header = self._exactly(3)
             described = int.from_bytes(header, "little")
             last, kind, size = described & 1, described >> 1 & 3, described >> 3
             if size > _BLOCK_BYTES:
-                raise EOFError(f"a block of {size:,} bytes, more than a frame may have")
+                raise EOFError(f"a block has {size:,} bytes, more than zstandard allows")
             parts += [header, self._exactly(1 if kind == _REPEATED else size)]
             if last:
                 parts.append(self._exactly(4) if self._checksum else b"")
@@ -217,7 +217,7 @@ class _Zstandard(io.RawIOBase):
     def _exactly(self, size: int) -> bytes:
         data = self._packed.read(size)
         if len(data) < size:
-            raise EOFError("the last frame is not whole")
+            raise EOFError("the last frame is incomplete")
         return data
 
 

@@ -1,4 +1,4 @@
-"""Plain text files, each of which is one document."""
+"""Text files, each of which is one document."""
 
 import hashlib
 import os
@@ -20,19 +20,19 @@ from megatron_data.sources.storage import relative_path, stat
 from megatron_data.sources.streams import Stream
 
 MOST_FILES = 1000
-"""Files in one piece at most: empty ones add nothing to its size."""
+"""Largest number of files of a chunk, because empty files do not add to its size."""
 
 _MARK = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TextChunk(NamedTuple):
-    """Whole text files.
+    """Complete text files.
 
     Attributes:
-        first: number of the first file in the source, from 1.
-        files: path of each, and its content, or why it could not be read.
-        stored: bytes of the files as they lie.
+        first: Number of the first file in the source, from 1.
+        files: Path of each file with its content or a fault.
+        stored: Bytes of the files, compressed if they are.
     """
 
     first: int
@@ -41,7 +41,7 @@ class TextChunk(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """The numbers of the files."""
+        """The range of files."""
         return Span(0, 0, self.first, len(self.files))
 
     @property
@@ -54,7 +54,7 @@ class TextChunk(NamedTuple):
         return digest.hexdigest()
 
     def items(self, keys: Sequence[str], max_bytes: int | None = None) -> Iterator[Item | Fault]:
-        """Returns the files as documents of one text each, whatever the key."""
+        """Yields each file as a document, with the same text for every key."""
         for number, (path, data) in enumerate(self.files, start=self.first):
             if isinstance(data, Fault):
                 yield data
@@ -67,17 +67,17 @@ class TextChunk(NamedTuple):
                 yield Item(number, None, len(data), texts)
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Names the file."""
+        """Returns a fault with the file of an item."""
         path = self.files[item.number - self.first][0]
         return _fault(path, UnreadableError(kind, reason), item.size)
 
 
 class TextFiles:
-    """The text files of a folder, or one file; bytes and digest are complete after all chunks.
+    """The text files of a folder, or one file; its record is complete after all chunks were read.
 
     Args:
-        path: the file, or the folder.
-        files: paths of the files in the order of the corpus.
+        path: The file or folder.
+        files: Paths of the files in the order of the corpus.
     """
 
     def __init__(self, path: str, files: Sequence[str]) -> None:
@@ -96,28 +96,30 @@ class TextFiles:
     def chunks(
         self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None
     ) -> Iterator[TextChunk]:
-        """Files together up to about `chunk_bytes`; a longer one makes a longer piece."""
+        """Yields chunks of about `chunk_bytes`; a larger file gives a larger chunk."""
         digest = hashlib.sha256()
         self._bytes = size = stored = 0
-        together: list[tuple[str, bytes | Fault]] = []
+        group: list[tuple[str, bytes | Fault]] = []
         for number, path in enumerate(self.files, start=1):
             with Stream(path) as stream:
                 data = _content(stream, max_bytes)
                 digest.update(self._digest_of(path, stream.sha256()))
                 self._bytes += stream.stored
                 stored += stream.stored
-            together.append((path, data))
+            group.append((path, data))
             size += 0 if isinstance(data, Fault) else len(data)
-            if size >= chunk_bytes or len(together) == MOST_FILES or number == len(self.files):
-                yield TextChunk(number - len(together) + 1, tuple(together), stored)
-                together, size, stored = [], 0, 0
+            if size >= chunk_bytes or len(group) == MOST_FILES or number == len(self.files):
+                yield TextChunk(number - len(group) + 1, tuple(group), stored)
+                group, size, stored = [], 0, 0
         self._sha256 = digest.hexdigest()
 
     def chunk_at(self, span: Span, max_bytes: int | None = None) -> TextChunk:
-        """Reads some files anew."""
+        """Reads some files again."""
         files = self.files[span.first - 1 :][: span.units]
         if len(files) != span.units:
-            raise DataError(f"{self.path} has {len(self.files):,} files; there were more")
+            raise DataError(
+                f"{self.path} has {len(self.files):,} files, fewer than before; it was changed"
+            )
         content = []
         size = 0
         for path in files:
@@ -129,7 +131,7 @@ class TextFiles:
         return TextChunk(span.first, tuple(content), 0)
 
     def record(self) -> dict[str, Any]:
-        """Returns number, size and digest of the files as they lie."""
+        """Returns the number of files, and their stored size and digest."""
         return {
             "path": self.path,
             "files": len(self.files),
@@ -138,12 +140,12 @@ class TextFiles:
         }
 
     def _digest_of(self, path: str, sha256: str) -> bytes:
-        """Returns what a file adds to the digest: its line of `sha256sum` in the folder."""
+        """Returns the data of a file in the digest: its line of `sha256sum` in the folder."""
         return sha256.encode() + b"  " + os.fsencode(relative_path(path, self.path)) + b"\n"
 
 
 class TextFile(TextFiles):
-    """One text file that was given itself; the digest is its own."""
+    """A single text file; the digest is that of the file."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, (path,))
@@ -154,12 +156,12 @@ class TextFile(TextFiles):
         return b""
 
     def record(self) -> dict[str, Any]:
-        """Returns size and digest of the file as it lies."""
+        """Returns the stored size and digest of the file."""
         return super().record() | {"sha256": self._own}
 
 
 def _content(stream: Stream, max_bytes: int | None) -> bytes | Fault:
-    """The content of a file, or why it is not one; no more than `max_bytes` bytes are kept."""
+    """Reads a file and returns its content or a fault; holds at most `max_bytes` in memory."""
     parts: list[bytes] = []
     size = 0
     while not stream.ended:
@@ -179,7 +181,7 @@ def _fault(path: str, error: UnreadableError, size: int | None) -> Fault:
 
 
 def _decoded(data: bytes) -> str:
-    """Returns the text of a file without its byte-order mark."""
+    """Decodes the text of a file, without its byte-order mark."""
     skipped = len(_MARK) if data.startswith(_MARK) else 0
     try:
         return data[skipped:].decode()

@@ -1,8 +1,8 @@
-"""Which schemes a name may have: one that a user typed, and one that came with data.
+"""Allowed schemes of URLs, for paths from a user and for paths from data.
 
-A manifest names the sources of its dataset, and a line of JSON names its image. A stranger may
-have made them, so such a name opens local files and object storage only: nothing that connects
-to a host which the name chooses, and no scheme that reads further names out of what it opens.
+A manifest names the sources of its dataset, and a line of JSON names its image. Such data may come
+from an untrusted author. Paths in data may therefore open local files and object storage only: no
+scheme that connects to a host in the URL, and none that reads further paths from a file.
 """
 
 from megatron_data.errors import DataError
@@ -11,34 +11,33 @@ HTTP_SCHEMES = ("http", "https")
 STORAGE_SCHEMES = (
     *("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "msc"),
 )
-"""Schemes that a name may have which came with data."""
+"""Schemes allowed for paths from data."""
 SCHEMES = (*STORAGE_SCHEMES, *HTTP_SCHEMES)
-"""Schemes that are opened at all."""
-
+"""Schemes allowed for paths from a user."""
 
 _FILE = "file://"
 
 
 def is_url(path: str) -> bool:
-    """Returns whether fsspec opens this path."""
+    """Returns whether a path is a URL, which fsspec opens."""
     return "://" in path
 
 
 def is_local(path: str) -> bool:
-    """Returns whether this is a path, or the `file://` URL of one."""
+    """Returns whether a path is local: not a URL, or a `file://` URL."""
     return not is_url(path) or path.startswith(_FILE)
 
 
 def without_scheme(path: str) -> str:
-    """Returns the path that a `file://` URL names; any other path or URL as it is."""
+    """Returns the path of a `file://` URL; returns other paths and URLs unchanged."""
     return path.removeprefix(_FILE)
 
 
 def check_scheme(url: str) -> None:
-    """Refuses a URL of another scheme, and one that chains several file systems (`a::b`).
+    """Raises an error for a URL with an unknown scheme or a chain of file systems (`a::b`).
 
     Raises:
-        DataError: its scheme is not one of `SCHEMES`.
+        DataError: The scheme is not one of `SCHEMES`, or the URL is a chain.
     """
     scheme = url.partition("://")[0]
     if "::" in url:
@@ -54,24 +53,24 @@ def check_scheme(url: str) -> None:
 
 
 def check_untrusted_path(name: object, allow_http: bool = False) -> str:
-    """Returns a path or URL that came with data, if such data may name it.
+    """Checks a path or URL from data, and returns it.
 
     Args:
-        name: what stands there.
-        allow_http: whether the user allows it to name a web server.
+        name: The value in the data.
+        allow_http: Whether the user allows URLs of web servers.
 
     Raises:
-        DataError: no text, nothing that can be a path, or a URL of another scheme.
+        DataError: The value is not text, cannot be a path, or is a URL with another scheme.
     """
     if not isinstance(name, str) or not name or "\0" in name or not _encodable(name):
-        raise DataError(f"{name!r:.60} is no path or URL")
+        raise DataError(f"{name!r:.60} is not a path or URL")
     if is_url(name):
         check_scheme(name)
         if not allow_http and name.partition("://")[0] in HTTP_SCHEMES:
             raise DataError(
-                f"{name!r:.300} came with the data, which may name local files and object storage; "
-                "give --allow-http (in Python allow_http=True) to connect to web servers that it "
-                "names"
+                f"{name!r:.300} is named by the data, which may name local files and object "
+                "storage only; give --allow-http (in Python allow_http=True) to connect to web "
+                "servers that it names"
             )
     return name
 

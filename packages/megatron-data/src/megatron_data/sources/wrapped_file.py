@@ -1,4 +1,4 @@
-"""A file that is read by way of another object, which sees all that is read."""
+"""A binary file that wraps another file, so that subclasses see all data read."""
 
 import io
 from typing import TYPE_CHECKING, BinaryIO
@@ -8,43 +8,43 @@ if TYPE_CHECKING:
 
 
 class WrappedFile(io.RawIOBase):
-    """Bytes of a file, which is closed with it; subclasses see them in `_read`.
+    """Wraps a binary file, and closes it; subclasses override `_read`.
 
     Args:
-        file: that is read.
+        file: The wrapped file.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def _read(self, size: int) -> bytes:
-        """Returns the next bytes, at most `size`; none at the end."""
+        """Returns at most `size` bytes; an empty string at the end."""
         return self._file.read(size)
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        """Fills a buffer, or less of it at the end; returns the bytes read."""
+        """Reads into a buffer; returns the number of bytes read."""
         view = memoryview(buffer).cast("B")
         data = self._read(len(view))
         view[: len(data)] = data
         return len(data)
 
     def readable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """If the file is."""
+        """Returns whether the wrapped file is seekable."""
         return self._file.seekable()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Goes elsewhere in the file; what is passed over is not seen."""
+        """Moves to another offset; `_read` does not see the skipped data."""
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        """Returns where the file stands, in bytes."""
+        """Returns the current offset in bytes."""
         return self._file.tell()
 
     def close(self) -> None:
-        """Closes the file, too."""
+        """Closes this file and the wrapped file."""
         self._file.close()
         super().close()
