@@ -194,7 +194,10 @@ def test_a_line_that_is_cut_or_teaches_nothing_is_warned_of_once(
         for number in range(len(train)):
             train[number]
     assert all(said.startswith(f"{path}:") for said in caplog.messages)
-    wanted = ("no word of the role assistant", "a sample holds the first 40; longer lines lose")
+    wanted = (
+        "no message of the role assistant",
+        "truncated to 40; lines longer than a sample lose",
+    )
     assert [sum(what in said for said in caplog.messages) for what in wanted] == [1, 1]
     assert len(caplog.messages) == 2
     prefix = str(talks / "a_conversation")
@@ -229,15 +232,15 @@ def test_what_cannot_be_read_line_by_line(
     (tmp_path / "blank.json").write_text(" \n\n")
     (tmp_path / "folder.json").mkdir()
     for name, message in (
-        ("a.jsonl.gz", "only a local file allows that is not packed"),
-        ("empty.jsonl", "holds nothing"),
-        ("blank.json", "holds nothing"),
-        ("folder.json", "does not exist, or is no file"),
+        ("a.jsonl.gz", "needs a local, uncompressed file"),
+        ("empty.jsonl", "is empty"),
+        ("blank.json", "is empty"),
+        ("folder.json", "does not exist or is not a file"),
         ("nowhere.jsonl", "does not exist"),
     ):
         with pytest.raises(DataError, match=message):
             ConversationLines(tmp_path / name, talker)
-    with pytest.raises(DataError, match="only a local file"):
+    with pytest.raises(DataError, match="needs a local, uncompressed file"):
         ConversationLines("s3://bucket/a.jsonl", talker)
     assert not is_conversation_file("talks_conversation")
 
@@ -247,7 +250,7 @@ def test_a_template_that_writes_the_time_is_warned_of(
 ) -> None:
     dated = ChatTemplate("{{ strftime_now('%d') }}" + CHATML)
     ConversationLines(talks / "a.jsonl", SFTTokenizer(talker.reference, dated))
-    assert "samples change with the day on which they are read" in caplog.text
+    assert "samples depend on the day on which they are read" in caplog.text
     caplog.clear()
     ConversationLines(
         talks / "a.jsonl", SFTTokenizer(talker.reference, dated.with_time(datetime.min))
@@ -264,5 +267,7 @@ def test_a_file_that_changes_is_noticed(talker: SFTTokenizer, tmp_path: Path) ->
     assert len(lines.conversations(0)) == 1
     path.write_text(f"{row}\n{row}\n{row}\n")
     assert len(lines.conversations(0)) == 1  # kept
-    with pytest.raises(DataError, match=r"t.jsonl changed since it was opened; start again"):
+    with pytest.raises(
+        DataError, match=r"t.jsonl changed since it was opened; start the run again"
+    ):
         lines.conversations(1)

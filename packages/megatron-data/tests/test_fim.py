@@ -114,5 +114,5 @@ def _documents(tokens: list[int], end: int) -> list[list[int]]:
 def test_a_vocabulary_without_the_tokens_is_refused(tokenizer: HuggingFaceTokenizer) -> None:
     with pytest.raises(DataError, match="no token '<fim_prefix>'"):
         FillInTheMiddle(FIMConfig(), tokenizer)
-    with pytest.raises(DataError, match=r"--fim-spm-rate 1\.5 is no share; give 0 to 1"):
+    with pytest.raises(DataError, match=r"--fim-spm-rate 1\.5 is not a rate; give 0 to 1"):
         FIMConfig(spm_rate=1.5)

@@ -63,7 +63,7 @@ def test_a_document_is_a_text_and_its_image(pairs: Path, tmp_path: Path) -> None
         dataset.check()
         assert dataset.sequence_modes is not None
         assert dataset.sequence_modes.tolist() == [0, 1] * 3
-    with pytest.raises(DataError, match="o_image_text holds images beside its texts"):
+    with pytest.raises(DataError, match="o_image_text contains images"):
         build_gpt_datasets(report.prefix, "1,0,0", (1, 0, 0), 4)
     with IndexedDataset(report.prefix) as dataset:
         assert dataset.document_indices.tolist() == [0, 2, 4, 6]

@@ -196,11 +196,13 @@ def test_refusals(sentences: str) -> None:
         word_pieces=PIECES,
     ).train
     assert tight is not None
-    with pytest.raises(DataError, match=r"hidden spans, the tokenizer 4|tokens for the decoder"):
+    with pytest.raises(
+        DataError, match=r"masked spans, but the tokenizer has 4|tokens for the decoder"
+    ):
         for number in range(len(tight)):
             tight[number]
     few = WordPieces(PIECES.continuations[:20], 0, 1, 2)
-    with pytest.raises(DataError, match="the vocabulary has 20; it is not the one"):
+    with pytest.raises(DataError, match="but the vocabulary has 20 tokens"):
         build_bert_datasets(
             sentences, "1,0,0", (9, 0, 0), config=BertDatasetConfig(40), word_pieces=few
         ).train[0]  # type: ignore[index]

@@ -83,7 +83,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             1,
             "pairs.jsonl:1: texts is a folder, not an image",
         ),
-        (f"{BYTES} s3://bucket/o", 1, "s3://bucket/o is a URL, and files are written to local"),
+        (f"{BYTES} s3://bucket/o", 1, "s3://bucket/o is a URL, but files are written to local"),
         (
             f"{BYTES} texts/",
             1,
@@ -111,7 +111,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "train-tokenizer --input gone.jsonl --vocab-size 300 --output a.jsonl",
             1,
-            "a.jsonl cannot be a folder, a.jsonl is a file; name another output",
+            "a.jsonl cannot be a folder, because a.jsonl is a file; give another path",
         ),
         (
             "train-tokenizer --input a.jsonl --vocab-size 300 --output s3://bucket/t",
@@ -133,7 +133,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (
                 f"preprocess --input a.jsonl {option} http://host/t --output-prefix o",
                 1,
-                "http://host/t is a URL, and tokenizers are read from local disks only; copy",
+                "http://host/t is a URL, but tokenizers are read from local disks only; copy",
             )
             for option in (
                 "--tokenizer-model",

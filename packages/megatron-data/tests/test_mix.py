@@ -67,17 +67,19 @@ def test_a_written_blend_is_read_again(weights: tuple[float, ...] | None) -> Non
 @pytest.mark.usefixtures("sources")
 def test_what_cannot_be_mixed_is_told(write_dataset: WriteDataset) -> None:
     write_dataset([[]], "empty")
-    with pytest.raises(DataError, match="empty holds no token to train on"):
+    with pytest.raises(DataError, match="the training split of empty has no token"):
         summarize_blend(Blend(("a", "empty"), None), 10, 8)
     with pytest.raises(DataError, match="0 epochs of a; give a positive number"):
         blend_by_epochs({"a": 0})
-    with pytest.raises(DataError, match="a blend of no source"):
+    with pytest.raises(DataError, match="a blend without sources"):
         blend_by_tokens({})
     with pytest.raises(DataError, match="0 samples of 8 tokens"):
         summarize_blend(Blend(("a",), None), 0, 8)
-    with pytest.raises(DataError, match="'0,1,0' leaves nothing to train on"):
+    with pytest.raises(DataError, match="'0,1,0' has no training split"):
         summarize_blend(Blend(("a",), None), 1, 8, "0,1,0")
-    with pytest.raises(DataError, match="'a b' has white space in it, which list cannot hold"):
+    with pytest.raises(
+        DataError, match="'a b' contains white space, which separates prefixes in list"
+    ):
         write_data_args("list", Blend(("a b",), None))
 
 

@@ -58,7 +58,7 @@ def test_megatrons_example() -> None:
     [
         ((0, 0, 1, 0, 1), "0 samples"),
         ((10, -1, 1, 0, 1), "-1 consumed"),
-        ((10, 11, 1, 0, 1), "11 samples consumed, the dataset has 10"),
+        ((10, 11, 1, 0, 1), "11 samples are consumed, but the dataset has 10"),
         ((10, 0, 0, 0, 1), "micro-batch size 0"),
         ((10, 0, 1, 2, 2), "rank 2 of 2"),
     ],

@@ -383,7 +383,7 @@ def test_the_command(
 def test_a_mask_of_other_conversations_is_refused(write_dataset) -> None:
     prefix = write_dataset([[1, 2, 3]], "a")
     write_dataset([[1, 1]], "a_loss", "uint8")
-    with pytest.raises(DataError, match="the mask does not belong to the conversations"):
+    with pytest.raises(DataError, match="the loss mask does not belong to the conversations"):
         build_sft_datasets(prefix, "1,0,0", sequence_length=8)
 
 

@@ -227,9 +227,9 @@ def test_a_run_goes_on_after_its_data_changed(write_dataset: Write) -> None:
         assert np.array_equal(before[sample]["tokens"], changed[sample]["tokens"])
     after = Counter(int(changed[sample]["tokens"][0]) for sample in range(100, 400))
     assert after == {2: 150, 3: 150}
-    with pytest.raises(DataError, match='needs another order than "compat"'):
+    with pytest.raises(DataError, match='does not work with the order "compat"'):
         build_gpt_datasets(
             first, "100", (10, 0, 0), 16, order="compat", data_path_changes=[(1, second)]
         )
-    with pytest.raises(DataError, match="from sample 1 on names nothing to train on"):
+    with pytest.raises(DataError, match="from sample 1 on has no training data"):
         build_gpt_datasets(first, "100", (10, 0, 0), 16, data_path_changes=[(1, {"valid": second})])

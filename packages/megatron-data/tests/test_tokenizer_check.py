@@ -71,7 +71,7 @@ def test_sources_without_a_manifest_are_named_in_one_line(
     assert not caplog.messages
     check_tokenizer(["1", foreign, "2", more], NullTokenizer(9))
     (line,) = caplog.messages
-    assert line.startswith(f"{foreign} and 1 more: no manifest (.meta.json)")
+    assert line.startswith(f"{foreign} and 1 more: without a manifest (.meta.json)")
 
 
 def test_what_a_fingerprint_is_of(

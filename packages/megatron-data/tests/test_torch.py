@@ -24,9 +24,9 @@ def test_a_batch_stacks_samples() -> None:
     assert batch["sample_ids"].tolist() == [0, 1, 2]
     read = read_batch(samples, [2, 0])
     assert all(torch.equal(read[name], batch[name][[2, 0]]) for name in batch)
-    with pytest.raises(DataError, match="no sample"):
+    with pytest.raises(DataError, match="at least one sample"):
         to_batch([])
-    with pytest.raises(DataError, match="different kinds"):
+    with pytest.raises(DataError, match="different keys"):
         to_batch([samples[0], {"tokens": np.arange(4)}])
 
 

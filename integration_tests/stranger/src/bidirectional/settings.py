@@ -13,7 +13,7 @@ class MaskedLMConfig:
         default=0.15, metadata={"flag": "--mask-prob", "help": "share of tokens that are masked"}
     )
     short_samples: float = field(
-        default=0.1, metadata={"flag": "--short-seq-prob", "help": "share of shorter samples"}
+        default=0.1, metadata={"flag": "--short-seq-prob", "help": "fraction of shorter samples"}
     )
 
     def __post_init__(self) -> None:

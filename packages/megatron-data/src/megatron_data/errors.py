@@ -1,4 +1,4 @@
-"""The exceptions of this package; users need to catch only the first."""
+"""Exceptions of this package. All of them are subclasses of `DataError`."""
 
 import os
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ _HEAD, _TAIL = 1000, 500  # characters of a message
 
 
 class DataError(ValueError):
-    """Bad input: a file, a corpus, a split, a blend or an option that cannot be used.
+    """Raised for invalid input: a file, a corpus, a split, a blend or an option.
 
-    The message is one line: what was wrong with the offending value, where, and what to do. Of a
-    very long one, which quotes a file, the middle is left out.
+    The message is one line that names the invalid value, the place and the remedy. The middle of a
+    very long message, which quotes a file, is omitted.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -23,24 +23,24 @@ class DataError(ValueError):
 
 
 class TokenizerMismatchError(DataError):
-    """A dataset that another tokenizer made than the one it is to be used with."""
+    """Raised if a dataset was made with a different tokenizer than the one it is used with."""
 
 
 class EmptySplitError(DataError):
-    """A split that holds no token.
+    """Raised if a split contains no token.
 
     Attributes:
-        what: Which, without what to do about it.
+        what: Description of the split, without the remedy.
     """
 
     def __init__(self, what: str) -> None:
         self.what = what
-        super().__init__(f"{what}; widen it, or ask for 0 samples")
+        super().__init__(f"{what}; widen the split, or request 0 samples")
 
 
 @contextmanager
 def add_path_to_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Names the file in a failed system call that does not, such as a write to a full disk."""
+    """Adds the path to an `OSError` without a file name, such as that of a write to a full disk."""
     try:
         yield
     except OSError as error:

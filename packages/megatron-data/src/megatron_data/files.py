@@ -1,10 +1,9 @@
-"""Files that appear whole or not at all.
+"""Atomic files, and functions to read and write JSON and text.
 
-An `AtomicFile` is written beside its destination under a temporary name, then flushed to the
-disk and renamed. Whatever kills the process, the destination is either the old file or the
-whole new one. The temporary name is always the same, so that a killed run leaves no litter for
-ever: the next run takes the name over. A lock that the kernel releases with the process keeps
-two writers apart.
+An `AtomicFile` is written beside its destination under a temporary name, then flushed to the disk
+and renamed. If the process is killed at any time, the destination is either the old file or the
+complete new one. The temporary name is always the same, so that the next run overwrites what a
+killed run left. A file lock, which the kernel releases with the process, excludes a second writer.
 """
 
 import errno
@@ -25,45 +24,45 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 BLOCK_BYTES = 1 << 26
-"""Bytes that have a digest of their own in a manifest."""
+"""Size of the blocks that have a digest of their own in a manifest, in bytes."""
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Returns a path that may be written to, as text.
+    """Returns an output path as text.
 
     Raises:
-        DataError: A URL. As a path it would be folders here, named as the protocol and the bucket.
+        DataError: The path is a URL, which would create folders named after scheme and bucket.
     """
     name = os.fspath(path)
     if is_url(name):
         inner = without_scheme(name)
         instead = f"the path {inner}" if is_local(name) else "a path, and copy the files from there"
         raise DataError(
-            f"{name} is a URL, and files are written to local disks only; give {instead}"
+            f"{name} is a URL, but files are written to local disks only; give {instead}"
         )
     return name
 
 
 def tokenizer_path(path: str | os.PathLike[str]) -> Path:
-    """Returns the path of a tokenizer's file or folder, also of one given as a `file://` URL.
+    """Returns the path of a tokenizer's file or folder. Accepts `file://` URLs.
 
     Raises:
-        DataError: Another URL.
+        DataError: The path is a URL with another scheme.
     """
     name = without_scheme(os.fspath(path))
     if is_url(name):
         raise DataError(
-            f"{name} is a URL, and tokenizers are read from local disks only; copy the files here "
+            f"{name} is a URL, but tokenizers are read from local disks only; copy the files here "
             "and give their path"
         )
     return Path(name)
 
 
 def local_prefix(prefix: str | os.PathLike[str]) -> str:
-    """Returns a prefix of files that may be written, as text.
+    """Returns the prefix of output files as text.
 
     Raises:
-        DataError: A URL, or a folder without a name for the files in it.
+        DataError: The prefix is a URL, or a folder without a file name.
     """
     name = local_path(prefix)
     if name.endswith("/") or Path(name).name in ("", ".."):
@@ -74,16 +73,16 @@ def local_prefix(prefix: str | os.PathLike[str]) -> str:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns a folder that may be made and written to; for asking before long work, not after it.
+    """Returns an output folder that can be created and written to. Call it before long work.
 
     Raises:
-        DataError: A URL, or a file is in the way.
-        PermissionError: It may not be written to.
+        DataError: The folder is a URL, or it or one of its parents is a file.
+        PermissionError: The folder is not writable.
     """
     path = Path(local_path(folder))
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not there.is_dir():
-        raise DataError(f"{path} cannot be a folder, {there} is a file; name another output")
+        raise DataError(f"{path} cannot be a folder, because {there} is a file; give another path")
     if not os.access(there, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
     return path
@@ -91,9 +90,10 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def write_then_rename(path: Path, partial: Path) -> Iterator[BinaryIO]:
-    """A file under another name that takes its own when the block ends, and goes if it fails.
+    """Opens `partial` for writing. Renames it to `path` at the end, or deletes it on failure.
 
-    It is not flushed to the disk: what a crash of the machine leaves, a digest or a checksum tells.
+    The file is not flushed to the disk. Callers use a checksum to detect what a crash of the
+    machine leaves.
     """
     with add_path_to_errors(path):
         try:
@@ -105,7 +105,7 @@ def write_then_rename(path: Path, partial: Path) -> Iterator[BinaryIO]:
 
 
 class Digests:
-    """SHA-256 of a stream of bytes, and of each of its blocks of `BLOCK_BYTES`."""
+    """SHA-256 digests of a stream of bytes and of each of its blocks of `BLOCK_BYTES`."""
 
     def __init__(self) -> None:
         self._whole = hashlib.sha256()
@@ -126,24 +126,24 @@ class Digests:
 
     @property
     def sha256(self) -> str:
-        """Hexadecimal digest of all."""
+        """Hexadecimal digest of all bytes."""
         return self._whole.hexdigest()
 
     @property
     def blocks(self) -> list[str]:
-        """Hexadecimal digest of every block; the last may be shorter."""
+        """Hexadecimal digest of each block. The last block may be shorter."""
         unfinished = self._room < BLOCK_BYTES
         return [*self._blocks, self._block.hexdigest()] if unfinished else list(self._blocks)
 
 
 class AtomicFile:
-    """A binary file that takes its name only in `commit`; digests and size are kept as it grows.
+    """A binary file that receives its name in `commit`. Computes size and digests while writing.
 
     Args:
-        path: The final name. Its folder is made if it is absent.
+        path: Final path. Its folder is created if it does not exist.
 
     Raises:
-        DataError: A URL, or another process is writing the same file.
+        DataError: The path is a URL, or another process is writing the same file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -170,7 +170,7 @@ class AtomicFile:
                 ) from None
             except FileNotFoundError:
                 pass
-            except BaseException:  # an interrupt, too, must not leave the lock to nobody
+            except BaseException:  # release the lock also on an interrupt
                 os.close(descriptor)
                 raise
             os.close(descriptor)
@@ -179,7 +179,7 @@ class AtomicFile:
         """Appends the bytes of `data`."""
         whole = memoryview(data)
         if whole.nbytes == 0:
-            return  # and an empty view cannot be cast
+            return  # an empty view cannot be cast
         rest = whole.cast("B")
         self.digests.update(rest)
         self.bytes += len(rest)
@@ -188,7 +188,7 @@ class AtomicFile:
                 rest = rest[self._file.write(rest) :]
 
     def commit(self) -> None:
-        """Makes the file durable and gives it its name."""
+        """Flushes the file to the disk and renames it to its final path."""
         with add_path_to_errors(self.path):
             os.fsync(self._file.fileno())
         self._partial.replace(self.path)
@@ -196,7 +196,7 @@ class AtomicFile:
         sync_folder(self.path.parent)
 
     def discard(self) -> None:
-        """Forgets the file. Does nothing after `commit`."""
+        """Deletes the temporary file. Does nothing after `commit`."""
         if not self._file.closed:
             self._partial.unlink(missing_ok=True)
             self._file.close()
@@ -212,7 +212,7 @@ class AtomicFile:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Flushes the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with add_path_to_errors(folder):
@@ -222,12 +222,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: bool = True) -> None:
-    """Writes a JSON document atomically, keys in the order given.
+    """Writes a JSON document atomically, with keys in their order.
 
     Args:
-        path: The file.
-        value: Plain values.
-        indent: A line for every value; else a line for every key of the outermost object.
+        path: Path of the file.
+        value: A JSON value.
+        indent: Writes one line per value. If False, writes one line per key of the top-level
+            object. Defaults to True.
     """
     if indent:
         text = orjson.dumps(value, option=orjson.OPT_INDENT_2)
@@ -239,7 +240,11 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: bool = True) ->
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Reads a text file; one that is not UTF-8 is a `DataError` that names it and the place."""
+    """Returns the content of a UTF-8 text file.
+
+    Raises:
+        DataError: The file is not UTF-8. The error names the file and the byte.
+    """
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -249,13 +254,17 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Reads a JSON document; a file that is not JSON is a `DataError` that names it."""
+    """Returns the content of a JSON file.
+
+    Raises:
+        DataError: The file is not JSON. The error names the file.
+    """
     return parse_json(Path(path).read_bytes(), path)
 
 
 def parse_json(data: bytes, path: str | os.PathLike[str]) -> Any:
-    """Returns the JSON document that was read from a file; see `read_json`."""
+    """Returns the JSON value in `data`, the content of the file `path`; see `read_json`."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{path} is not JSON ({error}); was it damaged or cut short?") from None
+        raise DataError(f"{path} is not JSON ({error}); is it damaged or truncated?") from None

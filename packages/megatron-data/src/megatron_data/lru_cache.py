@@ -1,4 +1,4 @@
-"""A few values that are kept, of many that can be computed."""
+"""A cache of computed values."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -8,9 +8,10 @@ _T = TypeVar("_T")
 
 
 class LRUCache(Generic[_T]):
-    """The `maxsize` values asked for last; loader processes begin with none.
+    """Caches the `maxsize` most recently used values. Pickling empties the cache.
 
-    Not `lru_cache`: on methods it holds its owner in a circle, and with it the files it maps.
+    `functools.lru_cache` on a method would create a reference cycle with its owner, which would
+    keep the memory-mapped files of the owner open.
     """
 
     def __init__(self, maxsize: int) -> None:
@@ -18,7 +19,7 @@ class LRUCache(Generic[_T]):
         self._values: OrderedDict[Hashable, _T] = OrderedDict()
 
     def get(self, key: Hashable, compute: Callable[[], _T]) -> _T:
-        """Returns the value of a key, made if it is not there."""
+        """Returns the value of a key. Computes it if it is not cached."""
         if key in self._values:
             self._values.move_to_end(key)
         else:

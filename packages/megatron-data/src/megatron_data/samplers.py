@@ -1,9 +1,8 @@
-"""Which samples a data-parallel rank takes next.
+"""Samplers: the sample indices of the micro-batches of a data-parallel rank.
 
-A sampler is a pure function of a few numbers: how many samples there are, how many the whole
-run has consumed, the micro-batch size, and which of how many data-parallel ranks this is. To
-resume, on any number of ranks and with any micro-batch size, make a new one with the number
-consumed.
+A sampler is a pure function of the number of samples, the number of samples consumed by all ranks,
+the micro-batch size, and the data-parallel rank and size. To resume with any number of ranks and
+any micro-batch size, construct a sampler with the number of consumed samples.
 """
 
 from collections.abc import Iterator
@@ -13,20 +12,20 @@ from megatron_data.order.permutation import Permutation, hash_integers
 
 
 class SequentialSampler:
-    """Micro-batches in the order of the dataset, Megatron's `single` loader.
+    """Yields micro-batches in the order of the dataset, like Megatron's `single` loader.
 
-    Every step takes the next `micro_batch_size * data_parallel_size` samples; rank r gets the
-    r-th micro-batch of them. A last step that is not full is dropped.
+    Each step takes the next `micro_batch_size * data_parallel_size` samples. Rank r gets the r-th
+    micro-batch of them. An incomplete last step is dropped.
 
     Args:
-        total_samples: Samples in the dataset.
-        consumed_samples: Samples that all ranks together have consumed before.
+        total_samples: Number of samples in the dataset.
+        consumed_samples: Number of samples that all ranks consumed so far.
         micro_batch_size: Samples per rank and step.
-        data_parallel_rank: This rank.
-        data_parallel_size: Number of ranks.
+        data_parallel_rank: Data-parallel rank of this process. Defaults to 0.
+        data_parallel_size: Number of data-parallel ranks. Defaults to 1.
 
     Raises:
-        DataError: A size below 1, or a rank or a count out of range.
+        DataError: A size is below 1, or the rank or a count is out of range.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class SequentialSampler:
         )
         if consumed_samples > total_samples:
             raise DataError(
-                f"{consumed_samples} samples consumed, the dataset has {total_samples}; ask for a "
-                "larger dataset to train on"
+                f"{consumed_samples} samples are consumed, but the dataset has {total_samples}; "
+                "build a dataset with more samples"
             )
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
@@ -57,11 +56,11 @@ class SequentialSampler:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that all ranks take together in a step."""
+        """Number of samples that all ranks take in a step."""
         return self.micro_batch_size * self.data_parallel_size
 
     def __len__(self) -> int:
-        """Micro-batches that are left."""
+        """Returns the number of remaining micro-batches."""
         return (self.total_samples - self.consumed_samples) // self.samples_per_step
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -71,34 +70,34 @@ class SequentialSampler:
             yield list(range(first, first + self.micro_batch_size))
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what to resume from: micro-batches handed out count as consumed.
+        """Returns the state to resume from. Micro-batches that were yielded count as consumed.
 
-        A loader that reads ahead takes micro-batches before they are trained on; keep the
-        trainer's own count in that case.
+        A loader that prefetches takes micro-batches before they are trained on. Save the trainer's
+        own count of samples in that case.
         """
         return {"consumed_samples": self.consumed_samples}
 
 
 class ShuffledSampler(SequentialSampler):
-    """Micro-batches of a dataset that is gone through `epochs` times, each time in another order.
+    """Yields micro-batches of several epochs over a dataset, each epoch in a different order.
 
-    For datasets without an order of their own. The epochs are one row of samples, so a step may
-    hold the end of one and the beginning of the next, and nothing is dropped but a last step that
-    is not full. Any number of ranks and any micro-batch size see the same row, which Megatron's
-    `cyclic` loader (`megatron_data.torch.CyclicSampler`) does not promise: the length of its epochs
-    depends on both.
+    Use it for datasets without an order of their own. The epochs are concatenated, so a step may
+    contain the end of one epoch and the beginning of the next; only an incomplete last step is
+    dropped. The sequence of samples is the same for any number of ranks and any micro-batch size.
+    Megatron's `cyclic` loader (`megatron_data.torch.CyclicSampler`) does not guarantee this,
+    because the length of its epochs depends on both.
 
     Args:
-        dataset_samples: Samples in the dataset.
-        consumed_samples: Samples that all ranks together have consumed before, in all epochs.
+        dataset_samples: Number of samples in the dataset.
+        consumed_samples: Number of samples that all ranks consumed so far, in all epochs.
         micro_batch_size: Samples per rank and step.
-        data_parallel_rank: This rank.
-        data_parallel_size: Number of ranks.
-        epochs: How often the dataset is gone through; more of them change nothing before.
-        seed: Of the orders.
+        data_parallel_rank: Data-parallel rank of this process. Defaults to 0.
+        data_parallel_size: Number of data-parallel ranks. Defaults to 1.
+        epochs: Number of epochs. Earlier epochs do not depend on it. Defaults to 1.
+        seed: Seed of the permutations. Defaults to 1234.
 
     Raises:
-        DataError: A size below 1, or a rank or a count out of range.
+        DataError: A size is below 1, or the rank or a count is out of range.
     """
 
     def __init__(
@@ -144,13 +143,13 @@ def check_sampler(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> None:
-    """Refuses numbers that no sampler can work with.
+    """Checks the arguments that all samplers have in common.
 
     Raises:
-        DataError: A size below 1, or a rank or a count out of range.
+        DataError: A size is below 1, or the rank or a count is out of range.
     """
     if total_samples < 1:
-        raise DataError(f"{total_samples} samples to take micro-batches from")
+        raise DataError(f"the dataset has {total_samples} samples; give at least 1")
     if consumed_samples < 0:
         raise DataError(f"{consumed_samples} consumed samples; give 0 to start")
     if micro_batch_size < 1:

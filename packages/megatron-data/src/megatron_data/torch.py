@@ -1,4 +1,4 @@
-"""The only module that imports torch: batches of tensors, and a loader."""
+"""Batches of tensors and a `DataLoader`. No other module of this package imports torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,16 +19,20 @@ def to_batch(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Batch:
     """Stacks samples into tensors: arrays `[s]` become `[b, s]`, scalars `[b]`.
 
     Raises:
-        DataError: No sample, or samples of different keys.
+        DataError: `samples` is empty, or the samples have different keys.
     """
     return _tensors(stack(samples))
 
 
 def read_batch(dataset: Dataset, samples: Sequence[int]) -> Batch:
-    """Reads samples as tensors, `[b, s]` and `[b]`: as `to_batch` of them, but faster.
+    """Reads samples as tensors `[b, s]` and `[b]`. Faster than `to_batch` of single samples.
+
+    Args:
+        dataset: Dataset to read from.
+        samples: Indices of the samples.
 
     Raises:
-        DataError: No sample, or samples of different keys.
+        DataError: `samples` is empty, or the samples have different keys.
     """
     return _tensors(read_arrays(dataset, samples))
 
@@ -38,7 +42,7 @@ def _tensors(batch: Sample) -> Batch:
 
 
 class _BatchReader:
-    """A dataset for torch's `DataLoader`, which gives it the numbers of a whole batch."""
+    """A dataset for torch's `DataLoader` that reads a whole batch of indices at once."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -61,43 +65,46 @@ def data_loader(
     """Returns a torch `DataLoader` that yields one batch per micro-batch of the sampler.
 
     Args:
-        dataset: Samples by number.
-        sampler: Which samples come next.
-        workers: Processes that read ahead; with 0 samples are read when asked for.
-        prefetch: Batches each process reads ahead.
-        pin_memory: Put batches into page-locked memory, for copies to a GPU.
+        dataset: Dataset to read from.
+        sampler: Yields the indices of each micro-batch.
+        workers: Number of worker processes that prefetch batches. Defaults to 0, which reads each
+            batch on demand.
+        prefetch: Number of batches that each worker prefetches. Defaults to 2.
+        pin_memory: Copies batches into page-locked memory, for transfers to a GPU. Defaults to
+            False.
     """
     return DataLoader(
-        _BatchReader(dataset),  # type: ignore[arg-type]  # what the loader asks of a dataset
+        _BatchReader(dataset),  # type: ignore[arg-type]  # implements what the loader calls
         batch_sampler=sampler,
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
-        collate_fn=_tensors,  # type: ignore[arg-type]  # its batches are not lists of samples
+        collate_fn=_tensors,  # type: ignore[arg-type]  # batches are not lists of samples
     )
 
 
 class CyclicSampler(Sampler[list[int]]):
-    """Micro-batches in an order drawn anew each epoch, Megatron's `cyclic` loader.
+    """Yields micro-batches in a new permutation each epoch, like Megatron's `cyclic` loader.
 
-    One iteration ends with the epoch; iterate again for the next one. The permutation of epoch e
-    is `torch.randperm` with seed e. The length of an epoch depends on ranks and micro-batch size;
-    resumed in the middle of one with others of them, a run repeats some samples and misses as many.
-    `ShuffledSampler` does not.
+    An iteration ends with the epoch; iterate again for the next epoch. The permutation of epoch e
+    is `torch.randperm` with seed e. The length of an epoch depends on the number of ranks and the
+    micro-batch size. If either changes when a run resumes within an epoch, some samples are
+    repeated and as many are skipped. `ShuffledSampler` has no such effect.
 
     Args:
-        total_samples: Samples in the dataset; those beyond whole steps are left out.
-        consumed_samples: Samples that all ranks together have consumed before.
+        total_samples: Number of samples in the dataset. Samples of an incomplete step are omitted.
+        consumed_samples: Number of samples that all ranks consumed so far.
         micro_batch_size: Samples per rank and step.
-        data_parallel_rank: This rank.
-        data_parallel_size: Number of ranks.
-        data_sharding: Every rank permutes its own contiguous part of the dataset; otherwise all
-            ranks share one permutation, and then any number of ranks sees the same order.
+        data_parallel_rank: Data-parallel rank of this process. Defaults to 0.
+        data_parallel_size: Number of data-parallel ranks. Defaults to 1.
+        data_sharding: Whether each rank permutes its own contiguous shard of the dataset. If False,
+            all ranks share one permutation, and the order does not depend on the number of ranks.
+            Defaults to True.
 
     Raises:
-        DataError: A size below 1, fewer samples than one step takes, or, with `data_sharding` or
-            not, a count consumed that is not whole steps of this epoch.
+        DataError: A size is below 1, the dataset has fewer samples than a step, or
+            `consumed_samples` is not a whole number of steps of this epoch.
     """
 
     def __init__(
@@ -120,7 +127,10 @@ class CyclicSampler(Sampler[list[int]]):
         self.samples_per_step = micro_batch_size * data_parallel_size
         self.epoch_samples = total_samples - total_samples % self.samples_per_step
         if not self.epoch_samples:
-            raise DataError(f"{total_samples} samples, one step takes {self.samples_per_step}")
+            raise DataError(
+                f"the dataset has {total_samples} samples, but one step takes "
+                f"{self.samples_per_step}"
+            )
         if consumed_samples % self.epoch_samples % self.samples_per_step:
             raise DataError(
                 f"{consumed_samples} consumed samples are not whole steps of "
@@ -134,7 +144,7 @@ class CyclicSampler(Sampler[list[int]]):
         self.data_sharding = data_sharding
 
     def __len__(self) -> int:
-        """Micro-batches that are left in this epoch."""
+        """Returns the number of remaining micro-batches of this epoch."""
         return (
             self.epoch_samples - self.consumed_samples % self.epoch_samples
         ) // self.samples_per_step
@@ -147,7 +157,7 @@ class CyclicSampler(Sampler[list[int]]):
             yield order[start : start + self.micro_batch_size]
 
     def _order(self, epoch: int, done: int) -> list[int]:
-        """Returns what is left of this rank's epoch."""
+        """Returns the remaining sample indices of this rank's epoch."""
         rank, ranks = self.data_parallel_rank, self.data_parallel_size
         generator = torch.Generator().manual_seed(epoch)
         if self.data_sharding:
@@ -160,5 +170,5 @@ class CyclicSampler(Sampler[list[int]]):
         return indices
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what to resume from: micro-batches handed out count as consumed."""
+        """Returns the state to resume from. Micro-batches that were yielded count as consumed."""
         return {"consumed_samples": self.consumed_samples}

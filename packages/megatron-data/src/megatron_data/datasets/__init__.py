@@ -1,8 +1,10 @@
-"""Samples for training.
+"""Datasets of training samples.
 
-`gpt` cuts samples out of a token source along an order, `masks` finds document boundaries,
-`blended` mixes datasets, `split` and `paths` read Megatron's `--split` and `--data-path`,
-`build` puts them together, `mock` makes data up.
+`build*` construct the training, validation and test datasets of a run from `paths` (Megatron's
+`--data-path`) and `split` (`--split`). The datasets are `gpt`, `bert`, `t5`, `ict`, `sft` and
+`conversation_lines`; `blended` combines several of them and `mock` generates data. `masks` finds
+document boundaries, `masking` hides tokens and `fim` rearranges documents. `tokenizer_check`
+compares the tokenizers of datasets.
 """
 
 import lazy_loader

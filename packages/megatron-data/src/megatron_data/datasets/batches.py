@@ -1,4 +1,4 @@
-"""Several samples as one dictionary of arrays with a leading axis."""
+"""Samples, and batches of samples with a leading dim."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -12,28 +12,32 @@ Sample: TypeAlias = dict[str, NDArray[Any]]
 
 
 class Dataset(Protocol):
-    """Samples by number."""
+    """A sequence of samples."""
 
     def __len__(self) -> int:
         """Returns the number of samples."""
 
     def __getitem__(self, sample: int, /) -> Sample:
-        """Returns the sample of that number, a dictionary of arrays."""
+        """Returns one sample, a dictionary of arrays."""
 
 
 @runtime_checkable
 class BatchDataset(Protocol):
-    """A dataset that reads several samples faster than one after the other."""
+    """A dataset that reads several samples at once faster than one by one."""
 
     def batch(self, samples: Sequence[int], /) -> Sample:
-        """Returns the samples of those numbers: arrays `[s]` become `[b, s]`, scalars `[b]`."""
+        """Returns a batch of samples: arrays `[s]` become `[b, s]`, scalars `[b]`."""
 
 
 def read_batch(dataset: Dataset, samples: Sequence[int]) -> Sample:
-    """Samples of any dataset as one batch: arrays `[s]` become `[b, s]`, scalars `[b]`.
+    """Reads samples of any dataset as one batch: arrays `[s]` become `[b, s]`, scalars `[b]`.
+
+    Args:
+        dataset: Dataset to read from. Its method `batch` is used if it has one.
+        samples: Indices of the samples.
 
     Raises:
-        DataError: No sample, or samples of different keys.
+        DataError: `samples` is empty, or the samples have different keys.
     """
     if isinstance(dataset, BatchDataset) and samples:
         return dataset.batch(samples)
@@ -41,33 +45,33 @@ def read_batch(dataset: Dataset, samples: Sequence[int]) -> Sample:
 
 
 def stack(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Sample:
-    """Puts samples into one batch.
+    """Stacks samples into one batch.
 
     Raises:
-        DataError: No sample, or samples of different keys.
+        DataError: `samples` is empty, or the samples have different keys.
     """
     if not samples:
-        raise DataError("a batch of no sample")
+        raise DataError("a batch needs at least one sample")
     keys = samples[0].keys()
     if any(sample.keys() != keys for sample in samples):
-        raise DataError("samples of different kinds in one batch")
+        raise DataError("the samples of a batch have different keys")
     return {key: np.stack([sample[key] for sample in samples]) for key in keys}
 
 
 def merge_batches(parts: Sequence[tuple[Sequence[int], Sample]]) -> Sample:
-    """Puts batches into one.
+    """Merges batches into one.
 
     Args:
-        parts: The rows that each one's samples get, all rows once, and the batch.
+        parts: Pairs of row indices in the result and a batch. Together they cover all rows once.
 
     Raises:
-        DataError: Batches of different keys.
+        DataError: The batches have different keys.
     """
     if len(parts) == 1:
         return parts[0][1]
     keys = parts[0][1].keys()
     if any(batch.keys() != keys for _, batch in parts):
-        raise DataError("samples of different kinds in one batch")
+        raise DataError("the samples of a batch have different keys")
     count = sum(len(places) for places, _ in parts)
     whole: Sample = {}
     for key, first in parts[0][1].items():
@@ -78,6 +82,6 @@ def merge_batches(parts: Sequence[tuple[Sequence[int], Sample]]) -> Sample:
 
 
 def unstack(batch: Sample) -> list[Sample]:
-    """Returns the samples of a batch, as views of it."""
+    """Returns the samples of a batch as views."""
     count = len(batch["sample_ids"])
     return [{name: array[row, ...] for name, array in batch.items()} for row in range(count)]

@@ -1,4 +1,4 @@
-"""Samples of masked language modelling with sentence order, as BERT is trained on."""
+"""BERT samples: masked language modelling and sentence order prediction."""
 
 from dataclasses import dataclass, field
 
@@ -13,70 +13,71 @@ from megatron_data.datasets.sentences import check_short_probability, sample_gen
 from megatron_data.errors import DataError
 
 SPECIAL_TOKENS = 3
-"""[CLS] and two [SEP]."""
+"""Number of special tokens in a sample: [CLS] and two [SEP]."""
 
-_MASKED, _OTHER = 0.8, 0.5  # of the hidden tokens; of the rest
+_MASKED, _UNCHANGED = 0.8, 0.5  # fraction of the hidden tokens, and of the others
 
 
 @dataclass(frozen=True)
 class BertDatasetConfig:
-    """How sentences become samples.
+    """Configuration of BERT samples.
 
     Raises:
-        DataError: A sample too short for its special tokens, or a share that is none.
+        DataError: `sequence_length` leaves no room for text, or a probability is out of range.
     """
 
     sequence_length: int = field(metadata={"help": "tokens in a sample", "flag": "--seq-length"})
     masking: MaskingConfig = field(default_factory=MaskingConfig)
     short_probability: float = field(
-        default=0.1, metadata={"help": "share of shorter samples", "flag": "--short-seq-prob"}
+        default=0.1, metadata={"help": "fraction of shorter samples", "flag": "--short-seq-prob"}
     )
     binary_head: bool = field(
         default=True,
         metadata={
-            "help": "samples of two segments, half of them in the wrong order, for a second task"
+            "help": "two segments per sample, half of the time in the wrong order, for sentence "
+            "order prediction"
         },
     )
 
     def __post_init__(self) -> None:
         if self.sequence_length <= SPECIAL_TOKENS + 1:
             raise DataError(
-                f"sequence length {self.sequence_length}; a BERT sample has {SPECIAL_TOKENS} "
-                "special tokens, give more"
+                f"sequence length {self.sequence_length} is too short for a BERT sample, which has "
+                f"{SPECIAL_TOKENS} special tokens; give at least {SPECIAL_TOKENS + 2}"
             )
         check_short_probability(self.short_probability)
 
     @property
     def min_sentences(self) -> int:
-        """Sentences a sample has at least."""
+        """Minimum number of sentences in a sample."""
         return 2 if self.binary_head else 1
 
 
 class BertDataset:
-    """BERT samples along a map of sentences.
+    """BERT samples from sentences.
 
     A sample is a dictionary of arrays:
 
-    - `tokens`: int64 `[s]`: [CLS] A [SEP] B [SEP] with words hidden; padding is 0.
-    - `token_types`: int64 `[s]`: 1 in the second segment.
-    - `labels`: int64 `[s]`: the hidden tokens; 0 elsewhere.
-    - `loss_mask`: float32 `[s]`: 1 where a token is to be restored.
+    - `tokens`: int64 `[s]`: [CLS] A [SEP] B [SEP] with some words masked, then 0 as padding.
+    - `token_types`: int64 `[s]`: 1 in the second segment, otherwise 0.
+    - `labels`: int64 `[s]`: the original token where a token is masked, otherwise 0.
+    - `loss_mask`: float32 `[s]`: 1 where a token is masked, otherwise 0.
     - `document_ids`: int32 `[s]`: 0, or -1 for padding.
     - `positions`: int32 `[s]`.
-    - `is_random`: int64 scalar: 1 where the segments are in the wrong order.
-    - `sample_ids`: int64 scalar, the number asked for.
+    - `is_random`: int64 scalar: 1 if the segments are in the wrong order, otherwise 0.
+    - `sample_ids`: int64 scalar: index of the sample.
 
-    Samples equal those of megatron-core's `BERTMaskedWordPieceDataset`, whose padding mask holds
-    the number of the padding token where it should hold 0, and whose labels without loss are -1.
-    It also masks a [PAD] inside the text, such as one drawn in place of a hidden token, which
-    bears a loss; here that token attends and is attended to.
+    Samples equal those of megatron-core's `BERTMaskedWordPieceDataset`, except that its padding
+    mask holds the padding token where it should hold 0, and its labels without loss are -1. It also
+    hides a [PAD] inside the text from attention, such as a random replacement of a masked token,
+    although the token counts in the loss. Here that token is text.
 
     Args:
-        source: Sentences.
-        sample_map: See `sentence_map`, made with `sequence_length - 3`.
-        config: How they become a sample.
-        word_pieces: Of the vocabulary.
-        seed: Of the draws; sample i has its own generator, seeded with the sum.
+        source: Dataset with one sequence per sentence.
+        sample_map: Result of `sentence_map` with `max_length=sequence_length - 3`.
+        config: Configuration of the samples.
+        word_pieces: Properties of the vocabulary.
+        seed: Seed of the random draws. The generator of sample i has the seed `seed + i`.
     """
 
     def __init__(
@@ -136,7 +137,10 @@ class BertDataset:
     def _segments(
         self, sentences: list[list[int]], random: np.random.RandomState
     ) -> tuple[list[int], list[int], bool]:
-        """Both segments, in the wrong order half of the time; one without the second task."""
+        """Returns both segments and whether they are swapped; the second is empty without a head.
+
+        Half of the samples are swapped.
+        """
         pivot, is_random = len(sentences), False
         if self.config.binary_head:
             pivot = int(random.randint(1, len(sentences))) if len(sentences) > 2 else 1
@@ -146,10 +150,10 @@ class BertDataset:
         return (right, left, is_random) if is_random else (left, right, is_random)
 
     def _replacement(self, random: np.random.RandomState) -> int | None:
-        """[MASK] for 80 % of the hidden tokens, any token for 10 %, itself for 10 %."""
+        """Draws [MASK] for 80 % of the tokens, a random token for 10 %, None (keep) for 10 %."""
         if random.random_sample() < _MASKED:
             return self.word_pieces.mask_id
-        if random.random_sample() >= _OTHER:
+        if random.random_sample() >= _UNCHANGED:
             return int(random.randint(0, len(self.word_pieces.continuations)))
         return None
 
@@ -157,7 +161,7 @@ class BertDataset:
 def _shortened(
     left: list[int], right: list[int], target: int, random: np.random.RandomState
 ) -> tuple[list[int], list[int]]:
-    """Drops tokens at either end of the longer segment until both have `target` together."""
+    """Drops tokens at either end of the longer segment until both have `target` tokens in sum."""
     bounds = [[0, len(left)], [0, len(right)]]
     while (lengths := [end - begin for begin, end in bounds])[0] + lengths[1] > target:
         longer = bounds[0] if lengths[0] > lengths[1] else bounds[1]

@@ -1,4 +1,4 @@
-"""Several datasets, drawn from in turn."""
+"""Blends of datasets."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,17 @@ from megatron_data.order.protocol import BlendOrder
 
 
 class BlendedDataset:
-    """A mixture of datasets.
+    """A blend of datasets.
 
-    Samples are those of the datasets, with `sample_ids` numbered in the mixture and `dataset_ids`,
-    an int64 scalar that says which dataset a sample came from.
+    Samples are those of the datasets. `sample_ids` are indices in the blend, and `dataset_ids`, an
+    int64 scalar, is the index of the dataset.
 
     Args:
-        datasets: What to draw from.
-        order: Which dataset each sample comes from.
+        datasets: Datasets to draw from.
+        order: The dataset and the sample for each sample of the blend.
 
     Raises:
-        DataError: An order of another number of datasets, or one that draws more from a dataset
+        DataError: The order has another number of datasets, or draws more samples from a dataset
             than it has.
     """
 
@@ -29,7 +29,9 @@ class BlendedDataset:
         self.order = order
         drawn = order.counts()
         if len(drawn) != len(datasets):
-            raise DataError(f"{len(datasets)} datasets, {len(drawn)} weights")
+            raise DataError(
+                f"the blend order has {len(drawn)} sources, but there are {len(datasets)} datasets"
+            )
         for number, (dataset, count) in enumerate(zip(datasets, drawn, strict=True)):
             if count > len(dataset):
                 raise DataError(
@@ -50,7 +52,7 @@ class BlendedDataset:
         }
 
     def batch(self, samples: Sequence[int]) -> Sample:
-        """Several samples at once: the same arrays with a leading axis, `[b, s]` and `[b]`."""
+        """Reads several samples at once. Arrays have a leading dim: `[b, s]` and `[b]`."""
         draws = [self.order[sample] for sample in samples]
         places: dict[int, list[int]] = {}
         for place, (source, _) in enumerate(draws):
@@ -65,5 +67,5 @@ class BlendedDataset:
         }
 
     def __getitems__(self, samples: Sequence[int]) -> list[Sample]:
-        """Several samples; torch's `DataLoader` asks so. They are views of one batch."""
+        """Returns several samples for torch's `DataLoader`, as views of one batch."""
         return unstack(self.batch(samples))

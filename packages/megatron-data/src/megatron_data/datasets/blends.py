@@ -1,4 +1,4 @@
-"""Blends by epochs or tokens, and what any blend comes to: samples and epochs of each source."""
+"""Blends by epochs or tokens, and the samples and epochs that a blend draws from each source."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,12 +18,12 @@ class BlendSourceSummary(NamedTuple):
     """One source of a blend.
 
     Attributes:
-        prefix: Its `.bin/.idx` pair without suffix.
-        documents: Of the whole dataset.
-        tokens: Of the part that is trained on.
-        weight: As given, those of a source that is named twice together; its tokens if none were.
-        samples: How many of the samples come from it.
-        drawn: Tokens of these samples.
+        prefix: Path of the dataset without `.bin` or `.idx`.
+        num_documents: Number of documents of the whole dataset.
+        num_tokens: Number of tokens of the training split.
+        weight: Sum of its weights, or `num_tokens` if the blend has no weights.
+        num_samples: Number of samples of the run that come from it.
+        drawn_tokens: Number of tokens of these samples.
     """
 
     prefix: str
@@ -35,26 +35,26 @@ class BlendSourceSummary(NamedTuple):
 
     @property
     def epochs(self) -> float:
-        """How often its tokens are read."""
+        """Number of times that its tokens are read."""
         return self.drawn_tokens / self.num_tokens
 
 
 def blend_by_epochs(
     epochs: Mapping[str, float], split: str | None = None, storage: StorageCache | None = None
 ) -> Blend:
-    """Returns the blend in which sources are read a number of times in the same run.
+    """Returns the blend that reads each source for a given number of epochs.
 
     Args:
-        epochs: How often each source is read, by prefix.
-        split: The `--split` that cuts off what is trained on; None for all.
-        storage: The cache for the indices of prefixes that are URLs.
+        epochs: Number of epochs of each source, by prefix.
+        split: Value of `--split`, whose training split is read. Defaults to the whole dataset.
+        storage: Cache for the indices of prefixes that are URLs.
 
     Returns:
-        The blend, whose weights are the tokens to be read of each source. A run of their sum
-        divided by the sequence length, in samples, reads them.
+        The blend, whose weights are the tokens to read from each source. Train for the sum of the
+        weights divided by the sequence length, in samples.
 
     Raises:
-        DataError: No source, one that is missing, damaged or empty, or a number that is not
+        DataError: `epochs` is empty, a source is missing, damaged or empty, or a number is not
             positive.
     """
     interval = _training(split)
@@ -66,13 +66,13 @@ def blend_by_epochs(
 
 
 def blend_by_tokens(tokens: Mapping[str, int]) -> Blend:
-    """Returns the blend in which so many tokens of each source are read, by prefix.
+    """Returns the blend that reads a given number of tokens from each source, by prefix.
 
     Raises:
-        DataError: No source, or a number that is not positive.
+        DataError: `tokens` is empty, or a number is not positive.
     """
     if not tokens:
-        raise DataError("a blend of no source; name at least one")
+        raise DataError("a blend without sources; give at least one")
     for prefix, count in tokens.items():
         _positive(prefix, count, "tokens")
     return Blend(tuple(tokens), tuple(tokens.values()))
@@ -85,18 +85,19 @@ def summarize_blend(
     split: str | None = None,
     storage: StorageCache | None = None,
 ) -> list[BlendSourceSummary]:
-    """What a run draws from each source of a blend; the counts are those of the stateless order.
+    """Returns what a run draws from each source of a blend in the stateless order.
 
     Args:
-        blend: As `parse_data_path`, `blend_by_epochs` or `blend_by_tokens` give it.
-        num_samples: Samples of the run.
+        blend: Blend, such as the result of `parse_data_path`, `blend_by_epochs` or
+            `blend_by_tokens`.
+        num_samples: Number of samples of the run.
         sequence_length: Tokens of a sample.
-        split: The `--split` that cuts off what is trained on; None for all.
-        storage: The cache for the indices of prefixes that are URLs.
+        split: Value of `--split`, whose training split is read. Defaults to the whole dataset.
+        storage: Cache for the indices of prefixes that are URLs.
 
     Raises:
-        TokenizerMismatchError: Different tokenizers made two of the sources.
-        DataError: A source that is missing, damaged or empty, or weights that are not positive.
+        TokenizerMismatchError: Two sources were made with different tokenizers.
+        DataError: A source is missing, damaged or empty, or a weight is not positive.
     """
     if num_samples < 1 or sequence_length < 1:
         raise DataError(
@@ -119,16 +120,16 @@ def summarize_blend(
 def _training(split: str | None) -> Interval:
     interval = WHOLE if split is None else parse_split(split)[0]
     if interval is None:
-        raise DataError(f"split {split!r} leaves nothing to train on")
+        raise DataError(f"split {split!r} has no training split; increase its first number")
     return interval
 
 
 def _size(prefix: str, interval: Interval, storage: StorageCache | None) -> tuple[int, int]:
-    """Documents of a dataset, and tokens of the part that is trained on."""
+    """Returns the documents of a dataset, and the tokens of its training split."""
     with IndexedDataset(prefix, storage) as dataset:
         documents, tokens = dataset.num_documents, count_tokens(dataset, interval)
     if not tokens:
-        raise DataError(f"{prefix} holds no token to train on")
+        raise DataError(f"the training split of {prefix} has no token")
     return documents, tokens
 
 

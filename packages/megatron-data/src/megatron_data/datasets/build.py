@@ -1,4 +1,4 @@
-"""Training, validation and test datasets from what a command line names."""
+"""Builds the training, validation and test datasets of a run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ _WHOLE: Interval = (0.0, 1.0)
 
 
 class Datasets(NamedTuple):
-    """One dataset per split, None where nothing was asked for or the split is empty."""
+    """One dataset per split. A dataset is None if its size is 0 or its split is empty."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -62,45 +62,49 @@ def build_gpt_datasets(
     mmap: bool = True,
     dataset_pool: DatasetPool | None = None,
 ) -> Datasets:
-    """Builds the three datasets of a run.
+    """Builds the three GPT datasets of a run.
 
     Args:
-        data_path: A prefix; a `--data-path` list of prefixes, or of weights and prefixes in turn;
-            a `Blend`, such as `blend_by_epochs` and `blend_by_tokens` give; or a mapping
-            from "train", "valid" and "test" to such a list each.
-        split: How a dataset is cut into the three splits; not used with a mapping.
-        sizes: Samples wanted for training, validation and test. None takes one epoch; 0 builds
-            nothing.
-        sequence_length: Tokens in a sample.
-        seed: Of the order.
-        order: "stateless" computes every sample from its number: nothing is built or kept, a run
-            can be made longer, and weights changed, without changing what it has seen. "packed"
-            does not cut documents that fit into a sample, see `Packing`. "compat" gives Megatron's
-            samples element by element.
-        data_path_changes: Data that takes the place of `data_path` in training from a sample on,
-            with other weights or other datasets; not with "compat".
-        eod_id: Token that ends a document.
-        pad_id: Token that bears no loss as a label and is read as token 0, as megatron-core treats
-            the tokenizer's padding token; None for none.
-        add_extra_token: Read one token beyond the sequence length, for the last label.
-        reset_position_ids: Restart positions after a document.
-        reset_attention_mask: Number documents, so that attention stays within one.
-        eod_mask_loss: No loss where the input is the end-of-document token.
-        cu_seqlens: Add `cu_seqlens` and `max_seqlen`, the bounds of documents.
-        infill: What takes documents apart for filling in the middle; also in validation and test,
-            as in Megatron.
-        drop_last_partial_validation: Leave out a last validation sample that is not full.
-        surplus: Share of samples that each dataset of a weighted blend holds in reserve; "compat"
-            only.
-        cache_path: Folder for built indices, or None to build them each time; "compat" only.
-        storage: Cache for what is read of prefixes that are URLs.
-        mmap: Map token files into memory; see `IndexedDataset`.
+        data_path: A prefix; a `--data-path` list of prefixes, or of alternating weights and
+            prefixes; a `Blend`, such as the result of `blend_by_epochs` or `blend_by_tokens`; or a
+            mapping from "train", "valid" and "test" to such values.
+        split: Fractions of each dataset for the three splits, as in `--split`. Not used with a
+            mapping. Defaults to "969,30,1".
+        sizes: Number of training, validation and test samples. None takes one epoch, 0 builds no
+            dataset. Defaults to one epoch each.
+        sequence_length: Tokens in a sample. Defaults to 1024.
+        seed: Seed of the order. Defaults to 1234.
+        order: "stateless" computes each sample from its index: no index is built, and a longer run
+            or changed weights do not affect earlier samples. "packed" does not split documents
+            that fit into a sample; see `Packing`. "compat" equals Megatron's samples element by
+            element. Defaults to "stateless".
+        data_path_changes: Pairs of a training sample and the data that replaces `data_path` from
+            that sample on, with other weights or other datasets. Not with "compat".
+        eod_id: End-of-document token.
+        pad_id: Token that is excluded from the loss as a label and read as token 0, as
+            megatron-core treats the padding token of the tokenizer. Defaults to no such token.
+        add_extra_token: Reads one token beyond `sequence_length`, for the last label. Defaults to
+            True.
+        reset_position_ids: Restarts positions after each document. Defaults to False.
+        reset_attention_mask: Gives each document its own id, which attention does not cross.
+            Defaults to False.
+        eod_mask_loss: Excludes positions whose input is `eod_id` from the loss. Defaults to False.
+        cu_seqlens: Adds `cu_seqlens` and `max_seqlen`, the bounds of documents. Defaults to False.
+        infill: Rearranges documents for fill-in-the-middle, also in validation and test as in
+            Megatron. Defaults to None.
+        drop_last_partial_validation: Omits an incomplete last validation sample. Defaults to True.
+        surplus: Fraction of extra samples that each dataset of a weighted blend provides. "compat"
+            only. Defaults to 0.005.
+        cache_path: Folder that stores built indices. "compat" only. Defaults to None, which builds
+            them each time.
+        storage: Cache for prefixes that are URLs.
+        mmap: Maps token files into memory; see `IndexedDataset`. Defaults to True.
         dataset_pool: Datasets that several calls share, such as one call per split. Defaults to a
             pool for this call.
 
     Raises:
-        EmptySplitError: A split without tokens.
-        DataError: A dataset that is missing or damaged, or a blend that asks a dataset for more
+        EmptySplitError: A split has no token.
+        DataError: A dataset is missing or damaged, or a blend draws more samples from a dataset
             than it has.
     """
     check_order_name(order)
@@ -118,8 +122,8 @@ def build_gpt_datasets(
     if order == "compat":
         if data_path_changes:
             raise DataError(
-                'data that changes at a sample needs another order than "compat", which is drawn '
-                "for a whole run"
+                'data_path_changes does not work with the order "compat", which is drawn for a '
+                'whole run; use "stateless" or "packed"'
             )
         builder = CompatBuilder(
             config=config,
@@ -154,11 +158,17 @@ def build_splits(
     split: str | None,
     sizes: tuple[int | None, int | None, int | None],
 ) -> Datasets:
-    """Returns the three datasets that a builder makes of what a command line names.
+    """Builds the three datasets with a builder.
+
+    Args:
+        builder: Builds the dataset of one split.
+        data_path: Data path; see `build_gpt_datasets`.
+        split: Fractions of the three splits; see `build_gpt_datasets`.
+        sizes: Number of samples of each split; see `build_gpt_datasets`.
 
     Raises:
-        EmptySplitError: A split without tokens.
-        DataError: What the builder cannot make a dataset of.
+        EmptySplitError: A split has no token.
+        DataError: The builder cannot build a dataset.
     """
     parts = _parts(data_path, split)
     built = [
@@ -179,10 +189,18 @@ def build_mock_gpt_datasets(
     *,
     order: OrderName = "stateless",
 ) -> Datasets:
-    """Returns the three datasets of a source in memory, such as `MockTokens`.
+    """Builds the three GPT datasets of a source in memory, such as `MockTokens`.
+
+    Args:
+        source: Token source.
+        sizes: Number of samples of each split; see `build_gpt_datasets`.
+        config: Configuration of the samples.
+        seed: Seed of the order. Defaults to 1234.
+        split: Fractions of the three splits. Defaults to "1,1,1".
+        order: Sample order; see `build_gpt_datasets`. Defaults to "stateless".
 
     Raises:
-        DataError: A split without tokens.
+        EmptySplitError: A split has no token.
     """
     check_order_name(order)
     kinds: dict[str, type[GPTBuilder]] = {
@@ -201,23 +219,24 @@ def build_mock_gpt_datasets(
 
 
 def _parts(data_path: DataPath, split: str | None) -> list[tuple[Blend, Interval] | None]:
-    """Blends and interval of each split."""
+    """Returns the blend and the interval of each split."""
     if isinstance(data_path, Mapping):
         blends = parse_per_split(data_path)
         return [None if (blend := blends[name]) is None else (blend, _WHOLE) for name in SPLITS]
     if split is None:
         raise DataError(
-            f"--split is needed where all splits come from the same data: {DEFAULT_SPLIT}"
+            "--split is required if all splits come from the same data, such as "
+            f"--split {DEFAULT_SPLIT}"
         )
     blend = parse_data_path(data_path)
     return [None if interval is None else (blend, interval) for interval in parse_split(split)]
 
 
 def _training_data(first_sample: int, data_path: DataPath) -> Blend:
-    """Returns what a change of data names for training."""
+    """Returns the training blend of a changed data path."""
     if not isinstance(data_path, Mapping):
         return parse_data_path(data_path)
     blend = parse_per_split(data_path)["train"]
     if blend is None:
-        raise DataError(f"the data from sample {first_sample} on names nothing to train on")
+        raise DataError(f"the data path from sample {first_sample} on has no training data")
     return blend

@@ -1,4 +1,4 @@
-"""Training, validation and test datasets of the inverse cloze task."""
+"""Builds the datasets of the inverse cloze task."""
 
 import os
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ from megatron_data.sources.block_cache import StorageCache
 
 @dataclass(kw_only=True)
 class _BlockBuilder(MapBuilder):
-    """Makes datasets whose samples are blocks of sentences with the title of their document.
+    """Builds datasets whose samples are blocks of sentences with the title of their document.
 
     Attributes:
-        config: How blocks become samples.
-        word_pieces: Of the vocabulary.
-        titles: Prefix of the titles by prefix of the sentences; empty for none.
+        config: Configuration of the samples.
+        word_pieces: Properties of the vocabulary.
+        titles: Maps prefixes of sentences to prefixes of titles. Defaults to no titles.
     """
 
     config: ICTDatasetConfig
@@ -45,14 +45,14 @@ class _BlockBuilder(MapBuilder):
         bounds = source.document_indices[first : last + 1]
         arrays = (bounds, source.sequence_lengths, lengths)
         rows = self._map("blocks 1", block_map, arrays, options).copy()
-        rows[:, 2] += rows.dtype.type(first)  # from numbers within the split
+        rows[:, 2] += rows.dtype.type(first)  # document indices start at the split
         return ICTDataset(source, titles, rows, self.config, self.word_pieces, self.seed)
 
     def _titles_of(self, name: str, source: IndexedDataset) -> IndexedDataset | None:
         if not self.titles:
             return None
         if name not in self.titles:
-            raise DataError(f"no titles for {name}; name those of every dataset, or none")
+            raise DataError(f"no titles for {name}; give titles for every dataset, or for none")
         compare_fingerprints(recorded_fingerprints([name, self.titles[name]]))
         titles = self.open_source(self.titles[name])
         if titles.num_documents != source.num_documents:
@@ -80,24 +80,25 @@ def build_ict_datasets(
     """Builds the three datasets of the inverse cloze task, in Megatron's order.
 
     Args:
-        data_path: As in `build_gpt_datasets`; datasets whose documents are rows of sentences.
-        split: How the documents of a dataset are cut into the three splits.
-        sizes: Least number of samples for training, validation and test, of whole epochs. None
-            takes one epoch, for an index of all blocks, say; 0 builds nothing.
-        config: How blocks become samples.
-        word_pieces: Of the vocabulary.
-        titles: For every prefix of sentences that of their titles (Megatron:
-            `--titles-data-path`), which has as many documents; None for blocks without titles.
-        seed: Of the order and of the draws of samples.
-        surplus: Share of samples that each dataset of a weighted blend holds in reserve.
-        cache_path: Folder for built maps, or None to build them each time.
-        storage: Cache for what is read of prefixes that are URLs.
-        mmap: Map token files into memory; see `IndexedDataset`.
+        data_path: Data path as in `build_gpt_datasets`, to datasets with one sequence per sentence.
+        split: Fractions of the documents of a dataset for the three splits. Defaults to "969,30,1".
+        sizes: Minimum number of training, validation and test samples, in whole epochs. None takes
+            one epoch, for example to index all blocks; 0 builds no dataset.
+        config: Configuration of the samples.
+        word_pieces: Properties of the vocabulary.
+        titles: Maps each prefix of sentences to the prefix of their titles (Megatron:
+            `--titles-data-path`), which has as many documents. Defaults to no titles.
+        seed: Seed of the order and of the random draws of samples. Defaults to 1234.
+        surplus: Fraction of extra samples that each dataset of a weighted blend provides. Defaults
+            to 0.005.
+        cache_path: Folder that stores built maps. Defaults to None, which builds them each time.
+        storage: Cache for prefixes that are URLs.
+        mmap: Maps token files into memory; see `IndexedDataset`. Defaults to True.
 
     Raises:
-        EmptySplitError: A split of which no document can be used.
-        DataError: A dataset that is missing or damaged, titles that do not belong to it, or a
-            blend that asks a dataset for more than it has.
+        EmptySplitError: No document of a split can be used.
+        DataError: A dataset is missing or damaged, titles do not match, or a blend draws more
+            samples from a dataset than it has.
     """
     builder = _BlockBuilder(
         seed=seed,

@@ -1,4 +1,4 @@
-"""Training, validation and test datasets of BERT and T5 from what a command line names."""
+"""Builds the datasets of BERT and T5."""
 
 import os
 from abc import abstractmethod
@@ -24,10 +24,10 @@ from megatron_data.sources.block_cache import StorageCache
 
 @dataclass(kw_only=True)
 class MapBuilder(GreedyBuilder):
-    """Makes datasets along a map of sentences; splits are cut between documents.
+    """Builds datasets from a sample map. Splits contain whole documents.
 
     Attributes:
-        options: What the map follows from besides the dataset and the seed.
+        options: Options of the map except seed and number of samples.
     """
 
     options: dict[str, Any]
@@ -35,10 +35,10 @@ class MapBuilder(GreedyBuilder):
     def build_source(
         self, source: TokenSource, name: str, request: SplitRequest, source_index: int = 0
     ) -> Dataset:
-        """Returns one split of one source, the `source_index`-th of a blend.
+        """Builds one split of one source of a blend.
 
         Raises:
-            EmptySplitError: None of its documents can be used.
+            EmptySplitError: No document of the split can be used.
         """
         opened = self.open_source(name)
         documents = sequence_range(request.interval, opened.num_documents)
@@ -53,7 +53,7 @@ class MapBuilder(GreedyBuilder):
     def _build_along_map(
         self, name: str, source: IndexedDataset, documents: tuple[int, int], options: dict[str, Any]
     ) -> Dataset:
-        """Returns the dataset of some documents, the first and the one after the last."""
+        """Builds the dataset of the documents `[documents[0], documents[1])`."""
 
     def _map(
         self,
@@ -62,7 +62,7 @@ class MapBuilder(GreedyBuilder):
         arrays: Sequence[NDArray[np.integer]],
         options: dict[str, Any],
     ) -> NDArray[np.unsignedinteger]:
-        """Returns a map that is built, or read from the cache."""
+        """Builds a map or reads it from the cache."""
         key = cache_key({"what": what} | options, *arrays)
         return load_or_build(self.cache_path, key, lambda: {"rows": build(*arrays, **options)})[
             "rows"
@@ -71,10 +71,10 @@ class MapBuilder(GreedyBuilder):
 
 @dataclass(kw_only=True)
 class _SentenceBuilder(MapBuilder):
-    """Makes datasets of BERT and T5.
+    """Builds datasets of BERT and T5.
 
     Attributes:
-        make: A dataset of a source and its map.
+        make: Constructs a dataset from a source and its map.
     """
 
     make: Callable[[IndexedDataset, NDArray[np.unsignedinteger]], Dataset]
@@ -113,21 +113,22 @@ def build_bert_datasets(
     """Builds the three BERT datasets of a run, in Megatron's order.
 
     Args:
-        data_path: As in `build_gpt_datasets`; datasets whose documents are rows of sentences.
-        split: How the documents of a dataset are cut into the three splits.
-        sizes: Least number of samples for training, validation and test: Megatron lays out whole
-            epochs. None takes one epoch; 0 builds nothing.
-        config: How sentences become samples.
-        word_pieces: Of the vocabulary.
-        seed: Of the order and of the draws of samples.
-        surplus: Share of samples that each dataset of a weighted blend holds in reserve.
-        cache_path: Folder for built maps, or None to build them each time.
-        storage: Cache for what is read of prefixes that are URLs.
-        mmap: Map token files into memory; see `IndexedDataset`.
+        data_path: Data path as in `build_gpt_datasets`, to datasets with one sequence per sentence.
+        split: Fractions of the documents of a dataset for the three splits. Defaults to "969,30,1".
+        sizes: Minimum number of training, validation and test samples, in whole epochs as in
+            Megatron. None takes one epoch, 0 builds no dataset.
+        config: Configuration of the samples.
+        word_pieces: Properties of the vocabulary.
+        seed: Seed of the order and of the random draws of samples. Defaults to 1234.
+        surplus: Fraction of extra samples that each dataset of a weighted blend provides. Defaults
+            to 0.005.
+        cache_path: Folder that stores built maps. Defaults to None, which builds them each time.
+        storage: Cache for prefixes that are URLs.
+        mmap: Maps token files into memory; see `IndexedDataset`. Defaults to True.
 
     Raises:
-        EmptySplitError: A split of which no document can be used.
-        DataError: A dataset that is missing or damaged, or a blend that asks a dataset for more
+        EmptySplitError: No document of a split can be used.
+        DataError: A dataset is missing or damaged, or a blend draws more samples from a dataset
             than it has.
     """
     options = _map_options(config, bert.SPECIAL_TOKENS, config.min_sentences)
@@ -158,11 +159,11 @@ def build_t5_datasets(
 ) -> Datasets:
     """Builds the three T5 datasets of a run, in Megatron's order.
 
-    The arguments are those of `build_bert_datasets`, but `pieces` needs sentinels.
+    The arguments are those of `build_bert_datasets`. `word_pieces` needs sentinels.
 
     Raises:
-        EmptySplitError: A split of which no document can be used.
-        DataError: What is one in `build_bert_datasets`, or a vocabulary without sentinels.
+        EmptySplitError: No document of a split can be used.
+        DataError: As in `build_bert_datasets`, or the vocabulary has no sentinels.
     """
     options = _map_options(config, t5.SPECIAL_TOKENS, 1)
     builder = _SentenceBuilder(

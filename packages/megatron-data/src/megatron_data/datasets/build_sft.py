@@ -1,4 +1,4 @@
-"""The three datasets of a run on conversations."""
+"""Builds the datasets of supervised fine-tuning on conversations."""
 
 import logging
 from dataclasses import dataclass
@@ -39,24 +39,28 @@ _log = logging.getLogger("megatron_data")
 
 @dataclass(kw_only=True)
 class _SFTBuilder(GPTBuilder):
-    """Makes `SFTDataset`s of a dataset and the mask beside it.
+    """Builds an `SFTDataset` from a dataset and its loss mask.
 
     Attributes:
-        tokenizer: Of conversations that are JSON lines.
-        max_document_bytes: That such a line may have; None for no limit.
+        tokenizer: Tokenizer of conversations in JSON lines.
+        max_document_bytes: Largest size of such a line in bytes. None is no limit.
     """
 
     tokenizer: SFTTokenizer | None = None
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES
 
     def open_source(self, prefix: str) -> IndexedDataset:
-        """Returns the dataset at a prefix; JSON lines have no lengths, which most orders need."""
+        """Returns the dataset at a prefix.
+
+        Raises:
+            DataError: The prefix is a file of JSON lines, whose token lengths are unknown.
+        """
         if is_conversation_file(prefix):
             raise DataError(
-                f"{prefix} holds conversations as text, and this sample order needs their lengths: "
+                f"{prefix} holds conversations as text, but this sample order needs their lengths; "
                 f"run megatron-data tokenize-conversations --input {prefix} --output-prefix NAME "
-                "--tokenizer-model PATH and give NAME_conversation, or give --sample-order compat, "
-                "a line a sample"
+                "--tokenizer-model PATH and give NAME_conversation, or use --sample-order compat, "
+                "in which each line is a sample"
             )
         return super().open_source(prefix)
 
@@ -70,11 +74,11 @@ class _SFTBuilder(GPTBuilder):
     def build_source(
         self, source: TokenSource, name: str, request: SplitRequest, source_index: int = 0
     ) -> Dataset:
-        """Returns one split of one source; a warning tells how many conversations it cuts.
+        """Builds one split of one source. Warns of conversations that are truncated or split.
 
         Raises:
-            EmptySplitError: It has no token.
-            DataError: It has no mask.
+            EmptySplitError: The split has no token.
+            DataError: The dataset has no loss mask.
         """
         dataset = super().build_source(source, name, request, source_index)
         order = dataset.order if isinstance(dataset, SFTDataset) else None
@@ -90,24 +94,24 @@ class _SFTBuilder(GPTBuilder):
 
 @dataclass(kw_only=True)
 class _PackedConversations(_SFTBuilder, PackedBuilder):
-    """As many conversations in a sample as fit."""
+    """Builds samples of whole conversations."""
 
 
 @dataclass(kw_only=True)
 class _CutConversations(_SFTBuilder, StatelessBuilder):
-    """Conversations end to end, cut where a sample is full."""
+    """Builds samples of concatenated conversations."""
 
 
 @dataclass(kw_only=True)
 class _Rows(GreedyBuilder, _SFTBuilder):
-    """Megatron's order: the conversations of a line are a sample."""
+    """Builds samples in Megatron's order: the conversations of a line are a sample."""
 
     def build_prefix(self, prefix: str, request: SplitRequest, source_index: int = 0) -> Dataset:
-        """Returns one split of the dataset at a prefix, or of a file of JSON lines."""
+        """Builds one split of the dataset at a prefix, or of a file of JSON lines."""
         if not is_conversation_file(prefix):
             return super().build_prefix(prefix, request, source_index)
         if self.tokenizer is None:
-            raise DataError(f"{prefix} holds conversations as text; give --tokenizer-model, too")
+            raise DataError(f"{prefix} holds conversations as text; give --tokenizer-model")
         lines = self.dataset_pool.conversation_lines(
             prefix, self.tokenizer, self.max_document_bytes
         )
@@ -130,7 +134,7 @@ class _Rows(GreedyBuilder, _SFTBuilder):
         source_index: int,
     ) -> RowOrder:
         if not isinstance(source, IndexedDataset):
-            raise DataError("rows are documents of an indexed dataset; this source has none")
+            raise DataError('order="compat" needs an indexed dataset; this source is none')
         return RowOrder(
             source.document_indices,
             source.sequence_lengths,
@@ -154,32 +158,35 @@ def build_sft_datasets(
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
     dataset_pool: DatasetPool | None = None,
 ) -> Datasets:
-    """Builds the three datasets of a run on conversations.
+    """Builds the three datasets of supervised fine-tuning.
 
     Args:
-        data_path: As in `build_gpt_datasets`; prefixes of `tokenize_conversations`, which end in
-            `_conversation`, or with the order "compat" local files of JSON lines, whose names end
-            in `.jsonl` or `.json` and which are tokenized as samples ask for them.
-        split: How a dataset is cut into the three splits; not used with a mapping.
-        sizes: Samples wanted for training, validation and test. None takes one epoch; 0 builds
-            nothing.
-        sequence_length: Tokens in a sample.
-        seed: Of the order.
-        order: "packed" puts whole conversations into samples and cuts only those that are longer
-            than a sample; `dataset.order.packing.report()` counts them. "stateless" lays them end
-            to end and cuts at every sample. "compat" is Megatron's: a sample is the conversations
-            of one line, in the order of the file, its end cut off where it is too long.
-        tokenizer: Of JSON lines.
-        storage: Cache for what is read of prefixes that are URLs.
-        mmap: Map token files into memory; see `IndexedDataset`.
-        max_document_bytes: Bytes that one of the JSON lines may have; None for no limit.
+        data_path: Data path as in `build_gpt_datasets`: prefixes of `tokenize_conversations`,
+            which end in `_conversation`. With the order "compat" also local files of JSON lines,
+            whose names end in `.jsonl` or `.json`; their lines are tokenized on demand.
+        split: Fractions of each dataset for the three splits. Not used with a mapping. Defaults to
+            "969,30,1".
+        sizes: Number of training, validation and test samples. None takes one epoch, 0 builds no
+            dataset.
+        sequence_length: Tokens in a sample. Defaults to 1024.
+        seed: Seed of the order. Defaults to 1234.
+        order: "packed" puts whole conversations into samples and splits only those that are longer
+            than a sample; `dataset.order.packing.report()` counts them. "stateless" concatenates
+            conversations and cuts at each sample. "compat" is Megatron's order: a sample is the
+            conversations of one line in the order of the file, truncated to the sequence length.
+            Defaults to "packed".
+        tokenizer: Tokenizer of JSON lines.
+        storage: Cache for prefixes that are URLs.
+        mmap: Maps token files into memory; see `IndexedDataset`. Defaults to True.
+        max_document_bytes: Largest size of a JSON line in bytes. None is no limit. Defaults to
+            32 MiB.
         dataset_pool: Datasets that several calls share, such as one call per split. Defaults to a
             pool for this call.
 
     Raises:
-        EmptySplitError: A split without conversations.
-        DataError: A dataset that is missing or damaged, or has no mask; JSON lines with another
-            order or without a tokenizer.
+        EmptySplitError: A split has no conversation.
+        DataError: A dataset is missing or damaged, or has no loss mask, or JSON lines are used
+            with another order or without a tokenizer.
     """
     check_order_name(order)
     kinds: _Builders = {

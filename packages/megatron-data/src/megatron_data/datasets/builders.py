@@ -1,4 +1,4 @@
-"""How one split of one or more sources becomes a dataset, in each of the two sample orders."""
+"""Builders: how one split of one or more sources becomes a dataset, for each sample order."""
 
 import os
 from abc import ABC, abstractmethod
@@ -34,22 +34,22 @@ OrderName: TypeAlias = Literal["stateless", "packed", "compat"]
 
 
 def check_order_name(order: str) -> None:
-    """Refuses what is no order of samples.
+    """Checks the name of a sample order.
 
     Raises:
-        DataError: There is none of this name.
+        DataError: There is no order of this name.
     """
     if order not in get_args(OrderName):
         raise DataError(f"order={order!r}; give one of {', '.join(get_args(OrderName))}")
 
 
 class SplitRequest(NamedTuple):
-    """What is asked of a source or of a blend.
+    """A split of a source or of a blend.
 
     Attributes:
-        split: Which part of a run it is for.
-        interval: The part of every source.
-        size: Number of samples; None for one epoch.
+        split: Name of the split.
+        interval: Interval of every source that belongs to the split, within [0, 1].
+        num_samples: Number of samples; None for one epoch.
     """
 
     split: SplitName
@@ -59,13 +59,13 @@ class SplitRequest(NamedTuple):
 
 @dataclass(kw_only=True)
 class Builder(ABC):
-    """What every dataset of one call shares.
+    """Base class of builders.
 
     Attributes:
-        seed: Of the order.
+        seed: Seed of the order.
         storage: Cache for datasets in object storage.
-        mmap: Map token files into memory.
-        dataset_pool: The datasets, each of which is opened and checked once.
+        mmap: Maps token files into memory.
+        dataset_pool: Opens and checks each dataset once.
     """
 
     seed: int
@@ -74,16 +74,15 @@ class Builder(ABC):
     dataset_pool: DatasetPool = field(default_factory=DatasetPool)
 
     def open_source(self, prefix: str) -> IndexedDataset:
-        """Returns the dataset at a prefix, its index checked from end to end.
+        """Opens the dataset at a prefix and checks its whole index.
 
         Raises:
-            DataError: There is none, its index is damaged, or it holds images.
+            DataError: The dataset is missing, its index is damaged, or it contains images.
         """
         dataset = self.dataset_pool.indexed_dataset(prefix, self.storage, self.mmap)
         if dataset.sequence_modes is not None:
             raise DataError(
-                f"{prefix} holds images beside its texts, whose bytes are no tokens; give a "
-                "dataset of texts"
+                f"{prefix} contains images, whose bytes are not tokens; give a dataset of text only"
             )
         return dataset
 
@@ -91,32 +90,39 @@ class Builder(ABC):
     def build_source(
         self, source: TokenSource, name: str, request: SplitRequest, source_index: int = 0
     ) -> Dataset:
-        """Returns one split of one source, the `source_index`-th of a blend.
+        """Builds one split of one source.
+
+        Args:
+            source: The source.
+            name: Its name in errors.
+            request: The split.
+            source_index: Index of the source in the blend. Defaults to 0.
 
         Raises:
-            EmptySplitError: It has no token.
-            DataError: It is too short for one sample.
+            EmptySplitError: The split has no token.
+            DataError: The split is too short for one sample.
         """
 
     def build_prefix(self, prefix: str, request: SplitRequest, source_index: int = 0) -> Dataset:
-        """Returns one split of what a prefix names, the `source_index`-th of a blend.
+        """Builds one split of the dataset at a prefix.
 
         Raises:
-            EmptySplitError: It has no token.
-            DataError: It is missing, damaged, or too short for one sample.
+            EmptySplitError: The split has no token.
+            DataError: The dataset is missing or damaged, or the split is too short for one sample.
         """
         return self.build_source(self.open_source(prefix), prefix, request, source_index)
 
     def build_split(self, blend: Blend, request: SplitRequest) -> Dataset:
-        """Returns one split of one or more sources, hash_integers.
+        """Builds one split of a blend.
 
         Raises:
-            DataError: A dataset that is missing or damaged, a split without tokens, or weights
-                without a size.
+            EmptySplitError: The split of a source has no token.
+            DataError: A dataset is missing or damaged, or weights are given without a size.
         """
         if blend.weights is not None and request.num_samples is None:
             raise DataError(
-                f"the {request.split} blend has weights but no size; give the number of samples"
+                f"the {request.split} blend has weights, but its number of samples is not given; "
+                "give one, or leave out the weights"
             )
         if len(blend.prefixes) == 1 and blend.weights is None:
             (prefix,) = blend.prefixes
@@ -125,16 +131,16 @@ class Builder(ABC):
 
     @abstractmethod
     def _build_blend(self, blend: Blend, request: SplitRequest) -> BlendedDataset:
-        """Several sources; a size is there if the weights are."""
+        """Builds a blend of several sources. If weights are given, the size is given too."""
 
 
 @dataclass(kw_only=True)
 class GreedyBuilder(Builder):
-    """Mixes as Megatron does.
+    """Builds blends like Megatron.
 
     Attributes:
-        surplus: Share of samples that each dataset of a weighted blend holds in reserve.
-        cache_path: Folder for built indices, or None.
+        surplus: Fraction of extra samples that each dataset of a weighted blend provides.
+        cache_path: Folder that stores built indices. None stores nothing.
     """
 
     surplus: float = 0.005
@@ -161,12 +167,12 @@ class GreedyBuilder(Builder):
 
 @dataclass(kw_only=True)
 class GPTBuilder(Builder):
-    """Makes `GPTDataset`s.
+    """Builds a `GPTDataset`.
 
     Attributes:
-        config: How tokens become samples.
-        drop_last_partial_validation: Leave out a last validation sample that is not full.
-        infill: What takes the documents of samples apart, with draws of its own in each source.
+        config: Configuration of the samples.
+        drop_last_partial_validation: Omits an incomplete last validation sample.
+        infill: Rearranges documents, with a seed of its own for each source.
     """
 
     config: GPTDatasetConfig
@@ -176,11 +182,11 @@ class GPTBuilder(Builder):
     def build_source(
         self, source: TokenSource, name: str, request: SplitRequest, source_index: int = 0
     ) -> Dataset:
-        """Returns one split of one source, the `source_index`-th of a blend.
+        """Builds one split of one source; see `Builder.build_source`.
 
         Raises:
-            EmptySplitError: It has no token.
-            DataError: It is too short for one sample.
+            EmptySplitError: The split has no token.
+            DataError: The split is too short for one sample.
         """
         count = len(source.sequence_lengths)
         first, last = sequence_range(request.interval, count)
@@ -193,7 +199,7 @@ class GPTBuilder(Builder):
     def _build_along_order(
         self, source: TokenSource, name: str, order: SampleOrder, source_index: int
     ) -> Dataset:
-        """Returns the dataset of one source along its order."""
+        """Builds the dataset of one source with a sample order."""
         infill = self.infill and self.infill.with_seed(
             hash_integers(self.infill.seed, source_index)
         )
@@ -207,7 +213,7 @@ class GPTBuilder(Builder):
         request: SplitRequest,
         source_index: int,
     ) -> SampleOrder:
-        """Returns the order of one source."""
+        """Builds the sample order of one source."""
 
     def _drops_last_partial(self, split: SplitName) -> bool:
         return split != "valid" or self.drop_last_partial_validation
@@ -215,7 +221,7 @@ class GPTBuilder(Builder):
 
 @dataclass(kw_only=True)
 class CompatBuilder(GreedyBuilder, GPTBuilder):
-    """The order of samples of Megatron's `GPTDataset`."""
+    """Builds datasets in the sample order of Megatron's `GPTDataset`."""
 
     def _build_order(
         self,
@@ -247,11 +253,10 @@ class CompatBuilder(GreedyBuilder, GPTBuilder):
 
 @dataclass(kw_only=True)
 class StatelessBuilder(GPTBuilder):
-    """The order that is computed from seed, weights and sample number.
+    """Builds datasets in the order that is computed from seed, weights and sample index.
 
     Attributes:
-        changes: Blends of the training split that take the place of the first, with the sample
-            from which they do.
+        changes: Blends that replace the training blend, with their first sample.
     """
 
     changes: Sequence[tuple[int, Blend]] = ()
@@ -274,15 +279,17 @@ class StatelessBuilder(GPTBuilder):
         )
 
     def build_split(self, blend: Blend, request: SplitRequest) -> Dataset:
-        """Returns one split of one or more sources, hash_integers.
+        """Builds one split of a blend.
 
         Raises:
-            DataError: A dataset that is missing or damaged, a split without tokens, or weights
-                without a size.
+            EmptySplitError: The split of a source has no token.
+            DataError: A dataset is missing or damaged, or weights are given without a size.
         """
         if request.split == "train" and self.changes:
             if request.num_samples is None:
-                raise DataError("data that changes at a sample needs the number of samples")
+                raise DataError(
+                    "data_path_changes needs the number of training samples; give it in sizes"
+                )
             return self._build_blend(blend, request)
         return super().build_split(blend, request)
 
@@ -316,7 +323,7 @@ class StatelessBuilder(GPTBuilder):
         )
 
     def _weights(self, blend: Blend, interval: Interval) -> dict[str, float]:
-        """Weights by prefix, those of a prefix named twice together; unset, tokens of the split."""
+        """Returns weights by prefix: tokens of the split by default. Repeated prefixes add up."""
         weights: dict[str, float] = {}
         given = blend.weights or [
             count_tokens(self.open_source(prefix), interval) for prefix in blend.prefixes
@@ -328,7 +335,7 @@ class StatelessBuilder(GPTBuilder):
 
 @dataclass(kw_only=True)
 class PackedBuilder(StatelessBuilder):
-    """Whole documents, packed into samples; sources are mixed as in `StatelessBuilder`."""
+    """Builds samples of whole documents. Blends are those of `StatelessBuilder`."""
 
     def _build_order(
         self,
@@ -349,7 +356,7 @@ class PackedBuilder(StatelessBuilder):
 
 @contextmanager
 def dataset_named_in_errors(which: str) -> Iterator[None]:
-    """Says of errors in the block which dataset they are about."""
+    """Adds the name of the dataset to errors that the block raises."""
     try:
         yield
     except EmptySplitError as error:
@@ -359,7 +366,7 @@ def dataset_named_in_errors(which: str) -> Iterator[None]:
 
 
 def _table(source: TokenSource) -> SequenceTable:
-    """Returns the source itself where its index holds the sums of the lengths."""
+    """Returns the source itself if its index holds cumulative lengths."""
     return (
         source
         if isinstance(source, IndexedDataset)

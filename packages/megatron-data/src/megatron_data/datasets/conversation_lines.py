@@ -1,4 +1,4 @@
-"""Conversations that stay text until a sample asks for them."""
+"""Conversations in JSON lines that are tokenized on demand."""
 
 import logging
 import os
@@ -30,12 +30,12 @@ _log = logging.getLogger("megatron_data")
 
 
 class _Lines(NamedTuple):
-    """Where the lines of a file are that hold something.
+    """Positions of the lines of a file that are not blank.
 
     Attributes:
-        starts: First byte of every line, int64 `[L]`.
-        sizes: Its bytes with the end of the line, int64 `[L]`.
-        blank: How many lines with something stand before each line of white space, int64.
+        starts: First byte of each line, int64 `[L]`.
+        sizes: Size of each line in bytes, including its newline, int64 `[L]`.
+        blank: Number of non-blank lines before each blank line, int64.
     """
 
     starts: NDArray[np.int64]
@@ -44,20 +44,21 @@ class _Lines(NamedTuple):
 
 
 class ConversationLines:
-    """The conversations of a file of JSON lines, as `tokenize_conversations` reads them.
+    """The conversations of a file of JSON lines, tokenized as by `tokenize_conversations`.
 
-    Opening finds where lines begin: 16 bytes a line are kept, and nothing is written. A line is
-    read and tokenized when it is asked for; the last 64 are kept.
+    The constructor finds the beginning of each line. This takes 16 bytes of memory per line;
+    nothing is written. Lines are read and tokenized on demand, and the last 64 are cached.
 
     Args:
-        path: A local file that is not packed.
-        tokenizer: Knows how conversations are written.
-        loss: "assistant" counts what assistants say, "all" every token but the first.
-        max_document_bytes: Bytes that a line may have; None for no limit.
+        path: Path of a local, uncompressed file.
+        tokenizer: Tokenizer with a prompt format.
+        loss: "assistant" includes what assistants say in the loss, "all" every token but the first.
+            Defaults to "assistant".
+        max_document_bytes: Largest size of a line in bytes. None is no limit. Defaults to 32 MiB.
 
     Raises:
-        DataError: No such file, a packed one or one at a URL, nothing in it, a line that is too
-            long (file and line), or a tokenizer without an end-of-document token.
+        DataError: The file is missing, empty, compressed or at a URL, a line is too long, or the
+            tokenizer has no end-of-document token.
     """
 
     def __init__(
@@ -72,42 +73,46 @@ class ConversationLines:
         self._loss: LossOver = loss
         if is_url(self.path) or split_suffix(self.path)[1]:
             raise DataError(
-                f"{self.path}: lines are read here and there, which only a local file allows that "
-                "is not packed; unpack a local copy, or run megatron-data tokenize-conversations"
+                f"{self.path}: lines are read in any order, which needs a local, uncompressed "
+                "file; decompress a local copy, or run megatron-data tokenize-conversations"
             )
         if not Path(self.path).is_file():
-            raise DataError(f"{self.path} does not exist, or is no file")
+            raise DataError(f"{self.path} does not exist or is not a file")
         if tokenizer.eod_id is None:
-            raise DataError("conversations end with the end-of-document token; there is none")
+            raise DataError(
+                "conversations end with the end-of-document token, but the tokenizer has none"
+            )
         if tokenizer.template.uses_time and tokenizer.template.now is None:
             _log.warning(
-                "%s: the chat template writes the time (strftime_now), so samples change with the "
-                "day on which they are read; fix it with ChatTemplate.at, or run megatron-data "
-                "tokenize-conversations",
+                "%s: the chat template writes the time (strftime_now), so samples depend on the "
+                "day on which they are read; fix the time with ChatTemplate.with_time, or run "
+                "megatron-data tokenize-conversations",
                 self.path,
             )
         self._stat = _stat_of(Path(self.path).stat())
         self._lines = _find_lines(self.path)
         if not len(self):
-            raise DataError(f"{self.path} holds nothing; every line is to hold a conversation")
+            raise DataError(f"{self.path} is empty; write one conversation per line")
         self._check_sizes(max_document_bytes)
         self._rows: LRUCache[list[ConversationTokens]] = LRUCache(_KEPT)
 
     def __len__(self) -> int:
-        """Returns the number of lines that are not white space."""
+        """Returns the number of lines that are not blank."""
         return len(self._lines.starts)
 
     def conversations(self, index: int) -> list[ConversationTokens]:
-        """The conversations of a line in which a token counts, each with its end of document.
+        """Returns the conversations of a line that have a token in the loss.
+
+        Each ends with the end-of-document token.
 
         Raises:
-            DataError: The line holds no conversation, or the template refuses it (file and line);
-                or the file changed.
+            DataError: The line is not a conversation, the template refuses it, or the file changed
+                since it was opened. The error names file and line.
         """
         return self._rows.get(index, lambda: self._read(index))
 
     def location(self, index: int) -> str:
-        """File and line."""
+        """Returns the file name and the line number of a line."""
         before = np.searchsorted(self._lines.blank, index, side="right")
         return f"{self.path}:{index + 1 + int(before)}"
 
@@ -115,7 +120,7 @@ class ConversationLines:
         start, size = int(self._lines.starts[number]), int(self._lines.sizes[number])
         with Path(self.path).open("rb") as file:
             if _stat_of(os.fstat(file.fileno())) != self._stat:
-                raise DataError(f"{self.path} changed since it was opened; start again")
+                raise DataError(f"{self.path} changed since it was opened; start the run again")
             file.seek(start)
             line = file.read(size).removesuffix(NEWLINE)
         row = read_row(self.location(number), line)
@@ -124,7 +129,7 @@ class ConversationLines:
         return [each for each in conversations if each.loss_mask[1:].any()]
 
     def _check_sizes(self, longest: int | None) -> None:
-        """Refuses the first line of more bytes, its end not among them."""
+        """Raises an error for the first line of more than `longest` bytes without its newline."""
         if longest is None:
             return
         starts, sizes = self._lines.starts, self._lines.sizes
@@ -138,17 +143,16 @@ class ConversationLines:
 
 
 class ConversationLinesDataset:
-    """Megatron's rows: a sample is the conversations of a line, in the order of the file.
+    """Samples in Megatron's order: the conversations of a line, in the order of the file.
 
-    Samples are those of an `SFTDataset` along a `RowOrder` of the same lines, tokenized before; see
-    there. Of lines that are longer than a sample, and lose their end, the first that is read is
-    warned of, and of those in which nothing counts.
+    Samples equal those of an `SFTDataset` with a `RowOrder` of the tokenized lines; see there. A
+    warning names the first line that is truncated, and the first line without a token in the loss.
 
     Args:
         lines: The conversations.
-        rows: First line of the split, and the one after its last.
+        rows: First line of the split, and the index after its last.
         sequence_length: Tokens of a sample.
-        num_samples: How many samples there are; None for one of every line.
+        num_samples: Number of samples. Defaults to the number of lines.
     """
 
     def __init__(
@@ -179,10 +183,10 @@ class ConversationLinesDataset:
         kept = truncated_lengths(lengths, self.sequence_length)
         if not row:
             self._warn_once(
-                "empty", number, "no word of the role assistant; such samples teach nothing"
+                "empty", number, "no message of the role assistant; the sample has no loss"
             )
         if sum(kept) < lengths.sum():
-            held = f"of which a sample holds the first {self.sequence_length}; longer lines"
+            held = f"truncated to {self.sequence_length}; lines longer than a sample"
             self._warn_once("long", number, f"{lengths.sum()} tokens, {held} lose their end")
         parts = [
             (each.ids[:length], each.loss_mask[:length])
@@ -192,10 +196,10 @@ class ConversationLinesDataset:
         return make_sample(parts, self.sequence_length, sample)
 
     def _warn_once(self, kind: str, number: int, what: str) -> None:
-        """Warns of the first line of a kind."""
+        """Logs a warning for the first line of a kind."""
         if kind not in self._warned:
             self._warned.add(kind)
-            _log.warning("%s: %s, and this is the only warning", self.lines.location(number), what)
+            _log.warning("%s: %s (logged only once)", self.lines.location(number), what)
 
 
 def _stat_of(found: os.stat_result) -> tuple[int, int]:
@@ -203,7 +207,7 @@ def _stat_of(found: os.stat_result) -> tuple[int, int]:
 
 
 def _is_white(file: BinaryIO, size: int) -> bool:
-    """Returns whether the next bytes are all white space."""
+    """Returns whether the next `size` bytes are all white space."""
     while size > 0:
         data = file.read(min(size, _STEP))
         if not data or data.strip():
@@ -213,7 +217,7 @@ def _is_white(file: BinaryIO, size: int) -> bool:
 
 
 def _find_lines(path: str) -> _Lines:
-    """Reads a file once, a stretch at a time."""
+    """Finds the lines of a file in one pass."""
     parts = [np.empty(0, np.int64)]
     white = [np.empty(0, bool)]
     size, begins = 0, True

@@ -1,9 +1,8 @@
-"""Fill in the middle: documents taken apart so that a model learns to complete between two texts.
+"""Fill-in-the-middle: rearranges documents so that a model learns to infill text.
 
-A document is cut at two places into prefix, middle and suffix, which are put down in another order,
-each behind a token that names it: PRE prefix SUF suffix MID middle, or, with the suffix first, PRE
-SUF suffix MID prefix middle. A left-to-right model of such text completes what is missing between a
-prefix and a suffix.
+A document is cut at two points into prefix, middle and suffix, which are rearranged with a token
+before each: PRE prefix SUF suffix MID middle (PSM), or PRE SUF suffix MID prefix middle (SPM). A
+left-to-right model trained on such text generates the text between a prefix and a suffix.
 
 Source: Bavarian et al., "Efficient Training of Language Models to Fill in the Middle" (2022), PSM
 and the second variant of SPM, with the options of Megatron's `--fim-data`.
@@ -20,42 +19,48 @@ from megatron_data.order.permutation import hash_integers
 from megatron_data.tokenizers.protocol import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_MOST_BYTES = 4  # of a character
+_MOST_BYTES = 4  # bytes of a character in UTF-8
 
 
 @dataclass(frozen=True)
 class FIMConfig:
-    """What is taken apart, and how.
+    """Configuration of fill-in-the-middle.
 
     Raises:
-        DataError: A rate that is not between 0 and 1.
+        DataError: A rate is not between 0 and 1.
     """
 
     rate: float = field(
         default=0.5,
-        metadata={"help": "share of documents that are taken apart", "flag": "--fim-rate"},
+        metadata={"help": "fraction of documents that are rearranged", "flag": "--fim-rate"},
     )
     spm_rate: float = field(
         default=0.5,
-        metadata={"help": "share of those with the suffix first", "flag": "--fim-spm-rate"},
+        metadata={
+            "help": "fraction of the rearranged documents with the suffix first",
+            "flag": "--fim-spm-rate",
+        },
     )
     split_sample: str | None = field(
         default=None,
         metadata={
-            "help": "token between fragments, such as files, that are taken apart one by one",
+            "help": "token between fragments, such as files, that are rearranged one by one",
             "flag": "--fim-split-sample",
         },
     )
     fragment_rate: float = field(
         default=0.5,
         metadata={
-            "help": "share of the fragments of a chosen document that are taken apart",
+            "help": "fraction of the fragments of a chosen document that are rearranged",
             "flag": "--fim-fragment-rate",
         },
     )
     no_prefix: str | None = field(
         default=None,
-        metadata={"help": "what begins so stays as it is", "flag": "--fim-no-prefix"},
+        metadata={
+            "help": "leave documents that begin with this text unchanged",
+            "flag": "--fim-no-prefix",
+        },
     )
     prefix_token: str = field(
         default="<fim_prefix>",
@@ -74,16 +79,16 @@ class FIMConfig:
         for given in fields(self):
             rate = getattr(self, given.name)
             if isinstance(rate, float | int) and not 0 <= rate <= 1:
-                raise DataError(f"{given.metadata['flag']} {rate} is no share; give 0 to 1")
+                raise DataError(f"{given.metadata['flag']} {rate} is not a rate; give 0 to 1")
 
 
 class FillInTheMiddle:
-    """Takes the documents of samples apart; what is drawn depends on seed and sample number alone.
+    """Rearranges the documents of samples. Random draws depend only on seed and sample index.
 
     Args:
-        config: What is taken apart.
-        tokenizer: Of the samples; its end-of-document token tells documents apart.
-        seed: Of the draws.
+        config: Configuration.
+        tokenizer: Tokenizer of the samples. Its end-of-document token separates documents.
+        seed: Seed of the random draws. Defaults to 1234.
 
     Raises:
         DataError: The vocabulary lacks one of the tokens.
@@ -99,22 +104,22 @@ class FillInTheMiddle:
         self._between = None if config.split_sample is None else self._token(config.split_sample)
 
     def with_seed(self, seed: int) -> "FillInTheMiddle":
-        """Returns the same with other draws."""
+        """Returns a copy with another seed."""
         return FillInTheMiddle(self.config, self.tokenizer, seed)
 
     def __call__(self, text: NDArray[np.int64], sample: int, room: int) -> NDArray[np.int64]:
-        """Takes the documents of a sample apart.
+        """Rearranges the documents of a sample.
 
-        The tokens that name the parts make it longer: what goes beyond the room is cut at the end.
-        Where a text gives fewer tokens in parts it may be shorter.
+        The added tokens make the text longer, and it is truncated to `room` tokens. It may also
+        become shorter, if its parts are tokenized to fewer tokens.
 
         Args:
             text: Tokens of the sample, int64 `[n]`.
-            sample: Its number.
-            room: Tokens of a whole sample.
+            sample: Index of the sample.
+            room: Tokens of a full sample.
 
         Returns:
-            Tokens, int64, at most `[room]`.
+            Tokens, int64 `[m]` with `m <= room`.
         """
         random = np.random.RandomState(hash_integers(self.seed, sample) % (1 << 32))
         parts: list[NDArray[np.int64]] = []
@@ -125,7 +130,7 @@ class FillInTheMiddle:
     def _document(
         self, tokens: NDArray[np.int64], random: np.random.RandomState
     ) -> Iterator[NDArray[np.int64]]:
-        """Returns a document, or its fragments one by one; chosen by the rate."""
+        """Yields a document, or its fragments, some of them rearranged."""
         if random.random_sample() >= self.config.rate:
             yield tokens
         elif self._between is None or not np.any(tokens == self._between):
@@ -139,18 +144,17 @@ class FillInTheMiddle:
     def rearrange(
         self, tokens: NDArray[np.int64], random: np.random.RandomState
     ) -> NDArray[np.int64]:
-        """Takes one text apart between two characters, anywhere in it.
+        """Rearranges one text, cut at two random characters.
 
-        Bytes of a character of which the other bytes are not there, as at the ends of a sample,
-        stay where they are in the prefix or suffix. What begins with `no_prefix`, is empty, or is
-        no text for other reasons, stays as it is.
+        Incomplete characters at the ends of a sample stay in the prefix or suffix. A text that
+        begins with `no_prefix`, is empty or cannot be decoded is returned unchanged.
 
         Args:
-            tokens: Int64 `[n]`.
-            random: Of the two places and the order.
+            tokens: Tokens of the text, int64 `[n]`.
+            random: Draws the two cuts and the order.
 
         Returns:
-            Tokens of the parts behind the tokens that name them.
+            Tokens of the three parts, each after its special token, int64 `[m]`.
         """
         first, last, text = self._whole_characters(tokens)
         without = self.config.no_prefix
@@ -167,7 +171,7 @@ class FillInTheMiddle:
         return np.concatenate([pre, prefix, suf, suffix, mid, middle])
 
     def _whole_characters(self, tokens: NDArray[np.int64]) -> tuple[int, int, str | None]:
-        """Returns the part of a text that is whole characters: its first token, its end, itself."""
+        """Returns begin, end and text of the tokens that decode to whole characters."""
         for left_out in range(2 * _MOST_BYTES - 1):
             for first in range(max(left_out - _MOST_BYTES + 1, 0), min(left_out, 3) + 1):
                 last = len(tokens) - (left_out - first)
@@ -180,8 +184,8 @@ class FillInTheMiddle:
         ids = self.tokenizer.encode(name)
         if len(ids) != 1:
             raise DataError(
-                f"the tokenizer has no token {name!r} (it makes {len(ids)} of it); name the right "
-                "one, or add it to the vocabulary"
+                f"the tokenizer has no token {name!r} (it encodes it as {len(ids)} tokens); give "
+                "another token, or add it to the vocabulary"
             )
         return ids[0]
 
@@ -189,7 +193,7 @@ class FillInTheMiddle:
 def _cut(
     tokens: NDArray[np.int64], separator: int | None
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Stretches without the separator, and behind each the separator or nothing."""
+    """Yields the tokens between separators, each with its separator or an empty array."""
     begin = 0
     if separator is not None:
         for place in np.flatnonzero(tokens == separator).tolist():

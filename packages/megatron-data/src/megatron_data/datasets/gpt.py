@@ -1,4 +1,4 @@
-"""Samples of left-to-right language modelling."""
+"""Samples of causal language modelling."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,45 +12,51 @@ from megatron_data.datasets.masks import DocumentMasks, cumulative_lengths, docu
 from megatron_data.errors import DataError
 from megatron_data.order.protocol import SampleOrder
 
-# Fills samples up while masks are made: it is no vocabulary's, so no end of a document.
+# Temporary padding while masks are computed. It is in no vocabulary, so it ends no document.
 _NO_TOKEN = -1
 
 
 class TokenSource(Protocol):
-    """Where tokens come from: an `IndexedDataset`, or anything with these two."""
+    """A source of token sequences, such as an `IndexedDataset`."""
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:
-        """Tokens of every sequence, int32 `[S]`."""
+        """Length of every sequence in tokens, int32 `[S]`."""
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens of a sequence, or `length` of them from `offset` on."""
+        """Returns the tokens of a sequence, or `length` of them from `offset` on."""
 
 
 @dataclass(frozen=True)
 class GPTDatasetConfig:
-    """How tokens become samples.
+    """Configuration of GPT samples.
 
     Raises:
-        DataError: An option that needs the end-of-document token without one, the same token as
-            padding and as the end of a document, or a length below 1.
+        DataError: An option needs `eod_id`, which is None, `pad_id` equals `eod_id`, or
+            `sequence_length` is below 1.
     """
 
     sequence_length: int = field(
         metadata={"help": "tokens in a sample", "flag": "--seq-length", "unit": "tokens"}
     )
-    eod_id: int | None = field(default=None, metadata={"help": "token that ends a document"})
+    eod_id: int | None = field(default=None, metadata={"help": "end-of-document token"})
     pad_id: int | None = field(
         default=None,
-        metadata={"help": "token that bears no loss as a label and is read as token 0; None: none"},
+        metadata={
+            "help": "token that is excluded from the loss as a label and read as token 0; "
+            "None: no such token"
+        },
     )
     add_extra_token: bool = field(
         default=True,
-        metadata={"help": "read one token more than the sequence length, for the last label"},
+        metadata={"help": "read one token beyond the sequence length, for the last label"},
     )
     reset_position_ids: bool = field(
         default=False,
-        metadata={"help": "restart positions after a document", "flag": "--reset-position-ids"},
+        metadata={
+            "help": "restart positions after each document",
+            "flag": "--reset-position-ids",
+        },
     )
     reset_attention_mask: bool = field(
         default=False,
@@ -59,13 +65,13 @@ class GPTDatasetConfig:
     eod_mask_loss: bool = field(
         default=False,
         metadata={
-            "help": "no loss where the input is the end-of-document token",
+            "help": "exclude positions whose input is the end-of-document token from the loss",
             "flag": "--eod-mask-loss",
         },
     )
     cu_seqlens: bool = field(
         default=False,
-        metadata={"help": "add where documents begin and end, for attention over packed sequences"},
+        metadata={"help": "add the bounds of documents, for attention over packed sequences"},
     )
 
     def __post_init__(self) -> None:
@@ -78,50 +84,50 @@ class GPTDatasetConfig:
             )
         if self.cu_seqlens and not self.reset_attention_mask:
             raise DataError(
-                "cu_seqlens keeps attention within documents; ask for reset_attention_mask, too"
+                "cu_seqlens restricts attention to documents; set reset_attention_mask, too"
             )
         if self.pad_id is not None and self.pad_id == self.eod_id:
             raise DataError(
-                f"token {self.pad_id} is both padding and the end of a document, so no loss would "
-                "fall on document ends; leave pad_id None"
+                f"token {self.pad_id} is both pad_id and eod_id, so that document ends would not "
+                "count in the loss; leave pad_id None"
             )
 
     @property
     def extra(self) -> int:
-        """1 with `add_extra_token`, else 0."""
+        """Tokens that a sample reads beyond `sequence_length`: 1 with `add_extra_token`, else 0."""
         return int(self.add_extra_token)
 
     @property
     def resets(self) -> bool:
-        """Whether masks or positions depend on where documents end."""
+        """Whether masks or positions depend on document ends."""
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
 
 
 class GPTDataset:
-    """Samples cut out of a token source along an order.
+    """Samples of a token source in a sample order.
 
     A sample is a dictionary of arrays:
 
     - `tokens`, `labels`: int64 `[s]`; label i is the token after token i.
-    - `loss_mask`: float32 `[s]`.
+    - `loss_mask`: float32 `[s]`; 1 where the loss counts, otherwise 0.
     - `positions`: int32 `[s]`.
-    - `document_ids`: int32 `[s]`; -1 behind the end of a sample that is not full.
-    - `sample_ids`: int64 scalar, the number asked for.
-    - with `cu_seqlens`, `cu_seqlens`: int32 `[s + 1]`, and `max_seqlen`: int32 scalar; see
+    - `document_ids`: int32 `[s]`; -1 for padding.
+    - `sample_ids`: int64 scalar; index of the sample.
+    - With `cu_seqlens`, `cu_seqlens`: int32 `[s + 1]`, and `max_seqlen`: int32 scalar; see
       `cumulative_lengths`.
 
-    What fills a sample up is token 0 with loss mask 0. A token equal to `pad_id` inside the text
-    is read as token 0 and bears no loss as a label, but stays in its document, as in megatron-core.
+    Padding is token 0 with loss mask 0. A token equal to `pad_id` inside the text is read as token
+    0 and excluded from the loss as a label, but stays in its document, as in megatron-core.
 
     Args:
-        source: Tokens.
-        order: Which tokens make up which sample.
-        config: How they become a sample.
-        infill: What takes the documents of a sample apart, given its tokens, its number
-            and the tokens there is room for; see `FillInTheMiddle`. The rest is padding.
+        source: Token source.
+        order: Sample order.
+        config: Configuration of the samples.
+        infill: Function that rearranges the documents of a sample, called with its tokens, its
+            index and the tokens of a full sample; see `FillInTheMiddle`. Defaults to None.
 
     Raises:
-        DataError: An order built for another sequence length.
+        DataError: The order was built for another sequence length.
     """
 
     def __init__(
@@ -133,8 +139,8 @@ class GPTDataset:
     ) -> None:
         if order.sample_length != config.sequence_length + config.extra:
             raise DataError(
-                f"the order was built for samples of {order.sample_length} tokens, the "
-                f"configuration asks for {config.sequence_length} + {config.extra}"
+                f"the order was built for samples of {order.sample_length} tokens, but the "
+                f"configuration has {config.sequence_length} + {config.extra}"
             )
         self.source = source
         self.order = order
@@ -150,13 +156,13 @@ class GPTDataset:
         return {name: array[0, ...] for name, array in self.batch([sample]).items()}
 
     def batch(self, samples: Sequence[int]) -> Sample:
-        """Several samples at once: the same arrays with a leading axis, `[b, s]` and `[b]`."""
+        """Reads several samples at once. Arrays have a leading dim: `[b, s]` and `[b]`."""
         config = self.config
         text, filled = self._text(samples)
         tokens = np.ascontiguousarray(text[:, : config.sequence_length])
         labels = text[:, 1:].copy() if config.add_extra_token else _shifted(tokens)
         masks = self._masks(tokens)
-        if filled.min() <= config.sequence_length:  # the last token has no label, at least
+        if filled.min() <= config.sequence_length:  # some token has no label
             places = np.arange(config.sequence_length)
             is_padding = places >= filled[:, None]
             tokens[is_padding] = 0
@@ -182,11 +188,11 @@ class GPTDataset:
         return batch
 
     def __getitems__(self, samples: Sequence[int]) -> list[Sample]:
-        """Several samples; torch's `DataLoader` asks so. They are views of one batch."""
+        """Returns several samples for torch's `DataLoader`, as views of one batch."""
         return unstack(self.batch(samples))
 
     def _text(self, samples: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens of samples, int64 `[b, s + extra]`, and how many of each are text, int64 `[b]`."""
+        """Returns tokens, int64 `[b, s + extra]`, and the number that is text, int64 `[b]`."""
         text = np.empty((len(samples), self.order.sample_length), np.int64)
         lengths = np.empty(len(samples), np.int64)
         for number, (row, sample) in enumerate(zip(text, samples, strict=True)):
@@ -214,13 +220,13 @@ class GPTDataset:
                 reset_attention_mask=config.reset_attention_mask,
                 eod_mask_loss=config.eod_mask_loss,
             )
-        if len(tokens) == 1:  # copied, they are made in a fifth of the time
+        if len(tokens) == 1:  # copying takes a fifth of the time
             return self._unmasked.copy()
         return unmasked(tokens.shape)
 
 
 def _shifted(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Labels of samples that end with their last token: the last one has none."""
+    """Returns the labels of samples without an extra token. The last token has no label."""
     labels = np.full_like(tokens, _NO_TOKEN)
     labels[:, :-1] = tokens[:, 1:]
     return labels

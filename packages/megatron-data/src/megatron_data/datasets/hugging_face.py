@@ -1,4 +1,4 @@
-"""Samples in the names and the convention of Hugging Face's causal language models."""
+"""Samples as inputs of Hugging Face's causal language models."""
 
 from typing import Any
 
@@ -8,22 +8,21 @@ from numpy.typing import NDArray
 from megatron_data.datasets.batches import Sample
 
 IGNORE_INDEX = -100
-"""Label that no loss falls on, in torch's cross-entropy and so in these models."""
+"""Label that torch's cross-entropy ignores."""
 
 
 def hugging_face_inputs(sample: Sample) -> dict[str, NDArray[Any]]:
-    """Returns a sample of a `GPTDataset` as `transformers`' causal language models take it.
+    """Converts a sample of a `GPTDataset` to inputs of a causal language model of `transformers`.
 
-    They shift the labels themselves: label i is token i, and the loss is that of predicting it from
-    the tokens before. So the label of the token after the last is lost, one of `s`, and the
-    first is never used.
+    These models shift labels themselves: label i is token i, predicted from the tokens before it.
+    The last label of the sample is therefore lost, and the first label of the result is not used.
 
     Args:
         sample: `tokens`, `labels`, `loss_mask`, `positions` and `document_ids`, each `[s]`.
 
     Returns:
         int64 `[s]` each: `input_ids`; `labels`, -100 where `loss_mask` is 0; `position_ids`;
-        `attention_mask`, 0 on padding.
+        `attention_mask`, 0 for padding.
     """
     labels = np.full_like(sample["labels"], IGNORE_INDEX)
     counts = sample["loss_mask"][:-1] > 0

@@ -1,4 +1,4 @@
-"""Samples of the inverse cloze task: a sentence, and the block of text it was taken from."""
+"""Samples of the inverse cloze task: a sentence and the block of text that it comes from."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,15 +14,15 @@ from megatron_data.datasets.sentences import sample_generator
 from megatron_data.errors import DataError
 
 SPECIAL_TOKENS = 3
-"""[CLS] and two [SEP] around title and block."""
+"""Number of special tokens around title and block: [CLS] and two [SEP]."""
 
 
 @dataclass(frozen=True)
 class ICTDatasetConfig:
-    """How blocks become samples.
+    """Configuration of samples of the inverse cloze task.
 
     Raises:
-        DataError: A sample too short for its special tokens, or a share that is none.
+        DataError: `sequence_length` leaves no room for text, or the probability is out of range.
     """
 
     sequence_length: int = field(
@@ -34,7 +34,7 @@ class ICTDatasetConfig:
     query_in_block_probability: float = field(
         default=0.1,
         metadata={
-            "help": "share of samples whose query stays in the block",
+            "help": "fraction of samples whose query stays in the block",
             "flag": "--query-in-block-prob",
         },
     )
@@ -46,56 +46,58 @@ class ICTDatasetConfig:
     def __post_init__(self) -> None:
         if self.sequence_length < SPECIAL_TOKENS + 2:
             raise DataError(
-                f"sequence length {self.sequence_length}; a block has {SPECIAL_TOKENS} special "
-                f"tokens, give at least {SPECIAL_TOKENS + 2}"
+                f"sequence length {self.sequence_length} is too short for a block with "
+                f"{SPECIAL_TOKENS} special tokens; give at least {SPECIAL_TOKENS + 2}"
             )
         if not 0 <= self.query_in_block_probability <= 1:
             raise DataError(
-                f"share of queries in their block {self.query_in_block_probability}; give one "
-                "from 0 to 1"
+                f"query_in_block_probability {self.query_in_block_probability} is not a "
+                "probability; give 0 to 1"
             )
 
     @property
     def block_length(self) -> int:
-        """Tokens of title and block together."""
+        """Largest number of tokens of title and block together."""
         return self.sequence_length - SPECIAL_TOKENS
 
     @property
     def title_length(self) -> int:
-        """Tokens that a title has at most; what is longer is cut."""
+        """Largest number of tokens of a title. Longer titles are truncated."""
         return self.block_length // 2
 
 
 class DocumentSource(Protocol):
-    """Where titles come from: an `IndexedDataset`, or anything that has documents by number."""
+    """A source of titles, such as an `IndexedDataset`."""
 
     def document(self, number: int, /) -> NDArray[np.integer]:
-        """All tokens of a document."""
+        """Returns the tokens of a document."""
 
 
 class ICTDataset:
-    """Samples of the inverse cloze task along a map of blocks.
+    """Samples of the inverse cloze task from blocks of sentences.
 
     A sample is a dictionary of arrays:
 
     - `query_tokens`: int64 `[s]`: [CLS] sentence [SEP].
-    - `context_tokens`: int64 `[s]`: [CLS] title [SEP] block [SEP]; without titles [CLS] block
-      [SEP]. Most times the sentence is not in its block.
+    - `context_tokens`: int64 `[s]`: [CLS] title [SEP] block [SEP], or [CLS] block [SEP] without
+      titles. The sentence is removed from the block except in a fraction of
+      `query_in_block_probability` of the samples.
     - `query_document_ids`, `context_document_ids`: int32 `[s]`: 0, or -1 for padding.
-    - `block_data`: int64 `[4]`: first sentence, the one after the last, document, and number of
-      the block within an epoch.
-    - `sample_ids`: int64 scalar, the number asked for.
+    - `block_data`: int64 `[4]`: first sentence, end, document, and index of the block within an
+      epoch.
+    - `sample_ids`: int64 scalar: index of the sample.
 
-    Padding is token 0. Samples are made as by Megatron's `ICTDataset`, but that the draws of each
-    come from a generator of its own, and that the only sentence of a block stays in it.
+    Padding is token 0. Samples follow Megatron's `ICTDataset`, except that each sample has its own
+    random generator, and that the only sentence of a block is not removed.
 
     Args:
-        source: Sentences.
-        titles: A title for each document; None for none.
-        sample_map: See `block_map`, made with `block_length`; documents are numbered in `titles`.
-        config: How they become a sample.
-        word_pieces: Of the vocabulary.
-        seed: Of the draws; sample i has its own generator, seeded with the sum.
+        source: Dataset with one sequence per sentence.
+        titles: Title of each document. None for samples without titles.
+        sample_map: Result of `block_map` with `block_length`. Its documents are indices in
+            `titles`.
+        config: Configuration of the samples.
+        word_pieces: Properties of the vocabulary.
+        seed: Seed of the random draws. The generator of sample i has the seed `seed + i`.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class ICTDataset:
     def _text(
         self, tokens: list[int], title: list[int] | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Tokens between special ones, cut to the sequence length, and document numbers."""
+        """Returns padded tokens with special tokens, and document ids. Truncates long text."""
         word_pieces = self.word_pieces
         before = (
             [word_pieces.cls_id]

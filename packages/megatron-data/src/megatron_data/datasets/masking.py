@@ -1,10 +1,10 @@
-"""Hiding words of a text for a model to restore: the masking of BERT, SpanBERT and T5.
+"""Token masking of BERT, SpanBERT and T5.
 
 Sources: Devlin et al., "BERT" (2018), section 3.1; Joshi et al., "SpanBERT" (2019), section 3.1,
-for lengths from a geometric distribution. The draws are those of `masked_dataset.py` of
-NVIDIA/Megatron-LM in kind and order, so that samples are equal; but with `permutation` Megatron
-draws from numpy's global generator, which no two runs have in the same state, and here all draws
-come from the sample's own.
+for span lengths from a geometric distribution. Random numbers are drawn as in `masked_dataset.py`
+of NVIDIA/Megatron-LM, so that samples are equal. The exception is `permutation`: Megatron draws
+from numpy's global generator, whose state is not reproducible; here all numbers come from the
+generator of the sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +24,16 @@ _GEOMETRIC = 0.2  # SpanBERT's p
 
 @dataclass(frozen=True)
 class WordPieces:
-    """What masking has to know of a vocabulary.
+    """Properties of a vocabulary that masking needs.
 
     Attributes:
-        continuations: True for tokens that go on with a word, `##` in WordPiece, bool `[V]`.
-        cls_id: Begins a BERT sample.
-        sep_id: Ends a segment of a BERT sample.
-        mask_id: Stands for a token to restore.
-        bos_id: Begins a T5 decoder's input.
-        eos_id: Ends a T5 decoder's output.
-        sentinel_ids: Stand for the spans of a T5 sample, in this order.
+        continuations: True for tokens that continue a word (`##` in WordPiece), bool `[v]`.
+        cls_id: Token that begins a BERT sample.
+        sep_id: Token that ends a segment of a BERT sample.
+        mask_id: Token that replaces a masked token.
+        bos_id: Token that begins the input of a T5 decoder.
+        eos_id: Token that ends the output of a T5 decoder.
+        sentinel_ids: Tokens that replace the masked spans of a T5 sample, in order.
     """
 
     continuations: NDArray[np.bool_]
@@ -46,10 +46,10 @@ class WordPieces:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> "WordPieces":
-        """Reads them off a WordPiece tokenizer, such as one of `bert_tokenizer`.
+        """Returns the properties of a WordPiece tokenizer, such as that of `bert_tokenizer`.
 
         Raises:
-            DataError: It has no word word_pieces, or lacks [CLS], [SEP] or [MASK].
+            DataError: The tokenizer is not a WordPiece tokenizer, or lacks [CLS], [SEP] or [MASK].
         """
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise DataError(
@@ -81,39 +81,43 @@ class WordPieces:
 
 @dataclass(frozen=True)
 class MaskingConfig:
-    """Which tokens are hidden.
+    """Configuration of masking.
 
     Raises:
-        DataError: A share that is not between 0 and 1, or options that exclude each other.
+        DataError: A value is out of range, or `geometric` and `permutation` are both set.
     """
 
     probability: float = field(
-        default=0.15, metadata={"help": "share of tokens to restore", "flag": "--mask-prob"}
+        default=0.15, metadata={"help": "fraction of tokens to mask", "flag": "--mask-prob"}
     )
-    max_ngram: int = field(default=3, metadata={"help": "longest row of words hidden together"})
+    max_ngram: int = field(default=3, metadata={"help": "largest number of words in a masked span"})
     whole_words: bool = field(
-        default=True, metadata={"help": "hide all pieces of a word, or each by itself"}
+        default=True, metadata={"help": "mask whole words instead of single pieces"}
     )
     longer_ngrams: bool = field(
-        default=False, metadata={"help": "prefer long rows of words to short ones"}
+        default=False, metadata={"help": "prefer spans of many words to spans of few"}
     )
     geometric: bool = field(
-        default=False, metadata={"help": "draw the words of a row from SpanBERT's distribution"}
+        default=False,
+        metadata={"help": "draw the number of words in a span from SpanBERT's distribution"},
     )
     permutation: bool = field(
-        default=False, metadata={"help": "swap as many other tokens among themselves"}
+        default=False, metadata={"help": "permute as many other tokens, which are predicted too"}
     )
 
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1:
             raise DataError(f"masking probability {self.probability}; give one between 0 and 1")
         if self.max_ngram < 1:
-            raise DataError(f"rows of {self.max_ngram} masked words; give at least 1")
+            raise DataError(f"max_ngram {self.max_ngram}; give at least 1")
         if self.geometric and self.permutation:
-            raise DataError("masking by geometric lengths and permutation exclude each other")
+            raise DataError("geometric and permutation exclude each other; set one of them")
 
     def ngram_shares(self) -> NDArray[np.float64]:
-        """Cumulative probability of rows of 1, 2, … words: each in inverse proportion to it."""
+        """Returns the cumulative probability of spans of 1, 2, … words, float64 `[max_ngram]`.
+
+        A span of n words has a probability proportional to 1/n, or reversed with `longer_ngrams`.
+        """
         shares = 1.0 / np.arange(1, self.max_ngram + 1)
         shares = shares / shares.sum()
         if self.longer_ngrams:
@@ -123,20 +127,25 @@ class MaskingConfig:
 
 
 class MaskedSpan(NamedTuple):
-    """Tokens hidden together: where they are, and what they were."""
+    """A masked span.
+
+    Attributes:
+        positions: Indices of its tokens in the text.
+        labels: Original tokens.
+    """
 
     positions: list[int]
     labels: list[int]
 
 
 class MaskedText(NamedTuple):
-    """A text with words hidden.
+    """A text with masked words.
 
     Attributes:
-        tokens: With replacements.
-        positions: Of the tokens to restore, in order.
-        labels: What they are.
-        spans: Rows of words hidden together, in order.
+        tokens: Tokens after masking.
+        positions: Indices of the tokens to predict, in order.
+        labels: Original tokens at `positions`.
+        spans: Masked spans, in order.
     """
 
     tokens: list[int]
@@ -153,18 +162,18 @@ def mask_tokens(
     word_pieces: WordPieces,
     replacement: Callable[[], int | None],
 ) -> MaskedText:
-    """Hides words of a text.
+    """Masks words of a text.
 
     Args:
-        tokens: The text, special tokens included.
-        target_length: The length that the sample was to have, which bounds how many are hidden.
-        random: Of the sample.
-        config: Which tokens are hidden.
-        word_pieces: Of the vocabulary.
-        replacement: Draws what takes a token's place, None for itself.
+        tokens: Tokens of the text, including special tokens.
+        target_length: Target length of the sample, which limits the number of masked tokens.
+        random: Random generator of the sample.
+        config: Configuration of masking.
+        word_pieces: Properties of the vocabulary.
+        replacement: Draws the replacement of a token; None leaves it unchanged.
 
     Raises:
-        DataError: A token that the vocabulary does not have.
+        DataError: A token is not in the vocabulary.
     """
     words = _words(tokens, config, word_pieces)
     limit = min(config.probability * target_length, max(1, round(len(tokens) * config.probability)))
@@ -204,14 +213,14 @@ def mask_tokens(
 def _words(
     tokens: Sequence[int], config: MaskingConfig, word_pieces: WordPieces
 ) -> list[list[int]]:
-    """Positions of every word; special tokens are none."""
+    """Returns the positions of the tokens of each word, without special tokens."""
     special = (word_pieces.cls_id, word_pieces.sep_id)
     words: list[list[int]] = []
     array = np.asarray(tokens)
     if len(array) and not 0 <= array.min() <= array.max() < len(word_pieces.continuations):
         raise DataError(
-            f"tokens {array.min()} to {array.max()} in a sample, the vocabulary has "
-            f"{len(word_pieces.continuations)}; it is not the one the text was preprocessed with"
+            f"a sample has tokens {array.min()} to {array.max()}, but the vocabulary has "
+            f"{len(word_pieces.continuations)} tokens; give the tokenizer of the dataset"
         )
     goes_on = word_pieces.continuations[array].tolist() if len(array) else []
     for position, token in enumerate(tokens):
@@ -227,7 +236,7 @@ def _words(
 def _row_that_fits(
     words: list[list[int]], word: int, longest: int, room: float
 ) -> list[int] | None:
-    """Positions of the longest row of words from `word` on that has room."""
+    """Returns the positions of the longest span from `word` on that fits, or None."""
     for count in range(longest, 0, -1):
         row = [position for each in words[word : word + count] for position in each]
         if len(row) <= room:
@@ -244,7 +253,7 @@ def _swap(
     shares: NDArray[np.float64],
     random: np.random.RandomState,
 ) -> None:
-    """Permutes as many tokens as are hidden among themselves; they are to be restored, too."""
+    """Permutes up to `limit` tokens that are not masked, and adds them to the labels."""
     chosen: set[int] = set()
     for word in order.tolist():
         if len(chosen) >= limit:

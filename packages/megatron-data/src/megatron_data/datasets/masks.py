@@ -1,4 +1,4 @@
-"""Positions, document numbers and loss mask of samples."""
+"""Positions, document ids and loss masks of samples."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 
 class DocumentMasks(NamedTuple):
-    """Plain data from which every attention mask follows.
+    """Positions, document ids and loss mask of samples.
 
     Attributes:
-        positions: Int32 `[..., s]`.
-        document_ids: Int32 `[..., s]`; a token attends within its own number only.
-        loss_mask: Float32 `[..., s]`; 1 where the loss counts.
+        positions: Position ids, int32 `[..., s]`.
+        document_ids: Document ids, int32 `[..., s]`. Tokens attend only to tokens of the same id.
+        loss_mask: 1 where the loss counts, otherwise 0, float32 `[..., s]`.
     """
 
     positions: NDArray[np.int32]
@@ -20,7 +20,7 @@ class DocumentMasks(NamedTuple):
     loss_mask: NDArray[np.float32]
 
     def copy(self) -> "DocumentMasks":
-        """Returns the same in other memory."""
+        """Returns a copy."""
         return DocumentMasks(self.positions.copy(), self.document_ids.copy(), self.loss_mask.copy())
 
 
@@ -61,19 +61,19 @@ def document_masks(
 
 
 def unmasked(shape: tuple[int, ...]) -> DocumentMasks:
-    """Masks of samples in which nothing is reset or masked."""
+    """Returns masks without resets and with loss everywhere."""
     positions = np.empty(shape, np.int32)
     positions[...] = np.arange(shape[-1], dtype=np.int32)
     return DocumentMasks(positions, np.zeros(shape, np.int32), np.ones(shape, np.float32))
 
 
 class CumulativeLengths(NamedTuple):
-    """Where the documents of samples begin and end, as attention over packed sequences takes it.
+    """Bounds of the documents of samples, for attention over packed sequences.
 
     Attributes:
-        cu_seqlens: Int32 `[..., s + 1]`; 0, the end of every document, and then `s` again and
-            again, which are documents without a token.
-        max_seqlen: Int32 `[...]`, tokens of the longest document.
+        cu_seqlens: 0 and the end of each document, then `s` repeated up to the full length (empty
+            documents), int32 `[..., s + 1]`.
+        max_seqlen: Length of the longest document in tokens, int32 `[...]`.
     """
 
     cu_seqlens: NDArray[np.int32]
@@ -81,14 +81,14 @@ class CumulativeLengths(NamedTuple):
 
 
 def cumulative_lengths(document_ids: NDArray[np.int32]) -> CumulativeLengths:
-    """Returns the bounds of documents. Padding at the end of a sample counts as one.
+    """Returns the bounds of documents. Padding at the end of a sample counts as a document.
 
-    As Megatron's datasets return them, of one length for all samples, so that they stack; drop
-    what repeats before flash-attention's `varlen` functions or Transformer Engine get them, or
-    leave it, where empty sequences are allowed.
+    As in Megatron's datasets, the bounds have the same length for all samples, so that they stack.
+    Remove repeated bounds before passing them to flash-attention's `varlen` functions or
+    Transformer Engine, unless empty sequences are allowed there.
 
     Args:
-        document_ids: Of samples, `[s]` or `[..., s]`; see `DocumentMasks`.
+        document_ids: Document ids of samples, int32 `[..., s]`; see `DocumentMasks`.
     """
     *batch, length = document_ids.shape
     bounds = np.full((*batch, length + 1), length, np.int32)

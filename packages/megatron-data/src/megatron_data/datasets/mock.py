@@ -1,17 +1,17 @@
-"""Made-up tokens, for trying a configuration without data."""
+"""Mock data, to try a configuration without a dataset."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 class MockTokens:
-    """Megatron's mock data: documents that count 1, 2, 3 … and end with the end-of-document token.
+    """Megatron's mock data: documents of tokens 1, 2, 3, … that end with the end-of-document token.
 
     Args:
-        vocab_size: Numbers are taken modulo this.
+        vocab_size: Modulus of the tokens.
         eod_id: Last token of every document.
-        num_documents: How many.
-        max_length: Lengths are drawn from 1 to `max_length` - 1, with seed 0.
+        num_documents: Number of documents. Defaults to 100,000.
+        max_length: Lengths are drawn from 1 to `max_length - 1` with seed 0. Defaults to 4096.
     """
 
     def __init__(
@@ -25,11 +25,11 @@ class MockTokens:
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:
-        """Tokens of every document, int32 `[documents]`."""
+        """Length of every document in tokens, int32 `[num_documents]`."""
         return self._lengths
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
-        """Tokens of a document, or `length` of them from `offset` on."""
+        """Returns the tokens of a document, or `length` of them from `offset` on."""
         whole = int(self._lengths[sequence])
         end = whole if length is None else offset + length
         tokens = np.arange(offset + 1, end + 1, dtype=np.int64) % self.vocab_size

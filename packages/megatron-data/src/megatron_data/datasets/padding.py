@@ -1,4 +1,4 @@
-"""Filling samples up to a length."""
+"""Padding of samples."""
 
 from collections.abc import Sequence
 
@@ -7,19 +7,17 @@ from numpy.typing import NDArray
 
 
 def pad(values: Sequence[int], length: int) -> NDArray[np.int64]:
-    """`values` and then zeros, int64 `[length]`."""
+    """Pads `values` with zeros, int64 `[length]`."""
     array = np.zeros(length, np.int64)
     array[: len(values)] = values
     return array
 
 
 def pad_text(tokens: Sequence[int], length: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Tokens and then zeros, and the numbers of their documents: 0, or -1 for padding.
-
-    Padding is what stands behind the tokens; no token inside the text counts as padding.
+    """Pads tokens with zeros. Only the added tokens are padding.
 
     Returns:
-        Tokens, int64 `[length]`, and document numbers, int32 `[length]`.
+        Tokens, int64 `[length]`, and document ids, int32 `[length]`: 0, or -1 for padding.
     """
     document_ids = np.full(length, -1, np.int32)
     document_ids[: len(tokens)] = 0

@@ -1,4 +1,4 @@
-"""Megatron's ways of naming data: `--data-path` and the files that stand for it."""
+"""Parses `--data-path` and the files of Megatron's other data options."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ _LINES = (".jsonl", ".json")
 
 
 class Blend(NamedTuple):
-    """Datasets to mix.
+    """Datasets and their weights.
 
     Attributes:
-        prefixes: `.bin/.idx` pairs without suffix.
-        weights: One per prefix, or None for the sizes of the datasets.
+        prefixes: Paths of datasets without `.bin` or `.idx`.
+        weights: One weight per prefix, or None to weight datasets by their size.
     """
 
     prefixes: tuple[str, ...]
@@ -26,13 +26,14 @@ class Blend(NamedTuple):
 
 
 def parse_data_path(values: str | os.PathLike[str] | Sequence[str] | Blend) -> Blend:
-    """Reads a `--data-path` list: prefixes, or weights and prefixes in turn; a `Blend` is one.
+    """Returns the blend of a `--data-path` list: prefixes, or alternating weights and prefixes.
 
-    An odd number of words is all prefixes. An even number is weight, prefix, weight, prefix … if
-    every first word of a pair is a number, and all prefixes if none is.
+    A list of odd length contains only prefixes. A list of even length contains weight, prefix,
+    weight, prefix, … if the first word of each pair is a number, and only prefixes if no first
+    word is a number. A `Blend` is returned as it is.
 
     Raises:
-        DataError: An empty list, or numbers in some pairs only.
+        DataError: The list is empty, or only some pairs have a number.
     """
     if isinstance(values, Blend):
         return values
@@ -47,21 +48,21 @@ def parse_data_path(values: str | os.PathLike[str] | Sequence[str] | Blend) -> B
     weights = tuple(number for number in numbers if number is not None)
     if len(weights) < len(numbers):
         raise DataError(
-            f"--data-path {' '.join(words)}: a weight before every prefix, or before none"
+            f"--data-path {' '.join(words)}: give a weight before every prefix, or before none"
         )
     return Blend(tuple(words[1::2]), weights)
 
 
 def is_conversation_file(path: str) -> bool:
-    """Whether a path is a file of JSON lines, by its name: `.jsonl` or `.json`, packed or not."""
+    """Returns whether a path names a file of JSON lines: `.jsonl` or `.json`, or compressed."""
     return split_suffix(path)[0] in _LINES
 
 
 def read_data_args(path: str | os.PathLike[str]) -> Blend:
-    """Reads a `--data-args-path` file: the same list, separated by white space.
+    """Reads a `--data-args-path` file: a `--data-path` list separated by white space.
 
     Raises:
-        DataError: No such file, or a list that is not one.
+        DataError: The file does not exist, or its list is invalid.
     """
     path = Path(path)
     if not path.is_file():
@@ -70,14 +71,16 @@ def read_data_args(path: str | os.PathLike[str]) -> Blend:
 
 
 def write_data_args(path: str | os.PathLike[str], blend: Blend) -> None:
-    """Writes a blend as a `--data-args-path` file, a source a line.
+    """Writes a blend as a `--data-args-path` file, one dataset per line.
 
     Raises:
-        DataError: A prefix with white space, which such a file cannot hold.
+        DataError: A prefix contains white space.
     """
     for prefix in blend.prefixes:
         if prefix.split() != [prefix]:
-            raise DataError(f"{prefix!r} has white space in it, which {path} cannot hold")
+            raise DataError(
+                f"{prefix!r} contains white space, which separates prefixes in {path}; rename it"
+            )
     weights = [""] * len(blend.prefixes) if blend.weights is None else map(repr, blend.weights)
     lines = zip(weights, blend.prefixes, strict=True)
     with AtomicFile(path) as file:
@@ -89,10 +92,10 @@ def write_data_args(path: str | os.PathLike[str], blend: Blend) -> None:
 def read_per_split_data_args(path: str | os.PathLike[str]) -> dict[SplitName, Blend | None]:
     """Reads a `--per-split-data-args-path` file: `{"train": [...], "valid": [...], "test": [...]}`.
 
-    A value may also be one text, separated by white space.
+    A value may also be a string, separated by white space.
 
     Raises:
-        DataError: No such file, not JSON, or a key that is not a split.
+        DataError: The file does not exist or is not JSON, or a key is not a split.
     """
     if not Path(path).is_file():
         raise DataError(f"--per-split-data-args-path {path} does not exist")
@@ -105,13 +108,16 @@ def read_per_split_data_args(path: str | os.PathLike[str]) -> dict[SplitName, Bl
 def read_data_path_changes(
     path: str | os.PathLike[str],
 ) -> list[tuple[int, str | Sequence[str]]]:
-    """Reads what takes the place of a data path in the course of a run, and from which sample on.
+    """Reads a `--data-path-changes` file: data paths that apply from a sample on.
 
     The file is a JSON list of objects such as `{"from_sample": 80000, "data_path": ["0.7", "a",
-    "0.3", "b"]}`; a data path may also be one text, separated by white space.
+    "0.3", "b"]}`. A data path may also be a string, separated by white space.
+
+    Returns:
+        Pairs of the first sample and the data path.
 
     Raises:
-        DataError: No such file, not JSON, or not such a list.
+        DataError: The file does not exist, or is not such a list.
     """
     if not Path(path).is_file():
         raise DataError(f"--data-path-changes {path} does not exist")
@@ -125,7 +131,7 @@ def read_data_path_changes(
                 changes.append((first, [str(word) for word in words]))
             case _:
                 raise DataError(
-                    f"{path}: every entry must be like "
+                    f"{path}: give entries such as "
                     '{"from_sample": 80000, "data_path": ["0.7", "a", "0.3", "b"]}'
                 )
     return changes
@@ -134,10 +140,14 @@ def read_data_path_changes(
 def parse_per_split(
     content: Mapping[str, str | Sequence[str] | None], where: str = "the data of each split"
 ) -> dict[SplitName, Blend | None]:
-    """Blends by split from lists or texts by split; an absent or empty one is None.
+    """Returns the blend of each split. The blend of a missing or empty value is None.
+
+    Args:
+        content: Maps splits to `--data-path` lists, or to strings separated by white space.
+        where: Place that errors name. Defaults to "the data of each split".
 
     Raises:
-        DataError: A key that is not a split.
+        DataError: A key is not a split, or a value is invalid.
     """
     unknown = sorted(set(content) - set(SPLITS))
     if unknown:
@@ -148,7 +158,7 @@ def parse_per_split(
         words = value.split() if isinstance(value, str) else value
         if words is not None and not _are_words(words):
             raise DataError(
-                f"{where}: {split} is {value!r:.100}; give a text or a list of texts, such as "
+                f"{where}: {split} is {value!r:.100}; give a string or a list of strings, such as "
                 '["0.7", "a", "0.3", "b"]'
             )
         blends[split] = parse_data_path(words) if words else None

@@ -1,4 +1,4 @@
-"""Datasets that are opened and checked once, however many splits are built of them."""
+"""Datasets that are opened and checked once and shared between splits."""
 
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class DatasetPool:
-    """What the builders have opened; calls that are given the same one share it.
+    """Open datasets that several calls of `build_gpt_datasets` or `build_sft_datasets` share.
 
-    The index of every dataset is checked from end to end when it is opened, which takes a second
-    for 10^8 sequences, and a file of conversations is read once to find its lines. A run that
-    builds its splits one by one does both once.
+    Opening a dataset checks its whole index, which takes a second for 10^8 sequences. Opening a
+    file of conversations reads it to find its lines. With a pool, a run that builds its splits one
+    by one does each only once.
     """
 
     def __init__(self) -> None:
@@ -25,10 +25,10 @@ class DatasetPool:
     def indexed_dataset(
         self, prefix: str, storage: StorageCache | None = None, mmap: bool = True
     ) -> IndexedDataset:
-        """Returns the dataset at a prefix, its index checked.
+        """Returns the dataset at a prefix. Opens it and checks its index if necessary.
 
         Raises:
-            DataError: There is none, or its index is damaged.
+            DataError: The dataset is missing, or its index is damaged.
         """
         if (prefix, mmap) not in self._indexed:
             dataset = IndexedDataset(prefix, storage, mmap)
@@ -43,14 +43,14 @@ class DatasetPool:
     def conversation_lines(
         self, path: str, tokenizer: "SFTTokenizer", max_document_bytes: int | None
     ) -> "ConversationLines":
-        """Returns the conversations of a file of JSON lines.
+        """Returns the conversations of a file of JSON lines. Opens it if necessary.
 
         Raises:
-            DataError: As `ConversationLines`.
+            DataError: See `ConversationLines`.
         """
         from megatron_data.datasets.conversation_lines import ConversationLines
 
-        key = path, id(tokenizer), max_document_bytes  # what is kept holds the tokenizer
+        key = path, id(tokenizer), max_document_bytes  # the cached value keeps the tokenizer alive
         if key not in self._lines:
             self._lines[key] = ConversationLines(
                 path, tokenizer, max_document_bytes=max_document_bytes

@@ -1,4 +1,4 @@
-"""What datasets share whose samples are rows of sentences, along Megatron's maps."""
+"""Functions shared by the datasets that use Megatron's sentence maps."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,10 +7,10 @@ from megatron_data.errors import DataError
 
 
 def sample_row(sample_map: NDArray[np.unsignedinteger], sample: int) -> tuple[int, int, int]:
-    """First sentence of a sample, the one after its last, and the length aimed at.
+    """Returns the first sentence, the end and the target length of a sample.
 
     Raises:
-        IndexError: No such sample.
+        IndexError: The map has no such sample.
     """
     if not 0 <= sample < len(sample_map):
         raise IndexError(f"sample {sample} of {len(sample_map)}")
@@ -19,15 +19,15 @@ def sample_row(sample_map: NDArray[np.unsignedinteger], sample: int) -> tuple[in
 
 
 def sample_generator(seed: int, sample: int) -> np.random.RandomState:
-    """The generator of one sample: its draws do not depend on which samples were read before."""
+    """Returns the random generator of one sample, which does not depend on other samples."""
     return np.random.RandomState((seed + sample) % (1 << 32))
 
 
 def check_short_probability(share: float) -> None:
-    """Refuses a share of short samples that is none.
+    """Checks a fraction of short samples.
 
     Raises:
-        DataError: It is not between 0 and 1.
+        DataError: The fraction is not between 0 and 1.
     """
     if not 0 <= share <= 1:
-        raise DataError(f"share of short samples {share}; give one from 0 to 1")
+        raise DataError(f"short_probability {share} is not a probability; give 0 to 1")

@@ -1,4 +1,4 @@
-"""Samples of fine-tuning on conversations."""
+"""Samples of supervised fine-tuning (SFT) on conversations."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,33 +14,33 @@ from megatron_data.order.protocol import SampleOrder
 
 
 class SFTDataset:
-    """Samples of whole conversations, next to one another, that do not see each other.
+    """Samples of one or more conversations, which do not attend to each other.
 
     A sample is a dictionary of arrays:
 
     - `tokens`, `labels`: int64 `[s]`; label i is the token after token i.
-    - `loss_mask`: float32 `[s]`: 1 where the label is what an assistant says.
-    - `positions`: int32 `[s]`, from 0 in every conversation.
-    - `document_ids`: int32 `[s]`: a number for each conversation; -1 is padding.
+    - `loss_mask`: float32 `[s]`: 1 where the label counts in the loss, otherwise 0.
+    - `positions`: int32 `[s]`, from 0 in each conversation.
+    - `document_ids`: int32 `[s]`: index of the conversation in the sample; -1 for padding.
     - `cu_seqlens`, `max_seqlen`: int32 `[s + 1]` and scalar; see `CumulativeLengths`.
-    - `sample_ids`: int64 scalar, the number asked for.
+    - `sample_ids`: int64 scalar: index of the sample.
 
     Padding is token 0.
 
     Args:
         source: Conversations; see `tokenize_conversations`.
-        mask: 1 for every token that the loss counts.
-        order: Which stretches of conversations make up which sample.
+        mask: Loss mask: 1 for each token that counts in the loss.
+        order: Sample order of the conversations.
 
     Raises:
-        DataError: A mask of other conversations.
+        DataError: The mask belongs to other conversations.
     """
 
     def __init__(self, source: TokenSource, mask: TokenSource, order: SampleOrder) -> None:
         if not np.array_equal(source.sequence_lengths, mask.sequence_lengths):
             raise DataError(
-                "the mask does not belong to the conversations: their lengths differ; tokenize "
-                "them again"
+                "the loss mask does not belong to the conversations: their lengths differ; "
+                "tokenize them again"
             )
         self.source = source
         self.mask = mask
@@ -59,12 +59,12 @@ class SFTDataset:
 def make_sample(
     parts: Iterable[tuple[NDArray[Any], NDArray[Any]]], length: int, number: int
 ) -> Sample:
-    """Returns the sample of some stretches of conversations; see `SFTDataset`.
+    """Returns a sample of conversations; see `SFTDataset`.
 
     Args:
-        parts: Tokens of each stretch, and 1 for those that the loss counts.
-        length: Tokens of a sample; the stretches may have one more.
-        number: Of the sample.
+        parts: Tokens and loss mask of each conversation.
+        length: Tokens of a sample. The conversations may have one more, for the last label.
+        number: Index of the sample.
     """
     text, counted = np.zeros(length + 1, np.int64), np.zeros(length + 1, bool)
     numbers, positions = np.full(length + 1, -1, np.int32), np.zeros(length + 1, np.int32)

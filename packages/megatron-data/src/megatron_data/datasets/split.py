@@ -1,4 +1,4 @@
-"""Megatron's `--split`: which part of a dataset trains, validates and tests."""
+"""Parses Megatron's `--split`: the fractions for training, validation and test."""
 
 import re
 from itertools import accumulate, pairwise
@@ -17,13 +17,13 @@ Interval: TypeAlias = tuple[float, float]
 
 
 def parse_split(split: str) -> tuple[Interval | None, ...]:
-    """Intervals of train, valid and test in [0, 1], None for an empty one.
+    """Returns the intervals of train, valid and test within [0, 1]. An empty interval is None.
 
-    Any text with up to three numbers will do, `969,30,1` or `98, 2`; they need not sum to
-    anything.
+    Args:
+        split: One to three numbers such as `969,30,1` or `98, 2`. They are divided by their sum.
 
     Raises:
-        DataError: No number, more than three, or nothing but zeros.
+        DataError: There is no number, more than three, a negative one, or all are zero.
     """
     try:
         shares = [float(number) for number in re.findall(r"[.0-9]+", split)]
@@ -40,16 +40,16 @@ def parse_split(split: str) -> tuple[Interval | None, ...]:
 
 
 def sequence_range(interval: Interval, count: int) -> tuple[int, int]:
-    """First sequence in an interval and the one after its last.
+    """Returns the first sequence of an interval and the index after its last.
 
-    Rounded as Megatron rounds, half to even.
+    Bounds are rounded half to even, as in Megatron.
     """
     begin, end = (round(mark * float(count)) for mark in interval)
     return begin, end
 
 
 def count_tokens(dataset: IndexedDataset, interval: Interval) -> int:
-    """Tokens of the sequences in an interval."""
+    """Returns the number of tokens of the sequences in an interval."""
     bounds = np.array(sequence_range(interval, len(dataset)), np.int64)
     begin, end = dataset.tokens_before(bounds).tolist()
     return int(end - begin)

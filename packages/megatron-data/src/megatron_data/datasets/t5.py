@@ -1,4 +1,4 @@
-"""Samples of span corruption, as T5 is trained on."""
+"""T5 samples: span corruption."""
 
 from dataclasses import dataclass, field
 
@@ -13,15 +13,15 @@ from megatron_data.datasets.sentences import check_short_probability, sample_gen
 from megatron_data.errors import DataError
 
 SPECIAL_TOKENS = 2
-"""What Megatron leaves room for beside the text."""
+"""Number of special tokens that Megatron reserves in a sample."""
 
 
 @dataclass(frozen=True)
 class T5DatasetConfig:
-    """How sentences become samples.
+    """Configuration of T5 samples.
 
     Raises:
-        DataError: A sample too short for its special tokens, or a share that is none.
+        DataError: A sequence length leaves no room for text, or a probability is out of range.
     """
 
     sequence_length: int = field(
@@ -34,7 +34,7 @@ class T5DatasetConfig:
         default_factory=lambda: MaskingConfig(max_ngram=10, geometric=True)
     )
     short_probability: float = field(
-        default=0.1, metadata={"help": "share of shorter samples", "flag": "--short-seq-prob"}
+        default=0.1, metadata={"help": "fraction of shorter samples", "flag": "--short-seq-prob"}
     )
 
     def __post_init__(self) -> None:
@@ -48,29 +48,29 @@ class T5DatasetConfig:
 
 
 class T5Dataset:
-    """T5 samples along a map of sentences.
+    """T5 samples from sentences.
 
-    A sample is a dictionary of arrays, s tokens for the encoder and t for the decoder:
+    A sample is a dictionary of arrays, with s tokens for the encoder and t for the decoder:
 
-    - `encoder_tokens`: int64 `[s]`: the text, each hidden span replaced by a sentinel.
+    - `encoder_tokens`: int64 `[s]`: the text with a sentinel in place of each masked span.
     - `decoder_tokens`: int64 `[t]`: beginning of sequence, then each sentinel and its span.
-    - `labels`: int64 `[t]`: the same without the first token, and the end of sequence.
-    - `loss_mask`: float32 `[t]`: 0 on padding.
-    - `encoder_document_ids`, `decoder_document_ids`: int32: 0, or -1 for padding.
-    - `sample_ids`: int64 scalar, the number asked for.
+    - `labels`: int64 `[t]`: `decoder_tokens` without the first token, then end of sequence.
+    - `loss_mask`: float32 `[t]`: 0 for padding, otherwise 1.
+    - `encoder_document_ids`, `decoder_document_ids`: int32 `[s]` and `[t]`: 0, or -1 for padding.
+    - `sample_ids`: int64 scalar: index of the sample.
 
-    Samples equal those of megatron-core's `T5MaskedWordPieceDataset`, but that padding, token 0, is
-    only what stands behind the text; it also masks every padding token inside the text.
+    Padding is token 0. Samples equal those of megatron-core's `T5MaskedWordPieceDataset`, which
+    also treats every padding token inside the text as padding.
 
     Args:
-        source: Sentences.
-        sample_map: See `sentence_map`, made with `sequence_length - 2` and one sentence at least.
-        config: How they become a sample.
-        word_pieces: Of the vocabulary; needs sentinels, and tokens that begin and end a sequence.
-        seed: Of the draws; sample i has its own generator, seeded with the sum.
+        source: Dataset with one sequence per sentence.
+        sample_map: Result of `sentence_map` with `max_length=sequence_length - 2`.
+        config: Configuration of the samples.
+        word_pieces: Properties of the vocabulary, including `bos_id`, `eos_id` and sentinels.
+        seed: Seed of the random draws. The generator of sample i has the seed `seed + i`.
 
     Raises:
-        DataError: A vocabulary without those tokens.
+        DataError: The vocabulary lacks one of these tokens.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class T5Dataset:
     ) -> None:
         if word_pieces.bos_id is None or word_pieces.eos_id is None or not word_pieces.sentinel_ids:
             raise DataError(
-                "T5 samples need sentinels and tokens that begin and end a sequence; add them to "
-                "the tokenizer (Megatron: --vocab-extra-ids 100)"
+                "T5 samples need sentinels and tokens for the beginning and the end of a sequence; "
+                "add them to the tokenizer (Megatron: --vocab-extra-ids 100)"
             )
         self.source = source
         self.sample_map = sample_map
@@ -120,8 +120,8 @@ class T5Dataset:
         ):
             if len(filled) > room:
                 raise DataError(
-                    f"sample {sample} has {len(filled)} tokens for the {side}, which takes {room}; "
-                    "give it more, or hide fewer"
+                    f"sample {sample} has {len(filled)} tokens for the {side}, which has room for "
+                    f"{room}; increase its sequence length, or mask fewer tokens"
                 )
         encoder_tokens, encoder_ids = pad_text(encoder, length)
         decoder_tokens, decoder_ids = pad_text(decoder, decoder_length)
@@ -139,11 +139,11 @@ class T5Dataset:
         }
 
     def _corrupted(self, sample: int, masked: MaskedText) -> tuple[list[int], list[int]]:
-        """The text with sentinels for its hidden spans, and the spans, each after its sentinel."""
+        """Returns the text with a sentinel for each span, and the spans after their sentinels."""
         sentinels = self.word_pieces.sentinel_ids
         if len(masked.spans) > len(sentinels):
             raise DataError(
-                f"sample {sample} has {len(masked.spans)} hidden spans, the tokenizer "
+                f"sample {sample} has {len(masked.spans)} masked spans, but the tokenizer has "
                 f"{len(sentinels)} sentinels; add more of them (Megatron: --vocab-extra-ids)"
             )
         text: list[int] = []

@@ -1,4 +1,4 @@
-"""Comparing the tokenizer of a run with those that its corpora were made with."""
+"""Compares the tokenizer of a run with the tokenizers of its datasets."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,21 +17,21 @@ def check_tokenizer(
     *,
     data_path_changes: Sequence[tuple[int, DataPath]] = (),
 ) -> None:
-    """Refuses corpora that another tokenizer made: their tokens would be other text.
+    """Checks that all datasets were made with the tokenizer of the run.
 
-    Reads the manifest, `PREFIX.meta.json`, of every source of all splits. One line of warning
-    names the sources that have none, such as those that Megatron wrote. Conversations in JSON lines
-    have no tokens yet and are left out.
+    Reads the manifest, `PREFIX.meta.json`, of each dataset of all splits. Logs a warning about
+    datasets without a manifest, such as those that Megatron wrote. Conversations in JSON lines are
+    not tokenized yet and are ignored.
 
     Args:
-        data_path: As in `build_gpt_datasets`.
-        tokenizer: Of the run; None compares the sources with one another alone.
-        data_path_changes: As in `build_gpt_datasets`.
+        data_path: Data path; see `build_gpt_datasets`.
+        tokenizer: Tokenizer of the run. None only compares the datasets with each other.
+        data_path_changes: Later data paths; see `build_gpt_datasets`.
 
     Raises:
-        TokenizerMismatchError: A source was made with another tokenizer than the run's, or than
-            another source.
-        DataError: A damaged manifest, or a data path that is none.
+        TokenizerMismatchError: A dataset was made with another tokenizer than the run's, or than
+            another dataset.
+        DataError: A manifest is damaged, or the data path is invalid.
     """
     paths = [data_path, *(path for _, path in data_path_changes)]
     names = [name for path in paths for name in _prefixes(path)]
@@ -41,15 +41,15 @@ def check_tokenizer(
     if unknown and (tokenizer is not None or len(recorded) > 1):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         _log.warning(
-            "%s%s: no manifest (.meta.json) says which tokenizer made the corpus, so it cannot be "
-            "compared with this run's",
+            "%s%s: without a manifest (.meta.json), the tokenizer of the dataset cannot be "
+            "compared with that of the run",
             unknown[0],
             more,
         )
 
 
 def _prefixes(data_path: DataPath) -> Iterator[str]:
-    """Returns the sources that a data path names."""
+    """Yields the datasets of a data path."""
     if not isinstance(data_path, Mapping):
         yield from parse_data_path(data_path).prefixes
         return
