@@ -179,5 +179,5 @@ def test_unsupported_options_are_refused_in_one_line():
     with pytest.raises(ConfigError, match="decoding cuts no sequence"):
         split, cache = ContextSplit.zigzag(16, 2), StaticKVCache(config, Mesh.single(), 1, 16)
         model(tokens, split=split, cache=cache)
-    with pytest.raises(ConfigError, match="as plain rules: without dense"):
+    with pytest.raises(ConfigError, match="as plain rules, without dense"):
         model(tokens, mask=Mask(positions=torch.arange(16)[None]).prepare(16, 16))

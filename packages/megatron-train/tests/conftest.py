@@ -1,4 +1,4 @@
-"""A small task with unequal loss masks, in float64, and trainers for it."""
+"""A small task with unequal loss masks in float64, and trainers for it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -18,7 +18,7 @@ VOCABULARY, LENGTH = 11, 6
 
 
 class BigramTask:
-    """Predict each token from the one before it."""
+    """Predicts each token from the previous one."""
 
     losses = ("lm loss",)
     metrics = ()
@@ -58,7 +58,7 @@ class BigramTask:
 
 
 def sample(index: int) -> dict[str, Tensor]:
-    """A sample whose loss mask keeps between one token and all of them."""
+    """Returns a sample with between one and all tokens unmasked."""
     generator = torch.Generator().manual_seed(index)
     text = torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator)
     kept = 1 + index % LENGTH
@@ -67,7 +67,7 @@ def sample(index: int) -> dict[str, Tensor]:
 
 
 def steps(micro: int, accumulation: int) -> Callable[[int], Iterator[Sequence[MicroBatch]]]:
-    """Steps over samples 0, 1, 2, … in micro-batches of ``micro``."""
+    """Returns a function that yields steps over samples 0, 1, … in micro-batches of ``micro``."""
 
     def read(consumed: int) -> Iterator[Sequence[MicroBatch]]:
         def micro_batches() -> Iterator[MicroBatch]:
@@ -87,7 +87,7 @@ def steps(micro: int, accumulation: int) -> Callable[[int], Iterator[Sequence[Mi
 
 @pytest.fixture
 def make_trainer():
-    """Return a function that makes a trainer of the bigram task."""
+    """Returns a function that makes a trainer for the bigram task."""
 
     def make(micro: int = 2, accumulation: int = 3, **changes: Any) -> Trainer:
         mesh = Mesh.single()
@@ -107,5 +107,5 @@ def make_trainer():
 
 @pytest.fixture
 def make_steps():
-    """Return `steps`."""
+    """Returns `steps`."""
     return steps

@@ -1,4 +1,4 @@
-"""Numbers that a run accounts for itself with, against numbers computed by hand."""
+"""Numbers that a run reports equal numbers computed by hand."""
 
 import json
 import math
@@ -30,7 +30,7 @@ class Lines(Console):
 
 
 def report(iteration, **changes):
-    """A step of 4 samples and 40 tokens in half a second, by default."""
+    """Returns the report of a step, by default of 4 samples and 40 tokens in half a second."""
     values = {
         "iteration": iteration,
         "consumed_samples": 4 * iteration,
@@ -59,7 +59,7 @@ def skipped(iteration, loss=math.nan):
 
 
 def spoil(steps, numbers):
-    """The same steps, of which those of these numbers, from 0, have no finite loss."""
+    """Returns the steps, in which those of the given numbers, from 0, have no finite loss."""
 
     def read(consumed):
         for number, batches in enumerate(steps(consumed)):
@@ -71,7 +71,7 @@ def spoil(steps, numbers):
 
 
 def by_hand(trainer, batches):
-    """Sum of losses over true tokens, and their number, by torch alone."""
+    """Returns the sum of losses over unmasked tokens and their number, computed by torch."""
     total = count = 0.0
     weight = trainer.task.stages[0].weight.detach()
     for batch in batches:
@@ -86,9 +86,7 @@ def by_hand(trainer, batches):
 
 
 @pytest.mark.parametrize("per_token", [True, False])
-def test_an_evaluation_is_the_mean_over_all_true_tokens_of_all_batches(
-    make_trainer, make_steps, per_token
-):
+def test_an_evaluation_is_the_mean_over_all_unmasked_tokens(make_trainer, make_steps, per_token):
     trainer = make_trainer()
     trainer.engine = StepEngine(trainer.task, Mesh.single(), per_token=per_token)
     steps = [next(make_steps(1, 2)(0)), next(make_steps(2, 3)(7)), next(make_steps(1, 1)(5))]
@@ -96,12 +94,10 @@ def test_an_evaluation_is_the_mean_over_all_true_tokens_of_all_batches(
     expected = sum(total for total, _ in parts) / sum(count for _, count in parts)
     assert trainer.evaluate(steps)["lm loss"] == pytest.approx(expected, rel=1e-14)
     means = [total / count for total, count in parts]
-    assert abs(expected - sum(means) / 3) > 1e-4  # a mean of means would be seen
+    assert abs(expected - sum(means) / 3) > 1e-4  # a mean of means would differ
 
 
-def test_an_evaluation_is_made_in_evaluation_mode_and_training_goes_on_in_its_own(
-    make_trainer, make_steps
-):
+def test_an_evaluation_uses_evaluation_mode_and_restores_training_mode(make_trainer, make_steps):
     trainer, modes = make_trainer(), []
     (stage,) = trainer.task.stages
     stage.register_forward_pre_hook(lambda module, _: modes.append(module.training))
@@ -110,7 +106,7 @@ def test_an_evaluation_is_made_in_evaluation_mode_and_training_goes_on_in_its_ow
     assert modes == [False, True, True, True]
 
 
-def test_a_loss_that_no_token_counts_in_is_left_out_of_an_evaluation(make_trainer, make_steps):
+def test_an_evaluation_omits_a_loss_without_tokens(make_trainer, make_steps):
     trainer, batches = make_trainer(), next(make_steps(2, 3)(0))
     assert trainer.evaluate([]) == {}
     for batch in batches:
@@ -129,13 +125,13 @@ def test_a_skipped_step_has_consumed_its_samples(make_trainer):
     assert [r.consumed_samples for r in reports] == [6, 12, 18]
     assert [r.learning_rate for r in reports] == [trainer.learning_rate.at(n) for n in (0, 6, 12)]
     assert (trainer.iteration, trainer.consumed_samples) == (3, 18)
-    # The next step takes the samples behind those that were skipped.
+    # The next step takes the samples after the skipped ones.
     assert torch.equal(
         next(steps)[0].fields["tokens"], next(make_trainer().micro_batches(18))[0].fields["tokens"]
     )
 
 
-def test_weight_decay_is_asked_for_the_samples_consumed_before_the_step(make_trainer, monkeypatch):
+def test_weight_decay_depends_on_samples_consumed_before_the_step(make_trainer, monkeypatch):
     schedule = WeightDecaySchedule(start=0.0, end=1.0, samples=60, style="linear")
     trainer, decays = make_trainer(weight_decay=schedule, train_iters=4), []
     step = trainer.optimizer.step
@@ -154,7 +150,7 @@ def test_steps_that_are_not_finite_are_counted_over_a_resume(make_trainer):
     first = make_trainer(train_iters=100)
     bad = spoil(first.micro_batches, range(1, 100))(0)
     for _ in range(MAX_NAN_STEPS):
-        first.step(bad)  # one good, nine bad
+        first.step(bad)  # one finite step, nine others
     state = json.loads(json.dumps(first.state()))
     assert (state["iteration"], state["consumed_samples"], state["nan_steps"]) == (10, 60, 9)
 
@@ -164,7 +160,7 @@ def test_steps_that_are_not_finite_are_counted_over_a_resume(make_trainer):
         second.step(spoil(second.micro_batches, {0})(60))
     third = make_trainer(train_iters=100)
     third.load_state(state)
-    third.step(third.micro_batches(60))  # a finite step begins the count anew
+    third.step(third.micro_batches(60))  # a finite step resets the count
     bad = spoil(third.micro_batches, range(100))(66)
     for _ in range(MAX_NAN_STEPS - 1):
         third.step(bad)
@@ -186,20 +182,20 @@ def test_steps_that_are_not_finite_are_counted_over_a_resume(make_trainer):
     ],
 )
 def test_the_extent_of_a_step_is_that_of_the_global_batch(make_steps, layout, copies):
-    """Ranks of an axis other than dp read the same whole samples."""
+    """Checks that ranks of axes other than dp, which read the same samples, count once."""
     layout = layout.resolve(layout.tp * layout.cp * layout.pp * (layout.dp or 1))
-    engine = SimpleNamespace(mesh=Mesh(layout, 1), task=BigramTask())  # no group is used
+    engine = SimpleNamespace(mesh=Mesh(layout, 1), task=BigramTask())  # no process group is used
     extent = StepEngine.batch_totals(engine, next(make_steps(2, 3)(0)))
     assert extent == BatchTotals(samples=6 * copies, tokens=36 * copies, flops=360.0 * copies)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_numbers_of_a_log_line(ranks):
-    """Tokens/s are those of the whole run, FLOP/s those of a GPU."""
-    console, heard = Lines(), []
+    """Checks that tokens/s are for the whole run and FLOP/s for one GPU."""
+    console, calls = Lines(), []
     peak = Peak(64e12, "")
     callback = LogLine(
-        console, 4, peak=peak, throughput=True, listeners=[lambda *told: heard.append(told)]
+        console, 4, peak=peak, throughput=True, listeners=[lambda *call: calls.append(call)]
     )
     mesh = SimpleNamespace(world_size=ranks)
     trainer = SimpleNamespace(train_iters=8, engine=SimpleNamespace(mesh=mesh))
@@ -208,7 +204,7 @@ def test_numbers_of_a_log_line(ranks):
     for one in (report(1), skipped(2), inexact, clipped):
         callback.on_step(trainer, one)
     (line,) = console.lines
-    # 3 s, 140 tokens and 40e12 operations in all; losses without those of step 2.
+    # 3 s, 140 tokens and 40e12 FLOPs in total; losses without those of step 2.
     rate = 40 / 3 / ranks
     assert line.partition("] ")[2] == (
         "iteration        4/       8 | consumed samples:           16 |"
@@ -220,8 +216,8 @@ def test_numbers_of_a_log_line(ranks):
         " number of skipped iterations:   2 | number of nan iterations:   1 |"
         f" tokens/s: 46.7 | MFU: {100 * rate / 64:.1f} % |"
     )
-    assert heard == [(4, {"lm loss": 150 / 90, "z loss": 14 / 120})]
-    for iteration in range(5, 9):  # nothing of the former interval counts
+    assert calls == [(4, {"lm loss": 150 / 90, "z loss": 14 / 120})]
+    for iteration in range(5, 9):  # values of the previous interval do not count
         callback.on_step(trainer, report(iteration))
     assert f"lm loss: {2:.6E}" in console.lines[1]
     assert "skipped iterations:   0 | number of nan iterations:   0 |" in console.lines[1]
@@ -231,7 +227,7 @@ def test_numbers_of_a_log_line(ranks):
 
 
 def test_an_unfinished_interval_of_the_log_line_is_kept_without_its_times():
-    """Counts and sums go on after a resume; rates are those of the new process."""
+    """Checks that counts and sums continue after a resume, and rates cover the new process."""
     trainer = SimpleNamespace(
         train_iters=8, engine=SimpleNamespace(mesh=SimpleNamespace(world_size=1))
     )
@@ -253,7 +249,7 @@ def test_an_unfinished_interval_of_the_log_line_is_kept_without_its_times():
     assert "skipped iterations:   2 | number of nan iterations:   1 |" in line
 
 
-def test_a_trainer_gives_each_callback_its_own_state_back(make_trainer):
+def test_a_trainer_restores_the_state_of_each_callback(make_trainer):
     def callbacks():
         return [LogLine(Lines(), 100, peak=None), SimpleNamespace(name="", load_state=None)]
 
@@ -263,12 +259,12 @@ def test_a_trainer_gives_each_callback_its_own_state_back(make_trainer):
     assert first.state() == second.state()
     assert list(first.state()["callbacks"]) == ["log_line"]
     bare = make_trainer()
-    bare.load_state(first.state())  # a callback may have gone, or come
+    bare.load_state(first.state())  # callbacks may have been removed or added
     second.load_state({**first.state(), "callbacks": {}})
     assert second.state() == first.state()
 
 
-def test_records_of_a_run_hold_its_numbers_exactly(tmp_path):
+def test_records_contain_exact_numbers(tmp_path):
     trainer = SimpleNamespace(iteration=2, stopped=None)
     recorder = Recorder(tmp_path, {"layout": "1 rank"}, Console())
     recorder.on_start(trainer)

@@ -1,4 +1,4 @@
-"""Losses that arise inside a stage, as a step reports them on several ranks."""
+"""Auxiliary losses, which a layer adds within a stage, on several ranks."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SIZE = 8
 
 
 class Rows(nn.Embedding):
-    """Rows of a table, with a penalty on those that are looked up: of all, or of a rank's half."""
+    """An embedding with a penalty on the rows that are looked up: all of them or a rank's half."""
 
     def __init__(self, mesh, cut):
         super().__init__(SIZE, SIZE, dtype=torch.float64)
@@ -29,7 +29,7 @@ class Rows(nn.Embedding):
 
 
 class Penalised:
-    """Sums of looked-up rows as the loss, and their penalty as an auxiliary one."""
+    """A task with the sum of rows as its loss and their penalty as an auxiliary loss."""
 
     losses, metrics, auxiliary_losses = ("sum",), (), ("size",)
 
@@ -47,7 +47,7 @@ class Penalised:
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["replicated", "cut"])
-def test_an_inner_loss_on_tensor_parallel_ranks_is_reported_as_on_one_rank(worker_pool, cut):
+def test_an_auxiliary_loss_on_tensor_parallel_ranks_equals_that_of_one_rank(worker_pool, cut):
     def step(mesh):
         engine = StepEngine(Penalised(mesh, cut), mesh)
         drawn = (torch.tensor([[1, 2, 5, 1]]) + shift for shift in (0, 2))

@@ -1,4 +1,4 @@
-"""What the callbacks of a run write, print and show."""
+"""Files, lines and progress bars of the callbacks of a run."""
 
 import io
 import json
@@ -41,7 +41,7 @@ NAN = replace(
 
 
 class Screen(Console):
-    """A console that keeps its lines and what its bar was asked to show."""
+    """A console that records its lines and the calls of its bar."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Screen(Console):
 
 
 def at(iteration, train_iters=4, **more):
-    """A trainer that stands at a step; its evaluations give the given losses."""
+    """Returns a mock trainer at a step, whose evaluations return the given losses."""
     return SimpleNamespace(
         iteration=iteration,
         train_iters=train_iters,
@@ -74,7 +74,7 @@ def at(iteration, train_iters=4, **more):
     )
 
 
-def test_an_interval_starts_at_nothing_and_adds_every_step():
+def test_an_interval_starts_empty_and_adds_every_step():
     interval = IntervalSums()
     assert vars(interval) == {
         **dict.fromkeys(("steps", "skipped", "nan", "tokens"), 0),
@@ -93,9 +93,9 @@ def test_an_interval_starts_at_nothing_and_adds_every_step():
 
 
 def test_a_log_line_gives_the_figures_of_its_interval_per_device():
-    console, told = Screen(), []
+    console, calls = Screen(), []
     lines = LogLine(
-        console, 2, peak=Peak(8e12, ""), throughput=True, listeners=[lambda *a: told.append(a)]
+        console, 2, peak=Peak(8e12, ""), throughput=True, listeners=[lambda *a: calls.append(a)]
     )
     lines.on_step(at(1), replace(REPORT, iteration=1))
     assert not console.lines
@@ -107,7 +107,7 @@ def test_a_log_line_gives_the_figures_of_its_interval_per_device():
         *("(TFLOP/s/GPU): 4.0", "tokens/s: 96.0", "MFU: 50.0 %", "lm loss: 3.000000E+00"),
     ):
         assert f"{text} |" in line
-    assert told == [(2, {"lm loss": 3.0})]
+    assert calls == [(2, {"lm loss": 3.0})]
     lines.on_step(at(3), replace(REPORT, iteration=3))
     assert lines.state() == {
         "skipped": 0,
@@ -163,7 +163,7 @@ def test_the_recorder_writes_steps_evaluations_and_events(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tensorboard_drops_what_the_run_does_again(tmp_path, monkeypatch):
+def test_tensorboard_drops_repeated_steps(tmp_path, monkeypatch):
     made, scalars = [], {}
 
     class Writer:
@@ -204,12 +204,12 @@ def test_progress_counts_tokens_of_all_samples():
     assert console.bar == [(192, 48), (48, "step 2, lm loss 3.000"), "stopped"]
 
 
-def test_a_bar_and_lines_are_for_one_rank_and_a_terminal(capsys):
+def test_bars_and_lines_need_rank_0_and_a_terminal(capsys):
     out = io.StringIO()
     console = Console(out)
     console.start_bar(100, 10)
     console.advance_bar(5, "step 1")
-    assert console._bar.n == 10  # disabled, as stderr is not a terminal
+    assert console._bar.n == 10  # disabled, since stderr is not a terminal
     console.stop_bar()
     assert console._bar is None
     console.print_line("one")
@@ -236,13 +236,13 @@ def test_the_bar_counts_thousands_of_tokens(monkeypatch):
 
 @pytest.mark.parametrize(("iteration", "due"), [(2, False), (3, True), (4, True)])
 def test_evaluations_come_at_intervals_and_at_the_end_and_the_test_at_the_end(iteration, due):
-    console, told = Screen(), []
+    console, calls = Screen(), []
     report = replace(REPORT, iteration=iteration)
     for kind, more in ((evaluation.Evaluation, (3,)), (evaluation.TestSetEvaluation, ())):
-        callback = kind(console, lambda: ["batches"] * 5, *more, [lambda *a: told.append(a)])
+        callback = kind(console, lambda: ["batches"] * 5, *more, [lambda *a: calls.append(a)])
         callback.on_step(at(iteration), report)
     count = due + (iteration == 4)
-    assert told == [(iteration, {"lm loss": 5.0})] * count
+    assert calls == [(iteration, {"lm loss": 5.0})] * count
     assert len(console.lines) == 3 * count
     assert any("on test set" in line for line in console.lines) == (iteration == 4)
 
@@ -264,7 +264,7 @@ def test_a_run_stops_at_multiples_of_steps_and_after_minutes(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_first_signal_asks_and_a_second_ends(rank, make_trainer, capfd):
+def test_a_first_signal_stops_after_the_step_and_a_second_immediately(rank, make_trainer, capfd):
     trainer = make_trainer()
     trainer.engine.mesh = SimpleNamespace(rank=rank)
     before = signal.getsignal(signal.SIGTERM)
@@ -274,11 +274,11 @@ def test_a_first_signal_asks_and_a_second_ends(rank, make_trainer, capfd):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
-    said = "SIGTERM: stopping after this step; send it again to stop at once\n"
-    assert capfd.readouterr().err == (said if rank == 0 else "")
+    message = "SIGTERM: stopping after this step; send it again to stop at once\n"
+    assert capfd.readouterr().err == (message if rank == 0 else "")
 
 
-def test_the_engine_runs_each_step_under_its_number(make_trainer):
+def test_the_engine_gets_the_number_of_each_step(make_trainer):
     trainer, numbers = make_trainer(train_iters=3), []
     run = trainer.engine.run
 
@@ -292,7 +292,7 @@ def test_the_engine_runs_each_step_under_its_number(make_trainer):
     assert (trainer.iteration, trainer.consumed_samples) == (3, 18)
 
 
-def test_facts_of_a_run_are_plain_and_name_versions():
+def test_facts_of_a_run_are_plain_values_with_versions():
     facts = environment(torch.device("cpu"))
     assert json.loads(json.dumps(facts)) == facts
     assert facts["torch"] == torch.__version__ and facts["megatron-train"]

@@ -1,4 +1,4 @@
-"""Files that are damaged or forged are read, or refused in one line, in bounded time and memory."""
+"""Damaged or forged files are read or refused in one line, in bounded time and memory."""
 
 import json
 
@@ -47,7 +47,7 @@ optimizer: {lr: 1e-3}
         ("? " + "x" * 100_000 + "\n: 1", "unknown section 'xxx"),
     ],
 )
-def test_yaml_that_is_no_settings_is_refused_in_one_line(text, message):
+def test_yaml_without_settings_is_refused_in_one_line(text, message):
     with pytest.raises(TrainError) as refused:
         parse_settings(text, "run.yaml", OPTIONS)
     line = str(refused.value)
@@ -124,7 +124,7 @@ RECORDS = [
         "\udcff\udcfe",
     ],
 )
-def test_a_line_that_is_no_record_is_named(tmp_path, line):
+def test_an_invalid_line_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(f"{json.dumps(STEP)}\n{line}\n".encode(errors="surrogateescape"))
     with pytest.raises(TrainError, match=r"metrics.jsonl, line 2: not a metrics record") as refused:
@@ -132,8 +132,8 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
     assert len(str(refused.value)) < 1_000
 
 
-def test_a_report_shows_what_is_there(tmp_path):
-    """Fields that older versions did not write are no reason to refuse a page."""
+def test_a_report_shows_the_existing_fields(tmp_path):
+    """Checks that a page is written without the fields that older versions did not record."""
     bare = {"kind": "train", "iteration": 1, "lm loss": 4.5}
     end = {"kind": "event", "event": "end", "iteration": 1}
     lines = [bare, {**bare, "iteration": 2, "seconds": 0, "tokens": 3}, end]
@@ -187,7 +187,7 @@ def test_fuzzed_states_continue_or_are_refused(make_trainer, fuzz_count):
     def read(content: bytes) -> None:
         try:
             state = json.loads(content)
-        except (ValueError, RecursionError) as error:  # megatron-ckpt refuses it
+        except (ValueError, RecursionError) as error:  # megatron-ckpt refuses this
             raise TrainError("no JSON") from error
         trainer.load_state(state)
         trainer.state()
@@ -230,7 +230,7 @@ def test_a_run_with_damaged_metrics_ends_with_its_checkpoint(make_trainer, tmp_p
     assert "loss.png is not drawn: " in error and "metrics.jsonl, line 1: not a" in error
 
 
-def test_all_ranks_hear_of_a_state_that_one_refuses(make_trainer, tmp_path, monkeypatch):
+def test_all_ranks_get_the_error_of_a_refused_state(make_trainer, tmp_path, monkeypatch):
     heard = []
 
     class Heard(SingleProcessCoordinator):

@@ -1,4 +1,4 @@
-"""Ranks that are tiny scripts: how they end, and what their parent makes of it."""
+"""Launches of ranks that are small scripts: how they end, and the outcome of the launch."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from megatron_train.launch.launch import launch
 from waiting import HANG, wait_until
 
 GRACE = 2.0
-"""Seconds that the others have in tests that wait for the end of them."""
+"""Seconds of grace in tests that wait for its end."""
 START = """
 import os, signal, sys, time
 from megatron_train.launch.link import ParentLink, FailureReport
@@ -33,7 +33,7 @@ if rank != 1:
 
 @pytest.fixture
 def run(capfd):
-    """Run a script as ranks; returns the outcome and what reached the terminal."""
+    """Returns a function that runs a script as ranks; it returns outcome, output and seconds."""
 
     def start(script, ranks=3, grace=10 * HANG, **options):
         began = time.monotonic()
@@ -44,7 +44,7 @@ def run(capfd):
     return start
 
 
-def test_ranks_know_who_they_are_and_rank_0_owns_the_terminal(run, monkeypatch):
+def test_ranks_get_their_number_and_rank_0_the_terminal(run, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     outcome, printed, _ = run("""
         names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS".split()
@@ -61,12 +61,12 @@ def test_ranks_know_who_they_are_and_rank_0_owns_the_terminal(run, monkeypatch):
     lines = [f"{rank} {rank} 3 3 127.0.0.1 {threads} True" for rank in range(3)]
     lines = [lines[0], f"[rank 1] {lines[1]}", f"[rank 2] {lines[2]}"]
     plural = "thread" if threads == 1 else "threads"
-    said = f"3 ranks of {threads} {plural} each (set by OMP_NUM_THREADS)"
-    assert sorted(printed.out.splitlines()) == sorted([said, *lines])
+    notice = f"3 ranks of {threads} {plural} each (set by OMP_NUM_THREADS)"
+    assert sorted(printed.out.splitlines()) == sorted([notice, *lines])
     assert printed.err == "for people"
 
 
-def test_a_choice_of_threads_is_kept_without_a_word(run, monkeypatch):
+def test_a_given_number_of_threads_is_kept_without_output(run, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     outcome, printed, _ = run("print(os.environ['OMP_NUM_THREADS'])", ranks=2)
     assert outcome.status == 0
@@ -85,7 +85,7 @@ def test_the_error_of_one_rank_is_the_line(run):
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGABRT", "SIGSEGV"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_a_signal_ends_is_named_with_axis_and_operation(run, name, victim):
+def test_a_rank_killed_by_a_signal_is_named_with_axis_and_operation(run, name, victim):
     outcome, printed, seconds = run(f"""
         if rank == {victim}:
             os.write(2, b"terminate called\\n  what():  the pair is closed\\n")
@@ -110,11 +110,11 @@ def test_a_suspended_rank_is_killed_when_the_others_have_missed_it(run, tmp_path
     assert outcome.status == 1
     assert outcome.message.startswith("rank 1 is suspended (SIGSTOP); rank ")
     assert ": rank 1 did not join all_reduce on axis 'dp'" in outcome.message
-    assert seconds < HANG, "the others had ended: nothing to wait for"
+    assert seconds < HANG, "the other ranks had ended"
     assert not _alive(int((tmp_path / "1").read_text()))
 
 
-def test_ranks_that_do_not_notice_have_the_grace_and_no_more(run):
+def test_ranks_that_do_not_notice_a_failure_are_killed_after_the_grace(run):
     outcome, _, seconds = run("""
         if rank == 1: fail("own", "disk full")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -124,7 +124,7 @@ def test_ranks_that_do_not_notice_have_the_grace_and_no_more(run):
     assert GRACE <= seconds < HANG
 
 
-def test_a_rank_that_reports_and_then_hangs_is_ended_too(run):
+def test_a_rank_that_reports_and_then_hangs_is_killed(run):
     outcome, _, seconds = run("""
         if rank == 1:
             link.send(FailureReport("own", "disk full"))
@@ -134,7 +134,7 @@ def test_a_rank_that_reports_and_then_hangs_is_ended_too(run):
     assert seconds < HANG
 
 
-def test_a_rank_that_outlives_the_others_is_ended_where_there_is_a_limit(run):
+def test_a_rank_that_outlives_the_others_is_killed_after_the_timeout(run):
     outcome, _, seconds = run("if rank == 1: time.sleep(600)", timeout=0.0, grace=GRACE)
     assert outcome.status == 1 and "rank 1 did not end" in outcome.message
     assert GRACE <= seconds < HANG
@@ -191,7 +191,7 @@ def test_a_rank_that_cannot_start_is_quoted(run):
     assert outcome.details.count("Traceback") == 1 and not printed.err
 
 
-def test_output_is_passed_on_while_ranks_run_and_to_the_last_byte(run):
+def test_output_is_forwarded_during_the_run_and_completely(run):
     outcome, printed, _ = run("""
         if rank == 1:
             sys.stdout.write("x" * 300_000 + "\\nlast")
@@ -201,7 +201,7 @@ def test_output_is_passed_on_while_ranks_run_and_to_the_last_byte(run):
     assert f"[rank 1] {'x' * 300_000}\n[rank 1] last\n" in printed.out
 
 
-def test_what_a_rank_has_started_ends_with_it(run, tmp_path):
+def test_children_of_a_rank_end_with_it(run, tmp_path):
     outcome, _, _ = run(f"""
         import subprocess
         if rank == 1:
@@ -213,7 +213,7 @@ def test_what_a_rank_has_started_ends_with_it(run, tmp_path):
     assert _gone(int((tmp_path / "child").read_text()))
 
 
-def test_a_port_that_was_taken_meanwhile_is_tried_again(run, tmp_path):
+def test_a_launch_is_repeated_if_its_port_is_taken(run, tmp_path):
     outcome, printed, _ = run(f"""
         seen = "{tmp_path}/seen"
         if rank == 0 and not os.path.exists(seen):
@@ -237,7 +237,7 @@ sys.exit(outcome.status)
 
 @pytest.fixture
 def parent(tmp_path):
-    """A parent as a process of its own; it has started two ranks when the fixture returns."""
+    """Returns a function that starts a parent process, which has started two ranks."""
     started = []
 
     def start(script):
@@ -274,7 +274,7 @@ os._exit(128 + int({number}) if stops == 1 else 99)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_once_and_ranks_stop_in_order(parent, number):
+def test_a_signal_is_forwarded_once_and_ranks_exit_cleanly(parent, number):
     process, ranks = parent(ORDERLY.replace("{number}", str(int(number))))
     process.send_signal(number)
     out, _ = process.communicate(timeout=HANG)
@@ -314,7 +314,7 @@ def test_no_rank_survives_a_killed_parent(parent, suspended):
     assert all(map(_gone, ranks))
 
 
-def test_the_variables_of_the_user_stay():
+def test_variables_of_the_user_take_precedence():
     base = {"OMP_NUM_THREADS": "9", "GLOO_SOCKET_IFNAME": "eth0", "RANK": "8", "HOME": "/h"}
     made = rank_environment({**base, "TORCHELASTIC_USE_AGENT_STORE": "True"}, 1, 4, 2345, 2)
     assert made["OMP_NUM_THREADS"] == "9" and made["GLOO_SOCKET_IFNAME"] == "eth0"
@@ -324,7 +324,7 @@ def test_the_variables_of_the_user_stay():
 
 
 def _alive(pid):
-    """Whether a process runs; a zombie, which nobody reaps in some containers, does not."""
+    """Returns whether a process runs; zombies, which some containers do not reap, do not count."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

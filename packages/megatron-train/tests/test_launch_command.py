@@ -1,4 +1,4 @@
-"""`--nproc-per-node`: what the parent refuses by itself, and what exceptions come to."""
+"""`--nproc-per-node`: errors that the parent reports, and the reports for exceptions."""
 
 import json
 import os
@@ -20,7 +20,7 @@ RUN = f"pretrain gpt {SIZES} --micro-batch-size 2 --train-iters 3 --lr 1e-3 --ev
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
-def test_a_number_of_ranks_that_is_none_is_refused(value, capsys):
+def test_an_invalid_number_of_ranks_is_refused(value, capsys):
     assert main(f"{RUN} --nproc-per-node={value}".split()) == 2
     error = capsys.readouterr().err
     assert (
@@ -60,7 +60,7 @@ def test_a_wrong_flag_is_one_line_of_the_parent_which_never_imports_torch(words,
     assert part in done.stderr and not done.stdout
 
 
-def test_mistakes_interrupts_and_bugs_are_told_apart():
+def test_mistakes_interrupts_and_bugs_have_different_kinds():
     assert failure_report(UsageError("no\n such flag")).message == "no such flag"
     assert failure_report(UsageError("")).status == 2
     assert failure_report(TrainError("bad")).kind == "own"
@@ -73,7 +73,7 @@ def test_mistakes_interrupts_and_bugs_are_told_apart():
     assert (bug.kind, bug.message) == ("bug", "KeyError: 'x'") and "KeyError" in bug.traceback
 
 
-def test_memory_that_ran_out_is_no_bug():
+def test_running_out_of_memory_is_not_a_bug():
     import torch
 
     host = "[enforce fail at alloc_cpu.cpp:127] err == 0. CPUAllocator: can't allocate memory"
@@ -112,7 +112,7 @@ def test_failures_between_ranks_are_not_bugs(monkeypatch):
     assert failure_report(CollectiveError(words)).message == words
 
 
-def test_a_port_that_another_process_has_is_told_apart(monkeypatch):
+def test_a_port_of_another_process_has_its_own_kind(monkeypatch):
     from megatron_parallel import Mesh, ParallelLayout
 
     with socket.socket() as taken:
@@ -129,14 +129,14 @@ def test_a_port_that_another_process_has_is_told_apart(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("raised", "status", "said"),
+    ("raised", "status", "message"),
     [
         ("TrainError('disk full')", 1, "megatron-train: error: rank 3: disk full\n"),
         ("KeyboardInterrupt", 130, "megatron-train: interrupted\n"),
         ("KeyError('x')", 1, "KeyError: 'x'\n"),
     ],
 )
-def test_a_rank_of_torchrun_that_fails_leaves_at_once_with_one_line(raised, status, said):
+def test_a_failed_rank_of_torchrun_exits_immediately_with_one_line(raised, status, message):
     script = (
         "import atexit, os, time\n"
         "from megatron_train.cli import main, pretrain\n"
@@ -151,7 +151,7 @@ def test_a_rank_of_torchrun_that_fails_leaves_at_once_with_one_line(raised, stat
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == status
-    assert done.stderr.endswith(said) and (done.stderr == said or "Traceback" in done.stderr)
+    assert done.stderr.endswith(message) and (done.stderr == message or "Traceback" in done.stderr)
 
 
 def test_a_rank_writes_its_line_to_the_file_of_torchrun(tmp_path, monkeypatch):

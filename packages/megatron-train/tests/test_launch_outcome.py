@@ -16,31 +16,31 @@ def own(rank, text, status=1):
     return RankExit(rank, status, FailureReport("own", text, status))
 
 
-def test_ranks_that_come_to_their_end_need_no_words():
+def test_ranks_that_finish_give_no_message():
     assert launch_outcome([RankExit(1, 0), RankExit(0, 0)]) == LaunchOutcome(0)
     assert launch_outcome([RankExit(1, 143), RankExit(0, 143)]) == LaunchOutcome(143)
 
 
-def test_what_all_ranks_say_is_said_once_and_what_some_say_names_them():
+def test_equal_messages_are_printed_once_with_their_ranks():
     every_rank = [own(rank, "no such file", 2) for rank in (1, 0, 2)]
     assert launch_outcome(every_rank) == LaunchOutcome(2, "no such file")
     some = [own(2, "disk full"), own(0, "disk full"), RankExit(1, -9, killed=True)]
     assert launch_outcome(some) == LaunchOutcome(1, "ranks 0, 2: disk full")
 
 
-def test_the_rank_that_failed_by_itself_goes_before_those_that_missed_it():
+def test_a_rank_that_failed_by_itself_precedes_waiting_ranks():
     exits = [missed(0, f"rank 2 did not join {DP}"), own(2, "good.bin is torn"), own(1, "other")]
     assert launch_outcome(exits) == LaunchOutcome(1, "rank 2: good.bin is torn")
 
 
-def test_a_bug_is_shown_whole_and_named():
+def test_a_bug_has_its_traceback_and_rank():
     bug = FailureReport("bug", "KeyError: 'x'", 1, "Traceback\n  here\nKeyError: 'x'\n")
     outcome = launch_outcome([missed(0, f"rank 1 did not join {DP}"), RankExit(1, 1, bug)])
     assert outcome.details == bug.traceback
     assert outcome.message == "rank 1: KeyError: 'x' (a bug; its traceback is above)"
 
 
-def test_a_killed_rank_is_named_with_the_words_of_the_rank_that_missed_it():
+def test_a_killed_rank_is_named_with_the_message_of_a_waiting_rank():
     exits = [
         RankExit(3, -signal.SIGKILL),
         missed(0, "rank 1 did not join all_gather on axis 'tp' (ranks 0-1)"),
@@ -61,13 +61,13 @@ def test_a_killed_rank_is_named_with_the_words_of_the_rank_that_missed_it():
         ("Fatal Python error: Aborted\n", "", "[rank 0] Fatal Python error: Aborted\n"),
     ],
 )  # fmt: skip
-def test_an_abort_says_what_the_library_said(errors, why, detail):
+def test_an_abort_quotes_the_library(errors, why, detail):
     exits = [RankExit(0, -signal.SIGABRT, errors=errors), missed(1, "rank 0 did not send")]
     line = f"rank 0 was killed by SIGABRT{why}; rank 1: rank 0 did not send"
     assert launch_outcome(exits) == LaunchOutcome(134, line, detail)
 
 
-def test_several_ranks_killed_alike_are_named_together():
+def test_ranks_killed_by_the_same_signal_are_named_together():
     exits = [RankExit(rank, -signal.SIGKILL) for rank in (2, 0, 1)]
     assert launch_outcome(exits).message.startswith("ranks 0-2 were killed by SIGKILL")
 
@@ -83,14 +83,14 @@ def test_several_ranks_killed_alike_are_named_together():
         "rank 3 of 4 did not arrive in time: see their own output",
     ],
 )
-def test_of_the_ranks_that_miss_another_the_one_that_names_the_suspended_one_is_quoted(text):
+def test_a_waiting_rank_that_names_the_suspended_rank_is_quoted(text):
     exits = [missed(0, f"rank 2 did not join {DP}"), own(1, text), missed(2, "failed"), SUSPENDED]
     assert launch_outcome(exits) == LaunchOutcome(
         1, f"rank 3 is suspended (SIGSTOP); rank 1: {text}"
     )
 
 
-def test_a_rank_that_is_merely_late_is_not_called_suspended():
+def test_a_late_rank_is_not_called_suspended():
     late = RankExit(2, -9, killed=True)
     named = missed(0, f"rank 2 did not join {DP}")
     assert launch_outcome([named, late]) == LaunchOutcome(1, f"rank 0: rank 2 did not join {DP}")
@@ -101,12 +101,12 @@ def test_a_rank_that_is_merely_late_is_not_called_suspended():
     assert "rank 2 did not end" in launch_outcome([RankExit(0, 0), late]).message
 
 
-def test_the_axis_counts_among_words_that_name_nobody():
+def test_a_message_with_an_axis_is_preferred_if_no_rank_is_named():
     exits = [missed(0, "a connection broke"), missed(1, f"{DP} failed on all its ranks")]
     assert launch_outcome(exits) == LaunchOutcome(1, f"rank 1: {DP} failed on all its ranks")
 
 
-def test_an_end_without_a_word_shows_the_last_ones():
+def test_an_exit_without_report_shows_the_last_output():
     outcome = launch_outcome(
         [RankExit(0, 0), RankExit(1, 5, errors="warning: x\nwild.so: cannot load\n")]
     )
@@ -115,7 +115,7 @@ def test_an_end_without_a_word_shows_the_last_ones():
     assert outcome.details == "[rank 1] warning: x\n[rank 1] wild.so: cannot load\n"
 
 
-def test_an_interrupt_is_no_error_whatever_the_ranks_say_of_each_other():
+def test_an_interrupt_is_not_an_error():
     exits = [RankExit(1, -signal.SIGINT), missed(0, f"rank 1 did not join {DP}")]
     assert launch_outcome(exits, [signal.SIGINT]) == LaunchOutcome(130, interrupted=True)
     stopped = FailureReport("interrupted", "interrupted", 130)
@@ -128,7 +128,7 @@ def test_an_interrupt_is_no_error_whatever_the_ranks_say_of_each_other():
     assert launch_outcome([own(1, "disk full")], [signal.SIGTERM]).message == "rank 1: disk full"
 
 
-def test_a_taken_port_is_told_apart():
+def test_a_taken_port_is_recognized():
     exits = [
         RankExit(0, 1, FailureReport("port", "MASTER_PORT 5 is taken")),
         missed(1, "no answer"),
@@ -136,12 +136,12 @@ def test_a_taken_port_is_told_apart():
     assert launch_outcome(exits).port_taken
 
 
-def test_ranks_in_words():
+def test_ranks_are_formatted_as_ranges():
     assert format_ranks([4]) == "rank 4"
     assert format_ranks([5, 0, 2, 1]) == "ranks 0-2, 5"
 
 
-def test_half_a_report_is_none():
+def test_an_incomplete_report_is_none():
     report = FailureReport("bug", "naïve\nline", 1, "Traceback\n")
     assert decode_report(encode_report(report)) == report
     assert decode_report(encode_report(report)[:-1]) is None and decode_report(b"") is None

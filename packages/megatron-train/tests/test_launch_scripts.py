@@ -1,4 +1,4 @@
-"""Launch scripts of Megatron-LM: what is read in them is what Bash would give to torchrun."""
+"""Launch scripts of Megatron-LM: the command that is read equals the one that Bash runs."""
 
 import shutil
 import subprocess
@@ -66,7 +66,7 @@ def write(tmp_path, text):
     return path
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=len)
 def test_a_script_is_read_as_bash_runs_it(arguments, tmp_path):
     path = write(tmp_path, SCRIPT)
@@ -79,7 +79,7 @@ def test_a_script_is_read_as_bash_runs_it(arguments, tmp_path):
     assert found.unset == {"NOTHING": 33}
 
 
-def test_what_cannot_be_decided_is_named(tmp_path):
+def test_constructs_that_cannot_be_evaluated_are_noted(tmp_path):
     text = """for x in 1 2; do A=3; done
 if [ -f here ]; then B=1; fi
 case $C in a) D=1;; esac
@@ -112,7 +112,7 @@ python3 pretrain_gpt.py --second
         ('X="$(' * 50, "is missing at the end"),
     ],
 )
-def test_a_script_that_is_not_understood_is_one_line(text, message, tmp_path):
+def test_an_invalid_script_gives_one_line(text, message, tmp_path):
     with pytest.raises(TrainError) as caught:
         read_script(write(tmp_path, text))
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -127,7 +127,7 @@ def test_fuzzed_scripts_are_read_or_refused(tmp_path, fuzz_count):
     fuzz(read, [SCRIPT.encode()], TrainError, count=fuzz_count, mutate=mutate_bytes)
 
 
-def test_flags_are_sorted_by_what_becomes_of_them():
+def test_flags_are_sorted_by_outcome():
     words = "--num-layers 2 --manual-gc --fp16 --padded-vocab-size 7 --lr=1e-3 --new-thing 1 2"
     result = translate(words.split(), TABLE)
     assert result.counts() == {
@@ -154,17 +154,17 @@ def test_flags_are_sorted_by_what_becomes_of_them():
         ("--append-eod", "--append-eod is a flag of megatron-data preprocess"),
     ],
 )
-def test_a_command_line_that_does_not_fit_is_refused(words, error):
+def test_an_invalid_command_line_is_refused(words, error):
     (line,) = translate(words.split(), TABLE).errors
     assert line.startswith(error)
 
 
-def test_groups_of_queries_need_their_switch_as_in_megatron():
+def test_query_groups_need_their_switch_as_in_megatron():
     result = translate(["--num-query-groups", "2", "--seed", "1"], TABLE)
     assert result.arguments == ["--seed", "1"] and "no effect in Megatron-LM" in result.notes[0]
 
 
-def test_the_command_writes_settings_and_says_what_became_of_flags(tmp_path, capsys):
+def test_the_command_writes_settings_and_reports_outcomes(tmp_path, capsys):
     script, output = write(tmp_path, SCRIPT), tmp_path / "run.yaml"
     words = ["config", "from-megatron", str(script), "out", "--output", str(output)]
     assert main(words) == 1
@@ -194,7 +194,7 @@ def test_the_command_writes_settings_and_says_what_became_of_flags(tmp_path, cap
     assert "--sequence-parallel has no effect" in capsys.readouterr().err
 
 
-def test_mistakes_of_the_command_are_lines(tmp_path, capsys):
+def test_mistakes_of_the_command_give_one_line_each(tmp_path, capsys):
     script = write(tmp_path, "python pretrain_bert.py --lr fast --num-layers x --seed 1")
     assert main(["config", "from-megatron", str(script), "--drop", "fp16"]) == 1
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the ranks of a local launch share with others: no network, and no names in memory."""
+"""Ranks of a local launch use neither the network nor names in shared memory."""
 
 import ipaddress
 import json
@@ -38,7 +38,7 @@ Path(sys.argv[3], os.environ["RANK"]).write_text(json.dumps(found))
 
 
 def address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the address of a line of /proc/net/tcp: words of 32 bits, each in native order."""
+    """Returns the address in a line of /proc/net/tcp: 32-bit words in native byte order."""
     words = (int(text[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(text), 8))
     found = ipaddress.ip_address(b"".join(words))
     return getattr(found, "ipv4_mapped", None) or found
@@ -52,7 +52,12 @@ def test_the_ranks_of_a_local_launch_listen_on_loopback_alone(tmp_path, monkeypa
     assert outcome.status == 0, outcome
     by_rank = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     sockets = [found["listening"] for found in by_rank]
-    assert min(map(len, sockets)) > 0 and len(sockets[0]) > len(sockets[1])  # 0 has the store
+    assert min(map(len, sockets)) > 0 and len(sockets[0]) > len(
+        sockets[1]
+    )  # rank 0 serves the store
     everywhere = [address(one) for one in (*sockets[0], *sockets[1])]
     assert [str(one) for one in everywhere if not one.is_loopback] == []
-    assert [found["shared"] for found in by_rank] == [[], []]  # would stay if ranks were killed
+    assert [found["shared"] for found in by_rank] == [
+        [],
+        [],
+    ]  # it would remain if ranks were killed

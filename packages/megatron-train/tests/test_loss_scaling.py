@@ -1,4 +1,4 @@
-"""Every token has the same weight, or every micro-batch: against torch, computed by hand."""
+"""Equal weights of tokens, or of micro-batches, compared with torch."""
 
 import math
 
@@ -14,7 +14,7 @@ from .conftest import BigramTask, sample
 
 
 def micro_batches():
-    """Three of two samples, with 3, 7 and 11 true tokens."""
+    """Returns three micro-batches of two samples with 3, 7 and 11 unmasked tokens."""
     rows = [sample(index) for index in range(6)]
     fields = (
         {name: torch.stack([rows[i][name], rows[i + 1][name]]) for name in rows[0]}
@@ -24,7 +24,7 @@ def micro_batches():
 
 
 @pytest.mark.parametrize("per_token", [True, False])
-def test_the_gradient_is_that_of_the_mean_that_was_asked_for(per_token):
+def test_the_gradient_is_that_of_the_requested_mean(per_token):
     task, batches = BigramTask(), micro_batches()
     (table,) = task.stages
     weight = table.weight.detach().clone().requires_grad_()
@@ -47,7 +47,7 @@ def test_the_gradient_is_that_of_the_mean_that_was_asked_for(per_token):
     assert (engine.stages.gradients()["weight"] - weight.grad).abs().max() < 1e-15
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_where_that_was_asked_for(make_trainer):
+def test_a_gradient_that_is_not_finite_ends_the_run_on_request(make_trainer):
     trainer = make_trainer()
     trainer.check_for_nan = True
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The table of Megatron-LM's flags against lists of them and against what commands accept."""
+"""The table of Megatron-LM's flags matches lists of flags and the commands' parsers."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def listed(name):
 
 
 def values(flag):
-    """Words that a flag of the table may stand before."""
+    """Returns valid values of a flag of the table."""
     if flag.choices:
         return [flag.choices[0]]
     return ["3"] * (flag.arity if isinstance(flag.arity, int) else 2)
@@ -38,7 +38,7 @@ def printed(words, capsys, status):
     return capsys.readouterr()
 
 
-def test_every_flag_of_the_parser_has_one_answer():
+def test_every_flag_of_the_parser_has_one_status():
     names = listed("parser")
     assert len(names) == len(set(names)) == 878
     assert {name for name, flag in FLAGS.items() if flag.in_parser} == set(names)
@@ -48,23 +48,23 @@ def test_every_flag_of_the_parser_has_one_answer():
 
 
 @pytest.mark.parametrize(("name", "count"), [("readme", 81), ("bridge", 230)])
-def test_flags_that_others_name_are_known(name, count):
+def test_flags_of_other_lists_are_in_the_table(name, count):
     names = listed(name)
     assert len(names) >= count and not set(names) - FLAGS.keys()
 
 
-def test_what_the_table_accepts_is_what_the_parser_takes():
+def test_the_table_and_the_parser_accept_the_same_flags():
     kinds = ("works", "alias")
-    said = {name for name, flag in FLAGS.items() if flag.accepted and flag.status in kinds}
-    assert said <= ACCEPTED | OPPOSITES
-    assert FLAGS.keys() & (ACCEPTED | OPPOSITES) == said
-    assert {name for name in said if FLAGS[name].status == "alias"} == {
+    accepted = {name for name, flag in FLAGS.items() if flag.accepted and flag.status in kinds}
+    assert accepted <= ACCEPTED | OPPOSITES
+    assert FLAGS.keys() & (ACCEPTED | OPPOSITES) == accepted
+    assert {name for name in accepted if FLAGS[name].status == "alias"} == {
         *ALIASES,
         LAYERS_PER_VIRTUAL_STAGE,
     }
 
 
-def test_the_parser_accepts_what_the_options_say_and_no_more():
+def test_the_parser_accepts_exactly_the_options():
     parser = build_parser()
     for word in PRETRAIN.split()[1:]:
         (commands,) = (action for action in parser._actions if action.metavar and action.choices)
@@ -74,7 +74,7 @@ def test_the_parser_accepts_what_the_options_say_and_no_more():
 
 
 @pytest.mark.parametrize("form", ["{} 3", "{}", "{}=3"])
-def test_all_that_is_planned_or_refused_is_answered_at_once(form, capsys):
+def test_all_planned_or_refused_flags_are_reported_together(form, capsys):
     refused = [flag for flag in FLAGS.values() if flag.status in ("planned", "refused")]
     words = " ".join(form.format(flag.flag) for flag in refused).split()
     error = printed(["pretrain", "gpt", "--seed", "2", *words, "--lr", "1"], capsys, 2).err
@@ -86,7 +86,7 @@ def test_all_that_is_planned_or_refused_is_answered_at_once(form, capsys):
     )
 
 
-def test_all_without_effect_is_accepted_and_named_once(capsys):
+def test_all_flags_without_effect_are_accepted_and_noted_once(capsys):
     harmless = [flag for flag in FLAGS.values() if flag.status == "no effect"]
     words = [word for flag in harmless for word in (flag.flag, *values(flag))]
     shown = printed(["pretrain", "gpt", *RUN.split(), *words, "--print-config"], capsys, 0)
@@ -98,7 +98,7 @@ def test_all_without_effect_is_accepted_and_named_once(capsys):
     assert "seed: 1234" in shown.out
 
 
-def test_values_that_are_not_there_are_refused_beside_unknown_flags(capsys):
+def test_unsupported_values_are_refused_beside_unknown_flags(capsys):
     words = "--dataloader-type=cyclic --manual-gcc --fp8-formt e4m3 --manual-gc"
     error = printed(["pretrain", "gpt", *words.split()], capsys, 2).err
     assert error.count("megatron-train: error: ") == 4 == error.count("\n")
@@ -107,14 +107,14 @@ def test_values_that_are_not_there_are_refused_beside_unknown_flags(capsys):
     assert "unknown argument --fp8-formt; did you mean --fp8-format?" in error
 
 
-def test_an_update_rule_that_is_not_installed_is_named_with_those_that_are(capsys):
+def test_a_missing_update_rule_is_refused_with_the_installed_ones(capsys):
     error = printed(["pretrain", "gpt", *RUN.split(), "--optimizer", "muon"], capsys, 1).err
     assert error.startswith("megatron-train: error: --optimizer: no update rule 'muon'; installed")
     assert re.search(r"are adam, .*sgd; install", error) and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("word", ["--manual-gc", "--muon-momentum", "--fp8-param-gather"])
-def test_a_flag_of_the_table_is_never_taken_for_another(word, capsys):
+def test_a_flag_of_the_table_is_never_confused_with_another(word, capsys):
     words = ["layout", "--world-size", "2", word, "3"]
     error = printed(words, capsys, 2).err
     assert FLAGS[word].message() in error and "did you mean" not in error
@@ -126,7 +126,7 @@ def test_a_far_spelling_has_no_suggestion(word, capsys):
     assert f"unknown argument {word}; see megatron-train pretrain gpt --help" in error
 
 
-def test_a_flag_of_another_command_is_sent_there(capsys):
+def test_a_flag_of_another_command_names_that_command(capsys):
     assert main(["pretrain", "gpt", "--append-eod"]) == 2
     assert "--append-eod is a flag of megatron-data preprocess" in capsys.readouterr().err
     assert main(["layout", "--world-size", "2", "--hidden-size", "3"]) == 2
@@ -161,11 +161,11 @@ def settings(words, capsys):
         ("--sequence-parallel", {"sequence_parallel": "false"}),
     ],
 )
-def test_other_spellings_set_what_they_say(words, found, capsys):
+def test_aliases_set_their_settings(words, found, capsys):
     assert found.items() <= settings(words, capsys).items()
 
 
-def test_what_changes_nothing_in_a_run_is_named(capsys):
+def test_flags_without_effect_in_a_run_are_noted(capsys):
     words = f"{RUN} --sequence-parallel --data-cache-path c --print-config"
     lines = printed(["pretrain", "gpt", *words.split()], capsys, 0).err.splitlines()
     assert [line.split(" has no effect with ") for line in lines] == [
@@ -180,7 +180,7 @@ def test_what_changes_nothing_in_a_run_is_named(capsys):
     ]
 
 
-def test_all_settings_that_cannot_be_used_are_told_at_once(capsys, tmp_path):
+def test_all_unusable_settings_are_reported_together(capsys, tmp_path):
     words = f"{RUN} --lr fast --seed one --lr-decay-style cosin"
     error = printed(["pretrain", "gpt", *words.split()], capsys, 2).err
     assert error.count("\n") == 4 and "4 " not in error and "3 flags cannot be used" in error
@@ -196,7 +196,7 @@ def test_all_settings_that_cannot_be_used_are_told_at_once(capsys, tmp_path):
     assert error.count("\n") == 4 and "training.sead" in error and "'modle'" in error
 
 
-def test_layers_of_a_virtual_stage_say_how_many_there_are(capsys, monkeypatch):
+def test_layers_per_virtual_stage_determine_the_number_of_stages(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
     assert settings(f"{words} 2", capsys)["vpp"] == "3"

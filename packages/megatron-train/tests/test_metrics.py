@@ -41,7 +41,7 @@ def line(**changes):
     return TrainingLine(**{**values, **changes}).render(NOW)
 
 
-def test_the_training_line_is_megatrons_with_ours_appended():
+def test_the_training_line_is_megatrons_with_our_fields_appended():
     assert line(mfu=0.25) == (
         " [2025-01-02 03:04:05.000678] iteration       20/    1000 |"
         " consumed samples:          160 |"
@@ -59,7 +59,7 @@ def test_unknown_figures_are_absent_and_negative_losses_are_printed():
     assert "(ms): 12.3 | throughput per GPU (TFLOP/s/GPU): 3.2 | learning rate" in text
 
 
-def test_evaluation_lines_are_ruled():
+def test_evaluation_lines_are_between_rules():
     rule, text, closing = evaluation_lines("iteration 5", {"lm loss": 1.0})
     assert text == (
         " validation loss at iteration 5 |"
@@ -92,7 +92,7 @@ def test_known_devices_have_their_data_sheet_peak(name, dtype, teraflops):
     assert data_sheet_peak(name, dtype) == expected
 
 
-def test_a_peak_is_measured_of_devices_that_are_not_listed_but_not_of_a_cpu():
+def test_a_peak_is_measured_for_unlisted_gpus_but_not_for_a_cpu():
     peak = measured_peak(torch.device("cpu"), torch.float32, size=64)
     assert peak is not None and peak.flops_per_second > 1e6
     assert peak.source == "measured 64x64 fp32 matrix product"
@@ -115,7 +115,7 @@ def start(iteration):
     return {"kind": "event", "event": "start", "iteration": iteration}
 
 
-def test_steps_done_again_replace_those_that_were_lost(tmp_path):
+def test_repeated_steps_replace_lost_ones(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     with RecordWriter(path) as writer:
         for record in (start(0), step(1, 5.0), step(2, 4.0), step(3, 3.0), start(2), step(3, 2.5)):
@@ -127,7 +127,7 @@ def test_steps_done_again_replace_those_that_were_lost(tmp_path):
     assert len(records.events) == 2
 
 
-def test_an_unfinished_line_is_cut_and_a_foreign_one_refused(tmp_path):
+def test_an_unfinished_line_is_removed_and_an_invalid_one_refused(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(step(1, 5.0)) + '\n{"train": {"iter')
     with RecordWriter(path) as writer:
@@ -147,12 +147,12 @@ def test_the_plot_is_a_png(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
 
 
-def test_the_running_mean_looks_to_both_sides():
+def test_the_running_mean_covers_both_sides():
     assert running_mean([1.0, 2.0, 3.0, 8.0], 1) == [1.5, 2.0, 13 / 3, 5.5]
     assert running_mean([1.0, 2.0], 0) == [1.0, 2.0]
 
 
-def test_a_preface_comes_before_the_first_line_and_never_alone():
+def test_a_header_comes_before_the_first_line_and_never_alone():
     out = io.StringIO()
     console = Console(out)
     console.header = lambda: ["one", "two"]
@@ -163,11 +163,11 @@ def test_a_preface_comes_before_the_first_line_and_never_alone():
 
 
 def disk_full(*_, **__):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write(2), without a name
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as from write(2), without a file name
 
 
 class SmallDisk:
-    """Takes three bytes in a call, as write(2) may, and has room for ``room`` in all."""
+    """Writes three bytes per call, as write(2) may, and holds ``room`` bytes."""
 
     def __init__(self, room):
         self.room, self.content = room, b""
@@ -181,7 +181,7 @@ class SmallDisk:
         pass
 
 
-def test_what_is_appended_is_whole_or_an_error_that_names_the_file(tmp_path):
+def test_appended_data_is_complete_or_an_error_names_the_file(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
     with RecordWriter(path) as writer:
         writer._file._file.close()
@@ -193,7 +193,7 @@ def test_what_is_appended_is_whole_or_an_error_that_names_the_file(tmp_path):
     assert caught.value.filename == str(path)
 
 
-def test_a_file_that_was_closed_takes_nothing_more(tmp_path):
+def test_a_closed_file_refuses_writes(tmp_path):
     appended = AppendOnlyFile(tmp_path / "metrics.jsonl")
     appended.write(b"whole\n")
     appended.close()
@@ -202,7 +202,7 @@ def test_a_file_that_was_closed_takes_nothing_more(tmp_path):
     assert appended.path.read_bytes() == b"whole\n"
 
 
-def test_an_event_file_that_finds_the_disk_full_names_itself_and_writes_in_no_thread(tmp_path):
+def test_an_event_file_names_itself_if_the_disk_is_full_and_uses_no_thread(tmp_path):
     before = threading.active_count()
     events = EventFile(tmp_path / "board", purge_step=1)
     events._file._file.close()
@@ -216,10 +216,10 @@ def test_an_event_file_that_finds_the_disk_full_names_itself_and_writes_in_no_th
     assert caught.value.filename == str(path)
 
 
-def test_tensorboard_reads_every_scalar_and_drops_steps_that_are_made_again(tmp_path):
+def test_tensorboard_reads_every_scalar_and_drops_repeated_steps(tmp_path):
     first = EventFile(tmp_path, purge_step=1)
     for step, value in ((1, 0.5), (2, 0.25), (3, math.nan)):
-        first.add_scalar("lm loss", value, step)  # and the run is killed
+        first.add_scalar("lm loss", value, step)  # then the run is killed
     second = EventFile(tmp_path, purge_step=2)
     second.add_scalar("lm loss", -2.0, 2)
     reader = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
@@ -229,7 +229,7 @@ def test_tensorboard_reads_every_scalar_and_drops_steps_that_are_made_again(tmp_
     second.close()
 
 
-def test_a_file_that_cannot_be_replaced_stays_and_is_named(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_replaced_stays_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "page.html"
     with write_atomically(path) as temporary:
         temporary.write_text("old")

@@ -1,4 +1,4 @@
-"""Micro-batches that a task prepares: a teacher's probabilities, against torch alone."""
+"""Micro-batches that a task prepares: a teacher's probabilities, compared with torch."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from .conftest import VOCABULARY, BigramTask
 
 
 class Distilled(BigramTask):
-    """Learns what a teacher says of the next token."""
+    """Learns a teacher's distribution of the next token."""
 
     def __init__(self):
         super().__init__()
@@ -22,9 +22,9 @@ class Distilled(BigramTask):
 
     def prepare(self, batches, iteration):
         self.calls.append(iteration)
-        said = [self.teacher.log_softmax(-1)[batch.fields["tokens"]] for batch in batches]
-        assert not any(each.requires_grad for each in said)
-        pairs = zip(batches, said, strict=True)
+        outputs = [self.teacher.log_softmax(-1)[batch.fields["tokens"]] for batch in batches]
+        assert not any(each.requires_grad for each in outputs)
+        pairs = zip(batches, outputs, strict=True)
         return [batch.with_fields(teacher=each) for batch, each in pairs]
 
     def denominators(self, batches):
@@ -33,9 +33,11 @@ class Distilled(BigramTask):
 
     def loss(self, output, batch):
         fields = batch.fields
-        said = fields["teacher"]
-        apart = functional.kl_div(output.log_softmax(-1), said, reduction="none", log_target=True)
-        return {"lm loss": (apart.sum(-1) * fields["loss_mask"]).sum()}
+        teacher = fields["teacher"]
+        divergence = functional.kl_div(
+            output.log_softmax(-1), teacher, reduction="none", log_target=True
+        )
+        return {"lm loss": (divergence.sum(-1) * fields["loss_mask"]).sum()}
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def distilled(make_trainer):
 
 
 def by_hand(trainer, batches):
-    """The divergence from the teacher over true tokens, by torch's distributions."""
+    """Returns the divergence from the teacher over unmasked tokens, by torch's distributions."""
     total = count = 0.0
     for fields in (batch.fields for batch in batches):
         rows = fields["tokens"][fields["loss_mask"].bool()]
@@ -54,12 +56,12 @@ def by_hand(trainer, batches):
             torch.distributions.Categorical(logits=table.detach()[rows])
             for table in (trainer.task.teacher, trainer.task.stages[0].weight)
         )
-        apart = torch.distributions.kl_divergence(teacher, student)
-        total, count = total + apart.sum().item(), count + len(rows)
+        divergence = torch.distributions.kl_divergence(teacher, student)
+        total, count = total + divergence.sum().item(), count + len(rows)
     return total / count
 
 
-def test_a_step_and_an_evaluation_see_what_was_prepared(distilled):
+def test_a_step_and_an_evaluation_get_the_prepared_micro_batches(distilled):
     batches = next(distilled.micro_batches(0))
     expected = by_hand(distilled, batches)
     assert distilled.evaluate([batches])["lm loss"] == pytest.approx(expected, rel=1e-12)

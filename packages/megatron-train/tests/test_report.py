@@ -54,7 +54,7 @@ def tile(page, label):
     return re.search(rf"<b>([^<]*)</b><span>{re.escape(label)}</span>", page)[1]
 
 
-def test_the_page_tells_what_was_recorded():
+def test_the_page_shows_the_records():
     page = render_page("run", RECORDS, "model: {num_layers: 2}")
     assert "Done after step 4." in page
     assert tile(page, "steps") == "4" and tile(page, "tokens") == "400"
@@ -73,7 +73,7 @@ def test_the_page_tells_what_was_recorded():
     assert "<td>4</td><td>test</td><td>lm loss 4.1250</td>" in page
 
 
-def test_the_page_loads_nothing_and_runs_nothing_that_was_recorded():
+def test_the_page_loads_nothing_and_escapes_records():
     evil = "<script>alert('x')</script>"
     events = [{**START, "commit": evil}, {**RECORDS.events[-1], "reason": evil}]
     page = render_page(evil, Records(RECORDS.train, RECORDS.validation, events), evil)
@@ -83,7 +83,7 @@ def test_the_page_loads_nothing_and_runs_nothing_that_was_recorded():
     assert not re.search(r"\b(src|href)=", page)
 
 
-def test_how_a_run_stands():
+def test_the_status_of_a_run():
     def ending(**event):
         return run_status(Records(RECORDS.train, [], [START, {"iteration": 4, **event}]))
 
@@ -92,14 +92,14 @@ def test_how_a_run_stands():
     assert run_status(Records([], [], [])) == "Running or killed; the last recorded step is 0."
 
 
-def test_curves_leave_out_what_is_not_finite():
+def test_curves_omit_values_that_are_not_finite():
     assert finite_points(RECORDS.train, "lm loss") == [(1.0, 5.0), (2.0, 4.0), (4.0, 3.5)]
     assert finite_points(RECORDS.train, "grad_norm")[-1] == (4.0, 1.0)
     assert line_chart("nothing", [Curve("a", [])]) == ""
     assert render_page("empty", Records([], [], []), "").count("<svg") == 0
 
 
-def test_points_lie_where_their_values_are():
+def test_points_are_at_their_values():
     figure = line_chart("t", [Curve("a", [(0.0, 0.0), (10.0, 10.0)])])
     first, last = re.search(r'points="([\d.]+,[\d.]+) ([\d.]+,[\d.]+)"', figure).groups()
     assert [float(v) for v in first.split(",")] == [58.0, 230.0]
@@ -109,7 +109,7 @@ def test_points_lie_where_their_values_are():
     assert data["lines"] == [{"name": "a", "style": "first", "points": [[0, 0], [10, 10]]}]
 
 
-def test_thinning_keeps_spikes_and_order():
+def test_downsampling_keeps_spikes_and_order():
     points = [(float(i), math.sin(i / 500)) for i in range(20_000)]
     points[12_345] = (12_345.0, 99.0)
     kept = downsampled(points)
@@ -142,7 +142,7 @@ def test_numbers_are_short():
     ]
 
 
-def test_the_command_writes_the_page_whole_or_not(tmp_path, capsys):
+def test_the_command_writes_a_complete_page_or_none(tmp_path, capsys):
     lines = [json.dumps(r) for r in (START, *RECORDS.train, *RECORDS.validation)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tra']))
     assert main(["report", str(tmp_path)]) == 0
@@ -153,7 +153,7 @@ def test_the_command_writes_the_page_whole_or_not(tmp_path, capsys):
     assert (tmp_path / "other.html").exists()
 
 
-def test_a_folder_without_metrics_is_one_line(tmp_path, capsys):
+def test_a_folder_without_metrics_gives_one_line(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert "has no metrics.jsonl; give the --save folder of a run" in error

@@ -1,4 +1,4 @@
-"""Sums that are only reported, and names that say nothing to engine and trainer."""
+"""Metrics of a task, and names of fields and losses, which engine and trainer do not interpret."""
 
 import io
 import math
@@ -17,10 +17,10 @@ from .conftest import BigramTask
 
 
 class Accurate(BigramTask):
-    """Reports the share of tokens whose likeliest successor is the true one."""
+    """Reports the accuracy of the most probable next token."""
 
     metrics = ("accuracy",)
-    value = 1.0  # of a hit
+    value = 1.0  # of a correct prediction
 
     def denominators(self, batches):
         counts = super().denominators(batches)
@@ -38,7 +38,7 @@ def trainer_of(make_trainer, task, **options):
 
 
 def hits_by_hand(weight, batches):
-    """The share of true tokens whose row is largest at their label."""
+    """Returns the share of unmasked tokens whose row is largest at the label."""
     right = count = 0
     for fields in (batch.fields for batch in batches):
         columns = (fields[name].flatten().tolist() for name in ("tokens", "labels", "loss_mask"))
@@ -49,7 +49,7 @@ def hits_by_hand(weight, batches):
 
 
 @pytest.mark.parametrize("per_token", [True, False])
-def test_a_reported_sum_is_a_mean_over_all_true_tokens_and_has_no_gradient(make_trainer, per_token):
+def test_a_metric_is_a_mean_over_all_unmasked_tokens_without_gradient(make_trainer, per_token):
     plain = trainer_of(make_trainer, BigramTask(), per_token=per_token)
     trainer = trainer_of(make_trainer, Accurate(), per_token=per_token)
     batches = next(trainer.micro_batches(0))
@@ -61,14 +61,14 @@ def test_a_reported_sum_is_a_mean_over_all_true_tokens_and_has_no_gradient(make_
     assert torch.equal(trainer.task.stages[0].weight, plain.task.stages[0].weight)
 
 
-def test_a_reported_sum_that_is_not_finite_skips_no_step(make_trainer):
+def test_a_metric_that_is_not_finite_does_not_skip_a_step(make_trainer):
     trainer = trainer_of(make_trainer, Accurate())
     trainer.task.value, trainer.check_for_nan = math.inf, True
     report = trainer.step(trainer.micro_batches(0))
     assert report.updated and report.finite and not math.isfinite(report.losses["accuracy"])
 
 
-def test_an_evaluation_prints_no_perplexity_of_what_is_no_loss(make_trainer, make_steps):
+def test_an_evaluation_prints_no_perplexity_of_metrics(make_trainer, make_steps):
     trainer, out = trainer_of(make_trainer, Accurate()), io.StringIO()
     steps = [next(make_steps(2, 2)(0)), next(make_steps(1, 1)(9))]
     expected = hits_by_hand(trainer.task.stages[0].weight.detach(), [b for s in steps for b in s])
@@ -81,7 +81,7 @@ def test_an_evaluation_prints_no_perplexity_of_what_is_no_loss(make_trainer, mak
 
 
 class OneName(BigramTask):
-    """Its loss is called like the only field it reads, and no field is called `tokens`."""
+    """A task whose loss has the name of its only field, and which has no field `tokens`."""
 
     losses = ("text",)
 

@@ -1,4 +1,4 @@
-"""Kinds of tasks, found by entry points."""
+"""Kinds of tasks, which are found by entry points."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ RUN = """--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 -
 
 
 def installed(monkeypatch, *entries):
-    """Let these entry points be all the tasks that are installed."""
+    """Replaces the installed tasks by these entry points."""
     points = [EntryPoint(name, value, "megatron.tasks") for name, value in entries]
     monkeypatch.setattr(
         "megatron_parallel.extensions.entry_points",
@@ -44,7 +44,7 @@ def check_red(run):
 
 @pytest.fixture
 def painting(monkeypatch):
-    """Beside gpt a task of a distribution of its own for models of its kind, and one for others."""
+    """Adds to gpt a task of another distribution for gpt models, and one for other models."""
     theirs = ModuleType("theirs")
     brings = {"sections": (Section("paint", Colours, "colours"),), "checks": (check_red,)}
     theirs.PAINT = TaskKind("paint", "for this test", "t:a", "t:b", **brings)
@@ -57,7 +57,7 @@ def painting(monkeypatch):
     sections.cache_clear(), run_options.cache_clear()
 
 
-def test_the_task_that_gpt_is_pretrained_for_is_installed():
+def test_the_default_task_of_gpt_is_installed():
     task = find_task_kind(find_kind("gpt").default_task)
     assert task == task_kinds()["gpt"]
     assert (task.task, task.data) == (
@@ -66,7 +66,7 @@ def test_the_task_that_gpt_is_pretrained_for_is_installed():
     )
 
 
-def test_a_task_of_another_distribution_is_made_and_reads_by_its_own_functions(monkeypatch):
+def test_a_task_of_another_distribution_uses_its_functions(monkeypatch):
     theirs = ModuleType("theirs")
     theirs.MINE = TaskKind("mine", "for this test", "theirs:task", "theirs:data")
     theirs.task = theirs.data = lambda *given: given
@@ -86,13 +86,13 @@ def test_a_task_of_another_distribution_is_made_and_reads_by_its_own_functions(m
         ([("gpt", "a:B"), ("gpt", "c:D")], "two distributions provide the kind of task 'gpt'"),
     ],
 )
-def test_a_task_that_cannot_be_found_is_one_line(monkeypatch, entries, message):
+def test_a_missing_task_gives_one_line(monkeypatch, entries, message):
     installed(monkeypatch, *entries)
     with pytest.raises(TrainError, match=message):
         find_task_kind("gpt")
 
 
-def test_kinds_of_tasks_are_looked_up_without_torch():
+def test_kinds_of_tasks_are_found_without_torch():
     code = (
         "import sys; from megatron_train.tasks.kinds import find_task_kind; find_task_kind('gpt');"
     )
@@ -101,13 +101,13 @@ def test_kinds_of_tasks_are_looked_up_without_torch():
 
 
 def shown(words, capsys):
-    """The configuration that a command line prints."""
+    """Returns the configuration that a command line prints."""
     assert main(["pretrain", "gpt", *RUN.split(), *words, "--print-config"]) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
 def refused(words, capsys, status=1):
-    """The one line that a command line is refused with."""
+    """Returns the error line of a refused command line."""
     assert main(["pretrain", "gpt", *RUN.split(), *words, "--print-config"]) == status
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("megatron-train: error: ")
@@ -157,11 +157,11 @@ def test_settings_of_a_task_are_flags_keys_and_part_of_the_run(capsys, tmp_path)
         ),
     ],
 )
-def test_what_a_task_does_not_take_is_refused_in_one_line(words, line, capsys):
+def test_settings_that_a_task_does_not_support_are_refused_in_one_line(words, line, capsys):
     assert refused(words.split(), capsys, 2 if "much" in words else 1) == line
 
 
-def test_settings_that_two_distributions_bring_are_refused(painting, monkeypatch, capsys):
+def test_settings_of_two_distributions_with_one_name_are_refused(painting, monkeypatch, capsys):
     @dataclass(frozen=True)
     class Lengths:
         seq_length: int = 4
