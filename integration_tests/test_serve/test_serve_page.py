@@ -89,7 +89,7 @@ def test_a_refusal_is_shown_in_one_line(visit: Visit) -> None:
     page.fill("#top_k", "5")
     page.fill("#top_p", "0.5")
     page.click("#generate")
-    visit.status("top_k and top_p cannot both be set")
+    visit.status("top_k and top_p exclude each other")
     assert "wrong" in page.get_attribute("#status", "class")
     # A browser notes every 4xx answer on its console.
     assert [one for one in visit.complaints if "400" not in one] == []

@@ -232,7 +232,7 @@ def test_a_stage_keeps_keys_and_values_of_its_own_layers(
 
 
 def test_what_is_no_whole_part_of_a_model_is_refused(make_model: Make) -> None:
-    with pytest.raises(InferError, match="a Linear does not generate text"):
+    with pytest.raises(InferError, match="Linear is not a DecodingModel"):
         generate_tokens([torch.nn.Linear(2, 2)], PROMPTS, GREEDY)
     with pytest.raises(InferError, match="no stage"):
         generate_tokens([], PROMPTS, GREEDY)
@@ -252,7 +252,7 @@ def test_no_prompt_is_no_work(make_model: Make) -> None:
     ("prompts", "names"),
     [
         ([[1], []], "prompt 2 is empty"),
-        ([[1] * 48], "48 tokens and the model 48 positions"),
+        ([[1] * 48], "48 tokens and the model has 48 positions"),
         ([[61]], "token 61"),
         ([[-1]], "token -1"),
     ],
@@ -263,5 +263,5 @@ def test_impossible_prompts_are_named(make_model: Make, prompts: list, names: st
 
 
 def test_settings_must_match_the_prompts(make_model: Make) -> None:
-    with pytest.raises(InferError, match="5 prompts came with settings for 2"):
+    with pytest.raises(InferError, match="got 5 prompts but settings for 2"):
         generate_tokens(make_model(), PROMPTS, [GREEDY, GREEDY])

@@ -78,7 +78,7 @@ def test_what_no_longer_fits_is_out_of_view(model: GPT, capsys: pytest.CaptureFi
     talk = conversation(model, ByteTokenizer(), PLAIN)
     for _ in range(10):
         assert talk.reply("twenty letters here.") or True
-    with pytest.raises(InferError, match="70 tokens, 58 fit"):
+    with pytest.raises(InferError, match="70 tokens, but only 58 fit"):
         talk.reply("x" * 70)
 
 
@@ -129,6 +129,6 @@ def test_the_command_answers_lines_until_the_input_ends(
     )
     assert shown.out == f"{text}\n" * 2
     start, nonsense, wrong = shown.err.splitlines()
-    assert "the text is just continued" in start
-    assert nonsense.startswith("/nonsense: /new starts over")
-    assert wrong.startswith("megatron-infer: error: the line has 90 tokens, 44 fit")
+    assert "the text is continued" in start
+    assert nonsense.startswith("/nonsense: /new starts a new conversation")
+    assert wrong.startswith("megatron-infer: error: the line has 90 tokens, but only 44 fit")

@@ -102,11 +102,11 @@ def test_a_tokenizer_may_be_given_by_flags(
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["--prompt", "x"], "holds no tokenizer; give one by --tokenizer-model"),
-        (["--prompt-tokens", "1 x"], "--prompt-tokens needs token ids such as '1 15 7', not 'x'"),
-        (["--prompt-tokens", "1 -2"], "not '-2'"),
+        (["--prompt", "x"], "holds no tokenizer; give one with --tokenizer-model"),
+        (["--prompt-tokens", "1 x"], "--prompt-tokens needs token ids such as '1 15 7', got 'x'"),
+        (["--prompt-tokens", "1 -2"], "got '-2'"),
         (["--prompt-tokens", " "], "prompt 1 is empty"),
-        (["--prompt-tokens", "300"], "vocabulary 257"),
+        (["--prompt-tokens", "300"], "has 257 tokens"),
         (["--prompt", "x", "--tokenizer-type", "Llama2Tokenizer"], "--tokenizer-model; give both"),
         (["--prompt", "x", "--vocab-file", "v.json"], "--merge-file"),
         (["--prompt", "x", "--tokenizer-model", "absent.json"], "absent.json"),
@@ -166,8 +166,8 @@ def test_expected_errors_are_one_line_with_status_1(
         (["--token-file", "{run}/absent"], "absent"),
         (["--host", "no address"], "--host no address"),
         (["--host", "nowhere.invalid", "--token-file", "{run}/good"], "--host nowhere.invalid"),
-        (["--host", "192.0.2.1", "--token-file", "{run}/good"], "none of this machine"),
-        (["--port", "{port}"], "the port is in use; give another --port"),
+        (["--host", "192.0.2.1", "--token-file", "{run}/good"], "does not belong to this machine"),
+        (["--port", "{port}"], "the port is in use; use another --port"),
         (["--port", "-1"], "--port -1"),
         (["--port", "0", "--iteration", "8"], "iteration 8"),
     ],
@@ -195,7 +195,7 @@ def test_a_port_without_permission_is_one_line(
     monkeypatch.setattr(socket.socket, "bind", forbid)
     assert main(["serve", "--load", run, "--port", "80"]) == 1
     assert capsys.readouterr().err == (
-        "megatron-infer: error: cannot listen on 127.0.0.1:80: no permission for this port; give a "
+        "megatron-infer: error: cannot listen on 127.0.0.1:80: no permission for this port; use a "
         "--port above 1023\n"
     )
 

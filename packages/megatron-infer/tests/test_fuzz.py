@@ -134,7 +134,7 @@ def test_damaged_model_records_are_refused(
         load_model(tmp_path / "run")
 
     tables = {**model.config.to_dict(), "max_position_embeddings": 10**12}
-    with pytest.raises(InferError, match=r"takes \d+\.\d GiB, more than cpu has left"):
+    with pytest.raises(InferError, match=r"needs \d+\.\d GiB .*, more than cpu has free"):
         read(json.dumps(tables).encode())
     refusals = (CheckpointError, ConfigError, DataError, InferError, LayoutError)
     seed = json.dumps(model.config.to_dict()).encode()

@@ -207,13 +207,13 @@ def test_what_is_missing_is_named(save: Save, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing-here"):
         load_model(tmp_path / "nothing-here")
     save(iteration=1, tokenizer=None)
-    with pytest.raises(InferError, match=r"no tokenizer; give one by --tokenizer-model .*=None"):
+    with pytest.raises(InferError, match=r"no tokenizer; give one with --tokenizer-model .*=None"):
         load_model(tmp_path / "run")
     save(iteration=2, record=False)
-    with pytest.raises(InferError, match="which model"):
+    with pytest.raises(InferError, match="no record of its model"):
         load_model(tmp_path / "run")
     save(iteration=3, tokenizer=NullTokenizer(1000))
-    with pytest.raises(InferError, match=r"1001 tokens, the model 257"):
+    with pytest.raises(InferError, match=r"1001 tokens, but the model has 257"):
         load_model(tmp_path / "run", iteration=3)
     save(iteration=4, config={"num_layer": 2})
     with pytest.raises(ConfigError, match="num_layer"):
@@ -273,5 +273,5 @@ def test_a_tokenizer_that_is_given_takes_the_place_of_the_stored_one(
     loaded = load_model(tmp_path / "run", tokenizer=given)
     assert loaded.tokenizer is given
     assert loaded.stop_tokens == {given.eod_id}
-    with pytest.raises(InferError, match=r"1001 tokens, the model 257"):
+    with pytest.raises(InferError, match=r"1001 tokens, but the model has 257"):
         load_model(tmp_path / "run", tokenizer=NullTokenizer(1000))

@@ -125,7 +125,10 @@ def test_no_tokens_to_generate_scores_the_prompts(client: FlaskClient) -> None:
     ("fields", "names"),
     [
         ({"prompts": ["x" * 45], "tokens_to_generate": 4}, "48 positions"),
-        ({"prompts": ["x" * 30] * 7, "tokens_to_generate": 1}, "217 tokens, 200"),
+        (
+            {"prompts": ["x" * 30] * 7, "tokens_to_generate": 1},
+            "217 tokens, but the limit of a request is 200",
+        ),
         ({"prompts": ["x"], "tokens_to_generate": 1, "add_BOS": True}, "add_BOS"),
         ({"prompts": ["x"], "beam_width": 2}, "beam_width"),
         ({}, "prompts is missing"),
@@ -244,7 +247,7 @@ def test_limits_and_address_are_the_documented_ones() -> None:
 def test_why_an_address_cannot_be_had_is_what_the_system_says() -> None:
     assert _reason(OSError(errno.EIO, "Input/output error")) == "Input/output error"
     assert _reason(OSError("odd")) == "odd"
-    assert _reason(OSError(errno.EADDRINUSE, "in use")).startswith("the port is in use; give")
+    assert _reason(OSError(errno.EADDRINUSE, "in use")).startswith("the port is in use; use")
 
 
 def test_who_may_be_refused_by_name_is_documented(make_client: Callable[..., FlaskClient]) -> None:
@@ -269,7 +272,7 @@ def test_a_request_may_have_as_many_tokens_as_are_allowed(
     assert put(client, prompts=["ab", "abcd"], tokens_to_generate=2)[0] == 200
     status, answer = put(client, prompts=["ab", "abcde"], tokens_to_generate=2)
     assert status == 400
-    assert "2 * (5 + 2) = 14 tokens, 12 are allowed" in answer["message"]
+    assert "2 * (5 + 2) = 14 tokens, but the limit of a request is 12" in answer["message"]
 
 
 def test_info_health_and_page_are_as_documented(client: FlaskClient) -> None:
@@ -310,7 +313,9 @@ def test_a_full_queue_says_when_to_come_again(
     client: FlaskClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> None:
-        raise RequestError(429, "68 requests came before; try again later")
+        raise RequestError(
+            429, "68 requests are running or waiting, which is the limit; try again later"
+        )
 
     monkeypatch.setattr(GenerationService, "submit", full)
     for answer in (

@@ -105,7 +105,7 @@ def test_what_is_not_encoded_yet_keeps_its_place_and_does_not_run() -> None:
 def test_the_queue_is_as_long_as_it_says() -> None:
     scheduler = Scheduler(max_running=2, max_waiting=3)
     fill(scheduler, "aaaaa")
-    with pytest.raises(queue.Full, match="5 requests came before"):
+    with pytest.raises(queue.Full, match="5 requests are running or waiting"):
         scheduler.add(make("a"))
     assert len(scheduler) == 5
     scheduler.remove(scheduler.waiting[0])

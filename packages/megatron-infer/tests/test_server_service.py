@@ -75,7 +75,7 @@ def test_requests_are_answered_in_order_and_too_many_are_refused(
 ) -> None:
     jobs = [service.submit(ask(prompt=prompt)) for prompt in "abc"]
     assert [job.requests_ahead for job in jobs] == [0, 1, 2]
-    with pytest.raises(RequestError, match="3 requests came before") as refused:
+    with pytest.raises(RequestError, match="3 requests are running or waiting") as refused:
         service.submit(ask())
     assert refused.value.status == 429
     gate.let(15)
@@ -171,7 +171,7 @@ def test_a_client_with_many_long_requests_has_the_same_share(
     shared: GenerationService, gate: Gate
 ) -> None:
     greedy = []
-    with pytest.raises(RequestError, match="68 requests came before"):
+    with pytest.raises(RequestError, match="68 requests are running or waiting"):
         while True:
             greedy.append(shared.submit(ask(tokens=40), "greedy"))
     assert len(greedy) == 68
@@ -181,7 +181,7 @@ def test_a_client_with_many_long_requests_has_the_same_share(
     gate.let(11)
     assert result(patient).finish_reasons == ["length"]
     assert gate.count <= 17
-    with pytest.raises(RequestError, match="other clients have a turn") as refused:
+    with pytest.raises(RequestError, match="other clients have priority") as refused:
         result(greedy[-1])
     assert refused.value.status == 429
     assert not any(job.cancelled for job in greedy[:-1])
@@ -280,7 +280,7 @@ def test_the_limit_counts_the_places_that_prompts_take_up(
         GenerateRequest(("x" * 21, "y", "z"), tokens_to_generate=12),
         GenerateRequest(("x" * 20, "y", "z", "z"), tokens_to_generate=12),
     ):
-        with pytest.raises(RequestError, match="96 are allowed in a request") as refused:
+        with pytest.raises(RequestError, match="but the limit of a request is 96") as refused:
             service.submit(over)
         assert refused.value.status == 400
     service.close()
@@ -370,7 +370,7 @@ def test_a_prompt_that_the_tokenizer_refuses_is_the_clients_mistake(
         ({"token": "with space in the middle"}, "without spaces"),
         ({"port": 65536}, "--port 65536"),
         ({"max_waiting": -1}, "--max-waiting -1"),
-        ({"max_body_bytes": 63}, "--max-body-bytes 63: it must lie in 64 to 1073741824"),
+        ({"max_body_bytes": 63}, "--max-body-bytes 63: use 64 to 1073741824"),
         ({"max_tokens_per_request": 1}, "--max-tokens-per-request 1"),
         ({"receive_seconds": 0}, "--receive-seconds 0"),
         ({"port": -1}, "--port -1"),
@@ -395,5 +395,5 @@ def test_settings_reach_both_ends_of_their_range_and_no_further(name: str) -> No
     for value in (least, most):
         assert getattr(ServerSettings(**{name: value}), name) == value
     for value in (least - 1, most + 1):
-        with pytest.raises(InferError, match=f"it must lie in {least} to {most}"):
+        with pytest.raises(InferError, match=f"use {least} to {most}"):
             ServerSettings(**{name: value})

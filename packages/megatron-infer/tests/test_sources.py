@@ -154,7 +154,7 @@ def test_a_text_is_written_from_a_source() -> None:
     tokens = generate_tokens(model, [[0], [0, 65]], params, sources=read)
     completions = generate(model, tokenizer, ["", "A"], params, sources=sources)
     assert [one.tokens for one in completions] == [one.tokens for one in tokens]
-    with pytest.raises(InferError, match="no token that begins a text"):
+    with pytest.raises(InferError, match="no begin-of-text token"):
         generate(model, NullTokenizer(60), ["1"], params, sources=["2"])
 
 
@@ -162,7 +162,7 @@ def test_a_text_is_written_from_a_source() -> None:
     ("sources", "names"),
     [
         (None, "give `sources`"),
-        ([[1]], "4 prompts came with 1 sources"),
+        ([[1]], "got 4 prompts but 1 sources"),
         ([[1], [], [2], [3]], "source 2 has 0 tokens"),
         ([[1], [2] * 25, [2], [3]], "source 2 has 25 tokens; the model takes 1 to 24"),
         ([[1], [2], [2], [61]], "source 4 has token 61"),
@@ -233,10 +233,10 @@ def test_the_command_writes_from_sources(run: str, capsys: pytest.CaptureFixture
     [
         (["generate"], 2, "--prompt --prompt-file --prompt-tokens is required, or --source"),
         (["generate", "--source-tokens", "1"], 2, "--source-tokens needs --prompt-tokens"),
-        (["generate", "--source", "a", "--prompt-tokens", "1"], 2, "give --source-tokens"),
+        (["generate", "--source", "a", "--prompt-tokens", "1"], 2, "use --source-tokens"),
         (["generate", "--prompt", "a"], 1, "give `sources`"),
-        (["generate", "--prompt", "a", "--source", "b", "--source", "c"], 1, "came with 2 sources"),
-        (["serve", "--port", "0"], 1, "kind 'encoder_decoder', which writes from a source text"),
+        (["generate", "--prompt", "a", "--source", "b", "--source", "c"], 1, "but 2 sources"),
+        (["serve", "--port", "0"], 1, "kind 'encoder_decoder', which needs a source text"),
         (["chat"], 1, "use `megatron-infer generate --source TEXT`"),
     ],
 )

@@ -24,7 +24,7 @@ def mesh() -> Mesh:
 
 @pytest.fixture
 def table() -> Callable[[nn.Module], dict[str, Sharding]]:
-    """Make the sharding table of a module that is not cut."""
+    """Returns the sharding table of a module that is not sharded."""
 
     def make(module: nn.Module) -> dict[str, Sharding]:
         return {name: Sharding(tuple(p.shape)) for name, p in module.named_parameters()}
@@ -34,7 +34,7 @@ def table() -> Callable[[nn.Module], dict[str, Sharding]]:
 
 @pytest.fixture
 def model() -> Callable[..., nn.Module]:
-    """Make a small network with matrices, biases and norm gains, always with the same weights."""
+    """Returns a small network with matrices, biases, norm gains and fixed weights."""
 
     def make(dtype: torch.dtype = torch.float64) -> nn.Module:
         torch.manual_seed(3)

@@ -31,7 +31,7 @@ LAYOUTS = [
 
 
 def draw(stage: int, seed: int) -> dict[str, Tensor]:
-    """Global tensors of one pipeline stage, equal on every rank."""
+    """Returns the global tensors of one pipeline stage, equal on every rank."""
     generator = torch.Generator().manual_seed(100 * stage + seed)
     return {
         name: torch.randn(sharding.shape, generator=generator, dtype=torch.float64)
@@ -40,7 +40,7 @@ def draw(stage: int, seed: int) -> dict[str, Tensor]:
 
 
 def local(mesh: Mesh, seed: int) -> dict[str, Tensor]:
-    """This rank's pieces of its stage's tensors, under names of that stage."""
+    """Returns this rank's shards of the tensors of its stage, under names of that stage."""
     tensors = draw(mesh.axis("pp").index, seed)
     return {name: tensor[TABLE[name].box(mesh).slices].clone() for name, tensor in tensors.items()}
 
@@ -110,7 +110,7 @@ PIPELINE = {"embedding": TIED, "0.gain": Sharding((5,)), "1.gain": Sharding((5,)
 def pipeline_steps(
     mesh: Mesh, counted: Sharding = TIED, times: int = 20
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Steps of a toy whose first stage uses the embedding one way, and its last another way.
+    """Runs steps of a model whose first and last stages use the embedding differently.
 
     Stage and data rank add terms to one loss, so that every layout has the same gradient.
     """

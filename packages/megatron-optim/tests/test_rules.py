@@ -1,4 +1,4 @@
-"""Update rules against torch's optimizers in float64, and how rules are found."""
+"""Update rules compared with torch's optimizers in float64, and the lookup of rules."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def test_twenty_steps_of_sgd_equal_torch(
 
 
 class Signed(UpdateRule):
-    """Steps by the sign of a slow mean of the gradient; keeps the mean in bf16."""
+    """Steps by the sign of a slow mean of the gradient, with the mean in bf16."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
@@ -78,7 +78,7 @@ class Signed(UpdateRule):
 
 
 class Scaled(UpdateRule):
-    """Steps by the gradient over its Frobenius norm, matrix by matrix."""
+    """Steps by the gradient divided by its Frobenius norm, for each matrix."""
 
     needs = "matrices"
     fallback = "sgd"
@@ -90,7 +90,7 @@ class Scaled(UpdateRule):
 
 
 class Twice(Signed):
-    """Breaks the contract."""
+    """A rule that violates the contract."""
 
     state = (StateTensor("main"),)
 
@@ -99,20 +99,20 @@ class Twice(Signed):
 
 
 class Circular(Scaled):
-    """Leaves the rest to a rule that leaves the rest to it."""
+    """A rule whose fallback has this rule as its fallback."""
 
     fallback = "scaled"
 
 
 @dataclass(frozen=True)
 class Slowness:
-    """Settings of a rule of its own."""
+    """Settings that only one rule has."""
 
     share: float = 0.5
 
 
 class Slowed(Scaled):
-    """Has settings of its own, and leaves vectors to a rule without."""
+    """A rule with its own settings and a fallback without settings."""
 
 
 SETTINGS = {"slowed": Section("slowed", Slowness, "slowness")}
@@ -120,7 +120,7 @@ SETTINGS = {"slowed": Section("slowed", Slowness, "slowness")}
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Entry points of another distribution that bring the rules of this file."""
+    """Registers the rules of this file as entry points of another distribution."""
     module = sys.modules[__name__]
     monkeypatch.setitem(sys.modules, "strange", module)
     names = {"signed": "Signed", "scaled": "Scaled", "twice": "Twice", "circular": "Circular"}
@@ -208,13 +208,16 @@ def test_matrices_go_to_the_rule_that_needs_them_and_the_rest_to_another(mesh: M
     ("name", "message"),
     [
         ("absent", "the update rule 'absent' is .*:Absent, which cannot be imported: "),
-        ("number", "the update rule 'number' is strange:MARK, which is no subclass of megatron_"),
+        (
+            "number",
+            "the update rule 'number' is strange:MARK, which is not a subclass of megatron_",
+        ),
         (
             "bare",
             "the entry point 'bare' of megatron.update_rules is .*, which is not a UpdateRuleK",
         ),
-        ("twice", "the update rule 'twice' has the state main: names must differ"),
-        ("circular", "the update rule 'circular' leaves other parameters to 'scaled', which needs"),
+        ("twice", "the update rule 'twice' has the state main; names must be unique"),
+        ("circular", "the update rule 'circular' has the fallback 'scaled', which needs"),
     ],
 )
 def test_a_rule_that_breaks_the_contract_is_one_line(mesh: Mesh, name: str, message: str) -> None:

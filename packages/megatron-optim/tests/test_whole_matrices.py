@@ -1,4 +1,4 @@
-"""A rule that needs matrices has them whole on data-parallel ranks, and its part under tp."""
+"""A rule that needs matrices gets them whole on data-parallel ranks, and its shard under tp."""
 
 import sys
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ SHARDED = DataParallelConfig(use_distributed_optimizer=True, whole_matrices=True
 
 
 class Normalised(UpdateRule):
-    """Momentum over the Frobenius norm of the matrix, which no part of it knows."""
+    """Momentum divided by the Frobenius norm, which needs the whole matrix."""
 
     needs = "matrices"
     state = (StateTensor("momentum"),)
@@ -57,7 +57,7 @@ class Normalised(UpdateRule):
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Bring the rule by an entry point, in whatever process this is."""
+    """Registers the rule as an entry point in the current process."""
     module = ModuleType("strange_matrices")
     module.Normalised = Normalised  # type: ignore[attr-defined]
     name, rule = "normalised", "strange_matrices:Normalised"
@@ -76,7 +76,7 @@ def drawn(name: str, seed: int) -> Tensor:
 
 
 def steps(mesh: Mesh, config: DataParallelConfig, times: int = 20) -> dict[str, object]:
-    """Train on four samples a step; each data-parallel rank has its part of them."""
+    """Trains on four samples a step, split over the data-parallel ranks."""
     with installed():
         settings = OptimizerConfig(optimizer="normalised", clip_grad=0.5, weight_decay=0.1)
         weights = {n: Parameter(drawn(n, 0)[TABLE[n].box(mesh).slices].clone()) for n in TABLE}
@@ -150,5 +150,5 @@ def test_matrices_that_were_cut_are_refused(worker_pool: WorkerPool) -> None:
         return str(caught.value)
 
     for text in worker_pool.run_mesh(ParallelLayout(dp=2), message):
-        assert "the update rule needs matrices whole, and this rank updates a part of" in text
+        assert "the update rule needs whole matrices, but this rank updates a shard of" in text
         assert "DataParallelConfig(whole_matrices=True)" in text

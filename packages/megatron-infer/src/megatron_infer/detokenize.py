@@ -1,4 +1,4 @@
-"""Text from tokens that arrive one at a time."""
+"""Streaming conversion of tokens to text."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -6,29 +6,29 @@ from typing import Protocol, runtime_checkable
 REPLACEMENT = "\ufffd"
 
 CONTEXT = 8
-"""Tokens of the text before that are decoded with the new ones."""
+"""The number of preceding tokens that are decoded together with the new ones."""
 
 
 @runtime_checkable
 class Decoder(Protocol):
-    """What streaming needs of a tokenizer."""
+    """The method of a tokenizer that streaming needs."""
 
     def decode(self, tokens: list[int], /) -> str:
-        """Returns the text of some tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of tokens; bytes that are not valid UTF-8 become U+FFFD."""
         ...
 
 
 class TextStream:
-    """Turns one request's tokens into pieces of text whose concatenation is the whole text.
+    """Converts the tokens of one request to pieces of text that concatenate to the whole text.
 
-    A character of several bytes may span tokens, and the text of a token may depend on the one
-    before it. So each piece is the difference between two decodings that start at the same token,
-    and text that ends in an incomplete character is held back until the character is whole.
+    A character of several bytes may span tokens, and the text of a token may depend on the previous
+    one. Each piece is therefore the difference between two decodings that start at the same token.
+    Text that ends in an incomplete character is held back until the character is complete.
 
     Args:
-        decoder: a tokenizer.
-        context: tokens the new ones follow; their text is not shown again, but a space between
-            them and the first new token is.
+        decoder: A tokenizer.
+        context: The tokens before the first new one. Their text is not returned, but a space
+            between them and the first new token is.
     """
 
     def __init__(self, decoder: Decoder, context: Sequence[int] = ()) -> None:
@@ -38,7 +38,7 @@ class TextStream:
         self._shown = len(self._tokens)
 
     def push(self, token: int) -> str:
-        """Adds a token and returns the text that is now certain, possibly empty."""
+        """Adds a token and returns the text that is now final, which may be empty."""
         self._tokens.append(token)
         piece = self._pending()
         if not piece or piece.endswith(REPLACEMENT):
@@ -47,7 +47,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Returns the text still held back; incomplete characters are U+FFFD."""
+        """Returns the text that was held back; incomplete characters become U+FFFD."""
         piece = self._pending()
         self._start, self._shown = self._shown, len(self._tokens)
         return piece

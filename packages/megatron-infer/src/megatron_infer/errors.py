@@ -1,4 +1,4 @@
-"""The exception this package raises for mistakes of its user."""
+"""The exception that this package raises for errors of the user."""
 
 
 class InferError(ValueError):

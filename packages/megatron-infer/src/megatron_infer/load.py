@@ -1,8 +1,8 @@
-"""A model and its tokenizer from a checkpoint alone, or from a model of Hugging Face.
+"""Loading of a model and its tokenizer from a checkpoint or a Hugging Face model.
 
-A checkpoint of megatron-train holds what is needed: the model's configuration in its manifest, the
-weights, and the tokenizer's files in the folder ``tokenizer``. A Hugging Face folder or a GGUF file
-holds the same in its own format, which megatron-ckpt reads without writing a checkpoint.
+A checkpoint of megatron-train has everything: the configuration of the model in its manifest, the
+weights, and the files of the tokenizer in the folder ``tokenizer``. A Hugging Face folder or a GGUF
+file has the same in its own format, which megatron-ckpt reads without writing a checkpoint.
 """
 
 import json
@@ -40,12 +40,12 @@ AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer | None)
 
 @dataclass(frozen=True)
 class LoadedModel(Generic[AnyTokenizer]):
-    """What a checkpoint holds for generation.
+    """A model loaded for generation.
 
     Attributes:
-        stages: the model; of one that is cut over ranks, all stages of this rank.
-        tokenizer: the checkpoint's, or the one given to `load_model`, or None.
-        checkpoint: where both come from.
+        stages: The model. If it is sharded over ranks, all stages of this rank.
+        tokenizer: The tokenizer of the checkpoint, the one passed to `load_model`, or None.
+        checkpoint: The checkpoint or foreign model that was loaded.
     """
 
     stages: tuple[DecodingModel, ...]
@@ -54,22 +54,22 @@ class LoadedModel(Generic[AnyTokenizer]):
 
     @property
     def model(self) -> DecodingModel:
-        """The model; of one that is cut over ranks, the first stage of this rank."""
+        """The model. If it is sharded over ranks, the first stage of this rank."""
         return self.stages[0]
 
     @property
     def name(self) -> str:
-        """Name for people: the run and the iteration, or the folder of a Hugging Face model."""
+        """The name for display: run and iteration, or the folder of a Hugging Face model."""
         if isinstance(self.checkpoint, ForeignModel):
             return self.checkpoint.path.resolve().name
         return f"{self.checkpoint.path.parent.name}, iteration {self.checkpoint.iteration}"
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """Tokens that end a text: the tokenizer's, or without one those of the model's settings.
+        """The tokens that end a text: those of the tokenizer, or without one those of the settings.
 
-        Settings are the ``eos_token_id`` of ``generation_config.json`` or ``config.json``, where
-        the model comes from Hugging Face.
+        The settings are ``eos_token_id`` in ``generation_config.json`` or ``config.json`` of a
+        model from Hugging Face.
         """
         if self.tokenizer is not None:
             return stop_tokens(self.tokenizer)
@@ -109,38 +109,41 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> LoadedModel[Any]:
-    """Builds the model of a checkpoint, fill it, and opens its tokenizer.
+    """Builds the model of a checkpoint, loads its weights, and opens its tokenizer.
 
-    All that is read of a checkpoint is checked against the digests in its manifest: weights,
+    Everything that is read from a checkpoint is compared with the digests in its manifest: weights,
     tokenizer and chat template. A Hugging Face folder has no digests.
 
-    On a mesh of several ranks all of them call this together, and each gets its part: the
-    checkpoint may have been saved by any layout. Only the bytes of that part are read; of a Hugging
-    Face folder whole tensors are, one at a time.
+    On a mesh of several ranks, all of them call this function together, and each loads its shards
+    of a checkpoint that any layout saved. Only the bytes of these shards are read. From a Hugging
+    Face folder whole tensors are read, one at a time.
 
     Args:
-        path: a checkpoint; a run's folder, of which the newest complete checkpoint is taken; a
-            Hugging Face folder with ``config.json`` and safetensors; or a GGUF file.
-        tokenizer: of the model. ``"stored"`` is the one that lies beside the weights; None is for
-            a model that only takes token ids (`generate_tokens`).
-        iteration: another checkpoint of the run.
-        mesh: where the model goes and how it is cut; a single process on the CPU by default.
-        dtype: of the model's parameters, whatever the checkpoint's floating-point type.
-        progress: called with the bytes of weights this rank has read so far, and all it will.
+        path: A checkpoint; the folder of a run, for its newest complete checkpoint; a Hugging Face
+            folder with ``config.json`` and safetensors; or a GGUF file.
+        tokenizer: The tokenizer. Defaults to ``"stored"``, the one beside the weights. None is for
+            a model that only gets token ids (`generate_tokens`).
+        iteration: The iteration of the run. Defaults to the newest complete one.
+        mesh: The mesh of the model. Defaults to a single process on the CPU.
+        dtype: The dtype of the parameters, independent of the dtype in the checkpoint. Defaults to
+            float32.
+        progress: Called with the bytes of weights that this rank has read so far, and their total.
+
+    Returns:
+        The model, its tokenizer and the checkpoint.
 
     Raises:
-        CheckpointError: there is no such checkpoint or model, or it is damaged.
-        InferError: the checkpoint does not say which model it holds, has no tokenizer, or that of
-            another model; or memory is too small.
-        LayoutError: the model cannot be cut that way, or ranks found different checkpoints.
+        CheckpointError: There is no such checkpoint or model, or it is damaged.
+        InferError: The checkpoint has no record of its model, no tokenizer or a tokenizer that does
+            not match; or memory is too small.
+        LayoutError: The model cannot be sharded in this layout, or ranks found different
+            checkpoints.
     """
     source = _open(path, iteration)
     mesh = mesh or Mesh.single()
     mesh.agree("the checkpoint to load", {"checkpoint": _identity(source)})
     if source.model is None:
-        raise InferError(
-            f"{source.path} does not say which model it holds; save it with a model record"
-        )
+        raise InferError(f"{source.path} has no record of its model; save it with a model record")
     kind = _decoding_kind(source, source.model)
     config = config_of(source.model)
     vocabulary = config.embedding.vocab_size
@@ -148,12 +151,10 @@ def load_model(
         tokenizer = _open_tokenizer(source)
     if tokenizer is not None and tokenizer.vocab_size > vocabulary:
         raise InferError(
-            f"the tokenizer of {source.path} has {tokenizer.vocab_size} tokens, the model "
-            f"{vocabulary}: they do not belong together"
+            f"the tokenizer of {source.path} has {tokenizer.vocab_size} tokens, but the model has "
+            f"{vocabulary}; use the tokenizer of this model"
         )
-    source.check_shapes(
-        stored_shapes(config), groups=["model"]
-    )  # before memory is taken for what it says
+    source.check_shapes(stored_shapes(config), groups=["model"])  # before memory is allocated
     stages = _empty_stages(kind, config, mesh, dtype)
     views: dict[str, list[View]] = {}
     for stage in stages:
@@ -174,20 +175,20 @@ def _open(path: str | Path, iteration: int | None) -> Source:
         return find_checkpoint(path, iteration)
     if iteration is not None:
         raise InferError(
-            f"{path} is a single model, without iterations; leave out iteration {iteration}"
+            f"{path} is a single model without iterations; leave out iteration {iteration}"
         )
     return ForeignModel(path)
 
 
 def _identity(source: Source) -> str:
-    """Returns what has to be equal on all ranks."""
+    """Returns a description that must be equal on all ranks."""
     if isinstance(source, ForeignModel):
         return f"{source.path.name} with digest {source.digest}"
     return f"iteration {source.iteration} with digest {source.digest}"
 
 
 def _decoding_kind(source: Source, record: ModelRecord) -> ModelKind:
-    """Returns the kind of the stored model, if it generates token by token."""
+    """Returns the kind of the stored model; raises InferError if it does not generate tokens."""
     kind = find_kind(record.kind)
     if not kind.supports_decoding:
         raise InferError(
@@ -199,14 +200,14 @@ def _decoding_kind(source: Source, record: ModelRecord) -> ModelKind:
 def _empty_stages(
     kind: ModelKind, config: ModelConfig, mesh: Mesh, dtype: torch.dtype
 ) -> list[DecodingModel]:
-    """Builds stages of zeros; drawing initial weights would take longer than reading them."""
+    """Builds stages with parameters of zero, which is faster than random initialisation."""
     stages = cast(
         list[DecodingModel], kind.build(config, Placement(mesh, dtype=dtype, device="meta"))
     )
     try:
         for stage in stages:
             stage.to_empty(device=mesh.device)
-        for stage in stages:  # after all of them: two may share a parameter
+        for stage in stages:  # in a second loop, because two stages may share a parameter
             with torch.no_grad():
                 for parameter in stage.parameters():
                     parameter.zero_()
@@ -219,15 +220,15 @@ def _empty_stages(
         size = sum(each.numel() * each.element_size() for each in tensors) / 2**30
         positions = config.embedding.max_position_embeddings
         raise InferError(
-            f"the model takes {size:.1f} GiB, more than {mesh.device} has left: parameters of "
-            f"{dtype}, tables of {positions} positions; cut it over more ranks, or take a smaller "
-            "dtype"
+            f"the model needs {size:.1f} GiB for parameters of {dtype} and tables of {positions} "
+            f"positions, more than {mesh.device} has free; shard it over more ranks or use a "
+            "smaller dtype"
         ) from None
     return stages
 
 
 def _stored_bytes(source: Source, views: Mapping[str, Sequence[View]]) -> int:
-    """Returns how much of the weights the views take, in the stored dtypes."""
+    """Returns the bytes of the weights that the views need, in the stored dtypes."""
     return sum(
         view.tensor.numel() * source.tensors[name].item_size
         for name, held in views.items()
@@ -237,7 +238,7 @@ def _stored_bytes(source: Source, views: Mapping[str, Sequence[View]]) -> int:
 
 
 def _files(source: Source) -> Sequence[str]:
-    """Returns the names of the files beside the weights, as a checkpoint has them."""
+    """Returns the names of the files beside the weights, as in a checkpoint."""
     return list(source.files if isinstance(source, ForeignModel) else source.manifest.files)
 
 
@@ -245,8 +246,8 @@ def _open_tokenizer(source: Source) -> Tokenizer:
     names = [name for name in _files(source) if name.startswith(f"{TOKENIZER_FOLDER}/")]
     if not names:
         raise InferError(
-            f"{source.path} holds no tokenizer; give one by --tokenizer-model (in Python "
-            "tokenizer=...), or token ids by generate --prompt-tokens (tokenizer=None)"
+            f"{source.path} holds no tokenizer; give one with --tokenizer-model (in Python "
+            "tokenizer=...), or token ids with generate --prompt-tokens (tokenizer=None)"
         )
     if isinstance(source, Checkpoint):
         return load_tokenizer(source.verified_folder(TOKENIZER_FOLDER))
@@ -258,13 +259,13 @@ def _open_tokenizer(source: Source) -> Tokenizer:
         except DataError as error:
             why = str(error).replace(folder, str(source.path))
             raise InferError(
-                f"{why}; another tokenizer can be given by --tokenizer-model and --tokenizer-type "
-                "(in Python tokenizer=...)"
+                f"{why}; give another tokenizer with --tokenizer-model and --tokenizer-type (in "
+                "Python tokenizer=...)"
             ) from None
 
 
 def _ends_in_settings(source: Source) -> frozenset[int]:
-    """Returns the first ``eos_token_id`` in the Hugging Face settings, a number or several."""
+    """Returns the ids in the first ``eos_token_id`` of the Hugging Face settings."""
     held = _files(source)
     for name in _SETTINGS:
         if name not in held:

@@ -1,8 +1,8 @@
-"""Drawing the next token of every request of a batch.
+"""Sampling of the next token of every request of a batch.
 
-Each request draws from a random generator of its own, one uniform number per token, on the CPU in
-float64. What it draws therefore depends on its seed and its logits alone, not on its neighbours in
-the batch, their number, or the device.
+Each request has its own random generator and draws one uniform number for each token, on the CPU in
+float64. The result therefore depends only on its seed and its logits, not on the other requests in
+the batch or on the device.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatron_infer.params import SamplingParams
 
 
 class Sampler:
-    """Chooses the next token of requests; ``params`` holds the settings of each."""
+    """Chooses the next token of requests; ``params`` are the settings of each."""
 
     def __init__(self, params: Sequence[SamplingParams]) -> None:
         self._params = list(params)
@@ -25,14 +25,18 @@ class Sampler:
     def __call__(
         self, logits: Float[Tensor, "b v"], requests: Sequence[int] | None = None
     ) -> Int[Tensor, " b"]:
-        """Returns the next token of each row, int64, on the logits' device.
+        """Returns the next token of each row, int64, on the device of the logits.
 
-        ``requests`` says which request each row is of; by default the rows are all requests in
-        order. Raises InferError if a logit is NaN or positive infinity.
+        Args:
+            logits: One row for each request.
+            requests: The index of the request of each row. Defaults to all requests in order.
+
+        Raises:
+            InferError: A logit is NaN or positive infinity.
         """
         if bool((logits.isnan() | logits.isposinf()).any()):
             raise InferError(
-                "the model's logits contain NaN or infinity; its weights or precision are broken"
+                "the logits of the model contain NaN or infinity; check its weights and dtype"
             )
         requests = range(len(self._params)) if requests is None else requests
         params = [self._params[request] for request in requests]
@@ -52,9 +56,9 @@ class Sampler:
 def sampling_probabilities(
     logits: Float[Tensor, "b v"], params: Sequence[SamplingParams]
 ) -> Float[Tensor, "b v"]:
-    """Returns the distribution, in float64, from which each row's next token is drawn.
+    """Returns the distribution, in float64, from which the next token of each row is drawn.
 
-    Rows are handled independently. A row of temperature 0 has all its mass on the likeliest token.
+    Rows are independent. A row of temperature 0 has all its mass on the most likely token.
     """
     vocabulary, device = logits.shape[-1], logits.device
     result = torch.zeros(logits.shape, dtype=torch.float64, device=device)
@@ -69,8 +73,8 @@ def sampling_probabilities(
         return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(-1)
 
     temperature = column([one.temperature for one in chosen])
-    # The largest logit becomes 0 before the division, which a temperature near 0 would carry to
-    # infinity.
+    # The largest logit is subtracted before the division, which would overflow at a temperature
+    # near 0.
     if all(one.top_k == 0 and one.top_p == 1.0 for one in chosen):
         warmed = logits[rows].double()
         result[rows] = ((warmed - warmed.amax(-1, keepdim=True)) / temperature).softmax(-1)
@@ -82,7 +86,7 @@ def sampling_probabilities(
     limit = column([float(min(one.top_k, vocabulary) or vocabulary) for one in chosen])
     weights = ordered.masked_fill(rank >= limit, float("-inf")).softmax(-1)
     before = weights.cumsum(-1) - weights
-    # 2 for "no limit": rounding may carry the running sum of a long tail to 1.
+    # 2 means no limit, because the cumulative sum of a long tail may be rounded to 1.
     mass = column([one.top_p if one.top_p < 1.0 else 2.0 for one in chosen])
     weights = weights.masked_fill(before >= mass, 0.0)
     result[rows] = torch.zeros_like(weights).scatter(-1, tokens, weights)
@@ -90,10 +94,10 @@ def sampling_probabilities(
 
 
 def _inverse_cdf(weights: Float[Tensor, "b v"], uniform: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
-    """Returns the token at which the running sum of the weights passes ``uniform`` of the total."""
+    """Returns the token at which the cumulative weights exceed ``uniform`` times their total."""
     running = weights.cumsum(-1)
     total = running[:, -1]
-    # Rounding must not carry the target to the total, beyond the last token with a weight.
+    # The target must stay below the total, which is after the last token with a weight.
     below = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniform * total, below).unsqueeze(-1)
     return torch.searchsorted(running, target, right=True).squeeze(-1)

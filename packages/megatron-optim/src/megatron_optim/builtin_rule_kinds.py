@@ -1,4 +1,4 @@
-"""The kinds of update rules of this package. Nothing here imports torch."""
+"""The update rules that this package provides. This module does not import torch."""
 
 from megatron_optim.rule_registry import UpdateRuleKind
 

@@ -1,12 +1,12 @@
-"""The norm of the whole gradient, and clipping by it.
+"""The norm of the gradient of the whole model, and gradient clipping.
 
-The norm is that of the gradient of the whole model, on whatever ranks its pieces lie: every element
-counts once, in replicated parameters too, and every rank obtains the same number.
+The norm covers the whole model, whichever ranks hold its shards. Every element counts once, also in
+replicated parameters, and every rank gets the same number.
 
-Squares are summed in rows of 4,096 elements in the gradient's own dtype, and the rows in float64. A
-single fp32 ``torch.linalg.vector_norm`` over 10^8 elements is wrong by 1 % on a CPU, and one that
-accumulates in float64 throughout is 20 times slower; the rows are right to 1e-8 at the speed of the
-first.
+Squares are summed over rows of 4,096 elements in the dtype of the gradient, and over the rows in
+float64. A single fp32 ``torch.linalg.vector_norm`` over 10^8 elements has an error of 1 % on a CPU.
+Accumulating in float64 throughout takes 20 times longer. Sums over rows have an error of 1e-8 and
+take no longer than the single fp32 norm.
 """
 
 import math
@@ -33,11 +33,21 @@ def gradient_norm(
     norm_type: float = 2.0,
     sharded: bool = False,
 ) -> Float64[Tensor, ""]:
-    """Returns the norm of the whole gradient, a scalar on the mesh's device, equal on every rank.
+    """Returns the norm of the gradient of the whole model, equal on every rank.
 
-    ``gradients`` holds this rank's pieces by global parameter name, already reduced over the data
-    axis; ``sharded`` if ranks of the data axis hold a shard each. ``norm_type`` is 2 or
-    ``math.inf``. A NaN or infinity anywhere makes the norm not finite.
+    Args:
+        gradients: The gradients on this rank by global parameter name, already reduced over the
+            data axis.
+        table: The sharding of every parameter.
+        mesh: The mesh of the model.
+        norm_type: 2 or ``math.inf``. Defaults to 2.
+        sharded: Whether the gradients are sharded over the data axis. Defaults to False.
+
+    Returns:
+        A scalar on the device of the mesh. It is not finite if any element is NaN or infinite.
+
+    Raises:
+        OptimError: ``norm_type`` is invalid, or a parameter is missing from the table.
     """
     if norm_type not in (2.0, math.inf):
         raise OptimError(f"norm_type must be 2 or inf, got {norm_type}")
@@ -53,7 +63,7 @@ def gradient_norm(
         return _over_all_ranks(local, mesh, "max")
     local = sum_of_squares(counted) if counted else _zero(mesh)
     total = _over_all_ranks(local, mesh, "sum")
-    if total.device.type == "cpu":  # torch's root of a float64 may be wrong in its last bit there
+    if total.device.type == "cpu":  # torch's float64 square root may have an error in the last bit
         return total.new_tensor(math.sqrt(total))
     return total.sqrt()
 
@@ -72,17 +82,17 @@ def sum_of_squares(tensors: Iterable[Float[Tensor, "..."]]) -> Float64[Tensor, "
 
 
 def clip_coefficient(norm: Float64[Tensor, ""], max_norm: float) -> Float64[Tensor, ""]:
-    """Returns the factor that brings a gradient of norm ``norm`` down to ``max_norm``, at most 1.
+    """Returns the factor that scales a gradient of norm ``norm`` down to ``max_norm``, at most 1.
 
-    ``max_norm`` 0 switches clipping off. As in Megatron-LM the factor is
-    ``max_norm / (norm + 1e-6)`` where that is below 1.
+    The factor is ``max_norm / (norm + 1e-6)``, as in Megatron-LM, if that is below 1. A
+    ``max_norm`` of 0 disables clipping.
     """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0.0 else torch.ones_like(norm)
 
 
 @torch.no_grad()
 def scale_gradients(gradients: Iterable[Float[Tensor, "..."]], factor: float) -> None:
-    """Multiplies gradients in place by ``factor``; nothing is touched where it is 1."""
+    """Multiplies gradients in place by ``factor``; does nothing if the factor is 1."""
     tensors = list(gradients)
     if factor != 1.0 and tensors:
         torch._foreach_mul_(tensors, factor)
@@ -91,7 +101,7 @@ def scale_gradients(gradients: Iterable[Float[Tensor, "..."]], factor: float) ->
 def _over_all_ranks(
     value: Float64[Tensor, ""], mesh: Mesh, op: Literal["sum", "max"]
 ) -> Float64[Tensor, ""]:
-    """Reduces over the ranks of a pipeline stage, then over the stages: every rank once."""
+    """Reduces over the ranks of each pipeline rank, then over the pipeline ranks."""
     for axis in ("tp_dp_cp", "pp"):
         value = all_reduce(value, mesh.axis(axis), op=op, purpose="gradient norm")
     return value

@@ -1,4 +1,4 @@
-"""Settings of the optimizer and its schedules, with Megatron-LM's names."""
+"""Settings of the optimizer and its schedules, with the names of Megatron-LM."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +25,8 @@ def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
 class OptimizerConfig:
     """The update rule, gradient clipping, and the shape of the schedules.
 
-    How long the schedules last is a property of the run, not of the optimizer, and is given in
-    samples to `learning_rate_schedule` and `weight_decay_schedule`.
+    The length of the schedules is a property of the run. `learning_rate_schedule` and
+    `weight_decay_schedule` take it in samples.
     """
 
     optimizer: str = field(
@@ -38,30 +38,30 @@ class OptimizerConfig:
     )
     lr: float = field(
         default=1e-3,
-        metadata=_flag("--lr", "highest learning rate, reached when the warm-up ends"),
+        metadata=_flag("--lr", "highest learning rate, reached at the end of the warm-up"),
     )
     min_lr: float = field(
         default=0.0,
-        metadata=_flag("--min-lr", "learning rate at the end of the decay and after it"),
+        metadata=_flag("--min-lr", "learning rate at the end of the decay and afterwards"),
     )
     decoupled_lr: float | None = field(
         default=None,
         metadata=_flag(
             "--decoupled-lr",
-            "highest learning rate of token embedding and output matrix; unset: lr",
+            "highest learning rate of the token embedding and the output matrix; unset: lr",
         ),
     )
     decoupled_min_lr: float | None = field(
         default=None,
         metadata=_flag(
             "--decoupled-min-lr",
-            "learning rate of token embedding and output matrix at the end of the decay; unset: "
-            "min_lr",
+            "learning rate of the token embedding and the output matrix at the end of the decay; "
+            "unset: min_lr",
         ),
     )
     lr_warmup_init: float = field(
         default=0.0,
-        metadata=_flag("--lr-warmup-init", "learning rate at which the warm-up starts"),
+        metadata=_flag("--lr-warmup-init", "learning rate at the start of the warm-up"),
     )
     lr_decay_style: DecayStyle = field(
         default="linear",
@@ -72,7 +72,7 @@ class OptimizerConfig:
     lr_wsd_decay_style: AnnealStyle = field(
         default="exponential",
         metadata=_flag(
-            "--lr-wsd-decay-style", "shape of the last phase of style WSD", choices=ANNEAL_STYLES
+            "--lr-wsd-decay-style", "shape of the decay phase of style WSD", choices=ANNEAL_STYLES
         ),
     )
     weight_decay: float = field(
@@ -81,17 +81,17 @@ class OptimizerConfig:
     )
     start_weight_decay: float | None = field(
         default=None,
-        metadata=_flag("--start-weight-decay", "weight decay at first; unset: weight_decay"),
+        metadata=_flag("--start-weight-decay", "initial weight decay; unset: weight_decay"),
     )
     end_weight_decay: float | None = field(
         default=None,
-        metadata=_flag("--end-weight-decay", "weight decay at last; unset: weight_decay"),
+        metadata=_flag("--end-weight-decay", "final weight decay; unset: weight_decay"),
     )
     weight_decay_incr_style: IncreaseStyle = field(
         default="constant",
         metadata=_flag(
             "--weight-decay-incr-style",
-            "how the weight decay goes from its first to its last value",
+            "shape of the schedule from the initial to the final weight decay",
             choices=INCREASE_STYLES,
         ),
     )
@@ -109,16 +109,16 @@ class OptimizerConfig:
     )
     sgd_momentum: float = field(
         default=0.9,
-        metadata=_flag("--sgd-momentum", "share of the last update that SGD adds to the next"),
+        metadata=_flag("--sgd-momentum", "momentum of SGD"),
     )
     clip_grad: float = field(
         default=1.0,
-        metadata=_flag("--clip-grad", "largest global gradient norm; 0 switches clipping off"),
+        metadata=_flag("--clip-grad", "largest global gradient norm; 0 disables clipping"),
     )
 
     settings: Any = field(
         default=None,
-        metadata={"flag": None, "help": "settings of the update rule's own (UpdateRuleKind)"},
+        metadata={"flag": None, "help": "settings that only the update rule has (UpdateRuleKind)"},
     )
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class OptimizerConfig:
                 )
         if self.decoupled_min_lr is not None and self.decoupled_lr is None:
             raise OptimError(
-                "{decoupled_min_lr:name} needs {decoupled_lr:name}; give both or neither",
+                "{decoupled_min_lr:name} needs {decoupled_lr:name}; set both or neither",
                 vars(self),
             )
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
@@ -154,8 +154,8 @@ class OptimizerConfig:
     ) -> LearningRateSchedule:
         """Returns the learning-rate schedule of a run whose decay ends at ``decay_samples``.
 
-        With ``decoupled`` that of token embedding and output matrix: it differs in its highest and
-        lowest rate where ``decoupled_lr`` and ``decoupled_min_lr`` are set, and in nothing else.
+        If ``decoupled``, returns the schedule of the token embedding and the output matrix. It
+        differs in its highest and lowest rate if ``decoupled_lr`` and ``decoupled_min_lr`` are set.
         """
         highest, lowest = self.lr, self.min_lr
         if decoupled and self.decoupled_lr is not None:
@@ -173,7 +173,7 @@ class OptimizerConfig:
         )
 
     def weight_decay_schedule(self, *, samples: int) -> WeightDecaySchedule:
-        """Returns the weight-decay schedule of a run in which it grows for ``samples`` samples."""
+        """Returns the weight-decay schedule of a run; it changes during the first ``samples``."""
         start, end = self.start_weight_decay, self.end_weight_decay
         return WeightDecaySchedule(
             start=self.weight_decay if start is None else start,

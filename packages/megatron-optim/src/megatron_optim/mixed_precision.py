@@ -1,9 +1,9 @@
 """Full-precision copies of low-precision parameters.
 
-A bf16 number has 8 bits of mantissa: an update smaller than 1/256 of a weight is lost when it is
-added to it. The optimizer therefore updates an fp32 main parameter and rounds the result into the
-bf16 parameter that the model computes with. Parameters in fp32 and float64 are their own main
-parameters and cost nothing here.
+A bf16 number has 8 bits of mantissa, so an update smaller than 1/256 of a weight is lost when it is
+added to the weight. The optimizer therefore updates an fp32 main parameter and rounds the result
+into the bf16 parameter that the model computes with. Parameters in fp32 and float64 are their own
+main parameters and need no copy.
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,19 @@ FULL_PRECISION = (torch.float32, torch.float64)
 
 
 class MainParameters:
-    """The tensors that an optimizer updates on behalf of a model's parameters.
+    """The tensors that an optimizer updates on behalf of the parameters of a model.
 
     Args:
-        trainable: the parameters of this rank; those that do not require a gradient are left out.
+        trainable: The parameters of this rank. Parameters that do not require a gradient are left
+            out.
 
     Attributes:
-        tensors: every parameter's main parameter by name, on the same device.
-        copies: those of them that are fp32 copies.
+        tensors: The main parameter of every parameter by name, on the same device.
+        copies: The main parameters that are fp32 copies.
     """
 
     sharded = False
-    """Whether data-parallel ranks update a shard each, and not all the same."""
+    """Whether each data-parallel rank updates a shard of the parameters instead of all of them."""
 
     def __init__(self, trainable: Trainable) -> None:
         self._trainable = trainable
@@ -53,14 +54,17 @@ class MainParameters:
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns every gradient in the dtype of its main parameter.
 
-        A parameter that the backward pass did not reach has a gradient of zero, so that its update
-        does not depend on which rank or micro-batch reached it.
+        A parameter that the backward pass did not reach has a gradient of zero. Its update
+        therefore does not depend on which rank or micro-batch reached it.
+
+        Raises:
+            OptimError: The trainable has no gradient for one of its parameters.
         """
         given = self._trainable.gradients()
         if missing := sorted(self.tensors.keys() - given.keys()):
             raise OptimError(
-                f"the gradients handed in lack {len(missing)} of the parameters, the first is "
-                f"{missing[0]!r}; make the buffers and the optimizer from the same parameters"
+                f"{len(missing)} parameters have no gradient, the first is {missing[0]!r}; build "
+                "the buffers and the optimizer from the same parameters"
             )
         gradients = {}
         for name, main in self.tensors.items():
@@ -71,7 +75,7 @@ class MainParameters:
         return gradients
 
     def _local_parameters(self) -> dict[str, Tensor]:
-        """Returns what this rank updates, by name."""
+        """Returns the parameters that this rank updates, by name."""
         parameters = self._trainable.parameters
         return {name: p for name, p in parameters.items() if p.requires_grad}
 
@@ -83,7 +87,7 @@ class MainParameters:
 
     @torch.no_grad()
     def copy_model_to_main(self) -> None:
-        """Takes the fp32 copies anew from the model's parameters, after weights were loaded."""
+        """Copies the model's parameters to the fp32 copies, after weights were loaded."""
         for name, main in self.copies.items():
             main.copy_(self._parameters[name])
 

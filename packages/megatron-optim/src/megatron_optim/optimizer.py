@@ -1,4 +1,4 @@
-"""The optimizer: what is the same whatever rule updates the parameters."""
+"""The optimizer: gradient clipping, main parameters and state, common to all update rules."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,43 +20,41 @@ from megatron_optim.update_rule import MAIN_SUFFIX, build_rules
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step did; tensors are scalars on the mesh's device."""
+    """The result of one optimizer step. Tensors are scalars on the device of the mesh."""
 
     grad_norm: Float64[Tensor, ""]
-    """Norm of the whole gradient before clipping."""
+    """The norm of the whole gradient before clipping."""
     clip_coefficient: Float64[Tensor, ""]
-    """What the gradient was multiplied by; 1 where it was not clipped."""
+    """The factor that the gradient was multiplied by; 1 if it was not clipped."""
     skipped: bool
-    """Whether parameters and state were left alone because a number was not finite."""
+    """Whether the step was skipped because a number was not finite."""
 
 
 class Optimizer:
-    """An update rule with gradient clipping and weight-decay groups.
+    """An optimizer with an update rule, gradient clipping and weight-decay groups.
 
-    The rule is that of ``config.optimizer`` (`megatron_optim.UpdateRule`).
+    The update rule is that of ``config.optimizer`` (`megatron_optim.UpdateRule`). If the norm of
+    the gradient is NaN or infinite, every rank skips the step and counts it in ``skipped_steps``.
 
-    A gradient whose norm is NaN or infinite is not applied: the step is skipped, on every rank
-    alike, and counted in ``skipped_steps``.
-
-    bf16 parameters have fp32 main parameters, which hold the exact weights; optimizer state is fp32
-    (float64 for float64 parameters). Clipping scales gradients in place.
+    bf16 parameters have fp32 main parameters, which hold the exact weights. Optimizer state is
+    fp32, or float64 for float64 parameters. Clipping scales gradients in place.
 
     Args:
-        trainable: this rank's parameters, how they are cut, and their gradients
+        trainable: The parameters of this rank, their sharding and their gradients
             (`megatron_parallel.TrainableParameters`, `megatron_parallel.TrainableChunks`).
-            Parameters that do not require a gradient are left out. If it has shards, only this
-            rank's part of the parameters is updated and has state (`megatron_optim.distributed`).
-        config: settings.
+            Parameters that do not require a gradient are left out. If the trainable has shards,
+            only the shards of this rank are updated and have state (`megatron_optim.distributed`).
+        config: The settings.
 
     Raises:
-        OptimError: no parameter requires a gradient, one has two names, or a dtype that cannot be
-            trained.
+        OptimError: No parameter requires a gradient, a parameter has two names, or its dtype cannot
+            be trained.
 
     Attributes:
-        config: its settings.
-        state_names: names of the state tensors that its rules keep for a parameter.
-        steps: updates that were made.
-        skipped_steps: those that were not, because of a gradient that was not finite.
+        config: The settings.
+        state_names: The names of the state tensors that the update rules have for a parameter.
+        steps: The number of updates.
+        skipped_steps: The number of steps skipped because a gradient was not finite.
     """
 
     def __init__(self, trainable: Trainable, config: OptimizerConfig) -> None:
@@ -73,7 +71,7 @@ class Optimizer:
             dict.fromkeys(state_tensor.name for rule in rules for state_tensor in rule.state)
         )
         self._groups = build_parameter_groups(tensors, trainable.table, trainable.mesh, *rules)
-        # Allocated now, so that a checkpoint can be loaded before the first step.
+        # Allocated here, so that a checkpoint can be loaded before the first step.
         self._state: dict[str, dict[str, Tensor]] = {}
         for group in self._groups:
             for state_tensor in group.rule.state:
@@ -82,7 +80,7 @@ class Optimizer:
                 )
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """Returns the gradients that the next step will use, by global name, in main precision."""
+        """Returns the gradients for the next step by global name, in the main dtype."""
         return self._main.gradients()
 
     def step(
@@ -93,22 +91,24 @@ class Optimizer:
         *,
         losses: Iterable[Float64[Tensor, ""]] = (),
     ) -> StepResult:
-        """Clips the gradient and update every parameter once.
+        """Clips the gradients and updates every parameter once.
 
-        Gradients must have been reduced over the data axis; they are scaled in place where clipped.
+        Gradients must be reduced over the data axis. They are scaled in place if they are clipped.
 
         Args:
-            lr: learning rate.
-            weight_decay: of the parameters that take it. Defaults to the configured one.
-            decoupled_lr: learning rate of token embeddings and output matrices
+            lr: The learning rate.
+            weight_decay: The weight decay of parameters that have it. Defaults to the configured
+                one.
+            decoupled_lr: The learning rate of token embeddings and output matrices
                 (`Sharding.vocabulary`). Defaults to ``lr``.
-            losses: of this step, equal on every rank. The step is skipped if one is not finite.
+            losses: The losses of this step, equal on every rank. The step is skipped if one is not
+                finite.
         """
         gradients = self.gradients()
         table, mesh = self._trainable.table, self._trainable.mesh
         norm = gradient_norm(gradients, table, mesh, sharded=self._main.sharded)
         factor = clip_coefficient(norm, self.config.clip_grad)
-        # The only time that the host waits for the device: what follows depends on it.
+        # The only synchronisation with the device: the following steps depend on these numbers.
         scale, *numbers = torch.stack([factor, norm, *losses]).tolist()
         if not all(map(math.isfinite, numbers)):
             self.skipped_steps += 1
@@ -126,7 +126,7 @@ class Optimizer:
     def _update(
         self, group: ParameterGroup, gradients: Mapping[str, Tensor], lr: float, weight_decay: float
     ) -> None:
-        """Applies the group's rule to its parameters."""
+        """Applies the rule of a group to its parameters."""
 
         def held(tensors: Mapping[str, Tensor]) -> list[Tensor]:
             return [
@@ -134,7 +134,7 @@ class Optimizer:
                 for name in group.names
             ]
 
-        if group.matrices:  # autograd may have left them in another order of strides
+        if group.matrices:  # autograd may return gradients with other strides
             gradients = {name: gradients[name].contiguous() for name in group.names}
         group.rule.update(
             held(self._main.tensors),
@@ -149,23 +149,23 @@ class Optimizer:
         )
 
     def zero_grad(self) -> None:
-        """Drops all gradients, see `megatron_parallel.data_parallel.Trainable.zero`."""
+        """Drops all gradients; see `megatron_parallel.Trainable.zero`."""
         self._trainable.zero()
 
     def reload_model_parameters(self) -> None:
-        """Takes the fp32 main parameters anew from the model.
+        """Copies the parameters of the model to the fp32 main parameters.
 
-        Needed after weights were loaded into a bf16 model without this optimizer's state, for
-        example to fine-tune an imported checkpoint.
+        Call it after loading weights without optimizer state into a bf16 model, for example to
+        fine-tune an imported checkpoint.
         """
         self._main.copy_model_to_main()
 
     def views(self) -> dict[str, list[View]]:
-        """Returns views of all state tensors for a checkpoint, to save or to load into.
+        """Returns views of all state tensors, to save or load a checkpoint.
 
-        A tensor is called after its parameter and the rule's name for it: ``NAME.exp_avg`` and
-        ``NAME.exp_avg_sq`` of AdamW, ``NAME.momentum_buffer`` of SGD. Main parameters of bf16
-        parameters are ``NAME.main``. The step counts are in `scalars`.
+        The name of a tensor is the name of its parameter and of the state: ``NAME.exp_avg`` and
+        ``NAME.exp_avg_sq`` for AdamW, ``NAME.momentum_buffer`` for SGD, and ``NAME.main`` for main
+        parameters of bf16 parameters. The step counts are in `scalars`.
         """
         state = {**self._state, MAIN_SUFFIX: self._main.copies}
         return {
@@ -175,11 +175,15 @@ class Optimizer:
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Returns the step counts, plain values that go into a checkpoint beside `views`."""
+        """Returns the step counts, plain values that are saved beside `views`."""
         return {"steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Restores what `scalars` returned; the tensors are loaded into `views`."""
+        """Restores the values that `scalars` returned. Tensors are loaded into `views`.
+
+        Raises:
+            OptimError: A value is missing.
+        """
         missing = self.scalars().keys() - scalars.keys()
         if missing:
             raise OptimError(f"the optimizer state in the checkpoint lacks {sorted(missing)}")
@@ -194,5 +198,5 @@ def _require_distinct(trainable: Trainable) -> None:
         other = names.setdefault(id(parameter), name)
         if other != name:
             raise OptimError(f"{other!r} and {name!r} are the same parameter; name it once")
-    if not parameters and trainable.mesh.layout.pp == 1:  # a stage may be frozen
+    if not parameters and trainable.mesh.layout.pp == 1:  # a whole stage may be frozen
         raise OptimError("there is no parameter to optimize: none requires a gradient")

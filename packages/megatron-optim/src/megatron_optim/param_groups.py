@@ -1,4 +1,4 @@
-"""Which parameters are updated alike: by which rule, with which weight decay and learning rate."""
+"""Groups of parameters with the same update rule, weight decay and learning rate."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -11,15 +11,15 @@ from megatron_optim.update_rule import UpdateRule
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters that one call of a rule updates.
+    """Parameters that are updated by one call of a rule.
 
     Attributes:
-        rule: that updates them.
-        decays: whether weight decay applies to them.
-        decoupled: whether they are token embeddings or output matrices, whose learning rate may be
-            another.
-        names: their global names.
-        matrices: for a rule that needs matrices, the shape in which it is given each of them.
+        rule: The update rule.
+        decays: Whether weight decay applies to the parameters.
+        decoupled: Whether they are token embeddings or output matrices, which may have their own
+            learning rate.
+        names: Their global names.
+        matrices: For a rule that needs matrices, the shape in which the rule gets each parameter.
     """
 
     rule: UpdateRule
@@ -32,13 +32,14 @@ class ParameterGroup(NamedTuple):
 def parameter_groups(
     named_parameters: Mapping[str, Tensor], table: Mapping[str, Sharding], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Splits parameters into those that take weight decay and those that do not.
+    """Splits parameters into groups with and without weight decay.
 
-    The sharding table decides, because it knows the global shape: matrices and embeddings decay,
-    while biases and parameters whose global shape has one dimension (norm gains) do not.
+    The sharding table decides, because it has the global shapes. Matrices and embeddings decay;
+    biases and parameters with one global dim (norm gains) do not.
 
-    Returns up to two dicts for a ``torch.optim`` optimizer, each with ``params``, ``weight_decay``
-    and ``decays``; a group without parameters is left out.
+    Returns:
+        Up to two dicts for a ``torch.optim`` optimizer, each with ``params``, ``weight_decay`` and
+        ``decays``. A group without parameters is left out.
     """
     require_shardings(named_parameters, table)
     groups = [
@@ -61,12 +62,16 @@ def build_parameter_groups(
 ) -> tuple[ParameterGroup, ...]:
     """Returns the groups of parameters, those with weight decay first.
 
-    ``rule`` updates all parameters or, if it needs matrices, those that are matrices between the
-    token embedding and the output layer; ``fallback`` updates the rest. ``tensors`` are what this
-    rank updates, by global name.
+    Args:
+        tensors: The tensors that this rank updates, by global name.
+        table: The sharding of every parameter.
+        mesh: The mesh of the model.
+        rule: The rule of all parameters, or, if it needs matrices, of the matrices between the
+            token embedding and the output layer.
+        fallback: The rule of the other parameters.
 
     Raises:
-        OptimError: a parameter is missing from the table, or this rank has only a part of a matrix
+        OptimError: A parameter is missing from the table, or this rank has only a shard of a matrix
             that the rule needs whole.
     """
     require_shardings(tensors, table)
@@ -88,23 +93,23 @@ def build_parameter_groups(
 
 
 def _matrix_shape(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
-    """Returns the shape of a parameter's tensor as a matrix, or as one for each expert."""
+    """Returns the shape of a parameter as a matrix, or as one matrix for each expert."""
     local = sharding.local_shape(mesh)
     if tuple(tensor.shape) != local:
         raise OptimError(
-            f"the update rule needs matrices whole, and this rank updates a part of {name!r} of "
-            f"shape {tuple(tensor.shape)}, not {local}: make the gradient buffers with "
+            f"the update rule needs whole matrices, but this rank updates a shard of {name!r} of "
+            f"shape {tuple(tensor.shape)} instead of {local}; build the gradient buffers with "
             "DataParallelConfig(whole_matrices=True); fully sharded data parallelism "
-            "(--use-torch-fsdp2) cannot keep them whole"
+            "(--use-torch-fsdp2) always shards matrices"
         )
     return sharding.local_matrix(mesh)
 
 
 def require_shardings(names: Iterable[str], table: Mapping[str, Sharding]) -> None:
-    """Raises if a parameter is missing from the sharding table."""
+    """Raises OptimError if a parameter is missing from the sharding table."""
     missing = sorted(set(names) - table.keys())
     if missing:
         raise OptimError(
-            f"no sharding for {len(missing)} of the parameters, the first is {missing[0]!r}; "
-            "name parameters and table alike (collect_shardings gives the table of a module)"
+            f"the sharding table lacks {len(missing)} parameters, the first is {missing[0]!r}; "
+            "use the table of the same module (collect_shardings)"
         )

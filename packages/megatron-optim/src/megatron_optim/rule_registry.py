@@ -1,6 +1,6 @@
-"""Kinds of update rules, found by the entry-point group ``megatron.update_rules``.
+"""Lookup of update rules that distributions register in the group ``megatron.update_rules``.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,21 @@ RULES = Extensions(
         "sgd": "megatron_optim.builtin_rule_kinds:SGD",
     },
 )
-"""Kinds of update rules by the name that ``OptimizerConfig.optimizer`` gives."""
+"""The kinds of update rules by the name in ``OptimizerConfig.optimizer``."""
 
 
 @dataclass(frozen=True)
 class UpdateRuleKind:
-    """A kind of update rules: its class, and settings of its own.
+    """The description of an update rule: its class and its own settings.
 
     Attributes:
-        name: under which configurations know it; that of its entry point.
-        summary: one line for lists.
-        rule: ``package.module:Class`` of a `megatron_optim.UpdateRule`. It is imported when an
-            optimizer is built, and torch with it.
-        section: settings of its own, if it has some. The rule finds them in
+        name: The name in configurations, equal to the name of the entry point.
+        summary: One line for lists.
+        rule: ``package.module:Class`` of a `megatron_optim.UpdateRule`. It is imported, together
+            with torch, when an optimizer is built.
+        section: The settings that only this rule has, if any. The rule reads them from
             ``config.settings``.
-        checks: functions of the run that refuse settings which do not go together, see
+        checks: Functions of the run that refuse invalid combinations of settings; see
             `megatron_train.TaskKind`.
     """
 
@@ -46,14 +46,14 @@ class UpdateRuleKind:
 
 
 def update_rules() -> dict[str, UpdateRuleKind]:
-    """Returns every installed kind of update rules by name, other distributions' too."""
+    """Returns all installed update rules by name, including those of other distributions."""
     return {name: find_rule(name) for name in RULES.entries()}
 
 
 def find_rule(name: str) -> UpdateRuleKind:
-    """Returns an installed kind of update rules.
+    """Returns an installed update rule.
 
     Raises:
-        OptimError: there is none of that name.
+        OptimError: No rule of this name is installed.
     """
     return RULES.load_instance(name, UpdateRuleKind)

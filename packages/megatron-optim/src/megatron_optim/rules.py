@@ -1,7 +1,8 @@
 """The update rules of this package: AdamW, and SGD with momentum.
 
-Both call torch's functions and not its optimizer classes, which import the whole compiler when they
-are made. They are fused on CPUs and CUDA devices, and torch's default implementation elsewhere.
+Both call torch's functional optimizers. The optimizer classes would import the whole compiler when
+they are constructed. The fused implementation is used on CPUs and CUDA devices, torch's default
+implementation elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,10 +36,10 @@ class AdamW(UpdateRule):
         weight_decay: float,
         step: int,
     ) -> None:
-        """Updates parameters and both moments."""
+        """Updates the parameters and both moments."""
         fused = _fused(parameters)
         device = parameters[0].device if fused else torch.device("cpu")
-        # torch counts each of them up by one, in place.
+        # torch increments each count in place.
         counts = torch.full((len(parameters),), step - 1, dtype=torch.float32, device=device)
         adamw(
             list(parameters),
@@ -61,10 +62,10 @@ class AdamW(UpdateRule):
 class SGD(UpdateRule):
     """Stochastic gradient descent with momentum: ``--optimizer sgd``.
 
-    With gradient ``g``, weight decay ``w`` and momentum ``m``: ``d = g + w * parameter``,
-    ``buffer = m * buffer + d``, ``parameter -= lr * buffer``, as ``torch.optim.SGD`` and
-    Megatron-LM do. Weight decay is part of the gradient here, unlike in AdamW. The setting is
-    ``sgd_momentum``; without momentum there is no state.
+    With gradient ``g``, weight decay ``w`` and momentum ``m``: ``d = g + w * parameter``, ``buffer
+    = m * buffer + d``, ``parameter -= lr * buffer``, as in ``torch.optim.SGD`` and Megatron-LM.
+    Unlike in AdamW, weight decay is part of the gradient. The setting is ``sgd_momentum``. Without
+    momentum there is no state.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -81,7 +82,7 @@ class SGD(UpdateRule):
         weight_decay: float,
         step: int,
     ) -> None:
-        """Updates parameters and the momentum buffer."""
+        """Updates the parameters and the momentum buffer."""
         del step
         buffers: list[Tensor | None] = [None] * len(parameters)
         if self.state:

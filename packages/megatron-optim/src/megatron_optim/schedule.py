@@ -1,9 +1,9 @@
-"""Learning rate and weight decay as functions of the number of samples consumed.
+"""Learning rate and weight decay as functions of the number of consumed samples.
 
-Both schedules are plain functions of one number, so there is nothing to save or to restore: a
-resumed run, or one that changes its batch size half-way, asks for the value at the samples it has
-consumed. The formulas are those of Megatron-LM's ``OptimizerParamScheduler``, in its order of
-operations, so that the values are equal to the last bit. Nothing here imports torch.
+Both schedules are plain functions of one number, so they have no state to save or restore. A run
+that is resumed or changes its batch size evaluates them at the number of samples consumed. The
+formulas are those of Megatron-LM's ``OptimizerParamScheduler``, in the same order of operations, so
+the values are equal to the last bit. This module does not import torch.
 """
 
 import math
@@ -23,19 +23,19 @@ INCREASE_STYLES: tuple[str, ...] = get_args(IncreaseStyle)
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up, then a decay to ``min_lr``.
+    """A linear warm-up followed by a decay to ``min_lr``.
 
-    ``n`` samples have been consumed, ``W`` is ``warmup_samples``, ``D`` is ``decay_samples``:
+    With ``n`` samples consumed, ``W = warmup_samples`` and ``D = decay_samples``:
 
     - ``n <= W``: ``init_lr + (max_lr - init_lr) * n / W``
-    - ``constant``: ``max_lr`` for ever
+    - ``constant``: ``max_lr``
     - ``n > D``: ``min_lr``
-    - ``inverse-square-root``: ``max_lr * sqrt(W) / sqrt(n)``, at least ``min_lr``, 0 counts as 1
+    - ``inverse-square-root``: ``max_lr * sqrt(W) / sqrt(n)``, at least ``min_lr``; 0 counts as 1
     - otherwise ``min_lr + c * (max_lr - min_lr)`` with ``r = (n - W) / (D - W)`` and ``c`` equal to
       ``1 - r`` (``linear``) or ``(cos(pi r) + 1) / 2`` (``cosine``). ``WSD`` (warm-up, stable,
-      decay) keeps ``c = 1`` until ``D - S``, ``S`` being ``wsd_decay_samples``, and then anneals
-      over ``r = (n - (D - S)) / S``: ``1 - r`` (``linear``), ``(cos(pi r) + 1) / 2`` (``cosine``),
-      ``2 * 0.5**r - 1`` (``exponential``) or ``1 - sqrt(r)`` (``minus_sqrt``).
+      decay) has ``c = 1`` until ``D - S`` with ``S = wsd_decay_samples``, and then, with ``r = (n -
+      (D - S)) / S``, ``1 - r`` (``linear``), ``(cos(pi r) + 1) / 2`` (``cosine``), ``2 * 0.5**r -
+      1`` (``exponential``) or ``1 - sqrt(r)`` (``minus_sqrt``).
     """
 
     max_lr: float
@@ -57,25 +57,25 @@ class LearningRateSchedule:
             )
         if not 0.0 <= self.init_lr <= self.max_lr:
             raise OptimError(
-                "{init_lr}, where the warm-up starts, must lie between 0 and {max_lr}", vars(self)
+                "{init_lr} must lie between 0 and {max_lr}; the warm-up starts there", vars(self)
             )
         if not 0 <= self.warmup_samples < self.decay_samples:
             raise OptimError(
-                "the warm-up must end before the decay does: {warmup_samples}, {decay_samples}; "
-                "shorten the warm-up or lengthen the decay",
+                "the warm-up must end before the decay: {warmup_samples}, {decay_samples}; shorten "
+                "the warm-up or lengthen the decay",
                 vars(self),
             )
         if self.decay_style != "WSD":
             return
         if self.wsd_decay_samples is None:
             raise OptimError(
-                "{decay_style} needs {wsd_decay_samples:name}, the length of its last phase",
+                "{decay_style} needs {wsd_decay_samples:name}, the length of its decay phase",
                 vars(self),
             )
         if not 0 < self.wsd_decay_samples <= self.decay_samples - self.warmup_samples:
             raise OptimError(
-                "{wsd_decay_samples} must be at least 1 and fit between the end of the warm-up, "
-                "{warmup_samples}, and that of the decay, {decay_samples}",
+                "{wsd_decay_samples} must be at least 1 and fit between the end of the warm-up "
+                "({warmup_samples}) and the end of the decay ({decay_samples})",
                 vars(self),
             )
 
@@ -99,7 +99,7 @@ class LearningRateSchedule:
         return self.min_lr + 0.5 * (math.cos(math.pi * ratio) + 1.0) * span
 
     def _annealing(self, samples: int) -> float:
-        """Returns the coefficient of the warm-up-stable-decay style."""
+        """Returns the coefficient ``c`` of the style ``WSD``."""
         length = self.wsd_decay_samples or 0
         start = self.decay_samples - length
         if samples <= start:
@@ -116,10 +116,10 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """Weight decay that grows from ``start`` to ``end`` over ``samples`` samples, then stays.
+    """Weight decay that grows from ``start`` to ``end`` over ``samples`` samples.
 
-    With ``r = n / samples`` the share of the way is ``r`` (``linear``) or
-    ``(cos(pi (1 - r)) + 1) / 2`` (``cosine``); ``constant`` needs ``start == end``.
+    With ``r = n / samples``, the fraction of the growth is ``r`` (``linear``) or ``(cos(pi (1 - r))
+    + 1) / 2`` (``cosine``). ``constant`` requires ``start == end``.
     """
 
     start: float
@@ -131,16 +131,16 @@ class WeightDecaySchedule:
         _check_choice("weight decay style", self.style, INCREASE_STYLES)
         if not 0.0 <= self.start <= self.end:
             raise OptimError(
-                "the weight decay must not be negative and not shrink: {start}, {end}", vars(self)
+                "the weight decay must not be negative or decrease: {start}, {end}", vars(self)
             )
         if self.style == "constant" and self.start != self.end:
             raise OptimError(
-                "a constant weight decay cannot go from {start} to {end}; give {style:name} linear "
-                "or cosine",
+                "a constant weight decay cannot change from {start} to {end}; set {style:name} to "
+                "linear or cosine",
                 vars(self),
             )
         if self.samples <= 0:
-            raise OptimError(f"weight decay needs a positive number of samples, got {self.samples}")
+            raise OptimError(f"the weight decay needs at least 1 sample, got {self.samples}")
 
     def at(self, samples: int) -> float:
         """Returns the weight decay after ``samples`` samples have been consumed."""

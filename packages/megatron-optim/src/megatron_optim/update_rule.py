@@ -1,10 +1,10 @@
-"""The contract of an update rule, and how rules are found.
+"""The contract of an update rule, and the construction of rules.
 
-A rule turns a gradient into a change of its parameter: AdamW, SGD with momentum, or one that
-another distribution brings under the entry-point group ``megatron.update_rules``. Everything else
-is the optimizer's work: the gradient norm and clipping, skipped steps, fp32 main parameters of bf16
-weights, shards of data-parallel ranks, and checkpoint views of the rule's state. Importing this
-module does not import torch.
+A rule computes the update of a parameter from its gradient: AdamW, SGD with momentum, or a rule
+that another distribution registers in the entry-point group ``megatron.update_rules``. The
+optimizer does everything else: the gradient norm and clipping, skipped steps, fp32 main parameters
+of bf16 weights, shards of data-parallel ranks, and checkpoint views of the state of the rule.
+Importing this module does not import torch.
 """
 
 from abc import ABC, abstractmethod
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAIN_SUFFIX = "main"
-"""Suffix of fp32 main parameters in checkpoints, which no state tensor may have."""
+"""The suffix of fp32 main parameters in checkpoints. State tensors must not have this name."""
 
 Needs = Literal["elements", "matrices"]
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor that a rule keeps for every tensor it updates, of the same shape and zero at first.
+    """A tensor that a rule stores for a parameter, with the parameter's shape and initially 0.
 
     Attributes:
-        name: suffix in checkpoints, where the tensor is called ``PARAMETER.NAME``.
-        dtype: of the tensor. Defaults to that of the main parameter, float32 or float64.
+        name: The suffix in checkpoints, where the tensor is named ``PARAMETER.NAME``.
+        dtype: The dtype of the tensor. Defaults to that of the main parameter, float32 or float64.
     """
 
     name: str
@@ -43,20 +43,22 @@ class StateTensor:
 
 
 class UpdateRule(ABC):
-    """How parameters follow from gradients.
+    """The base class of update rules.
 
-    A subclass names its ``state`` and updates in `update`. An `UpdateRuleKind` names the class; it
-    is called with the `OptimizerConfig` of the run. A state that depends on the configuration is
-    set in the constructor.
+    A subclass defines ``state`` and `update`. An `UpdateRuleKind` names the class, which is
+    constructed with the `OptimizerConfig` of the run. State that depends on the configuration is
+    defined in the constructor.
 
     Attributes:
-        config: settings of the run; those of the rule's own are in ``config.settings``.
-        needs: ``elements`` if every element is updated by itself: what `update` is given may be any
-            flat part of a parameter. ``matrices`` if a matrix is updated as a whole: see `update`.
-            Such a rule is given matrices that are neither token embeddings nor output matrices; the
-            other parameters are updated by the rule ``fallback``.
-        others: for a rule that needs matrices, name of the rule of the other parameters.
-        state: the tensors it keeps for each tensor it updates.
+        config: The settings of the run. Settings that only this rule has are in
+            ``config.settings``.
+        needs: ``elements`` if every element is updated by itself; `update` may then get any flat
+            range of a parameter. ``matrices`` if a matrix is updated as a whole; see `update`. Such
+            a rule gets the matrices that are neither token embeddings nor output matrices; the rule
+            ``fallback`` updates the other parameters.
+        fallback: For a rule that needs matrices, the name of the rule of the other parameters.
+            Defaults to ``adam``.
+        state: The state tensors of each parameter.
     """
 
     needs: ClassVar[Needs] = "elements"
@@ -67,9 +69,11 @@ class UpdateRule(ABC):
         self.config = config
 
     def handles(self, sharding: Sharding) -> bool:
-        """Returns whether a parameter is updated by this rule, and not by ``fallback``.
+        """Returns whether this rule updates a parameter; ``fallback`` updates the others.
 
-        A rule that needs matrices may take fewer of them, but no others: only those are kept whole.
+        A rule that needs matrices may override this method to handle fewer of them. It cannot
+        handle other parameters, because only these matrices are not sharded over data-parallel
+        ranks.
         """
         return self.needs == "elements" or sharding.hidden_matrix
 
@@ -84,31 +88,32 @@ class UpdateRule(ABC):
         weight_decay: float,
         step: int,
     ) -> None:
-        """Updates parameters and state in place, without a gradient of its own.
+        """Updates parameters and state in place, with gradients disabled.
 
-        It is called once a step for each group of parameters with one learning rate and one weight
-        decay, and not at all in a step that is skipped.
+        This method is called once a step for each group of parameters with the same learning rate
+        and weight decay. It is not called in a step that is skipped.
 
         Args:
-            parameters: main parameters, float32 or float64, all on one device. Of a rule that needs
-                matrices each is a matrix ``[rows, columns]``, or one matrix for each expert of a
-                layer ``[experts, rows, columns]``; under tensor parallelism it is this rank's part.
-            gradients: of these parameters, clipped, in the same dtype and shape. The rule may
-                overwrite them.
-            state: under each name of ``state`` a tensor for each parameter, in the same shape.
-            lr: learning rate of this step.
-            weight_decay: of this step; 0 for parameters that take none.
-            step: number of the update, from 1; steps that were skipped do not count.
+            parameters: Main parameters, float32 or float64, all on one device. For a rule that
+                needs matrices, each is a matrix ``[rows, columns]`` or one matrix for each expert
+                of a layer ``[experts, rows, columns]``; under tensor parallelism it is the shard of
+                this rank.
+            gradients: The clipped gradients of these parameters, in the same dtype and shape. The
+                rule may overwrite them.
+            state: For each name in ``state``, a tensor for each parameter, in the same shape.
+            lr: The learning rate of this step.
+            weight_decay: The weight decay of this step; 0 for parameters without weight decay.
+            step: The number of the update, from 1. Skipped steps do not count.
         """
 
 
 def build_rules(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
-    """Returns the rule that a configuration names, and that of the parameters it does not take.
+    """Returns the rule of a configuration and the rule of the parameters that it does not handle.
 
-    They are the same unless the first needs matrices.
+    Both are the same unless the first needs matrices.
 
     Raises:
-        OptimError: a rule is not installed, cannot be imported, or breaks the contract.
+        OptimError: A rule is not installed, cannot be imported, or violates the contract.
     """
     rule = _build(config.optimizer, config)
     if rule.needs == "elements":
@@ -116,16 +121,16 @@ def build_rules(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
     fallback = _build(rule.fallback, config)
     if fallback.needs != "elements":
         raise OptimError(
-            f"the update rule {config.optimizer!r} leaves other parameters to {rule.fallback!r}, "
-            "which needs matrices too: its `fallback` must name a rule that needs elements"
+            f"the update rule {config.optimizer!r} has the fallback {rule.fallback!r}, which needs "
+            "matrices as well; `fallback` must name a rule that needs elements"
         )
     return rule, fallback
 
 
 def needs_matrices(config: OptimizerConfig) -> bool:
-    """Returns whether the update rule of a configuration needs matrices whole.
+    """Returns whether the update rule of a configuration needs whole matrices.
 
-    Then gradient buffers that are cut over data-parallel ranks are made with
+    If so, gradient buffers that are sharded over data-parallel ranks need
     ``DataParallelConfig(whole_matrices=True)``.
     """
     return build_rules(config)[0].needs == "matrices"
@@ -137,11 +142,11 @@ def _class_of(kind: UpdateRuleKind) -> type[UpdateRule]:
     except (ImportError, AttributeError) as error:
         raise OptimError(
             f"the update rule {kind.name!r} is {kind.rule}, which cannot be imported: {error}; "
-            "repair or uninstall the distribution that brings it"
+            "repair or uninstall its distribution"
         ) from error
     if not (isinstance(found, type) and issubclass(found, UpdateRule)):
         raise OptimError(
-            f"the update rule {kind.name!r} is {kind.rule}, which is no subclass of "
+            f"the update rule {kind.name!r} is {kind.rule}, which is not a subclass of "
             "megatron_optim.UpdateRule"
         )
     return found
@@ -152,13 +157,13 @@ def _build(name: str, config: OptimizerConfig) -> UpdateRule:
     settings = config.settings
     if kind.section is None:
         settings = None
-    elif not isinstance(settings, kind.section.config):  # none given, or another rule's
+    elif not isinstance(settings, kind.section.config):  # unset, or of another rule
         settings = kind.section.config()
     rule = _class_of(kind)(replace(config, settings=settings))
     names = [tensor.name for tensor in rule.state]
     if len({*names, MAIN_SUFFIX}) <= len(names):
         raise OptimError(
-            f"the update rule {name!r} has the state {', '.join(names)}: names must differ from "
-            f"one another and from {MAIN_SUFFIX}, the suffix of main parameters"
+            f"the update rule {name!r} has the state {', '.join(names)}; names must be unique and "
+            f"differ from {MAIN_SUFFIX}, the suffix of main parameters"
         )
     return rule

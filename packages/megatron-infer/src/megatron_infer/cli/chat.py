@@ -1,4 +1,4 @@
-"""``megatron-infer chat``: a conversation, or a text written in turns, in the terminal."""
+"""``megatron-infer chat``: a conversation with a model, or a text continued in turns."""
 
 import argparse
 import sys
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from megatron_infer.load import LoadedModel
     from megatron_infer.params import SamplingParams
 
-HELP = "/new starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+HELP = "/new starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command ``chat``."""
     parser: Parser = commands.add_parser(
         "chat",
-        help="talk with the model of a checkpoint in the terminal",
-        description="Talk with the model of a checkpoint in the terminal. Each line you write is "
-        "answered as it is generated; what was said before stays in view as far as the model's "
-        f"positions reach. {HELP}.",
+        help="chat with the model of a checkpoint in the terminal",
+        description="Chat with the model of a checkpoint in the terminal. The answer to each line "
+        "is printed while it is generated. Earlier turns stay in the context as far as the "
+        f"positions of the model allow. {HELP}.",
     )
     parser.set_defaults(run=run)
     add_model_options(parser)
@@ -38,15 +38,15 @@ def add_parser(commands: Any) -> None:
         "--format",
         choices=("auto", "chatml", "plain"),
         default="auto",
-        help="chatml marks turns as instruction-tuned models expect; plain just continues the "
-        "text; auto takes chatml if the tokenizer has <|im_start|>",
+        help="chatml marks turns as instruction-tuned models expect; plain continues the text; "
+        "auto uses chatml if the tokenizer has <|im_start|>",
     )
     add_sampling_options(parser)
 
 
 @dataclass(frozen=True)
 class Format:
-    """How turns become one text. ``end`` closes the model's turn, and ends its generation."""
+    """The text around a user's turn. ``end`` closes the model's turn and ends its generation."""
 
     prefix: str
     suffix: str
@@ -58,12 +58,12 @@ PLAIN = Format("", "", None)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reads lines and answer them until the input ends."""
+    """Reads lines and answers them until the input ends."""
     params = sampling_params(arguments)
     loaded = load_decoder_only(arguments)
     chosen = choose_format(arguments.format, loaded.tokenizer)
     conversation = Conversation(loaded, chosen, params)
-    kind = "turns are marked as in ChatML" if chosen is CHATML else "the text is just continued"
+    kind = "turns are marked as in ChatML" if chosen is CHATML else "the text is continued"
     print(f"{loaded.checkpoint.path}: {kind}. {HELP}.", file=sys.stderr)
     while True:
         try:
@@ -86,21 +86,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _answer(conversation: "Conversation", line: str) -> None:
-    """Prints the answer to a line; Ctrl-C ends the answer, not the program."""
+    """Prints the answer to a line; Ctrl-C ends the answer but not the program."""
     try:
         conversation.reply(line)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
-    except InferError as error:  # the line is too long: the next one may not be
+    except InferError as error:  # the line is too long; the next one may be shorter
         print(f"megatron-infer: error: {error}", file=sys.stderr)
         return
     print(flush=True)
 
 
 def choose_format(name: str, tokenizer: "Tokenizer") -> Format:
-    """Returns the format that ``--format`` names.
+    """Returns the format that ``--format`` selects.
 
-    Raises InferError if it needs tokens that the tokenizer does not have.
+    Raises:
+        InferError: The tokenizer does not have the tokens of the format.
     """
     knows = all(len(tokenizer.encode(mark)) == 1 for mark in ("<|im_start|>", "<|im_end|>"))
     if name == "chatml" and not knows:
@@ -111,7 +112,7 @@ def choose_format(name: str, tokenizer: "Tokenizer") -> Format:
 
 
 class Conversation:
-    """What was said so far, in tokens, and the model that goes on with it."""
+    """The tokens of a conversation so far, and the model that continues it."""
 
     def __init__(
         self, loaded: "LoadedModel[Tokenizer]", chosen: Format, params: "SamplingParams"
@@ -122,13 +123,13 @@ class Conversation:
         self._tokens: list[int] = []
 
     def clear(self) -> None:
-        """Forgets what was said."""
+        """Starts a new conversation."""
         self._tokens = []
 
     def reply(self, line: str) -> str:
-        """Adds a turn, print the answer as it comes, and returns it.
+        """Adds a turn, prints the answer while it is generated, and returns it.
 
-        What was chosen when an exception, such as KeyboardInterrupt, ends the answer is kept.
+        If an exception such as KeyboardInterrupt ends the answer, the tokens so far are kept.
         """
         from megatron_infer.detokenize import TextStream
         from megatron_infer.engine.generate import stop_tokens
@@ -164,12 +165,13 @@ class Conversation:
         return "".join(text)
 
     def _in_view(self, new: list[int]) -> list[int]:
-        """Returns what the model sees: the latest tokens that leave room for an answer."""
+        """Returns the latest tokens that leave room for an answer."""
         positions = self._loaded.model.config.embedding.max_position_embeddings
         room = positions - min(self._params.max_new_tokens, positions // 2)
         if len(new) > room:
             raise InferError(
-                f"the line has {len(new)} tokens, {room} fit beside an answer; write less at once"
+                f"the line has {len(new)} tokens, but only {room} fit beside an answer; write a "
+                "shorter line"
             )
         kept = max(0, room - len(new))
         earlier = self._tokens[-kept:] if kept else []

@@ -35,9 +35,9 @@ def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "generate",
         help="continue texts with the model of a checkpoint",
-        description="Continue texts with the model of a checkpoint. One prompt is printed as its "
-        "text comes; several are continued together and printed in order. A model with an encoder "
-        "writes from a source instead, and a prompt, if there is one, begins what it writes.",
+        description="Continue texts with the model of a checkpoint. The continuation of one prompt "
+        "is printed while it is generated; several are generated together and printed in order. "
+        "A model with an encoder reads a source; a prompt, if given, starts its output.",
     )
     parser.set_defaults(run=run)
     add_model_options(parser)
@@ -47,25 +47,25 @@ def add_parser(commands: Any) -> None:
         "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated"
     )
     prompts.add_argument(
-        "--prompt-file", type=Path, metavar="FILE", help="file with one text; - is standard input"
+        "--prompt-file", type=Path, metavar="FILE", help="file with one prompt; - is standard input"
     )
     prompts.add_argument(
         "--prompt-tokens",
         action="append",
         metavar="IDS",
-        help="token ids to continue, such as '1 15 7'; token ids are printed too, and no tokenizer "
-        "is needed; may be repeated",
+        help="token ids to continue, such as '1 15 7'; prints token ids and needs no tokenizer; "
+        "may be repeated",
     )
     source = parser.add_argument_group("source, for a model with an encoder, one for each prompt")
     sources = source.add_mutually_exclusive_group()
     sources.add_argument(
-        "--source", action="append", metavar="TEXT", help="text the encoder reads; may be repeated"
+        "--source", action="append", metavar="TEXT", help="text for the encoder; may be repeated"
     )
     sources.add_argument(
         "--source-tokens",
         action="append",
         metavar="IDS",
-        help="token ids the encoder reads, with --prompt-tokens; may be repeated",
+        help="token ids for the encoder, with --prompt-tokens; may be repeated",
     )
     add_sampling_options(parser)
 
@@ -106,11 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_together(arguments: argparse.Namespace) -> None:
-    """Refuses arguments that leave nothing to do, or a source of another form than its prompt."""
+    """Refuses arguments without a prompt or source, or a source in another form than its prompt."""
     if arguments.source_tokens and not arguments.prompt_tokens:
-        raise CommandError("--source-tokens needs --prompt-tokens, which begin the answer")
+        raise CommandError("--source-tokens needs --prompt-tokens, which start the output")
     if arguments.source and arguments.prompt_tokens:
-        raise CommandError("--source is a text; beside --prompt-tokens give --source-tokens")
+        raise CommandError("--source is a text; with --prompt-tokens use --source-tokens")
     given = (arguments.prompt, arguments.prompt_file, arguments.prompt_tokens, arguments.source)
     if not any(given):
         raise CommandError(
@@ -120,7 +120,7 @@ def _check_together(arguments: argparse.Namespace) -> None:
 
 
 def _continue_tokens(arguments: argparse.Namespace, params: "SamplingParams") -> int:
-    """Continues prompts of token ids and prints all ids, those of one prompt as they come."""
+    """Continues prompts of token ids and prints all ids; a single prompt is streamed."""
     prompts = [_ids(text) for text in arguments.prompt_tokens]
     sources = [_ids(text) for text in arguments.source_tokens or ()] or None
     loaded = load_for_tokens(arguments)
@@ -155,7 +155,7 @@ def _ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     for word in words:
         if not (word.isascii() and word.isdecimal()):
-            raise InferError(f"--prompt-tokens needs token ids such as '1 15 7', not {word!r}")
+            raise InferError(f"--prompt-tokens needs token ids such as '1 15 7', got {word!r}")
     return [int(word) for word in words]
 
 
@@ -165,7 +165,7 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise InferError(f"{path} is not UTF-8 text: {error}") from None
     if not text:
-        raise InferError(f"{path} is empty: there is nothing to continue")
+        raise InferError(f"{path} is empty; a prompt needs at least one character")
     return text
 
 

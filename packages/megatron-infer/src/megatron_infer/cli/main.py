@@ -1,4 +1,4 @@
-"""Entry point of ``megatron-infer``: its parser, and the errors it tells in one line."""
+"""The entry point of ``megatron-infer``: its parser and its expected errors."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ PROG = "megatron-infer"
 
 
 def build_parser() -> Parser:
-    """Returns the parser of ``megatron-infer`` and all its commands."""
-    parser = Parser(prog=PROG, description="Text from trained models.")
+    """Returns the parser of ``megatron-infer`` with all its commands."""
+    parser = Parser(prog=PROG, description="Generate text with trained models.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in (generate, chat, serve):
@@ -21,12 +21,12 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``megatron-infer``; returns the exit status (`run_command` lists them)."""
+    """Runs ``megatron-infer`` and returns its exit status (see `run_command`)."""
     return run_command(build_parser(), argv, _expected_errors)
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
-    """Returns what a user can cause, in the packages a command calls; they import torch."""
+    """Returns the exception types for errors of the user; imports torch."""
     from megatron_ckpt import CheckpointError
     from megatron_data import DataError
     from megatron_models import ConfigError

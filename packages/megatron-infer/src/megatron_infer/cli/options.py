@@ -1,4 +1,4 @@
-"""What several commands have in common: the options of the model and of sampling, and loading."""
+"""Options and functions that several commands share: the model, sampling, and loading."""
 
 import argparse
 import dataclasses
@@ -22,31 +22,33 @@ _TOKENIZER_TYPES = (
     "TikTokenizer",
     "ByteTokenizer",
 )
-"""Kinds that turn a prompt into tokens and tokens into text, by Megatron's names."""
+"""Types of tokenizers that both encode and decode text, by Megatron's names."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the group of options that name a checkpoint and where to compute."""
+    """Adds the options for the checkpoint and the device."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--load",
         type=Path,
         required=True,
         metavar="PATH",
-        help="a run's folder, of which the newest complete checkpoint is taken, a checkpoint, a "
-        "Hugging Face folder, or a GGUF file",
+        help="folder of a run (its newest complete checkpoint), checkpoint, Hugging Face folder or "
+        "GGUF file",
     )
-    model.add_argument("--iteration", type=int, metavar="N", help="another checkpoint of the run")
+    model.add_argument(
+        "--iteration", type=int, metavar="N", help="iteration of the checkpoint of the run"
+    )
     model.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="tokenizer file or folder; by default the one that lies beside the weights",
+        help="tokenizer file or folder [default the tokenizer beside the weights]",
     )
     model.add_argument(
         "--tokenizer-type",
         choices=_TOKENIZER_TYPES,
         metavar="TYPE",
-        help="kind of tokenizer, where the file does not say: one of "
+        help="type of the tokenizer if its files do not define it: one of "
         + ", ".join(_TOKENIZER_TYPES),
     )
     model.add_argument("--vocab-file", metavar="FILE", help="vocab.json of a GPT2BPETokenizer")
@@ -55,18 +57,18 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="auto takes a GPU if there is one",
+        help="device to compute on; auto uses a GPU if there is one",
     )
     model.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float64"),
         default="float32",
-        help="precision to compute in",
+        help="dtype to compute in",
     )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the group of options that make up `SamplingParams`."""
+    """Adds the options for the fields of `SamplingParams`."""
     sampling = parser.add_argument_group("sampling")
     for setting in dataclasses.fields(SamplingParams):
         sampling.add_argument(
@@ -80,20 +82,20 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """Returns the settings that the sampling options give."""
+    """Returns the settings of the sampling options."""
     names = [setting.name for setting in dataclasses.fields(SamplingParams)]
     return SamplingParams(**{name: getattr(arguments, name) for name in names})
 
 
 def tokenizer_from_options(arguments: argparse.Namespace) -> "Tokenizer | None":
-    """Returns the tokenizer that the model options name; None if they name none."""
+    """Returns the tokenizer of the model options, or None if they name none."""
     names = ("tokenizer_model", "vocab_file", "merge_file")
     options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if not options and arguments.tokenizer_type != "ByteTokenizer":
         if arguments.tokenizer_type is not None:
             raise InferError(
-                f"--tokenizer-type {arguments.tokenizer_type} says how to read --tokenizer-model; "
-                "give both, or leave it out"
+                f"--tokenizer-type {arguments.tokenizer_type} needs --tokenizer-model; give both "
+                "or neither"
             )
         return None
 
@@ -103,34 +105,34 @@ def tokenizer_from_options(arguments: argparse.Namespace) -> "Tokenizer | None":
 
 
 def load(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
-    """Loads the model and the tokenizer that the model options name."""
+    """Loads the model and the tokenizer of the model options."""
     loaded: LoadedModel[Tokenizer] = _load(arguments, tokenizer_from_options(arguments) or "stored")
     return loaded
 
 
 def load_decoder_only(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
-    """Loads a model that goes on with the text it is given.
+    """Loads a model that continues the text of its prompt.
 
     Raises:
-        InferError: it answers a text that an encoder reads.
+        InferError: The model has an encoder and needs a source.
     """
     loaded = load(arguments)
     if loaded.model.reads_source:
         raise InferError(
             f"{loaded.checkpoint.path} holds a model of kind {loaded.model.config.kind!r}, which "
-            "writes from a source text; use `megatron-infer generate --source TEXT`"
+            "needs a source text; use `megatron-infer generate --source TEXT`"
         )
     return loaded
 
 
 def load_for_tokens(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer | None]":
-    """Loads the model for prompts of token ids; its tokenizer is the one given, if any."""
+    """Loads the model for prompts of token ids, with a tokenizer only if the options name one."""
     loaded: LoadedModel[Tokenizer | None] = _load(arguments, tokenizer_from_options(arguments))
     return loaded
 
 
 def _load(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """Loads the model that the model options name, with a progress bar on a terminal."""
+    """Loads the model of the model options, with a progress bar on a terminal."""
     import torch
     from megatron_parallel import Mesh
     from tqdm import tqdm
@@ -141,8 +143,8 @@ def _load(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
-        raise InferError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
-    # disable=None: no bar where standard error is not a terminal.
+        raise InferError("--device cuda: torch finds no CUDA device; use --device cpu or auto")
+    # disable=None shows no bar if standard error is not a terminal.
     with tqdm(desc="loading", unit="B", unit_scale=True, leave=False, disable=None) as bar:
 
         def progress(done: int, total: int) -> None:

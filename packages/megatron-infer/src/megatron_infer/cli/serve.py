@@ -1,4 +1,4 @@
-"""``megatron-infer serve``: a model behind HTTP."""
+"""``megatron-infer serve``: an HTTP server for a model."""
 
 import argparse
 import dataclasses
@@ -20,9 +20,9 @@ def add_parser(commands: Any) -> None:
     """Adds the command ``serve``."""
     parser: Parser = commands.add_parser(
         "serve",
-        help="answer HTTP requests with the model of a checkpoint",
-        description="Answer HTTP requests with the model of a checkpoint: PUT /api as "
-        "Megatron-LM's text generation server, a page to try it at /, an OpenAPI document at "
+        help="serve the model of a checkpoint over HTTP",
+        description="Serve the model of a checkpoint over HTTP: PUT /api like Megatron-LM's text "
+        "generation server, a page for trying the model at /, and an OpenAPI document at "
         "/openapi.json.",
     )
     parser.set_defaults(run=run)
@@ -41,10 +41,10 @@ def add_parser(commands: Any) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file with a secret of 16 or more characters; clients have to send it in the header "
+        help="file with a secret of at least 16 characters, which clients must send in the header "
         "Authorization: Bearer SECRET",
     )
-    server.add_argument("--quiet", action="store_true", help="write no line for each request")
+    server.add_argument("--quiet", action="store_true", help="do not log requests")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(loaded: "LoadedModel[Any]") -> dict[str, Any]:
-    """Returns what `/info` tells of a model; no path of this machine is in it."""
+    """Returns the response of `/info`, which has no path of this machine."""
     from megatron_models import parameter_count
 
     config = loaded.model.config

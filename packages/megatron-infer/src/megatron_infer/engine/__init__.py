@@ -1,1 +1,1 @@
-"""From prompts to continuations: the cache of a batch, its steps, and text in and out."""
+"""The generation engine: batches, their cache, and text in and out."""

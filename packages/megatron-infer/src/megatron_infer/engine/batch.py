@@ -1,9 +1,10 @@
-"""Decoding a batch of token sequences, each of its own length.
+"""Decoding of a batch of token sequences of different lengths.
 
-Prompts are first run through the model (prefill), shorter ones padded on the right: a causal model
-does not look there. Then every step feeds each running sequence its newest token. Sequences lie at
-the beginning of their cache slots and end on their own, so what one request yields does not depend
-on its neighbours, beyond the rounding of matrix products of another size.
+Prompts first run through the model (prefill), with shorter ones padded on the right, where a causal
+model does not attend. Every later step feeds the newest token of each running sequence. Each
+sequence starts at the beginning of its cache slot and ends independently. The result of a request
+therefore does not depend on the others in the batch, except for rounding in matrix products of
+another size.
 
 All ranks of a sharded model run the same steps with the same tokens (`LocalStages`). The rank with
 the last stage chooses the next tokens and broadcasts them.
@@ -28,27 +29,27 @@ from megatron_infer.params import SamplingParams
 from megatron_infer.sampling import Sampler
 
 PREFILL_TOKENS = 4096
-"""Prompt tokens, with padding, in one pass over several prompts; it bounds memory."""
+"""Prompt tokens, including padding, in one pass over several prompts; bounds the memory."""
 
 LOGITS_TOKENS = 1024
-"""Prompt tokens in one pass where all of them are scored; it bounds the memory of their logits."""
+"""Prompt tokens in one pass if all of them are scored; bounds the memory of their logits."""
 
 SCORED_TOKENS = 256
-"""Tokens whose log-probabilities over the whole vocabulary are held in float64 at a time."""
+"""Tokens whose log-probabilities over the vocabulary are stored in float64 at a time."""
 
 
 class Batch:
     """Sequences that are decoded together, one forward pass at a time.
 
-    Several batches of one model may take turns: each has a cache of its own. `step` computes
-    gradients and drops activations out as the caller has it; wrap it in `evaluating` and
-    ``torch.no_grad()``.
+    Several batches of one model may alternate, since each has its own cache. `step` does not change
+    the gradient mode or the train mode; call it within `evaluating` and ``torch.no_grad()``.
 
     Args:
-        model, prompts, params, sources, stop_tokens, on_token, log_probs: as for `generate_tokens`.
+        model, prompts, params, sources, stop_tokens, on_token, log_probs: As for `generate_tokens`.
+        score_only: Whether to score the prompts without generating tokens. Defaults to False.
 
     Raises:
-        InferError: as `generate_tokens`.
+        InferError: As for `generate_tokens`.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class Batch:
         stages = LocalStages(model)
         settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(settings) != len(prompts):
-            raise InferError(f"{len(prompts)} prompts came with settings for {len(settings)}")
+            raise InferError(
+                f"got {len(prompts)} prompts but settings for {len(settings)}; give one for each"
+            )
         for index, prompt in enumerate(prompts):
             check_prompt(stages, index, prompt, new_tokens=0 if score_only else 1)
         check_sources(stages, sources, prompts)
@@ -111,11 +114,11 @@ class Batch:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether all sequences are finished."""
         return not self._to_prefill and (self._only_score or len(self.ended) == len(self._prompts))
 
     def step(self) -> None:
-        """Runs the model once: on the next prompts, or on the newest token of each that goes on."""
+        """Runs the model once: on the next prompts, or on the newest token of each sequence."""
         if self._to_prefill:
             rows = self._to_prefill[0]
             self.advance(rows, [self._next_prompt_tokens(row) for row in rows])
@@ -126,7 +129,7 @@ class Batch:
             self.advance(rows, [self.tokens[row][-1:] for row in rows])
 
     def continuations(self) -> list[Continuation]:
-        """Returns what `generate_tokens` returns."""
+        """Returns the result of `generate_tokens`."""
         return [
             Continuation(
                 tuple(tokens),
@@ -137,27 +140,27 @@ class Batch:
         ]
 
     def scores(self) -> list[tuple[float, ...]]:
-        """Returns what `score_tokens` returns."""
+        """Returns the result of `score_tokens`."""
         return [
-            tuple(scores[: len(prompt) - 1])  # prefill has chosen one more token
+            tuple(scores[: len(prompt) - 1])  # without the token that prefill has chosen
             for prompt, scores in zip(self._prompts, self.log_probs, strict=True)
         ]
 
     def _next_prompt_tokens(self, row: int) -> Sequence[int]:
-        """Returns the next tokens of a prompt: all of it, unless its logits would be too many."""
+        """Returns the next tokens of a prompt: all of them, unless too many logits would result."""
         start = self._cached[row]
         end = start + self._max_pass_tokens if self._scoring else len(self._prompts[row])
         return self._prompts[row][start:end]
 
     def _pending_prompt_token(self, row: int) -> int | None:
-        """Returns the next token of a prompt that is not fed to its end, else None."""
+        """Returns the next token of a prompt that is not completely processed, else None."""
         prompt, cached = self._prompts[row], self._cached[row]
         return prompt[cached] if cached < len(prompt) else None
 
     def advance(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:
-        """Feeds each row its new tokens, and choose the one that follows.
+        """Feeds each row its new tokens and chooses the next token.
 
-        Of a prompt that goes on, nothing is chosen: its next token follows.
+        For a prompt that is not completely processed, the next token is that of the prompt.
         """
         logits = self._stages.run(self._pass(rows, new))
         for row, tokens in zip(rows, new, strict=True):
@@ -190,8 +193,8 @@ class Batch:
     def _pass(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> DecodingPass:
         """Returns the pass that feeds rows their new tokens.
 
-        Its logits are ``[1, rows, v_part]`` of each row's last token, of all tokens where they are
-        scored, ``[s, rows, v_part]``.
+        Its logits are ``[1, rows, v_part]`` for the last token of each row, or ``[s, rows,
+        v_part]`` for all tokens if they are scored.
         """
         starts = [self._cached[row] for row in rows]
         self._cache.begin_pass(rows, starts)
@@ -215,7 +218,7 @@ class Batch:
     def _source(
         self, rows: Sequence[int], *, first: bool
     ) -> tuple[Int[Tensor, "rows t"] | None, Bool[Tensor, "rows t"] | None]:
-        """Returns the text for the encoder, in the rows' first pass, and where it is padding."""
+        """Returns the encoder input for the first pass of the rows, and its padding mask."""
         if self._sources is None:
             return None, None
         texts = [self._sources[row] for row in rows]
@@ -225,13 +228,13 @@ class Batch:
         return self._padded(texts, width) if first else None, padding
 
     def _ends(self, new: Sequence[Sequence[int]]) -> Int[Tensor, " rows"]:
-        """Returns the place of each row's last new token."""
+        """Returns the index of the last new token of each row."""
         return torch.tensor([len(tokens) - 1 for tokens in new], device=self._device)
 
     def _next_logits(
         self, logits: Float[Tensor, "s_or_1 rows v_part"], new: Sequence[Sequence[int]]
     ) -> Float[Tensor, "rows v"]:
-        """Returns the logits of the token that follows each row's new tokens."""
+        """Returns the logits of the token that follows the new tokens of each row."""
         last = logits[0]
         if self._scoring:
             last = logits[self._ends(new), torch.arange(len(new), device=self._device)]
@@ -247,8 +250,8 @@ class Batch:
     ) -> Float[Tensor, "rows s"]:
         """Returns the log-probability, in float64, of the token after each new token.
 
-        That is the next one of the row's new tokens, and after the last of them the chosen one.
-        What lies behind it in a shorter row is 0.
+        After the last new token of a row this is the chosen token. Entries after it in a shorter
+        row are 0.
         """
         scores = torch.zeros((len(new), len(logits)), dtype=torch.float64, device=self._device)
         for row, tokens in enumerate(new):
@@ -264,7 +267,7 @@ class Batch:
     def _positions_and_mask(
         self, starts: Sequence[int], width: int
     ) -> tuple[Tensor | None, Mask | None]:
-        """Returns positions and mask of the new tokens; None where all rows start alike."""
+        """Returns positions and mask of the new tokens; None if all rows have the same start."""
         if len(set(starts)) == 1:
             return None, None
         new = torch.arange(width, device=self._device)
@@ -273,7 +276,7 @@ class Batch:
         return positions, Mask(positions=keys.expand(len(starts), -1), query_positions=positions)
 
     def _accept(self, row: int, token: int, scores: Sequence[float]) -> None:
-        """Adds a token to a continuation, and note if it ends; the last score is the token's."""
+        """Adds a token to a continuation and records its end; the last score is the token's."""
         if token in self._stop_tokens:
             self.log_probs[row] += scores[:-1]
             self.ended[row] = "stop"
@@ -288,9 +291,9 @@ class Batch:
 
 
 def _group_rows(lengths: Sequence[int], max_tokens: int) -> deque[list[int]]:
-    """Returns rows whose prompts go through the model together, those of similar lengths.
+    """Returns groups of rows of similar lengths whose prompts are processed in one pass.
 
-    A group of several prompts has at most ``max_tokens`` tokens, with padding and sources.
+    A group of several prompts has at most ``max_tokens`` tokens, including padding and sources.
     """
     groups: deque[list[int]] = deque()
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):

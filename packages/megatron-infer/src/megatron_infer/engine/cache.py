@@ -1,4 +1,4 @@
-"""State of a batch whose sequences differ in length."""
+"""The key-value cache of a batch whose sequences differ in length."""
 
 from collections.abc import Sequence
 
@@ -9,24 +9,23 @@ from torch import Tensor
 
 
 class SlotCache:
-    """Keys and values with one slot for each request, all slots of one size.
+    """A cache of keys and values with one slot of equal size for each request.
 
-    Every sequence lies at the beginning of its slot, whatever the lengths of the others, so its
-    tokens have the positions they would have alone. `begin_pass` sets the slots of the rows of the
-    next forward pass and the index of their first new tokens. What lies behind the end of a
-    sequence in its slot is never seen: positions are compared causally, and new tokens
-    overwrite it.
+    Every sequence starts at the beginning of its slot, so its tokens have the positions that they
+    would have alone. `begin_pass` sets the slots of the rows of the next forward pass and the index
+    of their first new tokens. Entries after the end of a sequence are never attended to: positions
+    are compared causally, and new tokens overwrite these entries.
 
-    Room for a layer is made when it brings its first keys, of their heads, dtype and device; so one
-    cache serves whatever layers a rank has.
+    Memory for a layer is allocated at its first `update`, with the heads, dtype and device of its
+    keys. A cache therefore works for any layers that a rank has.
 
     Implements the protocols ``KVCache`` and ``CrossKVCache`` of megatron-models.
 
     Args:
-        slots: requests.
-        max_length: tokens there is room for in each slot.
-        max_source: likewise tokens of the text that an encoder reads, if one does.
-        device: where the model is.
+        slots: The number of requests.
+        max_length: The number of tokens in each slot.
+        max_source: The number of encoder tokens in each slot. Defaults to 0.
+        device: The device of the model.
     """
 
     def __init__(
@@ -39,28 +38,31 @@ class SlotCache:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers whose keys and values are here."""
+        """The numbers of the layers that the cache has keys and values of."""
         return tuple(layer for kind, layer in self._stores if kind == "own")
 
     def begin_pass(self, slots: Sequence[int], starts: Sequence[int]) -> None:
-        """Lets row ``i`` of the next pass be ``slots[i]``, its first new token at ``starts[i]``."""
+        """Assigns the rows of the next pass to slots.
+
+        Row ``i`` belongs to ``slots[i]``, and its first new token is at ``starts[i]``.
+        """
         self._all_slots = list(slots) == list(range(self._count))
         self._slots = torch.tensor(slots, device=self._device)
         self._starts = torch.tensor(starts, device=self._device)
         self._length = max(starts)
-        self._indices: Tensor | None = None  # of the pass's new tokens, alike for all layers
+        self._indices: Tensor | None = None  # of the new tokens, equal for all layers
 
     @property
     def length(self) -> int:
-        """The largest start: no row of the pass has more tokens before the new ones."""
+        """The largest start: the most tokens that a row of the pass has before the new ones."""
         return self._length
 
     def update(
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
     ) -> DenseKV:
-        """Writes the new keys and values; return those of the pass's rows from place 0 on.
+        """Writes the new keys and values, and returns those of the rows of the pass from index 0.
 
-        A row that starts before the others has places behind its new tokens among them.
+        For a row that starts earlier than others, the result includes entries after its new tokens.
         """
         if self._indices is None or len(self._indices) != len(k):
             self._indices = self._starts + torch.arange(len(k), device=k.device).unsqueeze(-1)
@@ -74,9 +76,10 @@ class SlotCache:
         layer: int,
         new: tuple[Float[Tensor, "t b g d"], Float[Tensor, "t b g d"]] | None,
     ) -> DenseKV:
-        """Keep the encoder's side of the pass's rows; or return what is kept, ``max_source`` long.
+        """Stores the encoder keys and values of the rows, or returns the stored ones.
 
-        What lies behind a source's end in its slot is padding, which the mask must say.
+        If ``new`` is None, it returns the stored ones with length ``max_source``. Entries after the
+        end of a source are padding, which the mask must exclude.
         """
         if new is None:
             return self._slice(self._stores["source", layer], self._capacity["source"])
@@ -86,14 +89,14 @@ class SlotCache:
         return DenseKV(*new)
 
     def _store(self, kind: str, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for the keys and values of a layer, made at the first call."""
+        """Returns the memory for the keys and values of a layer, which the first call allocates."""
         if (kind, layer) not in self._stores:
             shape = (self._capacity[kind], self._count, *like.shape[2:])
             self._stores[kind, layer] = (like.new_zeros(shape), like.new_zeros(shape))
         return self._stores[kind, layer]
 
     def _slice(self, store: tuple[Tensor, Tensor], end: int) -> DenseKV:
-        """Returns the rows of the pass up to a place."""
+        """Returns the rows of the pass up to an index."""
         keys, values = store
         if self._all_slots:
             return DenseKV(keys[:end], values[:end])

@@ -1,4 +1,4 @@
-"""What must hold before the first token of a batch is computed."""
+"""Checks of the input of a batch before the first token is computed."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,17 @@ from megatron_infer.errors import InferError
 
 
 def check_prompt(model: LocalStages, index: int, prompt: Sequence[int], *, new_tokens: int) -> None:
-    """Raises InferError if a prompt, number ``index`` of a call, cannot be continued.
+    """Raises InferError if a prompt cannot be continued.
 
-    ``new_tokens`` is how many tokens there has to be room for.
+    ``index`` is the index of the prompt in the call; ``new_tokens`` is the number of tokens to
+    leave room for.
     """
     if not prompt:
-        raise InferError(f"prompt {index + 1} is empty: there is nothing to continue")
+        raise InferError(f"prompt {index + 1} is empty; a prompt needs at least one token")
     if len(prompt) + new_tokens > model.positions:
-        left = ", so none is left for a new token" if new_tokens else ""
+        left = ", which leaves none for a new token" if new_tokens else ""
         raise InferError(
-            f"prompt {index + 1} has {len(prompt)} tokens and the model "
+            f"prompt {index + 1} has {len(prompt)} tokens and the model has "
             f"{model.positions} positions{left}; shorten the prompt"
         )
     _check_vocabulary(model, f"prompt {index + 1}", prompt)
@@ -25,18 +26,19 @@ def check_prompt(model: LocalStages, index: int, prompt: Sequence[int], *, new_t
 def check_sources(
     model: LocalStages, sources: Sequence[Sequence[int]] | None, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Raises InferError if the texts for an encoder are not those that prompts and model need."""
+    """Raises InferError if the encoder inputs do not match the prompts and the model."""
     if sources is None:
         if model.reads_source:
             raise InferError(
-                "the model generates from a text that its encoder reads: give `sources`, one for "
-                "each prompt"
+                "the model has an encoder and needs its input; give `sources`, one for each prompt"
             )
         return
     if not model.reads_source:
-        raise InferError("sources were given, and the model has no encoder: leave them out")
+        raise InferError("the model has no encoder; leave out `sources`")
     if len(sources) != len(prompts):
-        raise InferError(f"{len(prompts)} prompts came with {len(sources)} sources")
+        raise InferError(
+            f"got {len(prompts)} prompts but {len(sources)} sources; give one for each prompt"
+        )
     for index, source in enumerate(sources):
         if not 0 < len(source) <= model.positions:
             raise InferError(
@@ -49,6 +51,6 @@ def check_sources(
 def _check_vocabulary(model: LocalStages, name: str, tokens: Sequence[int]) -> None:
     if not 0 <= min(tokens) <= max(tokens) < model.vocabulary:
         raise InferError(
-            f"{name} has token {max(tokens)}, the model's vocabulary {model.vocabulary} tokens; "
-            "is it another model's tokenizer?"
+            f"{name} has token {max(tokens)}, but the vocabulary of the model has "
+            f"{model.vocabulary} tokens; use the tokenizer of this model"
         )

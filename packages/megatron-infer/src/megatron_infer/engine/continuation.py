@@ -1,4 +1,4 @@
-"""What is generated from one prompt."""
+"""The result of generation from one prompt."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,14 @@ FinishReason = Literal["stop", "length", "positions"]
 
 @dataclass(frozen=True)
 class Continuation:
-    """The tokens that follow a prompt, and why they end.
+    """The tokens after a prompt and the reason why they end.
 
-    ``finish_reason`` is ``stop`` (a stop token came; it is left out), ``length``
-    (``max_new_tokens`` are there) or ``positions`` (the model has no position for another token).
+    ``finish_reason`` is ``stop`` (a stop token was chosen, which is not included), ``length``
+    (``max_new_tokens`` are reached) or ``positions`` (the model has no position for another token).
 
-    If they were asked for, ``log_probs`` holds the natural logarithm of the probability of every
-    token of the prompt but the first, and of ``tokens``, each given all before it, by the model
-    itself: temperature, top-k and top-p have no part in it. Otherwise it is None.
+    ``log_probs``, if requested, has the natural logarithm of the probability of every token of the
+    prompt but the first, and of ``tokens``, each given all previous tokens. These are the
+    probabilities of the model itself, without temperature, top-k and top-p.
     """
 
     tokens: tuple[int, ...]

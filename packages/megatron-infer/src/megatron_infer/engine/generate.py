@@ -1,4 +1,4 @@
-"""Text in, text out."""
+"""Text generation from text prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from megatron_infer.params import SamplingParams
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt, the text and tokens that follow it, and why they end (see `Continuation`)."""
+    """A prompt, the text and tokens after it, and the reason why they end (see `Continuation`)."""
 
     prompt: str
     text: str
@@ -32,29 +32,29 @@ def generate(
     sources: Sequence[str] | None = None,
     on_text: Callable[[int, str], object] | None = None,
 ) -> list[Completion]:
-    """Continues texts, all at once.
+    """Continues several texts at once.
 
-    No special token is added to a prompt, unless there are sources. A continuation ends at the
-    tokenizer's end-of-document or end-of-text token, which is not part of it.
+    No special token is added to a prompt unless there are sources. A continuation ends at the
+    tokenizer's end-of-document or end-of-text token, which is not included.
 
     Args:
-        model: a model on any device, or all stages of this rank, also of one that is being trained;
-            as for `generate_tokens`.
-        tokenizer: of the model.
-        prompts: texts of any lengths.
-        params: settings of each prompt, or one for all of them. To draw several continuations of
-            one prompt, repeat it with different seeds.
-        sources: for a model with an encoder, the text it reads for each prompt. What is written
-            begins with the tokenizer's begin-of-text token and the prompt, which may be empty.
-        on_text: called with the prompt's index and each piece of text as soon as it is certain; the
-            pieces of a prompt add up to its completion's text.
+        model: A model on any device, or all stages of this rank, also of a model in training; as
+            for `generate_tokens`.
+        tokenizer: The tokenizer of the model.
+        prompts: Texts of any lengths.
+        params: The settings of each prompt, or one for all. To draw several continuations of one
+            prompt, repeat it with different seeds.
+        sources: For a model with an encoder, the encoder input of each prompt. The output starts
+            with the tokenizer's begin-of-text token and the prompt, which may be empty.
+        on_text: Called with the index of a prompt and each piece of text as soon as it is final.
+            The pieces of a prompt concatenate to the text of its completion.
 
     Returns:
         One completion for each prompt.
 
     Raises:
-        InferError: as for `generate_tokens`; sources with a tokenizer that has no begin-of-text
-            token.
+        InferError: As for `generate_tokens`; or sources were given and the tokenizer has no
+            begin-of-text token.
     """
     encoded = tokenizer.encode_batch(prompts)
     read = None
@@ -63,8 +63,8 @@ def generate(
         start = tokenizer.bos_id
         if start is None:
             raise InferError(
-                "the tokenizer has no token that begins a text, with which the answer to a source "
-                "would begin; use generate_tokens and prompts of a token of your own"
+                "the tokenizer has no begin-of-text token, which starts the output for a source; "
+                "use generate_tokens with prompts that have a start token"
             )
         encoded = [[start, *tokens] for tokens in encoded]
     streams = [TextStream(tokenizer, context=tokens) for tokens in encoded]

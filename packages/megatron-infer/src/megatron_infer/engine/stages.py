@@ -1,8 +1,8 @@
-"""This rank's stages of a model, run as one: what passes from stage to stage, and who tells what.
+"""The stages of a model on this rank, run as one model.
 
-A pass goes through all stages of the pipeline in the order of the model, whichever ranks hold them:
-one stage on each, several that are interleaved, or a V. The ranks of the tensor- and context-
-parallel axes run the same stages on the same tokens.
+A pass goes through all stages of the pipeline in the order of the model, for every mapping of
+stages to ranks: one stage on each rank, several interleaved ones, or a V. The ranks of the tensor-
+and context-parallel axes run the same stages on the same tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,38 +18,38 @@ from torch import Tensor, nn
 from megatron_infer.errors import InferError
 
 AnyModel = DecodingModel | Sequence[nn.Module]
-"""A model, this rank's only stage of one, or all of its stages, as a trainer has them."""
+"""A model, the only stage of this rank, or all of its stages."""
 
 
 class LocalStages:
-    """All stages of a model that this rank has.
+    """All stages of a model on this rank.
 
     Args:
-        model: the only one, or all of them.
+        model: The only stage, or all of them.
 
     Attributes:
-        mesh: where the model lives.
-        positions: tokens that a sequence may have.
-        vocabulary: true tokens of it.
-        last: whether this rank has the last stage, which gives logits.
-        reads_source: whether the model generates from another text.
-        device: of the parameters.
-        dtype: of the parameters.
+        mesh: The mesh of the model.
+        positions: The maximum number of tokens in a sequence.
+        vocabulary: The number of tokens in the vocabulary, without padding.
+        last: Whether this rank has the last stage, which returns logits.
+        reads_source: Whether the model has an encoder.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
 
     Raises:
-        InferError: a module that does not generate, or not all stages of this rank.
+        InferError: A module is not a decoding model, or a stage of this rank is missing.
     """
 
     def __init__(self, model: AnyModel) -> None:
         own = [model] if isinstance(model, nn.Module) else list(model)
         if not own:
-            raise InferError("no stage of a model was given")
+            raise InferError("got no stage of a model")
         self._own: list[DecodingModel] = []
         for stage in own:
             if not isinstance(stage, DecodingModel):
                 raise InferError(
-                    f"a {type(stage).__name__} does not generate text: it is no DecodingModel of "
-                    "megatron_models"
+                    f"{type(stage).__name__} is not a DecodingModel of megatron_models and cannot "
+                    "generate text"
                 )
             self._own.append(stage)
         self._own.sort(key=lambda stage: stage.stage)
@@ -60,8 +60,8 @@ class LocalStages:
         if tuple(stage.stage for stage in self._own) != tuple(sorted(expected)):
             held = ", ".join(str(stage.stage) for stage in self._own)
             raise InferError(
-                f"stages {held} of the model were given, and with pp={layout.pp}, vpp={layout.vpp} "
-                f"this rank has stages {', '.join(map(str, expected))}: give all of them"
+                f"got stages {held} of the model, but with pp={layout.pp}, vpp={layout.vpp} this "
+                f"rank has stages {', '.join(map(str, expected))}; give all of them"
             )
         self._replicas = self.mesh.axis("tp_cp" if layout.cp > 1 else "tp")
         self._end = layout.pipeline_rank_of(layout.pp * layout.vpp - 1)
@@ -73,7 +73,7 @@ class LocalStages:
         self.device, self.dtype = parameter.device, parameter.dtype
 
     def run(self, decoding_pass: DecodingPass) -> Float[Tensor, "s b v_part"] | None:
-        """Runs this rank's stages in one pass; returns logits if it has the last one."""
+        """Runs the stages of this rank in one pass; returns logits if it has the last stage."""
         holder = self.mesh.layout.pipeline_rank_of
         first = self._own[0].first_active_stage(decoding_pass)
         made: tuple[Tensor, ...] = ()
@@ -92,7 +92,7 @@ class LocalStages:
         return made[0] if self.last else None
 
     def broadcast_from_last(self, t: Shaped[Tensor, "..."], *, purpose: str) -> None:
-        """Overwrites a tensor with that of the last stage, on every rank of the model."""
+        """Overwrites a tensor on every rank of the model with that of the last stage."""
         if self.last:
             broadcast(t, self._replicas, purpose=purpose)
         broadcast(t, self._pp, self._end, purpose=purpose)
@@ -103,7 +103,7 @@ class LocalStages:
 
 @contextmanager
 def evaluating(model: AnyModel) -> Iterator[None]:
-    """Puts a model in eval mode, and every module back into its own mode afterwards."""
+    """Puts a model in eval mode, and restores the mode of every module afterwards."""
     stages = [model] if isinstance(model, nn.Module) else model
     training = [module for stage in stages for module in stage.modules() if module.training]
     for stage in stages:

@@ -1,4 +1,4 @@
-"""Tokens in, tokens or log-probabilities out."""
+"""Generation from tokens, and log-probabilities of tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,31 +20,30 @@ def generate_tokens(
     on_token: Callable[[int, int], object] | None = None,
     log_probs: bool = False,
 ) -> list[Continuation]:
-    """Continues token sequences of any lengths, all at once.
+    """Continues several token sequences at once.
 
     Args:
-        model: a model on any device, or this rank's part of one that is cut, in whatever layout: a
-            stage, or all stages of this rank, such as ``trainer.task.stages`` of a run that goes on
-            afterwards as if nothing had been generated. All ranks call this with the same
-            arguments. Modules keep the mode (train or eval) they are in.
-        prompts: token numbers, at least one for each prompt. With ``sources`` they begin the text
-            that is written.
-        params: settings of each prompt, or one for all of them. Equal prompts with equal seeds get
+        model: A model on any device, or this rank's stage or stages of a sharded model in any
+            layout, such as ``trainer.task.stages`` of a training run, which is not affected. All
+            ranks call this function with the same arguments. Modules keep their mode (train or
+            eval).
+        prompts: The token ids of each prompt, at least one. With ``sources`` they start the output.
+        params: The settings of each prompt, or one for all. Equal prompts with equal seeds get
             equal continuations.
-        sources: for a model with an encoder, token numbers of the text it reads for each prompt.
-        stop_tokens: tokens that end a continuation.
-        on_token: called with the prompt's index and each new token as it is chosen, except a stop
-            token. What it raises ends the call and is passed on.
-        log_probs: compute `Continuation.log_probs`.
+        sources: For a model with an encoder, the token ids of the encoder input of each prompt.
+        stop_tokens: The tokens that end a continuation.
+        on_token: Called with the index of a prompt and each new token once it is chosen, except
+            stop tokens. An exception that it raises ends the call and is propagated.
+        log_probs: Whether to compute `Continuation.log_probs`. Defaults to False.
 
     Returns:
         One continuation for each prompt, the same on every rank of the model.
 
     Raises:
-        InferError: an empty prompt, one that leaves no position for a new token, or a token that is
-            not in the model's vocabulary; a module that does not generate, or not all stages of
-            this rank; sources missing, or given to a model that reads none.
-        CollectiveError: another rank of the model died, or did not call this.
+        InferError: A prompt is empty, leaves no position for a new token, or has a token outside
+            the vocabulary; a module is not a decoding model, or a stage of this rank is missing; or
+            sources are missing or not supported by the model.
+        CollectiveError: Another rank of the model failed or did not call this function.
     """
     if not prompts:
         return []
@@ -69,21 +68,21 @@ def score_tokens(
     *,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> list[tuple[float, ...]]:
-    """Returns the log-probabilities of given token sequences; nothing is generated.
+    """Returns the log-probabilities of given token sequences without generating tokens.
 
     Args:
-        model: as for `generate_tokens`.
-        prompts: token numbers, at least one and at most the model's positions for each sequence.
-        sources: as for `generate_tokens`.
+        model: As for `generate_tokens`.
+        prompts: The token ids of each sequence, from one to the number of positions of the model.
+        sources: As for `generate_tokens`.
 
     Returns:
-        For each sequence the natural logarithm of the probability of every token but the first,
-        given all before it.
+        For each sequence, the natural logarithm of the probability of every token but the first,
+        given all previous tokens.
 
     Raises:
-        InferError: an empty sequence, one with more tokens than the model has positions, or a token
-            that is not in the model's vocabulary; a model that cannot generate.
-        CollectiveError: another rank of the model died, or did not call this.
+        InferError: A sequence is empty, has more tokens than the model has positions, or has a
+            token outside the vocabulary; or the model cannot generate text.
+        CollectiveError: Another rank of the model failed or did not call this function.
     """
     if not prompts:
         return []

@@ -1,1 +1,1 @@
-"""The HTTP server: settings, what a request may say, one generating thread, routes, the page."""
+"""The HTTP server: requests, scheduling, connections and the page."""

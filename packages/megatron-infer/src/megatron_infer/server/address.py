@@ -1,4 +1,4 @@
-"""Taking the server's address. Nothing here imports torch or Flask."""
+"""Binding of the server's address. This module does not import torch or Flask."""
 
 import errno
 import socket
@@ -8,10 +8,11 @@ from megatron_infer.server.settings import ServerSettings
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """Takes the address, so that a server that cannot have it says so before its model is loaded.
+    """Binds and listens on the address, so that a conflict is reported before the model is loaded.
 
     Raises:
-        InferError: the port is in use or not allowed, or the host is none of this machine.
+        InferError: The port is in use or not permitted, or the host is not an address of this
+            machine.
     """
     where = f"{settings.host}:{settings.port}"
     try:
@@ -22,7 +23,7 @@ def listen(settings: ServerSettings) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen()  # two sockets may be bound to one port, but only one listens
+            listener.listen()  # two sockets may bind one port, but only one can listen
         except OSError:
             listener.close()
             raise
@@ -37,8 +38,8 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 def _reason(error: OSError) -> str:
     known = {
-        errno.EADDRINUSE: "the port is in use; give another --port, or 0 for any free one",
-        errno.EACCES: "no permission for this port; give a --port above 1023",
-        errno.EADDRNOTAVAIL: "the address is none of this machine; give another --host",
+        errno.EADDRINUSE: "the port is in use; use another --port, or 0 for any free port",
+        errno.EACCES: "no permission for this port; use a --port above 1023",
+        errno.EADDRNOTAVAIL: "the address does not belong to this machine; use another --host",
     }
     return known.get(error.errno or 0, str(error.strerror or error))

@@ -1,4 +1,4 @@
-"""The routes: a Flask application around a `GenerationService`."""
+"""The routes: a Flask application that uses a `GenerationService`."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ PAGE = {
     "/page.js": ("page.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
 }
-"""Path, file and type of what a browser loads. None of it tells anything about the model."""
+"""The path, file and media type of each file of the page. The files do not describe the model."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -36,7 +36,7 @@ HEADERS = {
 }
 RETRY_SECONDS = 5
 QUIET_SECONDS = 10.0
-"""After so long without an event a stream gets a comment, which keeps proxies from closing it."""
+"""Seconds without an event after which a stream sends a comment, so that proxies keep it open."""
 
 
 def create_app(
@@ -45,13 +45,14 @@ def create_app(
     """Builds the WSGI application.
 
     Args:
-        service: generates what requests ask for.
-        settings: limits, and the token that clients have to send.
-        info: what `/info` answers.
+        service: The service that generates text.
+        settings: The limits, and the token that clients must send.
+        info: The response of `/info`. Defaults to an empty object.
 
     Returns:
-        An application for any WSGI server with threads. Clients that go away are noticed if the
-        server puts ``waitress.client_disconnected`` into the environment, or closes the response.
+        An application for any WSGI server with threads. It detects that a client has disconnected
+        if the server sets ``waitress.client_disconnected`` in the environment or closes the
+        response.
     """
     app = Flask("megatron_infer", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
@@ -67,7 +68,7 @@ def create_app(
         for event in job.events(_client_is_gone()):
             if isinstance(event, Answer):
                 return _json(event.to_json())
-        return _json({"message": "the client went away"}, 503)  # not read
+        return _json({"message": "the client disconnected"}, 503)  # not read by the client
 
     @app.post("/api/stream")
     def stream() -> Response:
@@ -102,7 +103,7 @@ def _read_request(schema: dict[str, Any]) -> GenerateRequest:
 
 
 def server_sent_events(job: Job, client_is_gone: Callable[[], bool]) -> Iterator[str]:
-    """Yields what `/api/stream` sends about a job: server-sent events, each of one data line."""
+    """Yields the server-sent events of a job for `/api/stream`, each with one data line."""
     last = time.monotonic()
     try:
         yield _event("waiting", {"ahead": job.requests_ahead})
@@ -119,7 +120,7 @@ def server_sent_events(job: Job, client_is_gone: Callable[[], bool]) -> Iterator
     except RequestError as error:
         yield _event("failed", {"message": str(error)})
     finally:
-        job.cancel()  # whoever closes the response no longer waits
+        job.cancel()  # closing the response cancels the request
 
 
 def _event(name: str, data: dict[str, Any]) -> str:
@@ -132,7 +133,7 @@ def _client_is_gone() -> Callable[[], bool]:
 
 
 def _add_page(app: Flask) -> None:
-    """Serves the page's files, read once."""
+    """Adds the routes of the files of the page, which are read once."""
     folder = resources.files("megatron_infer.server") / "static"
     for path, (name, kind) in PAGE.items():
         content = (folder / name).read_text(encoding="utf-8")
@@ -144,7 +145,7 @@ def _add_page(app: Flask) -> None:
 
 
 def _add_guards(app: Flask, settings: ServerSettings) -> None:
-    """Checks the token, answer every error in JSON, log each request without its content."""
+    """Checks the token, reports every error as JSON, and logs each request without its content."""
 
     @app.before_request
     def check() -> None:
@@ -166,10 +167,10 @@ def _add_guards(app: Flask, settings: ServerSettings) -> None:
     def explain(error: HTTPException) -> Response:
         status = error.code or 500
         if status == 404:
-            message = "there is nothing here; GET /openapi.json lists what there is"
+            message = "this path does not exist; GET /openapi.json lists all paths"
         elif status == 405:
             allowed = ", ".join(sorted(getattr(error, "valid_methods", None) or []))
-            message = f"{request.method} is not answered here; allowed: {allowed}"
+            message = f"{request.method} is not allowed here; allowed: {allowed}"
         elif status == 413:
             message = f"the body is longer than {settings.max_body_bytes} bytes"
         else:
@@ -182,7 +183,7 @@ def _add_guards(app: Flask, settings: ServerSettings) -> None:
     @app.errorhandler(Exception)
     def fail(error: Exception) -> Response:
         log.error("a request failed", exc_info=error)
-        return _json({"message": "internal error; the server's log says more"}, 500)
+        return _json({"message": "internal error; see the log of the server"}, 500)
 
     @app.after_request
     def finish(response: Response) -> Response:

@@ -1,14 +1,16 @@
-"""Connections, so that no client holds the server off the others.
+"""Connection handling that protects other clients from slow or numerous connections.
 
-By itself waitress stops to accept connections once 100 are open, keeps one that sends a byte every
-two minutes, and reads a whole body before the application sees who sends it. Here
+By default, waitress stops accepting connections when 100 are open, keeps a connection open that
+sends a byte every two minutes, and reads a whole body before the application sees the sender. This
+module changes the following:
 
-- a request has to arrive within ``ServerSettings.receive_seconds``, whatever its pace;
-- when all places are taken, the connection that has waited longest for its client makes room, of
-  the address that has the most of them; one whose request is being answered never does;
-- the head of a request decides whether its body is read: sender, length and form;
-- a connection that is closed before its body was read stays half open for a moment, because the
-  client would lose the answer otherwise.
+- A request must arrive within ``ServerSettings.receive_seconds``.
+- When the connection limit is reached, the server closes the connection that has waited longest for
+  its client, among those of the address with the most connections. Connections whose request is
+  being processed are never closed.
+- The head of a request determines whether its body is read: sender, length and form.
+- A connection that is closed before its body was read stays half open for a moment, because
+  otherwise the client would lose the response.
 """
 
 import json
@@ -35,26 +37,26 @@ from megatron_infer.server.settings import ServerSettings
 log = logging.getLogger("megatron_infer.server")
 
 MAX_HEAD_BYTES = 32 << 10
-"""Length of a request line and headers; more gets status 431."""
+"""The largest size of a request line with headers; larger ones get status 431."""
 
 LINGER_SECONDS = 2.0
-"""How long what a refused client still sends is read and dropped."""
+"""Seconds for which data of a refused client is read and dropped."""
 
 UNLIMITED = 1 << 31
 
 
 def make_server(app: WSGIApplication, settings: ServerSettings, listener: socket.socket) -> Any:
-    """Returns a waitress server on a listening socket; ``run()`` answers until it is closed."""
+    """Returns a waitress server on a listening socket. Its ``run()`` serves until it is closed."""
     adjustments: Any = Adjustments(
         sockets=[listener],
         threads=settings.threads,
         ident="megatron-infer",
-        channel_request_lookahead=1,  # notices a client that hangs up while it waits
+        channel_request_lookahead=1,  # detects a client that disconnects while it waits
         max_request_header_size=MAX_HEAD_BYTES,
-        max_request_body_size=settings.max_body_bytes + 1,  # the first length that is refused
-        connection_limit=UNLIMITED,  # `_Server` has its own
+        max_request_body_size=settings.max_body_bytes + 1,  # the smallest size that is refused
+        connection_limit=UNLIMITED,  # `_Server` has its own limit
         cleanup_interval=1,
-        asyncore_use_poll=True,  # select() ends at file descriptor 1023
+        asyncore_use_poll=True,  # select() is limited to file descriptor 1023
         clear_untrusted_proxy_headers=True,
     )
     adjustments.settings = settings
@@ -63,7 +65,7 @@ def make_server(app: WSGIApplication, settings: ServerSettings, listener: socket
 
 
 class _RefusalError(Error):
-    """What waitress's error task answers in place of the application."""
+    """The error that the error task of waitress reports instead of the application."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -71,30 +73,35 @@ class _RefusalError(Error):
 
 
 class _Parser(HTTPRequestParser):
-    """A request as it arrives; its head decides whether its body is read."""
+    """A request parser that decides after the head whether the body is read."""
 
     adj: Any
     path: str
 
     def parse_header(self, header_plus: bytes) -> None:
-        """Parses the head; waitress does not expect all that Python refuses to convert."""
+        """Parses the head. Converts the ValueErrors of Python that waitress does not handle."""
         try:
             super().parse_header(header_plus)
-        except ValueError:  # more digits than Python reads, or an address with half its brackets
+        except ValueError:  # too many digits for Python, or an address with an unbalanced bracket
             raise ParsingError("the request line or its Content-Length is malformed") from None
 
     def received(self, data: bytes) -> int:
-        """Takes some bytes; returns how many were this request's."""
+        """Processes received bytes and returns how many belong to this request."""
         in_head = not self.headers_finished
         consumed: int = super().received(data)
         if in_head and self.headers_finished and self.body_rcv is not None and not self.error:
             self._check_sender()
         if self.error:
-            self.expect_continue = False  # waitress would ask for the body and wait for it
+            self.expect_continue = (
+                False  # otherwise waitress would request the body and wait for it
+            )
         return consumed
 
     def _check_sender(self) -> None:
-        """Refuses before the body; requests without one are left to the application."""
+        """Checks the sender before the body is read.
+
+        The application checks the sender of requests without a body.
+        """
         host, sent = self.headers.get("HOST", ""), self.headers.get("AUTHORIZATION", "")
         path = "/" + self.path.lstrip("/")  # as the application sees it
         try:
@@ -105,13 +112,13 @@ class _Parser(HTTPRequestParser):
 
 
 class _ErrorTask(ErrorTask):
-    """Answers in JSON what is refused before the application sees it."""
+    """Reports an error as JSON for a request that is refused before the application sees it."""
 
     channel: Any
 
     def execute(self) -> None:
         error: Any = getattr(self.request, "error")  # noqa: B009
-        # 501 is for unknown transfer codings: the client's mistake like the others.
+        # waitress uses 501 for unknown transfer codings, which are an error of the client.
         status, reason = (400, "Bad Request") if error.code == 501 else (error.code, error.reason)
         settings: ServerSettings = self.channel.adj.settings
         message = {
@@ -143,41 +150,41 @@ class _Channel(HTTPChannel):
     error_task_class = _ErrorTask
 
     refused = False
-    """Whether the last answer was given before the request was read to its end."""
+    """Whether the last response was sent before the request was read completely."""
 
-    _begun = 0.0  # when the request that is not complete yet began to arrive
-    _served = 0.0  # when the last answer was complete
-    _in_service = 0  # threads in `service`: two for a moment between pipelined requests
+    _begun = 0.0  # when the incomplete request started to arrive
+    _served = 0.0  # when the last response was complete
+    _in_service = 0  # threads in `service`; briefly two between pipelined requests
     _linger_until = 0.0
 
     @property
     def lingers(self) -> bool:
-        """Whether all that is left to do is to drop what the client still sends."""
+        """Whether the channel only drops data that the client still sends."""
         return bool(self._linger_until)
 
     @property
     def answering(self) -> bool:
-        """Whether a request is being answered.
+        """Whether a request is being processed.
 
-        A thread takes its request off `requests` before it sets `_served`, so `_in_service` is
+        A thread removes its request from `requests` before it sets `_served`, so `_in_service` is
         read after `requests`.
         """
         return bool(self.requests or self._in_service)
 
     @property
     def waiting_since(self) -> float:
-        """When the wait for the client's next request, or the rest of it, began."""
+        """The start of the wait for the next request of the client, or for the rest of it."""
         idle = max(self.creation_time, self._served)
         return float(idle if self.request is None else max(idle, self._begun))
 
     def received(self, data: bytes) -> bool:
-        """Takes some bytes."""
+        """Processes received bytes."""
         if self.request is None:
             self._begun = time.time()
         return bool(super().received(data))
 
     def service(self) -> None:
-        """Answers one request; called in a thread of its own."""
+        """Processes one request, in a separate thread."""
         with self.requests_lock:
             self._in_service += 1
         try:
@@ -188,7 +195,7 @@ class _Channel(HTTPChannel):
                 self._in_service -= 1
 
     def check_time(self, now: float) -> None:
-        """Gives up on a client that does not send its request, or takes its answer, in time."""
+        """Closes the connection if the client is late to send a request or read a response."""
         latest = now - self.adj.settings.receive_seconds
         if self.lingers:
             if now > self._linger_until:
@@ -214,15 +221,18 @@ class _Channel(HTTPChannel):
             self.server.add_task(self)
 
     def drop(self) -> None:
-        """Closes without a further word."""
+        """Closes the connection without a response."""
         super().handle_close()
 
     def handle_close(self) -> None:
-        """Closes, but first let a refused client finish sending, so that it sees the answer."""
+        """Closes the connection.
+
+        A refused client may first finish sending, so that it reads the response.
+        """
         if self.refused and not self.lingers and self.connected:
             try:
                 self.socket.shutdown(socket.SHUT_WR)
-            except OSError:  # it has gone
+            except OSError:  # the client has disconnected
                 self.drop()
                 return
             self._linger_until = time.time() + LINGER_SECONDS
@@ -230,15 +240,15 @@ class _Channel(HTTPChannel):
         self.drop()
 
     def readable(self) -> bool:
-        """Returns whether to wait for bytes of the client."""
+        """Returns whether to wait for data from the client."""
         return self.socket is not None and bool(self.lingers or super().readable())
 
     def writable(self) -> bool:
-        """Returns whether something is to be sent or closed."""
+        """Returns whether there is data to send or a connection to close."""
         return self.socket is not None and not self.lingers and bool(super().writable())
 
     def handle_read(self) -> None:
-        """Reads, or drops what is sent after the answer."""
+        """Reads data, or drops data that is sent after the response."""
         if self.lingers:
             self.recv(self.adj.recv_bytes)
         else:
@@ -246,7 +256,7 @@ class _Channel(HTTPChannel):
 
 
 class _Server(TcpWSGIServer):
-    """Accepts connections, and closes those that keep others out."""
+    """A server that closes idle connections when the connection limit is reached."""
 
     active_channels: Any
     adj: Any
@@ -254,18 +264,18 @@ class _Server(TcpWSGIServer):
     channel_class = _Channel
 
     def readable(self) -> bool:
-        """Makes room if there is none; whether to accept connections.
+        """Closes a connection if the limit is reached, and returns whether to accept connections.
 
-        Called before each wait for events: what is closed here is not waited for, and no new
-        connection has its file descriptor yet.
+        Called before each wait for events, so that closed connections are not waited for and no new
+        connection has reused their file descriptor.
         """
-        super().readable()  # calls `maintenance` now and then
+        super().readable()  # calls `maintenance` periodically
         if len(self.active_channels) >= self.adj.settings.connections:
             self._make_room()
         return self.accepting and len(self.active_channels) < self.adj.settings.connections
 
     def maintenance(self, now: float) -> None:
-        """Gives up on clients that are late."""
+        """Closes the connections of late clients."""
         for channel in list(self.active_channels.values()):
             channel.check_time(now)
 

@@ -1,4 +1,4 @@
-"""What a request may say: one declaration, from which it is checked and documented.
+"""The fields of a request: one schema that both validation and documentation use.
 
 Names, defaults and ranges are those of Megatron-LM's text generation server.
 """
@@ -11,21 +11,21 @@ from typing import Any
 MAX_PROMPTS = 128
 
 LARGEST_SEED = 2**53 - 1
-"""Integers up to this are exact in every JSON implementation."""
+"""The largest integer that every JSON implementation represents exactly."""
 
 MAX_DIGITS = 400
-"""Integers with more characters are read as infinite; no field takes one nearly as long."""
+"""Integers with more characters are read as infinite; every field has a lower limit."""
 
-# Fields of Megatron-LM's servers, past and present, that are not honoured here, and why.
+# Fields of past and present servers of Megatron-LM that are not supported, with the reason.
 REFUSED = {
     "max_len": "it was renamed to tokens_to_generate",
     "sentences": "it was renamed to prompts",
-    "top_p_decay": "top_p stays as it is for the whole continuation",
-    "top_p_bound": "top_p stays as it is for the whole continuation",
+    "top_p_decay": "top_p is constant for the whole continuation",
+    "top_p_bound": "top_p is constant for the whole continuation",
     "stop_on_eol": "a continuation ends with its document or at tokens_to_generate",
     "stop_on_double_eol": "a continuation ends with its document or at tokens_to_generate",
-    "stop_token": "the model's own tokenizer says which token ends a document",
-    "prevent_newline_after_colon": "no token is ever excluded",
+    "stop_token": "the tokenizer of the model defines the token that ends a document",
+    "prevent_newline_after_colon": "tokens are never excluded",
     "beam_width": "there is no beam search",
     "length_penalty": "there is no beam search",
     "no_log": "prompts and texts are never logged",
@@ -33,7 +33,7 @@ REFUSED = {
 
 
 class RequestError(Exception):
-    """A request that is refused: the HTTP status and one sentence for its sender."""
+    """A refused request: the HTTP status and one sentence for the client."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What is to be generated; the fields are those of the JSON body."""
+    """A request for generation, with the fields of the JSON body."""
 
     prompts: tuple[str, ...]
     tokens_to_generate: int = 64
@@ -55,7 +55,7 @@ class GenerateRequest:
 
 
 def request_schema(positions: int) -> dict[str, Any]:
-    """Returns the JSON Schema of a body, for a model with that many positions."""
+    """Returns the JSON Schema of a request body for a model with ``positions`` positions."""
     return {
         "type": "object",
         "required": ["prompts"],
@@ -66,36 +66,36 @@ def request_schema(positions: int) -> dict[str, Any]:
                 "items": {"type": "string"},
                 "minItems": 1,
                 "maxItems": MAX_PROMPTS,
-                "description": "Texts to continue. An empty one needs add_BOS.",
+                "description": "Texts to continue. An empty text needs add_BOS.",
             },
             "tokens_to_generate": {
                 "type": "integer",
                 "minimum": 0,
                 "maximum": positions,
                 "default": 64,
-                "description": "Tokens to generate for each prompt at most. Prompt and new tokens "
-                "together must fit into the model's positions. 0 only scores the prompts and needs "
-                "logprobs.",
+                "description": "Largest number of tokens to generate for each prompt. Prompt and "
+                "new tokens together must not exceed the positions of the model. 0 only scores "
+                "the prompts and needs logprobs.",
             },
             "logprobs": {
                 "type": "boolean",
                 "default": False,
-                "description": "Return log-probabilities of the tokens, by the model itself: "
-                "temperature, top_k and top_p have no part in them.",
+                "description": "Whether to return log-probabilities of the tokens. They do not "
+                "depend on temperature, top_k and top_p.",
             },
             "temperature": {
                 "type": "number",
                 "exclusiveMinimum": 0,
                 "maximum": 100,
                 "default": 1.0,
-                "description": "Divides the logits. For the likeliest tokens, set top_k to 1.",
+                "description": "Divisor of the logits. For greedy decoding, set top_k to 1.",
             },
             "top_k": {
                 "type": "integer",
                 "minimum": 0,
                 "maximum": 1000,
                 "default": 0,
-                "description": "Draw from the likeliest k tokens; 0 is no limit. Excludes top_p.",
+                "description": "Draw from the k likeliest tokens; 0 is no limit. Excludes top_p.",
             },
             "top_p": {
                 "type": "number",
@@ -108,25 +108,26 @@ def request_schema(positions: int) -> dict[str, Any]:
             "add_BOS": {
                 "type": "boolean",
                 "default": False,
-                "description": "Begin every prompt with the tokenizer's token for that. An error "
-                "if it has none.",
+                "description": "Whether to start every prompt with the begin-of-text token. An "
+                "error if the tokenizer has none.",
             },
             "random_seed": {
                 "type": "integer",
                 "minimum": 0,
                 "maximum": LARGEST_SEED,
-                "description": "Repeats an answer. Prompt i draws with random_seed + i, so equal "
-                "prompts have different continuations. Without it every answer is drawn anew.",
+                "description": "Seed that makes the answer reproducible. Prompt i uses "
+                "random_seed + i, so equal prompts have different continuations. Without a seed, "
+                "every answer is drawn anew.",
             },
         },
     }
 
 
 def parse_request(body: bytes, schema: dict[str, Any]) -> GenerateRequest:
-    """Reads a request's body.
+    """Parses and checks the body of a request.
 
     Raises:
-        RequestError: status 400 and a sentence that names what is wrong.
+        RequestError: Status 400 with a sentence that names the problem.
     """
     fields = _parse_object(body)
     known = schema["properties"]
@@ -145,18 +146,18 @@ def parse_request(body: bytes, schema: dict[str, Any]) -> GenerateRequest:
 
 def _parse_object(body: bytes) -> dict[str, Any]:
     def integer(digits: str) -> int | float:
-        # Python reads no longer ones; an infinite value is refused with the name of its field.
+        # Python does not parse longer ones. An infinite value is refused with the field's name.
         return (
             int(digits) if len(digits) <= MAX_DIGITS else math.copysign(math.inf, int(digits[:2]))
         )
 
     def no_constant(name: str) -> Any:
-        raise RequestError(400, f"the body is not JSON: it holds {name}, which JSON has not")
+        raise RequestError(400, f"the body is not JSON: it has {name}, which JSON does not have")
 
     def no_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) < len(pairs):
-            raise RequestError(400, "the body names a field twice")
+            raise RequestError(400, "the body has a field twice")
         return result
 
     try:
@@ -175,7 +176,7 @@ def _parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, schema: dict[str, Any]) -> Any:
-    """Returns a field's value in its Python type."""
+    """Returns the value of a field in its Python type."""
     kind = schema["type"]
     if kind == "boolean":
         if not isinstance(value, bool):
@@ -203,7 +204,7 @@ def _checked_text(name: str, value: Any) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise RequestError(
-            400, f"{name} holds half of a surrogate pair, which is not a character"
+            400, f"{name} has an unpaired surrogate, which is not a character"
         ) from None
     return value
 
@@ -211,8 +212,8 @@ def _checked_text(name: str, value: Any) -> str:
 def _checked_number(name: str, value: Any, schema: dict[str, Any]) -> int | float:
     whole = schema["type"] == "integer"
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    # JSON does not tell 5 from 5.0. Comparisons are exact for integers of any length, which do not
-    # always fit into a float; 1e999 is read as infinity.
+    # JSON does not distinguish 5 and 5.0. Comparisons are exact for integers of any length, which
+    # may exceed a float. 1e999 is parsed as infinity.
     if not number or (whole and isinstance(value, float) and value % 1 > 0):
         kind = "an integer" if whole else "a number"
         raise RequestError(400, f"{name} must be {kind}, not {_shown(value)}")
@@ -226,11 +227,11 @@ def _checked_number(name: str, value: Any, schema: dict[str, Any]) -> int | floa
 
 
 def _check_together(request: GenerateRequest) -> None:
-    """Checks what one field means for another."""
+    """Checks combinations of fields."""
     if request.top_k > 0 and request.top_p > 0:
-        raise RequestError(400, "top_k and top_p cannot both be set: leave one of them out")
+        raise RequestError(400, "top_k and top_p exclude each other; set only one of them")
     if request.tokens_to_generate == 0 and not request.logprobs:
-        raise RequestError(400, "tokens_to_generate is 0, which needs logprobs to be true")
+        raise RequestError(400, "tokens_to_generate is 0, which needs logprobs: true")
     if not request.add_BOS:
         for place, prompt in enumerate(request.prompts):
             if not prompt:
@@ -238,11 +239,11 @@ def _check_together(request: GenerateRequest) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value for a message, on one line and not long."""
+    """Returns a short representation of a value for a message, on one line."""
     if isinstance(value, float) and math.isinf(value):
         return "a number beyond 1.8e308" if value > 0 else "a number below -1.8e308"
     try:
         text = json.dumps(value)
     except RecursionError:
-        return "what is nested so deeply"
+        return "a deeply nested value"
     return text if len(text) <= 40 else f"{text[:40]}..."

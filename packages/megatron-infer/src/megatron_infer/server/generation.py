@@ -1,4 +1,4 @@
-"""The work of one request, in forward passes."""
+"""The generation for one request, one forward pass at a time."""
 
 from megatron_data import Tokenizer
 
@@ -12,15 +12,15 @@ from megatron_infer.server.job import Answer, Job, TextDelta
 
 
 class Generation:
-    """A request that runs: its cache, and the text of each prompt so far.
+    """A running request: its batch, and the text of each prompt so far.
 
     Args:
-        model: a whole model on any device.
-        tokenizer: of the model.
-        job: the request; pieces of text are handed to it as they become certain.
+        model: A whole model on any device.
+        tokenizer: The tokenizer of the model.
+        job: The request, which gets the pieces of text as they become final.
 
     Raises:
-        InferError: as for `generate_tokens`.
+        InferError: As for `generate_tokens`.
     """
 
     def __init__(self, model: AnyModel, tokenizer: Tokenizer, job: Job) -> None:
@@ -42,7 +42,7 @@ class Generation:
             )
 
     def step(self) -> Answer | None:
-        """Runs the model once; returns the answer if that was the last time.
+        """Runs the model once, and returns the answer after the last step.
 
         The caller puts the model in eval mode and disables gradients.
         """
@@ -83,7 +83,7 @@ class Generation:
         )
 
     def _segments(self, tokens: list[int]) -> list[str]:
-        """Returns the text of each token; a character of several tokens is the last one's."""
+        """Returns the text of each token; a character of several tokens belongs to the last one."""
         stream = TextStream(self._tokenizer)
         segments = [stream.push(token) for token in tokens]
         segments[-1] += stream.finish()

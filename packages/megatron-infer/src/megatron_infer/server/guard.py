@@ -1,4 +1,4 @@
-"""Who sends a request: the token, the Host header where there is none, and the address."""
+"""Checks of the sender of a request: its token, or without one the Host header; and its address."""
 
 import hmac
 import ipaddress
@@ -8,39 +8,40 @@ from megatron_infer.server.fields import RequestError
 from megatron_infer.server.settings import LOOPBACK_NAMES, ServerSettings
 
 OPEN_PATHS = frozenset(["/", "/page.js", "/page.css", "/health"])
-"""Answered without a token: the page's files, which say nothing about the model, and the health."""
+"""Paths that need no token. They do not describe the model."""
 
 SCHEME = "Bearer "
 
 
 def check_credentials(path: str, host: str, authorization: str, settings: ServerSettings) -> None:
-    """Checks by the head of a request whether it is answered.
+    """Checks whether a request may be processed, given its head.
 
     Args:
-        path: path of the request.
-        host: its Host header, or an empty string.
-        authorization: its Authorization header, or an empty string; several are joined by commas.
-        settings: of the server.
+        path: The path of the request.
+        host: The Host header, or an empty string.
+        authorization: The Authorization header, or an empty string; several are joined by commas.
+        settings: The settings of the server.
 
     Raises:
-        RequestError: status 401 if the token is missing or is not exactly the server's; 403 if the
-            server has no token and the Host header names another server.
+        RequestError: Status 401 if the token is missing or wrong; 403 if the server has no token
+            and the Host header names another server.
     """
     if settings.token is None:
-        # Another site's name that resolves to this machine would make its page one of ours.
+        # Prevents DNS rebinding: a page of another site whose name resolves to this machine.
         if not _is_ours(host, settings):
-            raise RequestError(403, "the Host header is not this server's; ask for localhost")
+            raise RequestError(403, "the Host header does not name this server; use localhost")
         return
     expected = f"{SCHEME}{settings.token}".encode()
-    # Constant time: how long it takes does not tell how much of a guess is right.
+    # Compared in constant time, so that the duration does not reveal a partial match.
     if path not in OPEN_PATHS and not hmac.compare_digest(authorization.encode(), expected):
         raise RequestError(401, "send the header Authorization: Bearer TOKEN")
 
 
 def client_id(address: str | None) -> str:
-    """Returns the name under which an address shares the model with others.
+    """Returns the identifier of the client of an address, for fair scheduling.
 
-    A network of IPv6 (the first 64 bits) is one client, because a single machine has all of it.
+    An IPv6 network (the first 64 bits) is one client, because a single machine usually has all of
+    it.
     """
     try:
         found = ipaddress.ip_address((address or "").partition("%")[0])
@@ -54,6 +55,6 @@ def client_id(address: str | None) -> str:
 
 
 def _is_ours(host: str, settings: ServerSettings) -> bool:
-    """Returns whether a Host header, which may end in a port, names this machine."""
+    """Returns whether a Host header, with or without a port, names this machine."""
     name = re.sub(r":[0-9]*\Z", "", host.lower())
     return name in {"", *LOOPBACK_NAMES, settings.host.lower(), f"[{settings.host.lower()}]"}

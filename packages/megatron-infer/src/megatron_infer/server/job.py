@@ -1,4 +1,4 @@
-"""A request on its way through the server, and what becomes of it."""
+"""A request in the server and the events that it produces."""
 
 import queue
 import threading
@@ -9,12 +9,12 @@ from typing import Any
 from megatron_infer.server.fields import GenerateRequest, RequestError
 
 POLL_SECONDS = 0.1
-"""How often a waiting handler looks whether its client is still there."""
+"""The interval at which a waiting handler checks whether its client is connected."""
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """Text that one prompt's continuation has grown by."""
+    """New text of the continuation of one prompt."""
 
     index: int
     text: str
@@ -22,10 +22,11 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished request.
+    """The result of a request.
 
-    ``text`` holds each prompt with its continuation, ``segments`` and ``tokens`` the same in
-    tokens, ``logprobs`` the log-probability of every token but the first of each, or None.
+    ``text`` has each prompt with its continuation; ``segments`` and ``tokens`` have the same as
+    texts and ids of tokens. ``logprobs`` has the log-probability of every token but the first of
+    each prompt, or is None.
     """
 
     text: list[str]
@@ -40,13 +41,13 @@ class Answer:
 
 
 class Job:
-    """One request on its way through the service.
+    """A request in the service.
 
     Attributes:
-        request: what is asked for.
-        client: who asks; clients share the model equally.
+        request: The parsed request.
+        client: The identifier of the client. Clients share the model equally.
         requests_ahead: The number of requests that come first; 0 if this one starts at once.
-        tokens: of each prompt, empty until they are encoded.
+        tokens: The tokens of each prompt; empty until they are encoded.
     """
 
     def __init__(self, request: GenerateRequest, client: str) -> None:
@@ -59,16 +60,16 @@ class Job:
 
     @property
     def ready(self) -> bool:
-        """Whether the generation may begin."""
+        """Whether generation can start."""
         return bool(self.tokens)
 
     def events(self, client_is_gone: Callable[[], bool]) -> Iterator[TextDelta | Answer | None]:
-        """Yields pieces of text and at last the answer; None when nothing happened for a moment.
+        """Yields pieces of text and finally the answer; None when nothing happened for a moment.
 
-        Ends early, and ends the generation, if the client is gone.
+        Stops and cancels the generation if the client is gone.
 
         Raises:
-            RequestError: the generation failed or the server stopped.
+            RequestError: The generation failed or the server stopped.
         """
         try:
             while not client_is_gone():
@@ -86,7 +87,7 @@ class Job:
             self.cancel()
 
     def cancel(self) -> None:
-        """Marks the answer as no longer wanted; the generation ends with its next token."""
+        """Cancels the request. Generation ends after its current step."""
         self._cancelled.set()
 
     @property
@@ -95,5 +96,5 @@ class Job:
         return self._cancelled.is_set()
 
     def put(self, event: TextDelta | Answer | RequestError) -> None:
-        """Hands an event to the reader of the job."""
+        """Adds an event for the reader of the job."""
         self._events.put(event)

@@ -1,4 +1,4 @@
-"""The OpenAPI document of a server. The tests send what it describes, and what it forbids."""
+"""The OpenAPI document of a server. The tests send requests that it allows and that it forbids."""
 
 from typing import Any
 
@@ -6,40 +6,39 @@ from megatron_infer._version import __version__
 from megatron_infer.server.fields import request_schema
 
 REFUSALS = {
-    "400": "The body is not what the schema says, or does not fit the model; the message names the "
-    "field.",
+    "400": "The body does not match the schema or the model. The message names the field.",
     "408": "The request did not arrive in time.",
     "413": "The body is too long.",
     "415": "The content type is not application/json.",
-    "429": "Too many requests are waiting; try again after the seconds in Retry-After.",
+    "429": "Too many requests are waiting. Try again after the seconds in Retry-After.",
     "431": "The headers are too long.",
     "500": "The generation failed.",
     "503": "The server is stopping or out of memory.",
 }
 UNAUTHORIZED = "The token is missing or wrong."
-FOREIGN = "The Host header is not this server's."
+FOREIGN = "The Host header does not name this server."
 
 EXAMPLE = {"prompts": ["Hello world"], "tokens_to_generate": 1}
 
 
 def openapi_document(positions: int, *, needs_token: bool) -> dict[str, Any]:
-    """Returns the document for a model with that many positions."""
+    """Returns the document for a model with ``positions`` positions."""
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "megatron-infer",
             "version": __version__,
-            "description": "Text generation by one model. PUT /api has the fields, ranges and "
+            "description": "Text generation with one model. PUT /api has the fields, ranges and "
             "answers of Megatron-LM's text generation server.",
         },
         "paths": {
             "/api": {"put": _generation("generate", "Continue texts", _json("Answer"))},
             "/api/stream": {
                 "post": _generation(
-                    "stream", "Continue texts and send them while they grow", _events()
+                    "stream", "Continue texts and stream the continuations", _events()
                 )
             },
-            "/info": {"get": _reading("info", "What model this is", _json("Info"))},
+            "/info": {"get": _reading("info", "Description of the model", _json("Info"))},
             "/openapi.json": {
                 "get": _reading(
                     "openapi",
@@ -78,24 +77,25 @@ def _schemas(positions: int) -> dict[str, Any]:
                 "segments": {
                     "type": "array",
                     "items": strings,
-                    "description": "The same, the text of each token.",
+                    "description": "The text of each token of `text`.",
                 },
                 "tokens": {
                     "type": "array",
                     "items": {"type": "array", "items": {"type": "integer"}},
-                    "description": "The same, the number of each token.",
+                    "description": "The id of each token of `text`.",
                 },
                 "logprobs": {
                     "type": ["array", "null"],
                     "items": {"type": "array", "items": {"type": "number", "maximum": 0}},
-                    "description": "Log-probability of each token but the first; null if not "
-                    "asked for.",
+                    "description": "Log-probability of each token but the first; null unless "
+                    "requested.",
                 },
                 "finish_reasons": {
                     "type": "array",
                     "items": {"enum": ["stop", "length", "positions"]},
-                    "description": "Why each ended: with its document (stop), at "
-                    "tokens_to_generate (length), or with the model's positions.",
+                    "description": "Why each continuation ended: the document ended (stop), "
+                    "tokens_to_generate was reached (length), or the model has no more positions "
+                    "(positions).",
                 },
             },
         },
@@ -107,7 +107,7 @@ def _schemas(positions: int) -> dict[str, Any]:
                 "model": {"type": "string"},
                 "parameters": {
                     "type": "integer",
-                    "description": "number of parameters, without padding of the vocabulary",
+                    "description": "Number of parameters, without padding of the vocabulary.",
                 },
                 "positions": {"type": "integer"},
                 "vocabulary": {"type": "integer"},
@@ -142,7 +142,7 @@ def _generation(name: str, summary: str, content: dict[str, Any]) -> dict[str, A
         "summary": summary,
         "requestBody": {"required": True, "content": body},
         "responses": {
-            "200": {"description": "What was generated.", "content": content},
+            "200": {"description": "The generated text.", "content": content},
             **{status: _refusal(meaning) for status, meaning in REFUSALS.items()},
         },
     }
@@ -157,7 +157,7 @@ def _reading(name: str, summary: str, content: dict[str, Any]) -> dict[str, Any]
 
 
 def _health() -> dict[str, Any]:
-    operation = _reading("health", "Whether requests are answered", _json("Health"))
+    operation = _reading("health", "Whether the server accepts requests", _json("Health"))
     operation["responses"]["503"] = {
         "description": "The server is stopping.",
         "content": _json("Health"),
@@ -166,7 +166,7 @@ def _health() -> dict[str, Any]:
 
 
 def _page() -> dict[str, Any]:
-    return _reading("page", "A page to try the model", {"text/html": {"schema": {}}})
+    return _reading("page", "A page for trying the model", {"text/html": {"schema": {}}})
 
 
 def _events() -> dict[str, Any]:
@@ -174,9 +174,10 @@ def _events() -> dict[str, Any]:
         "text/event-stream": {
             "schema": {
                 "type": "string",
-                "description": 'Server-sent events. First `waiting`: {"ahead": requests before '
-                'this one, 0 if it begins at once}. Then `text`: {"index": prompt, "text": what it '
-                "has grown by}. Last comes `done` with an Answer, or `failed` with a Refusal.",
+                "description": 'Server-sent events. First `waiting`: {"ahead": number of requests '
+                'before this one, 0 if it starts at once}. Then `text`: {"index": index of the '
+                'prompt, "text": new text}. Finally `done` with an Answer, or `failed` with a '
+                "Refusal.",
             }
         }
     }

@@ -1,4 +1,4 @@
-"""Running the application in waitress, and stopping it."""
+"""Running the application in waitress until a signal stops it."""
 
 import contextlib
 import logging
@@ -29,20 +29,20 @@ def serve(
     *,
     on_ready: Callable[[str], object] = lambda url: None,
 ) -> None:
-    """Answers requests until SIGTERM or Ctrl-C; to be called in the main thread.
+    """Serves requests until SIGTERM or Ctrl-C. Call it in the main thread.
 
     After SIGTERM new requests are refused, and accepted ones have ``settings.grace_seconds`` to
-    finish. After Ctrl-C they end at once. Either way every client gets an answer.
+    finish. After Ctrl-C they end at once. In both cases every client gets a response.
 
     Args:
-        app: of `create_app`.
-        service: the app's.
-        settings: the app's.
+        app: The application that `create_app` returned.
+        service: The service of the application.
+        settings: The settings of the application.
         listener: A listening socket, as `listen` returns it.
-        on_ready: Called with the URL of the server once it answers.
+        on_ready: Called with the URL of the server once it accepts requests.
 
     Raises:
-        KeyboardInterrupt: it was Ctrl-C.
+        KeyboardInterrupt: The server was stopped with Ctrl-C.
     """
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     server = make_server(app, settings, listener)
@@ -74,10 +74,10 @@ def serve(
 
 
 def _first(signals: "SimpleQueue[int]") -> int:
-    """Waits for a signal.
+    """Waits for a signal and returns its number.
 
-    Of two that come together another thread may take both, and this one, which has to run their
-    handlers, is not woken: so it looks up now and then.
+    If two signals arrive together, another thread may receive both without waking this one, which
+    has to run their handlers. The wait therefore polls.
     """
     while True:
         try:
@@ -87,7 +87,7 @@ def _first(signals: "SimpleQueue[int]") -> int:
 
 
 def _flush(server: Any) -> None:
-    """Waits until every response is on its way, a moment at most."""
+    """Waits until all responses are sent, for at most ``FLUSH_SECONDS``."""
     end = time.monotonic() + FLUSH_SECONDS
     while time.monotonic() < end:
         if not any(channel.requests or channel.total_outbufs_len for channel in _channels(server)):
@@ -96,9 +96,9 @@ def _flush(server: Any) -> None:
 
 
 def _close(server: Any) -> None:
-    """Lets the thread that waits for the server's sockets close them.
+    """Closes the server's sockets in the thread that waits for them.
 
-    Closed under its hands, they end it with a traceback.
+    If another thread closed them, the waiting thread would end with a traceback.
     """
     closed = threading.Event()
 
@@ -106,7 +106,7 @@ def _close(server: Any) -> None:
         server.close()
         closed.set()
 
-    with contextlib.suppress(OSError):  # somebody else woke it, and it is closed
+    with contextlib.suppress(OSError):  # the thread was woken otherwise and has closed them
         server.trigger.pull_trigger(close)
     closed.wait(FLUSH_SECONDS)
 

@@ -1,7 +1,7 @@
-"""Which request runs next, and which waits. Nothing here imports torch.
+"""Scheduling of requests. This module does not import torch.
 
-Requests that run take turns, one forward pass each. Passes, places to run and places to wait are
-shared out among clients, not among requests: who sends many waits for many.
+Running requests take turns, one forward pass each. Passes, running slots and waiting slots are
+shared equally among clients, not among requests.
 """
 
 from collections import Counter
@@ -13,18 +13,18 @@ from megatron_infer.server.job import Job
 
 
 class Scheduler:
-    """The queue of a server and the requests that run; not safe for several threads.
+    """The queue of waiting requests and the running requests. It is not thread-safe.
 
-    - A place to run goes to the client with the fewest requests running, and among those to the
-      request that came first. With two or more places no client has all of them.
-    - The next pass goes to the client whose last one was longest ago, and among its requests to the
-      one whose last pass was.
-    - When all places to wait are taken, a newcomer takes the place of the newest request of the
-      client with the most requests, if that leaves that client with no fewer than the newcomer's.
+    - A running slot goes to the client with the fewest running requests, and among these to the
+      earliest request. With two or more slots, no client gets all of them.
+    - The next pass goes to the client whose last pass is longest ago, and among its requests to the
+      one whose last pass is.
+    - When all waiting slots are taken, a new request replaces the newest request of the client with
+      the most requests, if that client still has at least as many as the new request's client.
 
     Args:
-        max_running: requests that run at once; each holds its cache.
-        max_waiting: requests that wait beyond those.
+        max_running: The largest number of running requests; each has a cache.
+        max_waiting: The largest number of waiting requests.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
@@ -42,29 +42,29 @@ class Scheduler:
         return iter([*self.running, *self.waiting])
 
     def requests_ahead(self, client: str) -> int:
-        """Returns how many requests come before a new one of a client; 0 if it begins at once."""
+        """Returns how many requests precede a new one of a client; 0 if it would start at once."""
         return 0 if not self.waiting and self._can_run(client) else len(self)
 
     def add(self, request: Job) -> Job | None:
         """Queues a request.
 
         Returns:
-            The request that has lost its place to it, or None.
+            The request that it replaces, or None.
 
         Raises:
-            queue.Full: all places are taken, and no other client has a larger share.
+            queue.Full: All slots are taken, and no other client has a larger share.
         """
         evicted = None
         if len(self) >= self._capacity:
             evicted = self._largest_share(request.client)
             if evicted is None:
-                raise Full(f"{len(self)} requests came before and all places are taken")
+                raise Full(f"{len(self)} requests are running or waiting, which is the limit")
             self.waiting.remove(evicted)
         self.waiting.append(request)
         return evicted
 
     def start(self) -> None:
-        """Lets as many requests run as there are places."""
+        """Starts as many waiting requests as there are running slots."""
         while candidates := [
             one for one in self.waiting if one.ready and self._can_run(one.client)
         ]:
@@ -74,7 +74,7 @@ class Scheduler:
             self.running.append(chosen)
 
     def next_job(self) -> Job | None:
-        """Returns the request whose pass is next, and counts that pass; None if nothing runs."""
+        """Returns the request of the next pass and counts that pass; None if nothing runs."""
         if not self.running:
             return None
         chosen = min(
@@ -84,7 +84,7 @@ class Scheduler:
         return chosen
 
     def remove(self, request: Job) -> None:
-        """Forgets a request, if it is here."""
+        """Removes a request if it is present."""
         for held in (self.running, self.waiting):
             if request in held:
                 held.remove(request)
@@ -99,7 +99,7 @@ class Scheduler:
         return held < max(1, self._max_running - 1)
 
     def _largest_share(self, client: str) -> Job | None:
-        """Returns the newest waiting request of the client with the most, if that is fair."""
+        """Returns the request that a new one of ``client`` may replace, or None."""
         held = Counter(one.client for one in self)
         waiting = [one for one in reversed(self.waiting) if held[one.client] > held[client] + 1]
         return max(waiting, key=lambda one: held[one.client], default=None)

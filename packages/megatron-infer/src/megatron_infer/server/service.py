@@ -1,7 +1,7 @@
-"""One thread that generates, and the requests that take turns in it.
+"""The service that runs the model in one thread and schedules requests.
 
-Handlers of connections hand in a request, get a `Job` and read its events. Each request that runs
-is a batch of its own; which one's forward pass is next is decided by `Scheduler`.
+Connection handlers submit a request, get a `Job` and read its events. Each running request has its
+own batch. `Scheduler` decides which one runs the next forward pass.
 """
 
 import logging
@@ -27,11 +27,13 @@ class GenerationService:
     """A model, its tokenizer, and the thread in which the model runs.
 
     Args:
-        model: a whole model on any device; in eval mode until the service is closed.
-        tokenizer: of the model.
-        max_tokens_per_request: number of prompts times the longest prompt and continuation.
-        max_running: requests that take turns; each of them holds its cache.
-        max_waiting: requests that wait while that many run.
+        model: A whole model on any device. It stays in eval mode until the service is closed.
+        tokenizer: The tokenizer of the model.
+        max_tokens_per_request: The limit for the number of prompts times the length of the longest
+            prompt with its continuation. Defaults to 12000.
+        max_running: The largest number of requests that take turns; each has a cache. Defaults to
+            4.
+        max_waiting: The largest number of requests that wait. Defaults to 64.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class GenerationService:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens_per_request
         self._scheduler = Scheduler(max_running, max_waiting)
-        self._generations: dict[Job, Generation] = {}  # of those that run; the thread's own
+        self._generations: dict[Job, Generation] = {}  # of running jobs; used by the thread only
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="generation", daemon=True)
@@ -56,17 +58,17 @@ class GenerationService:
 
     @property
     def positions(self) -> int:
-        """How many tokens a prompt and its continuation may have together."""
+        """The largest number of tokens of a prompt and its continuation."""
         return self._positions
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are accepted and the generating thread lives."""
+        """Whether requests are accepted and the generating thread runs."""
         return self._thread.is_alive() and not self._closing
 
     @property
     def unfinished(self) -> int:
-        """Requests that run or wait."""
+        """The number of requests that run or wait."""
         with self._changed:
             return len(self._scheduler)
 
@@ -74,12 +76,13 @@ class GenerationService:
         """Queues a request and checks it against the model.
 
         Args:
-            request: what is asked for.
-            client: who asks. Clients get equal shares, whatever the number of their requests.
+            request: The request.
+            client: The identifier of the client. Clients get equal shares, independent of their
+                number of requests.
 
         Raises:
-            RequestError: 400 if it does not fit the model or the limits, 429 if too many wait, 503
-                if the service is stopping.
+            RequestError: 400 if the request does not fit the model or the limits, 429 if too many
+                requests wait, 503 if the service is stopping.
         """
         job = Job(request, client)
         with self._changed:
@@ -94,12 +97,14 @@ class GenerationService:
             if evicted is not None:
                 evicted.cancel()
                 evicted.put(
-                    RequestError(429, "other clients have a turn before this request; try later")
+                    RequestError(
+                        429, "the queue is full and other clients have priority; try later"
+                    )
                 )
-        # The place is taken first: so many requests are encoded at once and no more.
+        # The request is queued before it is encoded, which limits concurrent encodings.
         try:
             tokens = self._encode(request)
-        except BaseException:  # whatever it is, the place in the queue is given back
+        except BaseException:  # any error removes the request from the queue
             job.cancel()
             raise
         finally:
@@ -112,7 +117,7 @@ class GenerationService:
         return job
 
     def close(self, grace_seconds: float = 0.0) -> None:
-        """Accepts nothing more, give accepted requests some time, then ends what still runs."""
+        """Refuses new requests, gives accepted ones some time, then cancels the rest."""
         deadline = time.monotonic() + grace_seconds
         with self._changed:
             self._closing = True
@@ -127,7 +132,7 @@ class GenerationService:
         self._thread.join(timeout=5.0)
 
     def _encode(self, request: GenerateRequest) -> list[list[int]]:
-        """Returns the prompts' tokens."""
+        """Returns the tokens of the prompts."""
         try:
             prompts = self._tokenizer.encode_batch(request.prompts)
         except DataError as error:
@@ -136,33 +141,34 @@ class GenerationService:
             start = self._tokenizer.bos_id
             if start is None:
                 raise RequestError(
-                    400, "add_BOS: this model's tokenizer has no token that begins a text"
+                    400, "add_BOS: the tokenizer of this model has no begin-of-text token"
                 )
             prompts = [[start, *tokens] for tokens in prompts]
         new = request.tokens_to_generate
         for place, tokens in enumerate(prompts):
             if not tokens:
-                raise RequestError(400, f"prompts[{place}] has no tokens: nothing to continue")
+                raise RequestError(400, f"prompts[{place}] has no tokens; it needs at least one")
             if len(tokens) + new > self.positions:
                 raise RequestError(
                     400,
                     f"prompts[{place}] has {len(tokens)} tokens, tokens_to_generate is {new}, and "
-                    f"the model has {self.positions} positions: shorten one of them",
+                    f"the model has {self.positions} positions; use a shorter prompt or generate "
+                    "less",
                 )
-        # Every prompt has a place in the cache that is as long as the longest needs.
+        # The cache has a slot for every prompt, as long as the longest needs.
         longest = max(map(len, prompts))
         held = len(prompts) * (longest + new)
         if held > self._max_tokens:
             raise RequestError(
                 400,
-                f"prompts of up to {longest} tokens with tokens_to_generate {new} hold "
-                f"{len(prompts)} * ({longest} + {new}) = {held} tokens, {self._max_tokens} are "
-                "allowed in a request: send fewer or shorter prompts, or ask for less",
+                f"prompts of up to {longest} tokens with tokens_to_generate {new} need "
+                f"{len(prompts)} * ({longest} + {new}) = {held} tokens, but the limit of a request "
+                f"is {self._max_tokens}; send fewer or shorter prompts, or generate less",
             )
         return prompts
 
     def _work(self) -> None:
-        """Answers requests until the service is closed."""
+        """Processes requests until the service is closed."""
         with evaluating(self._model), torch.no_grad():
             while (job := self._next()) is not None:
                 outcome = self._step(job)
@@ -174,7 +180,7 @@ class GenerationService:
                         self._changed.notify_all()
 
     def _next(self) -> Job | None:
-        """Waits for a request whose turn it is; None once the service is closed."""
+        """Waits for the next request to run; returns None once the service is closed."""
         with self._changed:
             while True:
                 self._remove_cancelled()
@@ -192,7 +198,7 @@ class GenerationService:
                 self._scheduler.remove(job)
 
     def _step(self, job: Job) -> Answer | RequestError | None:
-        """Runs the model once for a request; returns what ends it, if anything does."""
+        """Runs the model once for a request; returns its answer or error when it ends."""
         try:
             if job not in self._generations:
                 self._generations[job] = Generation(self._model, self._tokenizer, job)
@@ -200,9 +206,9 @@ class GenerationService:
         except InferError as error:
             log.error("a generation failed: %s", error)
             return RequestError(500, str(error))
-        except Exception as error:  # a bug, but for memory; the thread lives for the others
+        except Exception as error:  # out of memory or a bug; other requests continue
             if is_out_of_memory(error):
                 log.error("a generation ran out of memory")
-                return RequestError(503, "out of memory: send fewer or shorter prompts")
+                return RequestError(503, "out of memory; send fewer or shorter prompts")
             log.exception("a generation failed")
-            return RequestError(500, "internal error; the server's log says more")
+            return RequestError(500, "internal error; see the log of the server")

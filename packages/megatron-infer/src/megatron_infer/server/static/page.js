@@ -1,24 +1,24 @@
 "use strict";
 
-const at = (id) => document.getElementById(id);
+const byId = (id) => document.getElementById(id);
 const NUMBERS = ["tokens_to_generate", "temperature", "top_k", "top_p", "random_seed"];
-let running = null; // AbortController of the generation under way
+let running = null; // AbortController of the running generation
 
-function say(text, wrong = false) {
-  at("status").textContent = text;
-  at("status").classList.toggle("wrong", wrong);
+function showStatus(text, isError = false) {
+  byId("status").textContent = text;
+  byId("status").classList.toggle("wrong", isError);
 }
 
 function headers() {
-  const token = at("token").value;
+  const token = byId("token").value;
   return token ? { Authorization: "Bearer " + token } : {};
 }
 
 async function refusal(response) {
   if (response.status === 401) {
-    at("token-field").hidden = false;
-    at("token").focus();
-    return "this server needs its access token";
+    byId("token-field").hidden = false;
+    byId("token").focus();
+    return "this server needs an access token";
   }
   try {
     return (await response.json()).message;
@@ -28,9 +28,9 @@ async function refusal(response) {
 }
 
 function body() {
-  const result = { prompts: [at("prompt").value] };
+  const result = { prompts: [byId("prompt").value] };
   for (const name of NUMBERS) {
-    if (at(name).value !== "") result[name] = Number(at(name).value);
+    if (byId(name).value !== "") result[name] = Number(byId(name).value);
   }
   return JSON.stringify(result);
 }
@@ -56,18 +56,18 @@ async function* events(stream) {
 
 const ENDINGS = {
   stop: "the document ended",
-  length: "as many tokens as asked for",
+  length: "the requested number of tokens was generated",
   positions: "the model has no more positions",
 };
 
 async function generate() {
   if (running) return;
   running = new AbortController();
-  at("generate").disabled = true;
-  at("stop").disabled = false;
-  at("given").textContent = at("prompt").value;
-  at("grown").textContent = "";
-  say("waiting");
+  byId("generate").disabled = true;
+  byId("stop").disabled = false;
+  byId("given").textContent = byId("prompt").value;
+  byId("grown").textContent = "";
+  showStatus("waiting");
   const started = performance.now();
   try {
     const response = await fetch("api/stream", {
@@ -77,31 +77,31 @@ async function generate() {
       signal: running.signal,
     });
     if (!response.ok) {
-      say(await refusal(response), true);
+      showStatus(await refusal(response), true);
       return;
     }
     let ended = false;
     for await (const [name, data] of events(response.body)) {
-      if (name === "waiting" && data.ahead > 0) say("waiting behind " + data.ahead);
+      if (name === "waiting" && data.ahead > 0) showStatus("waiting behind " + data.ahead);
       if (name === "text") {
-        at("grown").append(data.text);
-        say("generating");
+        byId("grown").append(data.text);
+        showStatus("generating");
       }
-      if (name === "failed") say(data.message, true);
+      if (name === "failed") showStatus(data.message, true);
       if (name === "done") {
         const seconds = ((performance.now() - started) / 1000).toFixed(1);
-        say("done in " + seconds + " s: " + ENDINGS[data.finish_reasons[0]]);
+        showStatus("done in " + seconds + " s: " + ENDINGS[data.finish_reasons[0]]);
       }
       ended = ended || name === "failed" || name === "done";
     }
-    if (!ended) say("the server went away", true);
+    if (!ended) showStatus("the connection to the server was lost", true);
   } catch (error) {
-    if (error.name === "AbortError") say("stopped");
-    else say("the server cannot be reached", true);
+    if (error.name === "AbortError") showStatus("stopped");
+    else showStatus("the server cannot be reached", true);
   } finally {
     running = null;
-    at("generate").disabled = false;
-    at("stop").disabled = true;
+    byId("generate").disabled = false;
+    byId("stop").disabled = true;
   }
 }
 
@@ -113,33 +113,33 @@ async function describe() {
   try {
     const response = await fetch("info", { headers: headers() });
     if (!response.ok) {
-      say(await refusal(response), true);
+      showStatus(await refusal(response), true);
       return;
     }
     const info = await response.json();
     const size = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
-    at("model").textContent =
+    byId("model").textContent =
       `${info.model} · ${size.format(info.parameters)} parameters · ` +
       `${info.positions} positions · ${info.dtype} on ${info.device}`;
-    at("tokens_to_generate").max = info.positions;
-    if (Number(at("tokens_to_generate").value) * 2 > info.positions) {
-      at("tokens_to_generate").value = Math.max(1, Math.floor(info.positions / 2));
+    byId("tokens_to_generate").max = info.positions;
+    if (Number(byId("tokens_to_generate").value) * 2 > info.positions) {
+      byId("tokens_to_generate").value = Math.max(1, Math.floor(info.positions / 2));
     }
-    say("");
+    showStatus("");
   } catch {
-    say("the server cannot be reached", true);
+    showStatus("the server cannot be reached", true);
   }
 }
 
-at("form").addEventListener("submit", (event) => {
+byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
   generate();
 });
-at("stop").addEventListener("click", stop);
-at("token").addEventListener("change", describe);
+byId("stop").addEventListener("click", stop);
+byId("token").addEventListener("change", describe);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) at("form").requestSubmit();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("form").requestSubmit();
 });
-at("prompt").focus();
+byId("prompt").focus();
 describe();
