@@ -1,7 +1,7 @@
-"""Combined 1F1B: while rows of one micro-batch are under way, another one computes. On real ranks.
+"""Combined 1F1B on real ranks: while rows of one micro-batch are in flight, another one computes.
 
-A stage is a few layers whose rows go to the next rank of `ep` and come back; everything that
-happens is written down.
+A stage has a few layers whose rows are sent to the next rank of `ep` and back. Every event is
+recorded.
 """
 
 import time
@@ -26,11 +26,11 @@ LAYOUTS = {
     "pp2 vpp2 ep2": ParallelLayout(pp=2, vpp=2, ep=2).resolve(4),
 }
 Event = tuple[str, str, int]
-"""What happened, in which kind of pass, of which micro-batch."""
+"""What happened, the kind of pass, and the micro-batch."""
 
 
 class Compute(torch.autograd.Function):
-    """Something to compute, which writes down that it runs."""
+    """A computation that records that it runs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, events: list[Event], number: int) -> Tensor:
@@ -45,7 +45,7 @@ class Compute(torch.autograd.Function):
 
 
 class Chunk(nn.Module):
-    """Layers of which each computes, sends rows away, computes there, and sends them back."""
+    """Layers that each compute, send rows, compute on the other rank, and send them back."""
 
     def __init__(self, mesh: Mesh, events: list[Event], trouble: Any = None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def batches(mesh: Mesh) -> list[dict[str, Any]]:
 
 
 def train(mesh: Mesh, schedule: str) -> tuple[list[Event], list[Any], list[Tensor]]:
-    """Events, trace, and loss with gradients of one step."""
+    """Returns events, trace, and loss with gradients of one step."""
     events: list[Event] = []
 
     def note(what: str, true: Any, route_of: Any) -> Any:
@@ -124,7 +124,7 @@ PLAIN = {"ep2": "1f1b", "pp2 ep2": "1f1b", "pp2 vpp2 ep2": "interleaved-1f1b"}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_another_micro_batch_computes_while_rows_are_under_way(
+def test_another_micro_batch_computes_while_rows_are_in_flight(
     worker_pool: WorkerPool, name: str
 ) -> None:
     layout = LAYOUTS[name]
@@ -137,7 +137,7 @@ def test_another_micro_batch_computes_while_rows_are_under_way(
         hidden, all_of_them = used(events)
         assert used(plain[rank][0])[0] == 0
         pairs = COUNT * layout.vpp - 2 * (layout.pp - 1 - stage) - (layout.vpp - 1) * layout.pp - 1
-        # A pair has 2 * LAYERS messages of each pass; only the last may end without company.
+        # A pair has 2 * LAYERS messages of each pass; only the last may not be hidden.
         assert all_of_them == 2 * 2 * LAYERS * COUNT * layout.vpp
         assert hidden >= pairs * (4 * LAYERS - 1) > 0
     # Ranks of one stage start and wait for the same messages in the same order.
@@ -149,7 +149,7 @@ def test_another_micro_batch_computes_while_rows_are_under_way(
 
 
 def used(events: list[Event]) -> tuple[int, int]:
-    """Messages during which another micro-batch had a turn, and all messages."""
+    """Returns the number of messages that another micro-batch hid, and of all messages."""
     hidden = count = 0
     for place, (what, kind, number) in enumerate(events):
         if what != "start":
@@ -161,7 +161,7 @@ def used(events: list[Event]) -> tuple[int, int]:
     return hidden, count
 
 
-def test_an_evaluation_takes_no_turns(worker_pool: WorkerPool) -> None:
+def test_an_evaluation_overlaps_nothing(worker_pool: WorkerPool) -> None:
     def evaluated(mesh: Mesh) -> tuple[float, float]:
         engine = built(mesh, [], "combined-1f1b")
         before = engine.evaluate(batches(mesh)[:3])["loss"]
@@ -174,7 +174,7 @@ def test_an_evaluation_takes_no_turns(worker_pool: WorkerPool) -> None:
 
 
 class Trouble(torch.autograd.Function):
-    """Does something in one pass of micro-batch 1."""
+    """Calls a function in one pass of micro-batch 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, number: int, kind: str, act: Any) -> Tensor:
@@ -191,12 +191,12 @@ class Trouble(torch.autograd.Function):
 
 
 def fail(rank: Rank, kind: str, how: str) -> tuple[str, float]:
-    """What this rank says when rank 1 is in trouble in the middle of a pair."""
+    """Returns this rank's error when rank 1 fails in the middle of a pair."""
 
     def act() -> None:
         if how == "raises":
             raise ValueError("rank 1 has had enough")
-        time.sleep(7)  # beyond the time-out, and what the other waits for reports
+        time.sleep(7)  # beyond the time-out, and beyond the other rank's wait for reports
 
     def trouble(x: Tensor, number: int) -> Tensor:
         if rank.rank != 1:
@@ -235,7 +235,7 @@ def test_trouble_in_either_pass_of_a_pair_ends_all_ranks_with_one_line(
         assert own == "ValueError: rank 1 has had enough"
 
 
-def test_a_dispatcher_that_waits_where_it_sends_takes_no_turns(single: Mesh) -> None:
+def test_a_dispatcher_that_waits_where_it_sends_overlaps_nothing(single: Mesh) -> None:
     unused: Any = None
     dispatcher = build_dispatcher("allgather", single, 4, RowOps(unused, unused, unused))
     tokens, experts = torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64)

@@ -143,9 +143,7 @@ def test_large_batches_are_even() -> None:
         (([1], 2, 1), "a capacity of 1 tokens on a rank is less than the multiple 2"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    arguments: tuple[list[int], int, int], said: str
-) -> None:
+def test_impossible_plans_are_refused(arguments: tuple[list[int], int, int], said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         plan_pool(*arguments)
 

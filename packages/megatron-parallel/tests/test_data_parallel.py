@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 def global_batch() -> tuple[Tensor, Tensor]:
-    """Tokens `[b, s]` and loss mask `[b, s - 1]`: rows 12 to 15 are masked altogether."""
+    """Returns tokens `[b, s]` and loss mask `[b, s - 1]`; rows 12 to 15 are fully masked."""
     generator = torch.Generator().manual_seed(9)
     tokens = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
     tokens[1, 2] = tokens[2, 0] = 0
@@ -86,7 +86,7 @@ def train_step(
     local_denominator: bool = False,
     steps: int = 1,
 ) -> dict[str, Tensor]:
-    """This rank's gradients of its contiguous part of the batch."""
+    """Returns this rank's gradients of its contiguous slice of the batch."""
     model = Model(dtype)
     buffers = GradientBuffers(
         model.named_parameters(),
@@ -115,7 +115,7 @@ def train_step(
 
 
 def difference(gradients: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """Largest relative difference of any gradient, as the project defines it."""
+    """Returns the largest relative difference of any gradient, as the project defines it."""
     assert list(gradients) == list(truth)
     everything = torch.cat([g.flatten() for g in truth.values()])
     floor = 1e-3 * everything.square().mean().sqrt()
@@ -134,7 +134,7 @@ def plain_gradients(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 4), (4, 1), (4, 2)])
-def test_ranks_together_have_the_gradient_of_one(
+def test_ranks_together_have_the_gradient_of_one_rank(
     worker_pool: WorkerPool, ranks: int, micro_batches: int, size: int
 ) -> None:
     layout = ParallelLayout(dp=ranks)
@@ -152,7 +152,7 @@ def test_every_way_of_signalling_gives_the_same(worker_pool: WorkerPool, signal:
     assert difference(results[1], plain_gradients()) < 1e-12
 
 
-def test_the_next_step_starts_from_nothing(worker_pool: WorkerPool) -> None:
+def test_the_next_step_starts_without_gradients(worker_pool: WorkerPool) -> None:
     def two(mesh: Mesh) -> float:
         return difference(train_step(mesh, 150, 2, steps=3), train_step(mesh, 150, 2, steps=1))
 
@@ -160,8 +160,8 @@ def test_the_next_step_starts_from_nothing(worker_pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_tensor_and_context_ranks_are_told_apart(worker_pool: WorkerPool, tp: int) -> None:
-    """Sums go over data and context ranks, not over tensor ranks."""
+def test_tensor_and_context_ranks_are_distinguished(worker_pool: WorkerPool, tp: int) -> None:
+    """Gradients are summed over data and context ranks, not over tensor ranks."""
 
     def ranks_in_sum(mesh: Mesh) -> float:
         weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
@@ -244,7 +244,7 @@ def test_an_average_of_averages_shows(worker_pool: WorkerPool) -> None:
 
 
 def tied_step(mesh: Mesh) -> tuple[Tensor, Tensor, list[str]]:
-    """A weight that first and last stage use in different ways, and one of the stage alone."""
+    """Uses a weight that first and last stage use in different ways, and one of one stage."""
     stage, sample = mesh.axis("pp").index, mesh.axis("dp").index
     tied = nn.Parameter(torch.arange(1.0, 6.0, dtype=torch.float64))
     own = nn.Parameter(torch.ones(2, dtype=torch.float64))
@@ -336,7 +336,7 @@ def test_gradients_of_bf16_parameters_are_added_up_in_fp32(worker_pool: WorkerPo
 
 
 def second_step(mesh: Mesh, dtype: torch.dtype, *, sharded: bool) -> dict[str, Tensor]:
-    """Gradients of a step that reaches `a` alone, after one that reached `a` and `b`."""
+    """Returns gradients of a step that reaches `a` alone, after one that reached `a` and `b`."""
     weights = {name: nn.Parameter(torch.ones(64, dtype=dtype)) for name in "ab"}
     config = DataParallelConfig(use_distributed_optimizer=sharded)
     buffers = GradientBuffers(weights, dict.fromkeys(weights, Sharding((64,))), mesh, config)
@@ -365,7 +365,7 @@ def test_a_gradient_that_the_second_step_does_not_reach_is_zero(
             assert found["a"].eq(ranks).all() and not found["b"].any()
 
 
-def test_split_backward_passes_of_bf16_parameters_are_absorbed(single: Mesh) -> None:
+def test_split_backward_passes_of_bf16_parameters_are_collected(single: Mesh) -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     buffers = GradientBuffers({"w": weight}, {"w": Sharding((3,))}, single)
     for value in (1.0, 2.0**-9, 2.0**-9):
@@ -378,7 +378,7 @@ def test_split_backward_passes_of_bf16_parameters_are_absorbed(single: Mesh) -> 
 
 
 def test_mixed_precision_equals_fp32_sums_of_its_own_gradients(worker_pool: WorkerPool) -> None:
-    """Against a loop that keeps each micro-batch's bf16 gradient and adds them up itself."""
+    """Compares with a loop that saves each micro-batch's bf16 gradient and sums them in fp32."""
 
     def by_hand(mesh: Mesh) -> dict[str, Tensor]:
         model = Model(torch.bfloat16)
@@ -476,7 +476,7 @@ def test_gradients_are_views_of_the_buckets_and_of_grad(worker_pool: WorkerPool)
 
 
 class _Watch(torch.autograd.Function):
-    """Identity whose backward pass waits until a condition holds, a minute at most."""
+    """Identity whose backward pass waits until a condition holds, at most a minute."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, condition: Callable[[], bool], seen: list[float]) -> Tensor:
@@ -508,7 +508,7 @@ def test_gradients_of_experts_are_summed_over_ranks_with_the_same_experts() -> N
     assert ranks == {"dense": (0, 1, 2, 3), "experts": (0, 2)}
 
 
-def test_sums_are_there_before_the_backward_pass_has_ended(worker_pool: WorkerPool) -> None:
+def test_sums_complete_before_the_backward_pass_has_ended(worker_pool: WorkerPool) -> None:
     def overlapping(mesh: Mesh) -> tuple[list[bool], list[tuple[str, ...]]]:
         layers = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(3))).double()
         buffers = GradientBuffers(
@@ -523,7 +523,7 @@ def test_sums_are_there_before_the_backward_pass_has_ended(worker_pool: WorkerPo
             last = number == 1
             buffers.begin(last=last)
             hidden = layers[0](x)
-            # The first layer's backward pass does not begin before both other sums are complete.
+            # The first layer's backward pass starts only after both other sums are complete.
             done = (lambda: all(b.done for b in buffers.buckets[:2])) if last else (lambda: True)
             hidden = _Watch.apply(hidden, done, seen)
             layers[2](layers[1](hidden)).square().sum().backward()
@@ -560,7 +560,7 @@ def test_ranks_that_use_different_parameters_start_sums_in_one_order(
 # -- mistakes ----------------------------------------------------------------------------------
 
 
-def test_calls_out_of_turn_are_refused(single: Mesh) -> None:
+def test_calls_in_the_wrong_order_are_refused(single: Mesh) -> None:
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     buffers = GradientBuffers({"w": weight}, {"w": Sharding((2,))}, single)
     with pytest.raises(LayoutError, match=r"not summed yet: call finish\(\)"):

@@ -1,4 +1,4 @@
-"""Where each gradient lies: boundaries, order and padding, from shapes alone."""
+"""Boundaries, order and padding of buckets, from shapes alone."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def test_a_tied_weight_has_a_bucket_of_its_own() -> None:
     assert names(plans) == [["b", "a"], ["embedding"]]
     assert [bucket.tied for bucket in plans] == [False, True]
     alone = plan(tensors(embedding=30), 10**6, embedding=Sharding((30,), tied=True))
-    assert alone == plans[1:]  # the other stage, which has other neighbours, cuts it alike
+    assert alone == plans[1:]  # the other stage, with other neighbours, has an equal bucket
 
 
 def test_partial_gradients_of_all_layers_share_a_bucket() -> None:
@@ -69,7 +69,7 @@ def test_axes_and_dtypes_do_not_mix() -> None:
     assert [bucket.axis for bucket in plans] == ["dp_cp", "dp_cp", "dp_cp", "expert_dp"]
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_impossible_plans_are_refused() -> None:
     with pytest.raises(LayoutError, match="'b' is not in the sharding table"):
         plan_buckets(tensors(a=1, b=1), {"a": Sharding((1,))}, {"dp_cp": 1}, 10)
     with pytest.raises(LayoutError, match="bucket size 0"):
@@ -137,7 +137,7 @@ def test_buckets_of_whole_matrices_fill_all_shards() -> None:
     plans = plan_whole(layers, 64, 4)  # a matrix alone is larger than a bucket
     assert [len(n) for n in names(plans)] == [4, 4]
     for bucket in plans:
-        assert bucket.numel == 4 * 128  # nothing but matrices
+        assert bucket.numel == 4 * 128  # matrices without padding
         assert [len(bucket.shard_ranges(index)) for index in range(4)] == [1, 1, 1, 1]
     assert [len(n) for n in names(plan_whole(layers, 256, 2))] == [4, 4]
 

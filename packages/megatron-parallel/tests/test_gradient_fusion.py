@@ -1,4 +1,4 @@
-"""Gradients of weights that products add up: the same numbers, and no matrix made for them."""
+"""Fused gradient accumulation: the same numbers, without a matrix for the weight gradient."""
 
 import copy
 import pickle
@@ -37,7 +37,7 @@ H, FFN, VOCAB, ROWS = 24, 40, 64, 4
 
 
 class Model(nn.Module):
-    """A weight of three dims, a row-parallel one, a frozen one, and one that is used twice."""
+    """A weight with three dims, a row-parallel one, a frozen one, and one that is used twice."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def built(
 def step(
     model: Model, buffers: GradientBuffers, around: Callable[[int, Tensor], None] | None = None
 ) -> dict[str, Tensor]:
-    """Three micro-batches."""
+    """Runs three micro-batches."""
     for number in range(3):
         buffers.begin(last=number == 2)
         loss = model(tokens(number))
@@ -107,7 +107,7 @@ class Made(TorchDispatchMode):
 
 
 def made_in_backward(mesh: Mesh, fused: bool) -> list[int]:
-    """How many matrices the size of a layer's weight each backward pass makes."""
+    """Returns the number of matrices of a weight's size that each backward pass allocates."""
     model, buffers = built(mesh)
     if fused:
         fuse_gradient_accumulation([model], [buffers])
@@ -131,13 +131,13 @@ def test_no_matrix_is_made_for_the_gradient_of_a_weight(worker_pool: WorkerPool)
 
 
 def test_on_one_rank_a_matrix_is_made_once_a_step(single: Mesh) -> None:
-    """There it is the main gradient."""
+    """On one rank that matrix is the main gradient."""
     assert made_in_backward(single, True) == [2, 0, 0]
     assert made_in_backward(single, False) == [2, 2, 2]
 
 
 def both_ways(mesh: Mesh, settings: dict[str, Any]) -> tuple[float, tuple[str, ...]]:
-    """Largest difference of any gradient in two steps, and what is fused."""
+    """Returns the largest difference of any gradient in two steps, and the fused weights."""
     model, buffers = built(mesh, **settings)
     truth = step(model, buffers)
     buffers.zero()
@@ -153,7 +153,7 @@ def both_ways(mesh: Mesh, settings: dict[str, Any]) -> tuple[float, tuple[str, .
     "settings", [{}, {"use_distributed_optimizer": True}], ids=["whole", "sharded"]
 )
 @pytest.mark.parametrize("size", [500, 2**20])
-def test_products_and_autograd_come_to_the_same(
+def test_products_and_autograd_give_the_same_gradients(
     worker_pool: WorkerPool, single: Mesh, settings: dict[str, Any], size: int
 ) -> None:
     weights = ("embedding.weight", "up.weight", "down.weight")  # not the frozen one
@@ -163,11 +163,11 @@ def test_products_and_autograd_come_to_the_same(
     assert both_ways(single, settings)[0] < 1e-12
 
 
-# -- split backward passes, and who asks for gradients ---------------------------------------------
+# -- split backward passes, and torch.autograd.grad ------------------------------------------------
 
 
 def test_the_weight_half_of_a_split_pass_makes_no_matrix_either(single: Mesh) -> None:
-    """torch asks for the gradients and adds what it gets to `.grad`, without hooks."""
+    """torch requests the gradients and adds the results to `.grad`, without hooks."""
     model, buffers = built(single)
     truth = step(model, buffers)
     buffers.zero()
@@ -190,7 +190,7 @@ def test_the_weight_half_of_a_split_pass_makes_no_matrix_either(single: Mesh) ->
         torch.testing.assert_close(gradient, truth[name], rtol=1e-12, atol=1e-12)
 
 
-def test_whoever_asks_autograd_for_a_gradient_gets_it(single: Mesh) -> None:
+def test_autograd_grad_returns_the_gradient_of_a_fused_weight(single: Mesh) -> None:
     model, buffers = built(single)
     (wanted,) = torch.autograd.grad(model(tokens(0)), [model.up.weight])
     fuse_gradient_accumulation([model], [buffers])
@@ -200,7 +200,7 @@ def test_whoever_asks_autograd_for_a_gradient_gets_it(single: Mesh) -> None:
 
 
 def test_torch_calls_hooks_of_a_parameter_whose_gradient_is_none() -> None:
-    """The contract that the buffers rest on."""
+    """The buffers rely on this behaviour of torch."""
 
     class Nothing(torch.autograd.Function):
         @staticmethod
@@ -218,11 +218,11 @@ def test_torch_calls_hooks_of_a_parameter_whose_gradient_is_none() -> None:
     assert len(called) == 1 and weight.grad is None
 
 
-# -- where it cannot be, and where it ends ---------------------------------------------------------
+# -- where fusion is not supported, and where it ends ----------------------------------------------
 
 
-def test_layers_that_multiply_are_found_by_their_attributes_alone(single: Mesh) -> None:
-    """`isinstance` finds no parameter of a module on Python 3.12, and is an error on any."""
+def test_product_layers_are_found_by_their_attributes_alone(single: Mesh) -> None:
+    """`isinstance` finds no parameter of a module on Python 3.12, and raises on any version."""
     model, _ = built(single, torch.float32)
     assert is_product_layer(model.up) and is_product_layer(model.embedding)
     assert not is_product_layer(torch.nn.Linear(2, 2)) and not is_product_layer(model)
@@ -230,7 +230,7 @@ def test_layers_that_multiply_are_found_by_their_attributes_alone(single: Mesh) 
         isinstance(model.up, ProductLayer)
 
 
-def test_what_cannot_be_fused_says_why(single: Mesh) -> None:
+def test_weights_that_are_not_fused_have_a_reason(single: Mesh) -> None:
     model, buffers = built(single, torch.bfloat16)
     fusion = fuse_gradient_accumulation([model], [buffers])
     reason = f"torch {torch.__version__} has no products of bfloat16 added up in float32 on cpu"
@@ -242,8 +242,8 @@ def test_what_cannot_be_fused_says_why(single: Mesh) -> None:
     assert model.up.product is PLAIN
 
 
-def test_an_operation_can_be_handed_in(single: Mesh) -> None:
-    """One that adds products of bf16 up in fp32, which torch has on CUDA only."""
+def test_another_operation_can_be_passed(single: Mesh) -> None:
+    """Passes an operation that sums products of bf16 in fp32, which torch supports on CUDA only."""
 
     def add(into: Tensor, dy: Tensor, x: Tensor, *, first: bool) -> None:
         product = dy.float().t() @ x.float()
@@ -291,7 +291,7 @@ def test_a_product_that_comes_too_late_is_refused(single: Mesh) -> None:
         assert torch.equal(gradient, truth[name])
 
 
-def test_it_ends_with_the_buffers(single: Mesh) -> None:
+def test_closing_the_buffers_ends_fusion(single: Mesh) -> None:
     model, buffers = built(single)
     fuse_gradient_accumulation([model], [buffers])
     step(model, buffers)

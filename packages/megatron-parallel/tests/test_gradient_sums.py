@@ -1,4 +1,4 @@
-"""How gradients are summed: over near and far ranks, in which precision, and if all is finite."""
+"""Sums of gradients: over near and far ranks, in each precision, and checks for finite values."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ NAMES = "abc"
 
 
 def summed(mesh: Mesh, config: DataParallelConfig, own: dict[str, Tensor]) -> GradientBuffers:
-    """Buffers after a step in which each rank's gradients are `own`."""
+    """Returns buffers after a step in which each rank's gradients are `own`."""
     weights = {name: nn.Parameter(torch.zeros_like(value)) for name, value in own.items()}
     table = {name: Sharding(tuple(value.shape)) for name, value in own.items()}
     buffers = GradientBuffers(weights, table, mesh, config)
@@ -54,7 +54,7 @@ def test_instances_sum_inside_then_across(worker_pool: WorkerPool, sharded: bool
         assert right and traffic == expected
 
 
-def test_instances_share_out_all_ranks_evenly() -> None:
+def test_instances_divide_all_ranks_evenly() -> None:
     layout = ParallelLayout(tp=2, dp=4, dp_outer=2)
     assert layout.groups("dp_cp_inner") == [(0, 2), (4, 6), (1, 3), (5, 7)]
     assert layout.groups("dp_cp_outer") == [(0, 4), (2, 6), (1, 5), (3, 7)]
@@ -68,7 +68,7 @@ IN_BF16 = DataParallelConfig(accumulate_allreduce_grads_in_fp32=False)
 
 @dataclass(frozen=True)
 class InBf16:
-    """What a rank has after gradients were sent in bf16: element `i` of all of them."""
+    """A rank's result after gradients were sent in bf16: element `i` of all of them."""
 
     errors: Tensor  # against the sum in float64
     sizes: Tensor  # sum of the absolute values
@@ -77,7 +77,7 @@ class InBf16:
 
 
 def reduce_in_bf16(mesh: Mesh, built: bool, **settings: bool) -> InBf16:
-    """Sum over all ranks what is random, or 256 on one rank and 1 on the others."""
+    """Sums random values over all ranks, or 256 on one rank and 1 on the others."""
     config = DataParallelConfig(
         accumulate_allreduce_grads_in_fp32=False, ddp_bucket_size=1, **settings
     )
@@ -123,7 +123,7 @@ def test_bf16_gradients_added_up_in_fp32_are_nearer_to_the_float64_sum(
 
     for built in (False, True):
         exact, rough = found(built, True), found(built, False)
-        for one in exact:  # the numbers sent are bf16: only what is kept whole is rounded, once
+        for one in exact:  # bf16 values are sent exactly: only whole sums are rounded, once
             limit = (0 if sharded else UNIT) + ranks * 2.0**-24
             assert one.dtype == torch.float32 and bool((one.errors <= limit * one.sizes).all())
         for one in rough:
@@ -138,7 +138,7 @@ def test_bf16_gradients_added_up_in_fp32_are_nearer_to_the_float64_sum(
     if sharded:
         assert exact[0].traffic == {("dp", "all_to_all"): whole}
         assert rough[0].traffic == {("dp", "reduce_scatter"): whole}
-    else:  # as many bytes go round as in an all-reduce: 2 (n - 1) / n of the gradient
+    else:  # as many bytes are sent as in an all-reduce: 2 (n - 1) / n of the gradient
         gathered = whole // ranks
         assert exact[0].traffic == {("dp", "all_to_all"): whole, ("dp", "all_gather"): gathered}
         assert rough[0].traffic == {("dp", "all_reduce"): whole}
@@ -165,7 +165,7 @@ def test_bf16_on_the_wire_inside_an_instance_fp32_between_them(
         assert one.traffic == wire
 
 
-def test_gradients_are_added_up_in_bf16_only_where_asked_for(single: Mesh) -> None:
+def test_gradients_are_accumulated_in_bf16_only_on_request(single: Mesh) -> None:
     def added(config: DataParallelConfig) -> float:
         weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
         buffers = GradientBuffers({"w": weight}, {"w": Sharding((1,))}, single, config)
@@ -181,8 +181,8 @@ def test_gradients_are_added_up_in_bf16_only_where_asked_for(single: Mesh) -> No
         DataParallelConfig(ddp_reduce_scatter_with_fp32_accumulation=True)
 
 
-def told(mesh: Mesh, value: float, *, sharded: bool, one_bucket: bool = False) -> str:
-    """What is said of a gradient of which rank 1 has one element that is not finite."""
+def reported_line(mesh: Mesh, value: float, *, sharded: bool, one_bucket: bool = False) -> str:
+    """Returns the line about a gradient of which rank 1 has one element that is not finite."""
     own = {name: torch.ones(100, dtype=torch.float64) for name in NAMES}
     if mesh.rank == 1:
         own["b"][99] = value
@@ -196,13 +196,13 @@ def told(mesh: Mesh, value: float, *, sharded: bool, one_bucket: bool = False) -
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (-math.inf, "infinite")])
-def test_what_is_not_finite_is_named_alike_on_all_ranks(
+def test_gradients_that_are_not_finite_have_the_same_line_on_all_ranks(
     worker_pool: WorkerPool, value: float, word: str, sharded: bool
 ) -> None:
     def step(mesh: Mesh) -> str:
         pickled = dict.fromkeys(("_object_to_tensor", "_tensor_to_object"))  # None: no pickles
         with patch.multiple("torch.distributed.distributed_c10d", **pickled):
-            return told(mesh, value, sharded=sharded)
+            return reported_line(mesh, value, sharded=sharded)
 
     line = (
         f"the gradient of 'b' (bucket 2 of 3) is {word}, and so it was on rank 1 before it was "
@@ -211,15 +211,15 @@ def test_what_is_not_finite_is_named_alike_on_all_ranks(
     assert worker_pool.run_mesh(ParallelLayout(dp=2, pp=2), step) == [line] * 4
 
 
-def test_finite_gradients_are_not_told_of(worker_pool: WorkerPool) -> None:
+def test_finite_gradients_are_not_reported(worker_pool: WorkerPool) -> None:
     def step(mesh: Mesh) -> str:
-        return told(mesh, 1e300, sharded=True)
+        return reported_line(mesh, 1e300, sharded=True)
 
     assert worker_pool.run_mesh(ParallelLayout(dp=2), step) == ["", ""]
 
 
 def test_a_check_of_one_bucket_only_shows(worker_pool: WorkerPool) -> None:
     def step(mesh: Mesh) -> str:
-        return told(mesh, math.nan, sharded=False, one_bucket=True)
+        return reported_line(mesh, math.nan, sharded=False, one_bucket=True)
 
     assert worker_pool.run_mesh(ParallelLayout(dp=2), step) == ["", ""]

@@ -1,7 +1,7 @@
-"""Shards of parameters: what each rank updates, and that nobody reads what has not arrived.
+"""Shards of parameters: what each rank updates, and that no module reads a weight too early.
 
-Ranks are played by one process: collectives are replaced by ones that are under way until somebody
-waits for them. A gather under way leaves NaN wherever another rank's values belong.
+One process plays all ranks: its collectives complete only when they are waited for. A gather
+in flight leaves NaN where values of another rank belong.
 """
 
 import math
@@ -34,7 +34,7 @@ OVERLAPPED = DataParallelConfig(
 
 
 class Layer(nn.Linear):
-    """Says when it runs, forward and backward."""
+    """Records when it runs, forward and backward."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         super().__init__(WIDTH, WIDTH, bias=False, dtype=torch.float64)
@@ -48,7 +48,7 @@ class Layer(nn.Linear):
 
 
 class Work:
-    """A collective under way until somebody waits for it."""
+    """A collective that completes when it is waited for."""
 
     def __init__(self, name: str, events: list[str], complete: Any) -> None:
         self.name, self.events, self.complete, self.there = name, events, complete, False
@@ -64,7 +64,7 @@ class Work:
 
 @contextmanager
 def slow_collectives(model: nn.Module, events: list[str]) -> Iterator[None]:
-    """The other rank has the same gradients and the same parameters as this one."""
+    """Replaces collectives as if the other rank had the same gradients and parameters."""
 
     def name_of(t: Tensor) -> str:
         start, size = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
@@ -96,7 +96,7 @@ def slow_collectives(model: nn.Module, events: list[str]) -> Iterator[None]:
 
 
 def played(config: DataParallelConfig) -> tuple[nn.Sequential, Any, Any, list[str]]:
-    """A model on rank 0 of 2, its buffers, and what happens to it."""
+    """Returns a model on rank 0 of 2, its buffers, and the events."""
     events: list[str] = []
     model = nn.Sequential(*(Layer(f"{i}.weight", events) for i in range(LAYERS)))
     mesh = Mesh(ParallelLayout(dp=2), 0, groups={(0, 1): object()})
@@ -140,7 +140,7 @@ def test_sums_start_in_the_backward_pass_and_weights_arrive_just_before_they_are
         event for name in weights for event in (f"has weights {name}", f"forward {name}")
     ]
     gathers = shards.gathers()
-    assert [gather.parameters for gather in gathers] == []  # of the second step: nobody waited yet
+    assert [gather.parameters for gather in gathers] == []  # no wait in the second step yet
     with slow_collectives(model, events):
         shards.wait_for_parameters()
     assert [gather.parameters for gather in shards.gathers()] == [(name,) for name in weights]
@@ -158,7 +158,7 @@ def test_weights_keep_their_values_when_they_move_into_buffers() -> None:
     assert torch.equal(part, before.flatten()[: len(part)]) and 0 < len(part) < before.numel()
 
 
-def test_without_overlap_weights_are_there_when_gather_returns() -> None:
+def test_without_overlap_weights_are_gathered_when_start_gather_returns() -> None:
     model, buffers, shards, events = played(SHARDED)
     with slow_collectives(model, events):
         losses = two_steps(model, buffers, shards)
@@ -203,7 +203,7 @@ def test_a_stage_waits_for_tied_weights_before_anything_runs() -> None:
     ]
 
 
-def test_parts_of_all_ranks_cover_every_parameter_once() -> None:
+def test_shards_of_all_ranks_cover_every_parameter_once() -> None:
     shapes = {"a": (7, 5), "b": (300,), "c": (3, 4, 11), "d": (1,), "e": ()}
     layout = ParallelLayout(dp=4)
     seen = {name: torch.zeros(shape) for name, shape in shapes.items()}

@@ -47,14 +47,14 @@ class Layer(nn.Module):
 
 class Outcome(NamedTuple):
     gradients: Gradients
-    """The global tensors, but for the weights of cut layers, which are left out."""
+    """The global tensors, without the weights of sharded layers."""
     reductions: list[BucketCollective]
     norm: float
     has_storage: list[bool]
 
 
 def train_step(mesh: Mesh, dtype: torch.dtype = torch.float64, size: int = 10**6) -> Outcome:
-    """Two micro-batches of this rank's samples and positions, weighted unequally."""
+    """Runs two micro-batches of this rank's samples and positions, weighted unequally."""
     model = nn.Sequential(*(Layer(mesh, dtype) for _ in range(LAYERS)))
     table = collect_shardings(model)
     initialize_parameters(model, seed=1, mesh=mesh)
@@ -106,7 +106,7 @@ def test_one_rank_sums_nothing(one_rank: Outcome) -> None:
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (3, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("size", [1, 10**6])
-def test_ranks_together_have_the_gradient_of_one(
+def test_ranks_together_have_the_gradient_of_one_rank(
     worker_pool: WorkerPool, one_rank: Outcome, tp: int, dp: int, size: int
 ) -> None:
     outcomes = worker_pool.run_mesh(ParallelLayout(tp=tp, dp=dp), train_step, torch.float64, size)
@@ -130,8 +130,10 @@ def test_all_layers_share_one_sum_and_other_gradients_stay_where_they_are(
         assert [reduction.axis for reduction in outcome.reductions] == ["dp", "dp", "tp"]
 
 
-def test_bf16_parts_are_summed_in_fp32(worker_pool: WorkerPool, one_rank: Outcome) -> None:
-    """Twice as fine as bf16 can be: only the parts themselves are rounded."""
+def test_partial_bf16_gradients_are_summed_in_fp32(
+    worker_pool: WorkerPool, one_rank: Outcome
+) -> None:
+    """Twice as precise as bf16: only the partial gradients themselves are rounded."""
 
     def parts(mesh: Mesh) -> Tensor:
         weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
@@ -206,7 +208,7 @@ def test_a_planted_defect_shows(
 # -- mistakes --------------------------------------------------------------------------------------
 
 
-def test_what_would_be_summed_twice_is_refused(single: Mesh) -> None:
+def test_gradients_that_would_be_summed_twice_are_refused(single: Mesh) -> None:
     with pytest.raises(LayoutError, match="cut over axis 'tp': its gradient cannot be partial"):
         Sharding((4, 4), "tp", 0, partial="tp")
     weight = nn.Parameter(torch.ones(2))

@@ -37,7 +37,7 @@ Batch = dict[str, Tensor]
 
 
 class Chunk(nn.Module):
-    """Some layers of a small stack; the first has the embedding, the last the output."""
+    """Some layers of a small stack; the first chunk has the embedding, the last the output."""
 
     def __init__(self, layers: range, first: bool, last: bool, tied: bool) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def loss(output: Tensor, batch: Batch) -> dict[str, Tensor]:
 
 
 def make_batches(count: int, seed: int = 0, length: int = LENGTH) -> list[Batch]:
-    """Micro-batches whose numbers of true tokens differ."""
+    """Returns micro-batches with different numbers of true tokens."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for i in range(count):
@@ -101,7 +101,7 @@ def denominators(batches: list[Batch]) -> dict[str, float]:
 def reference(
     batches: list[Batch], layers: int, tied: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sums and gradients by plain autograd on one process."""
+    """Returns sums and gradients by plain autograd on one process."""
     model = Chunk(range(layers), True, True, tied)
     total = {"loss": 0.0, "tokens": 0.0, "square": 0.0}
     for batch in batches:
@@ -137,7 +137,7 @@ def train(
     schedule: str,
     group_size: int | None = None,
 ) -> list[tuple[dict[str, Tensor], dict[str, Tensor], list[Action]]]:
-    """Sums, gradients and order of a step with each number of micro-batches."""
+    """Returns sums, gradients and trace of a step for each number of micro-batches."""
     engine = build(mesh, split, tied, schedule=schedule, group_size=group_size)
     parameters = stage_parameters(engine.chunks)
     results = []
@@ -261,16 +261,16 @@ def test_one_stage_is_a_plain_loop_with_the_same_results(
 
 
 def test_one_stage_announces_each_backward_pass_and_the_last_as_such(single: Mesh) -> None:
-    told: list[BackwardPass] = []
+    passes: list[BackwardPass] = []
 
     def around(backward: BackwardPass) -> contextlib.AbstractContextManager[None]:
-        told.append(backward)
+        passes.append(backward)
         return contextlib.nullcontext()
 
     batches = make_batches(3)
     engine = build(single, (range(3),), False, schedule="1f1b", around_backward=around)
     engine.run(batches, denominators(batches))
-    assert told == [BackwardPass(0, number, number == 2) for number in range(3)]
+    assert passes == [BackwardPass(0, number, number == 2) for number in range(3)]
 
 
 def test_evaluation_is_forward_only_and_leaves_no_trace_in_training(
@@ -373,7 +373,10 @@ def buffered(
     tied: bool,
     make: Callable[..., ChunkGradients] = ChunkGradients,
 ) -> Any:
-    """Two steps through gradient buffers with small buckets; the first has other micro-batches."""
+    """Runs two steps through gradient buffers with small buckets.
+
+    The first step has other micro-batches.
+    """
     held: list[ChunkGradients] = []
     engine = build(
         mesh,
@@ -411,7 +414,7 @@ BUFFERED = [
 
 
 @pytest.mark.parametrize(("layout", "schedule"), BUFFERED, ids=[s for _, s in BUFFERED])
-def test_gradient_buffers_are_told_of_the_last_backward_pass(
+def test_gradient_buffers_receive_the_last_backward_pass(
     worker_pool: WorkerPool, layout: ParallelLayout, schedule: str
 ) -> None:
     split = split_layers(4, 2, layout.vpp)
@@ -419,21 +422,21 @@ def test_gradient_buffers_are_told_of_the_last_backward_pass(
     assert_equal(ranks, [4], layout, 4, True)
 
 
-class ToldTooEarly(ChunkGradients):
-    """Buckets are summed when the last weight part begins, not when it is over."""
+class ReducedTooEarly(ChunkGradients):
+    """Reduces buckets when the last weight half begins, not after it."""
 
     def around_backward(self, backward: BackwardPass) -> contextlib.AbstractContextManager[None]:
-        if backward.split and backward.last and backward.stage > 0:  # stage 0 has hooks that notice
+        if backward.split and backward.last and backward.stage > 0:  # hooks of stage 0 would raise
             early = self._of_stage[backward.stage]
             early.start_reductions()
-            for bucket in early.buckets:  # or a slow sum might still see what comes
+            for bucket in early.buckets:  # a slow reduction might include later gradients
                 bucket.wait()
             return contextlib.nullcontext()
         return super().around_backward(backward)
 
 
 class InBothStages(ChunkGradients):
-    """The shared weight is in the buffers of both its stages, and added up."""
+    """Puts the shared weight into the buffers of both its stages, and sums both."""
 
     def gradients(self) -> dict[str, Tensor]:
         found = super().gradients()
@@ -441,7 +444,7 @@ class InBothStages(ChunkGradients):
         return found | shared
 
 
-@pytest.mark.parametrize("make", [ToldTooEarly, InBothStages])
+@pytest.mark.parametrize("make", [ReducedTooEarly, InBothStages])
 def test_a_defect_planted_into_the_buffers_is_noticed(worker_pool: WorkerPool, make: Any) -> None:
     layout = replace(V2, dp=2)
     ranks = worker_pool.run_mesh(layout, buffered, split_layers(4, 2, 2), "zb-v", True, make)
@@ -484,7 +487,7 @@ def test_a_parameter_that_two_chunks_share_is_listed_once() -> None:
     ]  # fmt: skip
 
 
-# -- planted defects: the comparison above must notice each of them ------------------------------
+# -- planted defects: the comparison above must find each of them --------------------------------
 
 
 def without_tied_sum(mesh: Mesh) -> Any:
@@ -521,7 +524,7 @@ def with_scaled_gradients(mesh: Mesh) -> Any:
 
 
 def with_swapped_gradients(mesh: Mesh) -> Any:
-    """The gradient of one micro-batch is used for another."""
+    """Sends the gradient of one micro-batch as that of another."""
     from megatron_parallel.pipeline.stage import Stage
 
     send = Stage.get_bwd_send_ops

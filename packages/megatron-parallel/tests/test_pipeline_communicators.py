@@ -1,12 +1,12 @@
 """No step of any schedule can hang on NCCL: every message meets its counterpart.
 
-NCCL runs what is sent and received over one communicator in order, and a message only when both
-ranks have come to it. torch sends what stands alone over a communicator of two ranks, and what is
-sent and received at once over the group's (`ProcessGroupNCCL::pointToPoint`); a sender and a
-receiver that choose differently wait forever. Gloo hides both: it matches messages by their tag.
+NCCL runs the messages of one communicator in order, and a message only when both ranks have posted
+it. torch posts a single send or receive on a communicator of two ranks, and batched ones on the
+group's communicator (`ProcessGroupNCCL::pointToPoint`). A sender and a receiver that use different
+communicators wait forever. Gloo hides both errors: it matches messages by their tag.
 
-Each rank runs its step here by itself, on torch's fake process group, and what it starts and waits
-for is recorded. Then the records of all ranks are played together by NCCL's rules.
+Each rank runs its step alone, on torch's fake process group, and its posts and waits are recorded.
+Then the records of all ranks are replayed together by NCCL's rules.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,14 +40,14 @@ class Message(NamedTuple):
 
 
 class Started(NamedTuple):
-    """What is started at once; `communicator` is the group's, or that of two ranks."""
+    """Messages that are posted together; `communicator` is the group's, or that of two ranks."""
 
     communicator: str
     messages: list[Message]
 
 
 class Waited(NamedTuple):
-    """Until what was started as the `number`-th is over, a rank computes no further."""
+    """A wait until the `number`-th post has completed, before which a rank computes no further."""
 
     number: int
 
@@ -56,7 +56,7 @@ Record = list[Started | Waited]
 
 
 class Recorder:
-    """Takes the place of torch's functions that send and receive, for one rank after another."""
+    """Replaces torch's send and receive functions, for one rank after another."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -126,7 +126,7 @@ def run(
     train: bool,
     group_size: int | None = None,
 ) -> Record:
-    """What one rank starts and waits for in a step."""
+    """Returns what one rank posts and waits for in a step."""
     recorder.rank, recorder.record = rank, []
     pp = layout.pp
     dist.init_process_group("fake", rank=rank, world_size=pp, store=dist.HashStore())
@@ -151,7 +151,7 @@ def run(
 
 
 class Player:
-    """One rank's record on a device: a queue of what was started for each communicator."""
+    """One rank's record on a device: a queue of posted messages for each communicator."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -160,7 +160,7 @@ class Player:
         self._over: set[int] = set()
 
     def advance(self) -> bool:
-        """Compute up to a wait for something that is not over; returns whether anything was new."""
+        """Computes up to a wait for an incomplete message; returns whether it made progress."""
         before = self._place
         for each in self._record[self._place :]:
             if isinstance(each, Waited):
@@ -174,7 +174,7 @@ class Player:
         return self._place > before
 
     def offered(self, communicator: str) -> list[Message]:
-        """Messages that run now over a communicator."""
+        """Returns the messages that run now on a communicator."""
         queue = self._queues.get(communicator)
         return queue[0][1] if queue else []
 
@@ -194,7 +194,7 @@ class Player:
 
 
 def hangs(records: list[Record]) -> bool:
-    """Whether ranks wait for one another in the end."""
+    """Returns whether ranks end up waiting for one another."""
     players = [Player(record) for record in records]
     moved = True
     while moved:
@@ -214,7 +214,7 @@ def hangs(records: list[Record]) -> bool:
 def run_all(
     recorder: Recorder, schedule: str, sizes: tuple[int, ...], counts: Callable[[int], list[int]]
 ) -> tuple[int, list[str]]:
-    """How many steps a schedule was run in, and which of them hang."""
+    """Returns the number of steps that a schedule ran, and which of them hang."""
     kind = find_schedule_kind(schedule)
     checked, found = 0, []
     for pp, vpp in product(sizes, filter(kind.supports, (1, 2))):
@@ -256,7 +256,7 @@ def test_no_step_of_many_hangs(recorder: Recorder, schedule: str) -> None:
 def test_1f1b_of_fewer_micro_batches_than_stages_would_hang(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its own order, over the communicators of torch 2.13: this check sees it."""
+    """In its own order, on the communicators of torch 2.13: this check detects it."""
     from megatron_parallel.pipeline import schedules
 
     class Unchecked(schedules.Schedule1F1B):
@@ -277,7 +277,10 @@ def test_1f1b_of_fewer_micro_batches_than_stages_would_hang(
 
 
 def as_torch_213(operations: list[dist.P2POp], desc: str | None = None) -> list[Any]:
-    """What is all sent or all received, one by one; torch before 2.13 takes one way for all."""
+    """Posts messages one by one if all are sends or all receives, like torch 2.13.
+
+    Before 2.13 torch posts all of them in the same way.
+    """
     if not operations:
         return []
     if len({each.op for each in operations}) > 1:

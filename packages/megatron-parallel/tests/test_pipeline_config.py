@@ -1,4 +1,4 @@
-"""Megatron's text for uneven stages, and settings of a pipeline that contradict one another."""
+"""Megatron's layout strings for uneven stages, and pipeline settings that exclude one another."""
 
 import pytest
 from megatron_parallel import LayoutError, ParallelLayout
@@ -21,7 +21,7 @@ def sizes(split: tuple[range, ...]) -> list[int]:
         ("E|(t|t|)*2L", 4, 3, [0, 1, 1, 1, 1, 0]),
     ],
 )
-def test_a_text_gives_the_layers_of_every_stage(
+def test_a_layout_string_gives_the_layers_of_every_stage(
     text: str, layers: int, pp: int, wanted: list[int]
 ) -> None:
     split = parse_pipeline_layout(text, layers, pp)
@@ -42,7 +42,7 @@ def test_a_text_gives_the_layers_of_every_stage(
         ("Ett|(tL", "has '('"),
     ],
 )
-def test_a_text_that_cannot_be_is_refused_with_its_numbers(text: str, message: str) -> None:
+def test_an_invalid_layout_string_is_refused_with_its_numbers(text: str, message: str) -> None:
     with pytest.raises(LayoutError) as refused:
         parse_pipeline_layout(text, 3, 2)
     assert message in str(refused.value) and "\n" not in str(refused.value)
@@ -73,7 +73,7 @@ def test_layers_that_do_not_divide_are_refused_or_laid_out_unevenly_but_never_dr
                 assert len(split) == layout.pp * layout.vpp
 
 
-def test_a_schedule_puts_the_stages_where_it_wants_them() -> None:
+def test_a_schedule_selects_its_stage_mapping() -> None:
     assert PipelineConfig(schedule="zb-v").resolve_layout(VPP2).stage_mapping == "v"
     assert PipelineConfig(schedule="zero-bubble").resolve_layout(VPP2) == VPP2
     assert PipelineConfig().resolve_layout(VPP2) == VPP2
@@ -101,7 +101,7 @@ def test_a_schedule_puts_the_stages_where_it_wants_them() -> None:
         ({"stages": "Et|t|t|tL"}, PP2, "has 4 stages, but 2 ranks x 1 chunks = 2 stages"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(
+def test_contradicting_pipeline_settings_are_refused(
     settings: dict[str, object], layout: ParallelLayout, message: str
 ) -> None:
     with pytest.raises(LayoutError) as refused:
@@ -110,6 +110,6 @@ def test_settings_that_do_not_go_together_are_refused(
     assert message in str(refused.value)
 
 
-def test_every_stage_by_hand_excludes_other_sizes() -> None:
+def test_a_layout_string_excludes_other_sizes() -> None:
     with pytest.raises(LayoutError, match=r"stages=Et\|tL sets .* leave out first, last"):
         PipelineConfig(stages="Et|tL", count_loss=True)

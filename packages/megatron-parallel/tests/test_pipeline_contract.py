@@ -1,11 +1,11 @@
-"""What torch's schedules ask of a stage, call by call, is what it was when the stage was written.
+"""torch's schedules call a stage in the order for which the stage was written.
 
-`Stage` overrides methods that torch calls in an order nobody promises. That order is recorded in
-`schedule_calls.json` for each torch it has been read with; a torch that is not there is skipped,
-and `python test_pipeline_contract.py` records it, to be read before it is trusted.
+`Stage` overrides methods that torch calls in an order without guarantee. `schedule_calls.json`
+records that order for each torch version that was checked; other versions are skipped. `python
+test_pipeline_contract.py` records it; check a new record before you trust it.
 
-A call is a letter, the stage and the micro-batch: F, B, I, W are passes (`*`: told to be the last
-backward pass), `r` and `s` ask for receives and sends, `l` is handed over on the same rank, R is
+A call is a letter, the stage and the micro-batch: F, B, I, W are passes (`*`: marked as the last
+backward pass), `r` and `s` request receives and sends, `l` passes tensors on the same rank, R is
 the reduction of gradients.
 """
 
@@ -38,7 +38,7 @@ CASES = {
 
 
 def calls(mesh: Mesh, schedule: str) -> dict[str, str]:
-    """What this rank's stages are asked in a step of 4 micro-batches, and in an evaluation of 3."""
+    """Returns calls of this rank's stages in a step of 4 micro-batches and an evaluation of 3."""
     from megatron_parallel.pipeline import runner, stage
 
     seen: list[str] = []
@@ -105,7 +105,7 @@ def test_a_schedule_calls_a_stage_as_recorded(worker_pool: WorkerPool, schedule:
 
 
 def record() -> None:
-    """Add this torch to the record."""
+    """Adds this torch version to the record."""
     with WorkerPool(max_ranks=2) as pool:
         found = {name: pool.run_mesh(layout, calls, name) for name, layout in CASES.items()}
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}

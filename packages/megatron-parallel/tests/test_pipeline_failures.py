@@ -21,7 +21,7 @@ Trouble = Callable[[int, int], None]
 
 
 class Chunk(nn.Module):
-    """A linear layer that may be in trouble when it computes the `n`-th forward pass."""
+    """A linear layer that calls `trouble` before each forward pass."""
 
     def __init__(self, rank: int, trouble: Trouble) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def step(
         for _ in range(2):
             started = time.monotonic()
             engine.run([torch.ones(size, 4) for size in sizes], {"loss": 8.0})
-    except BaseException as error:  # noqa: BLE001 - it is what the test looks at
+    except BaseException as error:  # noqa: BLE001 - the test checks it
         return type(error).__name__, str(error), time.monotonic() - started
     return "", "", time.monotonic() - started
 
@@ -116,7 +116,7 @@ def test_unequal_micro_batches_of_one_step_are_refused(worker_pool: WorkerPool) 
         assert "sends [2, 4] float32 for micro-batch 0 but [3, 4] float32 for micro-batch 2" in line
 
 
-def test_an_output_that_is_not_what_was_announced_is_not_sent(worker_pool: WorkerPool) -> None:
+def test_an_output_that_does_not_match_its_spec_is_not_sent(worker_pool: WorkerPool) -> None:
     def wrong(rank: Rank) -> Any:
         return step(
             rank,
@@ -131,7 +131,7 @@ def test_an_output_that_is_not_what_was_announced_is_not_sent(worker_pool: Worke
     ) in str(failed.value)
 
 
-def test_a_rank_that_raises_is_quoted_by_the_others(worker_pool: WorkerPool) -> None:
+def test_other_ranks_quote_a_rank_that_raises(worker_pool: WorkerPool) -> None:
     def trouble(rank: int, passes: int) -> None:
         if (rank, passes) == (1, 2):
             raise ValueError("the layer\nis broken")
@@ -188,7 +188,7 @@ def test_all_ranks_of_a_pipeline_name_the_one_that_left(
     worker_pool: WorkerPool, victim: int
 ) -> None:
     class Leaves(BaseException):
-        """Not reported to the others, who only see that the rank does not answer."""
+        """An error that is not reported: other ranks only see that the rank does not respond."""
 
     def trouble(rank: int, passes: int) -> None:
         if (rank, passes) == (victim, 5):

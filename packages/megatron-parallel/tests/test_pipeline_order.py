@@ -1,4 +1,4 @@
-"""Plans of schedules: equal to torch's, by hand where papers draw them, or refused."""
+"""Plans of schedules: equal to torch's, checked by hand against figures of papers, or refused."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_1f1b_warms_up_and_then_alternates() -> None:
     assert order("1f1b", 4, 2, 4) == "F0 F1 B0 F2 B1 F3 B2 B3"
 
 
-def test_1f1b_runs_fewer_micro_batches_than_stages_in_the_order_of_gpipe() -> None:
+def test_1f1b_runs_fewer_micro_batches_than_ranks_in_the_order_of_gpipe() -> None:
     for stage in range(4):
         assert order("1f1b", 4, stage, 1) == "F0 B0"
         assert order("1f1b", 4, stage, 3) == "F0 F1 F2 B0 B1 B2"
@@ -70,7 +70,7 @@ def test_interleaved_1f1b_runs_groups_of_a_given_size() -> None:
     for rank in range(2):
         assert forward(rank, 4, 2) == "0 1 0 1 2 3 2 3"
         assert forward(rank, 5, 3) == "0 1 2 0 1 2 3 4 3 4"
-    # The default: as many equal groups as there can be.
+    # The default: as many equal groups as possible.
     for count in (2, 3, 4, 6, 8):
         length = count // (count // 2)
         assert planned_actions("interleaved-1f1b", 2, 0, count, 2) == planned_actions(
@@ -111,7 +111,7 @@ def test_zero_bubble_puts_weight_gradients_where_1f1b_waits() -> None:
         (("2f2b", 4, 1, 8), "unknown schedule '2f2b': use one of gpipe, 1f1b"),
     ],
 )
-def test_what_a_schedule_cannot_run_is_refused_with_its_numbers(
+def test_numbers_that_a_schedule_cannot_run_are_refused(
     arguments: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
@@ -125,7 +125,7 @@ def test_the_counts_that_a_refusal_proposes_are_accepted() -> None:
         check_micro_batches("interleaved-1f1b", 4, 2, count, 5)
 
 
-def test_a_schedule_needs_its_placement() -> None:
+def test_a_schedule_needs_its_stage_mapping() -> None:
     with pytest.raises(LayoutError, match=r"'zb-v' needs ParallelLayout\(stage_mapping='v'\)"):
         check_schedule("zb-v", 2, "loop")
     with pytest.raises(LayoutError, match=r"'zero-bubble' needs .*stage_mapping='loop'"):
@@ -136,7 +136,7 @@ def test_a_schedule_needs_its_placement() -> None:
 
 
 def torchs_plan(name: str, pp: int, vpp: int, micro_batches: int) -> list[list[tuple[Any, ...]]]:
-    """What torch's schedule of that name says each rank computes."""
+    """Returns the passes of each rank by torch's schedule of that name."""
     from torch.distributed.pipelining import schedules
 
     classes = {
@@ -163,8 +163,8 @@ def torchs_plan(name: str, pp: int, vpp: int, micro_batches: int) -> list[list[t
 
 
 @pytest.mark.parametrize("name", [n for n in SCHEDULES if n not in ("1f1b", "combined-1f1b")])
-def test_plans_and_refusals_are_torchs(name: str) -> None:
-    """1F1B has no plan in torch that says what it does: see test_pipeline; combined is ours."""
+def test_plans_and_refusals_equal_those_of_torch(name: str) -> None:
+    """Skips 1F1B, for which torch has no plan (see test_pipeline), and our combined 1F1B."""
     compared = refused = 0
     for pp in (2, 3, 4):
         for vpp in filter(find_schedule_kind(name).supports, (1, 2, 3)):

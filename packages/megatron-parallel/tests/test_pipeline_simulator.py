@@ -1,4 +1,4 @@
-"""Simulated schedules against the formulas of the papers, and their pictures."""
+"""Simulated schedules equal the formulas of the papers, and their pictures."""
 
 import xml.etree.ElementTree as ET
 from fractions import Fraction
@@ -42,7 +42,7 @@ def test_the_bubble_of_chunks_is_smaller_by_their_number(pp: int, vpp: int, coun
 
 
 @pytest.mark.parametrize(("pp", "count"), [(1, 3), (2, 4), (4, 8), (8, 32), (3, 2)])
-def test_pairs_leave_the_bubble_as_it_is_and_keep_twice_as_much(pp: int, count: int) -> None:
+def test_pairs_keep_the_bubble_and_double_the_micro_batches_in_flight(pp: int, count: int) -> None:
     for times in (PassDurations(), PassDurations(1, 1), PassDurations(0.3, 0.7)):
         combined = simulate("combined-1f1b", pp, count, times=times)
         assert combined.bubble_fraction == Fraction(pp - 1, count + pp - 1)
@@ -90,7 +90,7 @@ def test_the_bubble_of_zero_bubble_schedules(pp: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "vpp"), ALL)
-def test_what_is_simulated_is_the_plan_in_a_possible_order(schedule: str, vpp: int) -> None:
+def test_a_simulation_runs_the_plan_in_a_possible_order(schedule: str, vpp: int) -> None:
     times = PassDurations(1, 1.5, send=0.25)
     timeline = simulate(schedule, 3, 6, vpp, times)
     ends = {}
@@ -114,7 +114,7 @@ def test_sending_takes_time_between_ranks_only() -> None:
     """Down two borders, through the bottom of the V without sending, up two, and back again."""
     timeline = simulate("zb-v", 3, 1, 2, PassDurations(1, 2, send=10))
     down_and_up = 6 * 1 + 4 * 10
-    weights = 2 * 1  # of the bottom's upper stage, before its lower one goes on, and of the first
+    weights = 2 * 1  # weight halves of the bottom's upper stage and of the first stage
     assert timeline.end == 2 * down_and_up + weights
 
 
@@ -126,7 +126,7 @@ def test_sending_takes_time_between_ranks_only() -> None:
         ({"weight": 2}, "weight=2 is not between 0 and backward=2"),
     ],
 )
-def test_impossible_times_are_refused(times: dict[str, float], message: str) -> None:
+def test_impossible_durations_are_refused(times: dict[str, float], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         PassDurations(**times)
 

@@ -1,4 +1,4 @@
-"""Which layers a stage holds."""
+"""Layers of each stage."""
 
 import pytest
 from hypothesis import given
@@ -58,7 +58,7 @@ def test_embedding_and_loss_count_as_layers() -> None:
         ((0, 2), {}, r"all must be at least 1"),
     ],
 )
-def test_a_split_that_cannot_be_is_refused_with_its_numbers(
+def test_an_impossible_split_is_refused_with_its_numbers(
     arguments: tuple[int, ...], options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):

@@ -1,8 +1,8 @@
-"""Stages that pass several tensors, as encoder-decoder models do, under schedules of every kind.
+"""Stages that send several tensors, as encoder-decoder models do, under schedules of every kind.
 
-The encoder's stages pass on what they made; the decoder's first stage embeds its own tokens and
-passes on two tensors, its own and the encoder's, which reaches every decoder layer; and a mask of
-integers, which has no gradient, goes all the way. Lengths of both differ from step to step.
+The encoder's stages send their output. The decoder's first stage embeds its own tokens and sends
+two tensors: its own and the encoder's, which reaches every decoder layer. All stages send an
+integer mask, which has no gradient. The lengths of both sequences differ between steps.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ Batch = dict[str, Tensor]
 
 
 class EncoderDecoder(nn.Module):
-    """One layer of each stage of `stages`; more than one only for the reference."""
+    """One layer for each stage of `stages`; more than one only for the reference."""
 
     def __init__(self, stages: list[int]) -> None:
         super().__init__()

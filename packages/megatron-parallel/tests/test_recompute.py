@@ -1,4 +1,4 @@
-"""What is kept for the backward pass: made again, cut over an axis, or in host memory."""
+"""Saved activations: recomputed, sharded over an axis, or offloaded to host memory."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_contradictions_are_refused(given, message):
         RecomputeConfig(**given)
 
 
-def test_kept_parts_are_of_no_use_where_every_rank_has_its_part_anyway():
+def test_sharded_activations_are_refused_where_every_rank_has_a_slice_already():
     plan = RecomputeConfig(
         granularity="full", method="uniform", num_layers=1, distribute_saved_activations=True
     )
@@ -64,7 +64,7 @@ def test_kept_parts_are_of_no_use_where_every_rank_has_its_part_anyway():
         plan.check(ParallelLayout(tp=2, dp=1), sequence_parallel=True)
 
 
-def test_a_function_runs_again_once_and_only_its_input_is_kept():
+def test_a_function_is_recomputed_once_and_only_its_input_is_saved():
     runs = []
     layer = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
 
@@ -86,7 +86,7 @@ def test_a_function_runs_again_once_and_only_its_input_is_kept():
     assert len(runs) == 3
 
 
-def test_an_output_is_made_again_for_its_reader_alone():
+def test_an_output_is_recomputed_for_its_reader_alone():
     norm, reader = nn.LayerNorm(8).double(), nn.Linear(8, 4).double()
     x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
     both = nn.ModuleList([norm, reader])
@@ -105,14 +105,14 @@ def test_an_output_is_made_again_for_its_reader_alone():
     assert torch.equal(again, x.grad)
 
 
-def test_every_activation_moves_to_the_host_once_and_back_when_it_is_used():
+def test_every_activation_is_offloaded_once_and_reloaded_on_use():
     host = OffloadSavedTensors()
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(3, 7, dtype=torch.float64))
     with host.enabled():
         h = x.sin()
         y = (h * h).exp() @ weight.t()
-    # sin keeps x, the product h twice, exp its output, which the matrix product keeps too.
+    # sin saves x, the product h twice, exp its output, which the matrix product saves too.
     assert (host.offloaded, host.nbytes, host.reloaded) == (3, 3 * 5 * 7 * 8, 0)
     y.sum().backward()
     assert host.reloaded == 4  # h once for both factors
@@ -126,18 +126,18 @@ def test_host_memory_is_freed_with_the_graph_and_storage_used_again_is_another_t
     x = torch.randn(1000, requires_grad=True)
     with host.enabled():
         for _ in range(5):
-            y = (x * 2).sin().sum()  # its input is freed at once; the next may lie in its place
+            y = (x * 2).sin().sum()  # its input is freed at once; the next may reuse its memory
             del y
     assert host.offloaded == 5
     assert len(host._by_storage) == 0
 
 
-def test_kept_parts_come_back_whole(worker_pool):
-    for numel, part in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), _cut_in_two):
+def test_sharded_saved_tensors_are_restored_whole(worker_pool):
+    for numel, part in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), _sharded_over_two):
         assert (numel, part) == (15, 8)
 
 
-def _cut_in_two(mesh: Mesh) -> tuple[int, int]:
+def _sharded_over_two(mesh: Mesh) -> tuple[int, int]:
     x = torch.arange(15.0, dtype=torch.float64).view(5, 3).requires_grad_()
     with count_saved_activations(nn.Module()) as kept, mesh.counting() as traffic:
         y = activation_checkpoint(

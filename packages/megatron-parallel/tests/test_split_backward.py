@@ -1,4 +1,4 @@
-"""Both halves of a backward pass together give what autograd gives, in float64."""
+"""Both halves of a backward pass together equal autograd's, in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ Stage = Callable[[dict[str, Parameter], list[Tensor]], list[Tensor]]
 
 
 class TwoOutputs(torch.autograd.Function):
-    """`x w` and `x + w`: the gradient of the second output must not be taken for the first's."""
+    """`x w` and `x + w`: the gradient of the second output must not be used for the first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,12 +39,12 @@ def used_twice(w: dict[str, Parameter], x: list[Tensor]) -> list[Tensor]:
 
 
 def several_outputs(w: dict[str, Parameter], x: list[Tensor]) -> list[Tensor]:
-    """An encoder's output goes on as it is, beside one that was made from it and from weights."""
+    """An encoder's output is sent unchanged, beside an output computed from it and weights."""
     own = w["b"] @ w["a"]
     return [own + torch.softmax(own @ x[0].t(), 1) @ x[0], x[0], x[1] * w["gain"]]
 
 
-def aside(w: dict[str, Parameter], x: list[Tensor]) -> list[Tensor]:
+def branches(w: dict[str, Parameter], x: list[Tensor]) -> list[Tensor]:
     """An output that depends on weights alone, and an input that no output depends on."""
     return [w["a"] @ w["b"], x[0] + w["c"]]
 
@@ -57,14 +57,14 @@ def two_of_a_node(w: dict[str, Parameter], x: list[Tensor]) -> list[Tensor]:
 
 
 def shared_gradient(w: dict[str, Parameter], x: list[Tensor]) -> list[Tensor]:
-    """Autograd gives one tensor for an input and two weights, which are added to later."""
+    """Autograd returns one tensor for an input and two weights, which are accumulated later."""
     return [x[0] + w["a"] + w["b"]]
 
 
-STAGES = [products, used_twice, several_outputs, aside, two_of_a_node, shared_gradient]
+STAGES = [products, used_twice, several_outputs, branches, two_of_a_node, shared_gradient]
 
 
-def parts(seed: int) -> tuple[dict[str, Parameter], list[Tensor]]:
+def make_tensors(seed: int) -> tuple[dict[str, Parameter], list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -85,9 +85,9 @@ def gradients_of(stage: Stage, outputs: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
 def test_two_halves_equal_a_whole_pass(stage: Stage) -> None:
-    whole, split = parts(1)[0], parts(1)[0]
+    whole, split = make_tensors(1)[0], make_tensors(1)[0]
     for number in range(3):  # gradients of several micro-batches add up
-        wanted, inputs = parts(number + 2)[1], parts(number + 2)[1]
+        wanted, inputs = make_tensors(number + 2)[1], make_tensors(number + 2)[1]
         outputs = stage(whole, wanted)
         torch.autograd.backward(outputs, gradients_of(stage, outputs))
         outputs = stage(split, inputs)
@@ -96,7 +96,7 @@ def test_two_halves_equal_a_whole_pass(stage: Stage) -> None:
         for found, leaf in zip(half.input_gradients, wanted, strict=True):
             assert (found is None) == (leaf.grad is None)
             assert found is None or leaf.grad is None or close(found, leaf.grad)
-        for name, p in split.items():  # the first half leaves weights alone
+        for name, p in split.items():  # the first half does not change weight gradients
             known = before[name]
             assert p.grad is None if known is None else torch.equal(p.grad, known)
         sent = [None if g is None else g.clone() for g in half.input_gradients]
@@ -114,11 +114,11 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 
 
 def test_a_loss_is_differentiated_by_one() -> None:
-    weights, inputs = parts(3)
+    weights, inputs = make_tensors(3)
     loss = products(weights, inputs)[0].square().sum()
     half = SplitBackward([loss], [None], inputs, weights.values())
     half.accumulate_weight_gradients()
-    again, leaves = parts(3)
+    again, leaves = make_tensors(3)
     products(again, leaves)[0].square().sum().backward()
     assert half.input_gradients[1] is None and leaves[0].grad is not None
     assert half.input_gradients[0] is not None and close(half.input_gradients[0], leaves[0].grad)
@@ -126,7 +126,7 @@ def test_a_loss_is_differentiated_by_one() -> None:
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
-    weights, inputs = parts(4)
+    weights, inputs = make_tensors(4)
     weights["a"].requires_grad_(False)
     inputs[0].requires_grad_(False)
     half = SplitBackward(products(weights, inputs), [torch.ones(4, 4)], inputs, weights.values())
@@ -135,18 +135,18 @@ def test_what_needs_no_gradient_gets_none() -> None:
     assert weights["a"].grad is None and weights["gain"].grad is not None
 
 
-def test_each_node_aside_runs_in_the_second_half_alone() -> None:
-    """And a graph is free after both: its functions keep nothing."""
+def test_each_node_on_a_branch_runs_in_the_second_half_only() -> None:
+    """After both halves the graph is free: its functions hold nothing."""
     runs: list[str] = []
-    weights, inputs = parts(5)
+    weights, inputs = make_tensors(5)
     made = weights["a"] * 2
-    made.register_hook(lambda gradient: runs.append("aside"))
+    made.register_hook(lambda gradient: runs.append("branches"))
     way = torch.tanh(inputs[0])
     way.register_hook(lambda gradient: runs.append("way"))
     out = (way @ made).sum()
     half = SplitBackward([out], [None], inputs[:1], weights.values())
     assert runs == ["way"]
     half.accumulate_weight_gradients()
-    assert runs == ["way", "aside"]
+    assert runs == ["way", "branches"]
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out, [made], allow_unused=True)
