@@ -1,4 +1,4 @@
-"""Every public name of megatron-parallel is on an API page, and every page is in the navigation."""
+"""Every public name of megatron-parallel and megatron-data is on an API page in the navigation."""
 
 import re
 from pathlib import Path
@@ -56,3 +56,19 @@ def test_names_of_everyday_use_are_public_names_of_a_sub_package_or_on_the_main_
 
 def test_the_door_shows_few_names() -> None:
     assert 20 < sum(map(len, public_names(SOURCES / "__init__.pyi").values())) < 40
+
+
+DATA_SOURCES = ROOT / "packages/megatron-data/src/megatron_data"
+DATA_PACKAGES = sorted(stub.parent.name for stub in DATA_SOURCES.glob("*/__init__.pyi"))
+
+
+@pytest.mark.parametrize("name", DATA_PACKAGES)
+def test_the_page_of_a_sub_package_of_megatron_data_has_its_public_names(name: str) -> None:
+    """Pages may list whole modules, and modules that are not in the stub."""
+    page = ROOT / f"docs/packages/megatron-data/{name}.md"
+    listed = listed_names(page.read_text() + "\n")
+    for module, names in public_names(DATA_SOURCES / name / "__init__.pyi").items():
+        members = listed.get(f"megatron_data.{name}.{module}")
+        assert members is not None, f"{page.name} does not list {module}"
+        assert not members or names <= members, module
+    assert f"packages/megatron-data/{name}.md" in (ROOT / "mkdocs.yml").read_text()
