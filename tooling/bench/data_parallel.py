@@ -1,12 +1,12 @@
-"""Two-rank data parallelism beside torch's DistributedDataParallel, interleaved, medians.
+"""Compares data parallelism on two ranks with torch's DDP; interleaved, medians.
 
-Every rank is a process with one thread; they are joined by Gloo. A step is zeroing, forward and
-backward of all micro-batches, and waiting until the gradients are summed; no optimizer. The bound
-is the same step on both ranks at once without any sum. Efficiency is bound / time. The last column
-is the time of the better of the two DDPs over that of the way, of the same round: 1 and more is at
-least as good as torch.
+Every rank is a process with one thread; Gloo connects them. A step zeroes gradients, runs forward
+and backward passes of all micro-batches, and waits until the gradients are summed; there is no
+optimizer. The bound is the same step on both ranks at once without any sum. Efficiency is bound /
+time. The last column is the time of the faster DDP over that of the row, in the same round: 1 and
+more is at least as fast as torch.
 
-The second table is what the buffers cost where there is nothing to sum: one rank, plain loop.
+The second table shows the cost of the buffers if nothing is summed: one rank, plain loop.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def plain(model: nn.Module, data: list[Tensor], tokens: int) -> Step:
 
 def ddp(model: nn.Module, data: list[Tensor], tokens: int, bucket_view: bool) -> Step:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
-    each = tokens // dist.get_world_size()  # it averages over the ranks
+    each = tokens // dist.get_world_size()  # DDP averages over the ranks
 
     def step() -> None:
         wrapped.zero_grad()
@@ -111,7 +111,7 @@ class Times(NamedTuple):
 
 
 def interleaved(steps: dict[str, Step], repeats: int) -> dict[str, list[Times]]:
-    """Seconds of each step, taken in turns; every round starts with another one."""
+    """Returns seconds of each step, taken alternately; every round starts with another step."""
     times: dict[str, list[Times]] = {name: [] for name in steps}
     names = list(steps)
     for number in range(repeats + 2):
@@ -134,7 +134,7 @@ def rank_times(
     sizes: list[int],
     repeats: int,
 ) -> dict[str, list[Times]]:
-    """Times of all ways on this rank; checks that they give equal gradients."""
+    """Returns the times of all variants on this rank; checks that their gradients are equal."""
 
     def model() -> GPT:
         torch.manual_seed(1)
@@ -178,7 +178,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
                 sizes,
                 arguments.repeats,
             )
-            # A step has ended when the slower rank has; both ranks' work counts.
+            # A step ends when the slower rank ends; CPU seconds are those of both ranks.
             both = {
                 name: [
                     Times(max(a.wall, b.wall), a.cpu + b.cpu)
@@ -199,7 +199,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def paired(a: list[float], b: list[float]) -> float:
-    """Median of the ratios of rounds."""
+    """Returns the median of the ratios of rounds."""
     return median(x / y for x, y in zip(a, b, strict=True))
 
 

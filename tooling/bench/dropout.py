@@ -1,4 +1,4 @@
-"""Dropout by counters beside `torch.nn.functional.dropout`: CPU time, interleaved, medians."""
+"""Compares counter-based dropout with `torch.nn.functional.dropout`; CPU time, medians."""
 
 import argparse
 import statistics

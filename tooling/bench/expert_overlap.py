@@ -1,11 +1,11 @@
-"""Experts' messages with and without another micro-batch that computes meanwhile, interleaved.
+"""Compares experts' messages with and without another micro-batch to hide them; interleaved.
 
-Two ranks of one thread each, joined by Gloo, hold the experts of a small GPT; a step is forward and
-backward of all micro-batches, without an optimizer. Between processes of one machine a message is
-a copy that costs processor time, which nothing can hide; so a wire is put on: a message has not
-arrived before a time after it was sent, in which nobody computes for it. Medians; "waiting" is the
-time of a step in which the slower rank did nothing but wait for the wire, and "gain" the median
-over rounds of plain / combined.
+Two ranks of one thread each, connected by Gloo, hold the experts of a small GPT. A step is forward
+and backward of all micro-batches, without an optimizer. Between processes of one machine a message
+is a copy that costs processor time, which nothing can hide. So the benchmark simulates a wire: a
+message arrives only after a delay, during which no processor works for it. Numbers are medians.
+"waiting" is the time of a step in which the slower rank only waited for the wire, and "gain" the
+median over rounds of plain / combined.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SCHEDULES = {"plain": "1f1b", "combined": "combined-1f1b"}
 
 
 class Times(NamedTuple):
-    """Seconds of a step, and of these waiting for the wire."""
+    """Seconds of a step, and of its waits for the wire."""
 
     wall: float
     waiting: float
@@ -65,9 +65,9 @@ def batches(mesh: Mesh, count: int) -> list[MicroBatch]:
 
 @contextmanager
 def wire(seconds: float) -> Iterator[list[float]]:
-    """In the block, messages arrive so long after they were sent; gives the times waited for that.
+    """Delays messages by `seconds` in the block; yields the times waited for that.
 
-    What the processes themselves need to copy them is in neither.
+    Excludes the time that the processes themselves need to copy them.
     """
     launch, wait = exchange._launch, exchange._Message.wait
     sent: dict[int, float] = {}
@@ -94,7 +94,10 @@ def wire(seconds: float) -> Iterator[list[float]]:
 def rank_times(
     mesh: Mesh, shape: tuple[int, int], count: int, delays: Sequence[float], repeats: int
 ) -> dict[tuple[str, float], list[Times]]:
-    """Seconds of every way with every wire, taken in turns; both ways give equal gradients."""
+    """Returns seconds of every schedule and delay, taken alternately.
+
+    Both schedules must give equal gradients.
+    """
     data = batches(mesh, count)
     engines = {name: build(mesh, *shape, schedule) for name, schedule in SCHEDULES.items()}
     tokens = engines["plain"].denominators(data)

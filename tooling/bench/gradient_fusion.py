@@ -1,11 +1,11 @@
-"""Gradient accumulation in the products that make gradients, beside autograd's, interleaved.
+"""Compares gradient accumulation inside matrix products with autograd's; interleaved.
 
 A step is forward and backward pass of all micro-batches of a GPT in fp32, with gradient buffers, on
 one rank and on two that sum their gradients (Gloo, one thread each); no optimizer. The same model
-twice: with `fuse_gradient_accumulation` and without. Seconds are those of a step divided by its
-micro-batches, medians; wall is the slower rank's, CPU that of all. Ratios are medians of those of
-the rounds, with their middle half. Peak bytes are what torch has allocated at most in one later
-step, beyond what was there before it.
+runs with `fuse_gradient_accumulation` and without. Seconds are medians of a step's, divided by its
+micro-batches; wall is the slower rank's, CPU that of all. Ratios are medians of the rounds' ratios,
+with their middle half. Peak bytes are torch's largest allocation in one later step, beyond the
+memory allocated before it.
 
     OMP_NUM_THREADS=1 python tooling/bench/gradient_fusion.py [--repeats 15]
 """
@@ -28,7 +28,7 @@ WAYS = ("fused", "not fused")
 
 
 def step_of(config: GPTConfig, mesh: Mesh, data: list[Tensor], fused: bool) -> Step:
-    """Gradients of all micro-batches, summed over the ranks."""
+    """Returns a step that computes gradients of all micro-batches, summed over the ranks."""
     model = GPT(config, mesh)
     buffers = GradientBuffers(model.named_parameters(), collect_shardings(model), mesh)
     if fused:
@@ -46,12 +46,12 @@ def step_of(config: GPTConfig, mesh: Mesh, data: list[Tensor], fused: bool) -> S
 
 
 def peak_bytes(step: Step) -> int:
-    """What torch has allocated at most while it runs, beyond what was there."""
+    """Returns torch's largest allocation during a step, beyond the memory allocated before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     found = profiler.profiler.kineto_results.events()
-    told = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
-    return max(accumulate(nbytes for _, nbytes in told))
+    changes = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in changes))
 
 
 def measure(
@@ -91,7 +91,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
                     sequences,
                     arguments.repeats,
                 )
-                # A step has ended when the slower rank has; both ranks' work counts.
+                # A step ends when the slower rank ends; CPU seconds are those of all ranks.
                 times = {
                     way: [
                         Times(max(t.wall for t in both), sum(t.cpu for t in both))

@@ -1,18 +1,18 @@
-"""What megatron-train's layers cost on one rank: its whole loop against plain PyTorch.
+"""Measures the overhead of megatron-train on one rank: its whole loop against plain PyTorch.
 
-All train the same GPT from the same weights on the same batches, eagerly, in fp32. Two ways are
-written by hand: for each micro-batch loss and backward, then `torch.nn.utils.clip_grad_norm_`,
-`torch.optim.AdamW(fused=True)` with two groups, `zero_grad`. "plain" does it with modules of torch
-(`nn.Linear`, `nn.Embedding`, `cross_entropy`), "bare" with the model of megatron_models, layers of
-tensor parallelism and all. Ours is `Trainer.run` with everything on: task, step engine, pipeline
-loop, gradient buffers, optimizer, schedules, reports, and callbacks that print and record every
-step; "sharded" with buffers, hooks and gathers of the distributed optimizer too, although one rank
-has nobody to share with.
+All variants train the same GPT from the same weights on the same batches, eagerly, in fp32. Two
+are written by hand: for each micro-batch loss and backward, then `torch.nn.utils.clip_grad_norm_`,
+`torch.optim.AdamW(fused=True)` with two groups, `zero_grad`. "plain" uses torch's modules
+(`nn.Linear`, `nn.Embedding`, `cross_entropy`), "bare" the model of megatron_models with its
+tensor-parallel layers. Ours is `Trainer.run` with everything on: task, step engine, pipeline loop,
+gradient buffers, optimizer, schedules, reports, and callbacks that print and record every step.
+"sharded" adds buffers, hooks and gathers of the distributed optimizer, although one rank shares
+with no other.
 
-Steps alternate: the iterator that hands a trainer its next batch makes the steps of the others in
-between, so a step of ours is all that happens from one batch to the next, callbacks too. The order
-turns round from one step to the next. CPU seconds are those of all threads; they suffer less
-from what else the machine does.
+Steps alternate: the iterator that yields a trainer's next batch runs the steps of the other
+variants. So a step of ours includes everything from one batch to the next, callbacks too. The order
+is reversed from step to step. CPU seconds are those of all threads; other load on the machine
+affects them less.
 
     OMP_NUM_THREADS=1 python tooling/bench/one_rank.py [--rounds 45]
 """
@@ -40,12 +40,12 @@ from plain_gpt import plain_copy
 from torch import Tensor, nn
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS, EPSILON, CLIP = 3e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
-WARM_UP = 3  # rounds that do not count
+WARM_UP = 3  # rounds that are not counted
 WAYS = {
     "whole": DataParallelConfig(),
     "sharded": DataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True),
 }
-"""What a data-parallel rank keeps, each in a contest of its own."""
+"""What a data-parallel rank holds; each variant runs in a contest of its own."""
 
 StepByHand = Callable[[Sequence[MicroBatch]], float]
 
@@ -110,11 +110,11 @@ class Losses(Callback):
 
 
 class Contest:
-    """All ways, step by step in turns.
+    """Runs all variants, alternating step by step.
 
     Attributes:
-        times: of every step, by way: `plain`, `bare` and `ours`.
-        losses: likewise.
+        times: Of every step, by variant: `plain`, `bare` and `ours`.
+        losses: Of every step, by variant.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class Contest:
         )
 
     def run(self) -> None:
-        """Train on every batch in all ways."""
+        """Trains all variants on every batch."""
         self._trainer.run()
 
     def _turns(self, consumed: int) -> Iterator[list[MicroBatch]]:
-        """Give the trainer its batches; make the steps by hand before or after its own."""
+        """Yields the trainer's batches; runs the steps by hand before or after its own."""
         for number, batches in enumerate(self._batches):
             if number % 2 == 0:
                 self._steps_by_hand(batches, ("plain", "bare"))
@@ -183,7 +183,7 @@ class Contest:
 
 
 def make_batches(args: argparse.Namespace) -> list[list[MicroBatch]]:
-    """The micro-batches of every step; one round more than counts, as the last is never timed."""
+    """Returns the micro-batches of every step, with one more round, as the last is never timed."""
     generator = torch.Generator().manual_seed(0)
     shape = (args.micro_batch_size, args.sequence_length + 1)
     ones = torch.ones(args.micro_batch_size, args.sequence_length)

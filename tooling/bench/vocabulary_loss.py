@@ -1,10 +1,10 @@
-"""Output layer and loss with all logits, with few, and by torch alone, interleaved.
+"""Compares output layer and loss with all logits, with few, and by torch alone; interleaved.
 
 Forward and backward pass of an output matrix and its loss, in fp32 on one rank:
 `UNFUSED_CROSS_ENTROPY`, `LinearCrossEntropy` of 1,024 tokens, and torch's `F.linear` and
 `F.cross_entropy`, which is the peer.
-Milliseconds are medians of CPU time; peak bytes are what torch has allocated at most in one pass,
-beyond what was there before it.
+Milliseconds are medians of CPU time; peak bytes are torch's largest allocation in one pass, beyond
+the memory allocated before it.
 
     OMP_NUM_THREADS=1 python tooling/bench/vocabulary_loss.py [--repeats 5]
 """
@@ -31,7 +31,7 @@ TOKENS = (1024, 4096, 8192)
 
 
 def passes(tokens: int) -> dict[str, Callable[[], None]]:
-    """A forward and a backward pass in each way."""
+    """Returns a forward and a backward pass for each variant."""
     mesh = Mesh.single()
     layer = ColumnParallelLinear(HIDDEN, VOCAB, mesh, bias=False)
     initialize_parameters(layer, seed=1, mesh=mesh)
@@ -59,14 +59,14 @@ def passes(tokens: int) -> dict[str, Callable[[], None]]:
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """CPU time of one pass."""
+    """Returns the CPU time of one pass."""
     start = time.process_time()
     run()
     return time.process_time() - start
 
 
 def main() -> None:
-    """Measure, and print the table."""
+    """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
     repeats = parser.parse_args().repeats
