@@ -79,9 +79,11 @@ def _partial_answers(mesh: Mesh, replace: Replace) -> None:
 
 
 def _not_observed_over(names: set[str], replace: Replace) -> None:
-    true = state._observers
+    true = state._reduction_axes
     replace(
-        state, "_observers", lambda *row: [axis for axis in true(*row) if axis.name not in names]
+        state,
+        "_reduction_axes",
+        lambda *row: [axis for axis in true(*row) if axis.name not in names],
     )
 
 

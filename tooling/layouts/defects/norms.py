@@ -49,5 +49,5 @@ def _norm_counts_shards_twice(mesh: Mesh, replace: Replace) -> None:
 
 @defect("the norm counts the copies of a shard in all instances", "dp4(2x2)·fsdp-tied")
 def _norm_counts_instances(mesh: Mesh, replace: Replace) -> None:
-    holders = dict.fromkeys([("tp", False), (None, False)], sharding._Holders((), ()))
-    replace(sharding, "_HOLDERS", holders)
+    axes = dict.fromkeys([("tp", False), (None, False)], sharding._ReplicaAxes((), ()))
+    replace(sharding, "_REPLICA_AXES", axes)

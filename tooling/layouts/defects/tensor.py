@@ -48,8 +48,8 @@ def _gathered_again_in_another_order(mesh: Mesh, replace: Replace) -> None:
 
 @defect("slices of a sum are concatenated in another order", "tp2·sp·slices-untied-dropout")
 def _slices_in_another_order(mesh: Mesh, replace: Replace) -> None:
-    true = linear._joined
-    replace(linear, "_joined", lambda slices: true(slices[::-1]))
+    true = linear._concatenate
+    replace(linear, "_concatenate", lambda slices: true(slices[::-1]))
 
 
 @defect("a row-parallel bias is added by every rank", "tp2-tied")
