@@ -1,4 +1,4 @@
-"""A small training job on one device, as `megatron-train` puts it together."""
+"""A small training job on one device, assembled as in `megatron-train`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class Job:
         self.optimizer = Optimizer(self.engine.stages, OptimizerConfig(lr=LEARNING_RATE))
 
     def batches(self, iteration: int) -> list[MicroBatch]:
-        """Two micro-batches of two samples, with documents and padding, drawn on the CPU."""
+        """Returns two micro-batches of two samples with documents and padding, drawn on the CPU."""
         generator = torch.Generator().manual_seed(iteration)
         documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 12 + [-1] * 4], dtype=torch.int32)
         drawn: Iterator[dict[str, Tensor]] = (
@@ -79,7 +79,7 @@ class Job:
         return [MicroBatch.from_fields(fields, token_field="tokens") for fields in drawn]
 
     def gradients(self, iteration: int = 1) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Forward and backward passes of a step: losses per token, and gradients on the CPU."""
+        """Runs the passes of a step; returns losses per token, and gradients on the CPU."""
         batches = self.batches(iteration)
         denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
         sums = self.engine.run(batches, denominators, iteration)
@@ -87,19 +87,19 @@ class Job:
         return {name: float(sums[name]) / denominators[name] for name in sums}, gradients
 
     def step(self, iteration: int) -> tuple[dict[str, float], float]:
-        """A whole step: losses per token, and the norm of the gradient."""
+        """Runs a whole step; returns losses per token and the gradient norm."""
         losses, _ = self.gradients(iteration)
         norm = float(self.optimizer.step(LEARNING_RATE).grad_norm)
         self.engine.stages.zero()
         return losses, norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of all parameters on the CPU."""
+        """Returns copies of all parameters on the CPU."""
         self.engine.stages.wait_for_parameters()
         return {name: p.detach().cpu().clone() for name, p in self.engine.stages.parameters.items()}
 
     def state(self) -> dict[str, Any]:
-        """Views of everything that a checkpoint of it holds."""
+        """Returns views of all values of its checkpoint."""
         views = {f"model.{name}": v for name, v in self.engine.stages.views().items()}
         views |= {f"optimizer.{name}": v for name, v in self.optimizer.views().items()}
         return views
@@ -107,13 +107,13 @@ class Job:
 
 @pytest.fixture
 def job() -> type[Job]:
-    """Makes a job on a device."""
+    """Returns a function that makes a job on a device."""
     return Job
 
 
 @pytest.fixture
 def only_deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As under `--deterministic-mode`."""
+    """Enables deterministic algorithms as `--deterministic-mode` does."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield

@@ -1,4 +1,4 @@
-"""Collectives on one GPU take its tensors only: no Gloo group stands beside NCCL's."""
+"""Collectives on one GPU accept only its tensors: there is no Gloo group beside that of NCCL."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 def alone(
     device: torch.device, request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[torch.device]:
-    """A job of one rank on the device: by NCCL, or by Gloo where it is simulated."""
+    """Starts a job of one rank with NCCL, or with Gloo on a simulated device."""
     simulated = request.config.getoption("device") == "simulated"
     dist.init_process_group(
         "gloo" if simulated else "nccl",

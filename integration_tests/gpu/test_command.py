@@ -26,7 +26,7 @@ def pretrain(
     monkeypatch: pytest.MonkeyPatch,
     plain_runs: None,
 ) -> Iterator[Callable[..., list[float]]]:
-    """Return a function that trains, and gives the losses of all its steps."""
+    """Returns a function that trains and returns the losses of all steps."""
     monkeypatch.chdir(corpus)
 
     def run(folder: str, words: str) -> list[float]:
@@ -37,7 +37,7 @@ def pretrain(
     yield run
 
 
-def test_a_run_that_is_continued_has_the_losses_of_one_that_is_not(pretrain):
+def test_a_continued_run_has_the_losses_of_an_uninterrupted_one(pretrain):
     whole = pretrain("whole", "--train-iters 6 --bf16")
     pretrain("halves", "--train-iters 6 --bf16 --exit-interval 3")
     assert pretrain("halves", "--train-iters 6 --bf16 --load halves") == whole
@@ -49,7 +49,7 @@ def test_a_deterministic_run_with_experts_is_the_same_twice(pretrain):
     assert pretrain("one", words) == pretrain("two", words)
 
 
-def test_what_a_gpu_trained_is_generated_from_on_it_and_on_the_cpu(pretrain, capsys):
+def test_a_model_trained_on_a_gpu_generates_on_gpu_and_cpu(pretrain, capsys):
     pretrain("model", "--train-iters 3 --hidden-dropout 0 --attention-dropout 0")
     capsys.readouterr()
     texts = []

@@ -1,4 +1,4 @@
-"""What a GPU saves, a GPU and a CPU go on with; dropout and generation are those of the CPU."""
+"""GPU and CPU continue the checkpoints of a GPU; dropout and generation equal those of the CPU."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_a_continued_run_equals_one_that_was_not_interrupted(
 
 
 @pytest.mark.parametrize("there", ["to the CPU", "to the GPU"])
-def test_a_checkpoint_goes_to_the_other_device(job, device, tmp_path, there):
+def test_a_checkpoint_loads_on_the_other_device(job, device, tmp_path, there):
     source, target = (device, CPU) if there == "to the CPU" else (CPU, device)
     store = CheckpointStore(tmp_path)
     one = job(source, dropout=0.1)
@@ -99,7 +99,7 @@ def test_logits_with_a_cache_equal_those_of_the_whole_text(device, name, dtype):
         pieces = [model(part, cache=cache) for part in tokens.split([5, 1, 6], 1)]
         cached, whole = torch.cat(pieces)[..., :97], model(tokens)[..., :97]  # without padding
     largest = float(whole.abs().max())
-    # Products of other sizes sum in another order: 97 terms at most, 9 products deep.
+    # The order of summation depends on the size of a product: 97 terms, 9 in a row.
     allowed = torch.finfo(dtype).eps * 97 * 9 * largest
     assert float((cached - whole).abs().max()) <= allowed
 

@@ -1,4 +1,4 @@
-"""Steps of training on one GPU: gradients as on the CPU, the same twice, no host tensor in them."""
+"""Training steps on one GPU equal those of the CPU, are repeatable, and use no host tensor."""
 
 from typing import Any
 
@@ -41,19 +41,19 @@ CASES: dict[str, dict[str, Any]] = {
     "shared expert": {"config": SHARED, "dropout": 0.1},
 }
 
-# Rounding of the sum of n products is at most n units in the last place of the sum of their sizes.
-# The longest sums are over the vocabulary (97) and the tokens of a step (64). A gradient has passed
-# 4 products a layer and the output's, forward and backward: 2 * (4 * 2 + 1) = 18.
+# The rounding error of a sum of n products is at most n units in the last place of the sum of their
+# absolute values. The longest sums are over the vocabulary (97) and the tokens of a step (64). A
+# gradient passes 4 products a layer and the output, forward and backward: 2 * (4 * 2 + 1) = 18.
 PRODUCTS = 18
 FP32 = torch.finfo(torch.float32).eps * 97 * PRODUCTS
-# In bf16 every result is rounded once more when it is stored, sums are in fp32.
+# In bf16 every result is rounded again when it is stored; sums are in fp32.
 BF16 = torch.finfo(torch.bfloat16).eps * PRODUCTS
 
 
 def assert_close(
     got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
 ) -> None:
-    """Each tensor within the tolerance times its own largest value."""
+    """Asserts that each error is at most the tolerance times the largest value of its tensor."""
     assert got.keys() == expected.keys()
     for name, true in expected.items():
         largest = float(true.double().abs().max())
@@ -70,24 +70,24 @@ def test_losses_and_gradients_equal_those_of_the_cpu(job, device, name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "dropout", "llama", "experts"])
-def test_bf16_is_as_near_to_fp32_as_its_rounding(job, device, name):
+def test_bf16_differs_from_fp32_by_rounding(job, device, name):
     in_bf16 = job(device, dtype=torch.bfloat16, **CASES[name])
     in_fp32 = job(torch.device("cpu"), **CASES[name])
-    with torch.no_grad():  # both start with weights that bf16 has
+    with torch.no_grad():  # both start with weights that are exact in bf16
         for parameter in in_fp32.engine.stages.parameters.values():
             parameter.copy_(parameter.bfloat16())
     losses, gradients = in_bf16.gradients()
     true_losses, true_gradients = in_fp32.gradients()
     main = {"lm loss": true_losses["lm loss"]}
     assert {"lm loss": losses["lm loss"]} == pytest.approx(main, rel=BF16)
-    if name == "experts":  # rounding sends some tokens elsewhere, which is no small change
+    if name == "experts":  # rounding routes some tokens to other experts, which is a large change
         return
     assert_close(gradients, true_gradients, BF16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["dropout", "llama", "experts", "experts, all-to-all"])
-def test_a_run_is_the_same_twice(job, device, only_deterministic, name, dtype):
+def test_a_run_is_repeatable(job, device, only_deterministic, name, dtype):
     runs = []
     for _ in range(2):
         one = job(device, dtype=dtype, **CASES[name])
@@ -99,7 +99,7 @@ def test_a_run_is_the_same_twice(job, device, only_deterministic, name, dtype):
 
 @pytest.mark.parametrize("name", ["gpt2", "experts"])
 def test_an_optimizer_step_equals_that_of_the_cpu(job, device, name):
-    """From equal gradients: AdamW rounds each element a dozen times, and sums the norm."""
+    """Starts from equal gradients; AdamW rounds each element about twelve times."""
     ours, true = job(device, **CASES[name]), job(torch.device("cpu"), **CASES[name])
     _, gradients = true.gradients()
     ours.gradients()
@@ -132,7 +132,7 @@ def test_compiled_steps_equal_plain_ones(job, device, name):
     assert_close(gradients, true_gradients, FP32)
 
 
-def test_a_tensor_of_the_host_in_the_step_is_refused(job, device, monkeypatch):
+def test_a_host_tensor_in_the_step_is_refused(job, device, monkeypatch):
     own = StepEngine._own
 
     def careless(engine, batch):
@@ -145,9 +145,11 @@ def test_a_tensor_of_the_host_in_the_step_is_refused(job, device, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "most"), [("gpt2", 4), ("dropout", 4), ("experts", 39)])
-def test_a_step_waits_for_the_device_no_oftener_than_counted(job, device, device_waits, name, most):
+def test_a_step_waits_for_the_device_at_most_as_often_as_listed(
+    job, device, device_waits, name, most
+):
     one = job(device, **CASES[name])
-    one.step(1)  # what is made once
+    one.step(1)  # values that are made once
     batches = one.batches(2)
     with device_waits() as waits:
         denominators = one.engine.denominators(batches)

@@ -1,4 +1,4 @@
-"""Batch sizes of a ramp, and rounded ones, against megatron-core's calculators."""
+"""Batch sizes of ramps and rounded batch sizes equal those of megatron-core's calculators."""
 
 import random
 
@@ -24,7 +24,9 @@ def test_sizes_of_random_ramps_are_equal() -> None:
             theirs.update(consumed, consistency_check=False)
             asked = theirs.get_current_global_batch_size()
             sizes = {theirs.get_current_running_global_batch_size()}
-            if consumed * increments % samples == 0:  # there its division in floats may round down
+            if (
+                consumed * increments % samples == 0
+            ):  # megatron-core divides floats there, which may round down
                 sizes.add((asked + increment) // (micro * ranks) * micro * ranks)
             assert ours.at(consumed) in sizes
 

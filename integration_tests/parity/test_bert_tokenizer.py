@@ -1,4 +1,4 @@
-"""The tokens of BERT's vocabularies are those of transformers."""
+"""Tokens of BERT's vocabularies equal those of transformers."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ TEXT = (
 
 @pytest.fixture(scope="module", params=[True, False], ids=["lower", "cased"])
 def pair(request, tmp_path_factory):
-    """Ours and theirs, of one vocabulary."""
+    """Returns our tokenizer and that of transformers for one vocabulary."""
     lower = request.param
     trained = train_wordpiece([TEXT * 20], 160, lower_case=lower)
     path = tmp_path_factory.mktemp("bert") / "vocab.txt"

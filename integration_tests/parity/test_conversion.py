@@ -1,6 +1,6 @@
-"""Hugging Face models into our checkpoints and back: megatron-ckpt with megatron-models' families.
+"""Conversion of Hugging Face models to checkpoints and back with megatron-models' families.
 
-The models are transformers' own with random weights, and the truth is what transformers wrote.
+The models are those of transformers with random weights; the reference is what transformers wrote.
 """
 
 import json
@@ -56,7 +56,7 @@ CASES = {
 
 
 def write_model(kind: str, settings: dict, folder: Path, dtype: torch.dtype = torch.float32):
-    """A model of transformers whose every parameter is random, norms and biases too."""
+    """Writes a transformers model with random parameters, including norms and biases."""
     torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(**settings)
     model = getattr(transformers, f"{kind}ForCausalLM" if kind == "Llama" else f"{kind}LMHeadModel")
@@ -84,7 +84,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_model_comes_back_bit_for_bit_and_loads_in_transformers(tmp_path, case, dtype):
+def test_a_model_is_converted_back_bit_for_bit_and_loads_in_transformers(tmp_path, case, dtype):
     kind, settings = CASES[case]
     model = write_model(kind, settings, tmp_path / "theirs", dtype)
     import_hf(tmp_path / "theirs", tmp_path / "run")
@@ -96,7 +96,7 @@ def test_a_model_comes_back_bit_for_bit_and_loads_in_transformers(tmp_path, case
     tokens = torch.arange(20).reshape(2, 10)
     original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="auto")
     with torch.no_grad():
-        # In float64: weights read from a file may lie unaligned, and kernels round by alignment.
+        # In float64: weights read from a file may be unaligned, which changes rounding.
         theirs, ours = (kept.double().eval()(tokens).logits for kept in (original, loaded))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     assert loaded.config.eos_token_id == model.config.eos_token_id
@@ -115,7 +115,7 @@ def test_the_checkpoint_holds_exactly_the_parameters_of_our_model(tmp_path, case
     assert stored == {name: tuple(s) for name, s in models.parameter_shapes(config).items()}
 
 
-def test_query_key_and_value_rows_of_a_group_stand_together(tmp_path):
+def test_query_key_and_value_rows_of_a_group_are_adjacent(tmp_path):
     write_model("Llama", LLAMA, tmp_path / "theirs")
     theirs = tensors(tmp_path / "theirs")
     ours = Checkpoint(import_hf(tmp_path / "theirs", tmp_path / "run"))
@@ -127,7 +127,7 @@ def test_query_key_and_value_rows_of_a_group_stand_together(tmp_path):
         assert torch.equal(qkv[group, 36:], part["v"][12 * group : 12 * group + 12])
 
 
-def test_a_part_of_a_tensor_is_filled_from_the_parts_that_it_needs(tmp_path, monkeypatch):
+def test_a_shard_is_read_from_the_boxes_that_it_needs(tmp_path, monkeypatch):
     write_model("Llama", LLAMA, tmp_path / "theirs")
     model, read = ForeignModel(tmp_path / "theirs"), []
     box = SafetensorsFolder.box
@@ -200,7 +200,7 @@ def test_tokenizer_files_and_foreign_settings_pass_through(tmp_path):
     assert json.loads((back / "generation_config.json").read_text()) == before
 
 
-def test_tensors_that_do_not_fit_are_named_and_nothing_is_left(tmp_path):
+def test_tensors_that_do_not_fit_are_named_and_no_file_is_left(tmp_path):
     write_model("GPT2", GPT2, tmp_path / "theirs")
     file = tmp_path / "theirs" / "model.safetensors"
     theirs = load_file(file)
@@ -234,8 +234,8 @@ def test_errors_name_what_is_wrong(tmp_path):
     assert not (tmp_path / "back").exists()
 
 
-def test_a_model_trained_here_stops_where_its_documents_end(tmp_path):
-    """transformers asks the exported folder which token ends a text; its own default is another."""
+def test_an_exported_model_stops_at_the_end_of_document_token(tmp_path):
+    """Checks the token that ends a text in the exported folder; transformers' default differs."""
     from megatron_data import train_bpe
     from megatron_models import GPT, GPTConfig
     from megatron_parallel import Mesh, collect_shardings, parameter_views
@@ -260,7 +260,7 @@ def test_a_model_trained_here_stops_where_its_documents_end(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mixtral"])
-def test_default_configurations_of_transformers_are_taken(kind):
+def test_default_configurations_of_transformers_are_accepted(kind):
     config = getattr(transformers, f"{kind}Config")()
     values = json.loads(config.to_json_string(use_diff=False))
     family = find_family(kind.lower())
@@ -270,7 +270,7 @@ def test_default_configurations_of_transformers_are_taken(kind):
 @pytest.mark.parametrize(
     ("kind", "embedding"), [("GPT2", "transformer.wte"), ("Llama", "model.embed_tokens")]
 )
-def test_a_head_that_the_configuration_calls_tied_is_compared(tmp_path, kind, embedding):
+def test_an_output_layer_that_is_declared_tied_is_compared(tmp_path, kind, embedding):
     settings = {"GPT2": GPT2, "Llama": LLAMA}[kind]
     write_model(kind, settings | {"tie_word_embeddings": True}, tmp_path / "theirs")
     path = tmp_path / "theirs" / "model.safetensors"

@@ -1,4 +1,4 @@
-"""megatron-data against megatron-core: the same files, the same order, the same samples."""
+"""megatron-data and megatron-core have equal files and equal samples in the same order."""
 
 import json
 import struct
@@ -62,7 +62,7 @@ KEYS = {
 
 
 class StandInTokenizer:
-    """What megatron-core asks of a tokenizer when it builds a dataset."""
+    """The interface of a tokenizer that megatron-core needs to build a dataset."""
 
     vocab_size = VOCAB_SIZE
     eod = EOD
@@ -72,7 +72,7 @@ class StandInTokenizer:
 
 
 def documents(seed: int, count: int, longest: int) -> list[np.ndarray]:
-    """Documents of 1 to `longest` tokens that end with the end-of-document token."""
+    """Returns documents of 1 to `longest` tokens, each with an end-of-document token."""
     random = np.random.default_rng(seed)
     made = []
     for length in random.integers(1, longest + 1, count):
@@ -163,7 +163,7 @@ def test_multimodal_files_are_byte_equal(tmp_path: Path) -> None:
 
 
 def test_texts_and_images_are_byte_equal_and_read_by_megatron(tmp_path: Path) -> None:
-    """As `preprocess_mmdata.py` lays them: the number of bytes that fill up, and int32."""
+    """Checks the format of `preprocess_mmdata.py`: the number of padding bytes, then int32."""
     rows = [(f"{number} 7 {number}", b"GIF89a" + bytes(range(number))) for number in range(9)]
     with (tmp_path / "rows.jsonl").open("w") as lines:
         for number, (text, image) in enumerate(rows):
@@ -199,7 +199,7 @@ def test_texts_and_images_are_byte_equal_and_read_by_megatron(tmp_path: Path) ->
 def test_sample_index_equals_the_compiled_helper(case: int) -> None:
     random = np.random.default_rng(case)
     lengths = random.integers(0 if case % 2 else 1, 40, random.integers(1, 60)).astype(np.int32)
-    lengths[-1] = 7  # the helper cannot end in an empty sequence
+    lengths[-1] = 7  # the helper does not support an empty last sequence
     extra, drop = int(random.integers(2)), bool(random.integers(2))
     epochs = int(random.integers(1, 4))
     sequences = np.arange(len(lengths), dtype=np.int32)
@@ -280,12 +280,12 @@ def megatron_datasets(sizes: list[int | None], **options: object) -> list[object
 
 
 def assert_same_samples(ours: object, theirs: object) -> None:
-    """The first samples of two datasets, element by element.
+    """Compares the first samples of two datasets element by element.
 
-    megatron-core keeps the loss mask of the first sample it reads and then zeroes the padding of
-    that sample in it, so the mask leaks into every later sample; its cache is switched off here.
-    What fills a sample up attends to the text before it there and is a document of its own here;
-    it bears no loss, and no text attends to it.
+    megatron-core caches the loss mask of the first sample and then zeroes that sample's padding in
+    it, so that the mask leaks into every later sample; its cache is disabled here. Padding attends
+    to the text before it in megatron-core and is a separate document here. It has no loss, and no
+    text attends to it.
     """
     for dataset in getattr(theirs, "datasets", [theirs]):
         dataset.masks_and_position_ids_are_cacheable = False
@@ -297,7 +297,7 @@ def assert_same_samples(ours: object, theirs: object) -> None:
         ids = our_sample["document_ids"]
         attends = np.tril(ids[:, None] == ids[None, :])
         text = int((ids >= 0).sum())
-        assert (ids[:text] >= 0).all(), "padding stands behind the text"
+        assert (ids[:text] >= 0).all(), "padding must follow the text"
         masked = their_sample["attention_mask"][0].numpy()
         np.testing.assert_array_equal(~attends[:text], masked[:text])
         assert not our_sample["loss_mask"][text:].any()
@@ -306,7 +306,7 @@ def assert_same_samples(ours: object, theirs: object) -> None:
 
 
 def test_samples_with_padding_tokens_in_the_text(tmp_path: Path) -> None:
-    """Half of the tokens are the padding token, with and without resets at documents."""
+    """Checks texts in which half of the tokens are the padding token, with and without resets."""
     random = np.random.default_rng(0)
     texts = [np.where(random.random(len(text)) < 0.5, PAD, text) for text in documents(9, 90, 70)]
     prefix = write_ours(tmp_path / "a", texts)
@@ -387,7 +387,7 @@ def test_each_split_from_its_own_data(tmp_path: Path) -> None:
 
 
 def drawn(random: np.random.Generator, folder: Path) -> dict[str, object]:
-    """A configuration drawn at random; some documents are empty."""
+    """Returns a random configuration; some documents are empty."""
     folder.mkdir()
     prefixes = []
     for number in range(int(random.integers(1, 4))):
@@ -412,7 +412,7 @@ def drawn(random: np.random.Generator, folder: Path) -> dict[str, object]:
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 30))]
 )
 def test_random_configurations(tmp_path: Path, seed: int) -> None:
-    """Seeds, lengths, splits, epochs, blends, short and empty documents drawn at random."""
+    """Checks random seeds, lengths, splits, epochs, blends, short and empty documents."""
     random = np.random.default_rng(seed)
     ours = None
     for attempt in range(20):
@@ -435,7 +435,7 @@ def test_random_configurations(tmp_path: Path, seed: int) -> None:
                 pad_id=PAD,
                 **options,
             )
-        except DataError as error:  # too small for one sample, which megatron-core does not say
+        except DataError as error:  # too small for one sample, which megatron-core does not report
             assert "too few for one sample" in str(error) or "holds no token" in str(error)
             continue
         break
@@ -449,7 +449,7 @@ def test_random_configurations(tmp_path: Path, seed: int) -> None:
             assert_same_samples(our_split, their_split)
 
 
-def test_the_last_partial_validation_sample_is_padded_alike(tmp_path: Path) -> None:
+def test_the_last_partial_validation_sample_is_padded_equally(tmp_path: Path) -> None:
     prefix = write_ours(tmp_path / "a", documents(8, 120, 50))
     ours = build_gpt_datasets(
         prefix,
@@ -504,8 +504,8 @@ def test_mock_data() -> None:
         assert_same_samples(our_split, their_split)
 
 
-def test_where_megatron_is_wrong_we_are_exact() -> None:
-    """The number of samples with a partial last one, which Megatron rounds through float32."""
+def test_numbers_of_samples_are_exact_where_megatron_rounds() -> None:
+    """Checks the number of samples with a partial last one, which Megatron rounds to float32."""
     lengths = np.array([16_777_217], np.int32)
     index = np.zeros(1, np.int32)
     theirs = helpers.build_sample_idx(lengths, index, 8, 1, 16_777_217, False, False)

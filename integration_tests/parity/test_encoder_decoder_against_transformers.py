@@ -1,7 +1,7 @@
-"""An encoder-decoder writes what transformers' Blenderbot writes, token by token, in float64.
+"""An encoder-decoder generates the tokens of transformers' Blenderbot in float64.
 
-Blenderbot (Roller et al. 2020) is normalised before each part, with learned positions and a norm
-after each side, as our model is; its embeddings are one weight, of which ours has three copies.
+Blenderbot (Roller et al. 2020) has pre-norm sublayers, learned positions and a final norm after
+encoder and decoder, as our model has. Its embeddings are one weight; ours has three copies of it.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ START, PADDING = 1, 0
 
 
 def blenderbot() -> Any:
-    """A random model with non-zero biases, whose choices depend on the source."""
+    """Returns a random model with non-zero biases whose tokens depend on the source."""
     torch.manual_seed(7)
     config = transformers.BlenderbotConfig(
         vocab_size=VOCABULARY,
@@ -49,7 +49,7 @@ def blenderbot() -> Any:
 
 
 def linear(state: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
-    """Weights and biases of projections, fused by heads."""
+    """Returns weights and biases of projections, fused by heads."""
     return {
         kind: torch.stack([state[f"{name}.{kind}"].unflatten(0, (HEADS, -1)) for name in names], 1)
         for kind in ("weight", "bias")
@@ -57,7 +57,7 @@ def linear(state: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tenso
 
 
 def as_ours(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Blenderbot's weights by our names."""
+    """Returns Blenderbot's weights with our names."""
     made = {"output.weight": state["lm_head.weight"]}
     for half in ("encoder", "decoder"):
         side = f"model.{half}"
@@ -92,7 +92,7 @@ def as_ours(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def ours(mesh: Mesh, state: dict[str, torch.Tensor]) -> list[EncoderDecoder]:
-    """This rank's stages with Blenderbot's weights."""
+    """Returns this rank's stages with Blenderbot's weights."""
     config = EncoderDecoderConfig(
         num_layers=LAYERS,
         encoder_num_layers=LAYERS,
@@ -114,7 +114,7 @@ def ours(mesh: Mesh, state: dict[str, torch.Tensor]) -> list[EncoderDecoder]:
 
 @torch.no_grad()
 def theirs(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy tokens of all sources together, and their log-probabilities."""
+    """Returns the greedy tokens of all sources in one batch, and their log-probabilities."""
     width = max(map(len, SOURCES))
     padded = torch.tensor([[*one, *[PADDING] * (width - len(one))] for one in SOURCES])
     seen = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in SOURCES])
@@ -127,13 +127,13 @@ def theirs(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         do_sample=False,
         no_repeat_ngram_size=0,
     )
-    # What `generate` can return beside the tokens is in float32.
+    # Other results of `generate` are in float32.
     known = model(padded, attention_mask=seen, decoder_input_ids=found[:, :-1]).logits
     scores = known.log_softmax(-1).gather(-1, found[:, 1:].unsqueeze(-1)).squeeze(-1)
     return found[:, 1:], scores
 
 
-def test_tokens_and_probabilities_are_those_of_blenderbot(worker_pool: WorkerPool) -> None:
+def test_tokens_and_probabilities_equal_those_of_blenderbot(worker_pool: WorkerPool) -> None:
     model = blenderbot()
     tokens, known = theirs(model)
     assert len({tuple(row) for row in tokens.tolist()}) == len(SOURCES)

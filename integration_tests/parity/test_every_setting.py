@@ -1,6 +1,6 @@
-"""Each field of transformers' configurations, changed one at a time: equal logits, or a refusal.
+"""Each changed field of transformers' configurations gives equal logits or an error.
 
-The truth is transformers' model of the changed configuration, with random weights in float32.
+The reference is transformers' model with the changed configuration and random weights in float32.
 """
 
 import json
@@ -47,7 +47,7 @@ ROPE: tuple[Any, ...] = (
     *({**LLAMA3, key: 2 * value} for key, value in LLAMA3.items() if key != "rope_type"),
 )
 
-#: Other values of fields whose value says nothing of its type, or has to fit the rest.
+#: Other values of fields whose value does not determine them, or must fit other fields.
 OTHERS: dict[str, tuple[Any, ...]] = {
     "architectures": (["LlamaForSequenceClassification"],),
     "dtype": ("float16",),
@@ -86,7 +86,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "rope_parameters": ROPE,
     "experts_implementation": ("batched_mm",),
 }
-#: Fields that transformers' classes of today do not have, but files of forks and older ones do.
+#: Fields of files of forks and older versions, which current classes of transformers lack.
 STRANGE: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (0.5,),
     "quantization_config": ({"quant_method": "fp8"},),
@@ -95,7 +95,7 @@ STRANGE: dict[str, tuple[Any, ...]] = {
     "layer_types": (["sliding_attention"],),
     "field_of_a_fork": (True,),
 }
-#: Fields of which some value is refused; all other changes give equal logits.
+#: Fields with a value that is refused; all other changes give equal logits.
 REFUSED = {
     "GPT2": {
         *("architectures", "model_type", "is_encoder_decoder", "activation_function"),
@@ -110,12 +110,12 @@ REFUSED = {
         "rope_parameters",
     },
 }
-#: What a refusal says where it does not name the field.
+#: Parts of errors that do not name the field.
 WORDS = {"architectures": "no family reads LlamaForSequ", "rope_parameters": "rotary"}
 
 
 def others(name: str, value: object) -> tuple[Any, ...]:
-    """Plausible other values of a field."""
+    """Returns plausible other values of a field."""
     if name in OTHERS:
         return OTHERS[name]
     if isinstance(value, bool):
@@ -140,7 +140,7 @@ def their_model(kind: str, settings: dict[str, Any]) -> Any:
 
 
 def our_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits ``[b, s, v]`` of the model in a folder; CheckpointError where it is refused."""
+    """Returns logits ``[b, s, v]`` of a model in a folder; raises CheckpointError if refused."""
     source = ForeignModel(folder)
     model = GPT(GPTConfig.from_dict(source.model.config), Mesh.single())
     source.load_tensors(parameter_views(model, collect_shardings(model), model.mesh))
@@ -172,7 +172,7 @@ def test_every_changed_field_gives_equal_logits_or_is_refused(kind: str, tmp_pat
             assert WORDS.get(name, name) in str(error), f"{name} = {other!r}: {error}"
             outcomes["refused"].add(name)
             continue
-        theirs.config.return_dict = True  # without it, transformers' Llama ends with a traceback
+        theirs.config.return_dict = True  # transformers' Llama raises an exception without it
         with torch.no_grad():
             expected = theirs(tokens).logits
         assert expected.abs().max() > 1
@@ -183,7 +183,7 @@ def test_every_changed_field_gives_equal_logits_or_is_refused(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_every_missing_field_means_what_it_means_to_transformers(kind: str) -> None:
+def test_every_missing_field_has_the_default_of_transformers(kind: str) -> None:
     family, cls = find_family(kind.lower()), getattr(transformers, f"{kind}Config")
     values = json.loads(cls(**SMALL[kind]).to_json_string(use_diff=False))
     refused = set()

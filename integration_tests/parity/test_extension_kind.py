@@ -1,4 +1,4 @@
-"""The encoder of another distribution (`stranger/`) against transformers' BERT, both ways."""
+"""The encoder of another distribution (`stranger/`) equals transformers' BERT, both ways."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture
 def bert(tmp_path):
-    """A BERT with weights that are not small, and the folder it is saved in."""
+    """Returns a BERT with large weights, and the folder that it is saved in."""
     torch.manual_seed(3)
     shape = {"num_hidden_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 61}
     sizes = {"intermediate_size": 40, "max_position_embeddings": 16}
@@ -32,7 +32,7 @@ def loaded(folder):
     return model
 
 
-def test_it_equals_bert_after_import_and_goes_back(bert, tmp_path):
+def test_it_equals_bert_after_import_and_after_export(bert, tmp_path):
     reference, folder = bert
     model = loaded(folder)
     assert parameter_count(model.config) == sum(p.numel() for p in reference.parameters())

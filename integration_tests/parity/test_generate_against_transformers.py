@@ -1,7 +1,7 @@
-"""Greedy continuations of imported models against transformers' own generate.
+"""Greedy continuations of imported models equal those of transformers' `generate`.
 
-A random model is written by transformers with a tokenizer beside it, imported as a checkpoint, and
-loaded from the checkpoint alone. Both compute in float64, so every token has to be equal.
+transformers writes a random model and a tokenizer, which are imported as a checkpoint and loaded
+from that checkpoint alone. Both compute in float64, so that every token must be equal.
 """
 
 import json
@@ -50,7 +50,7 @@ def random_model(family: str) -> Any:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer whose tokens are bytes, numbered in the order of the byte alphabet."""
+    """Writes a tokenizer whose tokens are bytes, numbered in the order of the byte alphabet."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     model = tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
     tokenizer = tokenizers.Tokenizer(model)
@@ -61,7 +61,7 @@ def write_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(params=["gpt2", "llama"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, LoadedModel]:
-    """One model: in transformers, and loaded from the checkpoint it was imported to."""
+    """Returns a model in transformers, and the same loaded from its imported checkpoint."""
     theirs = random_model(request.param)
     theirs.save_pretrained(tmp_path / "theirs")
     write_tokenizer(tmp_path / "theirs")
@@ -90,9 +90,7 @@ def test_greedy_continuations_equal_theirs_token_by_token(pair: tuple[Any, Loade
     assert len({token for tokens in expected for token in tokens}) > 10  # not a constant
 
 
-def test_text_is_what_their_tokenizer_decodes(
-    pair: tuple[Any, LoadedModel], tmp_path: Path
-) -> None:
+def test_text_equals_that_of_their_tokenizer(pair: tuple[Any, LoadedModel], tmp_path: Path) -> None:
     theirs, ours = pair
     params = SamplingParams(max_new_tokens=20, temperature=0.0)
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -105,7 +103,7 @@ def test_text_is_what_their_tokenizer_decodes(
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_folder_of_theirs_generates_as_it_lies(family: str, tmp_path: Path) -> None:
+def test_a_folder_of_theirs_generates_without_conversion(family: str, tmp_path: Path) -> None:
     theirs = random_model(family)
     theirs.save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
@@ -118,7 +116,7 @@ def test_a_folder_of_theirs_generates_as_it_lies(family: str, tmp_path: Path) ->
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_the_command_takes_a_folder_of_theirs(
+def test_the_command_accepts_a_folder_of_theirs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = random_model("llama")
@@ -126,7 +124,7 @@ def test_the_command_takes_a_folder_of_theirs(
     common = ["generate", "--load", str(tmp_path), "--dtype", "float64", "--temperature", "0"]
     prompt = [5, 7, 9]
     continued = their_greedy(theirs, prompt, 20)
-    # No tokenizer is there: ids in, ids out, until the token that ends a text in its settings.
+    # There is no tokenizer: token ids in and out, up to the end token of its settings.
     assert main([*common, "--max-new-tokens", "20", "--prompt-tokens", "5 7 9"]) == 0
     assert capsys.readouterr().out == " ".join(map(str, (*prompt, *continued))) + "\n"
     stopping = next(i for i, token in enumerate(continued) if token not in continued[:i] and i > 2)
@@ -160,14 +158,14 @@ def test_a_checkpoint_without_a_tokenizer_continues_token_ids(
 
 
 def continue_from(mesh: Mesh, source: Path) -> list[tuple[int, ...]]:
-    """Load this rank's part of a model of theirs and continue the prompts with it."""
+    """Loads this rank's shard of a model of theirs and continues the prompts."""
     loaded = load_model(source, mesh=mesh, dtype=torch.float64)
     prompts = loaded.tokenizer.encode_batch(PROMPTS)
     params = SamplingParams(max_new_tokens=30, temperature=0.0)
     return [one.tokens for one in generate_tokens(loaded.model, prompts, params)]
 
 
-def test_ranks_take_their_parts_of_a_folder_of_theirs(
+def test_ranks_load_their_shards_of_a_folder_of_theirs(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     theirs = random_model("llama")
@@ -180,7 +178,7 @@ def test_ranks_take_their_parts_of_a_folder_of_theirs(
 
 
 def cut_and_save(mesh: Mesh, source: Path, target: Path) -> list[tuple[int, ...]]:
-    """Load this rank's part of a model, continue the prompts with it, and save it from here."""
+    """Loads this rank's shard of a model, continues the prompts, and saves the shard."""
     loaded = load_model(source, mesh=mesh, dtype=torch.float64)
     views = parameter_views(loaded.model, collect_shardings(loaded.model), mesh)
     record = ModelRecord(family=loaded.checkpoint.model.family, **record_of(loaded.model.config))
@@ -199,7 +197,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_checkpoints_saved_by_several_ranks_generate_alike_on_one(
+def test_checkpoints_of_several_ranks_generate_equally_on_one(
     pair: tuple[Any, LoadedModel],
     worker_pool: WorkerPool,
     layout: ParallelLayout,
@@ -212,6 +210,6 @@ def test_checkpoints_saved_by_several_ranks_generate_alike_on_one(
     assert every == [expected] * layout.world_size
     whole = load_model(tmp_path / "cut", dtype=torch.float64)
     files = {piece.file for one in whole.checkpoint.tensors.values() for piece in one.pieces}
-    assert len(files) == layout.world_size  # every rank has written its own part
+    assert len(files) == layout.world_size  # every rank has written its shard
     params = SamplingParams(max_new_tokens=30, temperature=0.0)
     assert [one.tokens for one in generate_tokens(whole.model, prompts, params)] == expected

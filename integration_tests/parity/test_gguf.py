@@ -1,8 +1,8 @@
-"""GGUF files against the same models as Hugging Face folders: weights, settings and tokenizers.
+"""GGUF files give the weights, settings and tokenizers of the same models as Hugging Face folders.
 
-The files are written here from random models of transformers in the way of llama.cpp's converter:
-its names, its row order of queries and keys, its rotary factors. What comes of them has to be, bit
-for bit, what comes of the folder.
+The test writes the files from random models of transformers as llama.cpp's converter does, with its
+names, row order of queries and keys, and rotary factors. The results equal those of the folder bit
+for bit.
 """
 
 import json
@@ -17,7 +17,7 @@ from megatron_data import load_tokenizer
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate only")
+pytest.importorskip("accelerate", reason="transformers needs accelerate to read GGUF files")
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -62,7 +62,7 @@ TEXTS = [
 
 
 def trained_tokenizer(pre: str) -> Any:
-    """A byte-level BPE of 400 tokens that has learnt from this very file."""
+    """Returns a byte-level BPE of 400 tokens trained on this file."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = SPLITS[pre]
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -87,7 +87,7 @@ def random_llama(settings: dict[str, Any], vocab_size: int) -> Any:
 
 
 def write_gguf(path: Path, model: Any, tokenizer: Any, pre: str) -> None:
-    """Write a model as llama.cpp's converter does."""
+    """Writes a model as llama.cpp's converter does."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("random")
@@ -133,7 +133,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, pre: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_file_gives_the_checkpoint_that_the_folder_gives(tmp_path: Path, case: str) -> None:
+def test_a_file_gives_the_checkpoint_of_the_folder(tmp_path: Path, case: str) -> None:
     tokenizer = trained_tokenizer("gpt-2")
     model = random_llama(CASES[case], tokenizer.get_vocab_size())
     model.save_pretrained(tmp_path / "folder")
@@ -147,7 +147,7 @@ def test_a_file_gives_the_checkpoint_that_the_folder_gives(tmp_path: Path, case:
 
 
 @pytest.mark.parametrize("pre", SPLITS)
-def test_a_tokenizer_comes_back(tmp_path: Path, pre: str) -> None:
+def test_a_tokenizer_is_restored(tmp_path: Path, pre: str) -> None:
     original = trained_tokenizer(pre)
     model = random_llama({}, original.get_vocab_size())
     write_gguf(tmp_path / "model.gguf", model, original, pre)

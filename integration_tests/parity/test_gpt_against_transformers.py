@@ -1,8 +1,7 @@
-"""Our GPT with the weights of transformers' models, and theirs with ours.
+"""Our GPT with the weights of transformers' models, and their models with our weights.
 
-Models are small, with random weights in fp32: gains that are not 1, biases that are not 0. Weights
-and gradients cross through the rows of the family, which are linear, so that a gradient maps as its
-weight does.
+Models are small and have random weights in fp32: gains are not 1 and biases are not 0. The rows of
+the family convert weights and gradients; they are linear, so that a gradient maps as its weight.
 """
 
 from dataclasses import dataclass
@@ -59,14 +58,14 @@ CASES = {
 
 @dataclass
 class Pair:
-    """One model of transformers and ours with the same weights."""
+    """A model of transformers and ours with the same weights."""
 
     family: Family
     theirs: Any
     ours: GPT
 
     def from_theirs(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Map tensors shaped like their weights to ours, with zeros for the padded vocabulary."""
+        """Maps tensors shaped like their weights to ours, with zeros for the padded vocabulary."""
         rows = self.family.active_rows(self.ours.config)
         mapped = dict(apply_rows(rows, self.ours.config, tensors, ignored=self.family.ignored))
         table = collect_shardings(self.ours)
@@ -122,7 +121,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str = "") -> No
 def test_logits_are_equal(pair):
     tokens, _ = batch()
     logits = pair.ours(tokens)[..., : pair.ours.config.vocab_size].transpose(0, 1)
-    assert logits.abs().max() > 1  # or the comparison would mean little
+    assert logits.abs().max() > 1  # otherwise the comparison would be weak
     assert_close(logits, pair.theirs(tokens).logits)
 
 

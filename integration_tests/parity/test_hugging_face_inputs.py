@@ -1,4 +1,4 @@
-"""Samples in Hugging Face's convention have the loss of the sample itself."""
+"""Samples in Hugging Face's convention have the loss of the original sample."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def corpus(tmp_path):
     return str(tmp_path / "d")
 
 
-def test_a_transformers_model_takes_the_loss_that_the_sample_asks_for(corpus):
+def test_a_transformers_model_computes_the_loss_of_the_sample(corpus):
     train, *_ = build_gpt_datasets(corpus, "1,0,0", (8, 0, 0), 32, eod_id=0, eod_mask_loss=True)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(CONFIG).double().eval()
@@ -40,21 +40,21 @@ def test_a_transformers_model_takes_the_loss_that_the_sample_asks_for(corpus):
         with torch.no_grad():
             theirs = model(**inputs)
         mask = torch.from_numpy(sample["loss_mask"])[:-1].double()
-        assert 0 < mask.sum() < 31  # some labels do not count, and here they show
+        assert 0 < mask.sum() < 31  # some labels are masked, which changes the loss
         labels = torch.from_numpy(sample["labels"])[:-1]
         losses = torch.nn.functional.cross_entropy(theirs.logits[0, :-1], labels, reduction="none")
         ours = (losses * mask).sum() / mask.sum()
-        assert abs(theirs.loss - ours) < 1e-5  # they take the loss in float32
+        assert abs(theirs.loss - ours) < 1e-5  # transformers computes the loss in float32
 
 
 def examples(prefix: str, consumed_samples: int):
-    """What the page gives to `datasets.IterableDataset.from_generator`."""
+    """Yields the examples that the page passes to `datasets.IterableDataset.from_generator`."""
     train, *_ = build_gpt_datasets(prefix, "1,0,0", (40, 0, 0), 32)
     for number in range(consumed_samples, len(train)):
         yield hugging_face_inputs(train[number])
 
 
-def test_a_trainer_goes_on_with_the_samples_that_remain(corpus, tmp_path):
+def test_a_trainer_continues_with_the_remaining_samples(corpus, tmp_path):
     datasets = pytest.importorskip("datasets")
 
     def losses(consumed_samples: int, **resumed: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Rotary embedding and RMSNorm against transformers' Llama."""
+"""Rotary embedding and RMSNorm equal those of transformers' Llama."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def embedding(theirs: dict[str, Any], base: float) -> Any:
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_turned_queries_and_keys_equal_llamas(kind: str, base: float, backend: str) -> None:
+def test_rotated_queries_and_keys_equal_llamas(kind: str, base: float, backend: str) -> None:
     torch.manual_seed(5)
     theirs, ours = SCALINGS[kind]
     q, k = torch.randn(LENGTH, 2, 4, HEAD), torch.randn(LENGTH, 2, 2, HEAD)

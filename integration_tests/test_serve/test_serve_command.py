@@ -1,4 +1,4 @@
-"""What a client of the running server sees: answers, refusals, and the end."""
+"""A running server as its clients see it: answers, errors and its end."""
 
 import contextlib
 import http.client
@@ -37,7 +37,7 @@ def greedy(run_folder, prompts, tokens):
     return [one.prompt + one.text for one in completions]
 
 
-@pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl on this machine")
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_the_curl_line_of_megatrons_readme_works(server) -> None:
     assert ServerSettings().port == 5000
     for line in (MEGATRONS_LINE, *curl_lines(DOCS.read_text())):
@@ -53,7 +53,7 @@ def test_the_curl_line_of_megatrons_readme_works(server) -> None:
 
 
 def curl_lines(page: str) -> list[str]:
-    """Every curl command line of a page, continuation lines joined."""
+    """Returns every curl command line of a page with continuation lines joined."""
     joined = page.replace("\\\n", " ")
     found = [line[2:] for line in joined.splitlines() if line.startswith("$ curl ")]
     assert len(found) == 2
@@ -99,7 +99,7 @@ def test_a_client_that_goes_away_stops_its_generation(server, method: str) -> No
     body = json.dumps(FOREVER).encode()
     head = f"{method} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with contextlib.ExitStack() as stack:
-        for _ in range(3):  # as many as a client may run at once
+        for _ in range(3):  # the maximum number of concurrent requests of a client
             client = socket.create_connection((server.host, server.port))
             stack.enter_context(client).sendall(
                 f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -110,7 +110,7 @@ def test_a_client_that_goes_away_stops_its_generation(server, method: str) -> No
 
 
 def wait_for_requests(server, count: int) -> None:
-    """Wait until the server has taken so many, of which the first three run."""
+    """Waits until the server has accepted this number of requests, of which the first three run."""
     end = time.monotonic() + 60
     ahead = -1
     while ahead < count:
@@ -134,13 +134,13 @@ def wait_for_requests(server, count: int) -> None:
         b"GET /%zz%00%ff HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n",
     ],
 )
-def test_what_is_hardly_http_is_refused_or_dropped(server, words: bytes) -> None:
+def test_invalid_http_is_refused_or_dropped(server, words: bytes) -> None:
     with socket.create_connection((server.host, server.port), timeout=10) as client:
-        with contextlib.suppress(OSError):  # refused before all was sent
+        with contextlib.suppress(OSError):  # refused before the client has sent everything
             client.sendall(words)
         client.settimeout(1)
         answer = b""
-        with contextlib.suppress(ConnectionError, TimeoutError):  # it waits for the rest
+        with contextlib.suppress(ConnectionError, TimeoutError):  # the server waits for the rest
             while part := client.recv(4096):
                 answer += part
     if answer:
@@ -150,7 +150,7 @@ def test_what_is_hardly_http_is_refused_or_dropped(server, words: bytes) -> None
     assert server.ask("GET", "/health") == (200, {"status": "ok"})
 
 
-def test_110_connections_of_one_byte_hold_nobody_off(server) -> None:
+def test_110_connections_of_one_byte_do_not_block_others(server) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(110):
             client = socket.create_connection((server.host, server.port))
@@ -160,9 +160,9 @@ def test_110_connections_of_one_byte_hold_nobody_off(server) -> None:
         assert connection.getresponse().status == 200
 
 
-def test_a_body_far_too_long_is_cut_off(server) -> None:
+def test_a_much_too_long_body_is_refused(server) -> None:
     connection = server.connect()
-    with contextlib.suppress(ConnectionError):  # it may close before all is sent
+    with contextlib.suppress(ConnectionError):  # it may close before the client has sent everything
         connection.request("PUT", "/api", b"x" * (64 << 20), {"Content-Type": "application/json"})
         assert connection.getresponse().status == 413
     connection.close()
@@ -184,7 +184,7 @@ def test_a_body_may_have_a_mebibyte(server, length: int) -> None:
         assert (answer.status, content) == (413, expected)
 
 
-def test_sigterm_finishes_what_was_accepted(start) -> None:
+def test_sigterm_finishes_accepted_requests(start) -> None:
     server = start("--grace-seconds", "600")
     streams = [
         accepted(server, {"prompts": ["Slowly"], "tokens_to_generate": 600}) for _ in range(2)
@@ -196,7 +196,7 @@ def test_sigterm_finishes_what_was_accepted(start) -> None:
     assert server.log[-1] == "megatron-infer: stopped\n"
 
 
-def test_ctrl_c_ends_at_once_and_tells_everybody(start) -> None:
+def test_ctrl_c_ends_immediately_and_reports_it_to_every_client(start) -> None:
     server = start("--max-tokens-per-request", "600000", "--quiet")
     events = [accepted(server, FOREVER) for _ in range(3)]
     with ThreadPoolExecutor() as pool:
@@ -211,7 +211,7 @@ def test_ctrl_c_ends_at_once_and_tells_everybody(start) -> None:
 
 
 def accepted(server, fields: dict[str, Any]) -> http.client.HTTPResponse:
-    """The events of a request once the server has taken it."""
+    """Yields the events of a request after the server has accepted it."""
     stream = server.connect()
     headers = {"Content-Type": "application/json"}
     stream.request("POST", "/api/stream", json.dumps(fields), headers)
@@ -220,7 +220,7 @@ def accepted(server, fields: dict[str, Any]) -> http.client.HTTPResponse:
     return events
 
 
-def test_a_second_server_on_the_port_is_one_line(server, run_folder) -> None:
+def test_a_second_server_on_the_port_gives_one_line(server, run_folder) -> None:
     program = Path(sys.executable).with_name("megatron-infer")
     done = subprocess.run(
         [program, "serve", "--load", run_folder, "--port", str(server.port)],

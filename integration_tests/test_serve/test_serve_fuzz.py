@@ -1,4 +1,4 @@
-"""Hundreds of malformed requests, made from the server's own OpenAPI document."""
+"""Hundreds of malformed requests, generated from the server's OpenAPI document."""
 
 import http.client
 import json
@@ -19,7 +19,7 @@ ANYTHING = st.recursive(
 
 
 def just_outside(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values at and beyond the borders of a property's schema, and of other types."""
+    """Yields values at and beyond the limits of a property's schema, and of other types."""
     values: list[Any] = [None, "", "1", [], {}, True, -1, 0, 0.5, 2**63, -(2**70), 1e308]
     for key, step in (("minimum", -1), ("exclusiveMinimum", 0), ("maximum", 1)):
         if key in schema:
@@ -31,7 +31,7 @@ def just_outside(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 
 def bodies(schema: dict[str, Any], example: dict[str, Any]) -> st.SearchStrategy[bytes]:
-    """Bodies that break the schema, or are no JSON."""
+    """Yields bodies that violate the schema or are not JSON."""
     properties = schema["properties"]
     changed = st.fixed_dictionaries(
         {}, optional={name: just_outside(value) for name, value in properties.items()}
@@ -51,7 +51,7 @@ def bodies(schema: dict[str, Any], example: dict[str, Any]) -> st.SearchStrategy
 
 
 def requests(document: dict[str, Any]) -> st.SearchStrategy[tuple[str, str, bytes, str, bool]]:
-    """Method, path, body, content type, and whether the request is one the document describes."""
+    """Yields method, path, body, content type, and whether the document describes the request."""
     schema = document["components"]["schemas"]["Request"]
     operations = [
         (method.upper(), path, operation)
@@ -82,16 +82,16 @@ def requests(document: dict[str, Any]) -> st.SearchStrategy[tuple[str, str, byte
         body,
     ).filter(lambda one: (one[0], plain(one[1])) not in known | {("GET", "/page.js")})
     kinds = st.sampled_from([described] * 6 + [mistyped, elsewhere, elsewhere])
-    return kinds.flatmap(lambda kind: kind)  # one_of would take equal ones for one
+    return kinds.flatmap(lambda kind: kind)  # one_of would merge equal strategies
 
 
 def plain(path: str) -> str:
-    """A path as the server sees it: waitress takes several leading slashes for one."""
+    """Returns a path as the server sees it: waitress merges leading slashes."""
     return "/" + path.partition("?")[0].lstrip("/")
 
 
 @pytest.mark.parametrize("count", [250, pytest.param(1000, marks=pytest.mark.slow)])
-def test_malformed_requests_are_refused_and_the_server_goes_on(server, count: int) -> None:
+def test_malformed_requests_are_refused_and_the_server_continues(server, count: int) -> None:
     _, document = server.ask("GET", "/openapi.json")
     refusal = document["components"]["schemas"]["Refusal"]
     statuses: Counter[int] = Counter()
@@ -126,7 +126,7 @@ def test_malformed_requests_are_refused_and_the_server_goes_on(server, count: in
     seconds = time.monotonic() - started
     print(f"{statuses.total()} requests in {seconds:.1f} s: {dict(statuses)}")
     assert statuses.total() >= count
-    assert statuses[400] > count / 2  # of what is described, and not only of unknown paths
+    assert statuses[400] > count / 2  # described requests, and not only unknown paths
     assert statuses[404] and statuses[405] and statuses[415]
     assert server.ask("GET", "/health") == (200, {"status": "ok"})
     status, answer = server.ask("PUT", "/api", prompts=["Hello world"], tokens_to_generate=1)
@@ -136,7 +136,7 @@ def test_malformed_requests_are_refused_and_the_server_goes_on(server, count: in
 
 
 def send(connection: list[Any], server, method, path, body, kind) -> tuple[int, bytes]:
-    """Send on the kept connection, or a new one if the server has closed it."""
+    """Sends on the open connection, or on a new one if the server has closed it."""
     for _ in range(2):
         if not connection:
             connection.append(server.connect())

@@ -1,4 +1,4 @@
-"""The page in a real browser: it streams, it stops, it asks nobody else, nothing is amiss."""
+"""The page in a browser: it streams, stops, sends no other requests and logs no errors."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ playwright = pytest.importorskip(
 
 
 class Visit:
-    """A page with everything it complained about and asked for."""
+    """A page with its console messages and requests."""
 
     def __init__(self, browser: "playwright.Browser", url: str, **settings: object) -> None:
         self.page = browser.new_page(**settings)
@@ -25,11 +25,11 @@ class Visit:
         self.page.goto(url)
 
     def status(self, text: str) -> None:
-        """Wait until the status line begins with a text."""
+        """Waits until the status line starts with a text."""
         self.shows("#status", re.compile("^" + re.escape(text)))
 
     def shows(self, selector: str, text: "str | re.Pattern[str]") -> None:
-        """Wait until an element has a text in it."""
+        """Waits until an element contains a text."""
         playwright.expect(self.page.locator(selector)).to_contain_text(text, timeout=30_000)
 
     def grown(self) -> str:
@@ -58,7 +58,7 @@ def test_a_generation_streams_and_ends(visit: Visit, server, tmp_path: Path) -> 
         lengths.append(len(visit.grown()))
         page.wait_for_timeout(30)
     visit.status("done in")
-    assert len(set(lengths)) > 3, "the text came at once"
+    assert len(set(lengths)) > 3, "the text was not streamed"
     assert page.text_content("#given") == "Call me <b>Ishmael</b>."
     assert page.locator("#output b").count() == 0
     fields = {"tokens_to_generate": 1500, "temperature": 0.8, "random_seed": 4}
@@ -79,7 +79,7 @@ def test_a_generation_stops(visit: Visit, server) -> None:
     assert 20 <= length < 3900
     page.wait_for_timeout(300)
     assert len(visit.grown()) == length
-    page.fill("#tokens_to_generate", "3")  # the next one need not wait for the rest
+    page.fill("#tokens_to_generate", "3")  # the next request need not wait for the rest
     page.click("#generate")
     visit.status("done in")
 
@@ -91,7 +91,7 @@ def test_a_refusal_is_shown_in_one_line(visit: Visit) -> None:
     page.click("#generate")
     visit.status("top_k and top_p exclude each other")
     assert "wrong" in page.get_attribute("#status", "class")
-    # A browser notes every 4xx answer on its console.
+    # A browser logs every 4xx answer on its console.
     assert [one for one in visit.complaints if "400" not in one] == []
     visit.complaints.clear()
 
