@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SAMPLE = "refused or oftener or (losses_and_gradients and (dropout or shared))"
+SAMPLE = "refused or waits_for_the_device or (losses_and_gradients and (dropout or shared))"
 
 
-def test_steps_on_the_simulated_device_and_a_planted_tensor_of_the_host():
+def test_steps_on_the_simulated_device_and_a_planted_host_tensor():
     """Runs in a separate process, because torch detects devices only when it is imported."""
     line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--device", "simulated", "-rs"]
     line += ["-p", "no:cacheprovider", "integration_tests/gpu/test_training_step.py", "-k", SAMPLE]

@@ -44,7 +44,7 @@ def test_a_continued_run_has_the_losses_of_an_uninterrupted_one(pretrain):
     assert len(whole) == 6
 
 
-def test_a_deterministic_run_with_experts_is_the_same_twice(pretrain):
+def test_a_deterministic_run_with_experts_is_repeatable(pretrain):
     words = "--train-iters 3 --deterministic-mode --num-experts 4 --moe-router-topk 2"
     assert pretrain("one", words) == pretrain("two", words)
 

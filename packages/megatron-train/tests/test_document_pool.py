@@ -30,8 +30,8 @@ def read(numbers: Sequence[int]) -> Fields:
 
 def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
     mesh = Mesh(ParallelLayout(dp=1, hybrid_cp=True), 0)
-    told: list[str] = []
-    pool = DocumentPool(mesh, max_tokens_per_rank=20, log=told.append)
+    lines: list[str] = []
+    pool = DocumentPool(mesh, max_tokens_per_rank=20, log=lines.append)
     rows = pool.rows(read, range(4))
     seen = []
     for row in rows:
@@ -52,7 +52,7 @@ def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
     assert sum(row.samples for row in rows) == 4
     assert sum(row.tokens for row in rows) == 4 * LENGTH
     pool.rows(read, range(4))
-    assert len(told) == 1 and told[0].startswith("first batch: documents: 9 unsplit; micro-")
+    assert len(lines) == 1 and lines[0].startswith("first batch: documents: 9 unsplit; micro-")
 
 
 def test_documents_of_a_row_are_told_apart() -> None:
