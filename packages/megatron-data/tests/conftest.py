@@ -21,7 +21,7 @@ WORDS = [
 
 @pytest.fixture(scope="session")
 def golden() -> dict[str, Any]:
-    """Numbers that megatron-core computed."""
+    """Returns values computed by megatron-core."""
     content: dict[str, Any] = json.loads(Path(__file__).with_name("golden.json").read_text())
     return content
 
@@ -67,11 +67,11 @@ def write_dataset(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def survives_kills() -> Callable[[int, Sequence[str], Path, dict[str, bytes]], None]:
-    """Kills a program at moments of a seed, and compares what it makes in the end.
+def check_resume_after_kills() -> Callable[[int, Sequence[str], Path, dict[str, bytes]], None]:
+    """Returns a function that kills a program at random times and compares its final output.
 
-    The program takes the number of workers as its last argument, prints "ready" before the work and
-    "done N" after it, where N is how many chunks an earlier run had done.
+    The program takes the number of workers as its last argument. It prints "ready" before the work
+    and "done N" after it, where N is the number of chunks finished by earlier runs.
     """
 
     def check(seed: int, program: Sequence[str], out: Path, wanted: dict[str, bytes]) -> None:
@@ -93,13 +93,13 @@ def survives_kills() -> Callable[[int, Sequence[str], Path, dict[str, bytes]], N
             process.send_signal(signal.SIGKILL)
             process.communicate(timeout=60)
             for path in out.parent.glob(f"{out.name}_*"):
-                assert path.read_bytes() == wanted[path.name], "whole, or not there"
+                assert path.read_bytes() == wanted[path.name], "incomplete output"
         kept = len(list(out.with_name(f".{out.name}.parts").glob("*.part")))
         process = start()
         shown, error = process.communicate(timeout=120)
         assert process.returncode == 0, error
         assert int(shown.split()[1]) == kept
         made = {path.name: path.read_bytes() for path in out.parent.iterdir()}
-        assert made == wanted, "the same bytes, and no litter"
+        assert made == wanted, "different bytes or leftover files"
 
     return check

@@ -1,4 +1,4 @@
-"""Blends that are computed: exact shares, no drift, and changes that leave the past alone."""
+"""Computed blends: exact shares, no drift, and weight changes."""
 
 import math
 from collections import Counter
@@ -21,14 +21,14 @@ weights = st.lists(
 
 
 def worst(shares: list[float], samples: int) -> float:
-    """Largest distance of any count from its share at any prefix, by exact fractions."""
+    """Returns the largest deviation of a count from its share after any number of samples."""
     order = Apportionment(shares)
     total = sum(order.weights)
     counts = [0] * len(shares)
     largest = 0
     for sample in range(samples):
         draw = order[sample]
-        assert draw.sample_index == counts[draw.source_index]  # none left out, none twice
+        assert draw.sample_index == counts[draw.source_index]  # no sample is skipped or repeated
         counts[draw.source_index] += 1
         off = (
             abs(n * total - (sample + 1) * w) for n, w in zip(counts, order.weights, strict=True)
@@ -43,20 +43,20 @@ def worst(shares: list[float], samples: int) -> float:
     [LARGE_AND_TINY, [0.901] + [0.001] * 99, ZIPF, FIBONACCI, GEOMETRIC, [1.0], [1e-9, 1.0]],
     ids=["large and tiny", "larger and tinier", "zipf", "fibonacci", "geometric", "one", "dust"],
 )
-def test_no_source_is_ever_far_from_its_share(shares: list[float]) -> None:
+def test_every_source_stays_near_its_share(shares: list[float]) -> None:
     assert worst(shares, 2000) < 1.5
 
 
 @settings(max_examples=50, deadline=None)
 @given(weights)
 @example([0.0342, 1.3218, 1.4349, 1.2125, 7.3])
-def test_nor_with_any_weights(shares: list[float]) -> None:
+def test_every_source_stays_near_its_share_with_any_weights(shares: list[float]) -> None:
     assert worst(shares, 400) < 1.5
     assert Apportionment(shares).max_error() < 1.69
 
 
 def test_shares_do_not_drift() -> None:
-    """At 10^15 samples the counts are those of the decimal weights, which no float64 holds."""
+    """At 10^15 samples the counts follow the exact decimal weights, which float64 cannot hold."""
     order = Apportionment([0.1, 0.2, 0.7])
     assert order.weights == (1, 2, 7)
     counts = order.counts(10**15 + 5)
@@ -65,7 +65,7 @@ def test_shares_do_not_drift() -> None:
         assert abs(count - Fraction((10**15 + 5) * share, 10)) < 1.5
 
 
-def test_as_many_samples_as_the_weights_sum_to_draw_every_weight() -> None:
+def test_as_many_samples_as_the_sum_of_the_weights_draw_the_weights_exactly() -> None:
     assert Apportionment([7, 1, 30, 12]).counts(50) == [7, 1, 30, 12]
 
 
@@ -80,7 +80,7 @@ def test_as_many_samples_as_the_weights_sum_to_draw_every_weight() -> None:
         max_size=4,
     )
 )
-def test_changes_leave_the_past_alone_and_lose_nothing(reigns: list) -> None:
+def test_changes_do_not_affect_earlier_samples_and_skip_none(reigns: list) -> None:
     first, changes = 0, []
     for length, shares in reigns:
         changes.append(WeightChange(first, shares))

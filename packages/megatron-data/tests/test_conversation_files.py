@@ -146,7 +146,7 @@ def test_runs_killed_at_random_moments_end_in_the_same_bytes(
     talks: Path,
     tokenizer: HuggingFaceTokenizer,
     tmp_path: Path,
-    survives_kills: Callable[..., None],
+    check_resume_after_kills: Callable[..., None],
 ) -> None:
     tokenize_conversations([talks], tmp_path / "calm" / "o", tokenizer, TEMPLATE, chunk_bytes=1000)
     (tmp_path / "job.py").write_text(JOB)
@@ -155,7 +155,7 @@ def test_runs_killed_at_random_moments_end_in_the_same_bytes(
     out.parent.mkdir()
     program = [str(tmp_path / "job.py"), str(talks), str(out)]
     program += [str(tmp_path / "tokenizer.json"), SOURCE]
-    survives_kills(seed, program, out, files_in(tmp_path / "calm"))
+    check_resume_after_kills(seed, program, out, files_in(tmp_path / "calm"))
 
 
 def test_a_row_may_be_of_any_form(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:

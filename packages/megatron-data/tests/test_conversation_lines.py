@@ -1,4 +1,4 @@
-"""Conversations that stay text give the samples of conversations that were tokenized before."""
+"""Conversations in JSON lines give the same samples as tokenized conversations."""
 
 import gzip
 import json
@@ -42,7 +42,7 @@ def talker(tokenizer: HuggingFaceTokenizer) -> SFTTokenizer:
 
 @pytest.fixture(scope="module")
 def talks(talker: SFTTokenizer, tmp_path_factory) -> Path:
-    """Two files of conversations, and beside each what `tokenize_conversations` makes of it."""
+    """Returns a folder with two files of conversations and their tokenized datasets."""
     random, folder = np.random.default_rng(1), tmp_path_factory.mktemp("talks")
 
     def said(role: str) -> dict[str, str]:
@@ -54,11 +54,11 @@ def talks(talker: SFTTokenizer, tmp_path_factory) -> Path:
             messages: list[dict[str, str]] = []
             for _ in range(int(random.integers(1, 4))):
                 messages += [{"role": "system", "content": str(number)}, said("user")]
-                if random.random() < 0.8:  # else nobody answers
+                if random.random() < 0.8:  # otherwise there is no assistant message
                     messages.append(said("assistant"))
             white = " " * (number % 5 == 0)
             lines.append(white + json.dumps({"messages": messages}, ensure_ascii=False))
-            lines += [" \t" * (number % 2)] if number % 7 == 0 else []  # lines of white space
+            lines += [" \t" * (number % 2)] if number % 7 == 0 else []  # blank lines
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n" * (name == "a"))
         tokenize_conversations(
             [folder / f"{name}.jsonl"], folder / name, talker.reference, talker.template
@@ -98,10 +98,10 @@ def test_samples_are_those_of_tokenized_conversations(
     assert not same(other.train, expected.train)
 
 
-def test_what_calls_share_is_opened_and_checked_once(
+def test_a_dataset_pool_opens_and_checks_each_dataset_once(
     talks: Path, talker: SFTTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run builds its splits one by one; the file is read and the index checked for the first."""
+    """A run builds its splits one by one. Only the first reads the file and checks the index."""
     calls: list[str] = []
     check, find = IndexedDataset.check, conversation_lines._find_lines
     monkeypatch.setattr(
@@ -137,9 +137,7 @@ def test_one_epoch_and_workers(talks: Path, talker: SFTTokenizer) -> None:
         train[25]
 
 
-def test_lines_may_be_longer_than_what_is_read_at_once(
-    talks: Path, talker: SFTTokenizer, monkeypatch
-) -> None:
+def test_lines_may_be_longer_than_a_read(talks: Path, talker: SFTTokenizer, monkeypatch) -> None:
     whole = ConversationLines(talks / "a.jsonl", talker)
     monkeypatch.setattr("megatron_data.datasets.conversation_lines._STEP", 37)
     parts = ConversationLines(talks / "a.jsonl", talker)
@@ -182,7 +180,7 @@ def test_a_wrong_line_is_named_when_it_is_read(
         train[2]
 
 
-def test_a_line_that_is_cut_or_teaches_nothing_is_warned_of_once(
+def test_truncated_lines_and_lines_without_loss_are_warned_of_once(
     talks: Path, talker: SFTTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = str(talks / "a.jsonl")
@@ -214,7 +212,7 @@ def test_a_line_that_is_cut_or_teaches_nothing_is_warned_of_once(
         assert not caplog.messages
 
 
-def test_what_cannot_be_read_line_by_line(
+def test_files_that_cannot_be_read_by_line_are_refused(
     talks: Path, talker: SFTTokenizer, tmp_path: Path
 ) -> None:
     path = str(talks / "a.jsonl")
@@ -259,14 +257,14 @@ def test_a_template_that_writes_the_time_is_warned_of(
     assert not caplog.records
 
 
-def test_a_file_that_changes_is_noticed(talker: SFTTokenizer, tmp_path: Path) -> None:
+def test_a_changed_file_is_refused(talker: SFTTokenizer, tmp_path: Path) -> None:
     row = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "?"}]}'
     path = tmp_path / "t.jsonl"
     path.write_text(f"{row}\n{row}\n")
     lines = ConversationLines(path, talker)
     assert len(lines.conversations(0)) == 1
     path.write_text(f"{row}\n{row}\n{row}\n")
-    assert len(lines.conversations(0)) == 1  # kept
+    assert len(lines.conversations(0)) == 1  # cached
     with pytest.raises(
         DataError, match=r"t.jsonl changed since it was opened; start the run again"
     ):

@@ -1,4 +1,4 @@
-"""Damaged, swapped and foreign files: each is found and named, none is read as if it were whole."""
+"""Damaged, swapped and foreign files are detected and named."""
 
 import errno
 import json
@@ -38,7 +38,7 @@ def made(corpus: Path, tmp_path: Path) -> str:
 
 @pytest.fixture
 def other(tmp_path: Path) -> str:
-    """Another dataset of another corpus, whose .bin happens to have as many bytes as it may."""
+    """Returns the prefix of a dataset of another corpus."""
     path = tmp_path / "other.jsonl"
     path.write_text('{"text": "another corpus"}\n' * 5)
     return preprocess([path], tmp_path / "other", ByteTokenizer())[0].prefix
@@ -122,7 +122,7 @@ def test_damage_is_found_and_named_in_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_block_that_is_damaged_is_named(
+def test_the_damaged_block_is_named(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files_module, "BLOCK_BYTES", 1 << 12)
@@ -138,7 +138,7 @@ def test_the_block_that_is_damaged_is_named(
 
 
 def parts_of(content: object, place: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
-    """The path of everything in a JSON document, but for the inside of long lists."""
+    """Returns the path of every value of a JSON document, except inside long lists."""
     found = [place] if place else []
     if isinstance(content, dict):
         for key, value in content.items():
@@ -149,7 +149,9 @@ def parts_of(content: object, place: tuple[object, ...] = ()) -> list[tuple[obje
 
 
 @pytest.mark.parametrize("what", ["missing", "another kind"])
-def test_whatever_is_wrong_with_a_manifest_is_a_line(what: str, made: str, tmp_path: Path) -> None:
+def test_every_fault_of_a_manifest_is_reported_in_one_line(
+    what: str, made: str, tmp_path: Path
+) -> None:
     path = Path(f"{made}.meta.json")
     whole = json.loads(path.read_text())
     places = parts_of(whole)
@@ -159,7 +161,7 @@ def test_whatever_is_wrong_with_a_manifest_is_a_line(what: str, made: str, tmp_p
         lambda prefix: trace(prefix, 5),
         lambda prefix: merge([prefix], tmp_path / "merged"),
     )
-    told = 0
+    refused = 0
     for place in places:
         content = inner = json.loads(json.dumps(whole))
         for key in place[:-1]:
@@ -174,8 +176,8 @@ def test_whatever_is_wrong_with_a_manifest_is_a_line(what: str, made: str, tmp_p
                 use(made)
             except DataError as error:
                 assert "\n" not in str(error)
-                told += 1
-    assert told > 15
+                refused += 1
+    assert refused > 15
 
 
 def header(code: int, sequences: int, bounds: int) -> bytes:
@@ -200,7 +202,7 @@ def test_no_index_crashes_the_reader(
     tokens: bytes,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Whatever the header promises and the rest holds, reading is refused or stays in the .bin."""
+    """Any header and content is either refused or read within the .bin."""
     folder = tmp_path_factory.mktemp("fuzz", numbered=True)
     body = struct.pack(f"<{len(numbers)}i", *numbers)
     (folder / "d.idx").write_bytes((header(code, sequences, bounds) + body)[: -cut or None])
@@ -218,13 +220,13 @@ def test_no_index_crashes_the_reader(
         shutil.rmtree(folder)
 
 
-def test_a_full_disk_names_the_file(
+def test_an_error_on_a_full_disk_names_the_file(
     corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whichever write fails, nothing half-written is there; with room the run ends as it would."""
+    """After a failure of any write, no partial output exists, and a later run succeeds."""
     wanted = tmp_path / "wanted"
     preprocess([corpus], wanted / "o", ByteTokenizer())
     whole = {path.name: path.read_bytes() for path in wanted.iterdir()}
@@ -259,7 +261,7 @@ def test_a_full_disk_names_the_file(
         pytest.fail("more writes than were tried")
 
 
-def test_tokens_that_are_not_there_are_never_made_up(tmp_path: Path) -> None:
+def test_missing_tokens_are_never_invented(tmp_path: Path) -> None:
     """Megatron returns uninitialised memory for the missing part of a .bin."""
     with IndexedDatasetBuilder(tmp_path / "d", "uint16") as builder:
         builder.add_document(np.arange(100), [50, 50])
@@ -292,7 +294,7 @@ def test_training_refuses_an_index_that_is_damaged_in_its_middle(
         "document": (bounds + 8 * 50, struct.pack("<q", 99), "document 50 ends before it begins"),
     }[what]
     altered(Path(f"{prefix}.idx"), place, data)
-    IndexedDataset(prefix)  # which reads its ends alone
+    IndexedDataset(prefix)  # reads only the ends of the index
     with pytest.raises(DataError, match=rf"d\.idx is damaged: {message}.*; copy it again"):
         build_gpt_datasets(prefix, "1,0,0", (20, 0, 0), 16, order=order)
 
@@ -300,7 +302,7 @@ def test_training_refuses_an_index_that_is_damaged_in_its_middle(
 def test_flipped_bits_of_parquet_are_found_by_page_checksums(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """None is read as other text; without checksums a warning and the manifest say so."""
+    """No damaged page is read. Files without checksums are named in a warning and the manifest."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"text": [f"text {number} of many" for number in range(900)]})
     path = tmp_path / "a.parquet"

@@ -34,7 +34,7 @@ Write = Callable[..., str]
 
 
 def in_file_order(prefix: str, sequence_length: int, extra: int = 1, **options: Any) -> GPTDataset:
-    """Samples of a dataset without any shuffling."""
+    """Returns a dataset whose samples are in the order of the file."""
     from megatron_data.order.compat import build_sample_index
 
     source = IndexedDataset(prefix)
@@ -67,7 +67,7 @@ def test_masks_equal_the_golden_numbers(golden: dict[str, Any]) -> None:
     assert masked.astype(int).tolist() == given["attention_mask_true_is_masked"]
 
 
-def test_nothing_is_reset_unless_asked() -> None:
+def test_nothing_is_reset_by_default() -> None:
     masks = document_masks(np.array([5, 0, 0, 7]), 0)
     assert masks.positions.tolist() == [0, 1, 2, 3]
     assert masks.document_ids.tolist() == [0, 0, 0, 0]
@@ -93,7 +93,7 @@ def test_a_sample_by_hand(write_dataset: Write) -> None:
         "document_ids": (np.int32, [0, 0, 0, 1]),
         "sample_ids": (np.int64, 0),
     }
-    last = dataset[2]  # one token and its label, then nothing
+    last = dataset[2]  # one token and its label, then padding
     assert last["tokens"].tolist() == [7, 0, 0, 0]
     assert last["labels"].tolist() == [0, 0, 0, 0]
     assert last["loss_mask"].tolist() == [1, 0, 0, 0]
@@ -121,7 +121,7 @@ def test_bounds_of_documents_by_hand(write_dataset: Write) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4))
-def test_bounds_and_document_ids_tell_the_same_documents(ends: list[list[bool]]) -> None:
+def test_bounds_and_document_ids_describe_the_same_documents(ends: list[list[bool]]) -> None:
     tokens = np.where(ends, 0, 5)
     ids = document_masks(tokens, 0, reset_attention_mask=True).document_ids
     bounds, longest = cumulative_lengths(ids)
@@ -141,7 +141,7 @@ def test_tokens_and_labels_do_not_share_memory(write_dataset: Write) -> None:
 
 
 def test_the_padding_token_inside_the_text_stays_in_its_document(write_dataset: Write) -> None:
-    """As in megatron-core, where it only takes the loss from the label that it is."""
+    """As in megatron-core, the token is only excluded from the loss as a label."""
     text = [[5, 7, 9, 0, 4, 6]]
     sample = in_file_order(write_dataset(text), 4, pad_id=9)[0]
     assert sample["tokens"].tolist() == [5, 7, 0, 0]
@@ -153,7 +153,7 @@ def test_the_padding_token_inside_the_text_stays_in_its_document(write_dataset: 
     assert sample["document_ids"].tolist() == [0, 0, 0, 0]
 
 
-def test_only_what_fills_a_sample_up_is_document_minus_one(write_dataset: Write) -> None:
+def test_only_padding_has_document_id_minus_one(write_dataset: Write) -> None:
     options = {"eod_id": 8, "pad_id": 0, "reset_attention_mask": True, "cu_seqlens": True}
     dataset = in_file_order(write_dataset([[5, 0, 8, 0, 0]]), 6, **options)
     sample = dataset[0]  # the last token has no label
@@ -164,14 +164,14 @@ def test_only_what_fills_a_sample_up_is_document_minus_one(write_dataset: Write)
     assert sample["cu_seqlens"].tolist() == [0, 3, 5, 6, 6, 6, 6]
 
 
-def test_without_the_extra_token_the_last_label_bears_no_loss(write_dataset: Write) -> None:
+def test_without_the_extra_token_the_last_label_has_no_loss(write_dataset: Write) -> None:
     sample = in_file_order(write_dataset([[1, 2, 3, 4]]), 4, extra=0)[0]
     assert sample["tokens"].tolist() == [1, 2, 3, 4]
     assert sample["labels"].tolist() == [2, 3, 4, 0]
     assert sample["loss_mask"].tolist() == [1, 1, 1, 0]
 
 
-def test_configurations_that_contradict_themselves_are_refused(write_dataset: Write) -> None:
+def test_contradictory_configurations_are_refused(write_dataset: Write) -> None:
     with pytest.raises(DataError, match="needs eod_id"):
         GPTDatasetConfig(8, reset_attention_mask=True)
     with pytest.raises(DataError, match="both pad_id and eod_id"):
@@ -229,7 +229,7 @@ def test_a_batch_equals_its_samples(
 
 
 def test_batches_of_any_dataset(write_dataset: Write) -> None:
-    """One that cannot read batches is read sample by sample."""
+    """A dataset without a method `batch` is read sample by sample."""
     samples = [{"a": np.arange(3) + i, "b": np.asarray(i)} for i in range(5)]
     batch = read_batch(samples, [4, 1])
     assert batch["a"].tolist() == [[4, 5, 6], [1, 2, 3]]
@@ -303,7 +303,7 @@ def test_a_replaced_dataset_does_not_hit_the_cache(write_dataset: Write, tmp_pat
 
 
 @pytest.mark.parametrize("order", ["stateless", "compat"])
-def test_a_blend_numbers_its_samples_and_names_the_dataset(
+def test_a_blend_has_its_own_sample_ids_and_dataset_ids(
     write_dataset: Write, order: OrderName
 ) -> None:
     words = ["3", write_dataset([[1] * 9] * 50, "a"), "1", write_dataset([[2] * 9] * 50, "b")]
@@ -315,7 +315,7 @@ def test_a_blend_numbers_its_samples_and_names_the_dataset(
     assert all((train[i]["tokens"] == drawn[i] + 1).all() for i in range(40))
 
 
-def test_a_blend_that_asks_for_too_much_is_refused(write_dataset: Write) -> None:
+def test_a_blend_that_draws_too_many_samples_is_refused(write_dataset: Write) -> None:
     dataset = in_file_order(write_dataset([[1, 2, 3, 4, 5]]), 4)
     with pytest.raises(DataError, match="draws 5 samples from dataset 0, which has 1"):
         BlendedDataset([dataset, dataset], GreedyBlend([0.5, 0.5], 10))
@@ -361,7 +361,7 @@ def test_data_paths_from_files(tmp_path: Path) -> None:
         parse_data_path([])
 
 
-def test_split_texts() -> None:
+def test_split_strings() -> None:
     assert parse_split("1,1") == ((0.0, 0.5), (0.5, 1.0), None)
     assert parse_split("0.5, 0, 0.5") == ((0.0, 0.5), None, (0.5, 1.0))
     for bad in ("", "a,b", "0,0", "1,2,3,4", "1.2.3", "-1,2"):
@@ -371,7 +371,7 @@ def test_split_texts() -> None:
     assert sequence_range((0.1, 0.5), 5) == (0, 2)
 
 
-def test_mock_tokens_count_up_and_end() -> None:
+def test_mock_tokens_count_up_and_end_with_eod() -> None:
     mock = MockTokens(vocab_size=50, eod_id=7, num_documents=10, max_length=200)
     for number, length in enumerate(mock.sequence_lengths.tolist()):
         expected = [(i + 1) % 50 for i in range(length - 1)] + [7]
@@ -380,7 +380,7 @@ def test_mock_tokens_count_up_and_end() -> None:
         assert mock.get(number, 1, length // 3).tolist() == expected[1 : 1 + length // 3]
 
 
-def test_data_that_changes_is_read_from_a_file(tmp_path: Path) -> None:
+def test_data_path_changes_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "changes.json"
     path.write_text(
         '[{"from_sample": 5, "data_path": "1 a 2 b"}, {"from_sample": 9, "data_path": ["c"]}]'

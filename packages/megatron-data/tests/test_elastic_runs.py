@@ -1,4 +1,4 @@
-"""Runs that change in every way they may: nothing is lost, nothing comes twice, the past stays."""
+"""Runs whose layout, batch size, length and blend change: no sample is skipped or repeated."""
 
 import json
 from collections import Counter
@@ -58,7 +58,7 @@ changes = st.lists(st.tuples(st.integers(1, 60), weights), max_size=3)
 
 
 def row(first: dict[str, int], later: Sequence[tuple[int, dict[str, int]]]) -> list[WeightChange]:
-    """Weights from the first sample on, and those that follow after some samples each."""
+    """Returns weight changes: the first weights, and others after given numbers of samples."""
     found = [WeightChange(0, first)]
     for distance, shares in later:
         found.append(WeightChange(found[-1].first_sample + distance, shares))
@@ -72,7 +72,7 @@ def schedule(
 
 
 class Numbered:
-    """A source in which every token is another number."""
+    """A token source in which every token is a different number."""
 
     def __init__(self, name: str) -> None:
         self.first = NAMES.index(name) * DOCUMENT * DOCUMENTS
@@ -103,7 +103,7 @@ def mixture(blend: BlendSchedule) -> BlendedDataset:
 
 
 def run(samples: int, plan: Sequence[Phase], start: int = 0) -> list[list[int]]:
-    """Samples of every step; each phase resumes from the state that the one before saved."""
+    """Returns the samples of every step. Each phase resumes from the state of the previous one."""
     steps, state = [], {"consumed_samples": start}
     for phase in plan:
         ranks = [
@@ -130,12 +130,12 @@ def run(samples: int, plan: Sequence[Phase], start: int = 0) -> list[list[int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(phases, weights, changes, st.integers(0, 40))
-def test_a_run_changed_in_every_way_sees_every_sample_once(
+def test_a_run_with_changing_options_reads_every_sample_once(
     plan: list[Phase], first: dict[str, int], later: list, more: int
 ) -> None:
     samples = sum(phase.batch * phase.steps for phase in plan)
     steps = run(samples, plan)
-    # Each step holds the next samples of the one row that all layouts see.
+    # Each step contains the next samples of the sequence that all layouts share.
     consumed = 0
     for step in steps:
         assert sorted(step) == list(range(consumed, consumed + len(step)))
@@ -147,7 +147,7 @@ def test_a_run_changed_in_every_way_sees_every_sample_once(
         assert [draw.sample_index for draw in draws if draw.source_index == place] == list(
             range(count)
         )
-    # Longer, the run begins with the same samples, also if its data change at its end.
+    # A longer run begins with the same samples, also if its data change at the end.
     kept = [change for change in row(first, later) if change.first_sample < samples]
     changed = BlendSchedule([*kept, WeightChange(samples, {"c": 1})], samples + more + 1)
     for other in (schedule(first, later, samples + more), changed):
@@ -160,7 +160,7 @@ def test_a_run_changed_in_every_way_sees_every_sample_once(
 
 @settings(max_examples=40, deadline=None)
 @given(phases, weights, changes)
-def test_every_document_comes_once_in_every_epoch_of_a_changed_run(
+def test_every_document_occurs_once_per_epoch_of_a_changing_run(
     plan: list[Phase], first: dict[str, int], later: list
 ) -> None:
     samples = sum(phase.batch * phase.steps for phase in plan)
@@ -179,7 +179,7 @@ def test_every_document_comes_once_in_every_epoch_of_a_changed_run(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 50), st.integers(1, 4), phases, st.integers(0, 3))
-def test_a_shuffled_dataset_comes_whole_in_every_epoch(
+def test_every_epoch_of_a_shuffled_dataset_is_complete(
     dataset: int, epochs: int, plan: list[Phase], more: int
 ) -> None:
     consumed, seen = 0, []
@@ -209,8 +209,8 @@ def test_epochs_and_seeds_shuffle_differently() -> None:
     assert order(1) == order(1)
 
 
-def test_a_loader_with_other_workers_goes_on_with_what_is_left() -> None:
-    """The batches that came out count, not those that workers have read ahead."""
+def test_a_loader_with_other_workers_resumes() -> None:
+    """Only yielded batches count as consumed, not those that workers prefetched."""
     pytest.importorskip("torch", reason="torch is an extra of this package")
     from megatron_data.torch import data_loader
 

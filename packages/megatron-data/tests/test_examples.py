@@ -1,4 +1,4 @@
-"""The examples of docs/any-training-loop.md: run as a reader runs them, stopped and gone on."""
+"""The examples of docs/any-training-loop.md, stopped and resumed."""
 
 import os
 import re
@@ -18,7 +18,7 @@ STEPS = 25
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Who has saved the files of the page and made the corpus with its commands."""
+    """Returns a folder with the files of the page and the corpus made by its commands."""
     folder = tmp_path_factory.mktemp("reader")
     save_titled(PAGE, folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -34,19 +34,19 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def without_torch(tmp_path: Path) -> dict[str, str]:
-    """An environment of processes in which nobody can import torch."""
+    """Returns environment variables with which a process cannot import torch."""
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
     return {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
 
-def test_the_page_has_three_loops_and_shows_each_stopped_and_gone_on() -> None:
+def test_the_page_shows_three_loops_that_stop_and_resume() -> None:
     typed = [command.text for command in commands(PAGE) if "_loop.py" in command.text]
     loops = ("numpy_loop.py", "torch_loop.py", "hugging_face_loop.py")
     assert typed == [f"python {loop} {step}" for loop in loops for step in (10, STEPS)]
 
 
 @pytest.mark.parametrize("loop", ["numpy", "hugging_face"])
-def test_a_loop_without_torch_goes_on_where_it_was(
+def test_a_loop_without_torch_resumes_exactly(
     loop: str, reader: Path, without_torch: dict[str, str]
 ) -> None:
     def run(step: int) -> list[str]:
@@ -74,12 +74,12 @@ def test_a_loop_without_torch_goes_on_where_it_was(
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_the_torch_loop_goes_on_where_it_was(
+def test_the_torch_loop_resumes_exactly(
     reader: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch", reason="torch is an extra of this package")
     monkeypatch.chdir(reader)
-    # In this process, where torch is loaded already; what reads ahead is tested in test_torch.py.
+    # In this process, where torch is loaded already. test_torch.py tests worker processes.
     script = Path("torch_loop.py").read_text()
     Path("torch_here.py").write_text(script.replace("workers=2", "workers=0"))
 

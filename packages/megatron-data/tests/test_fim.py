@@ -1,4 +1,4 @@
-"""Filling in the middle: what is taken apart can be put together again."""
+"""Fill-in-the-middle: rearranged documents can be reassembled."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ NAMES = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<file>", "<|endoftext|
 
 @pytest.fixture(scope="module")
 def fim_tokenizer(texts: list[str]) -> HuggingFaceTokenizer:
-    """A byte-level vocabulary with the tokens of Megatron's `--fim-*-token`."""
+    """Returns a byte-level tokenizer with the tokens of Megatron's `--fim-*-token`."""
     import tokenizers
 
     trained = tokenizers.Tokenizer.from_str(train_bpe(texts, 340).definition.decode())
@@ -20,14 +20,14 @@ def fim_tokenizer(texts: list[str]) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(trained.to_str(), {"eod": NAMES[-1]})
 
 
-def put_together(tokens: list[int], ids: list[int]) -> list[int]:
-    """The tokens of a text that was taken apart, or of one that was not."""
+def reassembled(tokens: list[int], ids: list[int]) -> list[int]:
+    """Returns the original tokens of a text that may be rearranged."""
     prefix, middle, suffix = ids[:3]
     if not tokens or tokens[0] != prefix:
         return tokens
     at_suffix, at_middle = tokens.index(suffix), tokens.index(middle)
     last = tokens[at_suffix + 1 : at_middle]
-    if at_suffix == 1:  # the middle follows the prefix without a mark
+    if at_suffix == 1:  # SPM: no token separates prefix and middle
         return tokens[at_middle + 1 :] + last
     return tokens[1:at_suffix] + tokens[at_middle + 1 :] + last
 
@@ -40,16 +40,16 @@ def put_together(tokens: list[int], ids: list[int]) -> list[int]:
     st.sampled_from([0.0, 0.5, 1.0]),
     st.integers(0, 2**40),
 )
-def test_text_can_be_put_together_again(
+def test_rearranged_text_can_be_reassembled(
     fim_tokenizer, text: str, front: int, back: int, spm_rate: float, seed: int
 ) -> None:
-    """Also where the ends of a sample cut characters into bytes."""
+    """Includes samples whose ends cut a character into bytes."""
     ids = [fim_tokenizer.token_id(name) for name in NAMES]
     infill = FillInTheMiddle(FIMConfig(1.0, spm_rate), fim_tokenizer, seed)
     tokens = np.array(fim_tokenizer.encode(text), np.int64)
     tokens = tokens[front : len(tokens) - back]
     parts = infill.rearrange(tokens, np.random.RandomState(seed % 1000)).tolist()
-    whole = put_together(parts, ids)
+    whole = reassembled(parts, ids)
     decode = fim_tokenizer.decode
     assert decode(whole) == decode(tokens.tolist())
     if parts[:1] == ids[:1] and spm_rate == 1:
@@ -58,7 +58,7 @@ def test_text_can_be_put_together_again(
 
 @pytest.mark.parametrize("split", [None, "<file>"])
 @pytest.mark.parametrize("order", ["stateless", "packed", "compat"])
-def test_samples_are_of_documents_taken_apart(
+def test_samples_contain_rearranged_documents(
     write_dataset, fim_tokenizer, texts: list[str], order: str, split: str | None
 ) -> None:
     ids = [fim_tokenizer.token_id(name) for name in NAMES]
@@ -89,7 +89,7 @@ def test_samples_are_of_documents_taken_apart(
             parts = _documents(piece, file) if split else [piece]
             joined: list[int] = []
             for place, part in enumerate(parts):
-                joined += ([file] if place else []) + put_together(part, ids)
+                joined += ([file] if place else []) + reassembled(part, ids)
                 fragments += place > 0 and part[:1] == [ids[0]]
                 changed += part[:1] == [ids[0]]
                 spm += part[:2] == [ids[0], ids[2]]
@@ -98,7 +98,7 @@ def test_samples_are_of_documents_taken_apart(
     assert whole_documents > 80
     assert abs(changed / whole_documents - (0.35 if split else 0.5)) < 0.15
     assert 0.3 < spm / changed < 0.7
-    assert fragments == 0  # "the sea" begins as `no_prefix` says
+    assert fragments == 0  # "the sea" begins with `no_prefix`
 
 
 def _documents(tokens: list[int], end: int) -> list[list[int]]:

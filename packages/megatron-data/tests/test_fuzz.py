@@ -64,7 +64,7 @@ TEMPLATE = (
 
 
 def used(tokenizer: object) -> None:
-    """Do with a tokenizer what preprocessing does."""
+    """Uses a tokenizer like preprocessing does."""
     assert isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer)
     for ids in tokenizer.encode_batch(TEXTS):
         tokenizer.decode(ids)
@@ -72,7 +72,7 @@ def used(tokenizer: object) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has to outlive the machine."""
+    """Disables fsync to save time."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -111,11 +111,11 @@ def test_tokenizer_json(reads: Callable[..., None], tokenizer: HuggingFaceTokeni
     reads("tokenizer.json", lambda path: used(load_tokenizer(path)), *seeds, mutate=mutate_json)
 
 
-def test_panics_of_the_library_are_refusals(
+def test_panics_of_the_library_are_errors(
     tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class PanicException(BaseException):
-        """What pyo3 raises."""
+        """Stands for the exception that pyo3 raises."""
 
     def panic(*arguments: object, **options: object) -> None:
         raise PanicException("index out of\nbounds")
@@ -132,7 +132,7 @@ def test_panics_of_the_library_are_refusals(
         HuggingFaceTokenizer(tokenizer.definition)
 
 
-def test_a_text_that_a_vocabulary_cannot_express_is_refused() -> None:
+def test_a_text_that_the_vocabulary_cannot_express_is_refused() -> None:
     definition = json.loads(train_wordpiece(TEXTS * 9, 60).definition)
     del definition["model"]["vocab"]["[UNK]"]
     definition["added_tokens"] = []
@@ -277,7 +277,7 @@ def test_a_manifest_without_a_count_of_documents_is_refused(pair: str) -> None:
         trace(pair, document=8)
 
 
-def test_a_count_that_is_no_number_is_refused(pair: str) -> None:
+def test_a_count_that_is_not_a_number_is_refused(pair: str) -> None:
     path = Path(f"{pair}.meta.json")
     content = json.loads(path.read_text())
     content["skipped"]["kinds"] = {"long": {}}
@@ -287,7 +287,7 @@ def test_a_count_that_is_no_number_is_refused(pair: str) -> None:
 
 
 @pytest.mark.parametrize("column", ["document", "token"])
-def test_a_map_of_chunks_that_leaves_something_out_is_refused(pair: str, column: str) -> None:
+def test_an_incomplete_map_of_chunks_is_refused(pair: str, column: str) -> None:
     path = Path(f"{pair}.meta.json")
     content = json.loads(path.read_text())
     content["chunks"][column] = [place + 10**6 for place in content["chunks"][column]]
@@ -388,7 +388,7 @@ def test_data_paths(reads: Callable[..., None], tmp_path: Path) -> None:
 
 
 def test_cached_orders(tmp_path: Path, fuzz_count: int) -> None:
-    """Nothing of an entry that was damaged is taken, it is built anew."""
+    """A damaged entry is not used but built again."""
 
     def build() -> dict[str, "np.ndarray[tuple[int, ...], np.dtype[np.int64]]"]:
         return {"a": np.arange(9), "b": np.arange(3)}
@@ -411,7 +411,7 @@ def test_cached_orders(tmp_path: Path, fuzz_count: int) -> None:
 
 
 def test_parts_of_a_job(lines: Path, tmp_path: Path, fuzz_count: int) -> None:
-    """A part that was damaged is done anew, or named."""
+    """A damaged part is processed again or named in an error."""
     encoder = TextEncoder(ByteTokenizer(), ("text",), append_eod=True)
     (source,) = open_sources([lines], ("text",))
     (chunk,) = source.chunks()

@@ -1,10 +1,10 @@
-"""A sample in Hugging Face's convention, by hand."""
+"""Inputs of Hugging Face models against a hand-computed sample."""
 
 import numpy as np
 from megatron_data.datasets import Sample, hugging_face_inputs
 
 
-def test_labels_stand_where_their_tokens_do() -> None:
+def test_labels_are_at_the_index_of_their_tokens() -> None:
     sample: Sample = {
         "tokens": np.array([5, 6, 0, 7, 0]),
         "labels": np.array([6, 0, 7, 8, 0]),

@@ -1,4 +1,4 @@
-"""Samples of the inverse cloze task: every one is put together by hand from its row of the map."""
+"""Samples of the inverse cloze task, against samples built by hand from the rows of the map."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ LENGTH = 24
 
 @pytest.fixture
 def prefixes(tmp_path: Path) -> tuple[str, str]:
-    """Thirty documents of sentences, and their titles, one of them empty and one too long."""
+    """Returns prefixes of 30 documents of sentences and of their titles: one empty, one long."""
     random = np.random.default_rng(0)
     texts, titles = str(tmp_path / "texts"), str(tmp_path / "titles")
     with (
@@ -88,7 +88,7 @@ def _text(sample: dict[str, np.ndarray], side: str) -> list[int]:
     return sample[f"{side}_tokens"][sample[f"{side}_document_ids"] == 0].tolist()
 
 
-def test_a_sample_does_not_depend_on_what_was_read_before(prefixes: tuple[str, str]) -> None:
+def test_a_sample_does_not_depend_on_earlier_reads(prefixes: tuple[str, str]) -> None:
     options = {"config": ICTDatasetConfig(LENGTH, 0.5), "word_pieces": PIECES}
     forward, backward = (
         build_ict_datasets(prefixes[0], "1,0,0", (100, 0, 0), **options).train for _ in range(2)

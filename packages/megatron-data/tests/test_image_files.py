@@ -102,7 +102,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_runs_killed_at_random_moments_end_in_the_same_bytes(
-    seed: int, lines: Path, tmp_path: Path, survives_kills: Callable[..., None]
+    seed: int, lines: Path, tmp_path: Path, check_resume_after_kills: Callable[..., None]
 ) -> None:
     calm = tmp_path / "calm" / "o"
     tokenize_image_pairs([lines], calm, NullTokenizer(1000), append_eod=True, chunk_bytes=100)
@@ -110,7 +110,7 @@ def test_runs_killed_at_random_moments_end_in_the_same_bytes(
     out = tmp_path / "out" / "o"
     out.parent.mkdir()
     program = [str(tmp_path / "job.py"), str(lines), str(out)]
-    survives_kills(seed, program, out, files_in(calm.parent))
+    check_resume_after_kills(seed, program, out, files_in(calm.parent))
 
 
 def test_an_image_that_was_changed_since_is_read_again(lines: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What this package does not need, it does not import."""
+"""Imports and public names of the package."""
 
 import ast
 import importlib
@@ -42,7 +42,7 @@ def test_neither_torch_nor_nltk_is_imported(corpus: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
 
 
-def test_one_module_may_import_torch_one_nltk_and_none_a_sibling() -> None:
+def test_one_module_imports_torch_one_nltk_and_none_a_sibling_package() -> None:
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []

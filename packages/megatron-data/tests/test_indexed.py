@@ -1,4 +1,4 @@
-"""The .bin/.idx pair: bytes worked out by hand, then every kind of damage."""
+"""Indexed datasets: files written by hand, and every kind of damage."""
 
 import pickle
 import struct
@@ -18,7 +18,7 @@ Write = Callable[..., str]
 
 
 def index_by_hand(code: int = 8, itemsize: int = 2) -> bytes:
-    """Sequences of 3, 1 and 2 tokens; documents (0, 1) and (2), and an empty one between."""
+    """Returns an index of sequences of 3, 1 and 2 tokens; documents (0, 1), () and (2)."""
     return (
         b"MMIDIDX\x00\x00"
         + struct.pack("<QB", 1, code)
@@ -78,7 +78,7 @@ def test_many_documents_at_once_equal_one_by_one(tmp_path: Path) -> None:
     assert (tmp_path / "d.idx").read_bytes() == index_by_hand()
 
 
-def test_modes_are_read_whatever_their_number(tmp_path: Path) -> None:
+def test_any_number_of_modes_is_read(tmp_path: Path) -> None:
     (tmp_path / "d.idx").write_bytes(index_by_hand() + bytes([0, 1, 0]))
     (tmp_path / "d.bin").write_bytes(TOKENS_BY_HAND)
     modes = IndexedDataset(tmp_path / "d").sequence_modes
@@ -102,8 +102,10 @@ def test_token_type_by_vocabulary(vocab_size: int, dtype: str) -> None:
     assert choose_dtype(vocab_size) == np.dtype(dtype)
 
 
-def test_vocabularies_from_65500_to_65536_read_back_whatever_the_type(write_dataset: Write) -> None:
-    """Megatron decodes int32 files of such vocabularies as uint16 on one of its loading paths."""
+def test_vocabularies_from_65500_to_65536_are_read_with_any_token_type(
+    write_dataset: Write,
+) -> None:
+    """One of Megatron's loading paths decodes int32 files of such vocabularies as uint16."""
     for dtype in ("uint16", "int32"):
         prefix = write_dataset([[65_535, 1, 65_500]], dtype, dtype)
         assert IndexedDataset(prefix)[0].tolist() == [65_535, 1, 65_500]
@@ -136,7 +138,7 @@ def test_views_outlive_the_dataset_and_closed_datasets_refuse(write_dataset: Wri
         _ = dataset.tokens
 
 
-def test_pickling_opens_the_files_anew(write_dataset: Write) -> None:
+def test_unpickling_opens_the_files_again(write_dataset: Write) -> None:
     dataset = pickle.loads(pickle.dumps(IndexedDataset(write_dataset([[1, 2, 3]]))))
     assert dataset[0].tolist() == [1, 2, 3]
 
@@ -237,12 +239,14 @@ def test_no_flipped_bytes_crash_the_reader(
     ("name", "hint"),
     [("d.bin", "without .bin: .*d$"), ("d.idx", "without .idx"), ("nothing", "preprocess")],
 )
-def test_a_missing_dataset_says_what_to_do(by_hand: Path, name: str, hint: str) -> None:
+def test_the_error_for_a_missing_dataset_names_the_remedy(
+    by_hand: Path, name: str, hint: str
+) -> None:
     with pytest.raises(DataError, match=hint):
         IndexedDataset(by_hand.parent / name)
 
 
-def test_half_a_pair_is_refused(by_hand: Path) -> None:
+def test_a_dataset_with_one_file_is_refused(by_hand: Path) -> None:
     by_hand.with_suffix(".idx").unlink()
     with pytest.raises(DataError, match=r"d\.idx missing; the other file exists"):
         IndexedDataset(by_hand)
@@ -265,7 +269,7 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         IndexedDatasetBuilder(tmp_path / "d", "uint32")
 
 
-def test_a_failed_build_leaves_the_old_dataset(write_dataset: Write, tmp_path: Path) -> None:
+def test_a_failed_build_preserves_the_old_dataset(write_dataset: Write, tmp_path: Path) -> None:
     prefix = write_dataset([[1, 2, 3]])
 
     def fail() -> None:
@@ -289,7 +293,7 @@ def test_a_second_writer_of_the_same_prefix_is_refused(tmp_path: Path) -> None:
         builder.finalize()
 
 
-def test_a_file_that_is_not_mapped_reads_the_same(write_dataset: Write) -> None:
+def test_a_file_reads_the_same_without_a_memory_map(write_dataset: Write) -> None:
     documents = [[i + j for j in range(i % 7)] for i in range(50)]
     prefix = write_dataset(documents)
     with IndexedDataset(prefix) as whole, IndexedDataset(prefix, mmap=False) as parts:
@@ -308,12 +312,8 @@ def test_a_file_that_is_not_mapped_reads_the_same(write_dataset: Write) -> None:
 
 
 @pytest.mark.slow
-def test_memory_stays_flat_over_twenty_gigabytes(tmp_path: Path) -> None:
-    """A hole of 20 GB, which takes no room on the disk; the index is small, so documents are long.
-
-    Read without a map: the page cache of a map counts as memory of the process, though the system
-    takes it back when it is needed.
-    """
+def test_memory_is_constant_for_twenty_gigabytes(tmp_path: Path) -> None:
+    """The 20 GB are a hole, which takes no disk space. Long documents keep the index small."""
     code = f"""
 import numpy as np, os, re
 from pathlib import Path
@@ -345,7 +345,7 @@ assert sizes[0] < 200, sizes
 
 
 @pytest.mark.parametrize("checked", [1, 3, 7, 100])
-def test_the_index_is_checked_in_parts_as_in_one(
+def test_the_index_is_checked_in_blocks(
     write_dataset: Write, checked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "_CHECKED", checked)

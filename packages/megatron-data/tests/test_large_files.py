@@ -1,4 +1,4 @@
-"""Index files whose pointers do not fit 32 bits; the `.bin` has holes in place of tokens."""
+"""Datasets whose pointers need more than 32 bits. The `.bin` has holes in place of tokens."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ SIZE = 2
 
 
 def forge(prefix: Path, lengths: list[int], bounds: list[int]) -> None:
-    """Write an index by hand, and a `.bin` of holes; short sequences hold their own numbers."""
+    """Writes an index and a `.bin` of holes. Short sequences contain their own index."""
     starts = [sum(lengths[:number]) * SIZE for number in range(len(lengths))]
     with Path(f"{prefix}.idx").open("wb") as file:
         file.write(Header(np.dtype("<u2"), len(lengths), len(bounds)).pack())
@@ -72,7 +72,7 @@ def test_sequences_behind_4_gib_are_read(prefix: str, mapped: bool) -> None:
 
 @pytest.mark.parametrize("order", ["stateless", "compat"])
 def test_samples_of_both_orders_are_the_tokens_of_their_spans(prefix: str, order: str) -> None:
-    """Every token is read as an input once in an epoch, and is where the order says it is."""
+    """Every token is an input once in an epoch, and samples contain the tokens of their spans."""
     whole = build_gpt_datasets(
         prefix, "0,1,0", sequence_length=1 << 24, order=order, drop_last_partial_validation=False
     ).valid
@@ -100,7 +100,7 @@ def test_samples_of_both_orders_are_the_tokens_of_their_spans(prefix: str, order
 def by_hand(
     lengths: list[int], document_index: list[int], sequence_length: int
 ) -> Iterator[list[int]]:
-    """Megatron's sample index in Python's own integers."""
+    """Computes Megatron's sample index with Python integers."""
     ends = np.cumsum(np.array([lengths[n] for n in document_index], object)).tolist()
     yield [0, 0]
     place, sample = 0, 1
@@ -137,10 +137,10 @@ def test_the_sample_index_of_megatrons_order_beyond_32_bits() -> None:
     assert sorted(indices.shuffle_index.tolist()) == list(range(len(wanted) - 1))
 
 
-def test_documents_behind_4_gib_are_split_off_and_merged(
+def test_documents_behind_4_gib_are_split_and_merged(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are not copied where there are billions; sizes are set afterwards."""
+    """Billions of tokens are not copied; the sizes of the files are set afterwards."""
     with IndexedDataset(prefix) as dataset, IndexedDatasetBuilder(tmp_path / "e", "u2") as builder:
         builder.add_part(dataset, 4, 5)
         builder.finalize()
@@ -159,7 +159,7 @@ def test_documents_behind_4_gib_are_split_off_and_merged(
 
 
 def without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `scan` give nothing, and `finalize` lengthen the `.bin` to what its index says."""
+    """Makes `scan` yield nothing and `finalize` extend the `.bin` to the size in its index."""
 
     def lengthened(
         finalize: Callable[[IndexedDatasetBuilder], object],

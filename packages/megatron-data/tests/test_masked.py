@@ -1,4 +1,4 @@
-"""Maps of sentences and samples of BERT and T5, against hand-computed cases and what must hold."""
+"""Sentence maps and samples of BERT and T5, against hand-computed cases and invariants."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ PIECES = WordPieces(
 
 @pytest.fixture
 def sentences(tmp_path):
-    """A dataset of 30 documents of sentences."""
+    """Returns the prefix of a dataset of 30 documents of sentences."""
     from megatron_data import IndexedDatasetBuilder
 
     random = np.random.default_rng(0)
@@ -41,14 +41,14 @@ def sentences(tmp_path):
     return str(tmp_path / "d")
 
 
-def test_the_twisters_are_those_of_the_standard() -> None:
-    """The 10,000th numbers that C++ prescribes for the default seed."""
+def test_mersenne_twisters_equal_the_standard() -> None:
+    """The C++ standard specifies the 10,000th number for the default seed."""
     assert next(mt19937(5489))[9999] == 4123659995
     assert mt19937_64(5489, 10_000)[-1] == 9981545732273789042
 
 
 def test_the_map_of_a_small_corpus() -> None:
-    """Computed with megatron-core's compiled helper."""
+    """The expected values come from megatron-core's compiled helper."""
     rows = sentence_map(
         np.array([0, 3, 5, 9]),
         np.array([6, 4, 9, 12, 5, 3, 8, 7, 10], np.int32),
@@ -60,7 +60,7 @@ def test_the_map_of_a_small_corpus() -> None:
     assert rows.tolist() == [[5, 9, 16], [3, 5, 16], [0, 3, 16]]
 
 
-def test_documents_that_cannot_be_used_are_an_error() -> None:
+def test_a_corpus_without_usable_documents_is_refused() -> None:
     with pytest.raises(EmptySplitError, match="none of 2 documents has 2 sentences"):
         sentence_map(
             np.array([0, 1, 3]),
@@ -111,7 +111,7 @@ def test_masking(
     assert not {PIECES.cls_id, PIECES.sep_id} & set(masked.labels)
     if kind != "permutation":
         assert set(spanned) == set(masked.positions)
-    if whole:  # a continuation is hidden with the token before it
+    if whole:  # a continuation is masked with the token before it
         for position in spanned:
             before = position - 1
             if PIECES.continuations[tokens[position]] and before >= 0 and tokens[before] > 1:
@@ -137,7 +137,7 @@ def test_bert_samples(sentences: str) -> None:
         assert not sample["labels"][sample["loss_mask"] == 0].any()
     share = sum(sample["loss_mask"].sum() for sample in samples)
     share /= sum((sample["document_ids"] == 0).sum() for sample in samples)
-    assert 0.1 < share < 0.16  # samples shorter than their target hide whole tokens only
+    assert 0.1 < share < 0.16  # samples below their target length round down
     wrong = np.mean([sample["is_random"] for sample in samples])
     assert 0.4 < wrong < 0.6
     hidden = np.concatenate([sample["tokens"][sample["loss_mask"] > 0] for sample in samples])
@@ -148,7 +148,7 @@ def test_bert_samples(sentences: str) -> None:
         train[100_000]
 
 
-def test_t5_samples_can_be_put_together_again(sentences: str) -> None:
+def test_t5_samples_can_be_reassembled(sentences: str) -> None:
     config = T5DatasetConfig(48, 32, MaskingConfig(0.1, 3))
     train = build_t5_datasets(
         sentences, "1,0,0", (100, 0, 0), config=config, word_pieces=PIECES, seed=7
@@ -209,8 +209,8 @@ def test_refusals(sentences: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_token_0_in_the_text_is_no_padding(tmp_path, kind: str) -> None:
-    """It is [PAD] in BERT's vocabulary; padding is what stands behind the text, and only that."""
+def test_token_0_in_the_text_is_not_padding(tmp_path, kind: str) -> None:
+    """Token 0 is [PAD] in BERT's vocabulary, but only tokens after the text are padding."""
     from megatron_data import IndexedDatasetBuilder
 
     pieces = WordPieces(np.zeros(40, bool), 1, 2, 3, bos_id=4, eos_id=5, sentinel_ids=(6, 7, 8, 9))

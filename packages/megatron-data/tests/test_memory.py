@@ -1,4 +1,4 @@
-"""What a process needs at most, measured by the kernel."""
+"""Peak memory of a process, measured by the kernel."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def lines(path: Path, texts: list[str], megabytes: float, number: int) -> Path:
 def test_documents_of_a_megabyte_take_less_than_a_gigabyte(
     normalizer: object, tokenizer: HuggingFaceTokenizer, texts: list[str], tmp_path: Path
 ) -> None:
-    """Also where the tokenizer is not known to be one that can be cut."""
+    """Includes a tokenizer for which texts cannot be split."""
     content = json.loads(tokenizer.definition) | {"normalizer": normalizer}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     corpus = lines(tmp_path / "a.jsonl", texts, 1.0, 12)
@@ -48,7 +48,7 @@ def test_documents_of_a_megabyte_take_less_than_a_gigabyte(
 
 
 @pytest.mark.slow
-def test_a_long_document_that_can_be_cut_takes_no_more(
+def test_a_long_document_that_can_be_split_takes_no_more(
     tokenizer: HuggingFaceTokenizer, texts: list[str], tmp_path: Path
 ) -> None:
     tokenizer.save(tmp_path)

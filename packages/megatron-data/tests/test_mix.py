@@ -1,4 +1,4 @@
-"""Blends by weight, epochs and tokens: what the table says is what a run draws."""
+"""Blends by weights, epochs and tokens: the table equals what a run draws."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -21,14 +21,14 @@ WriteDataset = Callable[..., str]
 
 @pytest.fixture
 def sources(write_dataset: WriteDataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`a` of 100 documents and 1,000 tokens, `b` of 20 documents and 300 tokens."""
+    """Writes `a` with 100 documents and 1,000 tokens, and `b` with 20 documents and 300 tokens."""
     monkeypatch.chdir(tmp_path)
     write_dataset([[n % 7 + 1] * 10 for n in range(100)], "a")
     write_dataset([[n % 5 + 9] * 15 for n in range(20)], "b")
 
 
 @pytest.mark.usefixtures("sources")
-def test_the_counts_are_those_that_a_run_draws() -> None:
+def test_counts_equal_those_of_a_run() -> None:
     for blend in (
         Blend(("a", "b"), (0.7, 0.3)),
         Blend(("a", "b"), None),
@@ -44,7 +44,7 @@ def test_the_counts_are_those_that_a_run_draws() -> None:
 
 
 @pytest.mark.usefixtures("sources")
-def test_epochs_and_tokens_become_what_was_asked_for() -> None:
+def test_blends_by_epochs_and_tokens_read_the_requested_amounts() -> None:
     blend = blend_by_epochs({"a": 2, "b": 5})
     assert blend == Blend(("a", "b"), (2000, 1500))
     a, b = summarize_blend(blend, 3500 // 10, 10)
@@ -58,14 +58,14 @@ def test_epochs_and_tokens_become_what_was_asked_for() -> None:
 
 @pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize("weights", [None, (0.1, 0.2), (1234567890123456, 1)])
-def test_a_written_blend_is_read_again(weights: tuple[float, ...] | None) -> None:
+def test_a_written_blend_can_be_read(weights: tuple[float, ...] | None) -> None:
     blend = Blend(("a", "b"), weights)
     write_data_args("blend.txt", blend)
     assert read_data_args("blend.txt") == blend
 
 
 @pytest.mark.usefixtures("sources")
-def test_what_cannot_be_mixed_is_told(write_dataset: WriteDataset) -> None:
+def test_invalid_blends_are_refused(write_dataset: WriteDataset) -> None:
     write_dataset([[]], "empty")
     with pytest.raises(DataError, match="the training split of empty has no token"):
         summarize_blend(Blend(("a", "empty"), None), 10, 8)
@@ -106,7 +106,7 @@ def test_the_command_prints_a_table_and_writes_a_file(capsys: pytest.CaptureFixt
 
 @pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("words", "status", "message"),
     [
         ([], 2, "give either PREFIX or --data-args-path FILE"),
         (["a", "--data-args-path", "x"], 2, "give either PREFIX or --data-args-path"),
@@ -122,7 +122,7 @@ def test_the_command_prints_a_table_and_writes_a_file(capsys: pytest.CaptureFixt
     ],
 )
 def test_an_invalid_command_line_is_reported(
-    words: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["mix", *words]) == status
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

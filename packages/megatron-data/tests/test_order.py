@@ -1,4 +1,4 @@
-"""Megatron's indices: golden numbers, a scalar walk as the independent truth, the cache."""
+"""Megatron's indices against recorded values and against a scalar loop; the cache of indices."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ def test_indices_equal_the_golden_numbers(golden: Golden) -> None:
     given_ = golden["gpt_index"]
     sizes = np.array(given_["sizes"], np.int32)
     documents = np.array(given_["documents"])
-    # 17 samples of 4 need 69 tokens: two epochs of 36, of which the second is used in full
+    # 17 samples of 4 need 69 tokens: two epochs of 36, and the second is used in full
     indices = build_gpt_indices(sizes, documents, sequence_length=4, seed=1234, num_samples=17)
     assert indices.document_index.tolist() == given_["document_index"]
     assert indices.sample_index.tolist() == given_["sample_index"]
@@ -68,7 +68,7 @@ def test_blends_equal_the_golden_numbers(golden: Golden) -> None:
 
 
 def walk(lengths: list[int], order: list[int], sequence_length: int, extra: int) -> list[list[int]]:
-    """Tokens of every whole sample, one at a time, as (document, offset) numbered in the stream."""
+    """Returns the tokens of every full sample as (document, offset), computed one by one."""
     stream = [
         token for position, number in enumerate(order) for token in [position] * lengths[number]
     ]
@@ -91,7 +91,7 @@ lengths_strategy = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(
     extra=st.integers(0, 1),
     epochs=st.integers(1, 3),
 )
-def test_samples_are_consecutive_stretches_of_the_stream(
+def test_samples_are_consecutive_spans_of_the_stream(
     lengths: list[int], sequence_length: int, extra: int, epochs: int
 ) -> None:
     array = np.array(lengths, np.int32)
@@ -127,7 +127,7 @@ def test_samples_are_consecutive_stretches_of_the_stream(
 
 @settings(max_examples=200, deadline=None)
 @given(lengths=lengths_strategy, sequence_length=st.integers(1, 15), extra=st.integers(0, 1))
-def test_a_kept_partial_sample_reads_to_the_end_of_the_stream(
+def test_a_partial_last_sample_ends_with_the_stream(
     lengths: list[int], sequence_length: int, extra: int
 ) -> None:
     array, documents = np.array(lengths, np.int32), np.arange(len(lengths), dtype=np.int32)
@@ -173,7 +173,7 @@ def test_epochs(tokens: int, length: int, samples: int | None, extra: int, epoch
     assert epochs_needed(tokens, length, samples, extra) == epochs
 
 
-def test_a_last_epoch_used_in_part_is_shuffled_apart() -> None:
+def test_a_partial_last_epoch_is_shuffled_separately() -> None:
     lengths = np.full(50, 10, np.int32)  # 49 samples of 10 an epoch
     indices = build_gpt_indices(lengths, np.arange(50), sequence_length=10, seed=1, num_samples=60)
     assert sorted(indices.document_index[:50].tolist()) == list(range(50))
@@ -186,18 +186,18 @@ def test_a_last_epoch_used_in_part_is_shuffled_apart() -> None:
         ).document_index
         return sorted(index[:50].tolist()) == list(range(50))
 
-    # int(0.8 * 49) = 39 samples of the last epoch are the least that join the others
+    # from int(0.8 * 49) = 39 samples on, the last epoch is shuffled with the others
     assert first_epoch_is_whole(49 + 38)
     assert not first_epoch_is_whole(49 + 39)
 
 
-def test_the_shuffle_keeps_its_two_parts_apart() -> None:
+def test_the_shuffle_keeps_its_two_parts_separate() -> None:
     index = build_shuffle_index(5, 12, np.random.RandomState(0))
     assert sorted(index[:5].tolist()) == list(range(5))
     assert sorted(index[5:].tolist()) == list(range(5, 12))
 
 
-def test_splits_without_tokens_and_bad_numbers_are_refused() -> None:
+def test_splits_without_tokens_and_invalid_numbers_are_refused() -> None:
     lengths, numbers = np.zeros(4, np.int32), np.arange(4)
     with pytest.raises(DataError, match="holds no token"):
         build_gpt_indices(lengths, numbers, sequence_length=4, seed=1)
@@ -258,7 +258,7 @@ def test_a_cached_array_is_the_file_that_numpy_writes(tmp_path: Path, order: str
     assert np.array_equal(load_or_build(tmp_path, "key", dict)["a"], made["a"])
 
 
-def test_a_full_disk_names_the_cached_entry_and_leaves_nothing(
+def test_an_error_on_a_full_disk_names_the_cache_entry_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:

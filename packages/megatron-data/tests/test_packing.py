@@ -1,4 +1,4 @@
-"""Best-fit packing against the rule itself, one document at a time."""
+"""Best-fit packing against the textbook algorithm, which places one document at a time."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ lengths = st.lists(st.integers(0, 70), min_size=1, max_size=60).filter(any)
 
 
 def best_fit_decreasing(sizes: list[int], capacity: int) -> int:
-    """Samples that the textbook's rule needs."""
+    """Returns the number of samples that the textbook algorithm needs."""
     room: list[int] = []
     for size in sorted((size % capacity for size in sizes if size % capacity), reverse=True):
         fits = [place for place in range(len(room)) if room[place] >= size]
@@ -49,7 +49,7 @@ def test_packing_is_best_fit_decreasing(sizes: list[int], capacity: int) -> None
     assert report.num_documents == sum(size > 0 for size in sizes)
 
 
-def test_a_web_corpus_wastes_next_to_nothing() -> None:
+def test_a_web_corpus_has_little_padding() -> None:
     sizes = np.random.default_rng(0).lognormal(6.3, 1.1, 200_000).astype(np.int32) + 1
     report = Packing(sizes, 4096).report()
     assert report.padding_fraction < 1e-4
@@ -58,7 +58,7 @@ def test_a_web_corpus_wastes_next_to_nothing() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(lengths, st.integers(1, 30), st.integers(1, 3))
-def test_every_epoch_holds_every_token_once(sizes: list[int], length: int, epochs: int) -> None:
+def test_every_epoch_contains_every_token_once(sizes: list[int], length: int, epochs: int) -> None:
     table = np.array([5, *sizes, 5], np.int32)
     one = PackedOrder(table, (1, len(table) - 1), sequence_length=length, seed=3)
     assert one.sample_length == length + 1

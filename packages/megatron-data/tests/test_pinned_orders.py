@@ -1,7 +1,7 @@
-"""The order of samples, against a second implementation and recorded values.
+"""The order of samples against a second implementation and recorded values.
 
-A change of it would change every run that is continued, without a word: a failure here means that
-the order needs another name, not that the values need an update.
+A changed order would silently change every resumed run. If a test fails, give the new order another
+name instead of updating the values.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ WORD = 2**64
 
 
 def finish(bits: int) -> int:
-    """SplitMix64's finaliser, with the constants of the paper."""
+    """Applies the finaliser of SplitMix64 with the constants of the paper."""
     bits = (bits ^ bits >> 30) * 13787848793156543929 % WORD
     bits = (bits ^ bits >> 27) * 10723151780598845931 % WORD
     return bits ^ bits >> 31
@@ -39,14 +39,14 @@ def key_of(*words: int) -> int:
 
 
 def sorted_by_draws(count: int, key: int) -> list[int]:
-    """Numbers sorted by the bits drawn for each above the bits that numbers take."""
+    """Returns the numbers sorted by pseudorandom high bits, with the number as low bits."""
     width = max(count - 1, 1).bit_length()
     draws = [finish((n * 11400714819323198485 + key) % WORD) >> width for n in range(count)]
     return sorted(range(count), key=lambda number: (draws[number], number))
 
 
 def permuted(number: int, count: int, key: int) -> int:
-    """A Feistel network of six rounds, walked until the number is below the count."""
+    """Applies a Feistel network of six rounds until the number is below the count."""
     if count <= 4096:
         return sorted_by_draws(count, key)[number]
     bits = (count - 1).bit_length()
@@ -62,7 +62,7 @@ def permuted(number: int, count: int, key: int) -> int:
 
 
 def laid_out(first: int, last: int, seed: int, epoch: int) -> Iterator[int]:
-    """The sequences of an epoch in the order of its stream."""
+    """Yields the sequences of an epoch in the order of the stream."""
     begin = first + (key_of(seed, 0, epoch) % 4096 or 4096)
     bounds = [first, *range(begin, last, 4096), last]
     for block in sorted_by_draws(len(bounds) - 1, key_of(seed, 1, epoch)):
@@ -74,7 +74,7 @@ def laid_out(first: int, last: int, seed: int, epoch: int) -> Iterator[int]:
 def stretches_of(
     sample: int, lengths: list[int], first: int, last: int, seed: int, length: int, extra: int = 1
 ) -> list[tuple[int, int, int]]:
-    """The (sequence, offset, tokens) of a sample of an endless run."""
+    """Returns the (sequence, offset, length) spans of a sample of an endless run."""
     tokens = sum(lengths[first:last])
     epoch = sample * length // tokens
     row, following = (-(-number * tokens // length) for number in (epoch, epoch + 1))
@@ -127,13 +127,13 @@ def test_recorded_values() -> None:
 
 
 def digest(samples: Iterable[Iterable[tuple[int | None, ...]]]) -> str:
-    """SHA-256 of whole numbers as text, which no version of numpy writes otherwise."""
+    """Returns the SHA-256 of integers as text, which does not depend on the version of numpy."""
     numbers = [[[int(part or 0) for part in one] for one in sample] for sample in samples]
     return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
 
 
 def test_recorded_orders() -> None:
-    """Digests of whole orders: stateless, packed, and the sources of a blend."""
+    """Compares digests of whole orders: stateless, packed, and the sources of a blend."""
     lengths = (np.arange(9000) * 7919 % 41).astype(np.int32)
     table = InMemorySequenceTable(lengths)
     options = {"sequence_length": 64, "seed": 1234, "num_samples": 4000}
@@ -147,7 +147,7 @@ def test_recorded_orders() -> None:
 
 
 @pytest.mark.parametrize("consumed", [2**31 - 4, 2**31, 2**32, 2**40])
-def test_samplers_go_on_beyond_32_bits(consumed: int) -> None:
+def test_samplers_work_beyond_32_bits(consumed: int) -> None:
     total = consumed + 14
     for rank in (0, 1):
         first = consumed + 2 * rank

@@ -1,4 +1,4 @@
-"""BERT, T5 and ICT on datasets at URLs, and read without a map: the samples of the local files."""
+"""BERT, T5 and ICT samples of datasets at URLs, or without a memory map, equal those of a map."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ PIECES = WordPieces(
 
 @pytest.fixture
 def prefixes(tmp_path: Path) -> Iterator[list[str]]:
-    """Two datasets of sentences, each with its titles, that lie in fsspec's memory, too."""
+    """Yields prefixes of two datasets of sentences with titles, also stored in fsspec's memory."""
     random = np.random.default_rng(0)
     memory = fsspec.filesystem("memory")
     for name in ("a", "b"):
@@ -83,7 +83,7 @@ def ict(prefixes: list[str], **options: Any) -> Datasets:
 
 @pytest.mark.parametrize("build", [bert, t5, ict])
 @pytest.mark.parametrize("far", [True, False])
-def test_samples_are_those_of_mapped_files(
+def test_samples_equal_those_of_memory_mapped_files(
     prefixes: list[str],
     tmp_path: Path,
     build: Callable[..., Datasets],

@@ -7,7 +7,7 @@ from megatron_data import DataError, SequentialSampler
 
 
 def steps(total: int, consumed: int, micro: int, ranks: int) -> list[list[int]]:
-    """Samples of each step, all ranks in order."""
+    """Returns the samples of each step, with all ranks in order."""
     own = [list(SequentialSampler(total, consumed, micro, rank, ranks)) for rank in range(ranks)]
     return [[i for part in step for i in part] for step in zip(*own, strict=True)]
 
@@ -30,7 +30,7 @@ def test_every_sample_exactly_once_in_order(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_a_run_resumed_on_other_layouts_misses_and_repeats_nothing(data: st.DataObject) -> None:
+def test_a_run_resumed_with_other_layouts_skips_and_repeats_no_sample(data: st.DataObject) -> None:
     total, consumed, taken = 600, 0, []
     for _ in range(data.draw(st.integers(1, 5))):
         micro, ranks = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
@@ -47,7 +47,7 @@ def test_a_run_resumed_on_other_layouts_misses_and_repeats_nothing(data: st.Data
 
 
 def test_megatrons_example() -> None:
-    """Of every 4 samples rank r of 2 takes [2r, 2r + 2); the last 3 of 11 are dropped."""
+    """Rank r of 2 takes [2r, 2r + 2) of every 4 samples; the last 3 of 11 are dropped."""
     assert list(SequentialSampler(11, 0, 2, 0, 2)) == [[0, 1], [4, 5]]
     assert list(SequentialSampler(11, 0, 2, 1, 2)) == [[2, 3], [6, 7]]
     assert len(SequentialSampler(11, 4, 2, 1, 2)) == 1
@@ -63,6 +63,6 @@ def test_megatrons_example() -> None:
         ((10, 0, 1, 2, 2), "rank 2 of 2"),
     ],
 )
-def test_impossible_numbers_are_refused(arguments: tuple[int, ...], message: str) -> None:
+def test_invalid_numbers_are_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(DataError, match=message):
         SequentialSampler(*arguments)

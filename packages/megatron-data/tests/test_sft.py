@@ -1,4 +1,4 @@
-"""Conversations: their text, what the loss counts of it, and how they share samples."""
+"""Conversations: rendered text, loss mask and samples."""
 
 import json
 import pickle
@@ -34,12 +34,12 @@ CHAT = [
     {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "See you."},
 ]
-# Turns marked as in ChatML; nothing in it says what an assistant says.
+# A ChatML template without generation blocks.
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As templates of reasoning models do: what was thought is written in the last turn only.
+# Like templates of reasoning models, it writes the reasoning only in the last turn.
 FORGETFUL = (
     "{% for m in messages %}[{{ m.role }}]{% if m.thought and loop.last %}({{ m.thought }})"
     "{% endif %}{{ m.content }}{% endfor %}"
@@ -72,7 +72,7 @@ def test_megatrons_prompt_formats(prompt_format: str, text: str, answers: list[s
     assert [text[first:last] for first, last in rendered.assistant_spans] == answers
 
 
-def test_a_template_without_marks_is_rendered_turn_by_turn() -> None:
+def test_a_template_without_generation_blocks_is_rendered_turn_by_turn() -> None:
     template = pickle.loads(pickle.dumps(ChatTemplate(CHATML)))
     text, answers = template.render(CHAT)
     assert [text[first:last] for first, last in answers] == [
@@ -99,17 +99,17 @@ def test_a_template_without_marks_is_rendered_turn_by_turn() -> None:
          [{"role": "assistant", "content": "\ufdd0"}], "contain U\\+FDD0"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_told_is_an_error(
+def test_templates_with_unclear_answers_are_refused(
     source: str, messages: list[dict[str, str]], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
         ChatTemplate(source).render(messages)
 
 
-def test_the_time_is_one_for_a_conversation_and_may_be_fixed(
+def test_a_conversation_has_one_time_that_can_be_fixed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the clock says between two of its parts; transformers has the same function."""
+    """The time does not advance while a conversation is rendered, as in transformers."""
     ticks = iter(range(99))
 
     class Clock(datetime):
@@ -132,7 +132,7 @@ def test_the_time_is_one_for_a_conversation_and_may_be_fixed(
         long.render(said)
 
 
-def test_a_turn_that_is_written_otherwise_later_is_no_error_where_all_counts() -> None:
+def test_a_turn_that_is_rendered_differently_later_is_allowed_with_loss_all() -> None:
     given = [*CHAT[:2], {**CHAT[2], "thought": "?"}, *CHAT[3:]]
     template = ChatTemplate(FORGETFUL)
     assert template.render(given, return_assistant_spans=False).assistant_spans == []
@@ -140,7 +140,7 @@ def test_a_turn_that_is_written_otherwise_later_is_no_error_where_all_counts() -
         template.render(given)
 
 
-def test_a_tokenizers_folder_holds_its_template(tmp_path: Path) -> None:
+def test_a_template_is_loaded_from_the_folder_of_a_tokenizer(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({
         "bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None,
@@ -161,7 +161,7 @@ def test_a_tokenizers_folder_holds_its_template(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def talks() -> list[dict[str, Any]]:
-    """Rows of one to three conversations of one to three turns."""
+    """Returns rows of one to three conversations with one to three turns each."""
     random = np.random.default_rng(0)
 
     def said() -> str:
@@ -195,7 +195,7 @@ def write(path: Path, rows: list[Any]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def test_the_loss_counts_what_assistants_say(
+def test_the_loss_includes_only_assistant_messages(
     chat_prefix: str, talks, tokenizer: HuggingFaceTokenizer
 ) -> None:
     with IndexedDataset(chat_prefix) as texts, IndexedDataset(chat_prefix + "_loss") as masks:
@@ -218,7 +218,7 @@ def test_the_loss_counts_what_assistants_say(
 
 
 @pytest.mark.parametrize("order", ["packed", "stateless", "compat"])
-def test_samples_hold_conversations_that_do_not_see_each_other(
+def test_conversations_of_a_sample_do_not_attend_to_each_other(
     chat_prefix: str, order: str
 ) -> None:
     length = 1024
@@ -249,7 +249,7 @@ def test_samples_hold_conversations_that_do_not_see_each_other(
                     continue
                 text = (*sample["tokens"][first:last].tolist(), int(sample["labels"][last - 1]))
                 whole = next((t for t in (text, text[:-1]) if t in wholes), None)
-                if whole is None:  # cut; the other orders do not
+                if whole is None:  # only the stateless order splits conversations
                     assert order == "stateless" or train.order.truncated
                     continue
                 seen.append(whole)
@@ -266,7 +266,7 @@ def test_samples_hold_conversations_that_do_not_see_each_other(
 
 
 def test_a_sample_by_hand(write_dataset) -> None:
-    """Also where every token counts, no loss falls on the first of the next conversation."""
+    """Even with loss="all", the first token of the next conversation is not a label."""
     prefix = write_dataset([[1, 2, 3], [4, 5]], "d")
     write_dataset([[1, 1, 1], [1, 1]], "d_loss", "uint8")
     train = build_sft_datasets(prefix, "1,0,0", sequence_length=6).train
@@ -284,7 +284,7 @@ def test_a_sample_by_hand(write_dataset) -> None:
     }
 
 
-def test_megatrons_rows_are_cut_at_their_end(chat_prefix: str) -> None:
+def test_rows_are_truncated_as_in_megatron(chat_prefix: str) -> None:
     length = 40
     train = build_sft_datasets(chat_prefix, "1,0,0", (130, 0, 0), length, order="compat").train
     assert train is not None and len(train) == 130
@@ -298,7 +298,7 @@ def test_megatrons_rows_are_cut_at_their_end(chat_prefix: str) -> None:
             assert not train[number]["loss_mask"][len(kept) - 1 :].any()
 
 
-def test_nothing_is_lost_uncounted(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+def test_every_lost_token_is_counted(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     long = {"role": "assistant", "content": "whale " * 400}
     rows = [
         {"messages": CHAT},
@@ -387,7 +387,7 @@ def test_a_mask_of_other_conversations_is_refused(write_dataset) -> None:
         build_sft_datasets(prefix, "1,0,0", sequence_length=8)
 
 
-def test_new_tokens_are_never_seen_beside_an_older_mask(
+def test_new_tokens_never_exist_beside_an_old_mask(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "t.jsonl", [{"messages": CHAT}])

@@ -1,4 +1,4 @@
-"""The stateless order: a function of seed and number, which nothing later can change."""
+"""The stateless order: a function of seed and sample index."""
 
 import pickle
 import weakref
@@ -36,7 +36,7 @@ def order_of(
 def taken(
     order: StatelessOrder, samples: Sequence[int], extra: int = 1
 ) -> Counter[tuple[int, int]]:
-    """How often every (sequence, token) is an input of the samples."""
+    """Returns how often each (sequence, token) is an input of the samples."""
     counts: Counter[tuple[int, int]] = Counter()
     for sample in samples:
         tokens = [
@@ -49,7 +49,7 @@ def taken(
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 4096, 4097, 5000, 1 << 16, 100_003])
-def test_a_permutation_takes_every_number_once(count: int) -> None:
+def test_a_permutation_is_one_to_one(count: int) -> None:
     permutation = Permutation(count, 77)
     places = permutation.all()
     assert np.array_equal(np.sort(places), np.arange(count))
@@ -64,7 +64,7 @@ def test_a_permutation_takes_every_number_once(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1000, MAX_STORED + 1000], ids=["sorted", "network"])
 def test_permutations_of_different_keys_look_independent(count: int) -> None:
-    """Chi-squared of where a number goes, and the correlation of neighbours, over many keys."""
+    """Tests images for uniformity (chi-squared) and neighbours for correlation, over many keys."""
     places = np.stack([Permutation(count, key * 7919).all() for key in range(200)])
     boxes = np.stack([np.bincount(row * 10 // count, minlength=10) for row in places[:, :100]])
     expected = boxes.sum() / 10
@@ -73,7 +73,7 @@ def test_permutations_of_different_keys_look_independent(count: int) -> None:
     assert abs(correlation) < 4 / np.sqrt(places.size)
 
 
-def test_all_orders_of_few_things_are_equally_likely() -> None:
+def test_all_permutations_of_few_elements_are_equally_likely() -> None:
     seen = Counter(tuple(shuffled(4, key).tolist()) for key in range(24_000))
     assert len(seen) == 24
     assert sum((count - 1000) ** 2 / 1000 for count in seen.values()) < 49.7  # 23, p = 0.001
@@ -81,12 +81,12 @@ def test_all_orders_of_few_things_are_equally_likely() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(lengths, st.integers(1, 50), st.integers(1, 4), st.sampled_from([1, 3, 4096]))
-def test_every_token_comes_once_in_every_epoch(
+def test_every_token_occurs_once_in_every_epoch(
     sizes: list[int], length: int, epochs: int, block: int
 ) -> None:
-    """Rows are laid end to end, so as many epochs as they fill hold every token so many times."""
+    """Rows are consecutive, so that n epochs of rows contain every token n times."""
     tokens = sum(sizes)
-    rows = epochs * tokens  # so that whole rows end where an epoch does
+    rows = epochs * tokens  # so that a row ends where an epoch ends
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stateless, "BLOCK", block)
         order = order_of(sizes, rows, length)
@@ -115,7 +115,7 @@ def test_a_split_without_a_number_of_samples_is_one_epoch(
 
 @settings(max_examples=60, deadline=None)
 @given(lengths, st.integers(1, 20), st.integers(1, 50), st.integers(0, 200))
-def test_a_longer_run_begins_like_a_shorter_one(
+def test_a_longer_run_begins_with_the_samples_of_a_shorter_one(
     sizes: list[int], length: int, samples: int, more: int
 ) -> None:
     short, long = (order_of(sizes, count, length) for count in (samples, samples + more))
@@ -123,7 +123,7 @@ def test_a_longer_run_begins_like_a_shorter_one(
         assert short.spans(sample) == long.spans(sample)
 
 
-def test_epochs_and_seeds_differ_and_calls_do_not() -> None:
+def test_order_differs_between_epochs_and_seeds_but_not_between_calls() -> None:
     order = order_of([10] * 100, 250, 8)
     assert [order.epoch_of(sample) for sample in (0, 124, 125, 249)] == [0, 0, 1, 1]
     first = [order.spans(sample) for sample in range(125)]
@@ -135,14 +135,16 @@ def test_epochs_and_seeds_differ_and_calls_do_not() -> None:
     assert again.spans(3) == order.spans(3)
 
 
-def test_blocks_begin_elsewhere_in_every_epoch() -> None:
-    """Sequences that are laid out together in one epoch are not in all."""
+def test_block_bounds_differ_between_epochs() -> None:
+    """Sequences of one block of an epoch are in different blocks in other epochs."""
     order = order_of([1] * 3 * stateless.BLOCK, 10, 1, extra=0)
     assert len({int(order._epoch(epoch).bounds[1]) for epoch in range(10)}) > 5
 
 
 @pytest.mark.parametrize("length", [1, 5])
-def test_an_index_on_disk_gives_the_same_samples(write_dataset: Write, length: int) -> None:
+def test_an_indexed_dataset_as_table_gives_the_same_samples(
+    write_dataset: Write, length: int
+) -> None:
     prefix = write_dataset([range(n % 7) for n in range(50)])
     with IndexedDataset(prefix) as dataset:
         options = {"sequence_length": length, "seed": 3, "num_samples": 100}
@@ -156,8 +158,8 @@ def test_an_index_on_disk_gives_the_same_samples(write_dataset: Write, length: i
         assert np.array_equal(dataset.tokens_before(bounds), ends)
 
 
-def test_an_order_that_is_let_go_is_gone() -> None:
-    """It holds mapped files, which must not wait for the collector of circles."""
+def test_a_deleted_order_is_freed_at_once() -> None:
+    """An order keeps mapped files open, so it must not be part of a reference cycle."""
     order = order_of([10] * 100, 250)
     order.spans(7)
     held = weakref.ref(order)
@@ -165,9 +167,9 @@ def test_an_order_that_is_let_go_is_gone() -> None:
     assert held() is None
 
 
-def test_nothing_is_read_that_no_sample_needs() -> None:
+def test_only_lengths_that_a_sample_needs_are_read() -> None:
     class Watched:
-        """A table of a billion sequences that tells what was asked of it."""
+        """A table of a billion sequences that records which lengths are read."""
 
         asked = 0
 
@@ -188,7 +190,7 @@ def test_nothing_is_read_that_no_sample_needs() -> None:
     assert table.asked < 3 * 10**9 // stateless.BLOCK
 
 
-def test_no_name_is_taken_for_another_order() -> None:
+def test_an_unknown_order_is_refused() -> None:
     wrong: Any = "packd"
     wanted = "order='packd'; give one of stateless, packed, compat"
     with pytest.raises(DataError, match=wanted):
@@ -208,7 +210,7 @@ def test_refusals() -> None:
         order_of([8], None)
 
 
-def test_a_run_goes_on_after_its_data_changed(write_dataset: Write) -> None:
+def test_a_run_resumes_after_its_data_changed(write_dataset: Write) -> None:
     first, second, third = (
         write_dataset([[number] * 9 for _ in range(40)], name)
         for number, name in ((1, "a"), (2, "b"), (3, "c"))

@@ -1,4 +1,4 @@
-"""Corpora that another tokenizer made are refused, and so are outputs that exist."""
+"""Datasets of another tokenizer are refused, and so are outputs that exist."""
 
 import logging
 import pickle
@@ -74,10 +74,10 @@ def test_sources_without_a_manifest_are_named_in_one_line(
     assert line.startswith(f"{foreign} and 1 more: without a manifest (.meta.json)")
 
 
-def test_what_a_fingerprint_is_of(
+def test_the_fingerprint_survives_saving_and_added_tokens(
     make: Callable[[str, Tokenizer], str], tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
-    """Saving keeps it; with special tokens added, the corpora made before still fit."""
+    """Saving preserves it, and with added special tokens older datasets still match."""
     corpus = make("a", tokenizer)
     tokenizer.save(tmp_path / "saved")
     check_tokenizer(corpus, load_tokenizer(tmp_path / "saved"))
@@ -89,7 +89,7 @@ def test_what_a_fingerprint_is_of(
         check_tokenizer(corpus, train_bpe(["another text altogether"] * 9, 270))
 
 
-def test_commands_do_not_replace_what_is_there(
+def test_commands_do_not_replace_existing_outputs(
     make: Callable[[str, Tokenizer], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, made = str(tmp_path / "a.jsonl"), make("a", NullTokenizer(9))
@@ -129,7 +129,7 @@ def test_commands_do_not_replace_what_is_there(
         assert main([name, *words, "--overwrite"]) == 0, capsys.readouterr().err
 
 
-def test_a_tokenizer_of_another_kind_is_replaced_whole(
+def test_overwriting_replaces_all_files_of_a_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ByteTokenizer().save(tmp_path / "t")
@@ -142,7 +142,7 @@ def test_a_tokenizer_of_another_kind_is_replaced_whole(
     assert isinstance(load_tokenizer(tmp_path / "t"), HuggingFaceTokenizer)
 
 
-def test_an_ended_run_that_was_to_replace_goes_on_without_being_asked_again(
+def test_an_interrupted_overwriting_run_resumes_without_overwrite(
     make: Callable[[str, Tokenizer], str], tmp_path: Path
 ) -> None:
     make("a", NullTokenizer(9))
@@ -160,7 +160,7 @@ def test_an_ended_run_that_was_to_replace_goes_on_without_being_asked_again(
         preprocess(*given, chunk_bytes=18, overwrite=False)
 
 
-def test_an_extended_tokenizer_keeps_what_it_extends(
+def test_an_extended_tokenizer_keeps_its_base_fingerprint(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
     extended = tokenizer.with_special_tokens(["<more>"])

@@ -1,4 +1,4 @@
-"""The torch adapter; skipped where torch is not installed."""
+"""The torch adapter. Skipped if torch is not installed."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def test_a_batch_stacks_samples() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_loader_yields_what_the_sampler_asks_for(write_dataset: Write, workers: int) -> None:
+def test_the_loader_yields_the_batches_of_the_sampler(write_dataset: Write, workers: int) -> None:
     prefix = write_dataset([range(i * 9, i * 9 + 9) for i in range(60)])
     train = build_gpt_datasets(prefix, "100", sequence_length=16).train
     assert train is not None
@@ -43,7 +43,7 @@ def test_the_loader_yields_what_the_sampler_asks_for(write_dataset: Write, worke
 
 
 def test_torchs_own_loader_reads_batches(write_dataset: Write) -> None:
-    """It asks `__getitems__` of a dataset that has it; default collation makes the same batch."""
+    """The loader calls `__getitems__`, and default collation returns the same batch."""
     prefix = write_dataset([range(i * 9, i * 9 + 9) for i in range(60)])
     train = build_gpt_datasets(prefix, "100", sequence_length=16).train
     assert train is not None
@@ -56,7 +56,7 @@ def test_torchs_own_loader_reads_batches(write_dataset: Write) -> None:
 
 
 @pytest.mark.parametrize("sharding", [False, True])
-def test_a_cyclic_epoch_takes_every_sample_once(sharding: bool) -> None:
+def test_a_cyclic_epoch_contains_every_sample_once(sharding: bool) -> None:
     seen = []
     for rank in range(3):
         sampler = CyclicSampler(31, 0, 2, rank, 3, data_sharding=sharding)
@@ -81,7 +81,7 @@ def test_a_cyclic_epoch_resumes_exactly(sharding: bool) -> None:
 
 
 def test_cyclic_numbers_by_hand() -> None:
-    """Rank 1 of 2, micro 2, 9 samples: 4 of its own, from 4 on, in torch's order of seed 0."""
+    """Rank 1 of 2, micro-batches of 2, 9 samples: samples 4 to 7 in torch's order of seed 0."""
     order = (torch.randperm(4, generator=torch.Generator().manual_seed(0)) + 4).tolist()
     assert list(CyclicSampler(9, 0, 2, 1, 2)) == [order[:2], order[2:]]
     with pytest.raises(DataError, match="not whole steps of 4"):
