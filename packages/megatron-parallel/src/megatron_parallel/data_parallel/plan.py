@@ -190,9 +190,9 @@ def plan_buckets(
     filling: dict[_Kind, _Filling] = {}
 
     def close(bucket: "_Filling") -> None:
-        closed.append((bucket.place, bucket.plan(num_shards[bucket.kind.axis])))
+        closed.append((bucket.index, bucket.plan(num_shards[bucket.kind.axis])))
 
-    for place, (name, parameter) in enumerate(reversed(list(parameters.items()))):
+    for index, (name, parameter) in enumerate(reversed(list(parameters.items()))):
         if name not in table:
             raise LayoutError(f"parameter {name!r} is not in the sharding table")
         sharding = table[name]
@@ -206,7 +206,7 @@ def plan_buckets(
             whole=whole_matrices and sharding.hidden_matrix,
         )
         if kind.tied:
-            close(_Filling(kind).add(name, parameter, place))
+            close(_Filling(kind).add(name, parameter, index))
             continue
         bucket = filling.get(kind)
         if bucket is not None and bucket.would_overflow(
@@ -216,7 +216,7 @@ def plan_buckets(
             bucket = None
         if bucket is None:
             bucket = filling[kind] = _Filling(kind)
-        bucket.add(name, parameter, place)
+        bucket.add(name, parameter, index)
     for bucket in filling.values():
         close(bucket)
     return tuple(plan for _, plan in sorted(closed, key=lambda pair: pair[0]))
@@ -241,12 +241,12 @@ class _Filling:
         self.kind = kind
         self.slots: list[Slot] = []
         self.end = 0
-        self.place = 0
+        self.index = 0
 
-    def add(self, name: str, parameter: Tensor, place: int) -> "_Filling":
+    def add(self, name: str, parameter: Tensor, index: int) -> "_Filling":
         self.slots.append(Slot(name, tuple(parameter.shape), self.end))
         self.end = _aligned(self.slots[-1].stop, ALIGNMENT)
-        self.place = place
+        self.index = index
         return self
 
     def would_overflow(self, parameter: Tensor, bucket_size: int, num_shards: int) -> bool:
@@ -266,13 +266,15 @@ class _Filling:
 def _assign_to_shards(slots: tuple[Slot, ...], num_shards: int) -> tuple[tuple[Slot, ...], int]:
     """Returns slots that each lie in one of `num_shards` equal shards, and the total elements."""
     ends = [0] * num_shards
-    places: dict[str, tuple[int, int]] = {}  # shard, and start in it
+    shard_starts: dict[str, tuple[int, int]] = {}  # shard, and start in it
     for slot in sorted(slots, key=lambda slot: -slot.numel):
         shard = ends.index(min(ends))
-        places[slot.name] = shard, ends[shard]
+        shard_starts[slot.name] = shard, ends[shard]
         ends[shard] = _aligned(ends[shard] + slot.numel, ALIGNMENT)
     length = max(ends)
-    moved = (replace(s, start=places[s.name][0] * length + places[s.name][1]) for s in slots)
+    moved = (
+        replace(s, start=shard_starts[s.name][0] * length + shard_starts[s.name][1]) for s in slots
+    )
     return tuple(moved), length * num_shards
 
 

@@ -40,8 +40,8 @@ def parse_pipeline_layout(text: str, num_layers: int, pp: int) -> tuple[range, .
         raise LayoutError(f"{where} has {len(stages)} stages, which is not a multiple of pp={pp}")
     if "m" in unrolled:
         raise LayoutError(f"{where} has multi-token prediction ('m'), but the model has none")
-    for letter, name, place, end in (("E", "embedding", 0, "first"), ("L", "loss", -1, "last")):
-        if unrolled.count(letter) != 1 or stages[place][place : place + 1 or None] != letter:
+    for letter, name, index, end in (("E", "embedding", 0, "first"), ("L", "loss", -1, "last")):
+        if unrolled.count(letter) != 1 or stages[index][index : index + 1 or None] != letter:
             raise LayoutError(
                 f"{where}: {letter} ({name}) must occur once, at the outer end of the {end} stage"
             )

@@ -63,7 +63,9 @@ def chunk_layers(split: Sequence[range], pp: int, rank: int) -> tuple[range, ...
 def _even(num_layers: int, pp: int, vpp: int, embedding: bool, loss: bool) -> list[int]:
     stages, total = pp * vpp, num_layers + embedding + loss
     if total % stages:
-        counted = [name for name, there in (("embedding", embedding), ("loss", loss)) if there]
+        counted = [
+            name for name, is_counted in (("embedding", embedding), ("loss", loss)) if is_counted
+        ]
         extra = "".join(f" + {name}" for name in counted)
         below = total // stages * stages - len(counted)
         nearest = " or ".join(str(n) for n in (below, below + stages) if n > 0)
@@ -85,21 +87,21 @@ def _with_given_ends(
 ) -> list[int]:
     given = {"first": first, "last": last}
     named = {name: size for name, size in given.items() if size is not None}
-    asked = ", ".join(f"{name}={size}" for name, size in named.items())
+    requested = ", ".join(f"{name}={size}" for name, size in named.items())
     for name, size in named.items():
         if size < 0 or size % vpp:
             raise LayoutError(f"{name}={size} layers cannot be split over vpp={vpp} chunks")
     between, rest = pp - len(named), num_layers - sum(named.values())
     if between < 0:
-        raise LayoutError(f"{asked}: pp={pp} has one rank, both first and last; leave them out")
+        raise LayoutError(f"{requested}: pp={pp} has one rank, both first and last; leave them out")
     stages = between * vpp
     if rest < 0 or (rest > 0 if stages == 0 else rest % stages or rest == 0):
         raise LayoutError(
-            f"{num_layers} layers with {asked} leave {rest} for the other {between} ranks of the "
-            f"pipeline ({between} x vpp {vpp} = {stages} stages), which is not a positive multiple "
-            f"of {stages}"
+            f"{num_layers} layers with {requested} leave {rest} for the other {between} ranks of "
+            f"the pipeline ({between} x vpp {vpp} = {stages} stages), which is not a positive "
+            f"multiple of {stages}"
             if stages
-            else f"{num_layers} layers are not {asked}: pp={pp} has no other stage"
+            else f"{num_layers} layers are not {requested}: pp={pp} has no other stage"
         )
     inner = rest // stages if stages else 0
     per_rank = [inner] * pp

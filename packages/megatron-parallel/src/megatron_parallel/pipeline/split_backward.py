@@ -128,10 +128,10 @@ class SplitBackward:
 
 @torch.no_grad()
 def _add_up(
-    weights: Sequence[Parameter], found: Sequence[Tensor | None], others: Sequence[Tensor]
+    weights: Sequence[Parameter], found: Sequence[Tensor | None], other_gradients: Sequence[Tensor]
 ) -> None:
     """Adds gradients to `.grad`; clones a gradient whose memory is shared with another tensor."""
-    taken = {gradient.untyped_storage().data_ptr() for gradient in others}
+    shared = {gradient.untyped_storage().data_ptr() for gradient in other_gradients}
     for weight, gradient in zip(weights, found, strict=True):
         if gradient is None:
             continue
@@ -139,8 +139,8 @@ def _add_up(
             weight.grad += gradient
             continue
         memory = gradient.untyped_storage().data_ptr()
-        weight.grad = gradient.clone() if memory in taken else gradient
-        taken.add(memory)
+        weight.grad = gradient.clone() if memory in shared else gradient
+        shared.add(memory)
 
 
 def _grouped(

@@ -73,8 +73,8 @@ def discard_output(y: Float[Tensor, "..."], recompute: Callable[[], Tensor]) -> 
     def unpack(packed: Any) -> Tensor:
         other, view = packed
         if view is None:
-            kept: Tensor = take(other)
-            return kept
+            saved: Tensor = take(other)
+            return saved
         with torch.no_grad():
             return recompute().as_strided(*view)
 

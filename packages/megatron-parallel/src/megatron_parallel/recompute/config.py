@@ -153,8 +153,8 @@ class RecomputeConfig:
         count = self.num_layers or 1
         if self.method == "block":
             return tuple(
-                LayerGroup((layer,), checkpointed=place < count)
-                for place, layer in enumerate(layers)
+                LayerGroup((layer,), checkpointed=index < count)
+                for index, layer in enumerate(layers)
             )
         starts = range(0, len(layers), count)
         return tuple(LayerGroup(tuple(layers[i : i + count]), checkpointed=True) for i in starts)

@@ -98,20 +98,20 @@ class OffloadSavedTensors:
         storage = t.untyped_storage()
         if isinstance(owner, nn.Parameter) or storage.data_ptr() in self._stays or not t.numel():
             return t.detach()
-        place = storage._cdata, t._version
-        waiting = self._by_storage.get(place)
-        if waiting is None or not waiting.in_use():
-            waiting = self._by_storage[place] = _Offloaded(storage)
+        key = storage._cdata, t._version
+        offloaded = self._by_storage.get(key)
+        if offloaded is None or not offloaded.in_use():
+            offloaded = self._by_storage[key] = _Offloaded(storage)
             self.offloaded += 1
-            self.nbytes += waiting.host.nbytes
-        return waiting, t.dtype, (t.shape, t.stride(), t.storage_offset())
+            self.nbytes += offloaded.host.nbytes
+        return offloaded, t.dtype, (t.shape, t.stride(), t.storage_offset())
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        waiting, dtype, view = packed
-        whole, moved = waiting.back()
-        self.reloaded += moved
+        offloaded, dtype, view = packed
+        whole, copied = offloaded.reload()
+        self.reloaded += copied
         result: Tensor = whole.view(dtype).as_strided(*view)
         return result
 
@@ -119,31 +119,31 @@ class OffloadSavedTensors:
 class _Offloaded:
     """A storage in host memory; views of it are reloaded together, with their original strides."""
 
-    __slots__ = ("__weakref__", "_back", "_device", "_source", "host")
+    __slots__ = ("__weakref__", "_device", "_reloaded", "_source", "host")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        there = _bytes(storage)
-        self.host = torch.empty_like(there, device="cpu", pin_memory=there.is_cuda)
-        self.host.copy_(there, non_blocking=True)
-        self._device = there.device
+        source = _bytes(storage)
+        self.host = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+        self.host.copy_(source, non_blocking=True)
+        self._device = source.device
         self._source = weak_storage_ref(storage)
-        self._back: Any = None
+        self._reloaded: Any = None
 
     def in_use(self) -> bool:
         """Returns whether a tensor still uses the storage that was copied."""
         return not self._source.expired()
 
-    def back(self) -> tuple[Tensor, bool]:
+    def reload(self) -> tuple[Tensor, bool]:
         """Returns the bytes on the device, and whether they had to be copied.
 
         They are not copied while a view of an earlier copy is in use.
         """
-        storage = None if self._back is None else resolve_weak_storage(self._back)
+        storage = None if self._reloaded is None else resolve_weak_storage(self._reloaded)
         if storage is not None:
             return _bytes(storage), False
-        there = self.host.to(self._device, non_blocking=True, copy=True)
-        self._back = weak_storage_ref(there.untyped_storage())
-        return there, True
+        on_device = self.host.to(self._device, non_blocking=True, copy=True)
+        self._reloaded = weak_storage_ref(on_device.untyped_storage())
+        return on_device, True
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
