@@ -114,7 +114,7 @@ def test_ranks_with_fewer_rows_get_empty_ones_and_an_empty_batch_one_each() -> N
     assert plan.rows_per_rank == 2
     assert sum(row is None for rank in range(2) for row in plan.rows_of(rank)) in (0, 1)
     empty = plan_pool([], pool=2, capacity=8)
-    assert (empty.rows_per_rank, empty.of(0), empty.imbalance, empty.sends_per_token) == (
+    assert (empty.rows_per_rank, empty.rows_of(0), empty.imbalance, empty.sends_per_token) == (
         1,
         (None,),
         1.0,
