@@ -102,7 +102,7 @@ def test_a_tensor_travels_from_one_rank_to_another(
 def test_a_rank_that_is_not_there_cannot_be_reached(single: Mesh) -> None:
     x, axis = torch.zeros(1), Mesh(ParallelLayout(pp=4, dp=1), 2).axis("pp")
     for index in (2, 4, -1):
-        with pytest.raises(LayoutError, match=f"sent to index {index} of axis 'pp': which has 4 ranks"):
+        with pytest.raises(LayoutError, match=f"sent to index {index} of axis 'pp', which has 4 ranks"):
             send(x, axis, index)
     with pytest.raises(LayoutError, match="received from index 0 of axis 'tp': it has 1 ranks"):
         receive(x, single.axis("tp"), 0)
