@@ -1,4 +1,4 @@
-"""One optimizer step and its gradient norm against plain PyTorch, interleaved, medians.
+"""Time of an optimizer step and its gradient norm compared with plain PyTorch.
 
 The plain loop is `clip_grad_norm_` and fused AdamW on the same parameters. The norms are compared
 with an exact sum as well, because the fast way is not always right.
@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 
 def gpt_shapes(layers: int, hidden: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Parameters of a GPT, by name."""
+    """Returns the parameters of a GPT by name."""
     shapes: dict[str, tuple[int, ...]] = {
         "embedding": (vocabulary, hidden),
         "positions": (512, hidden),
@@ -37,7 +37,7 @@ def gpt_shapes(layers: int, hidden: int, vocabulary: int) -> dict[str, tuple[int
 
 
 def interleaved(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each task, taken in turns."""
+    """Returns the median seconds of each task, measured alternately."""
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(repeats + 1):
         for name, task in tasks.items():
@@ -48,7 +48,7 @@ def interleaved(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[st
 
 
 def step_times(layers: int, hidden: int, clip: float, repeats: int) -> tuple[int, dict[str, float]]:
-    """Seconds of one step, ours and plain; ``clip`` says whether the gradient is scaled."""
+    """Returns the seconds of one step, ours and plain; ``clip`` scales the gradient."""
     torch.manual_seed(0)
     shapes = gpt_shapes(layers, hidden, 4096)
 
@@ -78,7 +78,7 @@ def step_times(layers: int, hidden: int, clip: float, repeats: int) -> tuple[int
 
 
 def norm_table(elements: int, repeats: int) -> None:
-    """Print time and error of ways to take the norm of one large fp32 gradient."""
+    """Prints time and error of several norms of one large fp32 gradient."""
     torch.manual_seed(0)
     gradient = torch.randn(elements)
     exact = math.sqrt(math.fsum(float(p.double().square().sum()) for p in gradient.split(10**6)))
@@ -97,7 +97,7 @@ def norm_table(elements: int, repeats: int) -> None:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--elements", type=int, default=10**8)

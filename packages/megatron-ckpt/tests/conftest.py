@@ -1,4 +1,4 @@
-"""Ranks as threads, deaths at chosen system calls, small blocks, forged files, a made-up family."""
+"""Fixtures: ranks as threads, failing system calls, small blocks, forged files, a family."""
 
 import errno
 import json
@@ -19,16 +19,16 @@ import pytest
 from hypothesis import settings
 from megatron_ckpt.store import blocks, manifest, reader
 
-# torch takes seconds to import the first time an example needs a part of it.
+# The first import of torch takes seconds, which would count against the first example.
 settings.register_profile("ckpt", deadline=None)
 settings.load_profile("ckpt")
 
-#: What a save may call that changes the disk or makes it durable.
+#: The calls of a save that change the disk or make changes durable.
 CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
 class Meeting:
-    """Where threads that play ranks exchange objects."""
+    """The meeting point at which threads that act as ranks exchange objects."""
 
     def __init__(self, world_size: int) -> None:
         self.values: list[Any] = [None] * world_size
@@ -36,7 +36,7 @@ class Meeting:
 
 
 class ThreadRank:
-    """A coordinator for one thread of a `Meeting`."""
+    """The coordinator of one thread of a `Meeting`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.world_size = meeting, rank, len(meeting.values)
@@ -58,7 +58,7 @@ class ThreadRank:
 
 @pytest.fixture(scope="session")
 def on_ranks() -> Callable[..., list[Any]]:
-    """``on_ranks(n, call)`` runs ``call(coordinator)`` on n ranks: results, or exceptions."""
+    """Returns ``on_ranks(n, call)``: results or exceptions of ``call(coordinator)``."""
 
     def run(world_size: int, call: Callable[[ThreadRank], Any]) -> list[Any]:
         meeting = Meeting(world_size)
@@ -66,7 +66,7 @@ def on_ranks() -> Callable[..., list[Any]]:
         def one(rank: int) -> Any:
             try:
                 return call(ThreadRank(meeting, rank))
-            except Exception as error:  # noqa: BLE001 - handed to the test
+            except Exception as error:  # noqa: BLE001 - returned to the test
                 return error
 
         with ThreadPoolExecutor(world_size) as pool:
@@ -76,7 +76,7 @@ def on_ranks() -> Callable[..., list[Any]]:
 
 
 class Death(BaseException):
-    """The process dies here."""
+    """Simulates the death of the process."""
 
 
 class Disk:
@@ -126,7 +126,7 @@ class Disk:
                 self._dirty.add(os.fstat(args[0]).st_ino)
             if name == "fsync":
                 self._dirty.discard(os.fstat(args[0]).st_ino)
-                return None  # as good as done, and milliseconds saved
+                return None  # skipped, which saves milliseconds
             return real(*args, **kwargs)
 
         return call
@@ -144,7 +144,7 @@ def death() -> type[BaseException]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Blocks, slabs and rows of bytes instead of megabytes, so small tensors cross all borders."""
+    """Reduces the sizes of blocks, reads and rows, so that small tensors cross all boundaries."""
     for module in (blocks, manifest):
         monkeypatch.setattr(module, "BLOCK_SIZE", 256)
     monkeypatch.setattr(reader, "_READ_BYTES", 96)
@@ -220,7 +220,7 @@ TOY = SimpleNamespace(
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The one family that is installed, as far as this package can see."""
+    """Makes the made-up family the only installed one."""
     family = SimpleNamespace(**vars(TOY))
     monkeypatch.setitem(sys.modules, "toy_family", SimpleNamespace(FAMILY=family))
     entry = EntryPoint("toy", "toy_family:FAMILY", "megatron.families")
@@ -230,7 +230,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Hugging Face folder with a model of the made-up family."""
+    """Returns a Hugging Face folder with a model of the made-up family."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""Checkpoints and Hugging Face folders made to read, write or wait where they must not."""
+"""Malicious checkpoints and Hugging Face folders, which must not cause reads, writes or waits."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def run(folder, tmp_path):
 
 
 def refused_by_every_reader(run, capsys, words):
-    """Each reader ends with one line that has ``words``, and none makes a file."""
+    """Checks that each reader ends with one line that has ``words`` and writes no file."""
     made = run / "iter_0000000"
     before = sorted(run.parent.rglob("*"))
     for command in (["inspect"], ["verify"], ["convert", "--to-hf"]):
@@ -53,13 +53,13 @@ def refused_by_every_reader(run, capsys, words):
     ["/{0}/out", "tokenizer/{0}/out", "tokenizer/../../../out", "tokenizer/./out", "a\\b", ""],
 )
 def test_a_manifest_names_files_of_its_own_folder_only(run, forge, capsys, tmp_path, name):
-    name = name.format(tmp_path)  # tokenizer//abs/path: joined to a folder it is absolute
+    name = name.format(tmp_path)  # tokenizer//abs/path: absolute when joined to a folder
 
     def add(content):
         content["files"][name] = {"size": len(SECRET), "blocks": [digest(SECRET)]}
 
     outside = tmp_path / "out"
-    outside.write_bytes(SECRET)  # what the name is a link to is there, at its size
+    outside.write_bytes(SECRET)  # the target of the name exists with its size
     forge(run / "iter_0000000", add)
     refused_by_every_reader(run, capsys, "is not a valid file name")
 
@@ -74,7 +74,7 @@ def test_a_piece_lies_in_a_file_of_the_manifest(run, forge, capsys, file):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), "\ud800", {"\ud800": 1}], ids=ascii)
-def test_a_manifest_holds_nothing_that_cannot_be_written_again(run, forge, value):
+def test_manifests_with_nan_or_surrogates_are_refused(run, forge, value):
     forge(
         run / "iter_0000000",
         lambda content: content.update(model={"family": None, "config": {"x": value}}),
@@ -91,7 +91,7 @@ def test_links_out_of_a_checkpoint_are_not_followed(run, capsys, tmp_path, name)
     refused_by_every_reader(run, capsys, "outside the folder")
 
 
-def test_a_link_that_takes_the_place_of_a_checked_file_is_not_followed(tmp_path, monkeypatch):
+def test_a_link_that_replaces_a_checked_file_is_not_followed(tmp_path, monkeypatch):
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").touch()
@@ -117,7 +117,7 @@ def test_links_inside_a_checkpoint_and_to_it_are_followed(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "MANIFEST.json"])
-def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(run, forge, capsys, name):
+def test_a_pipe_in_a_checkpoint_is_refused_without_waiting(run, forge, capsys, name):
     made = run / "iter_0000000"
     if name != "MANIFEST.json":
         forge(made, lambda content: content["files"].update({name: {"size": 0, "blocks": []}}))
@@ -126,7 +126,7 @@ def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(run, forge, capsys
     refused_by_every_reader(run, capsys, f"{made / name} is a pipe, not a regular file")
 
 
-def test_a_pipe_that_takes_the_place_of_a_file_after_opening_is_named_by_verify(run):
+def test_verify_names_a_pipe_that_replaces_a_file(run):
     checkpoint = Checkpoint(run / "iter_0000000")
     path = checkpoint.path / "tokenizer" / "tokenizer.json"
     path.unlink()
@@ -178,7 +178,7 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, file):
         import_hf(folder, tmp_path / "run")
 
 
-def test_a_folder_of_hugging_faces_cache_is_read_through_its_links(folder, tmp_path):
+def test_links_in_the_hugging_face_cache_are_followed(folder, tmp_path):
     snapshot = tmp_path / "models--toy" / "snapshots" / "0a1b"
     blobs = tmp_path / "models--toy" / "blobs"
     shutil.copytree(folder, snapshot)
@@ -194,7 +194,7 @@ def test_a_folder_of_hugging_faces_cache_is_read_through_its_links(folder, tmp_p
         import_hf(snapshot, tmp_path / "again")
 
 
-def test_a_saved_folder_does_not_take_along_what_its_links_lead_to(tmp_path):
+def test_links_out_of_an_attached_folder_are_refused(tmp_path):
     (tmp_path / "secret").write_bytes(SECRET)
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "vocab.txt").symlink_to(tmp_path / "secret")

@@ -1,4 +1,4 @@
-"""Conversion with a made-up family, and the command; real families are tested with transformers."""
+"""Conversion with a made-up family, and the command. Real families are tested with transformers."""
 
 import fcntl
 import json
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("toy")
 TOY_FIELDS = {"num_layers": 2, "vocab": 5, "base": 100.0, "dim": 8}
 
 
-def test_there_and_back(folder, tmp_path):
+def test_import_and_export_round_trip(folder, tmp_path):
     checkpoint = Checkpoint(import_hf(folder, tmp_path / "run", iteration=4))
     assert checkpoint.iteration == 4 and checkpoint.model.family == "toy"
     assert checkpoint.model.config == {"num_layers": 2, "vocab": 5, "base": 100.0, "dim": 8}
@@ -43,9 +43,7 @@ def test_there_and_back(folder, tmp_path):
     }
 
 
-def test_a_row_is_read_when_its_turn_comes_and_let_go_before_the_next(
-    folder, tmp_path, monkeypatch
-):
+def test_rows_are_read_one_at_a_time(folder, tmp_path, monkeypatch):
     from megatron_ckpt.formats.huggingface import SafetensorsFolder
     from megatron_ckpt.store.checkpoint import CheckpointTensors
 
@@ -77,14 +75,12 @@ def test_a_row_is_read_when_its_turn_comes_and_let_go_before_the_next(
     assert sorted(alive) == [("layers.0.w", 0), ("layers.1.w", 0), ("word", 0)]
 
 
-def test_a_folder_that_another_export_removes_before_it_is_locked_is_made_again(
-    tmp_path, monkeypatch
-):
+def test_an_export_retries_if_its_folder_is_removed_before_it_is_locked(tmp_path, monkeypatch):
     lock, losses = durable._lock_folder, []
 
     def late(folder):
         held = lock(folder)
-        if len(losses) < 2:  # the other export had the lock, and removed the folder
+        if len(losses) < 2:  # the other export held the lock and removed the folder
             losses.append(folder)
             folder.rmdir()
             if len(losses) == 1:
@@ -98,20 +94,20 @@ def test_a_folder_that_another_export_removes_before_it_is_locked_is_made_again(
         assert folder not in losses and lock(folder) is None
     assert [path.name for path in tmp_path.iterdir()] == ["back"]
 
-    monkeypatch.setattr(durable, "_lock_folder", lambda folder: None)  # no locks on this disk
+    monkeypatch.setattr(durable, "_lock_folder", lambda folder: None)  # a file system without locks
     with durable.create_folder(tmp_path / "more"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "more"]
 
 
-def test_an_export_clears_what_a_killed_one_left_and_nothing_else(folder, tmp_path):
+def test_an_export_removes_only_the_remains_of_a_killed_one(folder, tmp_path):
     import_hf(folder, tmp_path / "run")
     dead, living = "back.tmp-00112233aabb", "back.tmp-00112233aabc"
     for name in (dead, living, "back.tmp-mine", f"other{dead}"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
     held = os.open(tmp_path / living, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)  # as an export that is still at work
+    fcntl.flock(held, fcntl.LOCK_EX)  # like a running export
     export_hf(tmp_path / "run", tmp_path / "back")
     left = sorted(path.name for path in tmp_path.glob("*.tmp-*"))
     assert left == [living, "back.tmp-mine", f"other{dead}"]
@@ -139,7 +135,7 @@ def test_a_failed_export_leaves_no_folder(folder, tmp_path, disk):
         (lambda f: (f / "model.safetensors").write_bytes(b"x"), "cannot be read"),
     ],
 )
-def test_folders_that_are_no_models_are_refused_with_the_file(folder, tmp_path, damage, words):
+def test_folders_without_a_model_are_refused_with_the_file(folder, tmp_path, damage, words):
     damage(folder)
     with pytest.raises(CheckpointError, match=words):
         import_hf(folder, tmp_path / "run")
@@ -220,7 +216,7 @@ def test_help_listing_and_verifying_do_not_import_torch(folder, tmp_path):
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
-def test_a_record_without_kind_and_version_is_of_the_first_ones(folder, tmp_path, forge):
+def test_a_record_without_kind_and_version_is_gpt_version_0(folder, tmp_path, forge):
     made = import_hf(folder, tmp_path / "run")
     assert Checkpoint(made).model == ModelRecord("toys", "toy", 3, TOY_FIELDS)
 
@@ -264,9 +260,7 @@ def test_a_model_without_family_is_exported_as_the_only_one_that_fits(
         export_hf(made, tmp_path / "three")
 
 
-def test_an_architecture_that_two_families_read_asks_for_one(
-    toy, folder, tmp_path, capsys, monkeypatch
-):
+def test_an_architecture_of_two_families_needs_a_choice(toy, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: twice(toy))
     line = ["convert", "--from-hf", str(folder), str(tmp_path / "one")]
     assert main(line) == 1

@@ -1,4 +1,4 @@
-"""A save that dies or cannot write at any call: the former checkpoint, or all of the new one."""
+"""A save that fails at any call leaves either the former checkpoint or all of the new one."""
 
 import errno
 import os
@@ -37,7 +37,7 @@ def save(folder, iteration, value=None, **settings):
 
 
 def loaded(folder):
-    """The one value everything in the newest checkpoint has; a mix fails here."""
+    """Returns the one value of everything in the newest checkpoint; fails for a mix."""
     into = state(0)
     views = {name: into[name] for name in NAMES}
     values = CheckpointStore(folder).load(None, views)
@@ -61,7 +61,7 @@ SCENES = {
 
 @pytest.mark.parametrize("power_lost", [False, True], ids=["killed", "power lost"])
 @pytest.mark.parametrize("scene", SCENES)
-def test_death_at_every_call_leaves_one_whole_checkpoint(
+def test_dying_at_any_call_leaves_one_complete_checkpoint(
     disk, death, tmp_path, scene, power_lost, caplog
 ):
     before, act, allowed = SCENES[scene]
@@ -93,7 +93,7 @@ def test_death_at_every_call_leaves_one_whole_checkpoint(
     assert seen == allowed
 
 
-def test_everything_is_durable_before_it_gets_its_name(disk, tmp_path):
+def test_files_are_synced_before_they_are_renamed(disk, tmp_path):
     with disk().installed() as recorded:
         save(tmp_path / "run", 1)
     names = [name for name, _ in recorded.log]
@@ -107,7 +107,7 @@ def test_everything_is_durable_before_it_gets_its_name(disk, tmp_path):
         "notes",
         "MANIFEST.json",
     ]
-    # Of the files each one, and of the directories before and after the manifest.
+    # Each file, and the directories before and after the manifest.
     assert names[:rename].count("fsync") >= len(opened) - 1 + 3
     assert names[rename - 1] == "fsync" and names[rename + 1] == "fsync"
 
@@ -160,7 +160,7 @@ def test_every_flipped_bit_is_found_in_every_file(tmp_path):
     assert loaded(tmp_path) == 1
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog):
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(tmp_path, caplog):
     save(tmp_path, 1)
     save(tmp_path, 2)
     file = CheckpointStore(tmp_path).path(2) / "optim-00000-of-00001.safetensors"
@@ -185,7 +185,7 @@ def test_truncated_files_are_torn(tmp_path):
     assert loaded(tmp_path) == 2
 
 
-def test_a_second_writer_is_refused_with_the_name_of_the_first(tmp_path):
+def test_a_second_writer_is_refused_and_the_first_is_named(tmp_path):
     save(tmp_path, 1)
     script = """
         import sys, time
@@ -231,7 +231,7 @@ SAVER = """
 """
 
 
-def test_kill_9_at_random_instants_loses_nothing_that_was_reported_saved(tmp_path):
+def test_sigkill_at_random_times_loses_no_completed_save(tmp_path):
     generator = random.Random(2)
     reported = 0
     for _ in range(3):
@@ -254,10 +254,10 @@ def damage_manifest(folder):
     path.write_bytes(path.read_bytes().replace(b"iteration", b"iteratiom", 1))
 
 
-def test_damaged_checkpoints_are_not_none_at_all(tmp_path):
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
     store = CheckpointStore(tmp_path)
     assert store.latest_checkpoint() is None
-    (tmp_path / "iter_0000003.tmp-0a").mkdir()  # never completed: there is no checkpoint yet
+    (tmp_path / "iter_0000003.tmp-0a").mkdir()  # never completed, so there is no checkpoint
     assert store.latest_checkpoint() is None and store.latest_iteration() is None
     save(tmp_path, 1)
     save(tmp_path, 2)
@@ -274,7 +274,7 @@ def test_damaged_checkpoints_are_not_none_at_all(tmp_path):
         store.latest_checkpoint()
 
 
-def test_a_checkpoint_of_another_program_is_called_so_and_not_damaged(tmp_path):
+def test_a_checkpoint_of_another_program_is_not_reported_as_damaged(tmp_path):
     (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="holds checkpoints of Megatron-LM"):
         CheckpointStore(tmp_path).latest_checkpoint()
@@ -282,7 +282,7 @@ def test_a_checkpoint_of_another_program_is_called_so_and_not_damaged(tmp_path):
 
 def test_a_write_that_finds_the_disk_full_names_the_file(tmp_path, monkeypatch):
     def full(descriptor, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write(2), without a name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # like write(2), without a file name
 
     monkeypatch.setattr(os, "write", full)
     with (
@@ -306,7 +306,7 @@ def test_a_lock_that_finds_the_disk_full_names_its_file_and_is_released(
             pass
     assert caught.value.filename == str(tmp_path / ".run.lock")
     with run_lock(tmp_path, timeout=0.0), pytest.raises(OSError, match="mine") as caught:
-        raise OSError(errno.EIO, "mine")  # what the run itself does is not the lock's
+        raise OSError(errno.EIO, "mine")  # an error of the run itself, not of the lock
     assert caught.value.filename is None
 
 

@@ -1,4 +1,4 @@
-"""What is given in place of a checkpoint is told from what is none."""
+"""Detection of checkpoints of other programs."""
 
 import pytest
 from megatron_ckpt import (
@@ -32,13 +32,13 @@ def place(tmp_path):
         ("text.bin", "is a file; use a folder"),
     ],
 )
-def test_what_it_is_comes_with_what_to_do(place, name, what):
+def test_foreign_checkpoints_are_described_with_a_remedy(place, name, what):
     assert describe_foreign_checkpoint(place / name).startswith(what)
     with pytest.raises(CheckpointError, match=f"{name} {what}"):
         find_checkpoint(place / name)
 
 
-def test_what_is_empty_torn_or_ours_is_not_foreign(place):
+def test_empty_torn_and_own_folders_are_not_foreign(place):
     (place / "torn" / "iter_0000010").mkdir(parents=True)
     CheckpointStore(place / "ours").save(3, {"samples": 1})
     for name in ("empty", "nowhere", "torn", "ours"):

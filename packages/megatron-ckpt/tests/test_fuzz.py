@@ -1,4 +1,4 @@
-"""Damaged and forged files of checkpoints and Hugging Face folders: read, or refused in a line."""
+"""Fuzz tests: damaged and forged files are read or refused with one line."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ def test_damaged_manifests(saved, fuzz_count):
 
 
 def test_forged_manifests(saved, fuzz_count):
-    """A forger of a manifest gives it the digest that belongs to it."""
+    """Returns a manifest with the digest of its forged content."""
     path = saved / "MANIFEST.json"
 
     def read(content):
@@ -59,10 +59,10 @@ def test_forged_manifests(saved, fuzz_count):
 
     seeds = [path.read_bytes()]
     tally = fuzz(read, seeds, CheckpointError, count=fuzz_count, mutate=mutate_json)
-    assert tally.read > 0  # the digest is not what refuses them
+    assert tally.read > 0  # the refusals are not due to the digest
 
 
-def test_the_middle_of_a_name_of_any_length_is_left_out():
+def test_long_names_in_messages_are_shortened():
     with pytest.raises(CheckpointError, match=r"^tensor 'x{900,1000} \.\.\. x{300,}' is unknown$"):
         raise CheckpointError(f"tensor {'x' * 99_999!r} is unknown")
     assert str(CheckpointError("x" * 1500)) == "x" * 1500
@@ -90,7 +90,7 @@ def test_weight_indices(tmp_path, fuzz_count):
 
 
 def mutate_header(rng, content):
-    """Damage the JSON header of a safetensors file and give it its length, or damage bytes."""
+    """Returns a safetensors file with a damaged JSON header or damaged bytes."""
     if rng.random() < 0.3:
         return mutate_bytes(rng, content)
     end = 8 + int.from_bytes(content[:8], "little")

@@ -1,4 +1,4 @@
-"""GGUF files made here, read with a made-up family that keeps Hugging Face's names."""
+"""GGUF files written here and read with a made-up family that has Hugging Face's names."""
 
 import contextlib
 import json
@@ -75,7 +75,7 @@ def family(monkeypatch):
 
 
 def tensors():
-    """Random weights by their GGUF names; in Hugging Face's row order."""
+    """Returns random weights by their GGUF names, in Hugging Face's order of rows."""
     draw = np.random.default_rng(0)
 
     def random(*shape):
@@ -92,7 +92,7 @@ def tensors():
 
 
 def pairs(weight):
-    """Rows as llama.cpp stores them: 2 j + k of each head is row k * half + j of Hugging Face's."""
+    """Returns rows in the order of llama.cpp: row 2 j + k is row k * half + j of Hugging Face."""
     stored = np.empty_like(weight)
     half = HEAD_DIM // 2
     for row in range(len(weight)):
@@ -103,7 +103,7 @@ def pairs(weight):
 
 
 def write(path, *, llama=None, weights=None, kinds=None, more=None, name="llama", tokenizer=True):
-    """Write a GGUF file; ``kinds`` quantises tensors, ``more`` adds metadata."""
+    """Writes a GGUF file; ``kinds`` quantises tensors, ``more`` adds metadata."""
     writer = gguf.GGUFWriter(path, name)
     scalar = {
         np.uint32: writer.add_uint32,
@@ -168,7 +168,7 @@ def test_names_and_rotary_rows_become_hugging_faces(tmp_path):
 
 def test_quantised_tensors_become_float32_and_plain_ones_keep_their_type(tmp_path):
     weights = tensors()
-    # Multiples of a block's scale, which is its largest value / 127 for Q8_0, come back exactly.
+    # Multiples of the scale of a block (its largest value / 127 for Q8_0) are restored exactly.
     steps = np.arange(VOCAB * HIDDEN, dtype=np.float32).reshape(VOCAB, HIDDEN) % 32 - 16
     steps[:, 0] = 127
     weights["token_embd.weight"] = steps * 0.25
@@ -197,7 +197,7 @@ def test_quantised_tensors_become_float32_and_plain_ones_keep_their_type(tmp_pat
     assert {record.dtype for record in half.tensors.values()} == {"BF16"}
 
 
-def test_a_tensor_is_read_when_its_turn_comes_and_let_go_before_the_next(tmp_path, monkeypatch):
+def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
     from megatron_ckpt.formats.gguf_file import GGUFFile
 
     path = write(tmp_path / "m.gguf")
@@ -264,7 +264,7 @@ def test_an_added_architecture_is_read_without_a_change_to_the_reader(tmp_path):
 
 
 def llama3_factors(factor):
-    """As the original implementation of Llama 3.1 computes them, for theta 5e5 and 8 channels."""
+    """Returns the factors of the original Llama 3.1 for theta 5e5 and 8 channels."""
     factors = []
     for channel in range(0, HEAD_DIM, 2):
         wavelength = 2 * np.pi * 5e5 ** (channel / HEAD_DIM)
@@ -345,7 +345,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path, words):
+def test_unsupported_files_are_refused_and_leave_nothing(tmp_path, words):
     path = write(tmp_path / "m.gguf", **WRONG[words])
     with pytest.raises(CheckpointError, match=words) as caught:
         import_hf(path, tmp_path / "run")
@@ -353,7 +353,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path, words):
     assert not list((tmp_path / "run").glob("iter_*"))
 
 
-def test_a_torn_file_is_refused_wherever_it_ends(tmp_path):
+def test_a_truncated_file_is_refused_at_any_length(tmp_path):
     whole = write(tmp_path / "m.gguf").read_bytes()
     torn = tmp_path / "torn.gguf"
     for length in [*range(4, len(whole), 977), len(whole) - 1]:
@@ -363,7 +363,7 @@ def test_a_torn_file_is_refused_wherever_it_ends(tmp_path):
     assert not list((tmp_path / "run").glob("iter_*"))
 
 
-def test_another_file_and_a_missing_package_are_one_line(tmp_path, monkeypatch, capsys):
+def test_other_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "m.bin").write_bytes(b"PK")
     assert main(["convert", "--from-hf", str(tmp_path / "m.bin"), str(tmp_path / "run")]) == 1
     assert "is not a GGUF file; use a GGUF file or the folder" in capsys.readouterr().err
@@ -414,7 +414,7 @@ MANY = bytes(9**7)
         (header(tensors=1)[:20], "ends within metadata count"),
     ],
 )
-def test_counts_that_the_file_has_no_room_for_are_refused_at_once(tmp_path, content, words):
+def test_counts_that_exceed_the_file_are_refused_at_once(tmp_path, content, words):
     path = tmp_path / "small.gguf"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
@@ -422,7 +422,7 @@ def test_counts_that_the_file_has_no_room_for_are_refused_at_once(tmp_path, cont
 
 
 class PlannedError(Exception):
-    """An import got as far as the first tensor to write."""
+    """Raised when an import reaches the first tensor to write."""
 
 
 def test_damaged_headers_are_read_or_refused(tmp_path, fuzz_count):

@@ -1,4 +1,4 @@
-"""Tensors that no row uses are passed over only where they say nothing."""
+"""Tensors that no row uses are ignored only if they are redundant."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def with_tensor(folder):
         ("head", lambda held: torch.cat([held["net.word"], torch.ones(3, 2)])),  # padded
     ],
 )
-def test_what_follows_from_the_configuration_is_passed_over(with_tensor, tmp_path, name, tensor):
+def test_redundant_tensors_are_ignored(with_tensor, tmp_path, name, tensor):
     made = Checkpoint(import_hf(with_tensor(name, tensor), tmp_path / "run"))
     assert sorted(made.tensors) == ["layers.0.w", "layers.1.w", "word"]
 
@@ -61,7 +61,7 @@ def changed(held):
         ("turns", TURNS[:3].float(), "'turns' differs from the rotary frequencies"),
     ],
 )
-def test_what_says_something_is_refused(with_tensor, tmp_path, name, tensor, words):
+def test_tensors_that_are_not_redundant_are_refused(with_tensor, tmp_path, name, tensor, words):
     with pytest.raises(CheckpointError, match=words):
         import_hf(with_tensor(name, tensor), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Any layout loads what any layout saved."""
+"""Every layout loads what every layout saved."""
 
 import math
 import tempfile
@@ -15,7 +15,7 @@ DTYPES = st.sampled_from([torch.float64, torch.bfloat16, torch.uint8, torch.int3
 
 
 def split(draw, box, depth):
-    """Cut a box in two at a random place, and the parts again."""
+    """Splits a box in two at a random index, and recursively the parts."""
     dims = [d for d, n in enumerate(box.lengths) if n > 1]
     if depth == 0 or not dims:
         return [box]
@@ -31,7 +31,7 @@ def split(draw, box, depth):
 
 @st.composite
 def layouts(draw, shape, world_size):
-    """Boxes that tile the shape, each with its rank and maybe a copy on another rank."""
+    """Returns boxes that tile the shape, each with its rank and possibly a copy on another rank."""
     tiles = split(draw, Box((0,) * len(shape), shape), draw(st.integers(0, 3)))
     ranks = st.integers(0, world_size - 1)
     held = [(draw(ranks), 0, tile) for tile in tiles]

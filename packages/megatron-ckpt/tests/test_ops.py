@@ -28,12 +28,12 @@ CONFIG = SimpleNamespace(
 
 
 def numbered(*shape):
-    """A tensor in which every element differs."""
+    """Returns a tensor whose elements all differ."""
     return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
 
 
 def one(theirs, *ops, ours=1):
-    """A row of one or several tensors of theirs and ours."""
+    """Returns a row of one or several tensors of theirs and ours."""
     count = len(theirs) if isinstance(theirs, list) else 1
     names = [f"ours.{i}" for i in range(ours)]
     return expand([(names, [f"theirs.{i}" for i in range(count)], ops)], CONFIG)[0]
@@ -53,7 +53,7 @@ sizes = st.integers(1, 4)
 
 @st.composite
 def cases(draw):
-    """An operation with tensors it takes."""
+    """Returns an operation with tensors that fit it."""
     name = draw(st.sampled_from(sorted(OPS)))
     if name == "transpose" and draw(st.booleans()):
         dims = draw(st.permutations(range(3)))
@@ -207,7 +207,7 @@ def test_permuting_queries_and_keys_of_different_heads_only():
     assert ours[0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 20, 22, 21, 23, 30, 31, 32, 33]
 
 
-def test_padding_rows_go_and_do_not_come_back():
+def test_padding_rows_are_dropped_and_not_restored():
     row = one(numbered(8, 2), ("slice_rows", {"rows": "$vocab"}))
     (ours,) = row.forward([numbered(8, 2)])
     assert torch.equal(ours, numbered(5, 2))
@@ -229,7 +229,7 @@ def theirs():
     return tensors
 
 
-def test_a_whole_model_goes_there_and_back_one_row_at_a_time():
+def test_a_whole_model_round_trips_one_row_at_a_time():
     asked = []
 
     class Recorded(dict):
@@ -318,7 +318,7 @@ BAD = {
 def test_bad_rows_are_refused_and_the_schema_refuses_them_too(words):
     with pytest.raises(CheckpointError, match=words):
         expand([BAD[words]], CONFIG)
-    if "head'" not in words:  # whether a field exists, no schema can know
+    if "head'" not in words:  # a schema cannot check whether a field exists
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(json.loads(json.dumps([BAD[words]])), SCHEMA)
 
@@ -334,7 +334,7 @@ def test_rows_that_do_not_fit_together_are_refused():
         expand([("a", ["b"], []), ("c", ["b"], [])], CONFIG)
 
 
-def test_the_schema_is_valid_and_takes_what_the_interpreter_takes():
+def test_the_schema_is_valid_and_accepts_the_rows_of_the_interpreter():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     rows = [
         *ROWS,
@@ -387,7 +387,7 @@ def test_a_gain_stored_as_its_distance_from_one():
     assert torch.equal(row.inverse([ours])[0], theirs)
 
 
-def test_float8_blocks_are_multiplied_out_and_do_not_come_back():
+def test_float8_blocks_are_scaled_and_cannot_be_exported():
     numbers = torch.tensor([[1.0, 2, 4], [8, 16, 0.5], [-1, -2, -4]]).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 10], [100, 1000]])
     row = one([numbers, scales], ("block_scale", {"rows": 2, "columns": 2}))
@@ -400,7 +400,7 @@ def test_float8_blocks_are_multiplied_out_and_do_not_come_back():
         row.forward([numbers, scales[[0, 1, 1]]])
 
 
-def test_copies_that_differ_are_not_one():
+def test_tied_tensors_that_differ_are_refused():
     row = one([numbered(2)] * 2, ("tie", {}))
     with pytest.raises(CheckpointError, match="tied tensors differ"):
         row.forward([numbered(2), numbered(2) + 1])
@@ -410,7 +410,7 @@ def test_copies_that_differ_are_not_one():
         shared.inverse([numbered(2), numbered(2) + 1])
 
 
-def test_one_expert_of_all_needs_its_own_rows_alone():
+def test_one_expert_reads_only_its_own_rows():
     steps = [
         ("stack", {"dim": 0}),
         ("reshape", {"shape": [3, 2, 4, 5], "source": [-1, 4, 5]}),
@@ -443,7 +443,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize("words", WHERE)
-def test_a_row_says_for_which_layers_it_is(words):
+def test_rows_apply_to_the_selected_layers(words):
     pairs = dict(zip(words[::2], words[1::2], strict=True))
     where = {key: list(value) if key == "only" else value for key, value in pairs.items()}
     row = ("encoder.{i}.w", ["enc.{i}.w"], [], where)
@@ -453,7 +453,7 @@ def test_a_row_says_for_which_layers_it_is(words):
     assert [each.ours for each in made] == [(f"encoder.{i}.w",) for i in WHERE[words]]
 
 
-def test_a_row_for_layers_that_there_are_not_is_refused():
+def test_rows_for_missing_layers_are_refused():
     for where, words in (
         ({"only": [0, 2]}, "no layer 2 of 2"),
         ({"if": "$sparse"}, r"if '\$sparse' is not a boolean, nor a list of 2"),

@@ -1,4 +1,4 @@
-"""Several ranks save and load together: all of them, or none."""
+"""Several ranks save and load together: all succeed or all fail."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def columns(rank, size=2, value=WHOLE):
 
 
 def shared(rank, value=1.0):
-    """A tensor all ranks have a copy of."""
+    """Returns a tensor of which all ranks have a copy."""
     return View(torch.full((3,), value), (3,), (0,), (3,), rank)
 
 
@@ -68,7 +68,7 @@ def test_ranks_may_hold_different_tensors_when_loading(on_ranks, tmp_path):
         assert isinstance(error, CheckpointError) and "'norm'" in str(error)
 
 
-def test_a_rank_whose_part_is_all_padding_has_no_view(on_ranks, tmp_path):
+def test_a_rank_whose_shard_is_all_padding_has_no_view(on_ranks, tmp_path):
     def padded(ranks):
         views = [View.whole(WHOLE)] if ranks.rank == 0 else []
         CheckpointStore(tmp_path, ranks).save(1, {"w": views, "nothing": []})
@@ -110,7 +110,7 @@ def test_a_failing_rank_fails_the_save_everywhere_with_its_message(on_ranks, tmp
     assert CheckpointStore(tmp_path).latest_iteration() == 3
 
 
-def test_views_that_do_not_make_a_whole_are_refused_on_all_ranks_before_writing(on_ranks, tmp_path):
+def test_incomplete_views_are_refused_on_all_ranks_before_writing(on_ranks, tmp_path):
     def states(rank):
         return {
             "ranks 0 and 1 both hold": {"w": [View.whole(WHOLE)]},
@@ -139,7 +139,7 @@ def test_views_that_do_not_make_a_whole_are_refused_on_all_ranks_before_writing(
     assert not list(tmp_path.glob("iter_*"))
 
 
-def test_a_damaged_checkpoint_is_passed_over_by_all_ranks_together(on_ranks, tmp_path, caplog):
+def test_all_ranks_skip_a_damaged_checkpoint_together(on_ranks, tmp_path, caplog):
     on_ranks(2, lambda ranks: save(ranks, tmp_path, 1))
     on_ranks(2, lambda ranks: save(ranks, tmp_path, 2, scale=5.0))
     file = CheckpointStore(tmp_path).path(2) / "model-00001-of-00002.safetensors"
@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks_together(on_ranks, tmp
         assert isinstance(error, CorruptCheckpointError)
 
 
-def test_a_text_that_rank_0_cannot_read_fails_on_all_ranks_alike(on_ranks):
+def test_a_text_that_rank_0_cannot_read_fails_on_all_ranks(on_ranks):
     def garbled(coordinator):
         gather = coordinator.gather
         coordinator.gather = lambda text: gather(text if coordinator.rank != 1 else "{")
@@ -171,8 +171,8 @@ def test_a_text_that_rank_0_cannot_read_fails_on_all_ranks_alike(on_ranks):
     assert str(outcomes[2]).startswith("rank 0: stored values cannot be read")
 
 
-def test_ranks_that_fail_for_different_reasons_raise_alike_and_do_not_part(on_ranks, tmp_path):
-    """One finds damage, which alone would mean trying the checkpoint before, the other a dtype."""
+def test_ranks_that_fail_for_different_reasons_raise_the_same_error(on_ranks, tmp_path):
+    """One rank finds damage, which alone would load the previous checkpoint; another a dtype."""
     for iteration in (1, 2):
         on_ranks(2, lambda ranks, i=iteration: save(ranks, tmp_path, i))
     file = CheckpointStore(tmp_path).path(2) / "model-00001-of-00002.safetensors"

@@ -10,7 +10,7 @@ RULES = st.builds(Retention, st.none() | st.integers(1, 5), st.none() | st.integ
 
 
 @given(RULES, st.sets(st.integers(0, 40)))
-def test_the_newest_and_every_nth_stay(rule, iterations):
+def test_the_newest_and_every_nth_checkpoint_are_kept(rule, iterations):
     gone = set(rule.to_delete(iterations))
     kept = iterations - gone
     assert gone <= iterations
@@ -25,9 +25,9 @@ def test_the_newest_and_every_nth_stay(rule, iterations):
         assert kept == newest | every
 
 
-def test_old_checkpoints_go_and_what_is_no_checkpoint_stays(tmp_path):
+def test_old_checkpoints_are_deleted_and_other_folders_are_kept(tmp_path):
     store = CheckpointStore(tmp_path)
-    (tmp_path / "iter_0000001").mkdir()  # somebody may be copying it here
+    (tmp_path / "iter_0000001").mkdir()  # possibly being copied here
     (tmp_path / "notes").mkdir()
     for iteration in range(10, 80, 10):
         store.save(iteration, STATE, retention=Retention(latest=2, every=30))
@@ -40,7 +40,7 @@ def test_old_checkpoints_go_and_what_is_no_checkpoint_stays(tmp_path):
     ]
 
 
-def test_the_checkpoint_just_saved_stays_although_newer_ones_exist(tmp_path):
+def test_the_saved_checkpoint_is_kept_if_newer_ones_exist(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(50, STATE)
     store.save(20, STATE, retention=Retention(latest=1))

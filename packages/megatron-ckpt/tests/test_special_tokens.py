@@ -17,7 +17,7 @@ TOKENIZER = {"added_tokens": ADDED, "model": {"vocab": {"a": 1, "</s>": 2, "<pad
         ({}, (None, None, None)),
     ],
 )
-def test_roles_are_looked_up_in_the_vocabulary(config, expected):
+def test_special_token_ids_come_from_the_vocabulary(config, expected):
     files = {
         "tokenizer.json": json.dumps(TOKENIZER).encode(),
         "tokenizer_config.json": json.dumps(config).encode(),
@@ -27,5 +27,5 @@ def test_roles_are_looked_up_in_the_vocabulary(config, expected):
     assert list(found) == ["bos_token_id", "eos_token_id", "pad_token_id"]
 
 
-def test_without_a_tokenizer_there_is_none():
+def test_without_a_tokenizer_there_are_no_special_tokens():
     assert set(special_token_ids({}).values()) == {None}

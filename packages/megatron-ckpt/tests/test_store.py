@@ -53,7 +53,7 @@ def simple(value=1.0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype):
+def test_every_dtype_round_trips_bit_for_bit(tmp_path, dtype):
     generator = torch.Generator().manual_seed(1)
     size = torch.empty(0, dtype=dtype).element_size()
     high = 2 if dtype == torch.bool else 256
@@ -72,12 +72,12 @@ def test_a_file_says_that_its_tensors_are_torchs(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(1, whole(simple()))
     with safe_open(store.path(1) / "model-00000-of-00001.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}  # transformers reads no file without it
+        assert file.metadata() == {"format": "pt"}  # transformers refuses files without it
 
 
 def test_a_run_holds_its_folder_until_it_ends(tmp_path):
     folder = tmp_path / "runs" / "first"
-    for _ in range(2):  # the folder is made, and taken again
+    for _ in range(2):  # the folder is created, and locked again
         with run_lock(folder, "train  --lr 1"):
             second = run_lock(str(folder), timeout=0.0)
             with (
@@ -85,7 +85,9 @@ def test_a_run_holds_its_folder_until_it_ends(tmp_path):
                 second,
             ):
                 pass
-            CheckpointStore(folder).save(1, whole(simple()), replace=True)  # no lock of saves
+            CheckpointStore(folder).save(
+                1, whole(simple()), replace=True
+            )  # saves do not check this lock
     assert refused.value.directory == folder
     assert refused.value.holder.startswith(f"pid {os.getpid()} on ")
     assert refused.value.holder.endswith(" UTC: train --lr 1")
@@ -97,7 +99,7 @@ def test_records_and_plans_cannot_be_changed(module):
     assert made and all(one.__dataclass_params__.frozen for one in made)
 
 
-def test_scalars_empty_transposed_and_device_views_are_stored_as_they_look(tmp_path):
+def test_scalar_empty_transposed_and_device_views_are_saved_by_value(tmp_path):
     tensors = {
         "scalar": torch.tensor(2.5, dtype=torch.float64),
         "empty": torch.ones(0, 3),
@@ -127,7 +129,7 @@ def test_loading_writes_into_parameters_and_strided_tensors_in_place(tmp_path):
     assert torch.equal(parameter, base.t()) and parameter.data_ptr() == where
 
 
-def test_optimizer_state_lies_in_a_file_of_its_own_and_the_model_loads_without_it(tmp_path):
+def test_optimizer_state_is_a_separate_file_that_the_model_does_not_need(tmp_path):
     store = CheckpointStore(tmp_path)
     path = store.save(7, {**whole(simple(2.0)), "samples": 70})
     assert sorted(p.name for p in path.iterdir()) == [
@@ -137,7 +139,7 @@ def test_optimizer_state_lies_in_a_file_of_its_own_and_the_model_loads_without_i
         "state.json",
     ]
     optimizer = path / "optim-00000-of-00001.safetensors"
-    optimizer.write_bytes(bytes(optimizer.stat().st_size))  # whoever reads it now, fails
+    optimizer.write_bytes(bytes(optimizer.stat().st_size))  # any read of it fails from here on
     model = {"w": torch.zeros(4, 3)}
     state = store.load(None, whole(model), groups=["model"])
     assert torch.equal(model["w"], simple(2.0)["w"])
@@ -155,7 +157,7 @@ def test_equal_states_give_equal_bytes(tmp_path):
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 
 
-def test_model_record_and_files_are_kept_and_checked(tmp_path):
+def test_model_record_and_files_are_saved_and_checked(tmp_path):
     folder = tmp_path / "tokenizer"
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "vocab.json").write_text("{}")
@@ -179,7 +181,7 @@ def test_model_record_and_files_are_kept_and_checked(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "state.json", "MANIFEST.json", "x.safetensors", ""])
-def test_files_may_not_take_names_that_matter(tmp_path, name):
+def test_reserved_file_names_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match=r"cannot hold a file|is not a valid file name"):
         CheckpointStore(tmp_path).save(1, whole(simple()), files={name: b""})
     assert not list(tmp_path.glob("iter_*"))
@@ -240,7 +242,7 @@ def test_floating_point_is_converted_only_when_asked(tmp_path):
         store.load(1, whole({"w": torch.zeros(8, dtype=torch.int64)}), cast="floating")
 
 
-def test_the_newest_complete_checkpoint_is_taken_and_torn_ones_named_once(tmp_path, caplog):
+def test_the_newest_complete_checkpoint_is_loaded_and_torn_ones_are_named_once(tmp_path, caplog):
     store = CheckpointStore(tmp_path)
     for iteration in (10, 20, 30):
         store.save(iteration, {**whole(simple(float(iteration))), "n": iteration})
@@ -298,7 +300,7 @@ def test_an_existing_checkpoint_is_replaced_only_when_asked(tmp_path):
     assert torch.equal(back["w"], simple(3.0)["w"])
 
 
-def test_the_pointer_is_written_for_others_and_never_believed(tmp_path):
+def test_the_pointer_file_is_written_but_never_read(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(10, whole(simple()))
     store.save(20, whole(simple()))
@@ -309,7 +311,7 @@ def test_the_pointer_is_written_for_others_and_never_believed(tmp_path):
         assert store.latest_iteration() == 20
 
 
-def test_a_file_of_a_newer_format_is_refused_with_what_to_do(tmp_path, monkeypatch):
+def test_a_newer_format_is_refused_with_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ckpt.store.manifest.FORMAT_VERSION", 2)
     store = CheckpointStore(tmp_path)
     path = store.save(1, whole(simple()))
@@ -337,11 +339,11 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path, small_blocks):
     assert torch.equal(part[:-1], tensor[924:-1]) and part[-1] != tensor[-1]
 
 
-def test_a_part_of_long_rows_reads_only_its_own_bytes(tmp_path, small_blocks, monkeypatch):
+def test_a_part_of_long_rows_reads_only_its_bytes(tmp_path, small_blocks, monkeypatch):
     from megatron_ckpt.store import blocks
 
     store = CheckpointStore(tmp_path)
-    tensor = torch.arange(200.0).reshape(10, 2, 10)  # rows of 80 bytes: a seek is worth it
+    tensor = torch.arange(200.0).reshape(10, 2, 10)  # rows of 80 bytes are read one by one
     store.save(1, whole({"w": tensor}))
     read = []
     real = blocks.read_into

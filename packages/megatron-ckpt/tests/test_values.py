@@ -30,7 +30,7 @@ PLAIN = st.recursive(
 
 
 def typed(value):
-    """The value with its types, so that 1, 1.0 and True differ, and lists and tuples too."""
+    """Returns the value with its types, so that 1, 1.0 and True differ, as do list and tuple."""
     if isinstance(value, list | tuple):
         return type(value).__name__, [typed(item) for item in value]
     if isinstance(value, dict):
@@ -39,7 +39,7 @@ def typed(value):
 
 
 @given(PLAIN)
-def test_values_come_back_as_they_went_in(value):
+def test_values_round_trip(value):
     assert typed(loads(dumps(value, "x"))) == typed(value)
 
 
@@ -48,13 +48,13 @@ def test_ordinary_values_are_ordinary_json():
     assert json.loads(dumps(value, "x")) == value
 
 
-def test_floats_that_are_not_finite_and_bytes_come_back():
+def test_non_finite_floats_and_bytes_round_trip():
     nan, inf, data = loads(dumps([math.nan, -math.inf, b"\0\xff"], "x"))
     assert math.isnan(nan) and inf == -math.inf and data == b"\0\xff"
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), {1, 2}, np.arange(2), object()])
-def test_other_types_are_refused_with_the_place_they_stand_at(value):
+def test_other_types_are_refused_with_their_path(value):
     with pytest.raises(
         CheckpointError, match=rf"'sched.groups\[1\]' has type {type(value).__name__}"
     ):

@@ -35,7 +35,7 @@ def test_an_overlap_is_found_exactly_where_two_boxes_share_an_element(held):
 
 
 @given(st.integers(0, 3).flatmap(lambda n: st.lists(boxes(n), max_size=6).map(lambda b: (n, b))))
-def test_a_hole_is_found_exactly_where_elements_are_left(case):
+def test_an_uncovered_box_is_found_exactly_if_elements_are_missing(case):
     ndim, held = case
     region = Box((0,) * ndim, (6,) * ndim)
     left = cells(region).difference(*map(cells, held))
@@ -53,7 +53,7 @@ def test_an_overlap_names_the_tensor_the_ranks_and_the_elements():
         check_tiling("w", (4,), twins)
 
 
-def test_a_gap_names_the_tensor_and_the_hole():
+def test_a_gap_names_the_tensor_and_the_box():
     owners = [(0, 0, Box((0, 0), (4, 2))), (1, 0, Box((0, 2), (2, 2)))]
     with pytest.raises(CheckpointError, match=r"'w' of shape \(4, 4\): no rank holds \[2:4,2:4\]"):
         check_tiling("w", (4, 4), owners)
@@ -90,7 +90,7 @@ def test_views_that_do_not_fit_are_refused_by_name(view, words):
         box_of("w", view)
 
 
-def test_a_box_cuts_itself_out_of_what_holds_it():
+def test_slices_in_select_a_box_from_a_larger_one():
     whole = np.arange(24).reshape(4, 6)
     held, inner = Box((1, 2), (3, 4)), Box((2, 3), (2, 2))
     part = whole[1:4, 2:6][inner.slices_in(held)]

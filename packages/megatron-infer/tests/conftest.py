@@ -1,4 +1,4 @@
-"""Checks tensor annotations at run time, and builds small models with lively weights."""
+"""Fixtures: run-time checks of tensor annotations, and small models with varied output."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ import torch  # noqa: E402
 from megatron_models import GPT, GPTConfig, Placement, gpt_chunks  # noqa: E402
 from megatron_parallel import Mesh  # noqa: E402
 
-# Tensors here are tiny: threads would only wait for one another.
+# Tensors are tiny, so that threads would only wait for each other.
 torch.set_num_threads(1)
 
 KINDS = {
@@ -34,7 +34,7 @@ def worker_pool_preload() -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., GPT]:
-    """Make a tiny GPT; large weights make its choices differ from place to place."""
+    """Returns a function that builds a tiny GPT with large weights, so that its output varies."""
 
     def make(
         kind: str = "gpt2",
@@ -53,7 +53,7 @@ def make_model() -> Callable[..., GPT]:
 
 @pytest.fixture(scope="session")
 def make_stages() -> Callable[..., list[GPT]]:
-    """Make all of a rank's stages of what `make_model` makes of four layers."""
+    """Returns a function that builds all stages of a rank of a four-layer `make_model`."""
 
     def make(
         mesh: Mesh,
@@ -71,7 +71,7 @@ def make_stages() -> Callable[..., list[GPT]]:
 
 
 def shape(kind: str, vocab_size: int, positions: int, layers: int) -> GPTConfig:
-    """A tiny model's configuration."""
+    """Returns the configuration of a tiny model."""
     return GPTConfig(
         num_layers=layers,
         hidden_size=32,

@@ -26,7 +26,7 @@ PROMPTS = [[5], [17, 3, 44, 9, 9, 20, 1], [2, 60], [11, 12, 13, 14], [30, 31]]
 
 @torch.no_grad()
 def without_cache(model: GPT, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
-    """The continuation by its definition: the whole sequence through the model for every token."""
+    """Returns the continuation by definition: each token from a pass over the whole sequence."""
     tokens, sampler = list(prompt), Sampler([params])
     for _ in range(params.max_new_tokens):
         logits = model(torch.tensor([tokens]))[-1, :, : model.config.vocab_size]
@@ -40,7 +40,7 @@ def without_cache(model: GPT, prompt: list[int], params: SamplingParams) -> tupl
     [GREEDY, SamplingParams(max_new_tokens=12, seed=3, top_p=0.95)],
     ids=["greedy", "drawn"],
 )
-def test_a_ragged_batch_with_cache_equals_each_prompt_alone_without(
+def test_a_ragged_batch_with_cache_equals_each_prompt_alone_without_cache(
     make_model: Make, kind: str, params: SamplingParams
 ) -> None:
     model = make_model(kind)
@@ -50,7 +50,7 @@ def test_a_ragged_batch_with_cache_equals_each_prompt_alone_without(
     assert len({token for one in expected for token in one}) > 10  # not a constant
 
 
-def test_neighbours_with_other_settings_change_nothing(make_model: Make) -> None:
+def test_results_do_not_depend_on_other_prompts(make_model: Make) -> None:
     model = make_model("llama")
     params = [
         SamplingParams(max_new_tokens=3 + 4 * row, seed=row, temperature=row / 2)
@@ -85,7 +85,7 @@ def test_prompts_are_prefilled_in_groups_of_bounded_size(
 
 @contextmanager
 def counting_logits(model: GPT) -> Iterator[list[torch.Size]]:
-    """Shapes of what the output layer returns, in a list."""
+    """Returns a list that gets the shapes of the output of the output layer."""
     made: list[torch.Size] = []
     assert model.output is not None
     hook = model.output.register_forward_hook(lambda _, given, out: made.append(out.shape))
@@ -93,7 +93,7 @@ def counting_logits(model: GPT) -> Iterator[list[torch.Size]]:
     hook.remove()
 
 
-def test_a_prefill_makes_the_logits_of_last_tokens_alone(make_model: Make) -> None:
+def test_a_prefill_computes_only_the_logits_of_last_tokens(make_model: Make) -> None:
     model = make_model("llama")
     width = model.config.padded_vocab_size
     with counting_logits(model) as made:
@@ -101,7 +101,9 @@ def test_a_prefill_makes_the_logits_of_last_tokens_alone(make_model: Make) -> No
     assert made == [(1, len(PROMPTS), width)] * 2
 
 
-def test_a_long_prefill_of_a_large_vocabulary_makes_the_last_logits_alone(make_model: Make) -> None:
+def test_a_long_prefill_of_a_large_vocabulary_computes_only_the_last_logits(
+    make_model: Make,
+) -> None:
     model = make_model("llama", vocab_size=128_000, positions=2049, dtype=torch.float32)
     prompt = [place % 997 for place in range(2048)]
     with counting_logits(model) as made:
@@ -110,7 +112,7 @@ def test_a_long_prefill_of_a_large_vocabulary_makes_the_last_logits_alone(make_m
 
 
 @pytest.mark.parametrize("layout", ["tp2-sequence", "cp2", "pp2-vpp2"])
-def test_a_long_prefill_on_ranks_makes_the_last_logits_alone(
+def test_a_long_prefill_on_ranks_computes_only_the_last_logits(
     make_stages: Callable[..., list[GPT]], worker_pool: WorkerPool, layout: str
 ) -> None:
     def on_ranks(mesh: Mesh) -> tuple[int, int]:
@@ -166,7 +168,7 @@ def test_tokens_are_reported_as_they_are_chosen(make_model: Make) -> None:
     assert order == sorted(order)
 
 
-def test_a_model_in_training_goes_on_training(make_model: Make) -> None:
+def test_a_model_in_training_stays_in_training(make_model: Make) -> None:
     model = make_model()
     model.train()
     model.final_norm.eval()
@@ -180,7 +182,7 @@ def test_a_model_in_training_goes_on_training(make_model: Make) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_all_ranks_of_a_cut_model_yield_what_one_does(
+def test_all_ranks_of_a_sharded_model_equal_one_rank(
     make_model: Make,
     make_stages: Callable[..., list[GPT]],
     worker_pool: WorkerPool,
@@ -189,7 +191,7 @@ def test_all_ranks_of_a_cut_model_yield_what_one_does(
     layout: str,
 ) -> None:
     drawn = SamplingParams(max_new_tokens=6, seed=3, top_p=0.9)
-    settings = [GREEDY, drawn, GREEDY, drawn, GREEDY]  # some end before the others
+    settings = [GREEDY, drawn, GREEDY, drawn, GREEDY]  # some sequences end earlier than others
     expected = generate_tokens(make_model(kind, layers=4), PROMPTS, settings)
     cut = "sequence" in layout
 
@@ -199,10 +201,10 @@ def test_all_ranks_of_a_cut_model_yield_what_one_does(
             model[-1].output.register_forward_hook(lambda _, given, out: made.append(len(out)))
         made: list[int] = []
         seen: list[tuple[int, int]] = []
-        monkeypatch.setattr(engine, "PREFILL_TOKENS", 8)  # several passes for the prompts
+        monkeypatch.setattr(engine, "PREFILL_TOKENS", 8)  # the prompts need several passes
         seeded = generate_tokens(model, PROMPTS, settings, on_token=lambda *one: seen.append(one))
         unseeded = generate_tokens(model, PROMPTS, SamplingParams(max_new_tokens=5))
-        assert set(made) <= {1}  # a token of each row, never all of a prompt
+        assert set(made) <= {1}  # one token of each row, never a whole prompt
         return seeded, unseeded, seen
 
     results = worker_pool.run_mesh(LAYOUTS[layout], on_ranks)
@@ -212,7 +214,7 @@ def test_all_ranks_of_a_cut_model_yield_what_one_does(
         assert len(seen) == sum(len(one.tokens) for one in expected)
 
 
-def test_a_stage_keeps_keys_and_values_of_its_own_layers(
+def test_a_stage_caches_keys_and_values_of_its_own_layers(
     make_model: Make, worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def on_ranks(mesh: Mesh) -> list[tuple[int, ...]]:
@@ -231,7 +233,7 @@ def test_a_stage_keeps_keys_and_values_of_its_own_layers(
     assert every == [[(0,)], [(1,)]]
 
 
-def test_what_is_no_whole_part_of_a_model_is_refused(make_model: Make) -> None:
+def test_incomplete_stages_of_a_model_are_refused(make_model: Make) -> None:
     with pytest.raises(InferError, match="Linear is not a DecodingModel"):
         generate_tokens([torch.nn.Linear(2, 2)], PROMPTS, GREEDY)
     with pytest.raises(InferError, match="no stage"):
@@ -244,7 +246,7 @@ def test_what_is_no_whole_part_of_a_model_is_refused(make_model: Make) -> None:
         generate_tokens(make_model(), [[1]], GREEDY, sources=[[2]])
 
 
-def test_no_prompt_is_no_work(make_model: Make) -> None:
+def test_no_prompts_give_no_continuations(make_model: Make) -> None:
     assert generate_tokens(make_model(), [], GREEDY) == []
 
 

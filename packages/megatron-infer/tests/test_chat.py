@@ -1,4 +1,4 @@
-"""Conversations in the terminal."""
+"""Chat in the terminal."""
 
 import io
 from collections.abc import Callable
@@ -20,7 +20,7 @@ GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
 
 
 class Marked(ByteTokenizer):
-    """Bytes, and the two marks of ChatML as tokens of their own."""
+    """A byte tokenizer with the two marks of ChatML as single tokens."""
 
     vocab_size = 260
     marks = ("<|im_start|>", "<|im_end|>")
@@ -69,12 +69,14 @@ def test_marked_turns_are_closed(model: GPT, monkeypatch: pytest.MonkeyPatch) ->
     assert talk.reply("a") == "y"
     talk.reply("b")
     start, end = "<|im_start|>", "<|im_end|>"
-    # 64 positions are fewer than the whole conversation: its beginning is out of view.
+    # The conversation is longer than 64 positions, so its start is dropped.
     text = f"{start}user\na{end}\n{start}assistant\ny{end}\n{start}user\nb{end}\n{start}assistant\n"
     assert prompts[1] == tokenizer.encode(text)[-58:]
 
 
-def test_what_no_longer_fits_is_out_of_view(model: GPT, capsys: pytest.CaptureFixture[str]) -> None:
+def test_turns_that_no_longer_fit_are_dropped(
+    model: GPT, capsys: pytest.CaptureFixture[str]
+) -> None:
     talk = conversation(model, ByteTokenizer(), PLAIN)
     for _ in range(10):
         assert talk.reply("twenty letters here.") or True
@@ -82,9 +84,7 @@ def test_what_no_longer_fits_is_out_of_view(model: GPT, capsys: pytest.CaptureFi
         talk.reply("x" * 70)
 
 
-def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came(
-    model: GPT, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_answer_is_kept_so_far(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: Any, **settings: Any) -> None:
         settings["on_token"](0, ord("y"))
         raise KeyboardInterrupt

@@ -23,7 +23,7 @@ def model(make_model: Callable[..., GPT]) -> GPT:
 
 @pytest.fixture
 def run(model: GPT, tmp_path: Path) -> str:
-    """A run's folder with one checkpoint."""
+    """Returns the folder of a run with one checkpoint."""
     ByteTokenizer().save(tmp_path / "tokenizer")
     CheckpointStore(tmp_path / "run").save(
         3,
@@ -58,7 +58,7 @@ def test_several_prompts_are_printed_in_order(run: str, capsys: pytest.CaptureFi
 
 @pytest.fixture
 def bare(model: GPT, tmp_path: Path) -> str:
-    """A run's folder with one checkpoint, which has no tokenizer."""
+    """Returns the folder of a run with one checkpoint without a tokenizer."""
     CheckpointStore(tmp_path / "bare").save(
         3,
         parameter_views(model, collect_shardings(model), Mesh.single()),

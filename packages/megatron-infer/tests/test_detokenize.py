@@ -3,21 +3,21 @@ from megatron_infer import TextStream
 
 
 class Bytes:
-    """Every token is one byte."""
+    """A decoder in which every token is one byte."""
 
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
 
 
 class Words:
-    """Every token is a word, and only words after the first have a space before them."""
+    """A decoder in which every token is a word, with a space before all words but the first."""
 
     def decode(self, ids: list[int]) -> str:
         return " ".join("abcdef"[i] for i in ids)
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve café", "日本語 text", "a\u20ac\U0001f40b!", ""])
-def test_pieces_add_up_and_characters_are_never_split(text: str) -> None:
+def test_pieces_concatenate_and_characters_are_never_split(text: str) -> None:
     stream = TextStream(Bytes())
     pieces = [stream.push(byte) for byte in text.encode()]
     assert "".join(pieces) + stream.finish() == text
@@ -31,7 +31,7 @@ def test_an_incomplete_character_appears_at_the_end() -> None:
     assert stream.finish() == "\ufffd"
 
 
-def test_text_that_depends_on_the_token_before_is_kept() -> None:
+def test_text_that_depends_on_the_previous_token_is_correct() -> None:
     stream = TextStream(Words())
     assert [stream.push(token) for token in (0, 1, 2)] == ["a", " b", " c"]
 

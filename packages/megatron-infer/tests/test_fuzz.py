@@ -1,4 +1,4 @@
-"""What others write is read or refused by this package's own errors, in bounded time and memory."""
+"""Fuzz tests: foreign input is read or refused with this package's errors, in bounded resources."""
 
 import dataclasses
 import json
@@ -67,7 +67,7 @@ def test_damaged_bodies_are_refused(fuzz_count: int, mutate: Callable[..., bytes
     ],
     ids=lambda body: repr(body[:20]),
 )
-def test_bodies_as_long_as_allowed_take_little(body: bytes) -> None:
+def test_bodies_of_the_largest_size_take_bounded_resources(body: bytes) -> None:
     def read(content: bytes) -> None:
         parse_request(content, SCHEMA)
 
@@ -143,7 +143,7 @@ def test_damaged_model_records_are_refused(
 
 
 def mutate_objects(rng: random.Random, content: bytes) -> bytes:
-    """Return another object that a manifest may hold; its reader refuses NaN and broken text."""
+    """Returns a mutated object that a manifest can hold, without NaN and invalid text."""
     while True:
         try:
             damaged = mutate_json(rng, content)

@@ -13,7 +13,7 @@ def model(make_model: Callable[..., GPT]) -> GPT:
     return make_model(vocab_size=257)
 
 
-def test_texts_are_the_decoded_tokens_and_pieces_add_up(model: GPT) -> None:
+def test_texts_are_the_decoded_tokens_and_pieces_concatenate(model: GPT) -> None:
     tokenizer, params = ByteTokenizer(), SamplingParams(max_new_tokens=20, seed=1)
     pieces = [""] * len(PROMPTS)
 

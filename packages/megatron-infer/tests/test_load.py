@@ -29,7 +29,7 @@ KINDS_GPT2 = {
 
 @pytest.fixture
 def save(make_model: Callable[..., GPT], tmp_path: Path) -> Save:
-    """Save a tiny model as the trainer does, in ``tmp_path / "run"``."""
+    """Returns a function that saves a tiny model like the trainer, in ``tmp_path / "run"``."""
 
     def save(
         kind: str = "gpt2",
@@ -126,7 +126,7 @@ def test_progress_ends_with_all_weights(save: Save, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_each_rank_gets_its_part_and_reads_no_more(
+def test_each_rank_reads_only_its_shards(
     save: Save, make_model: Callable[..., GPT], worker_pool: WorkerPool, tmp_path: Path, kind: str
 ) -> None:
     save(kind, dtype=torch.float64)
@@ -157,7 +157,7 @@ def test_each_rank_gets_its_part_and_reads_no_more(
             assert done == total < everything[-1]
 
 
-def test_a_stage_notices_that_the_checkpoint_holds_another_model(
+def test_a_stage_detects_the_checkpoint_of_another_model(
     save: Save, worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     model = save("gpt2")
@@ -173,7 +173,7 @@ def test_a_stage_notices_that_the_checkpoint_holds_another_model(
         assert "the checkpoint has no tensor 'layers.2." in error
 
 
-def test_ranks_that_find_different_checkpoints_are_told(
+def test_ranks_that_find_different_checkpoints_are_refused(
     save: Save, worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     save(iteration=5)
@@ -203,7 +203,7 @@ def test_a_rank_with_several_stages_loads_and_generates(
     assert worker_pool.run_mesh(layout, on_ranks) == [(2, expected)] * 2
 
 
-def test_what_is_missing_is_named(save: Save, tmp_path: Path) -> None:
+def test_missing_parts_of_a_checkpoint_are_named(save: Save, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing-here"):
         load_model(tmp_path / "nothing-here")
     save(iteration=1, tokenizer=None)
@@ -244,9 +244,7 @@ def test_a_file_that_was_put_beside_the_tokenizer_is_not_read(save: Save, tmp_pa
         load_model(tmp_path / "run")
 
 
-def test_a_model_record_takes_no_memory_that_its_tensors_do_not_have(
-    save: Save, tmp_path: Path
-) -> None:
+def test_a_model_record_allocates_no_memory_without_tensors(save: Save, tmp_path: Path) -> None:
     config = {**KINDS_GPT2, "hidden_size": 4 << 20, "num_layers": 50_000}
     save(config=config)
     with pytest.raises(CheckpointError, match=r"no tensor|has shape"):
@@ -265,9 +263,7 @@ def test_a_checkpoint_without_a_tokenizer_takes_token_ids(save: Save, tmp_path: 
     assert loaded.stop_tokens == frozenset()
 
 
-def test_a_tokenizer_that_is_given_takes_the_place_of_the_stored_one(
-    save: Save, tmp_path: Path
-) -> None:
+def test_a_given_tokenizer_replaces_the_stored_one(save: Save, tmp_path: Path) -> None:
     save(tokenizer=NullTokenizer(100))
     given = ByteTokenizer()
     loaded = load_model(tmp_path / "run", tokenizer=given)

@@ -1,4 +1,4 @@
-"""Log-probabilities against a whole forward pass of the model in float64."""
+"""Log-probabilities compared with one forward pass of the model in float64."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ DRAWN = [SamplingParams(max_new_tokens=n, temperature=0.7, top_k=9, seed=n) for 
 
 
 def expected(model: GPT, tokens: list[int]) -> torch.Tensor:
-    """One pass over the whole sequence, no cache, no batch."""
+    """Returns the log-probabilities of one pass over the sequence, without cache and batch."""
     with torch.no_grad():
         logits = model(torch.tensor([tokens]))[:, 0, : model.config.vocab_size]
     following = torch.tensor(tokens[1:]).unsqueeze(-1)
@@ -44,7 +44,7 @@ def test_log_probs_are_those_of_one_forward_pass(
         )
 
 
-def test_a_long_prompt_is_scored_in_pieces(
+def test_a_long_prompt_is_scored_in_slices(
     make_model: Callable[..., GPT], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model("llama")
@@ -61,7 +61,7 @@ def test_a_long_prompt_is_scored_in_pieces(
     assert made[:5] == [2 * 4, 10, 10, 10, 3]
 
 
-def test_asking_for_log_probs_changes_no_token(make_model: Callable[..., GPT]) -> None:
+def test_log_probs_change_no_token(make_model: Callable[..., GPT]) -> None:
     model = make_model()
     plain = generate_tokens(model, PROMPTS, DRAWN)
     scored = generate_tokens(model, PROMPTS, DRAWN, log_probs=True)
@@ -101,7 +101,7 @@ def test_scoring_takes_texts_up_to_the_models_positions(make_model: Callable[...
     ],
     ids=["tp2-pp2", "tp2-sequence", "cp2", "pp2-vpp2"],
 )
-def test_ranks_score_as_one(
+def test_scores_on_ranks_equal_those_of_one_rank(
     make_model: Callable[..., GPT],
     make_stages: Callable[..., list[GPT]],
     worker_pool: WorkerPool,
@@ -112,7 +112,7 @@ def test_ranks_score_as_one(
     one = generate_tokens(make_model("llama", layers=4), PROMPTS, DRAWN, log_probs=True)
 
     def on_ranks(mesh: Mesh) -> list[tuple[float, ...]]:
-        monkeypatch.setattr(engine, "LOGITS_TOKENS", 5)  # the first prompt in two pieces
+        monkeypatch.setattr(engine, "LOGITS_TOKENS", 5)  # the first prompt in two slices
         model = make_stages(mesh, "llama", sequence_parallel=sequence_parallel)
         found = generate_tokens(model, PROMPTS, DRAWN, log_probs=True)
         return [tuple(each.log_probs or ()) for each in found]

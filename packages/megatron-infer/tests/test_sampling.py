@@ -14,7 +14,7 @@ def logits() -> torch.Tensor:
 
 
 def exact(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> list[float]:
-    """The distribution by its definition, token by token."""
+    """Returns the distribution by definition, token by token."""
     weights = [math.exp(x / temperature) for x in logits.tolist()]
     order = sorted(range(len(weights)), key=lambda i: -weights[i])[: top_k or None]
     total = math.fsum(weights[i] for i in order)
@@ -36,7 +36,7 @@ def chi_square(draws: list[int], expected: list[float]) -> tuple[float, int]:
 
 
 def limit(degrees: int) -> float:
-    """Chi-square that is exceeded once in 10,000 (Wilson and Hilferty)."""
+    """Returns the chi-square value that is exceeded once in 10,000 (Wilson and Hilferty)."""
     share = 2 / (9 * degrees)
     return degrees * (1 - share + 3.719 * math.sqrt(share)) ** 3
 
@@ -52,7 +52,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_distribution_is_the_definition(logits: torch.Tensor, settings: dict) -> None:
+def test_the_distribution_equals_its_definition(logits: torch.Tensor, settings: dict) -> None:
     full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
     ours = sampling_probabilities(logits[None], [SamplingParams(**settings)])[0]
     assert ours.tolist() == pytest.approx(exact(logits, **full), rel=1e-6)
@@ -94,7 +94,7 @@ def test_temperature_zero_takes_the_likeliest_token() -> None:
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-def test_what_a_request_draws_does_not_depend_on_its_neighbours() -> None:
+def test_draws_do_not_depend_on_other_requests() -> None:
     torch.manual_seed(0)
     steps = torch.randn(30, 4, VOCABULARY)
     params = [

@@ -1,4 +1,4 @@
-"""The routes, on a tiny model, without a socket."""
+"""The routes with a tiny model, without a socket."""
 
 import dataclasses
 import errno
@@ -68,7 +68,7 @@ def put(client: FlaskClient, **fields: Any) -> tuple[int, Any]:
     return answer.status_code, answer.get_json()
 
 
-def test_an_answer_is_what_generate_gives_and_follows_the_document(
+def test_an_answer_equals_generate_and_follows_the_document(
     client: FlaskClient, model: GPT
 ) -> None:
     prompts = ["Hello world", "Hi", "Hello world"]
@@ -96,7 +96,7 @@ def test_an_answer_is_what_generate_gives_and_follows_the_document(
     check(client, "Answer", answer)
 
 
-def test_defaults_are_megatrons(client: FlaskClient) -> None:
+def test_defaults_equal_megatrons(client: FlaskClient) -> None:
     status, answer = put(client, prompts=["a"], tokens_to_generate=1)
     assert status == 200
     assert answer["logprobs"] is None
@@ -134,7 +134,7 @@ def test_no_tokens_to_generate_scores_the_prompts(client: FlaskClient) -> None:
         ({}, "prompts is missing"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
+def test_requests_that_do_not_fit_are_refused_by_field(
     client: FlaskClient, fields: dict[str, Any], names: str
 ) -> None:
     status, answer = put(client, **fields)
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_by_name(
     check(client, "Refusal", answer)
 
 
-def test_bodies_that_are_too_long_or_no_json_are_refused(
+def test_bodies_that_are_too_long_or_not_json_are_refused(
     make_client: Callable[..., FlaskClient],
 ) -> None:
     client = make_client(max_body_bytes=100)
@@ -165,7 +165,7 @@ def test_other_methods_and_paths_are_answered_in_json(
     assert (status == 405) == ("Allow" in answer.headers)
 
 
-def test_a_stream_adds_up_to_the_answer(client: FlaskClient) -> None:
+def test_a_stream_concatenates_to_the_answer(client: FlaskClient) -> None:
     fields = {"prompts": ["One", "Two"], "tokens_to_generate": 12, "random_seed": 9}
     answer = client.post("/api/stream", json=fields)
     assert answer.mimetype == "text/event-stream"
@@ -220,7 +220,7 @@ def test_a_token_guards_everything_but_the_page_and_health(
     assert document["paths"]["/api"]["put"]["security"] == [{"token": []}]
 
 
-def test_another_sites_name_for_this_machine_is_refused(client: FlaskClient) -> None:
+def test_foreign_host_names_are_refused(client: FlaskClient) -> None:
     for host in ("localhost:5000", "127.0.0.1:5000", "localhost", "[::1]:5000"):
         assert client.get("/info", headers={"Host": host}).status_code == 200
     answer = client.get("/info", headers={"Host": "rebound.example"})
@@ -244,7 +244,7 @@ def test_limits_and_address_are_the_documented_ones() -> None:
     assert settings.only_this_machine
 
 
-def test_why_an_address_cannot_be_had_is_what_the_system_says() -> None:
+def test_unknown_address_errors_have_the_message_of_the_system() -> None:
     assert _reason(OSError(errno.EIO, "Input/output error")) == "Input/output error"
     assert _reason(OSError("odd")) == "odd"
     assert _reason(OSError(errno.EADDRINUSE, "in use")).startswith("the port is in use; use")
@@ -299,7 +299,7 @@ def test_the_documents_example_works(client: FlaskClient) -> None:
     assert put(client, **body["example"])[0] == 200
 
 
-def test_nearly_the_token_opens_nothing(make_client: Callable[..., FlaskClient]) -> None:
+def test_similar_tokens_are_refused(make_client: Callable[..., FlaskClient]) -> None:
     client = make_client(token=TOKEN, host="0.0.0.0")
     good = f"Bearer {TOKEN}"
     assert client.get("/info", headers={"Authorization": good}).status_code == 200
@@ -309,7 +309,7 @@ def test_nearly_the_token_opens_nothing(make_client: Callable[..., FlaskClient])
     assert twice.status_code == 401
 
 
-def test_a_full_queue_says_when_to_come_again(
+def test_a_full_queue_sends_retry_after(
     client: FlaskClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> None:
@@ -327,7 +327,9 @@ def test_a_full_queue_says_when_to_come_again(
     assert "Retry-After" not in client.get("/no").headers
 
 
-def test_addresses_are_told_apart(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_are_separate_clients(
+    client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clients = []
     submit = GenerationService.submit
 
@@ -345,7 +347,7 @@ def test_addresses_are_told_apart(client: FlaskClient, monkeypatch: pytest.Monke
     assert clients == ["10.0.0.1", "10.0.0.1", "2001:db8::/64", "2001:db8::/64"]
 
 
-def test_a_server_that_stops_says_so(model: GPT) -> None:
+def test_a_stopping_server_reports_it(model: GPT) -> None:
     service = GenerationService(model, ByteTokenizer())
     client = create_app(service, ServerSettings(), INFO).test_client()
     assert client.get("/health").status_code == 200
@@ -385,7 +387,7 @@ def test_a_document_that_ends_stops_its_prompt_alone(
     assert stopped["logprobs"][0] == free["logprobs"][0][: length - 1]
 
 
-def test_what_is_not_seeded_is_drawn_anew_and_the_smallest_mass_is_greedy(
+def test_unseeded_requests_differ_and_a_tiny_top_p_is_greedy(
     client: FlaskClient,
 ) -> None:
     fields = {"prompts": ["The"], "tokens_to_generate": 30}

@@ -1,4 +1,4 @@
-"""What clients can do to a server before, or without, sending a request: real sockets, no model."""
+"""Connections with slow, silent or refused clients: real sockets, no model."""
 
 import contextlib
 import json
@@ -17,11 +17,11 @@ from megatron_infer.server.guard import OPEN_PATHS
 TOKEN = "correct-horse-battery-staple"
 LIMIT = 4096
 PATIENCE = 60
-"""Seconds after which something hangs."""
+"""Seconds after which a wait is considered hung."""
 
 
 class Running:
-    """A server in a thread, whose application answers with the length of the body it got."""
+    """A server in a thread, whose application responds with the length of the body."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = ServerSettings(
@@ -48,21 +48,21 @@ class Running:
         return socket.create_connection(self.listener.getsockname(), timeout=PATIENCE)
 
     def ask(self, *parts: bytes) -> tuple[int, bytes]:
-        """Status and all else that a new connection gets for some bytes."""
+        """Returns the status and the rest of the response to some bytes on a new connection."""
         with self.connect() as client:
             for part in parts:
                 client.sendall(part)
             return read(client)
 
     def in_loop(self, call: Callable[[], object]) -> None:
-        """Run something in the thread that waits for the sockets, after what is ready now."""
+        """Runs a function in the thread that waits for the sockets, after pending events."""
         done = threading.Event()
-        with contextlib.suppress(OSError):  # it was awake, and has closed its trigger already
+        with contextlib.suppress(OSError):  # the thread was awake and has closed its trigger
             self.server.trigger.pull_trigger(lambda: (call(), done.set()))
         assert done.wait(PATIENCE)
 
     def later(self, seconds: float) -> None:
-        """Do what the server does every second, as if so much time had passed."""
+        """Runs the periodic maintenance of the server as if the given time had passed."""
         self.in_loop(lambda: self.server.maintenance(time.time() + seconds))
 
     def channels(self) -> list[Any]:
@@ -77,7 +77,7 @@ class Running:
 
 
 def read(client: socket.socket) -> tuple[int, bytes]:
-    """One answer that ends with its connection or its length; status 0 if there was none."""
+    """Reads one response, up to its length or the end of the connection; status 0 if none."""
     answer = b""
     while part := client.recv(65536):
         answer += part
@@ -130,7 +130,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 PUT = b"PUT /api HTTP/1.1\r\nHost: localhost\r\n"
 
 
-def test_more_half_open_connections_than_there_are_places_do_not_block_others() -> None:
+def test_idle_connections_beyond_the_limit_do_not_block_others() -> None:
     server = Running(max_waiting=0)
     with contextlib.ExitStack() as stack:
         stack.callback(server.end)
@@ -148,13 +148,13 @@ def test_more_half_open_connections_than_there_are_places_do_not_block_others() 
         server.in_loop(lambda: None)
         assert len(server.channels()) < places
         states = [is_open(client) for client in half_open]
-        assert states == sorted(states)  # the oldest have made room
+        assert states == sorted(states)  # the oldest connections were closed
         assert states.count(False) < 60
         server.hold.set()
-        assert read(held)[0] == 200  # a request that is being answered does not
+        assert read(held)[0] == 200  # a connection whose request is being processed is kept
 
 
-def test_the_address_with_the_most_connections_makes_room() -> None:
+def test_the_address_with_the_most_connections_loses_one() -> None:
     server = Running(max_waiting=0)
 
     def attack() -> socket.socket:
@@ -164,15 +164,15 @@ def test_the_address_with_the_most_connections_makes_room() -> None:
 
     with contextlib.ExitStack() as stack:
         stack.callback(server.end)
-        patient = stack.enter_context(server.connect())  # the oldest of all
+        patient = stack.enter_context(server.connect())  # the oldest connection
         for _ in range(server.settings.connections + 10):
             stack.enter_context(attack()).sendall(b"G")
-        assert server.ask(HEALTH)[0] == 200  # all that came before it are accepted by now
+        assert server.ask(HEALTH)[0] == 200  # all earlier connections are accepted by now
         patient.sendall(HEALTH)
         assert read(patient)[0] == 200
 
 
-def test_a_request_has_to_arrive_in_time_whatever_its_pace(server: Running) -> None:
+def test_a_request_must_arrive_in_time_at_any_pace(server: Running) -> None:
     with contextlib.ExitStack() as stack:
         silent, head, body, kept = (stack.enter_context(server.connect()) for _ in range(4))
         head.sendall(b"GET /health HT")
@@ -189,7 +189,7 @@ def test_a_request_has_to_arrive_in_time_whatever_its_pace(server: Running) -> N
         assert read(silent) == read(kept) == (0, b"")
 
 
-def test_the_time_of_a_request_begins_with_it_and_not_with_its_connection(server: Running) -> None:
+def test_the_time_limit_of_a_request_starts_with_its_first_byte(server: Running) -> None:
     with server.connect() as client:
         wait_until(lambda: len(server.channels()) == 1)
         (channel,) = server.channels()
@@ -204,7 +204,7 @@ def test_the_time_of_a_request_begins_with_it_and_not_with_its_connection(server
         assert is_open(client)
 
 
-def test_the_rest_of_a_request_that_came_during_an_answer_has_its_own_time() -> None:
+def test_a_pipelined_request_has_its_own_time_limit() -> None:
     server = Running()
     with contextlib.ExitStack() as stack:
         stack.callback(server.end)
@@ -219,7 +219,7 @@ def test_the_rest_of_a_request_that_came_during_an_answer_has_its_own_time() -> 
         assert read(client)[0] == 200
 
 
-def test_a_client_that_does_not_read_its_answer_is_given_up(server: Running) -> None:
+def test_a_client_that_does_not_read_its_response_is_disconnected(server: Running) -> None:
     with server.connect() as client:
         client.sendall(b"GET /much HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
@@ -233,9 +233,9 @@ def test_a_client_that_does_not_read_its_answer_is_given_up(server: Running) -> 
         assert not unread()
 
 
-def test_a_connection_with_an_unsent_answer_does_not_make_room(server: Running) -> None:
+def test_a_connection_with_an_unsent_response_is_kept(server: Running) -> None:
     with contextlib.ExitStack() as stack:
-        wait_until(lambda: not server.channels())  # those of other tests
+        wait_until(lambda: not server.channels())  # log lines of other tests
         client = stack.enter_context(server.connect())
         client.sendall(b"GET /much HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
@@ -245,7 +245,7 @@ def test_a_connection_with_an_unsent_answer_does_not_make_room(server: Running) 
 
         wait_until(lambda: bool(unread()))
         (channel,) = unread()
-        idle = stack.enter_context(server.connect())  # younger
+        idle = stack.enter_context(server.connect())  # opened later
         wait_until(lambda: len(server.channels()) > 1)
         server.in_loop(server.server._make_room)
         assert read(idle) == (0, b"")
@@ -255,7 +255,7 @@ def test_a_connection_with_an_unsent_answer_does_not_make_room(server: Running) 
         assert (status, len(answer.partition(b"\r\n\r\n")[2])) == (200, 8 << 20)
 
 
-def test_a_connection_is_not_idle_before_the_end_of_its_answer_is_noted(
+def test_a_connection_is_not_idle_before_its_response_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = Running()
@@ -264,7 +264,7 @@ def test_a_connection_is_not_idle_before_the_end_of_its_answer_is_noted(
 
     def wake_and_wait() -> None:
         wake()
-        if not channel.requests:  # waitress has taken the request off
+        if not channel.requests:  # waitress has removed the request
             popped.set()
             go_on.wait(PATIENCE)
 
@@ -274,7 +274,7 @@ def test_a_connection_is_not_idle_before_the_end_of_its_answer_is_noted(
         client = stack.enter_context(server.connect())
         wait_until(lambda: len(server.channels()) == 1)
         (channel,) = server.channels()
-        channel.creation_time -= 5000  # as if the answer had taken longer than receive_seconds
+        channel.creation_time -= 5000  # as if the response had taken longer than receive_seconds
         monkeypatch.setattr(server.server, "pull_trigger", wake_and_wait)
         client.sendall(HEALTH.replace(b"close", b"keep-alive"))
         assert read(client)[0] == 200
@@ -294,7 +294,7 @@ def test_a_connection_is_not_idle_before_the_end_of_its_answer_is_noted(
 
 @pytest.mark.parametrize("length", [b"Content-Length: 4000", b"Transfer-Encoding: chunked"])
 @pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
-def test_the_token_is_asked_before_the_body_is_read(
+def test_the_token_is_checked_before_the_body_is_read(
     guarded: Running, length: bytes, expect: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "megatron_infer.server")
@@ -318,14 +318,14 @@ def test_the_token_is_asked_before_the_body_is_read(
         assert guarded.ask(HEALTH.replace(b"/health", path.encode()))[0] == 200
 
 
-def test_another_servers_name_is_refused_before_the_body_is_read(server: Running) -> None:
+def test_a_foreign_host_name_is_refused_before_the_body_is_read(server: Running) -> None:
     head = b"PUT /api HTTP/1.1\r\nHost: rebound.example\r\nContent-Length: 40\r\n\r\n"
     status, answer = server.ask(head)
     assert status == 403
     assert "Host" in message(answer)
 
 
-def test_a_body_ends_at_the_limit_and_its_sender_sees_the_refusal(server: Running) -> None:
+def test_a_too_long_body_is_refused_and_its_sender_reads_the_refusal(server: Running) -> None:
     fits = PUT + b"Content-Length: %d\r\n\r\n" % LIMIT
     status, answer = server.ask(fits, b"x" * LIMIT)
     assert (status, len(answer.partition(b"\r\n\r\n")[2])) == (200, LIMIT)
@@ -339,7 +339,7 @@ def test_a_body_ends_at_the_limit_and_its_sender_sees_the_refusal(server: Runnin
     assert (status, message(answer)) == expected
 
 
-def test_what_a_refused_client_still_sends_is_dropped_for_a_moment(server: Running) -> None:
+def test_data_of_a_refused_client_is_dropped_for_a_moment(server: Running) -> None:
     with server.connect() as client:
         client.sendall(PUT + b"Content-Length: 9999\r\n\r\n")
         assert read(client)[0] == 413
@@ -357,7 +357,7 @@ LENGTHS = [b"-1", b"+1", b"1_0", b"0x1", b"1.0", b"1e3", b"\xb2", b"", b"5, 5", 
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_content_length_that_is_no_number_is_one_line(server: Running, length: bytes) -> None:
+def test_an_invalid_content_length_is_one_line(server: Running, length: bytes) -> None:
     status, answer = server.ask(PUT + b"Content-Length: " + length + b"\r\n\r\n")
     assert status == 400
     assert "Content-Length" in message(answer)
@@ -387,7 +387,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_heads_that_python_cannot_convert_are_no_traceback(
+def test_heads_that_python_cannot_parse_cause_no_traceback(
     server: Running, head: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     status, answer = server.ask(head)
@@ -397,7 +397,7 @@ def test_heads_that_python_cannot_convert_are_no_traceback(
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
-def test_a_head_has_a_length(server: Running) -> None:
+def test_long_heads_are_refused(server: Running) -> None:
     for length, expected in ((MAX_HEAD_BYTES - 200, 200), (MAX_HEAD_BYTES, 431)):
         status, answer = server.ask(HEALTH[:-2] + b"X: " + b"x" * length + b"\r\n\r\n")
         assert status == expected

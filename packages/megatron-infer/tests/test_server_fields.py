@@ -1,4 +1,4 @@
-"""A body is accepted exactly if its schema, and what the schema cannot say, allow it."""
+"""A body is accepted if and only if its schema and the checks beyond the schema allow it."""
 
 import json
 import math
@@ -56,7 +56,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("body", "names"), REFUSALS, ids=[names for _, names in REFUSALS])
-def test_what_is_wrong_is_named_in_one_line(body: Any, names: str) -> None:
+def test_errors_are_named_in_one_line(body: Any, names: str) -> None:
     if isinstance(body, dict) and body and "prompts" not in body:
         body = GOOD | body
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_named_in_one_line(body: Any, names: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_fields_that_are_not_honoured_are_refused_by_name(name: str) -> None:
+def test_unsupported_fields_are_refused_by_name(name: str) -> None:
     with pytest.raises(RequestError, match=f"^{name} is not supported: ") as refused:
         parse_request(json.dumps(GOOD | {name: 1}).encode(), SCHEMA)
     assert refused.value.status == 400
@@ -100,7 +100,7 @@ VALUES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=3), st.li
     )
 )
 def test_a_body_is_accepted_exactly_if_the_schema_allows_it(body: dict[str, Any]) -> None:
-    """The published schema is true: what it forbids is refused, what it allows is understood."""
+    """Compares the published schema with the parser: both refuse and accept the same bodies."""
     allowed = jsonschema.Draft202012Validator(SCHEMA).is_valid(body)
     together = allowed and (
         not (body.get("top_k", 0) > 0 and body.get("top_p", 0) > 0)

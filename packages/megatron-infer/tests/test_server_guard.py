@@ -1,4 +1,4 @@
-"""Whose requests are answered: the token and nothing like it, this machine's names and no other."""
+"""Checks of senders: only the exact token and only names of this machine are accepted."""
 
 import pytest
 from megatron_infer import ServerSettings
@@ -50,7 +50,7 @@ NEARLY = [
 
 
 @pytest.mark.parametrize("sent", NEARLY, ids=ascii)
-def test_what_is_nearly_the_token_is_refused(sent: str) -> None:
+def test_tokens_that_are_almost_right_are_refused(sent: str) -> None:
     for path in ("/api", "/info", "/no", "/health/", "/healthy", "/HEALTH", ""):
         with pytest.raises(RequestError, match="send the header Authorization") as refused:
             check_credentials(path, "localhost", sent, GUARDED)
@@ -60,7 +60,7 @@ def test_what_is_nearly_the_token_is_refused(sent: str) -> None:
         check_credentials(path, "localhost", sent, GUARDED)
 
 
-def test_the_token_is_answered_whatever_the_host() -> None:
+def test_the_token_is_accepted_with_any_host() -> None:
     for host in ("localhost", "example.org", ""):
         check_credentials("/api", host, f"Bearer {TOKEN}", GUARDED)
 
@@ -96,7 +96,7 @@ def test_the_token_is_answered_whatever_the_host() -> None:
     ],
     ids=ascii,
 )
-def test_a_name_that_is_not_this_machines_is_refused_everywhere(host: str) -> None:
+def test_foreign_host_names_are_refused_everywhere(host: str) -> None:
     for path in ("/api", "/info", *OPEN_PATHS):
         with pytest.raises(
             RequestError, match="the Host header does not name this server"
@@ -108,11 +108,11 @@ def test_a_name_that_is_not_this_machines_is_refused_everywhere(host: str) -> No
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:5000", "[::1]:5000", "localhost:"]
 )
-def test_this_machines_names_are_answered_without_a_token(host: str) -> None:
+def test_names_of_this_machine_are_accepted_without_a_token(host: str) -> None:
     check_credentials("/api", host, "", LOCAL)
 
 
-def test_a_server_has_the_name_it_listens_on() -> None:
+def test_the_listening_address_is_accepted_as_host() -> None:
     for address, host in (
         ("127.0.0.2", "127.0.0.2:5000"),
         ("::1", "[::1]"),

@@ -1,4 +1,4 @@
-"""Numbers of any length and form, in every field that the OpenAPI document calls a number."""
+"""Numbers of any length and form in every numeric field of the OpenAPI document."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ NUMBERS = [
 
 
 def numeric_fields() -> list[tuple[str, str, str, dict[str, Any]]]:
-    """Method, path, name and schema of every number that a body of the document may have."""
+    """Yields method, path, name and schema of every numeric field of a body in the document."""
     document = openapi_document(POSITIONS, needs_token=False)
     found = []
     for path, operations in document["paths"].items():
@@ -39,7 +39,7 @@ def numeric_fields() -> list[tuple[str, str, str, dict[str, Any]]]:
                 for name, field in schema["properties"].items():
                     if field["type"] in ("integer", "number"):
                         found.append((method, path, name, field))
-                    else:  # a number inside of it would need a test of its own
+                    else:  # a nested number would need a separate test
                         assert '"number"' not in json.dumps(field)
                         assert '"integer"' not in json.dumps(field)
     return found
@@ -57,7 +57,7 @@ def client(make_model: Callable[..., GPT]) -> Iterator[FlaskClient]:
 
 
 def allowed(text: str, field: dict[str, Any]) -> bool:
-    """Whether the schema allows a number; integers are exact, all others float64."""
+    """Returns whether the schema allows a number; integers are exact, all others float64."""
     whole = text.removeprefix("-").isdigit()
     value = Decimal(text) if whole else Decimal(float(text))
     return (
@@ -76,7 +76,7 @@ def test_the_document_has_numbers_to_try() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "name", "field"), FIELDS, ids=[f"{one[1]}-{one[2]}" for one in FIELDS]
 )
-def test_a_number_of_any_length_is_taken_or_refused_by_name(
+def test_numbers_of_any_length_are_accepted_or_refused_by_name(
     client: FlaskClient,
     caplog: pytest.LogCaptureFixture,
     method: str,
@@ -106,7 +106,7 @@ def test_a_number_of_any_length_is_taken_or_refused_by_name(
 @pytest.mark.parametrize(
     "text", ["NaN", "Infinity", "-Infinity", "+1", "01", "1.", ".5", "0x1", "1_0"]
 )
-def test_what_json_does_not_call_a_number_is_refused(client: FlaskClient, text: str) -> None:
+def test_invalid_json_numbers_are_refused(client: FlaskClient, text: str) -> None:
     body = f'{{"prompts": ["a"], "temperature": {text}}}'
     answer = client.put("/api", data=body, content_type="application/json")
     assert answer.status_code == 400

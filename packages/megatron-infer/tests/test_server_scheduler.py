@@ -1,4 +1,4 @@
-"""Shares of clients: places to run, places to wait, and passes through the model."""
+"""Shares of clients: running slots, waiting slots, and passes through the model."""
 
 import queue
 
@@ -37,7 +37,7 @@ def test_passes_alternate_between_clients_and_then_between_their_requests() -> N
     assert [scheduler.next_job() for _ in range(4)] == [a1, a2, a3, a1]
 
 
-def test_a_newcomer_is_next_and_gains_nothing_by_coming_again() -> None:
+def test_a_new_client_is_next_and_gains_nothing_by_more_requests() -> None:
     scheduler = Scheduler(max_running=4, max_waiting=8)
     fill(scheduler, "aa")
     scheduler.start()
@@ -52,7 +52,7 @@ def test_a_newcomer_is_next_and_gains_nothing_by_coming_again() -> None:
     assert len(scheduler) == 2
 
 
-def test_no_client_has_every_place_to_run() -> None:
+def test_no_client_gets_all_running_slots() -> None:
     scheduler = Scheduler(max_running=4, max_waiting=8)
     fill(scheduler, "aaaaa")
     scheduler.start()
@@ -66,14 +66,14 @@ def test_no_client_has_every_place_to_run() -> None:
 
 
 @pytest.mark.parametrize(("places", "alone"), [(1, 1), (2, 1), (3, 2)])
-def test_a_client_alone_leaves_one_place_if_there_is_more_than_one(places: int, alone: int) -> None:
+def test_a_single_client_leaves_one_running_slot(places: int, alone: int) -> None:
     scheduler = Scheduler(max_running=places, max_waiting=8)
     fill(scheduler, "aaaa")
     scheduler.start()
     assert len(scheduler.running) == alone
 
 
-def test_who_runs_least_is_next_and_among_equals_who_came_first() -> None:
+def test_the_client_with_the_fewest_running_requests_is_next() -> None:
     scheduler = Scheduler(max_running=4, max_waiting=20)
     first = fill(scheduler, "aaab")
     scheduler.start()
@@ -85,7 +85,7 @@ def test_who_runs_least_is_next_and_among_equals_who_came_first() -> None:
     assert len(scheduler) == len(waiting)
 
 
-def test_what_is_not_encoded_yet_keeps_its_place_and_does_not_run() -> None:
+def test_unencoded_requests_keep_their_slot_and_do_not_run() -> None:
     scheduler = Scheduler(max_running=1, max_waiting=2)
     slow, quick = make("a", ready=False), make("b")
     scheduler.add(slow)
@@ -102,7 +102,7 @@ def test_what_is_not_encoded_yet_keeps_its_place_and_does_not_run() -> None:
     assert scheduler.running == [slow]
 
 
-def test_the_queue_is_as_long_as_it_says() -> None:
+def test_the_queue_has_its_configured_length() -> None:
     scheduler = Scheduler(max_running=2, max_waiting=3)
     fill(scheduler, "aaaaa")
     with pytest.raises(queue.Full, match="5 requests are running or waiting"):
@@ -112,7 +112,7 @@ def test_the_queue_is_as_long_as_it_says() -> None:
     assert scheduler.add(make("a")) is None
 
 
-def test_a_newcomer_takes_the_newest_place_of_the_largest_share() -> None:
+def test_a_new_request_replaces_the_newest_of_the_largest_share() -> None:
     scheduler = Scheduler(max_running=2, max_waiting=4)
     a1, a2, a3, a4, b1, _ = fill(scheduler, "aaaabb")
     scheduler.start()
@@ -127,7 +127,7 @@ def test_a_newcomer_takes_the_newest_place_of_the_largest_share() -> None:
     assert b1 in scheduler.running
 
 
-def test_no_place_changes_hands_where_that_only_turns_shares_around() -> None:
+def test_a_replacement_must_not_reverse_the_shares() -> None:
     scheduler = Scheduler(max_running=2, max_waiting=1)
     fill(scheduler, "aab")
     scheduler.start()
@@ -137,7 +137,7 @@ def test_no_place_changes_hands_where_that_only_turns_shares_around() -> None:
     assert scheduler.add(make("c")) is loser
 
 
-def test_what_runs_is_never_taken_away() -> None:
+def test_running_requests_are_never_replaced() -> None:
     scheduler = Scheduler(max_running=3, max_waiting=0)
     fill(scheduler, "aab")
     scheduler.start()
@@ -146,11 +146,11 @@ def test_what_runs_is_never_taken_away() -> None:
     assert clients(scheduler.running) == "aba"
 
 
-def test_requests_ahead_are_counted_if_there_is_no_place() -> None:
+def test_requests_ahead_are_counted_if_no_slot_is_free() -> None:
     scheduler = Scheduler(max_running=3, max_waiting=9)
     assert scheduler.requests_ahead("a") == 0
     fill(scheduler, "aa")
-    assert scheduler.requests_ahead("b") == 2  # those that came before have not begun
+    assert scheduler.requests_ahead("b") == 2  # earlier requests have not started
     scheduler.start()
     assert scheduler.requests_ahead("a") == 2
     assert scheduler.requests_ahead("b") == 0
@@ -159,7 +159,7 @@ def test_requests_ahead_are_counted_if_there_is_no_place() -> None:
     assert scheduler.requests_ahead("d") == 4
 
 
-def test_nothing_is_kept_of_clients_that_have_gone() -> None:
+def test_nothing_is_stored_for_clients_without_requests() -> None:
     scheduler = Scheduler(max_running=4, max_waiting=4)
     for number in range(100):
         (job,) = fill(scheduler, chr(1000 + number))

@@ -1,4 +1,4 @@
-"""The queue: order, limits, clients that go away, and the end."""
+"""The service: order, limits, clients that disconnect, and closing."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ STAY = lambda: False  # noqa: E731
 
 
 class Gate:
-    """Holds every forward pass until it is let through."""
+    """Blocks every forward pass until it is released."""
 
     def __init__(self) -> None:
         self.passes = threading.Semaphore(0)
@@ -70,7 +70,7 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_requests_are_answered_in_order_and_too_many_are_refused(
+def test_requests_are_processed_in_order_and_too_many_are_refused(
     service: GenerationService, gate: Gate
 ) -> None:
     jobs = [service.submit(ask(prompt=prompt)) for prompt in "abc"]
@@ -125,7 +125,7 @@ def test_a_client_that_leaves_before_any_text_stops_its_generation(
     assert job.cancelled
 
 
-def test_who_leaves_the_queue_makes_room(service: GenerationService, gate: Gate) -> None:
+def test_a_cancelled_request_frees_its_slot(service: GenerationService, gate: Gate) -> None:
     jobs = [service.submit(ask()) for _ in range(3)]
     jobs[1].cancel()
     late = service.submit(ask(prompt="z"))
@@ -143,7 +143,7 @@ def test_a_closed_service_has_no_thread(make_model: Callable[..., GPT]) -> None:
 
 @pytest.fixture
 def shared(make_model: Callable[..., GPT], gate: Gate) -> Iterator[GenerationService]:
-    """A service as the command makes it: several requests take turns."""
+    """Returns a service with the defaults of the command: several requests take turns."""
     service = GenerationService(make_model(vocab_size=257), ByteTokenizer())
     yield service
     for job in service._scheduler:
@@ -152,7 +152,7 @@ def shared(make_model: Callable[..., GPT], gate: Gate) -> Iterator[GenerationSer
     service.close()
 
 
-def test_a_short_request_is_not_held_up_by_a_long_one(
+def test_a_short_request_does_not_wait_for_a_long_one(
     shared: GenerationService, gate: Gate
 ) -> None:
     long = shared.submit(ask(tokens=47), "long")
@@ -160,7 +160,7 @@ def test_a_short_request_is_not_held_up_by_a_long_one(
     wait_until(lambda: gate.count == 3)
     short = shared.submit(ask(tokens=5), "short")
     assert short.requests_ahead == 0
-    gate.let(11)  # one is under way, then every second one
+    gate.let(11)  # one pass is running, then every second one
     assert result(short).finish_reasons == ["length"]
     assert not long.cancelled
     assert shared.unfinished == 1
@@ -187,7 +187,7 @@ def test_a_client_with_many_long_requests_has_the_same_share(
     assert not any(job.cancelled for job in greedy[:-1])
 
 
-def test_50_clients_are_served_in_their_turn(
+def test_50_clients_are_served_in_order(
     make_model: Callable[..., GPT], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
@@ -206,10 +206,10 @@ def test_50_clients_are_served_in_their_turn(
         assert result(job).finish_reasons == ["length"]
     service.close()
     assert ended == sorted(ended)
-    assert gate.count == 100  # and no pass more
+    assert gate.count == 100  # and no further pass
 
 
-def test_requests_that_take_turns_get_what_they_get_alone(
+def test_concurrent_requests_equal_single_ones(
     make_model: Callable[..., GPT],
 ) -> None:
     service = GenerationService(make_model(vocab_size=257), ByteTokenizer())
@@ -234,7 +234,7 @@ def allocate_on_a_device() -> None:
 
 
 @pytest.mark.parametrize("allocate", [allocate_on_the_host, allocate_on_a_device])
-def test_a_request_that_fails_does_not_end_those_it_takes_turns_with(
+def test_a_failed_request_does_not_end_concurrent_ones(
     shared: GenerationService,
     gate: Gate,
     monkeypatch: pytest.MonkeyPatch,
@@ -267,7 +267,7 @@ def test_a_prompt_that_is_refused_leaves_the_queue(shared: GenerationService, ga
     assert shared.unfinished == 0
 
 
-def test_the_limit_counts_the_places_that_prompts_take_up(
+def test_the_token_limit_counts_padded_prompts(
     make_model: Callable[..., GPT],
 ) -> None:
     service = GenerationService(
@@ -302,7 +302,7 @@ def test_closing_with_grace_finishes_what_was_accepted(
     assert not closing.is_alive()
 
 
-def test_closing_at_once_answers_everybody(service: GenerationService, gate: Gate) -> None:
+def test_closing_at_once_answers_all_clients(service: GenerationService, gate: Gate) -> None:
     jobs = [service.submit(ask()) for _ in range(2)]
     gate.let(1)
     closing = threading.Thread(target=service.close)
@@ -345,7 +345,7 @@ def test_the_model_is_in_eval_mode_once_for_all_passes(
     assert not model.final_norm.training
 
 
-def test_a_prompt_that_the_tokenizer_refuses_is_the_clients_mistake(
+def test_a_prompt_that_the_tokenizer_refuses_gets_status_400(
     make_model: Callable[..., GPT],
 ) -> None:
     from megatron_data.tokenizers import NullTokenizer
@@ -377,7 +377,7 @@ def test_a_prompt_that_the_tokenizer_refuses_is_the_clients_mistake(
         *(({name: 10**30}, f"--{name.replace('_', '-')} 10{{30}}") for name in RANGES),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, object], names: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, object], names: str) -> None:
     with pytest.raises(InferError, match=names):
         ServerSettings(**settings)
 
@@ -390,7 +390,7 @@ def test_addresses_of_this_machine_need_no_token() -> None:
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_settings_reach_both_ends_of_their_range_and_no_further(name: str) -> None:
+def test_settings_are_accepted_exactly_within_their_range(name: str) -> None:
     least, most = RANGES[name]
     for value in (least, most):
         assert getattr(ServerSettings(**{name: value}), name) == value

@@ -1,4 +1,4 @@
-"""The end of a server: signals that another thread takes, sockets that another thread waits for."""
+"""Stopping a server: signals that another thread receives, and closing of its sockets."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ print(_first(received) == signal.SIGTERM)
 """
 
 
-def test_a_signal_that_another_thread_takes_is_noticed() -> None:
+def test_a_signal_that_another_thread_receives_is_handled() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=False
     )

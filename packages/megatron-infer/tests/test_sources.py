@@ -1,4 +1,4 @@
-"""Generation from a source text, against passes of the whole model without a cache, in float64."""
+"""Generation from a source text, compared with passes of the model without a cache in float64."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,7 +49,7 @@ LAYOUTS = {
 def make(
     mesh: Mesh, positions: str = "learned", *, sequence_parallel: bool = False, vocab: int = 61
 ) -> list[EncoderDecoder]:
-    """All stages of this rank, whose choices differ from place to place and source to source."""
+    """Returns all stages of this rank, with weights that make the output vary."""
     config = EncoderDecoderConfig(
         num_layers=4,
         encoder_num_layers=2,
@@ -67,7 +67,7 @@ def make(
 
 @torch.no_grad()
 def without_cache(model: EncoderDecoder, source: list[int], start: list[int]) -> torch.Tensor:
-    """Tokens by their definition, and the log-probabilities of all of them but the first."""
+    """Returns tokens by definition, and the log-probabilities of all of them but the first."""
     tokens = list(start)
     text = torch.tensor([source])
     for _ in range(GREEDY.max_new_tokens):
@@ -84,12 +84,12 @@ def expected(request: pytest.FixtureRequest) -> tuple[str, list[tuple[int, ...]]
     found = [without_cache(model, *one) for one in zip(SOURCES, STARTS, strict=True)]
     tokens = [tuple(one.tolist()) for one, _ in found]
     assert len({token for one in tokens for token in one}) > 8  # not a constant
-    assert tokens[0] != tokens[2]  # of another source, begun alike
+    assert tokens[0] != tokens[2]  # another source with the same start
     return request.param, tokens, [scores for _, scores in found]
 
 
 @pytest.mark.parametrize("bound", [4096, 12, 1])
-def test_sources_in_a_batch_equal_each_alone_without_a_cache(
+def test_batched_sources_equal_each_alone_without_cache(
     expected: tuple, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     positions, tokens, scores = expected
@@ -106,7 +106,7 @@ def test_sources_in_a_batch_equal_each_alone_without_a_cache(
             torch.testing.assert_close(made, truth, rtol=0, atol=1e-9)
 
 
-def test_the_encoder_runs_once_and_its_keys_are_made_once() -> None:
+def test_the_encoder_and_its_keys_are_computed_once() -> None:
     (model,) = make(Mesh.single())
     calls = {"encoder": 0, "kv": 0, "decoder": 0}
 
@@ -126,7 +126,7 @@ def test_the_encoder_runs_once_and_its_keys_are_made_once() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_of_a_cut_model_yield_what_one_does(
+def test_all_ranks_of_a_sharded_model_equal_one_rank(
     expected: tuple, worker_pool: WorkerPool, layout: str
 ) -> None:
     positions, tokens, _ = expected
@@ -141,12 +141,12 @@ def test_all_ranks_of_a_cut_model_yield_what_one_does(
 
 
 class BeginsWithZero(ByteTokenizer):
-    """Bytes, and a token that begins a text."""
+    """A byte tokenizer with a begin-of-text token."""
 
     bos_id = 0
 
 
-def test_a_text_is_written_from_a_source() -> None:
+def test_a_text_is_generated_from_a_source() -> None:
     (model,) = make(Mesh.single(), vocab=257)
     tokenizer, sources = BeginsWithZero(), ["One.", "Another source"]
     params = SamplingParams(max_new_tokens=4, temperature=0.0)
@@ -179,7 +179,7 @@ def test_impossible_sources_are_named(sources: Sequence[Sequence[int]] | None, n
 
 @pytest.fixture
 def run(tmp_path: Path) -> str:
-    """A run's folder with one checkpoint, whose tokenizer has a token that begins a text."""
+    """Returns a run with one checkpoint, whose tokenizer has a begin-of-text token."""
     (model,) = make(Mesh.single(), vocab=257)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     numbers = {letter: number for number, letter in enumerate(alphabet)}
@@ -201,7 +201,7 @@ def run(tmp_path: Path) -> str:
     return str(tmp_path / "run")
 
 
-def test_the_stages_of_a_checkpoint_write_what_the_whole_model_does(
+def test_the_stages_of_a_checkpoint_equal_the_whole_model(
     run: str, worker_pool: WorkerPool
 ) -> None:
     def written(mesh: Mesh) -> list:
@@ -214,7 +214,7 @@ def test_the_stages_of_a_checkpoint_write_what_the_whole_model_does(
         assert worker_pool.run_mesh(layout, written) == [expected] * 2
 
 
-def test_the_command_writes_from_sources(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_generates_from_sources(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["generate", "--load", run, "--max-new-tokens", "5", "--temperature", "0"]
     loaded = load_model(run)
     params = SamplingParams(max_new_tokens=5, temperature=0.0)
@@ -240,7 +240,7 @@ def test_the_command_writes_from_sources(run: str, capsys: pytest.CaptureFixture
         (["chat"], 1, "use `megatron-infer generate --source TEXT`"),
     ],
 )
-def test_commands_say_what_a_model_with_an_encoder_needs(
+def test_commands_name_what_a_model_with_an_encoder_needs(
     run: str, words: list[str], status: int, names: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, *others = words

@@ -64,21 +64,21 @@ def test_norm_of_a_hundred_million_fp32_elements_is_right() -> None:
     assert sum_of_squares([gradient]).item() == pytest.approx(exact, rel=1e-6)
 
 
-def test_gradients_that_are_not_contiguous_count_whole() -> None:
+def test_non_contiguous_gradients_are_counted() -> None:
     gradient = torch.arange(3 * 5000, dtype=torch.float64).view(3, 5000).T
     assert sum_of_squares([gradient]).item() == pytest.approx(
         sum(k * k for k in range(15000)), rel=1e-14
     )
 
 
-def test_coefficient_is_megatrons() -> None:
+def test_the_clip_coefficient_equals_megatrons() -> None:
     assert clip_coefficient(torch.tensor(4.0, dtype=torch.float64), 1.0) == 1.0 / (4.0 + 1e-6)
     assert clip_coefficient(torch.tensor(0.5, dtype=torch.float64), 1.0) == 1.0
     assert clip_coefficient(torch.tensor(1.0, dtype=torch.float64), 1.0) == 1.0 / (1.0 + 1e-6)
     assert clip_coefficient(torch.tensor(4.0, dtype=torch.float64), 0.0) == 1.0
 
 
-def test_nothing_to_clip_has_norm_zero(mesh: Mesh) -> None:
+def test_the_norm_of_no_gradients_is_zero(mesh: Mesh) -> None:
     assert gradient_norm({}, {}, mesh) == 0.0
     assert gradient_norm({}, {}, mesh, norm_type=math.inf) == 0.0
 

@@ -64,7 +64,7 @@ def test_twenty_steps_equal_torch_adamw_with_clipping(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
-def test_embedding_and_output_follow_a_learning_rate_of_their_own(mesh: Mesh) -> None:
+def test_embedding_and_output_use_the_decoupled_learning_rate(mesh: Mesh) -> None:
     start = {n: torch.linspace(-1, 1, 6, dtype=torch.float64) for n in ("word", "gain", "output")}
     ours = {name: nn.Parameter(tensor.clone().view(2, 3)) for name, tensor in start.items()}
     theirs = {name: nn.Parameter(tensor.clone().view(2, 3)) for name, tensor in start.items()}
@@ -210,7 +210,7 @@ def test_bf16_parameters_follow_an_fp32_run_of_the_same_gradients(
         assert torch.equal(low.get_parameter(name).data, parameter.data.bfloat16())
 
 
-def test_main_parameters_follow_weights_that_were_loaded_alone(
+def test_main_parameters_are_reloaded_from_loaded_weights(
     model: Model, build: Callable[..., Optimizer]
 ) -> None:
     network = model(torch.bfloat16)
@@ -237,7 +237,7 @@ def test_a_parameter_the_backward_did_not_reach_has_gradient_zero(
         assert torch.equal(a, b)
 
 
-def test_frozen_parameters_stay_out(model: Model, build: Callable[..., Optimizer]) -> None:
+def test_frozen_parameters_are_left_out(model: Model, build: Callable[..., Optimizer]) -> None:
     network = model()
     network[0].weight.requires_grad_(False)
     before = network[0].weight.clone()
@@ -263,7 +263,7 @@ def test_mistakes_are_named(mesh: Mesh) -> None:
         Optimizer(TrainableParameters({"a": weight}, table, mesh), CONFIG).load_scalars({})
 
 
-def test_gradients_may_be_handed_in(model: Model, mesh: Mesh, table: Table) -> None:
+def test_gradients_may_come_from_buffers(model: Model, mesh: Mesh, table: Table) -> None:
     """Gradients from buffers are used without conversion; those of the parameters are ignored."""
     network, reference = model(torch.bfloat16), model(torch.bfloat16).float()
     generator = torch.Generator().manual_seed(1)

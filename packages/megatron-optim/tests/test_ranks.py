@@ -159,7 +159,7 @@ def test_twenty_steps_on_gradient_buffers_equal_one_rank(
             torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-12)
 
 
-def test_a_tied_weight_counted_on_both_stages_shows(worker_pool: WorkerPool) -> None:
+def test_counting_a_tied_weight_on_both_stages_is_detected(worker_pool: WorkerPool) -> None:
     twice = dataclasses.replace(TIED, tied=False)
     right, _ = pipeline_steps(Mesh.single(), times=1)
     layout = ParallelLayout(pp=2, dp=1)

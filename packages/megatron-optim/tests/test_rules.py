@@ -143,7 +143,7 @@ MARK = 7
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_rule_of_another_distribution_updates_and_keeps_its_state(
+def test_a_rule_of_another_distribution_updates_and_saves_its_state(
     model: Model, table: Table, mesh: Mesh
 ) -> None:
     network = model()
@@ -172,7 +172,7 @@ def test_a_rule_of_another_distribution_updates_and_keeps_its_state(
 
 
 @pytest.mark.usefixtures("installed")
-def test_matrices_go_to_the_rule_that_needs_them_and_the_rest_to_another(mesh: Mesh) -> None:
+def test_matrices_use_their_rule_and_other_parameters_the_fallback(mesh: Mesh) -> None:
     table = {
         "embedding": Sharding((9, 4), vocabulary=True),
         "fused": Sharding((2, 3, 4), fused_dim=0),
@@ -244,7 +244,7 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_rule_has_the_settings_of_its_own_and_no_others() -> None:
+def test_a_rule_gets_only_its_own_settings() -> None:
     given = OptimizerConfig(optimizer="slowed", settings=Slowness(0.25))
     rule, others = build_rules(given)
     assert (rule.config.settings, others.config.settings) == (Slowness(0.25), None)

@@ -50,7 +50,7 @@ def test_warmup_starts_at_its_initial_value_and_meets_the_decay() -> None:
     assert schedule.at(3000) == 0.0
 
 
-def test_weight_decay_grows_and_then_stays() -> None:
+def test_weight_decay_grows_and_then_stays_constant() -> None:
     linear = WeightDecaySchedule(0.1, 0.5, 100, "linear")
     assert [linear.at(n) for n in (0, 25, 100, 101, 10**9)] == pytest.approx(
         [0.1, 0.2, 0.5, 0.5, 0.5]

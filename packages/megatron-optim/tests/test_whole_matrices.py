@@ -131,7 +131,7 @@ def test_twenty_steps_of_a_distributed_optimizer_equal_one_rank(
         torch.testing.assert_close(restored, expected, rtol=0, atol=1e-12)
 
 
-def test_tensor_parallel_ranks_have_their_part_of_a_matrix(worker_pool: WorkerPool) -> None:
+def test_tensor_parallel_ranks_have_their_shard_of_a_matrix(worker_pool: WorkerPool) -> None:
     parts = [(6, 30), (9, 30), (30, 10)]
     for rank in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), steps, DataParallelConfig(), 1):
         assert rank["seen"] == parts
@@ -143,7 +143,7 @@ def test_tensor_parallel_ranks_have_their_part_of_a_matrix(worker_pool: WorkerPo
     assert sorted(shape for rank in found for shape in rank["seen"]) == sorted(2 * parts)
 
 
-def test_matrices_that_were_cut_are_refused(worker_pool: WorkerPool) -> None:
+def test_sharded_matrices_are_refused(worker_pool: WorkerPool) -> None:
     def message(mesh: Mesh) -> str:
         with pytest.raises(OptimError) as caught:
             steps(mesh, DataParallelConfig(use_distributed_optimizer=True), 1)
