@@ -249,6 +249,6 @@ def test_what_does_not_fit_is_refused(single: Mesh) -> None:
         check_heads(6, 4)
     x, plan = torch.zeros(8, 1, 2, 4), plan_ring(SequenceMask(), ContextSplit.zigzag(16, 2), 0)
     with pytest.raises(
-        LayoutError, match=r"2 ranks of 8 tokens each .* 8 tokens on axis 'cp' of 1"
+        LayoutError, match=r"2 ranks with 8 tokens each, not for 8 tokens on axis 'cp' of 1"
     ):
         ring_attention(x, x, x, plan, single.axis("cp"))

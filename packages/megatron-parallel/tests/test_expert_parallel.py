@@ -243,5 +243,5 @@ def test_what_cannot_be_is_refused_in_one_line(single: Mesh) -> None:
         build_dispatcher("alltoall", mesh, 6, OPS)
     with pytest.raises(LayoutError, match="3 numbers of rows for the 4 ranks of axis 'ep'"):
         RowSplits(mesh.axis("ep"), (1, 1, 1), (1, 1, 1, 1), "rows")
-    with pytest.raises(LayoutError, match="2 rows were given, but 4 are to be sent"):
+    with pytest.raises(LayoutError, match="2 rows were given, but input_splits has 4"):
         start_all_to_all(torch.zeros(2, 1), RowSplits(mesh.axis("ep"), (1,) * 4, (1,) * 4, "rows"))

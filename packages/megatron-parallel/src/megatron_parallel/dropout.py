@@ -1,25 +1,25 @@
-"""Dropout whose mask does not depend on the layout.
+"""Dropout with masks that are the same for every layout.
 
-An element is kept or dropped by a hash of where it stands: (seed, iteration, global sample, layer,
-site, position, channel). Whoever holds the element computes the same answer, so tensor-parallel
-ranks (which cut channels), sequence-parallel ones (positions) and data-parallel ones (samples) drop
-what one rank would drop, recomputation drops what the forward pass dropped, and a resumed run goes
-on as if it had not stopped. There is no generator and no state to save.
+Whether an element is dropped is a hash of (seed, iteration, global sample, layer, site, position,
+channel). Each rank computes the same hash for an element, so tensor-parallel ranks (which cut
+channels), sequence-parallel ranks (positions) and data-parallel ranks (samples) drop the same
+elements as a single rank. Recomputation drops the same elements as the forward pass, and a resumed
+run continues as if it had not stopped. There is no generator and no state to save.
 
     key = DropoutKey.for_batch(seed=1234, iteration=7, samples=numbers, positions=4096)   # [s, b]
     x = keyed_dropout(x, 0.1, key, layer=3, site=1)                             # [s, b, h]
     y = keyed_dropout(y, 0.1, key, layer=3, site=2, channels=tp.index * width)  # [s, b, f/tp]
-    z = keyed_dropout(z, 0.1, key.shard(tp), layer=3, site=3)                    # [s/tp, b, h]
+    z = keyed_dropout(z, 0.1, key.shard(tp), layer=3, site=3)                   # [s/tp, b, h]
 
-The hash is integer arithmetic modulo 2^32: the mixer `triple32` found by C. Wellons' search ("hash
-prospector", public domain), four xor-shifts with three multiplications between them, made a
-function of 64 key bits by an exclusive or before the first xor-shift and one after the first
-multiplication. The key of a (sample, position) is the same function chained over seed, iteration,
-sample and position; layer and site enter as two constants. The hash is part of the format: changing
-it changes every training curve.
+The hash is integer arithmetic modulo 2^32. It is the mixer `triple32`, found by the search of
+C. Wellons ("hash prospector", public domain): four xor-shifts with three multiplications between
+them. An exclusive or before the first xor-shift and one after the first multiplication make it a
+function of 64 key bits. The key of a (sample, position) is the same function chained over seed,
+iteration, sample and position; layer and site enter as two constants. The hash is part of the
+format: changing it changes every training curve.
 
-Only the key, two 32-bit words for each (sample, position), is kept for the backward pass, which
-computes the mask again. Compiled, hash and product are one loop over the elements.
+Only the key, two 32-bit words for each (sample, position), is saved for the backward pass, which
+computes the mask again. In compiled code, hash and product are one loop over the elements.
 """
 
 from dataclasses import dataclass
@@ -38,15 +38,14 @@ _MULTIPLIERS: Final = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)  # triple32
 _SHIFTS: Final = (17, 11, 15, 14)
 _START: Final = (0x243F6A88, 0x85A308D3)  # first digits of pi
 _SITES: Final = (0x13198A2E, 0x03707344)  # the next ones
-_PIECE: Final = 2**18  # elements
+_SLICE: Final = 2**18  # elements
 
 
 @dataclass(frozen=True, eq=False)
 class DropoutKey:
-    """Where the samples and positions of a micro-batch stand, as two words of hash for each.
+    """Hashes of the samples and positions of a micro-batch, two words for each token.
 
-    Made by `for_batch`, once for each micro-batch and outside of compiled code. Cheap: 8 bytes for
-    each token.
+    Built by `for_batch`, once per micro-batch and outside compiled code. Takes 8 bytes per token.
 
     Attributes:
         word0: `[s, b]`, int32.
@@ -68,12 +67,12 @@ class DropoutKey:
         """Returns the key of one micro-batch.
 
         Args:
-            seed: Of the run; its lowest 64 bits count.
-            iteration: Number of the step; its lowest 64 bits count.
-            samples: Number of each sample, for instance in the global batch: the same for every
-                layout, whichever rank and micro-batch it falls to.
-            positions: Place of each token in its sequence, not in its document; a number `s` stands
-                for `0 ... s - 1`.
+            seed: Seed of the run, of which the lowest 64 bits are used.
+            iteration: Index of the step, of which the lowest 64 bits are used.
+            samples: Index of each sample, for example in the global batch. Must be the same for
+                every layout.
+            positions: Index of each token in its sequence, not in its document. A number `s` means
+                `0 ... s - 1`.
         """
         if isinstance(positions, int):
             positions = torch.arange(positions, device=samples.device)
@@ -87,7 +86,7 @@ class DropoutKey:
         samples: Int[Tensor, "#s #b"],
         positions: Int[Tensor, "#s #b"],
     ) -> "DropoutKey":
-        """Returns the key of tokens that may come from any samples; see `for_batch`."""
+        """Returns the key of tokens that may come from any samples. See `for_batch`."""
         device = samples.device
         words = tuple(torch.tensor(_signed(word), dtype=torch.int32) for word in _START)
         for number in (seed, iteration):
@@ -100,7 +99,11 @@ class DropoutKey:
         return cls(word0, word1)
 
     def shard(self, axis: Axis) -> "DropoutKey":
-        """Returns the key of this rank's part of the sequence, as sequence parallelism cuts it."""
+        """Returns the key of this rank's part of the sequence under sequence parallelism.
+
+        Raises:
+            LayoutError: The axis size does not divide the length of the sequence.
+        """
         length = self.word0.shape[0]
         if length % axis.size:
             raise LayoutError(
@@ -111,12 +114,12 @@ class DropoutKey:
         return self.narrow(start, start + length // axis.size)
 
     def select(self, indices: Int[Tensor, "#b part"]) -> "DropoutKey":
-        """Returns the key of the tokens at `indices`, as context parallelism cuts the sequence."""
+        """Returns the key of the tokens at `indices`, for context parallelism."""
         rows = indices.t().expand(-1, self.word0.shape[1])
         return DropoutKey(self.word0.gather(0, rows), self.word1.gather(0, rows))
 
     def narrow(self, start: int, stop: int) -> "DropoutKey":
-        """Returns the key of rows `start <= i < stop` of the sequence."""
+        """Returns the key of the tokens with index `start <= i < stop` in the sequence."""
         return DropoutKey(self.word0[start:stop], self.word1[start:stop])
 
 
@@ -129,22 +132,22 @@ def keyed_dropout(
     site: int,
     channels: int | Int[Tensor, "..."] = 0,
 ) -> Float[Tensor, "s b *channels"]:
-    """Zeros a fraction `p` of the elements and multiply the others by `1 / (1 - p)`.
+    """Zeros elements with probability `p` and multiplies the others by `1 / (1 - p)`.
 
-    Sequence first, then the micro-batch: attention probabilities `[b, n, s, t]` are handed in as a
-    permuted view. With `p=0` it returns `x` itself. It can be differentiated once.
+    Returns `x` itself if `p` is 0. Can be differentiated once.
 
     Args:
-        x: `[s, b, ...]`; whatever follows `[s, b]` are channels, numbered row by row.
+        x: `[s, b, ...]`. All dims after `[s, b]` are channels, indexed in row-major order.
+            Attention probabilities `[b, n, s, t]` are passed as a permuted view.
         p: Probability of dropping an element, `0 <= p < 1`.
-        key: Of the same `[s, b]`.
-        layer: Global number of the layer.
-        site: Number of the place in the layer, different for each call of `keyed_dropout`.
-        channels: Global number of the first channel, where a rank holds one range of them; or the
-            numbers of all, in a shape that broadcasts to that of the channels.
+        key: Key of the same `[s, b]`.
+        layer: Global index of the layer.
+        site: Index of the call of `keyed_dropout` in the layer.
+        channels: Global index of the first channel, if this rank holds one range of channels; or
+            the indices of all channels, in a shape that broadcasts to that of the channels.
 
     Raises:
-        LayoutError: A probability out of range, or a key of another shape.
+        LayoutError: `p` is out of range, or the key has another shape.
     """
     if not 0.0 <= p < 1.0:
         raise LayoutError(f"dropout probability {p} is not in 0 <= p < 1")
@@ -166,7 +169,7 @@ def keep_mask(
     site: int,
     channels: int | Int[Tensor, "..."] = 0,
 ) -> Bool[Tensor, "s b *channels"]:
-    """Returns the mask that `keyed_dropout` applies to a tensor of `shape`: True where it keeps."""
+    """Returns the mask of `keyed_dropout` for a tensor of `shape`; True for elements it keeps."""
     _require_shape(shape, key)
     numbers = _numbers(torch.empty(shape, device="meta"), channels).to(key.word0.device)
     return _keep(key.word0, key.word1, numbers, p, layer, site)
@@ -185,31 +188,31 @@ class _Dropout(Function):
         site: int,
     ) -> Tensor:
         ctx.save_for_backward(word0, word1, channels)
-        ctx.place = p, layer, site
+        ctx.options = p, layer, site
         return _drop(x, word0, word1, channels, p, layer, site)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _drop(grads[0], *ctx.saved_tensors, *ctx.place)
+        gradient = _drop(grads[0], *ctx.saved_tensors, *ctx.options)
         return gradient, None, None, None, None, None, None
 
 
 def _drop(
     x: Tensor, word0: Tensor, word1: Tensor, channels: Tensor, p: float, layer: int, site: int
 ) -> Tensor:
-    """Scaled `x` with zeros; in pieces that fit into a CPU's cache, where nothing fuses loops."""
-    place = (p, layer, site)
+    """Returns the scaled `x` with zeros. On a CPU, in slices that fit into the cache."""
+    options = (p, layer, site)
     if torch.compiler.is_compiling():
-        # Not in place: torch 2.11 compiles what was changed in place to a result without gradient.
-        dropped = _keep(word0, word1, channels, *place).logical_not()
+        # Not in place: torch 2.11 compiles in-place changes to a result without gradient.
+        dropped = _keep(word0, word1, channels, *options).logical_not()
         return torch.mul(x, 1.0 / (1.0 - p)).masked_fill(dropped, 0.0)
     result = torch.empty_like(x)
     if x.device.type != "cpu":
-        return _drop_into(result, x, word0, word1, channels, *place)
-    rows = max(1, _PIECE // max(1, x[:1].numel()))
+        return _drop_into(result, x, word0, word1, channels, *options)
+    rows = max(1, _SLICE // max(1, x[:1].numel()))
     for start in range(0, len(x), rows):
-        here = slice(start, start + rows)
-        _drop_into(result[here], x[here], word0[here], word1[here], channels, *place)
+        part = slice(start, start + rows)
+        _drop_into(result[part], x[part], word0[part], word1[part], channels, *options)
     return result
 
 
@@ -230,16 +233,16 @@ def _drop_into(
 def _keep(
     word0: Tensor, word1: Tensor, channels: Tensor, p: float, layer: int, site: int
 ) -> Tensor:
-    """Hashes each element and compare with `p`, as if the words were fractions of 2^32."""
+    """Returns whether the hash of each element, as a fraction of 2^32, is at least `p`."""
     rows = (..., *(None,) * channels.dim())
     key0 = (word0 + _signed(_bits_of(layer, _SITES[0], site)))[rows]
     key1 = (word1 ^ _signed(_bits_of(site, _SITES[1], layer)))[rows]
-    # Words are signed: smallest is -2^31.
+    # Words are signed; the smallest is -2^31.
     return _bits(channels, key0, key1) >= round(p * _WORD) - _WORD // 2
 
 
 def _numbers(x: Tensor, channels: int | Tensor) -> Tensor:
-    """Numbers of the channels of `x`, int32 modulo 2^32."""
+    """Returns the indices of the channels of `x`, int32 modulo 2^32."""
     if isinstance(channels, Tensor):
         return _low(channels)
     shape = x.shape[2:]
@@ -252,7 +255,7 @@ def _require_shape(shape: tuple[int, ...], key: DropoutKey) -> None:
     if shape[:2] != key.word0.shape:
         raise LayoutError(
             f"dropout of shape {tuple(shape)} with a key for {tuple(key.word0.shape)}: the first "
-            "two dims are sequence and micro-batch"
+            "two dims must be sequence and micro-batch"
         )
 
 
@@ -260,7 +263,7 @@ def _require_shape(shape: tuple[int, ...], key: DropoutKey) -> None:
 
 
 def _bits(number: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
-    """32 bits of hash of `number` under a key of 64 bits; int32, the keys of one shape."""
+    """Returns a 32-bit hash of `number` under a key of 64 bits, as int32."""
     z = number ^ key0
     shifted = torch.empty_like(z)
     _xor_shift(z, _SHIFTS[0], shifted).mul_(_signed(_MULTIPLIERS[0])).bitwise_xor_(key1)
@@ -270,13 +273,13 @@ def _bits(number: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
 
 
 def _xor_shift(z: Tensor, by: int, shifted: Tensor) -> Tensor:
-    """`z ^= z >> by` in place; torch shifts the sign in, which the mask takes out again."""
+    """Computes `z ^= z >> by` in place. The mask removes the sign bits that torch shifts in."""
     torch.bitwise_right_shift(z, by, out=shifted)
     return z.bitwise_xor_(shifted.bitwise_and_(2 ** (32 - by) - 1))
 
 
 def _bits_of(number: int, key0: int, key1: int) -> int:
-    """Returns the same as `_bits`, of plain numbers below 2^32."""
+    """Returns the same as `_bits`, for Python integers below 2^32."""
     z = (number ^ key0) % _WORD
     z = (z ^ z >> _SHIFTS[0]) * _MULTIPLIERS[0] % _WORD ^ key1 % _WORD
     z = (z ^ z >> _SHIFTS[1]) * _MULTIPLIERS[1] % _WORD
@@ -285,12 +288,12 @@ def _bits_of(number: int, key0: int, key1: int) -> int:
 
 
 def _absorb(word0: Tensor, word1: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the key that continues a key with one more number."""
+    """Returns the key that extends a key by one more number."""
     return _bits(number, word0, word1), _bits(~number, word1, word0)
 
 
 def _signed(number: int) -> int:
-    """Returns the int32 that has the lowest 32 bits of `number`."""
+    """Returns the lowest 32 bits of `number` as a signed number."""
     return (number + _WORD // 2) % _WORD - _WORD // 2
 
 

@@ -1,4 +1,4 @@
-"""How evenly a split shares out the work of attention, counted in pairs of query and key."""
+"""Load balance of attention over context-parallel ranks, in pairs of query and key."""
 
 import torch
 from jaxtyping import Float64, Int
@@ -10,11 +10,12 @@ from megatron_parallel.context_parallel.split import ContextSplit
 def attention_pairs(
     split: ContextSplit, document_ids: Int[Tensor, "b s"] | None = None
 ) -> Float64[Tensor, " ranks"]:
-    """Pairs that the queries of every rank make with keys, under a causal mask.
+    """Returns the number of pairs of query and key of each rank, under a causal mask.
 
     Args:
-        split: How the sequences are shared out.
-        document_ids: Documents that do not see each other; -1 is padding. One document if absent.
+        split: Split of the sequences over the ranks.
+        document_ids: Documents that do not attend to each other; -1 is padding. Defaults to one
+            document.
     """
     if document_ids is None:
         document_ids = torch.zeros(1, split.length, dtype=torch.int32)
@@ -27,5 +28,5 @@ def attention_pairs(
 
 
 def imbalance(work: Float64[Tensor, " ranks"]) -> float:
-    """Work of the busiest rank over that of the average one; the others wait for it."""
+    """Returns the largest work of a rank divided by the average."""
     return float(work.max() / work.mean())

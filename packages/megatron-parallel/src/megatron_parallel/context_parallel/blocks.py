@@ -1,9 +1,9 @@
-"""Which blocks of attention a rank of a ring computes, in pure index arithmetic.
+"""Plans which blocks of attention each rank of a ring computes, from indices and masks only.
 
-A rank has a few queries and sees the keys of every rank once. Both are cut into tiles. Pairs of
-tiles in which nobody may attend to anybody are left out; what is left for a tile of queries is one
-range of keys. Under a causal mask and the zig-zag split that is exactly half of the pairs, on every
-rank and in every step of the ring but the first.
+A rank has its own queries and receives the keys of each rank once. Both are cut into tiles. Pairs
+of tiles in which no query may attend to any key are skipped, and the remaining tiles of keys of a
+tile of queries form one range. Under a causal mask and the zig-zag split, exactly half of the pairs
+remain, on every rank and in every step of the ring except the first.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from megatron_parallel.context_parallel.mask import BlockMask, SequenceMask, gat
 from megatron_parallel.context_parallel.split import ContextSplit
 
 SMALLEST_TILE: Final = 128
-"""Tokens below which documents are not told apart: a call of the block function costs as well."""
+"""Smallest tile in tokens; smaller ones would cost more calls of the block function."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some of a rank's queries against some of the keys of one rank.
+    """A block of attention: some queries of a rank and some keys of one rank.
 
     Attributes:
-        rows: Which of the queries.
-        columns: Which of the keys.
-        mask: Handed to the block function: a `BlockMask`, or what `plan_ring` was told to make
-            of it.
+        rows: The queries.
+        columns: The keys.
+        mask: Argument of the block function: a `BlockMask`, or the result of `lower` in
+            `plan_ring`.
     """
 
     rows: slice
@@ -39,11 +39,11 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """What one rank computes; made once for each micro-batch, for all layers.
+    """The blocks that one rank computes. Built once per micro-batch, for all layers.
 
     Attributes:
-        split: Of the sequence over the ranks of the ring.
-        blocks: For every rank, those with its keys.
+        split: Split of the sequence over the ranks of the ring.
+        blocks: Blocks by the rank that holds the keys.
     """
 
     split: ContextSplit
@@ -59,16 +59,17 @@ def plan_ring(
     """Plans the blocks of rank `index`.
 
     Args:
-        mask: Of the whole sequence.
-        split: Of the sequence over the ranks.
-        index: This rank on the axis.
-        lower: Turns each mask into what the block function takes, once for all layers.
+        mask: Mask of the whole sequence.
+        split: Split of the sequence over the ranks.
+        index: Index of this rank on the axis.
+        lower: Converts each mask to the form that the block function takes. Defaults to no
+            conversion.
     """
     tiles = _tiles(mask, split)
     size = split.local_length // tiles
-    needed, whole = _classify(mask, split, index, tiles)
+    needed, full = _classify(mask, split, index, tiles)
     blocks = []
-    for source, (some, every) in enumerate(zip(needed, whole, strict=True)):
+    for source, (some, every) in enumerate(zip(needed, full, strict=True)):
         found = []
         for first, last, begin, end in _ranges(some):
             rows, columns = slice(first * size, last * size), slice(begin * size, end * size)
@@ -83,7 +84,7 @@ def plan_ring(
 
 
 def _tiles(mask: SequenceMask, split: ContextSplit) -> int:
-    """Tiles of each rank's part: its two chunks, or finer where documents may be told apart."""
+    """Returns the number of tiles per rank: two slices, or more if documents or a window help."""
     tiles = 2
     while (
         (mask.document_ids is not None or mask.window is not None)
@@ -95,7 +96,7 @@ def _tiles(mask: SequenceMask, split: ContextSplit) -> int:
 
 
 def _ranges(needed: list[list[bool]]) -> list[tuple[int, int, int, int]]:
-    """Tiles of queries and the range of key tiles they need; neighbours with one range are one."""
+    """Returns ranges of query tiles with the range of key tiles they need, merging neighbours."""
     found: list[tuple[int, int, int, int]] = []
     for row, columns in enumerate(needed):
         if not any(columns):
@@ -111,15 +112,18 @@ def _ranges(needed: list[list[bool]]) -> list[tuple[int, int, int, int]]:
 def _classify(
     mask: SequenceMask, split: ContextSplit, index: int, tiles: int
 ) -> tuple[list[list[list[bool]]], list[list[list[bool]]]]:
-    """For every rank, own tile and tile of that rank: may anybody attend, may everybody?
+    """Returns which pairs of tiles have an allowed pair of tokens, and which have only such pairs.
 
-    Judged by the extremes of each tile, so that the first errs towards yes and the second to no.
+    Indexed by rank, own tile and tile of that rank. The results are based on the extremes of each
+    tile: the first may have additional pairs, and the second may lack some.
     """
     low, high = _extremes(mask.positions, split, tiles, split.indices)
-    some, every = _by_place(mask, (low[index], high[index]), (low, high))
+    some, every = _by_position(mask, (low[index], high[index]), (low, high))
     if mask.document_ids is not None:
         ids = mask.document_ids
-        shifted = torch.where(ids < 0, torch.iinfo(ids.dtype).max, ids)  # padding is no document
+        shifted = torch.where(
+            ids < 0, torch.iinfo(ids.dtype).max, ids
+        )  # padding belongs to no document
         first, _ = _extremes(shifted, split, tiles)
         lowest, last = _extremes(ids, split, tiles)
         query, key = _pair(first[index], first)
@@ -131,10 +135,10 @@ def _classify(
     return some.any(1).tolist(), every.all(1).tolist()
 
 
-def _by_place(
+def _by_position(
     mask: SequenceMask, query: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Bool[Tensor, "... tiles tiles"], Bool[Tensor, "... tiles tiles"]]:
-    """By the rules that compare positions, from their extremes in the tiles."""
+    """Returns the same by the rules that compare positions, from the extremes of the tiles."""
     query_low, key_low = _pair(query[0], key[0])
     query_high, key_high = _pair(query[1], key[1])
     some = every = torch.ones_like(query_low == key_low)
@@ -145,8 +149,8 @@ def _by_place(
             first = first[:, None, None] if isinstance(first, Tensor) else first
             some = some | (key_low < first)
     if mask.window is not None:
-        apart = torch.maximum(query_low - key_high, key_low - query_high)
-        some = some & (apart < mask.window)
+        distance = torch.maximum(query_low - key_high, key_low - query_high)
+        some = some & (distance < mask.window)
         widest = torch.maximum(query_high - key_low, key_high - query_low)
         every = every & (widest < mask.window)
     return some, every
@@ -155,7 +159,7 @@ def _by_place(
 def _extremes(
     values: Tensor | None, split: ContextSplit, tiles: int, indices: Tensor | None = None
 ) -> tuple[Int[Tensor, "... tiles"], Int[Tensor, "... tiles"]]:
-    """Smallest and largest value of every tile; the indices themselves if there are no values."""
+    """Returns the smallest and largest value of each tile, by default of the indices."""
     if values is not None:
         indices = torch.stack([gather_rows(values, own) for own in split.indices])
     if indices is None:
@@ -165,5 +169,5 @@ def _extremes(
 
 
 def _pair(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """`[b, tiles]` of the queries and `[ranks, b, tiles]` of the keys, to be compared."""
+    """Returns `[b, tiles]` of queries and `[ranks, b, tiles]` of keys, broadcast for comparison."""
     return query[None, :, :, None], key[:, :, None, :]

@@ -1,7 +1,7 @@
-"""All-gather attention: every rank gathers the keys and values of all, for its own queries.
+"""All-gather attention: each rank gathers the keys and values of all ranks for its own queries.
 
-Simple, and right for any mask and any number of heads; the keys and values of the whole sequence
-have to fit into memory (Llama Team, The Llama 3 Herd of Models, section 3.3.2).
+Supports any mask and any number of heads. The keys and values of the whole sequence must fit into
+memory (Llama Team, The Llama 3 Herd of Models, section 3.3.2).
 """
 
 import torch
@@ -22,14 +22,14 @@ def all_gather_attention(
     axis: Axis,
     attend: Attend,
 ) -> Float[Tensor, "part b n dv"]:
-    """Attention of this rank's queries over the keys of all ranks of the axis.
+    """Returns attention of this rank's queries over the keys of all ranks of the axis.
 
     Args:
-        q: This rank's queries.
-        k: Its keys.
-        v: Its values.
-        split: How the sequence is shared out.
-        axis: Its ranks.
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank.
+        split: Split of the sequence over the ranks.
+        axis: Context-parallel axis.
         attend: Attention of these queries over all keys and values, in the order of the sequence.
     """
     sizes = [k.shape[2] * k.shape[3], v.shape[2] * v.shape[3]]

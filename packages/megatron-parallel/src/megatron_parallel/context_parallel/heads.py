@@ -1,8 +1,8 @@
-"""Head-scatter attention: all ranks exchange, so that each has the whole sequence of some heads.
+"""All-to-all attention: an exchange gives each rank the whole sequence of some heads.
 
-Attention knows nothing of other heads, so any kernel serves (Jacobs et al., DeepSpeed Ulysses). A
-rank's heads must divide over the ranks. Where its KV heads do not, each is copied as often as makes
-them divide: with 2 KV heads on 4 ranks every one goes to 2 ranks.
+Heads are independent of one another, so any attention kernel can be used (Jacobs et al., DeepSpeed
+Ulysses). The number of ranks must divide the heads of a rank. If it does not divide the KV heads,
+they are replicated until it does: with 2 KV heads on 4 ranks, each one goes to 2 ranks.
 """
 
 import math
@@ -24,11 +24,15 @@ from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import Axis
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""An attention that autograd differentiates: q, k, v to `[s, b, n, dv]`."""
+"""An attention function, differentiable by autograd: q, k, v to `[s, b, n, dv]`."""
 
 
 def check_heads(heads: int, ranks: int) -> None:
-    """Raises `LayoutError` unless one rank's `heads` can be scattered over `ranks`."""
+    """Verifies that the `heads` of a rank can be scattered over `ranks`.
+
+    Raises:
+        LayoutError: `ranks` does not divide `heads`.
+    """
     if heads % ranks:
         raise LayoutError(
             f"{heads} heads on each tensor-parallel rank cannot be scattered over {ranks} "
@@ -40,7 +44,10 @@ def check_heads(heads: int, ranks: int) -> None:
 def scatter_heads(
     x: Float[Tensor, "part b n d"], axis: Axis
 ) -> Float[Tensor, "sequence b n_part d"]:
-    """A part of the sequence with all heads, to all of it with some; in the order of the ranks."""
+    """Exchanges a part of the sequence with all heads for the whole sequence with some heads.
+
+    The sequence is in the order of the ranks.
+    """
     result: Tensor = _ScatterHeads.apply(x, axis)  # type: ignore[no-untyped-call]
     return result
 
@@ -61,19 +68,19 @@ def all_to_all_attention(
     axis: Axis,
     attend: Attend,
 ) -> Float[Tensor, "part b n d"]:
-    """Attention of this rank's queries over the keys of all ranks of the axis.
+    """Returns attention of this rank's queries over the keys of all ranks of the axis.
 
     Args:
-        q: This rank's queries.
-        k: Its keys.
-        v: Its values, with heads as wide as those of the keys.
-        split: How the sequence is shared out.
-        axis: Its ranks.
-        attend: Attention over the whole sequence, in its order, for `n/ranks` heads: those from
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank, with heads as wide as those of the keys.
+        split: Split of the sequence over the ranks.
+        axis: Context-parallel axis.
+        attend: Attention over the whole sequence, in its order, for the `n/ranks` heads from
             `axis.index * n/ranks` on.
 
     Raises:
-        LayoutError: The heads do not divide over the ranks.
+        LayoutError: The number of ranks does not divide the heads.
     """
     q, k, v = (split.to_sequence_order(t) for t in _scatter_all(q, k, v, axis))
     return gather_heads(split.to_rank_order(attend(q, k, v)), axis)
@@ -89,23 +96,24 @@ def hierarchical_attention(
     outer: Axis,
     operations: BlockOperations | None = None,
 ) -> Float[Tensor, "part b n d"]:
-    """Heads scattered over the inner axis, a ring over the outer one (Fang and Zhao, USP).
+    """Returns attention with all-to-all over the inner and a ring over the outer axis.
 
-    Context-parallel rank `r` has index `r % inner.size` on the inner axis and `r // inner.size` on
-    the outer one. Slow links carry only `inner.size` times fewer rounds of the ring.
+    Combines both kinds of attention (Fang and Zhao, USP). Context-parallel rank `r` has index
+    `r % inner.size` on the inner axis and `r // inner.size` on the outer one. Slow links between
+    groups carry `inner.size` times fewer steps of the ring.
 
     Args:
-        q: This rank's queries.
-        k: Its keys.
-        v: Its values, with heads as wide as those of the keys.
-        within: How the inner ranks share out their places, `split.within(...)`.
-        plan: A ring over `split.joined(inner.size)`.
-        inner: Ranks near each other.
-        outer: One rank of each inner group.
-        operations: The block functions of the ring, for heads from `inner.index * n/inner` on.
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank, with heads as wide as those of the keys.
+        within: Split of the tokens of a group over its inner ranks, `split.within(...)`.
+        plan: Plan of a ring over `split.joined(inner.size)`.
+        inner: Axis of near ranks.
+        outer: Axis across the groups of near ranks.
+        operations: Block functions of the ring, for the heads from `inner.index * n/inner` on.
 
     Raises:
-        LayoutError: The heads do not divide over the inner ranks.
+        LayoutError: The number of inner ranks does not divide the heads.
     """
     q, k, v = (within.to_sequence_order(t) for t in _scatter_all(q, k, v, inner))
     return gather_heads(

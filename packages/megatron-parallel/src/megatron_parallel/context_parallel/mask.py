@@ -1,4 +1,4 @@
-"""Who may attend to whom, as plain data over a whole sequence, cut into blocks by place."""
+"""Attention masks of a whole sequence as plain data, and of blocks of it by index."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,17 @@ from megatron_parallel.context_parallel.split import gather
 
 @dataclass(frozen=True, eq=False)
 class SequenceMask:
-    """A query may attend to a key when every rule that is set allows it.
+    """A query may attend to a key if all rules that are set allow it.
 
     Attributes:
-        document_ids: `[b, s]`: only tokens of one document see each other; -1 is padding, which
-            neither attends nor is attended to.
-        positions: `[b, s]`: what `causal`, `window` and `prefix` compare; None for the place in the
-            sequence.
-        causal: A query sees keys at its own position and before.
-        window: A query sees only keys less than this many positions away.
-        prefix: With `causal`: keys at positions below this are seen by all; an int or `[b]`.
+        document_ids: `[b, s]`. A query may only attend to keys of its document. -1 is padding,
+            which neither attends nor is attended to.
+        positions: `[b, s]`. Positions that `causal`, `window` and `prefix` compare. Defaults to
+            the index in the sequence.
+        causal: Whether a query may only attend to keys at its own position and before.
+        window: A query may only attend to keys less than this number of positions away.
+        prefix: With `causal`, all queries may attend to keys at positions below this; an int or
+            `[b]`.
     """
 
     document_ids: Int[Tensor, "b s"] | None = None
@@ -30,7 +31,7 @@ class SequenceMask:
     prefix: Int[Tensor, " b"] | int | None = None
 
     def block(self, queries: Int[Tensor, "#b s"], keys: Int[Tensor, "#b t"]) -> "BlockMask":
-        """Returns the mask of the queries and the keys at these indices."""
+        """Returns the mask for the queries and the keys at these indices."""
         ids, positions = self.document_ids, self.positions
         return BlockMask(
             query_indices=queries,
@@ -50,8 +51,8 @@ class BlockMask:
     """The rules of a `SequenceMask` for some queries and some keys.
 
     Attributes:
-        query_indices: `[b or 1, s]`, in the whole sequence.
-        key_indices: `[b or 1, t]`.
+        query_indices: `[b or 1, s]`, indices in the whole sequence.
+        key_indices: `[b or 1, t]`, indices in the whole sequence.
         query_positions: `[b or 1, s]`.
         key_positions: `[b or 1, t]`.
         query_document_ids: `[b, s]`.
@@ -59,7 +60,7 @@ class BlockMask:
         causal: As in `SequenceMask`.
         window: As in `SequenceMask`.
         prefix: As in `SequenceMask`.
-        all_allowed: Whether every query is known to see every key.
+        all_allowed: Whether all queries are known to be allowed to attend to all keys.
     """
 
     query_indices: Int[Tensor, "#b s"]
@@ -74,7 +75,7 @@ class BlockMask:
     all_allowed: bool = False
 
     def allowed(self) -> Bool[Tensor, "#b s t"]:
-        """Returns the rules written out; True = may attend."""
+        """Returns the mask as a tensor; True means that the query may attend to the key."""
         query, key = self.query_positions[:, :, None], self.key_positions[:, None, :]
         allowed = torch.ones_like(query - key, dtype=torch.bool)
         if self.causal:
@@ -92,5 +93,5 @@ class BlockMask:
 
 
 def gather_rows(t: Int[Tensor, "b s"], indices: Int[Tensor, "#b n"]) -> Int[Tensor, "b n"]:
-    """Entries of `t` at `indices`, which may be the same for all rows."""
+    """Returns the entries of `t` at `indices`, which may be the same for all rows."""
     return gather(t, indices, 1)

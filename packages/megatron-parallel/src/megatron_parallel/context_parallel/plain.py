@@ -1,10 +1,10 @@
-"""The pair of block functions that a ring is built from: their contract, and plain torch.
+"""Block functions of ring attention: their protocol, and an implementation in torch.
 
     scores = scale * q k^T        p = softmax of the allowed scores        out = p v
 
-The forward function also gives the log of each row's sum of exponentials, lse, by which the outputs
-of several blocks are combined. The backward function takes the *final* out and lse, so that
-p = exp(scores - lse) and a block's share of the gradients need nothing of other blocks (Dao,
+The forward function also returns lse, the log-sum-exp of the scores of each row, with which the
+outputs of several blocks are combined. The backward function takes the *final* out and lse, so
+p = exp(scores - lse), and the gradients of a block do not depend on other blocks (Dao,
 FlashAttention-2, section 3.1; Liu et al., Ring Attention).
 """
 
@@ -22,8 +22,8 @@ from megatron_parallel.context_parallel.mask import BlockMask
 class BlockOperations(Protocol):
     """Attention over one block of keys, forward and backward.
 
-    `mask` is what the plan of the ring holds. A function that drops probabilities may do so if it
-    finds the same mask in both passes; lse is that of all probabilities.
+    `mask` is the mask of the block in the plan of the ring. With dropout of probabilities, both
+    passes must use the same dropout mask, and lse is computed without dropout.
     """
 
     def forward(
@@ -33,7 +33,7 @@ class BlockOperations(Protocol):
         v: Float[Tensor, "t b g dv"],
         mask: Any,
     ) -> tuple[Float[Tensor, "s b n dv"], Float[Tensor, "s b n"]]:
-        """Returns out and lse, which is float32 or float64, and -inf where a row sees no key."""
+        """Returns out and lse, float32 or float64; lse is -inf for a row without allowed keys."""
 
     def backward(
         self,
@@ -45,24 +45,24 @@ class BlockOperations(Protocol):
         lse: Float[Tensor, "s b n"],
         mask: Any,
     ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "t b g d"], Float[Tensor, "t b g dv"]]:
-        """Returns this block's share of dq, and dk and dv."""
+        """Returns the contribution of this block to dq, and dk and dv."""
 
 
 class PlainBlocks:
-    """`BlockOperations` over a `BlockMask`, written out in float32 (float64 for float64).
+    """`BlockOperations` for a `BlockMask`, computed in float32 (float64 for float64 inputs).
 
     Args:
-        scale: Multiplies the scores; None for `1/sqrt(d)`.
+        scale: Factor of the scores. Defaults to `1/sqrt(d)`.
     """
 
     def __init__(self, scale: float | None = None) -> None:
         self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
-        """Attention over one block."""
+        """Returns the output and the log-sum-exp of one block."""
         scores = self._scores(q, k, mask)
         lse = scores.logsumexp(-1)
-        out = torch.einsum("bnst,tbnd->sbnd", _probabilities(scores, lse), _spread(v, q))
+        out = torch.einsum("bnst,tbnd->sbnd", _probabilities(scores, lse), _repeat_heads(v, q))
         return out.to(q.dtype), lse.permute(2, 0, 1)
 
     def backward(
@@ -75,14 +75,14 @@ class PlainBlocks:
         lse: Tensor,
         mask: BlockMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients from one block."""
+        """Returns the gradients of one block."""
         p = _probabilities(self._scores(q, k, mask), lse.permute(1, 2, 0))
-        gradient = _raised(dout)
-        dp = torch.einsum("sbnd,tbnd->bnst", gradient, _spread(v, q))
-        share = (gradient * _raised(out)).sum(-1).permute(1, 2, 0)[..., None]
-        dscores = self._scale(q) * p * (dp - share)
-        dq = torch.einsum("bnst,tbnd->sbnd", dscores, _spread(k, q))
-        dk = torch.einsum("bnst,sbnd->tbnd", dscores, _raised(q))
+        gradient = _upcast(dout)
+        dp = torch.einsum("sbnd,tbnd->bnst", gradient, _repeat_heads(v, q))
+        correction = (gradient * _upcast(out)).sum(-1).permute(1, 2, 0)[..., None]
+        dscores = self._scale(q) * p * (dp - correction)
+        dq = torch.einsum("bnst,tbnd->sbnd", dscores, _repeat_heads(k, q))
+        dk = torch.einsum("bnst,sbnd->tbnd", dscores, _upcast(q))
         dv = torch.einsum("bnst,sbnd->tbnd", p, gradient)
         groups = (k.shape[2], -1)
         dk, dv = (torch.unflatten(x, 2, groups).sum(3) for x in (dk, dv))
@@ -92,21 +92,21 @@ class PlainBlocks:
         return 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
 
     def _scores(self, q: Tensor, k: Tensor, mask: BlockMask) -> Tensor:
-        scores = torch.einsum("sbnd,tbnd->bnst", _raised(q), _spread(k, q)) * self._scale(q)
+        scores = torch.einsum("sbnd,tbnd->bnst", _upcast(q), _repeat_heads(k, q)) * self._scale(q)
         if mask.all_allowed:
             return scores
         return scores.masked_fill(~mask.allowed()[:, None], -math.inf)
 
 
-def _raised(t: Tensor) -> Tensor:
+def _upcast(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.float()
 
 
-def _spread(t: Tensor, q: Tensor) -> Tensor:
-    """Keys or values `[t, b, g, d]`, once for every head of the queries."""
-    return _raised(t).repeat_interleave(q.shape[2] // t.shape[2], 2)
+def _repeat_heads(t: Tensor, q: Tensor) -> Tensor:
+    """Repeats keys or values `[t, b, g, d]` for all heads of the queries."""
+    return _upcast(t).repeat_interleave(q.shape[2] // t.shape[2], 2)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse); zeros, not NaN, in a row that sees no key."""
+    """Returns exp(scores - lse), with zeros instead of NaN in a row without allowed keys."""
     return torch.exp(scores - torch.where(torch.isneginf(lse), 0, lse)[..., None])

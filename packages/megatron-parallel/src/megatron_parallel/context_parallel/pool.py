@@ -1,22 +1,21 @@
-"""Which ranks of a pool take which documents, and over how many each is cut, in pure Python.
+"""Plans of a pool: the ranks of each document of a global batch, in pure Python.
 
-Documents of a global batch that do not attend to each other need not be cut alike. The ranks of
-data and context parallelism together are a pool, and every document gets a context-parallel size of
-its own: a power of two, no larger than its length asks for. Short ones run unsplit, without any
-message; long ones are cut over 2, 4, … ranks (Megatron-LM's hybrid, or dynamic, context
-parallelism)::
+Documents that do not attend to each other need not be cut alike. The data- and context-parallel
+ranks together form a pool, and each document has a context-parallel size of its own: a power of
+two, no larger than its length requires. Short documents are not cut and need no messages. Long ones
+are cut over 2, 4, … ranks. This is the hybrid, or dynamic, context parallelism of Megatron-LM::
 
     >>> plan = plan_pool([30, 9, 8, 7, 6], pool=4, capacity=16)
     >>> [(row.ranks, row.documents) for row in plan.rows]
     [(range(0, 2), (0,)), (range(2, 3), (1, 4)), (range(3, 4), (2, 3))]
 
-Two rules make a plan safe and even:
+Two rules make a plan balanced and free of deadlocks:
 
-- Groups are aligned: one of `c` ranks begins at a multiple of `c`, so any two are disjoint or
-  nested, and a pool of `p` needs groups of `log2(p) + 1` sizes.
-- Large groups come first. Whoever shares a group has shared all larger ones, so its ranks have done
-  exactly the same before: nobody waits for anybody but for errors of the estimate, and all walk
-  their common rows in the same order, so nobody waits for ever.
+- Groups are aligned: a group of `c` ranks begins at a multiple of `c`. Any two groups are disjoint
+  or nested, and a pool of `p` ranks needs groups of `log2(p) + 1` sizes.
+- Large groups come first. Ranks that share a group share all larger groups before it, so they have
+  had equal work and process their common rows in the same order. They wait for each other only as
+  long as the estimates of the work are wrong, and never forever.
 
 A row is the micro-batch of a group: documents one after the other, up to the capacity of its ranks.
 All ranks have equally many rows, some of them empty, so that what happens once a micro-batch
@@ -34,22 +33,22 @@ from typing import Final
 from megatron_parallel.errors import LayoutError
 
 BALANCED: Final = 1.05
-"""Work of the busiest rank over the average below which nothing more is cut."""
+"""Ratio of the largest to the average work of a rank below which a plan is balanced."""
 
 _SHARES: Final = (1.0, 0.75, 0.5, 0.25, 0.125)
-"""Largest part of a document that one rank may have, in units of a rank's average work."""
+"""Limits on the work of one rank for one document, relative to the average work of a rank."""
 
 
 @dataclass(frozen=True)
 class PoolRow:
-    """Documents that some neighbouring ranks take together, as one micro-batch.
+    """Documents that a group of neighbouring ranks processes as one micro-batch.
 
     Attributes:
-        ranks: of the pool; their number is the row's context-parallel size.
-        documents: their numbers, ascending.
-        tokens: of all of them.
-        padded_length: tokens with padding, which the ranks can share out evenly.
-        work: of each of its ranks.
+        ranks: Ranks of the pool. Their number is the context-parallel size of the row.
+        documents: Indices of the documents, ascending.
+        tokens: Number of tokens of all documents.
+        padded_length: Number of tokens with padding, a multiple of the number of ranks.
+        work: Work of each rank.
     """
 
     ranks: range
@@ -61,46 +60,46 @@ class PoolRow:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """What a pool does with a global batch; made by `plan_pool`.
+    """The rows of a pool for one global batch, from `plan_pool`.
 
     Attributes:
         pool: Number of ranks.
-        rows: Largest groups first; every rank takes its own in this order.
+        rows: Rows, those of the largest groups first. Each rank processes its rows in this order.
     """
 
     pool: int
     rows: tuple[PoolRow, ...]
 
     def rows_of(self, rank: int) -> tuple[PoolRow | None, ...]:
-        """What a rank takes, in order, as many for every rank; None is an empty row of its own."""
+        """Returns the rows of a rank in order, as many for all ranks; None is an empty row."""
         own = [row for row in self.rows if rank in row.ranks]
         return (*own, *(None,) * (self.rows_per_rank - len(own)))
 
     @property
     def rows_per_rank(self) -> int:
-        """Rows of every rank, empty ones included; at least 1."""
+        """Number of rows of each rank, including empty ones; at least 1."""
         return max(1, *self._totals[0])
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Of every rank."""
+        """Work of each rank."""
         return self._totals[1]
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest rank over that of the average one; the others wait for it."""
+        """Largest work of a rank divided by the average."""
         work = self.work
         return max(work) * self.pool / sum(work) if any(work) else 1.0
 
     @property
     def sends_per_token(self) -> float:
-        """How often the keys and values of an average token go to another rank in a ring."""
+        """Average number of times the keys and values of a token are sent in a ring."""
         tokens = sum(row.tokens for row in self.rows)
         return sum((len(row.ranks) - 1) * row.tokens for row in self.rows) / max(1, tokens)
 
     @cached_property
     def _totals(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Rows and work of every rank."""
+        """Number of rows and work of each rank."""
         counts, work = [0] * self.pool, [0.0] * self.pool
         for row in self.rows:
             for rank in row.ranks:
@@ -123,9 +122,13 @@ class PoolPlan:
 
 
 def check_pool(longest: int, pool: int, capacity: int, multiple: int = 2) -> None:
-    """Raises `LayoutError` unless documents of up to `longest` tokens can be planned.
+    """Verifies that documents of up to `longest` tokens can be planned.
 
-    Arguments are those of `plan_pool`.
+    Other arguments are those of `plan_pool`.
+
+    Raises:
+        LayoutError: The pool is not a power of two, the capacity is less than `multiple`, or such a
+            document does not fit into the pool.
     """
     if pool < 1 or pool & (pool - 1):
         raise LayoutError(f"a pool of {pool} ranks is not a power of two")
@@ -151,21 +154,22 @@ def plan_pool(
 ) -> PoolPlan:
     """Plans one global batch.
 
-    A document is cut over as few ranks as have room for it, or over more where that is more than
-    its share of the work: of several limits on that share the first is taken by which the busiest
-    rank is within `BALANCED` of the average, or else the best.
+    A document is cut over as few ranks as can hold it, or over more if a rank would otherwise have
+    more than a certain work for it. Of several limits on this work, the plan uses the first with
+    which the largest work of a rank is at most `BALANCED` times the average, or else the best.
 
     Args:
-        lengths: Tokens of every document, at least 1.
-        pool: Ranks, a power of two.
-        capacity: Tokens that one rank may hold at a time.
-        multiple: Every rank's part of a row is a multiple of this; even, for a zig-zag inside
-            documents, and for sequence parallelism a multiple of its ranks.
-        tokens_per_pair: Work of a pair of query and key in attention, in units of all other work
-            of one token: with `h` hidden channels about `1 / 6h`.
+        lengths: Number of tokens of each document, at least 1.
+        pool: Number of ranks, a power of two.
+        capacity: Maximum number of tokens that a rank may hold at a time.
+        multiple: Each rank's part of a row is a multiple of this number. It must be even for a
+            zig-zag inside documents, and a multiple of the tensor-parallel size with sequence
+            parallelism.
+        tokens_per_pair: Work of a pair of query and key in attention, relative to all other work of
+            one token: about `1 / 6h` for hidden size `h`.
 
     Raises:
-        LayoutError: A document that does not fit into the pool, or a pool of another size.
+        LayoutError: See `check_pool`.
     """
     check_pool(max(lengths, default=0), pool, capacity, multiple)
     capacity = capacity // multiple * multiple
@@ -187,7 +191,7 @@ def plan_pool(
 
 
 def _size(length: int, work: float, pool: int, capacity: int, multiple: int, most: float) -> int:
-    """Ranks that a document is cut over: room for its tokens, and at most so much work on each."""
+    """Returns the number of ranks for a document, with at most `most` work on each."""
     size = 1
     while size < pool and (
         length > size * capacity or (work > size * most and length >= 2 * size * multiple)
@@ -204,23 +208,25 @@ def _rows(
     capacity: int,
     multiple: int,
 ) -> list[PoolRow]:
-    """Every document to the group of its size that has least to do, the largest first."""
+    """Assigns each document to the group of its size with the least work, largest first."""
     rows: list[PoolRow] = []
     loads = [0.0] * pool
     for size in sorted(set(sizes), reverse=True):
         numbers = [number for number, own in enumerate(sizes) if own == size]
         numbers.sort(key=lambda number: (-work[number], number))
-        idle = [(loads[first], first) for first in range(0, pool, size)]  # equal in a group
+        idle = [
+            (loads[first], first) for first in range(0, pool, size)
+        ]  # loads are equal within a group
         heapq.heapify(idle)
-        taken: dict[int, list[int]] = {}
+        assigned: dict[int, list[int]] = {}
         for number in numbers:
             load, first = idle[0]
-            taken.setdefault(first, []).append(number)
+            assigned.setdefault(first, []).append(number)
             heapq.heapreplace(idle, (load + work[number] / size, first))
         for load, first in idle:
             loads[first : first + size] = [load] * size
-        for first in sorted(taken):
-            for documents in _filled(taken[first], lengths, size * capacity):
+        for first in sorted(assigned):
+            for documents in _filled(assigned[first], lengths, size * capacity):
                 tokens = sum(lengths[number] for number in documents)
                 length = -(-tokens // (size * multiple)) * size * multiple
                 own = sum(work[number] for number in documents) / size
@@ -229,7 +235,7 @@ def _rows(
 
 
 def _filled(numbers: Sequence[int], lengths: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
-    """Documents in as few rows as first fit, the longest first, finds; few to begin with."""
+    """Returns documents in few rows, by first fit with the longest documents first."""
     rows: list[list[int]] = []
     left: list[int] = []
     for number in sorted(numbers, key=lambda number: (-lengths[number], number)):

@@ -1,12 +1,13 @@
-"""Ring attention: keys and values travel from rank to rank while blocks are computed.
+"""Ring attention: keys and values are passed from rank to rank while blocks are computed.
 
-In step `i` rank `r` has the keys and values of rank `r - i`, computes the blocks of its queries
-with them, and sends them on meanwhile. Outputs are combined by their log-sum-exp. In the backward
-pass keys and values go round once more, and their gradients follow one step behind, summed up from
-rank to rank until they are home; each rank keeps its own share of its own keys' gradient and adds
-it at the end, so both go `n - 1` steps (Liu et al., Ring Attention with Blockwise Transformers).
+In step `i`, rank `r` has the keys and values of rank `r - i`. It sends them to the next rank while
+it computes the blocks of its queries with them. Outputs are combined by their log-sum-exp. In the
+backward pass, keys and values go round the ring once more. Their gradients follow one step behind
+and are accumulated from rank to rank until they reach their owner. Each rank adds its contribution
+to the gradients of its own keys at the end, so both make `n - 1` steps (Liu et al., Ring Attention
+with Blockwise Transformers).
 
-Sums over blocks are float32 (float64 for float64), also while they travel.
+Sums over blocks are float32 (float64 for float64 inputs), also in messages.
 """
 
 from typing import Any
@@ -32,26 +33,26 @@ def ring_attention(
     axis: Axis,
     operations: BlockOperations | None = None,
 ) -> Float[Tensor, "s b n dv"]:
-    """Attention of this rank's queries over the keys of all ranks of the axis.
+    """Returns attention of this rank's queries over the keys of all ranks of the axis.
 
-    It can be differentiated once.
+    Can be differentiated once.
 
     Args:
-        q: This rank's queries, as `plan.split` shares the sequence out.
-        k: Its keys; each of the g groups serves n/g neighbouring heads.
-        v: Its values.
-        plan: From `plan_ring`, for this rank's index on the axis.
-        axis: The ranks of the ring.
-        operations: The block functions; by default `PlainBlocks`.
+        q: Queries of this rank, according to `plan.split`.
+        k: Keys of this rank. Each of the g groups is used by n/g neighbouring heads.
+        v: Values of this rank.
+        plan: Plan from `plan_ring` for this rank's index on the axis.
+        axis: Axis of the ring.
+        operations: Block functions. Defaults to `PlainBlocks`.
 
     Raises:
-        LayoutError: The plan is for another number of ranks or of tokens.
-        CollectiveError: Within the mesh's time-out, if a neighbour does not answer.
+        LayoutError: The plan is for another number of ranks or tokens.
+        CollectiveError: A neighbour does not take part within the time-out of the mesh.
     """
     if plan.split.ranks != axis.size or plan.split.local_length != len(q):
         raise LayoutError(
-            f"a ring planned for {plan.split.ranks} ranks of {plan.split.local_length} tokens each "
-            f"was given {len(q)} tokens on axis {axis.name!r} of {axis.size} ranks"
+            f"the plan of the ring is for {plan.split.ranks} ranks with {plan.split.local_length} "
+            f"tokens each, not for {len(q)} tokens on axis {axis.name!r} of {axis.size} ranks"
         )
     result: Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
         q, k, v, plan, axis, PlainBlocks() if operations is None else operations
@@ -72,16 +73,16 @@ class _Ring(Function):
     ) -> Tensor:
         pair = _Pair(k, v)
         held = pair.packed(k, v)
-        out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=_wide(q.dtype))
+        out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=_accumulation_dtype(q.dtype))
         lse = out.new_full(q.shape[:3], -torch.inf)
         for step in range(axis.size):
-            coming = _Message(held, axis, "keys and values") if step < axis.size - 1 else None
+            incoming = _Message(held, axis, "keys and values") if step < axis.size - 1 else None
             keys, values = pair.parts(held)
             for block in plan.blocks[(axis.index - step) % axis.size]:
                 rows, columns = block.rows, block.columns
                 found = operations.forward(q[rows], keys[columns], values[columns], block.mask)
                 _merge(out[rows], lse[rows], *found)
-            held = held if coming is None else coming.wait()
+            held = held if incoming is None else incoming.wait()
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
         ctx.ring = plan, axis, operations, pair
@@ -93,28 +94,33 @@ class _Ring(Function):
         plan, axis, operations, pair = ctx.ring
         dout = grads[0]
         held = pair.packed(k, v)
-        dq = torch.zeros_like(q, dtype=_wide(q.dtype))
-        own = travelling = torch.zeros_like(held, dtype=_wide(k.dtype))
+        dq = torch.zeros_like(q, dtype=_accumulation_dtype(q.dtype))
+        own = moving = torch.zeros_like(held, dtype=_accumulation_dtype(k.dtype))
         following: _Message | None = None
         for step in range(axis.size):
-            coming = _Message(held, axis, "keys and values") if step < axis.size - 1 else None
+            incoming = _Message(held, axis, "keys and values") if step < axis.size - 1 else None
             keys, values = pair.parts(held)
             share = own if step == 0 else torch.zeros_like(own)
             dkeys, dvalues = pair.parts(share)
             for block in plan.blocks[(axis.index - step) % axis.size]:
                 rows, columns = block.rows, block.columns
-                here = dout[rows], q[rows], keys[columns], values[columns], out[rows], lse[rows]
-                found = operations.backward(*here, block.mask)
+                block_inputs = (
+                    dout[rows],
+                    q[rows],
+                    keys[columns],
+                    values[columns],
+                    out[rows],
+                    lse[rows],
+                )
+                found = operations.backward(*block_inputs, block.mask)
                 for total, part in zip(
                     (dq[rows], dkeys[columns], dvalues[columns]), found, strict=True
                 ):
                     total.add_(part)
-            if step > 0:  # what the ranks before have added up for these keys, and our share
-                travelling = share if following is None else following.wait().add_(share)
-                following = _Message(
-                    travelling, axis, "gradients of keys and values", homeward=True
-                )
-            held = held if coming is None else coming.wait()
+            if step > 0:  # gradients of these keys from the previous ranks, and from this rank
+                moving = share if following is None else following.wait().add_(share)
+                following = _Message(moving, axis, "gradients of keys and values", homeward=True)
+            held = held if incoming is None else incoming.wait()
         if following is not None:
             own = own.add_(following.wait())
         dk, dv = pair.parts(own)
@@ -122,7 +128,7 @@ class _Ring(Function):
 
 
 class _Pair:
-    """Keys and values as one tensor `[t, b, g (d + dv)]`, which is one message."""
+    """Keys and values packed into one tensor `[t, b, g (d + dv)]`, for a single message."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.groups = k.shape[2]
@@ -133,7 +139,7 @@ class _Pair:
         return torch.cat([k.flatten(2), v.flatten(2)], -1)
 
     def parts(self, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the two."""
+        """Returns views of keys and values."""
         k, v = (
             torch.unflatten(part, -1, (self.groups, -1))
             for part in torch.split(packed, self.sizes, -1)
@@ -142,11 +148,11 @@ class _Pair:
 
 
 class _Message:
-    """A tensor on its way to the next rank of a ring, and the previous rank's to here."""
+    """A tensor in flight to the next rank of a ring, and one from the previous rank."""
 
     def __init__(self, sent: Tensor, axis: Axis, what: str, *, homeward: bool = False) -> None:
-        self.homeward = homeward  # gradients follow keys and values, on a tag of their own
-        self._sent = sent  # kept until it is sent
+        self.homeward = homeward  # gradients of keys and values have a tag of their own
+        self._sent = sent  # referenced until it is sent
         self._received = torch.empty_like(sent)
         after = axis.ranks[(axis.index + 1) % axis.size]
         before = axis.ranks[(axis.index - 1) % axis.size]
@@ -168,19 +174,19 @@ class _Message:
             )
 
     def wait(self) -> Tensor:
-        """Returns what came."""
+        """Returns the received tensor."""
         with self._failures:
             for work in self._works:
                 work.wait()
         return self._received
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Combines two outputs, each a softmax over its own keys, in place."""
+    """Combines two attention outputs over different keys, in place."""
     total = torch.logaddexp(lse, more_lse)
     safe = torch.where(torch.isneginf(total), 0, total)
     out.mul_((lse - safe).exp_()[..., None]).add_(more * (more_lse - safe).exp_()[..., None])

@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens go to the ranks that hold their experts, and come back."""
+"""Expert parallelism: dispatch of tokens to the ranks of their experts, and back."""
 
 import lazy_loader
 

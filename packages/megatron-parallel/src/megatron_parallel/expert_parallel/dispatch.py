@@ -1,22 +1,22 @@
-"""Token dispatch: every chosen token to the ranks that hold the expert, and the answers back.
+"""Token dispatch: sends tokens to the ranks of their experts, and the results back.
 
-    dispatch = dispatcher.dispatch(tokens, experts, weights)  # messages leave
+    dispatch = dispatcher.dispatch(tokens, experts, weights)  # starts to send
     rows, counts = dispatch.wait()                            # [m, h], sorted by local expert
     combine = dispatch.combine(experts_of_this_rank(rows, counts))
-    y = combine.wait()                                        # [n, h]: each token's choices summed
+    y = combine.wait()                                        # [n, h], summed over experts
 
-Every rank comes with tokens that no other rank has. The experts are cut over two axes: `ep` gives
-each of its ranks some of them, `expert_tp` cuts each expert's matrices, so that a rank computes
-partial sums. What a rank computes is neither scaled nor averaged, forwards or backwards.
+Each rank has tokens of its own. The experts are distributed over two axes: each rank of `ep` has
+some of the experts, and `expert_tp` cuts the matrices of each expert, so that a rank computes
+partial sums. Results and gradients are neither scaled nor averaged.
 
-Between `dispatch` and its `wait`, and between `combine` and its `wait`, messages of `alltoall` are
-under way, in the backward pass too: there is the place for other work (a shared expert; with
-`PassInterleaver`, another micro-batch).
+Between `dispatch` and its `wait`, and between `combine` and its `wait`, the messages of `alltoall`
+are in flight, in the backward pass too. Other work can overlap them: a shared expert, or another
+micro-batch with a `PassInterleaver`.
 
-| dispatcher | over `ep` | over `expert_tp` | right for |
+| dispatcher | over `ep` | over `expert_tp` | suited to |
 |---|---|---|---|
-| `alltoall` | each choice's row, to the rank that needs it | gathers these rows | many experts |
-| `allgather` | all tokens to all ranks, once | the same | choices that reach most ranks |
+| `alltoall` | sends one row per choice to its rank | gathers these rows | many experts |
+| `allgather` | sends all tokens to all ranks | the same | tokens that most ranks need |
 """
 
 from collections.abc import Callable
@@ -40,15 +40,15 @@ from megatron_parallel.pipeline.pass_interleaving import PassInterleaver
 
 DISPATCH: Final = "dispatched tokens"
 COMBINE: Final = "combined tokens"
-"""What messages are called in `Traffic`, those of the backward pass too."""
+"""Purposes of the messages in `Traffic`, in both passes."""
 
 
 class RowOps(NamedTuple):
-    """The operations on rows that a dispatcher is handed: those of megatron-kernels.
+    """Operations on rows that a dispatcher uses, such as those of megatron-kernels.
 
     Attributes:
-        sort: `sort(experts [n, k], num_experts) -> (order [m], counts [e])`; numbers that are no
-            expert's have no row.
+        sort: `sort(experts [n, k], num_experts) -> (order [m], counts [e])`. Indices that are not
+            those of experts have no row.
         permute: `permute(tokens [n, h], order, k) -> rows [m, h]`.
         unpermute: `unpermute(rows [m, h], order, weights [n, k]) -> tokens [n, h]`.
     """
@@ -60,26 +60,26 @@ class RowOps(NamedTuple):
 
 @runtime_checkable
 class Combine(Protocol):
-    """Answers of the experts on their way back."""
+    """Outputs of the experts in flight to the ranks of their tokens."""
 
     def wait(self) -> Float[Tensor, "n h"]:
-        """Returns the weighted sum of each token's answers; zero for a token without any."""
+        """Returns the weighted sum of the expert outputs of each token; zero without experts."""
 
 
 @runtime_checkable
 class Dispatch(Protocol):
-    """Tokens on their way to the experts."""
+    """Tokens in flight to the ranks of their experts."""
 
     def wait(self) -> tuple[Float[Tensor, "m h"], Int[Tensor, " e"]]:
-        """This rank's rows, sorted by local expert, and how many each of them has."""
+        """Returns this rank's rows, sorted by local expert, and the number for each expert."""
 
     def combine(self, rows: Float[Tensor, "m h"]) -> Combine:
-        """Sends the answers back; `rows` are partial sums over `expert_tp`."""
+        """Starts to send the outputs back. `rows` are partial sums over `expert_tp`."""
 
 
 @runtime_checkable
 class Dispatcher(Protocol):
-    """A way of bringing tokens to their experts."""
+    """Sends tokens to the ranks of their experts."""
 
     def dispatch(
         self,
@@ -91,9 +91,9 @@ class Dispatcher(Protocol):
         """Starts to send tokens.
 
         Args:
-            tokens: This rank's own; ranks may have different numbers of them.
-            experts: The experts each has chosen; -1 for none (padding).
-            weights: What each choice counts for, in float32 at least.
+            tokens: Tokens of this rank. Their number may differ between ranks.
+            experts: Indices of the chosen experts of each token; -1 for none (padding).
+            weights: Weights of the chosen experts, in float32 or wider.
             interleaver: Lets another micro-batch compute while this one waits, in forward and
                 backward pass.
 
@@ -103,10 +103,17 @@ class Dispatcher(Protocol):
 
 
 def build_dispatcher(name: str, mesh: Mesh, num_experts: int, ops: RowOps) -> Dispatcher:
-    """Returns the dispatcher called `name`, one of `DISPATCHERS`, for the experts of one layer.
+    """Returns a dispatcher for the experts of one layer.
+
+    Args:
+        name: Name of the dispatcher, one of `DISPATCHERS`.
+        mesh: Mesh of this rank.
+        num_experts: Number of experts of the layer.
+        ops: Operations on rows.
 
     Raises:
-        LayoutError: There is none of that name, or the experts cannot be cut over axis `ep`.
+        LayoutError: No dispatcher has that name, or the size of axis `ep` does not divide the
+            number of experts.
     """
     ep = mesh.axis("ep")
     if num_experts % ep.size:
@@ -123,7 +130,7 @@ def build_dispatcher(name: str, mesh: Mesh, num_experts: int, ops: RowOps) -> Di
 
 
 class AllToAllDispatcher:
-    """Sends a row for each choice to the rank that holds the expert."""
+    """Sends one row per chosen expert to the rank that holds the expert."""
 
     def __init__(self, mesh: Mesh, num_experts: int, ops: RowOps) -> None:
         self.ep, self.expert_tp = mesh.axis("ep"), mesh.axis("expert_tp")
@@ -137,7 +144,7 @@ class AllToAllDispatcher:
         weights: Float[Tensor, "n k"],
         interleaver: PassInterleaver | None = None,
     ) -> "_AllToAll":
-        """Sorts the choices by expert, exchange how many there are, and starts to send them."""
+        """Sorts the rows by expert, exchanges their counts, and starts to send them."""
         order, counts = self.ops.sort(experts, self.num_experts)
         to_ranks = counts.view(self.ep.size, -1)
         from_ranks = exchange_counts(to_ranks, self.ep, purpose="expert counts")
@@ -170,28 +177,28 @@ class _AllToAll:
         self.by_expert: Tensor | None = None
 
     def wait(self) -> tuple[Float[Tensor, "m h"], Int[Tensor, " e"]]:
-        """Takes the rows, gather those of the other parts of the experts, sort by expert."""
+        """Receives the rows, gathers those of other ranks of `expert_tp`, and sorts by expert."""
         rows, axis = self.pending.wait(), self.owner.expert_tp
         counts = self.counts
         if axis.size > 1:
             counts = all_gather(counts, axis, purpose="expert counts")
             self.sizes = _sums(counts.view(axis.size, -1))
             rows = gather_rows(rows, self.sizes, axis, purpose=DISPATCH)
-        if len(counts) > 1:  # rows are sorted by source, and by expert within each only
+        if len(counts) > 1:  # rows are sorted by source, and by expert only within a source
             local = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
             self.by_expert = torch.argsort(local.repeat_interleave(counts.flatten()), stable=True)
             rows = rows.index_select(0, self.by_expert)
         return rows, counts.sum(0)
 
     def combine(self, rows: Float[Tensor, "m h"]) -> "_AllToAllCombine":
-        """Back into the order in which they came, summed over `expert_tp`, and on their way."""
+        """Restores the received order, sums over `expert_tp`, and starts to send the rows back."""
         if self.by_expert is not None:
             rows = rows.index_select(0, torch.argsort(self.by_expert))
         rows = scatter_rows(rows, self.sizes, self.owner.expert_tp, purpose=COMBINE)
-        back = RowSplits(
+        transposed = RowSplits(
             self.splits.axis, self.splits.output_splits, self.splits.input_splits, COMBINE
         )
-        return _AllToAllCombine(self, start_all_to_all(rows, back, self.interleaver))
+        return _AllToAllCombine(self, start_all_to_all(rows, transposed, self.interleaver))
 
 
 class _AllToAllCombine:
@@ -200,7 +207,7 @@ class _AllToAllCombine:
         self.pending = pending
 
     def wait(self) -> Float[Tensor, "n h"]:
-        """Weight the answers and add them up where their tokens are."""
+        """Returns the weighted sums of the received rows by token."""
         own = self.dispatch
         return own.owner.ops.unpermute(self.pending.wait(), own.order, own.weights)
 
@@ -209,7 +216,7 @@ class _AllToAllCombine:
 
 
 class AllGatherDispatcher:
-    """Gathers all tokens, with their choices, on all ranks that hold a part of the experts."""
+    """Gathers all tokens and their chosen experts on all ranks that hold experts."""
 
     def __init__(self, mesh: Mesh, num_experts: int, ops: RowOps) -> None:
         self.axis = mesh.axis("expert_tp_ep")
@@ -224,7 +231,7 @@ class AllGatherDispatcher:
         weights: Float[Tensor, "n k"],
         interleaver: PassInterleaver | None = None,
     ) -> "_AllGather":
-        """Gathers tokens, choices and weights."""
+        """Gathers tokens, chosen experts and weights."""
         if interleaver is not None:
             raise LayoutError(
                 "dispatcher 'allgather' communicates synchronously, so passes cannot be "
@@ -235,8 +242,8 @@ class AllGatherDispatcher:
         gathered = gather_rows(tokens, sizes, axis, purpose=DISPATCH)
         chosen = gather_rows(experts.int(), sizes, axis, purpose="chosen experts").long()
         share = gather_rows(weights, sizes, axis, purpose="combine weights")
-        here = torch.where(chosen >= 0, chosen - self.first, -1)
-        return _AllGather(self, gathered, here, share, sizes)
+        local = torch.where(chosen >= 0, chosen - self.first, -1)
+        return _AllGather(self, gathered, local, share, sizes)
 
 
 class _AllGather:
@@ -256,13 +263,13 @@ class _AllGather:
         self.order = experts.new_empty(0)
 
     def wait(self) -> tuple[Float[Tensor, "m h"], Int[Tensor, " e"]]:
-        """Picks the choices of this rank's experts."""
+        """Selects the rows of this rank's experts."""
         ops = self.owner.ops
         self.order, counts = ops.sort(self.experts, self.owner.local)
         return ops.permute(self.tokens, self.order, self.experts.shape[1]), counts
 
     def combine(self, rows: Float[Tensor, "m h"]) -> "_AllGatherCombine":
-        """Weight the answers, and sum those of all ranks where their tokens are."""
+        """Returns the weighted sums of all ranks, each on the rank of its token."""
         partial = self.owner.ops.unpermute(rows, self.order, self.weights)
         summed = scatter_rows(partial, self.sizes, self.owner.axis, purpose=COMBINE)
         return _AllGatherCombine(summed)
@@ -272,7 +279,7 @@ class _AllGatherCombine(NamedTuple):
     summed: Tensor
 
     def wait(self) -> Float[Tensor, "n h"]:
-        """They are there already."""
+        """Returns the sums, which are complete already."""
         return self.summed
 
 
@@ -280,7 +287,7 @@ DISPATCHERS: Final[dict[str, Callable[[Mesh, int, RowOps], Dispatcher]]] = {
     "allgather": AllGatherDispatcher,
     "alltoall": AllToAllDispatcher,
 }
-"""By the name that Megatron-LM gives them."""
+"""Dispatchers by their names in Megatron-LM."""
 
 
 def _sums(counts: Tensor) -> tuple[int, ...]:

@@ -1,13 +1,12 @@
-"""All-to-all of rows, uneven, with something to compute while it is under way.
+"""Asynchronous all-to-all of rows with uneven splits.
 
     pending = start_all_to_all(rows, splits)
     ...                                   # compute
     received = pending.wait()
 
-The backward pass sends the gradients the same way back, and is split alike: it starts where the
-forward pass waited, and waits where the forward pass started. So whatever was computed in between
-has its backward pass in between, too. With a `PassInterleaver`, another micro-batch computes before
-each wait.
+The backward pass sends the gradients back. It starts where the forward pass waited and waits where
+the forward pass started, so the backward pass of the computation in between overlaps it too. With a
+`PassInterleaver`, another micro-batch computes before each wait.
 """
 
 from dataclasses import dataclass
@@ -27,13 +26,13 @@ from megatron_parallel.pipeline.pass_interleaving import PassInterleaver
 
 @dataclass(frozen=True)
 class RowSplits:
-    """How many rows go where.
+    """Numbers of rows that the ranks of an all-to-all exchange.
 
     Attributes:
-        axis: Who takes part.
-        input_splits: Rows for each of its ranks, in order; a rank keeps its own.
-        output_splits: Rows from each of them: what they have in `input_splits` for this rank.
-        purpose: In words, for errors and `Traffic`.
+        axis: Axis of the all-to-all.
+        input_splits: Number of rows to send to each rank, including this one.
+        output_splits: Number of rows to receive from each rank.
+        purpose: Purpose in words, for errors and `Traffic`.
     """
 
     axis: Axis
@@ -51,16 +50,16 @@ class RowSplits:
 
     @property
     def transposed(self) -> "RowSplits":
-        """The way back."""
+        """Splits of the all-to-all that sends the rows back."""
         return RowSplits(self.axis, self.output_splits, self.input_splits, self.purpose)
 
 
 def exchange_counts(
     counts: Int[Tensor, "ranks e"], axis: Axis, *, purpose: str = "row counts"
 ) -> Int[Tensor, "ranks e"]:
-    """Sends row `i` to rank `i` of the axis; row `i` of the result is what rank `i` sent.
+    """Sends row `i` to rank `i` of the axis, and returns the row from rank `i` as row `i`.
 
-    Before an exchange of rows, so that every rank knows how many to expect.
+    Used before an exchange of rows, so that each rank knows how many rows it will receive.
     """
     if axis.size == 1:
         return counts
@@ -69,14 +68,14 @@ def exchange_counts(
 
 
 class PendingAllToAll:
-    """Rows on their way."""
+    """An all-to-all in flight."""
 
     def __init__(self, rows: Tensor, exchange: "_Exchange | None") -> None:
         self._rows = rows
         self._exchange = exchange
 
     def wait(self) -> Shaped[Tensor, "received ..."]:
-        """Returns the rows of all ranks, in the order of the axis. To be called once."""
+        """Returns the rows of all ranks in the order of the axis. Must be called once."""
         if self._exchange is None:
             return self._rows
         received: Tensor = _Wait.apply(self._rows, self._exchange)  # type: ignore[no-untyped-call]
@@ -88,16 +87,16 @@ def start_all_to_all(
 ) -> PendingAllToAll:
     """Starts to send `rows`, those for the first rank first; returns at once.
 
-    Until `wait`, other collectives may be started, by all ranks of the axis in the same order.
-    `wait`, and its counterpart in the backward pass, call `interleaver.switch`.
+    Before `wait`, other collectives may be started, in the same order on all ranks of the axis.
+    `wait` and its counterpart in the backward pass call `interleaver.switch` first.
 
     Raises:
-        LayoutError: not as many rows as the splits says.
-        CollectiveError: here or in `wait`, if a rank does not take part.
+        LayoutError: The number of rows differs from `splits`.
+        CollectiveError: A rank does not take part. Raised here or in `wait`.
     """
     if len(rows) != sum(splits.input_splits):
         raise LayoutError(
-            f"{len(rows)} rows were given, but {sum(splits.input_splits)} are to be sent"
+            f"{len(rows)} rows were given, but input_splits has {sum(splits.input_splits)}"
         )
     if splits.axis.size == 1:
         return PendingAllToAll(rows, None)
@@ -107,21 +106,21 @@ def start_all_to_all(
 
 
 class _Exchange:
-    """One exchange: what is under way in the forward pass, then in the backward pass."""
+    """One exchange and its message in flight, in the forward and then the backward pass."""
 
     def __init__(self, splits: RowSplits, interleaver: PassInterleaver | None) -> None:
         self.splits = splits
         self.interleaver = interleaver
-        self.under_way: _Message | None = None
+        self.in_flight: _Message | None = None
 
     def start(self, rows: Tensor, splits: RowSplits) -> Tensor:
-        self.under_way = _launch(rows, splits)
-        return self.under_way.received
+        self.in_flight = _launch(rows, splits)
+        return self.in_flight.received
 
     def finish(self) -> Tensor:
-        message, self.under_way = self.under_way, None
+        message, self.in_flight = self.in_flight, None
         if message is None:
-            raise LayoutError(f"all_to_all of {self.splits.purpose} was waited for twice")
+            raise LayoutError(f"wait was called twice for the all_to_all of {self.splits.purpose}")
         if self.interleaver is not None:
             self.interleaver.switch()
         return message.wait()
@@ -135,7 +134,7 @@ class _Start(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.finish(), None  # what grads[0] became on its way
+        return ctx.exchange.finish(), None  # the received gradient of the rows
 
 
 class _Wait(Function):
@@ -148,12 +147,12 @@ class _Wait(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.start(grads[0], ctx.exchange.splits.transposed)
-        return grads[0], None  # autograd wants one of this shape; `_Start` takes the other
+        return grads[0], None  # autograd needs this shape; `_Start` returns the received one
 
 
 @dataclass(frozen=True)
 class _Message:
-    """A running all-to-all; `sent` is kept until nobody reads it any more."""
+    """An all-to-all in flight. `sent` is referenced until the backend has read it."""
 
     splits: RowSplits
     sent: Tensor
@@ -161,7 +160,7 @@ class _Message:
     work: dist.Work
 
     def wait(self) -> Tensor:
-        with _naming(self.splits, self.sent):
+        with _error_context(self.splits, self.sent):
             self.work.wait()
         return self.received
 
@@ -172,7 +171,7 @@ def _launch(rows: Tensor, splits: RowSplits) -> _Message:
         (sum(splits.output_splits), *rows.shape[1:]), dtype=rows.dtype, device=rows.device
     )
     splits.axis.count(_operation(splits), sent)
-    with _naming(splits, sent).for_launch():
+    with _error_context(splits, sent).for_launch():
         work = dist.all_to_all_single(
             received,
             sent,
@@ -184,8 +183,8 @@ def _launch(rows: Tensor, splits: RowSplits) -> _Message:
     return _Message(splits, sent, received, work)
 
 
-def _naming(splits: RowSplits, sent: Tensor) -> raise_collective_errors:
-    operation = _operation(splits)  # ranks that belong together send different numbers of rows
+def _error_context(splits: RowSplits, sent: Tensor) -> raise_collective_errors:
+    operation = _operation(splits)  # ranks send different numbers of rows
     return raise_collective_errors(
         splits.axis, operation, sent, match=f"{operation} on axis {splits.axis.name!r}"
     )

@@ -1,6 +1,6 @@
-"""All-gather and reduce-scatter of rows of which every rank may have another number.
+"""All-gather and reduce-scatter of different numbers of rows per rank.
 
-Backends do both for equal parts, so the shorter ones are padded to the longest.
+Backends support only equal parts, so shorter parts are padded to the longest.
 
 | mapping | forward | backward |
 |---|---|---|
@@ -22,7 +22,7 @@ from megatron_parallel.mesh.axes import Axis
 
 
 def gather_sizes(size: int, axis: Axis, device: torch.device, *, purpose: str) -> tuple[int, ...]:
-    """Returns how many rows every rank of the axis has."""
+    """Returns the number of rows of each rank of the axis."""
     own = torch.tensor([size], dtype=torch.int64, device=device)
     return tuple(all_gather(own, axis, purpose=purpose).tolist())
 
@@ -30,29 +30,38 @@ def gather_sizes(size: int, axis: Axis, device: torch.device, *, purpose: str) -
 def gather_rows(
     rows: Shaped[Tensor, "own ..."], sizes: Sequence[int], axis: Axis, *, purpose: str = ""
 ) -> Shaped[Tensor, "all ..."]:
-    """Returns the rows of all ranks, in the order of the axis; gradients of a row are summed.
+    """Returns the rows of all ranks in the order of the axis. The gradients of a row are summed.
 
     Args:
-        rows: This rank's, `sizes[axis.index]` of them.
-        sizes: Number of rows of every rank, the same on all.
-        axis: Who takes part.
-        purpose: In words, for errors and `Traffic`.
+        rows: Rows of this rank, `sizes[axis.index]` of them.
+        sizes: Number of rows of each rank, equal on all ranks.
+        axis: Axis of the all-gather.
+        purpose: Purpose in words, for errors and `Traffic`.
+
+    Raises:
+        LayoutError: The number of rows differs from `sizes`.
     """
     if axis.size == 1:
         return rows
     if len(rows) != sizes[axis.index]:
-        raise LayoutError(f"{len(rows)} rows were given, the sizes say {sizes[axis.index]}")
+        raise LayoutError(
+            f"{len(rows)} rows were given, but sizes has {sizes[axis.index]} for this rank"
+        )
     return _apply(_Gather, rows, tuple(sizes), axis, purpose)
 
 
 def scatter_rows(
     rows: Shaped[Tensor, "all ..."], sizes: Sequence[int], axis: Axis, *, purpose: str = ""
 ) -> Shaped[Tensor, "own ..."]:
-    """This rank's part of the sum of the ranks' `rows`; the transpose of `gather_rows`."""
+    """Returns this rank's part of the sum of `rows` over the ranks; transpose of `gather_rows`.
+
+    Raises:
+        LayoutError: The number of rows differs from the sum of `sizes`.
+    """
     if axis.size == 1:
         return rows
     if len(rows) != sum(sizes):
-        raise LayoutError(f"{len(rows)} rows were given, the sizes add up to {sum(sizes)}")
+        raise LayoutError(f"{len(rows)} rows were given, but sizes add up to {sum(sizes)}")
     return _apply(_Scatter, rows, tuple(sizes), axis, purpose)
 
 
@@ -87,20 +96,20 @@ def _padded(rows: Tensor, length: int) -> Tensor:
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: tuple[int, ...], axis: Axis, purpose: str) -> Tensor:
-        ctx.place = sizes, axis, purpose
+        ctx.options = sizes, axis, purpose
         return _gather(rows, sizes, axis, purpose)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _scatter(grads[0], *ctx.place), None, None, None
+        return _scatter(grads[0], *ctx.options), None, None, None
 
 
 class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: tuple[int, ...], axis: Axis, purpose: str) -> Tensor:
-        ctx.place = sizes, axis, purpose
+        ctx.options = sizes, axis, purpose
         return _scatter(rows, sizes, axis, purpose)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather(grads[0], *ctx.place), None, None, None
+        return _gather(grads[0], *ctx.options), None, None, None

@@ -245,8 +245,8 @@ class AccumulatingProduct:
 class _Accumulated(WeightGradientRequest):
     """A request that passes the two factors to an accumulator."""
 
-    def __init__(self, requests: WeightGradientRequest, accumulate: AccumulateGradient) -> None:
-        super().__init__(requests.shape, lambda: requests.must_return)
+    def __init__(self, request: WeightGradientRequest, accumulate: AccumulateGradient) -> None:
+        super().__init__(request.shape, lambda: request.must_return)
         self._accumulate = accumulate
 
     def __call__(
