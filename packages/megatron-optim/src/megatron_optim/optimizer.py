@@ -149,7 +149,7 @@ class Optimizer:
         )
 
     def zero_grad(self) -> None:
-        """Drops all gradients; see `megatron_parallel.Trainable.zero`."""
+        """Drops all gradients; see `megatron_parallel.data_parallel.Trainable.zero`."""
         self._trainable.zero()
 
     def reload_model_parameters(self) -> None:
