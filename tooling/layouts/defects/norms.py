@@ -21,8 +21,8 @@ def _norm_without_pp(mesh: Mesh, replace: Replace) -> None:
 
 
 def _norm_over(replace: Replace, axis: str) -> None:
-    def wrong(value: Tensor, mesh: Mesh, op: Any) -> float:
-        return float(all_reduce(value, mesh.axis(axis), op=op))
+    def wrong(value: Tensor, mesh: Mesh, op: Any) -> Tensor:
+        return all_reduce(value, mesh.axis(axis), op=op)
 
     replace(clip, "_over_all_ranks", wrong)
 

@@ -10,7 +10,6 @@ from megatron_parallel.context_parallel import PoolPlan
 from megatron_train import GPTTask, MicroBatch
 from megatron_train.document_pool import DocumentPool
 from megatron_train.engine import StepEngine
-from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
 
@@ -80,9 +79,11 @@ def _last_row_left_out(mesh: Mesh, replace: Replace) -> None:
 def _labels_of_row(mesh: Mesh, replace: Replace) -> None:
     true = DocumentPool.rows
 
-    def wrong(self: DocumentPool, *arguments: Any) -> list[dict[str, Tensor]]:
-        rows = true(self, *arguments)
-        after = [torch.cat([row["tokens"][:, 1:], row["labels"][:, -1:]], 1) for row in rows]
-        return [{**row, "labels": labels} for row, labels in zip(rows, after, strict=True)]
+    def wrong(self: DocumentPool, *arguments: Any) -> list[MicroBatch]:
+        rows = []
+        for row in true(self, *arguments):
+            tokens, labels = row.fields["tokens"], row.fields["labels"]
+            rows.append(row.with_fields(labels=torch.cat([tokens[:, 1:], labels[:, -1:]], 1)))
+        return rows
 
     replace(DocumentPool, "rows", wrong)

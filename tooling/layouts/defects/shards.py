@@ -50,7 +50,7 @@ def _accumulation_averaged(mesh: Mesh, replace: Replace) -> None:
     def every_time(self: FullySharded, *, last: bool = False) -> None:
         vars(self)["count"] = 0 if last else vars(self).get("count", 0) + 1
         vars(self)["divide_by"] = max(vars(self).get("divide_by", 1), vars(self)["count"] + 1)
-        self._stage.sum_gradients(True)
+        self._sharded.set_gradient_sync(True)
 
     true = FullySharded.finish
 
@@ -66,6 +66,6 @@ def _accumulation_averaged(mesh: Mesh, replace: Replace) -> None:
 @defect("fully sharded gradients are summed after the first micro-batch", "dp4·fsdp-untied")
 def _accumulation_cut_short(mesh: Mesh, replace: Replace) -> None:
     def first(self: FullySharded, *, last: bool = False) -> None:
-        self._stage.sum_gradients(not last)
+        self._sharded.set_gradient_sync(not last)
 
     replace(FullySharded, "begin", first)
