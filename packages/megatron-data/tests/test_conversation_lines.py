@@ -139,7 +139,7 @@ def test_one_epoch_and_workers(talks: Path, talker: SFTTokenizer) -> None:
 
 def test_lines_may_be_longer_than_a_read(talks: Path, talker: SFTTokenizer, monkeypatch) -> None:
     whole = ConversationLines(talks / "a.jsonl", talker)
-    monkeypatch.setattr("megatron_data.datasets.conversation_lines._STEP", 37)
+    monkeypatch.setattr("megatron_data.datasets.conversation_lines._READ_BYTES", 37)
     parts = ConversationLines(talks / "a.jsonl", talker)
     assert len(whole) == len(parts) == 40
     for number in (0, 1, 20, 39):

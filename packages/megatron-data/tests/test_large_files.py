@@ -142,7 +142,7 @@ def test_documents_behind_4_gib_are_split_and_merged(
 ) -> None:
     """Billions of tokens are not copied; the sizes of the files are set afterwards."""
     with IndexedDataset(prefix) as dataset, IndexedDatasetBuilder(tmp_path / "e", "u2") as builder:
-        builder.add_part(dataset, 4, 5)
+        builder.copy_documents(dataset, 4, 5)
         builder.finalize()
     assert IndexedDataset(tmp_path / "e").document(0).tolist() == tokens_of(5, 10).tolist()
 

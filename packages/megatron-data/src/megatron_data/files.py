@@ -80,11 +80,15 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
         PermissionError: The folder is not writable.
     """
     path = Path(local_path(folder))
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise DataError(f"{path} cannot be a folder, because {there} is a file; give another path")
-    if not os.access(there, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+    existing = next(
+        candidate for candidate in (path, *path.absolute().parents) if candidate.exists()
+    )
+    if not existing.is_dir():
+        raise DataError(
+            f"{path} cannot be a folder, because {existing} is a file; give another path"
+        )
+    if not os.access(existing, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
     return path
 
 
@@ -117,9 +121,9 @@ class Digests:
         """Adds bytes."""
         self._whole.update(data)
         while len(data):
-            some, data = data[: self._room], data[self._room :]
-            self._block.update(some)
-            self._room -= len(some)
+            block_data, data = data[: self._room], data[self._room :]
+            self._block.update(block_data)
+            self._room -= len(block_data)
             if not self._room:
                 self._blocks.append(self._block.hexdigest())
                 self._block, self._room = hashlib.sha256(), BLOCK_BYTES

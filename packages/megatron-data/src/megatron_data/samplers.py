@@ -122,17 +122,17 @@ class ShuffledSampler(SequentialSampler):
         self.seed = seed
 
     def __iter__(self) -> Iterator[list[int]]:
-        drawn: tuple[int, Permutation] | None = None
-        for places in super().__iter__():
+        current: tuple[int, Permutation] | None = None
+        for positions in super().__iter__():
             samples = []
-            for place in places:
-                epoch, number = divmod(place, self.dataset_samples)
-                if drawn is None or drawn[0] != epoch:
-                    drawn = (
+            for position in positions:
+                epoch, number = divmod(position, self.dataset_samples)
+                if current is None or current[0] != epoch:
+                    current = (
                         epoch,
                         Permutation(self.dataset_samples, hash_integers(self.seed, epoch)),
                     )
-                samples.append(drawn[1][number])
+                samples.append(current[1][number])
             yield samples
 
 

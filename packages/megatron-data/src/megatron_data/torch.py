@@ -150,22 +150,25 @@ class CyclicSampler(Sampler[list[int]]):
         ) // self.samples_per_step
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, done = divmod(self.consumed_samples, self.epoch_samples)
-        order = self._order(epoch, done)
+        epoch, consumed = divmod(self.consumed_samples, self.epoch_samples)
+        order = self._order(epoch, consumed)
         for start in range(0, len(self) * self.micro_batch_size, self.micro_batch_size):
             self.consumed_samples += self.samples_per_step
             yield order[start : start + self.micro_batch_size]
 
-    def _order(self, epoch: int, done: int) -> list[int]:
+    def _order(self, epoch: int, consumed: int) -> list[int]:
         """Returns the remaining sample indices of this rank's epoch."""
         rank, ranks = self.data_parallel_rank, self.data_parallel_size
         generator = torch.Generator().manual_seed(epoch)
         if self.data_sharding:
-            own = self.epoch_samples // ranks
-            order = torch.randperm(own, generator=generator)[done // ranks :] + rank * own
+            shard_samples = self.epoch_samples // ranks
+            order = (
+                torch.randperm(shard_samples, generator=generator)[consumed // ranks :]
+                + rank * shard_samples
+            )
         else:
             whole = self.total_samples - self.total_samples % self.micro_batch_size
-            order = torch.randperm(whole, generator=generator)[done:][rank::ranks]
+            order = torch.randperm(whole, generator=generator)[consumed:][rank::ranks]
         indices: list[int] = order.tolist()
         return indices
 

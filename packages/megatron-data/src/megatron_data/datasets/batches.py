@@ -72,13 +72,13 @@ def merge_batches(parts: Sequence[tuple[Sequence[int], Sample]]) -> Sample:
     keys = parts[0][1].keys()
     if any(batch.keys() != keys for _, batch in parts):
         raise DataError("the samples of a batch have different keys")
-    count = sum(len(places) for places, _ in parts)
-    whole: Sample = {}
+    count = sum(len(row_indices) for row_indices, _ in parts)
+    merged: Sample = {}
     for key, first in parts[0][1].items():
-        whole[key] = np.empty((count, *first.shape[1:]), first.dtype)
-        for places, batch in parts:
-            whole[key][places] = batch[key]
-    return whole
+        merged[key] = np.empty((count, *first.shape[1:]), first.dtype)
+        for row_indices, batch in parts:
+            merged[key][row_indices] = batch[key]
+    return merged
 
 
 def unstack(batch: Sample) -> list[Sample]:

@@ -53,17 +53,17 @@ class BlendedDataset:
 
     def batch(self, samples: Sequence[int]) -> Sample:
         """Reads several samples at once. Arrays have a leading dim: `[b, s]` and `[b]`."""
-        draws = [self.order[sample] for sample in samples]
-        places: dict[int, list[int]] = {}
-        for place, (source, _) in enumerate(draws):
-            places.setdefault(source, []).append(place)
+        entries = [self.order[sample] for sample in samples]
+        rows_by_source: dict[int, list[int]] = {}
+        for row, (source, _) in enumerate(entries):
+            rows_by_source.setdefault(source, []).append(row)
         parts = [
-            (own, read_batch(self.datasets[source], [draws[place].sample_index for place in own]))
-            for source, own in places.items()
+            (rows, read_batch(self.datasets[source], [entries[row].sample_index for row in rows]))
+            for source, rows in rows_by_source.items()
         ]
         return merge_batches(parts) | {
             "sample_ids": np.array(samples, np.int64),
-            "dataset_ids": np.array([source for source, _ in draws], np.int64),
+            "dataset_ids": np.array([source for source, _ in entries], np.int64),
         }
 
     def __getitems__(self, samples: Sequence[int]) -> list[Sample]:

@@ -58,11 +58,11 @@ def blend_by_epochs(
             positive.
     """
     interval = _training(split)
-    wanted = {
+    tokens = {
         prefix: round(_positive(prefix, times, "epochs") * _size(prefix, interval, storage)[1])
         for prefix, times in epochs.items()
     }
-    return blend_by_tokens(wanted)
+    return blend_by_tokens(tokens)
 
 
 def blend_by_tokens(tokens: Mapping[str, int]) -> Blend:
@@ -107,8 +107,8 @@ def summarize_blend(
     compare_fingerprints(recorded_fingerprints(blend.prefixes))
     sizes = {prefix: _size(prefix, interval, storage) for prefix in blend.prefixes}
     weights: dict[str, float] = {}
-    given = blend.weights or [sizes[prefix][1] for prefix in blend.prefixes]
-    for prefix, weight in zip(blend.prefixes, given, strict=True):
+    given_weights = blend.weights or [sizes[prefix][1] for prefix in blend.prefixes]
+    for prefix, weight in zip(blend.prefixes, given_weights, strict=True):
         weights[prefix] = weights.get(prefix, 0) + weight
     schedule = BlendSchedule([WeightChange(0, weights)], num_samples)
     return [

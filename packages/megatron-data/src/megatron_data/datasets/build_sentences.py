@@ -40,14 +40,14 @@ class MapBuilder(GreedyBuilder):
         Raises:
             EmptySplitError: No document of the split can be used.
         """
-        opened = self.open_source(name)
-        documents = sequence_range(request.interval, opened.num_documents)
+        dataset = self.open_source(name)
+        documents = sequence_range(request.interval, dataset.num_documents)
         options = self.options | {"seed": self.seed, "num_samples": request.num_samples}
         count = documents[1] - documents[0]
         with dataset_named_in_errors(
-            f"{request.split} split of {name} ({count} of {opened.num_documents} documents)"
+            f"{request.split} split of {name} ({count} of {dataset.num_documents} documents)"
         ):
-            return self._build_along_map(name, opened, documents, options)
+            return self._build_along_map(name, dataset, documents, options)
 
     @abstractmethod
     def _build_along_map(

@@ -305,10 +305,11 @@ class StatelessBuilder(GPTBuilder):
             )
         blends = [(0, blend), *(self.changes if request.split == "train" else ())]
         changes = [
-            WeightChange(first, self._weights(each, request.interval)) for first, each in blends
+            WeightChange(first, self._weights(changed_blend, request.interval))
+            for first, changed_blend in blends
         ]
         schedule = BlendSchedule(changes, request.num_samples)
-        drawn = zip(schedule.sources, schedule.counts(), strict=True)
+        counts_by_prefix = zip(schedule.sources, schedule.counts(), strict=True)
         return BlendedDataset(
             [
                 self.build_source(
@@ -317,7 +318,7 @@ class StatelessBuilder(GPTBuilder):
                     request._replace(num_samples=count),
                     source_index,
                 )
-                for source_index, (prefix, count) in enumerate(drawn)
+                for source_index, (prefix, count) in enumerate(counts_by_prefix)
             ],
             schedule,
         )
@@ -325,10 +326,10 @@ class StatelessBuilder(GPTBuilder):
     def _weights(self, blend: Blend, interval: Interval) -> dict[str, float]:
         """Returns weights by prefix: tokens of the split by default. Repeated prefixes add up."""
         weights: dict[str, float] = {}
-        given = blend.weights or [
+        given_weights = blend.weights or [
             count_tokens(self.open_source(prefix), interval) for prefix in blend.prefixes
         ]
-        for prefix, weight in zip(blend.prefixes, given, strict=True):
+        for prefix, weight in zip(blend.prefixes, given_weights, strict=True):
             weights[prefix] = weights.get(prefix, 0) + weight
         return weights
 
@@ -355,14 +356,14 @@ class PackedBuilder(StatelessBuilder):
 
 
 @contextmanager
-def dataset_named_in_errors(which: str) -> Iterator[None]:
+def dataset_named_in_errors(name: str) -> Iterator[None]:
     """Adds the name of the dataset to errors that the block raises."""
     try:
         yield
     except EmptySplitError as error:
-        raise EmptySplitError(f"{which}: {error.what}") from None
+        raise EmptySplitError(f"{name}: {error.what}") from None
     except DataError as error:
-        raise DataError(f"{which}: {error}") from None
+        raise DataError(f"{name}: {error}") from None
 
 
 def _table(source: TokenSource) -> SequenceTable:

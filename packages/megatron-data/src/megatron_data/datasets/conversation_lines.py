@@ -22,9 +22,9 @@ from megatron_data.sources.urls import is_url, without_scheme
 from megatron_data.tokenizers.conversations import ConversationTokens, LossOver, encode_rows
 from megatron_data.tokenizers.sft import SFTTokenizer
 
-_WHITE = np.frombuffer(b" \t\r\v\f\n", np.uint8)
-_STEP = 1 << 24
-_KEPT = 64
+_WHITE_SPACE = np.frombuffer(b" \t\r\v\f\n", np.uint8)
+_READ_BYTES = 1 << 24
+_CACHED_LINES = 64
 
 _log = logging.getLogger("megatron_data")
 
@@ -94,7 +94,7 @@ class ConversationLines:
         if not len(self):
             raise DataError(f"{self.path} is empty; write one conversation per line")
         self._check_sizes(max_document_bytes)
-        self._rows: LRUCache[list[ConversationTokens]] = LRUCache(_KEPT)
+        self._rows: LRUCache[list[ConversationTokens]] = LRUCache(_CACHED_LINES)
 
     def __len__(self) -> int:
         """Returns the number of lines that are not blank."""
@@ -180,17 +180,17 @@ class ConversationLinesDataset:
         number = self._first + sample % self._count
         row = self.lines.conversations(number)
         lengths = np.array([len(each.ids) for each in row], np.int64)
-        kept = truncated_lengths(lengths, self.sequence_length)
+        truncated = truncated_lengths(lengths, self.sequence_length)
         if not row:
             self._warn_once(
                 "empty", number, "no message of the role assistant; the sample has no loss"
             )
-        if sum(kept) < lengths.sum():
+        if sum(truncated) < lengths.sum():
             held = f"truncated to {self.sequence_length}; lines longer than a sample"
             self._warn_once("long", number, f"{lengths.sum()} tokens, {held} lose their end")
         parts = [
             (each.ids[:length], each.loss_mask[:length])
-            for each, length in zip(row, kept, strict=True)
+            for each, length in zip(row, truncated, strict=True)
             if length
         ]
         return make_sample(parts, self.sequence_length, sample)
@@ -202,14 +202,14 @@ class ConversationLinesDataset:
             _log.warning("%s: %s (logged only once)", self.lines.location(number), what)
 
 
-def _stat_of(found: os.stat_result) -> tuple[int, int]:
-    return found.st_size, found.st_mtime_ns
+def _stat_of(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _is_white(file: BinaryIO, size: int) -> bool:
     """Returns whether the next `size` bytes are all white space."""
     while size > 0:
-        data = file.read(min(size, _STEP))
+        data = file.read(min(size, _READ_BYTES))
         if not data or data.strip():
             return not data
         size -= len(data)
@@ -219,21 +219,21 @@ def _is_white(file: BinaryIO, size: int) -> bool:
 def _find_lines(path: str) -> _Lines:
     """Finds the lines of a file in one pass."""
     parts = [np.empty(0, np.int64)]
-    white = [np.empty(0, bool)]
-    size, begins = 0, True
+    starts_blank = [np.empty(0, bool)]
+    size, at_line_start = 0, True
     with Path(path).open("rb") as file:
-        while stretch := file.read(_STEP):
-            data = np.frombuffer(stretch, np.uint8)
+        while block := file.read(_READ_BYTES):
+            data = np.frombuffer(block, np.uint8)
             starts = np.flatnonzero(data == NEWLINE[0]) + 1
-            starts = np.append(np.zeros(int(begins), np.int64), starts)
-            begins = bool(starts.size and starts[-1] == len(data))
-            starts = starts[: starts.size - begins]
+            starts = np.append(np.zeros(int(at_line_start), np.int64), starts)
+            at_line_start = bool(starts.size and starts[-1] == len(data))
+            starts = starts[: starts.size - at_line_start]
             parts.append(starts + size)
-            white.append(np.isin(data[starts], _WHITE))
+            starts_blank.append(np.isin(data[starts], _WHITE_SPACE))
             size += len(data)
         bounds = np.append(np.concatenate(parts), size)
         starts, sizes = bounds[:-1], np.diff(bounds)
-        blank = np.concatenate(white)
+        blank = np.concatenate(starts_blank)
         for line in np.flatnonzero(blank).tolist():
             file.seek(starts[line])
             blank[line] = _is_white(file, int(sizes[line]))

@@ -76,10 +76,10 @@ class FIMConfig:
     )
 
     def __post_init__(self) -> None:
-        for given in fields(self):
-            rate = getattr(self, given.name)
+        for option in fields(self):
+            rate = getattr(self, option.name)
             if isinstance(rate, float | int) and not 0 <= rate <= 1:
-                raise DataError(f"{given.metadata['flag']} {rate} is not a rate; give 0 to 1")
+                raise DataError(f"{option.metadata['flag']} {rate} is not a rate; give 0 to 1")
 
 
 class FillInTheMiddle:
@@ -157,8 +157,8 @@ class FillInTheMiddle:
             Tokens of the three parts, each after its special token, int64 `[m]`.
         """
         first, last, text = self._whole_characters(tokens)
-        without = self.config.no_prefix
-        if text is None or (without is not None and text.startswith(without)):
+        no_prefix = self.config.no_prefix
+        if text is None or (no_prefix is not None and text.startswith(no_prefix)):
             return tokens
         begin, end = sorted(random.randint(0, len(text) + 1, 2).tolist())
         encoded = self.tokenizer.encode_batch([text[:begin], text[begin:end], text[end:]])
@@ -172,9 +172,9 @@ class FillInTheMiddle:
 
     def _whole_characters(self, tokens: NDArray[np.int64]) -> tuple[int, int, str | None]:
         """Returns begin, end and text of the tokens that decode to whole characters."""
-        for left_out in range(2 * _MOST_BYTES - 1):
-            for first in range(max(left_out - _MOST_BYTES + 1, 0), min(left_out, 3) + 1):
-                last = len(tokens) - (left_out - first)
+        for num_omitted in range(2 * _MOST_BYTES - 1):
+            for first in range(max(num_omitted - _MOST_BYTES + 1, 0), min(num_omitted, 3) + 1):
+                last = len(tokens) - (num_omitted - first)
                 text = self.tokenizer.decode(tokens[first:last].tolist())
                 if text and _REPLACEMENT not in text:
                     return first, last, text
@@ -196,7 +196,7 @@ def _cut(
     """Yields the tokens between separators, each with its separator or an empty array."""
     begin = 0
     if separator is not None:
-        for place in np.flatnonzero(tokens == separator).tolist():
-            yield tokens[begin:place], tokens[place : place + 1]
-            begin = place + 1
+        for index in np.flatnonzero(tokens == separator).tolist():
+            yield tokens[begin:index], tokens[index : index + 1]
+            begin = index + 1
     yield tokens[begin:], tokens[:0]

@@ -163,11 +163,11 @@ class GPTDataset:
         labels = text[:, 1:].copy() if config.add_extra_token else _shifted(tokens)
         masks = self._masks(tokens)
         if filled.min() <= config.sequence_length:  # some token has no label
-            places = np.arange(config.sequence_length)
-            is_padding = places >= filled[:, None]
+            indices = np.arange(config.sequence_length)
+            is_padding = indices >= filled[:, None]
             tokens[is_padding] = 0
             masks.document_ids[is_padding] = -1
-            is_padding = places + 1 >= filled[:, None]
+            is_padding = indices + 1 >= filled[:, None]
             labels[is_padding] = 0
             masks.loss_mask[is_padding] = 0
         if config.pad_id is not None:
@@ -203,9 +203,9 @@ class GPTDataset:
                 row[filled:end] = part
                 filled = end
             if self.infill is not None:
-                changed = self.infill(row[:filled], sample, len(row))
-                filled = len(changed)
-                row[:filled] = changed
+                infilled = self.infill(row[:filled], sample, len(row))
+                filled = len(infilled)
+                row[:filled] = infilled
             row[filled:] = _NO_TOKEN
             lengths[number] = filled
         return text, lengths

@@ -154,11 +154,11 @@ class ICTDataset:
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Returns padded tokens with special tokens, and document ids. Truncates long text."""
         word_pieces = self.word_pieces
-        before = (
+        prefix = (
             [word_pieces.cls_id]
             if title is None
             else [word_pieces.cls_id, *title, word_pieces.sep_id]
         )
-        room = self.config.sequence_length - len(before) - 1
-        whole = [*before, *tokens[:room], word_pieces.sep_id]
-        return pad_text(whole, self.config.sequence_length)
+        room = self.config.sequence_length - len(prefix) - 1
+        text = [*prefix, *tokens[:room], word_pieces.sep_id]
+        return pad_text(text, self.config.sequence_length)

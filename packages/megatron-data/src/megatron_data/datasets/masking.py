@@ -56,20 +56,22 @@ class WordPieces:
                 f"a {type(tokenizer).__name__} has no word pieces; masked datasets need one "
                 "of BERT's kind"
             )
-        needed = [tokenizer.token_id(token) for token in ("[CLS]", "[SEP]", "[MASK]")]
-        cls_id, sep_id, mask_id = needed
+        token_ids = [tokenizer.token_id(token) for token in ("[CLS]", "[SEP]", "[MASK]")]
+        cls_id, sep_id, mask_id = token_ids
         if cls_id is None or sep_id is None or mask_id is None:
             raise DataError(
                 "this tokenizer lacks [CLS], [SEP] or [MASK]; masked datasets need one of "
                 "BERT's kind"
             )
         names = (tokenizer.token(number) for number in range(tokenizer.vocab_size))
-        goes_on = [name is not None and name.startswith(CONTINUATION_PREFIX) for name in names]
+        continues_word = [
+            name is not None and name.startswith(CONTINUATION_PREFIX) for name in names
+        ]
         sentinels: list[int] = []
         while (number := tokenizer.token_id(f"<extra_id_{len(sentinels)}>")) is not None:
             sentinels.append(number)
         return cls(
-            np.array(goes_on),
+            np.array(continues_word),
             cls_id,
             sep_id,
             mask_id,
@@ -180,32 +182,32 @@ def mask_tokens(
     shares = config.ngram_shares()
     order = np.arange(len(words))
     random.shuffle(order)
-    masked, hidden = list(tokens), dict[int, int]()
+    masked, original_tokens = list(tokens), dict[int, int]()
     spans: list[MaskedSpan] = []
     for word in order.tolist():
-        if len(hidden) >= limit:
+        if len(original_tokens) >= limit:
             break
         if config.geometric:
             longest = min(int(random.geometric(_GEOMETRIC)), config.max_ngram)
         else:
             longest = int(shares.searchsorted(random.random_sample(), side="right")) + 1
-        row = _row_that_fits(words, word, longest, limit - len(hidden))
-        if row is None or any(position in hidden for position in row):
+        span = _longest_span(words, word, longest, limit - len(original_tokens))
+        if span is None or any(position in original_tokens for position in span):
             continue
-        for position in row:
+        for position in span:
             new = replacement()
-            hidden[position] = tokens[position]
+            original_tokens[position] = tokens[position]
             if new is not None:
                 masked[position] = new
-        spans.append(MaskedSpan(row, [tokens[position] for position in row]))
+        spans.append(MaskedSpan(span, [tokens[position] for position in span]))
     if config.permutation:
         random.shuffle(order)
-        _swap(masked, hidden, words, order, limit, shares, random)
-    positions = sorted(hidden)
+        _swap(masked, original_tokens, words, order, limit, shares, random)
+    positions = sorted(original_tokens)
     return MaskedText(
         masked,
         positions,
-        [hidden[position] for position in positions],
+        [original_tokens[position] for position in positions],
         sorted(spans, key=lambda span: span.positions[0]),
     )
 
@@ -222,31 +224,29 @@ def _words(
             f"a sample has tokens {array.min()} to {array.max()}, but the vocabulary has "
             f"{len(word_pieces.continuations)} tokens; give the tokenizer of the dataset"
         )
-    goes_on = word_pieces.continuations[array].tolist() if len(array) else []
+    continues_word = word_pieces.continuations[array].tolist() if len(array) else []
     for position, token in enumerate(tokens):
         if token in special:
             continue
-        if goes_on[position] and config.whole_words and words:
+        if continues_word[position] and config.whole_words and words:
             words[-1].append(position)
         else:
             words.append([position])
     return words
 
 
-def _row_that_fits(
-    words: list[list[int]], word: int, longest: int, room: float
-) -> list[int] | None:
+def _longest_span(words: list[list[int]], word: int, longest: int, room: float) -> list[int] | None:
     """Returns the positions of the longest span from `word` on that fits, or None."""
     for count in range(longest, 0, -1):
-        row = [position for each in words[word : word + count] for position in each]
-        if len(row) <= room:
-            return row
+        span = [position for each in words[word : word + count] for position in each]
+        if len(span) <= room:
+            return span
     return None
 
 
 def _swap(
     masked: list[int],
-    hidden: dict[int, int],
+    original_tokens: dict[int, int],
     words: list[list[int]],
     order: NDArray[np.int64],
     limit: float,
@@ -259,13 +259,15 @@ def _swap(
         if len(chosen) >= limit:
             break
         longest = int(shares.searchsorted(random.random_sample(), side="right")) + 1
-        row = _row_that_fits(words, word, longest, limit - len(chosen))
-        if row is not None and not any(place in hidden or place in chosen for place in row):
-            chosen.update(row)
-    places = sorted(chosen)
-    sources = np.array(places, np.int64)
+        span = _longest_span(words, word, longest, limit - len(chosen))
+        if span is not None and not any(
+            position in original_tokens or position in chosen for position in span
+        ):
+            chosen.update(span)
+    positions = sorted(chosen)
+    sources = np.array(positions, np.int64)
     random.shuffle(sources)
-    before = list(masked)
-    for place, source in zip(places, sources.tolist(), strict=True):
-        masked[place] = before[source]
-        hidden[place] = before[place]
+    unpermuted = list(masked)
+    for position, source in zip(positions, sources.tolist(), strict=True):
+        masked[position] = unpermuted[source]
+        original_tokens[position] = unpermuted[position]

@@ -94,8 +94,8 @@ def cumulative_lengths(document_ids: NDArray[np.int32]) -> CumulativeLengths:
     bounds = np.full((*batch, length + 1), length, np.int32)
     bounds[..., 0] = 0
     samples = zip(bounds.reshape(-1, length + 1), document_ids.reshape(-1, length), strict=True)
-    for own, ids in samples:
+    for row, ids in samples:
         ends = np.flatnonzero(ids[1:] != ids[:-1]) + 1
-        own[1 : len(ends) + 1] = ends
+        row[1 : len(ends) + 1] = ends
     longest = np.diff(bounds, axis=-1).max(axis=-1)
     return CumulativeLengths(bounds, np.asarray(longest, np.int32))

@@ -66,24 +66,24 @@ def make_sample(
         length: Tokens of a sample. The conversations may have one more, for the last label.
         number: Index of the sample.
     """
-    text, counted = np.zeros(length + 1, np.int64), np.zeros(length + 1, bool)
-    numbers, positions = np.full(length + 1, -1, np.int32), np.zeros(length + 1, np.int32)
+    text, in_loss = np.zeros(length + 1, np.int64), np.zeros(length + 1, bool)
+    document_ids, positions = np.full(length + 1, -1, np.int32), np.zeros(length + 1, np.int32)
     filled = 0
     for conversation, (part, mask) in enumerate(parts):
-        place = slice(filled, filled + len(part))
-        text[place] = part
-        counted[place] = mask
-        numbers[place] = conversation
-        positions[place] = np.arange(len(part))
+        indices = slice(filled, filled + len(part))
+        text[indices] = part
+        in_loss[indices] = mask
+        document_ids[indices] = conversation
+        positions[indices] = np.arange(len(part))
         filled += len(part)
-    bounds = cumulative_lengths(numbers[:-1])
-    same = numbers[1:] == numbers[:-1]
+    bounds = cumulative_lengths(document_ids[:-1])
+    same_document = document_ids[1:] == document_ids[:-1]
     return {
         "tokens": text[:-1],
         "labels": text[1:].copy(),
-        "loss_mask": (counted[1:] & same).astype(np.float32),
+        "loss_mask": (in_loss[1:] & same_document).astype(np.float32),
         "positions": positions[:-1],
-        "document_ids": numbers[:-1],
+        "document_ids": document_ids[:-1],
         "cu_seqlens": bounds.cu_seqlens,
         "max_seqlen": bounds.max_seqlen,
         "sample_ids": np.asarray(number, np.int64),

@@ -35,8 +35,8 @@ def parse_split(split: str) -> tuple[Interval | None, ...]:
         )
     shares += [0.0] * (len(SPLITS) - len(shares))
     total = np.sum(np.array(shares))
-    marks = list(accumulate((float(share / total) for share in shares), initial=0.0))
-    return tuple((begin, end) if end > begin else None for begin, end in pairwise(marks))
+    bounds = list(accumulate((float(share / total) for share in shares), initial=0.0))
+    return tuple((begin, end) if end > begin else None for begin, end in pairwise(bounds))
 
 
 def sequence_range(interval: Interval, count: int) -> tuple[int, int]:
@@ -44,7 +44,7 @@ def sequence_range(interval: Interval, count: int) -> tuple[int, int]:
 
     Bounds are rounded half to even, as in Megatron.
     """
-    begin, end = (round(mark * float(count)) for mark in interval)
+    begin, end = (round(bound * float(count)) for bound in interval)
     return begin, end
 
 

@@ -114,14 +114,14 @@ class T5Dataset:
         encoder, spans = self._corrupted(sample, masked)
         decoder = [self._begin, *spans]
         length, decoder_length = self.config.sequence_length, self.config.decoder_sequence_length
-        for side, filled, room in (
+        for side, tokens_of_side, max_length in (
             ("encoder", encoder, length),
             ("decoder", decoder, decoder_length),
         ):
-            if len(filled) > room:
+            if len(tokens_of_side) > max_length:
                 raise DataError(
-                    f"sample {sample} has {len(filled)} tokens for the {side}, which has room for "
-                    f"{room}; increase its sequence length, or mask fewer tokens"
+                    f"sample {sample} has {len(tokens_of_side)} tokens for the {side}, which has "
+                    f"room for {max_length}; increase its sequence length, or mask fewer tokens"
                 )
         encoder_tokens, encoder_ids = pad_text(encoder, length)
         decoder_tokens, decoder_ids = pad_text(decoder, decoder_length)
@@ -148,9 +148,9 @@ class T5Dataset:
             )
         text: list[int] = []
         spans: list[int] = []
-        done = 0
+        begin = 0
         for sentinel, span in zip(sentinels, masked.spans, strict=False):
-            text += [*masked.tokens[done : span.positions[0]], sentinel]
+            text += [*masked.tokens[begin : span.positions[0]], sentinel]
             spans += [sentinel, *span.labels]
-            done = span.positions[-1] + 1
-        return text + masked.tokens[done:], spans
+            begin = span.positions[-1] + 1
+        return text + masked.tokens[begin:], spans

@@ -37,13 +37,13 @@ def check_tokenizer(
     names = [name for path in paths for name in _prefixes(path)]
     recorded = recorded_fingerprints(n for n in names if not is_conversation_file(n))
     compare_fingerprints(recorded, tokenizer)
-    unknown = [name for name, found in recorded.items() if found is None]
-    if unknown and (tokenizer is not None or len(recorded) > 1):
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    without_manifest = [name for name, fingerprint in recorded.items() if fingerprint is None]
+    if without_manifest and (tokenizer is not None or len(recorded) > 1):
+        more = f" and {len(without_manifest) - 1} more" if len(without_manifest) > 1 else ""
         _log.warning(
             "%s%s: without a manifest (.meta.json), the tokenizer of the dataset cannot be "
             "compared with that of the run",
-            unknown[0],
+            without_manifest[0],
             more,
         )
 

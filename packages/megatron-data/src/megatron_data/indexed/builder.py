@@ -156,37 +156,37 @@ class IndexedDatasetBuilder:
             DataError: The dataset is damaged or cannot be read, it has another token type, or only
                 one of the two datasets is multimodal.
         """
-        with IndexedDataset(prefix, storage) as other:
-            other.check()
-            self.add_part(other, 0, other.num_documents)
+        with IndexedDataset(prefix, storage) as dataset:
+            dataset.check()
+            self.copy_documents(dataset, 0, dataset.num_documents)
 
-    def add_part(self, other: IndexedDataset, first: int, last: int) -> None:
+    def copy_documents(self, dataset: IndexedDataset, first: int, last: int) -> None:
         """Appends the documents `[first, last)` of a dataset whose index was checked.
 
         Raises:
             DataError: The token types differ, or only one of the two datasets is multimodal.
         """
-        if other.dtype != self.dtype:
+        if dataset.dtype != self.dtype:
             raise DataError(
-                f"cannot append {other.prefix} ({other.dtype}) to {self.prefix} "
+                f"cannot append {dataset.prefix} ({dataset.dtype}) to {self.prefix} "
                 f"({self.dtype}): the token types differ"
             )
-        if len(other) and (other.sequence_modes is None) != (self._modes is None):
+        if len(dataset) and (dataset.sequence_modes is None) != (self._modes is None):
             raise DataError(
-                f"cannot append {other.prefix} to {self.prefix}: only one of them is multimodal"
+                f"cannot append {dataset.prefix} to {self.prefix}: only one of them is multimodal"
             )
-        bounds = other.document_indices[first : last + 1]
+        bounds = dataset.document_indices[first : last + 1]
         sequences = slice(int(bounds[0]), int(bounds[-1]))
-        lengths = other.sequence_lengths[sequences]
-        begin, end = other.tokens_before(bounds[[0, -1]]).tolist()
-        for tokens in other.scan(begin, end):
+        lengths = dataset.sequence_lengths[sequences]
+        begin, end = dataset.tokens_before(bounds[[0, -1]]).tolist()
+        for tokens in dataset.scan(begin, end):
             self._bin.write(tokens.data)
         self.tokens += end - begin
         shifted = bounds[1:] - sequences.start + len(self._lengths)
         self._lengths.frombytes(lengths.tobytes())
         self._bounds.frombytes(shifted.tobytes())
-        if self._modes is not None and other.sequence_modes is not None:
-            self._modes.frombytes(other.sequence_modes[sequences].tobytes())
+        if self._modes is not None and dataset.sequence_modes is not None:
+            self._modes.frombytes(dataset.sequence_modes[sequences].tobytes())
 
     def finalize(self) -> WrittenDataset:
         """Writes the index and renames both files to their final names.
@@ -237,22 +237,22 @@ class IndexedDatasetBuilder:
         self.discard()
 
     def _convert(self, tokens: ArrayLike) -> NDArray[Any]:
-        given = np.asarray(tokens)
-        if given.dtype == self.dtype:
-            return np.ascontiguousarray(given).reshape(-1)
-        if given.size == 0:
+        array = np.asarray(tokens)
+        if array.dtype == self.dtype:
+            return np.ascontiguousarray(array).reshape(-1)
+        if array.size == 0:
             return np.empty(0, self.dtype)
         if self.dtype.kind in "iu":
-            if given.dtype.kind not in "iu":
-                raise DataError(f"tokens of type {given.dtype} cannot be stored as {self.dtype}")
+            if array.dtype.kind not in "iu":
+                raise DataError(f"tokens of type {array.dtype} cannot be stored as {self.dtype}")
             limits = np.iinfo(self.dtype)
-            low, high = int(given.min()), int(given.max())
+            low, high = int(array.min()), int(array.max())
             if low < limits.min or high > limits.max:
                 raise DataError(
                     f"token {low if low < limits.min else high} does not fit {self.dtype} in "
                     f"{self.prefix}.bin; build it with a wider type"
                 )
-        return given.astype(self.dtype).reshape(-1)
+        return array.astype(self.dtype).reshape(-1)
 
     def _append(
         self,

@@ -99,13 +99,13 @@ class FileTokens:
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
         itemsize = self._dtype.itemsize
-        begin, wanted = part.start * itemsize, (part.stop - part.start) * itemsize
-        data = os.pread(self._file.fileno(), wanted, begin)
-        while len(data) < wanted:  # one call returns at most 2 GiB
-            more = os.pread(self._file.fileno(), wanted - len(data), begin + len(data))
-            if not more:
+        begin, size = part.start * itemsize, (part.stop - part.start) * itemsize
+        data = os.pread(self._file.fileno(), size, begin)
+        while len(data) < size:  # one call returns at most 2 GiB
+            rest = os.pread(self._file.fileno(), size - len(data), begin + len(data))
+            if not rest:
                 break
-            data += more
+            data += rest
         return np.frombuffer(data, self._dtype)
 
     def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
@@ -211,10 +211,10 @@ def _remote(prefix: str, storage: StorageCache | None) -> DatasetFiles:
             "--object-storage-cache-path FOLDER or, in Python, storage=StorageCache(FOLDER)"
         )
     names = [f"{prefix}.idx", f"{prefix}.bin"]
-    found = [_find(name) for name in names]
-    index, data = found
+    files = [_find(name) for name in names]
+    index, data = files
     if index is None or data is None:
-        missing = [name for name, file in zip(names, found, strict=True) if file is None]
+        missing = [name for name, file in zip(names, files, strict=True) if file is None]
         raise _no_dataset(prefix, missing)
 
     def tokens(dtype: TokenType) -> TokenStore:
@@ -283,7 +283,7 @@ def _no_dataset(prefix: str, missing: Sequence[str]) -> DataError:
             "beside the tokens; give the prefix of the tokens, NAME_conversation"
         )
     else:
-        there = [prefix + end for end in _USUAL_ENDS if exists(f"{prefix}{end}.idx")]
-        if there:
-            hint = f"did you mean {there[0]}?"
+        candidates = [prefix + end for end in _USUAL_ENDS if exists(f"{prefix}{end}.idx")]
+        if candidates:
+            hint = f"did you mean {candidates[0]}?"
     return DataError(f"no dataset at {prefix}: {' and '.join(missing)} missing; {hint}")

@@ -213,13 +213,13 @@ class IndexedDataset:
         """
         lengths, before = self.sequence_lengths, 0
         for start in range(0, len(lengths), _CHECKED):
-            some = lengths[start : start + _CHECKED]
-            if (shortest := int(some.min())) < 0:
-                where = start + int(some.argmin())
+            block = lengths[start : start + _CHECKED]
+            if (shortest := int(block.min())) < 0:
+                where = start + int(block.argmin())
                 raise self._damaged(where, f"sequence {where} has length {shortest}")
-            sizes = some.astype(np.int64) * self._dtype.itemsize
+            sizes = block.astype(np.int64) * self._dtype.itemsize
             ends = np.cumsum(sizes) + before
-            wrong = np.flatnonzero(self._pointers[start : start + len(some)] != ends - sizes)
+            wrong = np.flatnonzero(self._pointers[start : start + len(block)] != ends - sizes)
             if len(wrong):
                 where = start + int(wrong[0])
                 what = f"the pointer of sequence {where} is not the sum of the lengths before it"
@@ -236,8 +236,8 @@ class IndexedDataset:
     def _damaged(self, sequence: int | None, what: str) -> DataError:
         """Returns an error that names the file, the document of a sequence, and the remedy."""
         if sequence is not None:
-            within = int(np.searchsorted(self._bounds, sequence, side="right")) - 1
-            what += f" (document {min(max(within, 0), self.num_documents - 1)})"
+            document = int(np.searchsorted(self._bounds, sequence, side="right")) - 1
+            what += f" (document {min(max(document, 0), self.num_documents - 1)})"
         return DataError(
             f"{self.prefix}.idx is damaged: {what}; copy it again, or preprocess the text again"
         )

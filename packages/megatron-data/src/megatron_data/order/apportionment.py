@@ -74,12 +74,12 @@ class Apportionment:
     def counts(self, samples: int) -> list[int]:
         """Returns the number of samples from each source among the first `samples`."""
         counts = [0] * len(self.weights)
-        reached: list[tuple[_Tree, int]] = [(self._tree, samples)]
-        while reached:
-            tree, number = reached.pop()
+        stack: list[tuple[_Tree, int]] = [(self._tree, samples)]
+        while stack:
+            tree, number = stack.pop()
             if isinstance(tree, _Node):
                 before = _share(tree, number)
-                reached += [(tree.left, before), (tree.right, number - before)]
+                stack += [(tree.left, before), (tree.right, number - before)]
             else:
                 counts[tree] = number
         return counts
@@ -87,14 +87,14 @@ class Apportionment:
     def max_error(self) -> float:
         """Returns an upper bound on the deviation of a source from its share, in samples."""
         worst = 0.0
-        reached: list[tuple[_Tree, float]] = [(self._tree, 0.0)]
-        while reached:
-            tree, error = reached.pop()
+        stack: list[tuple[_Tree, float]] = [(self._tree, 0.0)]
+        while stack:
+            tree, error = stack.pop()
             worst = max(worst, error)
             if isinstance(tree, _Node):
                 share = tree.left_weight / tree.weight
-                reached.append((tree.left, share * error + 0.5))
-                reached.append((tree.right, (1 - share) * error + 0.5))
+                stack.append((tree.left, share * error + 0.5))
+                stack.append((tree.right, (1 - share) * error + 0.5))
         return worst
 
 
@@ -105,8 +105,8 @@ def _share(node: _Node, samples: int) -> int:
 
 def _integers(weights: Sequence[float | Fraction]) -> list[int]:
     """Returns integers in the ratio of the weights."""
-    good = [isfinite(weight) and weight > 0 for weight in weights]
-    if not all(good) or not good:
+    valid = [isfinite(weight) and weight > 0 for weight in weights]
+    if not all(valid) or not valid:
         raise DataError(f"blend weights {list(weights)}; each must be a positive number")
     exact = [
         weight if isinstance(weight, Fraction) else Fraction(repr(weight)) for weight in weights
@@ -117,15 +117,15 @@ def _integers(weights: Sequence[float | Fraction]) -> list[int]:
 
 def _huffman(weights: Sequence[int]) -> _Tree:
     """Returns the Huffman tree of the weights. Ties are resolved in favour of older subtrees."""
-    made = len(weights)
-    waiting: list[tuple[int, int, _Tree]] = [
+    next_id = len(weights)
+    heap: list[tuple[int, int, _Tree]] = [
         (weight, source, source) for source, weight in enumerate(weights)
     ]
-    heapq.heapify(waiting)
-    while len(waiting) > 1:
-        light, _, left = heapq.heappop(waiting)
-        heavy, _, right = heapq.heappop(waiting)
-        joined = _Node(left, right, light, light + heavy)
-        heapq.heappush(waiting, (joined.weight, made, joined))
-        made += 1
-    return waiting[0][2]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        light_weight, _, left = heapq.heappop(heap)
+        heavy_weight, _, right = heapq.heappop(heap)
+        joined = _Node(left, right, light_weight, light_weight + heavy_weight)
+        heapq.heappush(heap, (joined.weight, next_id, joined))
+        next_id += 1
+    return heap[0][2]

@@ -51,9 +51,9 @@ def load_or_build(
     if folder is None:
         return build()
     entry = Path(folder) / key
-    found = _load(entry)
-    if found is not None:
-        return found
+    cached = _load(entry)
+    if cached is not None:
+        return cached
     arrays = build()
     _store(entry, arrays)
     return _load(entry) or arrays
@@ -66,10 +66,10 @@ def _load(entry: Path) -> Arrays | None:
         if listed["sha256"] != _digest(entry.name, listed["arrays"]):
             return None
         arrays = {}
-        for name, described in listed["arrays"].items():
+        for name, description in listed["arrays"].items():
             if not _NAME.fullmatch(name):
                 return None  # the name may be a path that leads out of this entry
-            arrays[name] = _mapped(entry / f"{name}.npy", *described)
+            arrays[name] = _mapped(entry / f"{name}.npy", *description)
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - an entry with damage of any kind is built again
@@ -85,19 +85,19 @@ def _mapped(path: Path, dtype: str, shape: list[int]) -> NDArray[Any]:
     Raises:
         ValueError: The header or the size of the file differs.
     """
-    kind, wanted = np.dtype(dtype), _header(dtype, shape)
-    size = len(wanted) + math.prod(shape) * kind.itemsize
+    array_dtype, expected = np.dtype(dtype), _header(dtype, shape)
+    size = len(expected) + math.prod(shape) * array_dtype.itemsize
     with path.open("rb") as file:
-        if path.stat().st_size != size or file.read(len(wanted)) != wanted:
+        if path.stat().st_size != size or file.read(len(expected)) != expected:
             raise ValueError(f"{path} holds something else")
-    return np.memmap(path, kind, "r", len(wanted), tuple(shape))
+    return np.memmap(path, array_dtype, "r", len(expected), tuple(shape))
 
 
 def _header(dtype: str, shape: list[int]) -> bytes:
     """Returns the first bytes of a ``.npy`` file of an array in C order."""
-    described = {"descr": dtype, "fortran_order": False, "shape": tuple(shape)}
+    description = {"descr": dtype, "fortran_order": False, "shape": tuple(shape)}
     header = BytesIO()
-    np.lib.format.write_array_header_1_0(header, described)
+    np.lib.format.write_array_header_1_0(header, description)
     return header.getvalue()
 
 

@@ -138,10 +138,10 @@ def build_document_index(
     """
     wide = len(sequences) > 0 and int(sequences[-1]) > np.iinfo(np.int32).max
     index = np.tile(sequences.astype(np.int64 if wide else np.int32, copy=False), epochs)
-    apart = len(index) - len(sequences) if separate_last and epochs > 1 else len(index)
-    random.shuffle(index[:apart])
-    if apart < len(index):
-        random.shuffle(index[apart:])
+    split_at = len(index) - len(sequences) if separate_last and epochs > 1 else len(index)
+    random.shuffle(index[:split_at])
+    if split_at < len(index):
+        random.shuffle(index[split_at:])
     return index
 
 

@@ -93,27 +93,27 @@ class Packing:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         if number < self.full:
-            place = int(self._full_ends.searchsorted(number, "right"))
-            before = self._full_ends.item(place - 1) if place else 0
+            index = int(self._full_ends.searchsorted(number, "right"))
+            before = self._full_ends.item(index - 1) if index else 0
             offset = (number - before) * self.capacity
-            return [Span(first + self._long.item(place), offset, self.capacity)]
+            return [Span(first + self._long.item(index), offset, self.capacity)]
         begin, end = self._starts[number - self.full : number - self.full + 2].tolist()
         documents = self._packed[begin:end]
-        places = self._long.searchsorted(documents).tolist()
+        indices = self._long.searchsorted(documents).tolist()
         remainders = self._remainders[documents].tolist()
         return [
-            Span(first + document, self._tokens_in_full_samples(place, document), remainder)
-            for document, place, remainder in zip(
-                documents.tolist(), places, remainders, strict=True
+            Span(first + document, self._tokens_in_full_samples(index, document), remainder)
+            for document, index, remainder in zip(
+                documents.tolist(), indices, remainders, strict=True
             )
         ]
 
-    def _tokens_in_full_samples(self, place: int, document: int) -> int:
-        """Returns the tokens of a document in full samples: 0 unless `_long[place]` is it."""
-        if place == len(self._long) or self._long.item(place) != document:
+    def _tokens_in_full_samples(self, index: int, document: int) -> int:
+        """Returns the tokens of a document in full samples: 0 unless `_long[index]` is it."""
+        if index == len(self._long) or self._long.item(index) != document:
             return 0
-        before: int = self._full_ends.item(place - 1) if place else 0
-        return (self._full_ends.item(place) - before) * self.capacity
+        before: int = self._full_ends.item(index - 1) if index else 0
+        return (self._full_ends.item(index) - before) * self.capacity
 
     def report(self) -> PackingReport:
         """Returns the statistics of the packing."""
@@ -134,20 +134,20 @@ def _pack(
     done = used = 0
     free = _FreeSpace()
     for length in range(capacity - 1, 0, -1):
-        left = int(counts[length])
-        while left:
-            room, first, last = free.tightest(length) or (capacity, used, used + left)
-            each = min(room // length, left)
-            taken = min(last - first, left // each)
+        remaining = int(counts[length])
+        while remaining:
+            room, first, last = free.tightest(length) or (capacity, used, used + remaining)
+            per_sample = min(room // length, remaining)
+            num_bins = min(last - first, remaining // per_sample)
             if room == capacity:
-                used = first + taken
+                used = first + num_bins
             else:
-                free.restore(room, first + taken, last)
-            for _ in range(each):
-                bins[done : done + taken] = np.arange(first, first + taken, dtype=bins.dtype)
-                done += taken
-            left -= each * taken
-            free.add(room - each * length, first, first + taken)
+                free.restore(room, first + num_bins, last)
+            for _ in range(per_sample):
+                bins[done : done + num_bins] = np.arange(first, first + num_bins, dtype=bins.dtype)
+                done += num_bins
+            remaining -= per_sample * num_bins
+            free.add(room - per_sample * length, first, first + num_bins)
     by_length = _sorted_descending(remainders, counts)
     order = _argsort(bins, used)
     starts = np.zeros(used + 1, np.int64)
@@ -169,13 +169,13 @@ class _FreeSpace:
         Returns:
             Free space, first sample and end of the range, or None if no sample has room.
         """
-        place = bisect_left(self._present, length)
-        if place == len(self._present):
+        index = bisect_left(self._present, length)
+        if index == len(self._present):
             return None
-        room = self._present[place]
+        room = self._present[index]
         first, last = self._ranges[room].pop()
         if not self._ranges[room]:
-            del self._ranges[room], self._present[place]
+            del self._ranges[room], self._present[index]
         return room, first, last
 
     def restore(self, room: int, first: int, last: int) -> None:

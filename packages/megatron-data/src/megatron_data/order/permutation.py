@@ -90,18 +90,18 @@ class Permutation:
             raise IndexError(f"number {number} of a permutation of {self.count}")
         if self.count <= MAX_STORED:
             return int(_written_out(self.count, self.key)[number])
-        neighbourhood, place = divmod(number, _NEIGHBOURS)
-        last, asked, places = self._last
+        neighbourhood, offset = divmod(number, _NEIGHBOURS)
+        last, lookups, images = self._last
         if neighbourhood != last:
-            asked, places = 0, []
-        elif places:
-            return places[place]
-        if asked == _ENOUGH:
-            first = number - place
-            few = np.arange(first, min(first + _NEIGHBOURS, self.count), dtype=np.uint64)
-            places = self._walk_all(few).tolist()
-        self._last = neighbourhood, asked + 1, places
-        return places[place] if places else self._walk(number)
+            lookups, images = 0, []
+        elif images:
+            return images[offset]
+        if lookups == _ENOUGH:
+            first = number - offset
+            numbers = np.arange(first, min(first + _NEIGHBOURS, self.count), dtype=np.uint64)
+            images = self._walk_all(numbers).tolist()
+        self._last = neighbourhood, lookups + 1, images
+        return images[offset] if images else self._walk(number)
 
     def _walk(self, number: int) -> int:
         number = self._once(number)
@@ -129,12 +129,12 @@ class Permutation:
         return self._walk_all(np.arange(self.count, dtype=np.uint64))
 
     def _walk_all(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
-        places = self._once_all(numbers)
-        walking = np.flatnonzero(places >= self.count)
-        while len(walking):
-            places[walking] = self._once_all(places[walking])
-            walking = walking[places[walking] >= self.count]
-        return places.astype(np.int64)
+        images = self._once_all(numbers)
+        out_of_range = np.flatnonzero(images >= self.count)
+        while len(out_of_range):
+            images[out_of_range] = self._once_all(images[out_of_range])
+            out_of_range = out_of_range[images[out_of_range] >= self.count]
+        return images.astype(np.int64)
 
     def _once_all(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         bits = (np.uint64(self._left), np.uint64(self._right))

@@ -62,8 +62,10 @@ class RowOrder:
             raise IndexError(f"sample {sample} of {self._samples}")
         row = self._first + sample % self._count
         begin, end = self._bounds[row : row + 2].tolist()
-        kept = truncated_lengths(self._lengths[begin:end], self.sample_length - 1)
-        return [Span(begin + number, 0, length) for number, length in enumerate(kept) if length]
+        truncated = truncated_lengths(self._lengths[begin:end], self.sample_length - 1)
+        return [
+            Span(begin + number, 0, length) for number, length in enumerate(truncated) if length
+        ]
 
 
 def truncated_lengths(lengths: NDArray[np.integer], sequence_length: int) -> list[int]:
@@ -76,5 +78,5 @@ def truncated_lengths(lengths: NDArray[np.integer], sequence_length: int) -> lis
     ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
     if ends[-1] > sequence_length:
         ends = np.minimum(ends, sequence_length)
-    kept: list[int] = np.diff(ends).tolist()
-    return kept
+    truncated: list[int] = np.diff(ends).tolist()
+    return truncated

@@ -93,8 +93,8 @@ class BlendSchedule:
 
     def _counts_up_to(self, segment: _Segment, samples: int) -> list[int]:
         counts = list(segment.drawn)
-        own = segment.shares.counts(samples - segment.first_sample)
-        for source, count in zip(segment.sources, own, strict=True):
+        own_counts = segment.shares.counts(samples - segment.first_sample)
+        for source, count in zip(segment.sources, own_counts, strict=True):
             counts[source] += count
         return counts
 

@@ -26,7 +26,7 @@ from megatron_data.order.mersenne import mt19937, mt19937_64
 MAX_SENTENCE_LENGTH = 512
 """Largest length of a sentence in tokens. Documents with a longer sentence are skipped."""
 
-_AFTER_CLOSED = 2  # sentences that must follow a sample that ends before its document
+_MIN_SENTENCES_AFTER = 2  # sentences that must follow a sample that ends before its document
 
 
 def sentence_map(
@@ -60,20 +60,20 @@ def sentence_map(
         EmptySplitError: No document can be used.
     """
     targets = _targets(seed, max_length, short_probability)
-    documents = _usable(document_bounds, lengths, min_sentences, 1)
-    ends = _ends(lengths)
+    documents = _usable_documents(document_bounds, lengths, min_sentences, 1)
+    ends = _cumulative_lengths(lengths)
     rows: list[int] = []
 
-    def epoch() -> None:
+    def add_epoch() -> None:
         for _, first, last in documents:
             target = next(targets)
             start = first
             while start < last:
-                end = _closed(ends, start, last, target, min_sentences, _AFTER_CLOSED)
+                end = _sample_end(ends, start, last, target, min_sentences, _MIN_SENTENCES_AFTER)
                 rows.extend((start, end, target))
                 start, target = end, next(targets)
 
-    _repeat(epoch, lambda: len(rows) // 3, num_samples)
+    _run_epochs(add_epoch, lambda: len(rows) // 3, num_samples)
     return _shuffled(rows, 3, seed, len(lengths))
 
 
@@ -107,24 +107,26 @@ def block_map(
     Raises:
         EmptySplitError: No document can be used.
     """
-    least = 1 if use_one_sentence_blocks else 2
-    documents = _usable(document_bounds, lengths, least, least - 1)
-    ends, titles = _ends(lengths), title_lengths.tolist()
+    min_sentences = 1 if use_one_sentence_blocks else 2
+    documents = _usable_documents(document_bounds, lengths, min_sentences, min_sentences - 1)
+    ends, titles = _cumulative_lengths(lengths), title_lengths.tolist()
     rows: list[int] = []
 
-    def epoch() -> None:
+    def add_epoch() -> None:
         block = 0
         for document, start, last in documents:
             while start < last:
-                end = _closed(ends, start, last, max_length - titles[document], least, least)
+                end = _sample_end(
+                    ends, start, last, max_length - titles[document], min_sentences, min_sentences
+                )
                 rows.extend((start, end, document, block))
                 start, block = end, block + 1
 
-    _repeat(epoch, lambda: len(rows) // 4, num_samples)
+    _run_epochs(add_epoch, lambda: len(rows) // 4, num_samples)
     return _shuffled(rows, 4, seed, len(lengths))
 
 
-def _usable(
+def _usable_documents(
     bounds: NDArray[np.int64], lengths: NDArray[np.int32], min_sentences: int, checked_above: int
 ) -> list[tuple[int, int, int]]:
     """Returns index, first sentence and end of the documents that are used.
@@ -145,16 +147,18 @@ def _usable(
     )
 
 
-def _ends(lengths: NDArray[np.int32]) -> "array[int]":
+def _cumulative_lengths(lengths: NDArray[np.int32]) -> "array[int]":
     """Returns the cumulative lengths of the sentences as an array that `bisect` reads fast."""
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, dtype=np.int64, out=ends[1:])
     return array("q", ends.tobytes())
 
 
-def _closed(ends: "array[int]", start: int, last: int, target: int, least: int, after: int) -> int:
+def _sample_end(
+    ends: "array[int]", start: int, last: int, target: int, min_sentences: int, after: int
+) -> int:
     """Returns the end of a sample from sentence `start` of a document that ends at `last`."""
-    end = max(bisect_left(ends, ends[start] + target, start + 1, last + 1), start + least)
+    end = max(bisect_left(ends, ends[start] + target, start + 1, last + 1), start + min_sentences)
     return end if last - end >= after else last
 
 
@@ -174,12 +178,14 @@ def round_half_away(number: float) -> int:
     return int(number + 0.5)
 
 
-def _repeat(epoch: Callable[[], None], made: Callable[[], int], wanted: int | None) -> None:
-    if wanted is None:
-        epoch()
+def _run_epochs(
+    add_epoch: Callable[[], None], count_samples: Callable[[], int], num_samples: int | None
+) -> None:
+    if num_samples is None:
+        add_epoch()
         return
-    while made() < wanted:
-        epoch()
+    while count_samples() < num_samples:
+        add_epoch()
 
 
 def _shuffled(
@@ -190,8 +196,8 @@ def _shuffled(
     draws = mt19937_64(seed + 1, max(count - 1, 0))
     partners = (draws % np.arange(count, 1, -1, dtype=np.uint64)).tolist()
     order = list(range(count))
-    for place, partner in zip(range(count - 1, 0, -1), partners, strict=True):
-        order[place], order[partner] = order[partner], order[place]
+    for index, partner in zip(range(count - 1, 0, -1), partners, strict=True):
+        order[index], order[partner] = order[partner], order[index]
     wide = sentences > np.iinfo(np.uint32).max
     table: NDArray[np.unsignedinteger] = np.array(rows, np.uint64 if wide else np.uint32)
     return table.reshape(count, width)[np.array(order, np.int64)]

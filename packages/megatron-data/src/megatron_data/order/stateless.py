@@ -79,24 +79,24 @@ class _Block(NamedTuple):
     sequences: NDArray[np.int64]
     ends: NDArray[np.int64]
 
-    def take(self, position: int, wanted: int, found: list[Span]) -> int:
-        """Appends spans of up to `wanted` tokens from `position` on to `found`.
+    def take(self, position: int, num_tokens: int, spans: list[Span]) -> int:
+        """Appends spans of up to `num_tokens` tokens from `position` on to `spans`.
 
         Returns:
             The number of tokens appended.
         """
-        place = int(self.ends.searchsorted(position, "right"))
-        begin = self.ends.item(place - 1) if place else 0
-        until = min(position + wanted, self.ends.item(-1))
-        taken = max(until - position, 0)
+        index = int(self.ends.searchsorted(position, "right"))
+        begin = self.ends.item(index - 1) if index else 0
+        until = min(position + num_tokens, self.ends.item(-1))
+        count = max(until - position, 0)
         while position < until:
-            end = self.ends.item(place)
-            upto = min(end, until)
-            if upto > position:
-                found.append(Span(self.sequences.item(place), position - begin, upto - position))
+            end = self.ends.item(index)
+            stop = min(end, until)
+            if stop > position:
+                spans.append(Span(self.sequences.item(index), position - begin, stop - position))
             begin = position = end
-            place += 1
-        return taken
+            index += 1
+        return count
 
 
 class StatelessOrder:
@@ -179,47 +179,47 @@ class StatelessOrder:
         epoch = self.epoch_of(sample)
         first = self._first_sample(epoch)
         row = first + self._permutation(epoch)[sample - first]
-        return self._stretches(row * self.sequence_length, self.sample_length)
+        return self._spans_at(row * self.sequence_length, self.sample_length)
 
-    def _stretches(self, position: int, wanted: int) -> list[Span]:
-        """Returns spans of `wanted` tokens of the stream from `position` on.
+    def _spans_at(self, position: int, num_tokens: int) -> list[Span]:
+        """Returns spans of `num_tokens` tokens of the stream from `position` on.
 
         There are fewer tokens if the stream is a single epoch that ends before.
         """
-        found: list[Span] = []
+        spans: list[Span] = []
         epoch, position = divmod(position, self.epoch_tokens)
-        while wanted:
+        while num_tokens:
             blocks = self._epoch(epoch)
             number = int(blocks.ends.searchsorted(position, "right"))
             if number:
                 position -= blocks.ends.item(number - 1)
-            while wanted and number < len(blocks.order):
-                laid = self._block(epoch, blocks.order.item(number))
-                wanted -= laid.take(position, wanted, found)
+            while num_tokens and number < len(blocks.order):
+                block = self._block(epoch, blocks.order.item(number))
+                num_tokens -= block.take(position, num_tokens, spans)
                 position = 0
                 number += 1
             if self._closed:
                 break
             epoch += 1
-        return found
+        return spans
 
     def _first_sample(self, epoch: int) -> int:
         """Returns the first row that begins in an epoch, which is also its first sample."""
         return -(-epoch * self.epoch_tokens // self.sequence_length)
 
     def _permutation(self, epoch: int) -> Permutation:
-        return self._permutations.get(epoch, lambda: self._permute_samples(epoch))
+        return self._permutations.get(epoch, lambda: self._compute_permutation(epoch))
 
-    def _permute_samples(self, epoch: int) -> Permutation:
+    def _compute_permutation(self, epoch: int) -> Permutation:
         count = self._samples
         if not self._closed:
             count = self._first_sample(epoch + 1) - self._first_sample(epoch)
         return Permutation(count, hash_integers(self.seed, _SAMPLES, epoch))
 
     def _epoch(self, epoch: int) -> _Epoch:
-        return self._epochs.get(epoch, lambda: self._lay_epoch(epoch))
+        return self._epochs.get(epoch, lambda: self._compute_epoch(epoch))
 
-    def _lay_epoch(self, epoch: int) -> _Epoch:
+    def _compute_epoch(self, epoch: int) -> _Epoch:
         begin = self._first + (hash_integers(self.seed, _BEGIN, epoch) % BLOCK or BLOCK)
         inner = np.arange(begin, self._last, BLOCK, dtype=np.int64)
         bounds = np.concatenate([[self._first], inner, [self._last]])
@@ -228,9 +228,9 @@ class StatelessOrder:
         return _Epoch(bounds, order, np.cumsum(tokens[order]))
 
     def _block(self, epoch: int, block: int) -> _Block:
-        return self._blocks.get((epoch, block), lambda: self._lay_block(epoch, block))
+        return self._blocks.get((epoch, block), lambda: self._compute_block(epoch, block))
 
-    def _lay_block(self, epoch: int, block: int) -> _Block:
+    def _compute_block(self, epoch: int, block: int) -> _Block:
         first, last = self._epoch(epoch).bounds[block : block + 2].tolist()
         order = shuffled(last - first, hash_integers(self.seed, _WITHIN, epoch, block))
         lengths = self._table.sequence_lengths[first:last][order]

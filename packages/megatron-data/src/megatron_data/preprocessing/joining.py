@@ -132,7 +132,7 @@ def split(
         for output, first, last in zip(outputs, [0, *ends], ends, strict=False):
             multimodal = dataset.sequence_modes is not None
             with IndexedDatasetBuilder(output, dataset.dtype, multimodal) as builder:
-                builder.add_part(dataset, first, last)
+                builder.copy_documents(dataset, first, last)
                 manifest_path(output).unlink(missing_ok=True)
                 written = builder.finalize()
             counts = _counts(output)
