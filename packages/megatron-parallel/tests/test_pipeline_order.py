@@ -19,8 +19,8 @@ from megatron_parallel.pipeline import (
 )
 
 
-def order(schedule: str, stages: int, stage: int, micro_batches: int) -> str:
-    return " ".join(map(str, planned_actions(schedule, stages, stage, micro_batches)))
+def order(schedule: str, pp: int, rank: int, micro_batches: int) -> str:
+    return " ".join(map(str, planned_actions(schedule, pp, rank, micro_batches)))
 
 
 def test_1f1b_warms_up_and_then_alternates() -> None:
@@ -30,9 +30,9 @@ def test_1f1b_warms_up_and_then_alternates() -> None:
 
 
 def test_1f1b_runs_fewer_micro_batches_than_ranks_in_the_order_of_gpipe() -> None:
-    for stage in range(4):
-        assert order("1f1b", 4, stage, 1) == "F0 B0"
-        assert order("1f1b", 4, stage, 3) == "F0 F1 F2 B0 B1 B2"
+    for rank in range(4):
+        assert order("1f1b", 4, rank, 1) == "F0 B0"
+        assert order("1f1b", 4, rank, 3) == "F0 F1 F2 B0 B1 B2"
     assert order("1f1b", 4, 3, 4) == "F0 B0 F1 B1 F2 B2 F3 B3"
 
 
@@ -41,15 +41,15 @@ def test_gpipe_runs_all_forward_passes_first() -> None:
 
 
 def test_combined_1f1b_is_further_ahead_and_then_runs_pairs() -> None:
-    def turns(pp: int, rank: int, count: int, vpp: int = 1) -> str:
+    def groups(pp: int, rank: int, count: int, vpp: int = 1) -> str:
         plan = planned_action_groups("combined-1f1b", pp, rank, count, vpp)
         return " ".join("+".join(map(str, turn)) for turn in plan)
 
-    assert turns(1, 0, 3) == "F0 F1+B0 F2+B1 B2"
-    assert turns(2, 0, 5) == "F0 F1 F2 F3+B0 F4+B1 B2 B3 B4"
-    assert turns(2, 1, 5) == "F0 F1+B0 F2+B1 F3+B2 F4+B3 B4"
-    assert turns(2, 0, 2) == "F0 F1 B0 B1"
-    assert turns(2, 1, 2, 2) == "F0 F1 F0 F1+B0 B1 B0 B1"
+    assert groups(1, 0, 3) == "F0 F1+B0 F2+B1 B2"
+    assert groups(2, 0, 5) == "F0 F1 F2 F3+B0 F4+B1 B2 B3 B4"
+    assert groups(2, 1, 5) == "F0 F1+B0 F2+B1 F3+B2 F4+B3 B4"
+    assert groups(2, 0, 2) == "F0 F1 B0 B1"
+    assert groups(2, 1, 2, 2) == "F0 F1 F0 F1+B0 B1 B0 B1"
     for pp, vpp, count in ((2, 2, 8), (4, 3, 8), (3, 2, 6)):
         for rank in range(pp):  # as interleaved 1F1B with one more forward pass at the beginning
             plain = planned_actions("interleaved-1f1b", pp, rank, count, vpp)

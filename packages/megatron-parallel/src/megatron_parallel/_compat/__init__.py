@@ -24,7 +24,7 @@ from megatron_parallel._compat.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from megatron_parallel._compat.fully_sharded import ShardedModule, fully_shard, local_part
+from megatron_parallel._compat.fully_sharded import ShardedModule, fully_shard, local_shard
 from megatron_parallel._compat.groups import (
     Store,
     abort_groups,
@@ -44,7 +44,7 @@ __all__ = [
     "fully_shard",
     "gradient_returned",
     "gradient_wanted",
-    "local_part",
+    "local_shard",
     "new_groups",
     "reduce_scatter",
     "resolve_weak_storage",

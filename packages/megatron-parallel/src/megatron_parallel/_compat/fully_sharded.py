@@ -133,7 +133,7 @@ def fully_shard(
 
 
 @torch.no_grad()
-def local_part(t: Tensor) -> Tensor:
+def local_shard(t: Tensor) -> Tensor:
     """Returns this rank's shard of a `DTensor`, in the same memory."""
     part: Tensor = t._local_tensor  # type: ignore[attr-defined]
     return part

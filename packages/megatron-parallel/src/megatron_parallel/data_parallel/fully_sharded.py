@@ -73,8 +73,8 @@ class FullySharded:
         self._axes = data_reduction_axes(mesh)
         self._table = table
         self._mesh = mesh
-        parts = self._axes.inner.size
-        if parts == 1:
+        num_shards = self._axes.inner.size
+        if num_shards == 1:
             raise LayoutError(
                 "fully sharded training needs at least 2 data parallel ranks in an instance, not "
                 "1: add ranks or leave it out"
@@ -82,7 +82,7 @@ class FullySharded:
         named = dict(module.named_parameters())
         _check_parameters(named, table, mesh)
         whole = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        self._dims = {name: cut_dim(name, table[name], whole[name], parts) for name in named}
+        self._dims = {name: shard_dim(name, table[name], whole[name], num_shards) for name in named}
         dims = {id(parameter): self._dims[name] for name, parameter in named.items()}
         # torch registers hooks on the outputs of the chunk, and warns if one is a view.
         module.register_forward_hook(lambda _, given, output: _own_memory(output))
@@ -161,7 +161,7 @@ class FullySharded:
     def local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
         """Returns this rank's boxes of the parameters that have a gradient, without empty boxes."""
         boxes = {
-            name: _compat.local_part(parameter)
+            name: _compat.local_shard(parameter)
             for name, parameter in self._parameters.items()
             if parameter.requires_grad
         }
@@ -179,7 +179,7 @@ class FullySharded:
     def all_local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
         """Returns this rank's boxes of all parameters, with or without a gradient."""
         self.wait_for_parameters()
-        return {name: _compat.local_part(p) for name, p in self._parameters.items()}
+        return {name: _compat.local_shard(p) for name, p in self._parameters.items()}
 
     def start_gather(self) -> None:
         """Does nothing: every forward pass gathers the parameters that it needs."""
@@ -188,7 +188,7 @@ class FullySharded:
         """Drops parameters that an evaluation left gathered, so that only the boxes remain."""
         self._sharded.reshard()
 
-    # -- parts of a step -----------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _sum(self, names: Sequence[str], axis: str) -> None:
@@ -207,7 +207,7 @@ class FullySharded:
         parameter = self._parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        return _compat.local_part(parameter.grad)
+        return _compat.local_shard(parameter.grad)
 
     def _offset(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Returns where this rank's box begins in the tensor-parallel rank's tensor.
@@ -218,7 +218,7 @@ class FullySharded:
         length = -(-whole[dim] // axis.size)
         start = min(axis.index * length, whole[dim])
         expected = (*whole[:dim], min(length, whole[dim] - start), *whole[dim + 1 :])
-        box = _compat.local_part(self._parameters[name])
+        box = _compat.local_shard(self._parameters[name])
         if box.numel() and tuple(box.shape) != expected:
             raise LayoutError(
                 f"torch sharded {name!r} {whole} into {tuple(box.shape)}, not {expected}: this "
@@ -249,23 +249,23 @@ def _own_memory(output: Any) -> Any:
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
-def cut_dim(name: str, sharding: Sharding, shape: tuple[int, ...], parts: int) -> int:
-    """Returns the dim of a rank's tensor that is sharded over `parts` data-parallel ranks.
+def shard_dim(name: str, sharding: Sharding, shape: tuple[int, ...], num_shards: int) -> int:
+    """Returns the dim of a rank's tensor that is sharded over `num_shards` data-parallel ranks.
 
-    That is the first dim that is not fused, if torch can shard it; otherwise another that `parts`
-    divides.
+    That is the first dim that is not fused, if torch can shard it; otherwise another that
+    `num_shards` divides.
     """
     if not shape:
         raise LayoutError(f"parameter {name!r} is a scalar and cannot be sharded: give it one dim")
     first = sharding.fully_shard_dim
-    if first == 0 or shape[first] % parts == 0:
+    if first == 0 or shape[first] % num_shards == 0:
         return first
     for dim, size in enumerate(shape):
-        if dim not in (0, sharding.fused_dim) and size % parts == 0:
+        if dim not in (0, sharding.fused_dim) and size % num_shards == 0:
             return dim
     raise LayoutError(
         f"parameter {name!r} of shape {shape} on a rank has no dim, other than that of fused "
-        f"weights, that {parts} data parallel ranks divide: use a number that divides "
+        f"weights, that {num_shards} data parallel ranks divide: use a number that divides "
         f"{shape[first]}"
     )
 

@@ -131,7 +131,7 @@ class PipelineEngine:
         `denominators`. Sums without a denominator are only reported. Every rank of the pipeline
         calls this with the same number of micro-batches of the same shapes.
 
-        Returns the sums over all micro-batches, not divided, on every stage, as float64 scalars.
+        Returns the sums over all micro-batches, not divided, on every rank, as float64 scalars.
 
         Raises:
             LayoutError: The schedule cannot run that many micro-batches, or ranks disagree on the

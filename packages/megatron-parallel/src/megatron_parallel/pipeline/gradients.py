@@ -71,8 +71,8 @@ class ChunkGradients:
 
         own = [of(each - self._shared) for each in names]
         self._of_stage = dict(zip(stages, own, strict=True))
-        self._of_several = of(self._shared) if self._shared else None
-        self.buffers = [*own, *([self._of_several] if self._of_several else [])]
+        self._shared_buffers = of(self._shared) if self._shared else None
+        self.buffers = [*own, *([self._shared_buffers] if self._shared_buffers else [])]
         sharing = [c for c, each in zip(chunks, names, strict=True) if each & self._shared]
         self.holders = list(zip([*([c] for c in chunks), sharing], self.buffers, strict=False))
 
@@ -89,7 +89,7 @@ class ChunkGradients:
     @contextmanager
     def _split(self, backward: BackwardPass) -> Iterator[None]:
         buffers = self._of_stage[backward.stage]
-        shared = self._of_several if backward.stage in self._sharing else None
+        shared = self._shared_buffers if backward.stage in self._sharing else None
         with (
             buffers.weight_backward(),
             nullcontext() if shared is None else shared.weight_backward(),
@@ -100,14 +100,14 @@ class ChunkGradients:
         self._update_shared(backward)
 
     def _update_shared(self, backward: BackwardPass) -> None:
-        if self._of_several is None or backward.stage not in self._sharing:
+        if self._shared_buffers is None or backward.stage not in self._sharing:
             return
         if backward.last:
             self._open.discard(backward.stage)
         if self._open:
-            self._of_several.collect_gradients()
+            self._shared_buffers.collect_gradients()
         else:
-            self._of_several.start_reductions()
+            self._shared_buffers.start_reductions()
 
     def finish(self) -> None:
         """Returns when all sums are complete."""

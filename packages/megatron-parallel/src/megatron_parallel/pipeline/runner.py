@@ -74,7 +74,7 @@ class StageRunner:
     def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
         """Runs one step and returns this rank's passes.
 
-        Afterwards the totals of the objective are equal on all stages.
+        Afterwards the totals of the objective are equal on all pipeline ranks.
         """
         monitor = self._monitor
         monitor.begin(())

@@ -65,7 +65,7 @@ def copy_tied_parameter(parameter: Parameter, mesh: Mesh) -> None:
 def broadcast_from_last_stage(
     t: Shaped[Tensor, "*shape"], mesh: Mesh, *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:
-    """Overwrites `t` on all stages with the last stage's values, and returns it."""
+    """Overwrites `t` on all pipeline ranks with the value of the last stage's rank; returns `t`."""
     layout = mesh.layout
     last = layout.pipeline_rank_of(layout.pp * layout.vpp - 1)
     return broadcast(t, mesh.axis("pp"), source=last, purpose=purpose)

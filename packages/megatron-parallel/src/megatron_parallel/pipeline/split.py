@@ -46,7 +46,7 @@ def split_layers(
         sizes = _even(num_layers, pp, vpp, count_embedding, count_loss)
     elif count_embedding or count_loss:
         raise LayoutError(
-            f"sizes of the first and last stage (first={first}, last={last}) exclude counting "
+            f"sizes of the first and last rank (first={first}, last={last}) exclude counting "
             "embedding or loss as a layer: use one of them"
         )
     else:
