@@ -170,7 +170,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             bar.reset(size.nbytes)
 
         if arguments.from_hf:
-            made = import_hf(
+            result = import_hf(
                 source,
                 target,
                 family=arguments.family,
@@ -185,7 +185,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             if arguments.family is None and checkpoint.model and checkpoint.model.family is None:
                 note = f"{checkpoint.path} names no family; {family} is the only one that fits"
                 sys.stderr.write(f"{PROG}: note: {note}\n")
-            made = export_hf(
+            result = export_hf(
                 checkpoint,
                 target,
                 family=family,
@@ -194,7 +194,7 @@ def _convert(arguments: argparse.Namespace) -> int:
                 on_start=on_start,
                 progress=bar.update,
             )
-    print(made)
+    print(result)
     return 0
 
 

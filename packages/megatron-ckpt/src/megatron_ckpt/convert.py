@@ -156,8 +156,8 @@ def export_hf(
     planned = [group.entries([meta[name] for name in group.row.ours]) for group in groups]
     # Larger elements come first, so that each tensor is aligned in its file.
     planned.sort(key=lambda entries: -item_size(entries[0].dtype))
-    every = [entry for entries in planned for entry in entries]
-    on_start(ConversionSize(len(every), sum(entry.nbytes for entry in every)))
+    all_entries = [entry for entries in planned for entry in entries]
+    on_start(ConversionSize(len(all_entries), sum(entry.nbytes for entry in all_entries)))
     with create_folder(target) as temporary:
         _write_weights(temporary, planned, max_shard_bytes, progress)
         _write_settings(temporary, opened, kind, settings, planned)
@@ -174,7 +174,7 @@ class _Group:
         self, row: Row, source: Mapping[str, "Tensor"], dtype: "torch.dtype | None"
     ) -> None:
         self.row, self._source, self._dtype = row, source, dtype
-        self._made: dict[int, Tensor] = {}
+        self._converted: dict[int, Tensor] = {}
 
     def entries(self, meta: "Sequence[Tensor]") -> list[TensorEntry]:
         """Returns an entry for each foreign tensor.
@@ -189,10 +189,10 @@ class _Group:
         ]
 
     def _take(self, index: int) -> "Tensor":
-        if not self._made:
-            made = self.row.inverse([self._source[name] for name in self.row.ours])
-            self._made = dict(enumerate(made))
-        return _cast(self._made.pop(index), self._dtype)
+        if not self._converted:
+            converted = self.row.inverse([self._source[name] for name in self.row.ours])
+            self._converted = dict(enumerate(converted))
+        return _cast(self._converted.pop(index), self._dtype)
 
 
 def _write_weights(
@@ -246,8 +246,8 @@ def _write_settings(
         _write_json(folder / GENERATION, numbers)
     _write_json(folder / CONFIG, theirs | dict(ours) | stored)
     for name in checkpoint.manifest.files:
-        place, _, file = name.partition("/")
-        if (place == TOKENIZER and file) or name == f"{HUGGINGFACE}/{GENERATION}":
+        folder_name, _, file = name.partition("/")
+        if (folder_name == TOKENIZER and file) or name == f"{HUGGINGFACE}/{GENERATION}":
             path = folder / check_name(file, f"{checkpoint.path}: {TOKENIZER}")
             if path.exists() or file == INDEX or file.endswith(_WEIGHTS):
                 raise CheckpointError(
@@ -260,8 +260,8 @@ def _write_settings(
 
 def _tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     names = {file: f"{TOKENIZER}/{file}" for file in (TOKENIZER_FILE, TOKENIZER_CONFIG)}
-    held = checkpoint.manifest.files
-    return {file: checkpoint.read_file(name) for file, name in names.items() if name in held}
+    available = checkpoint.manifest.files
+    return {file: checkpoint.read_file(name) for file, name in names.items() if name in available}
 
 
 def family_of(checkpoint: Checkpoint, name: str | None = None) -> Family:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ckpt.errors import CheckpointError, did_you_mean, shorten
 
-if TYPE_CHECKING:  # the operations take torch, and a family's configuration does not
+if TYPE_CHECKING:  # the operations import torch, which the configuration does not need
     from megatron_ckpt.ops.ignored import Ignored
     from megatron_ckpt.ops.rows import RowData
     from megatron_ckpt.store.manifest import ModelRecord

@@ -81,12 +81,14 @@ class ForeignModel:
         check_source(rows, meta, ignored=[entry[0] for entry in kind.ignored])
         check_ignored(rows, config, self._tensors, kind.ignored)
         self._rows = {name: row for row in rows for name in row.ours}
-        made: dict[str, Tensor] = {}
+        converted: dict[str, Tensor] = {}
         for row in rows:
-            made |= zip(row.ours, row.forward([meta[name] for name in row.theirs]), strict=True)
+            converted |= zip(
+                row.ours, row.forward([meta[name] for name in row.theirs]), strict=True
+            )
         self.tensors: Mapping[str, ForeignTensor] = {
             name: ForeignTensor(dtype_name(tensor.dtype), tuple(tensor.shape))
-            for name, tensor in made.items()
+            for name, tensor in converted.items()
         }
         fields = json.loads(config.to_json())
         self.model = ModelRecord(kind.kind, kind.name, kind.config_version, fields)
@@ -102,8 +104,8 @@ class ForeignModel:
                 f"{self.path} has no tensor {name!r}{did_you_mean(name, self._rows)}"
             )
         row = self._rows[name]
-        made = row.forward([self._tensors[theirs] for theirs in row.theirs])
-        return made[row.ours.index(name)]
+        converted = row.forward([self._tensors[theirs] for theirs in row.theirs])
+        return converted[row.ours.index(name)]
 
     def read_file(self, name: str) -> bytes:
         """Returns the content of one of `files`."""
@@ -111,8 +113,8 @@ class ForeignModel:
             raise CheckpointError(
                 f"{self.path} has no file {name!r}{did_you_mean(name, self.files)}"
             )
-        held = self.files[name]
-        return held if isinstance(held, bytes) else read_bytes(held.parent, held.name)
+        file = self.files[name]
+        return file if isinstance(file, bytes) else read_bytes(file.parent, file.name)
 
     def check_shapes(
         self, shapes: Mapping[str, Sequence[int]], groups: Sequence[str] | None = None

@@ -60,15 +60,15 @@ class MainParameters:
         Raises:
             OptimError: The trainable has no gradient for one of its parameters.
         """
-        given = self._trainable.gradients()
-        if missing := sorted(self.tensors.keys() - given.keys()):
+        available = self._trainable.gradients()
+        if missing := sorted(self.tensors.keys() - available.keys()):
             raise OptimError(
                 f"{len(missing)} parameters have no gradient, the first is {missing[0]!r}; build "
                 "the buffers and the optimizer from the same parameters"
             )
         gradients = {}
         for name, main in self.tensors.items():
-            gradient = given[name]
+            gradient = available[name]
             gradients[name] = (
                 torch.zeros_like(main) if gradient is None else gradient.to(main.dtype)
             )

@@ -63,8 +63,8 @@ class Optimizer:
         self.steps = 0
         self.skipped_steps = 0
         self._trainable = trainable
-        kind = ShardedMainParameters if trainable.shards else MainParameters
-        self._main = kind(trainable)
+        main_class = ShardedMainParameters if trainable.shards else MainParameters
+        self._main = main_class(trainable)
         tensors = self._main.tensors
         rules = build_rules(config)
         self.state_names = tuple(
@@ -128,7 +128,7 @@ class Optimizer:
     ) -> None:
         """Applies the rule of a group to its parameters."""
 
-        def held(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        def select(tensors: Mapping[str, Tensor]) -> list[Tensor]:
             return [
                 tensors[name].view(group.matrices[name]) if group.matrices else tensors[name]
                 for name in group.names
@@ -137,10 +137,10 @@ class Optimizer:
         if group.matrices:  # autograd may return gradients with other strides
             gradients = {name: gradients[name].contiguous() for name in group.names}
         group.rule.update(
-            held(self._main.tensors),
-            held(gradients),
+            select(self._main.tensors),
+            select(gradients),
             {
-                state_tensor.name: held(self._state[state_tensor.name])
+                state_tensor.name: select(self._state[state_tensor.name])
                 for state_tensor in group.rule.state
             },
             lr=lr,

@@ -138,18 +138,18 @@ def needs_matrices(config: OptimizerConfig) -> bool:
 
 def _class_of(kind: UpdateRuleKind) -> type[UpdateRule]:
     try:
-        found: object = EntryPoint(kind.name, kind.rule, RULES.group).load()
+        rule_class: object = EntryPoint(kind.name, kind.rule, RULES.group).load()
     except (ImportError, AttributeError) as error:
         raise OptimError(
             f"the update rule {kind.name!r} is {kind.rule}, which cannot be imported: {error}; "
             "repair or uninstall its distribution"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, UpdateRule)):
+    if not (isinstance(rule_class, type) and issubclass(rule_class, UpdateRule)):
         raise OptimError(
             f"the update rule {kind.name!r} is {kind.rule}, which is not a subclass of "
             "megatron_optim.UpdateRule"
         )
-    return found
+    return rule_class
 
 
 def _build(name: str, config: OptimizerConfig) -> UpdateRule:

@@ -92,8 +92,8 @@ class GGUFTensors:
 
     def __getitem__(self, name: str) -> "Tensor":
         row = self._rows[name]
-        made = row.forward([self._file.read(theirs) for theirs in row.theirs])
-        return made[row.ours.index(name)]
+        converted = row.forward([self._file.read(theirs) for theirs in row.theirs])
+        return converted[row.ours.index(name)]
 
     def box(self, name: str, box: Box) -> "Tensor":
         """Returns a box of a tensor. The whole tensor is dequantised."""

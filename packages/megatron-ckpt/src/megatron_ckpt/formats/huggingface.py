@@ -36,14 +36,16 @@ TOKENIZER_FILES = (
 
 def open_folder(folder: Path) -> ModelSource:
     """Returns the model in a folder with ``config.json`` and safetensors."""
-    kept = {f"{TOKENIZER}/{name}": name for name in TOKENIZER_FILES}
-    kept |= {f"{HUGGINGFACE}/{name}": name for name in (CONFIG, GENERATION)}
+    attachments = {f"{TOKENIZER}/{name}": name for name in TOKENIZER_FILES}
+    attachments |= {f"{HUGGINGFACE}/{name}": name for name in (CONFIG, GENERATION)}
     return ModelSource(
         where=folder / CONFIG,
         config=_read_json(folder, CONFIG),
         open_tensors=lambda prefix: SafetensorsFolder(folder, prefix),
         files={
-            ours: locate(folder, name) for ours, name in kept.items() if (folder / name).exists()
+            ours: locate(folder, name)
+            for ours, name in attachments.items()
+            if (folder / name).exists()
         },
     )
 

@@ -42,11 +42,11 @@ def apply_rows(
         check_ignored(expanded, config, source, ignored)
     for row in expanded:
         if inverse:
-            made = row.inverse([source[name] for name in row.ours])
-            yield from zip(row.theirs, made, strict=True)
+            converted = row.inverse([source[name] for name in row.ours])
+            yield from zip(row.theirs, converted, strict=True)
         else:
-            made = row.forward([source[name] for name in row.theirs])
-            yield from zip(row.ours, made, strict=True)
+            converted = row.forward([source[name] for name in row.theirs])
+            yield from zip(row.ours, converted, strict=True)
 
 
 def check_source(
@@ -57,14 +57,14 @@ def check_source(
     ignored: Sequence[str] = (),
 ) -> None:
     """Refuses a source without a tensor that a row needs, or with a tensor that no row uses."""
-    there = set(source)
+    available = set(source)
     needed = {name: None for row in rows for name in (row.ours if inverse else row.theirs)}
     unused = [
         name
-        for name in sorted(there - needed.keys())
+        for name in sorted(available - needed.keys())
         if not any(matches(pattern, name) for pattern in ignored)
     ]
-    missing = [name for name in needed if name not in there]
+    missing = [name for name in needed if name not in available]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         hint = did_you_mean(missing[0], unused)

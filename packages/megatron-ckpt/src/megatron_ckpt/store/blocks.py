@@ -93,7 +93,7 @@ class BlockReader:
 
     def __init__(self, folder: Path, name: str, record: FileRecord, *, verify: bool = True) -> None:
         self.path, self.record, self.verify = folder / name, record, verify
-        self._kept: tuple[int, memoryview] = (-1, memoryview(b""))
+        self._cached_block: tuple[int, memoryview] = (-1, memoryview(b""))
         # Reused, because a new allocation for every block takes longer than reading it.
         self._buffer = self._scratch = bytearray()
         self._descriptor = open_file(folder, name)
@@ -139,11 +139,11 @@ class BlockReader:
 
         The last block is cached, so consecutive ranges within a block are read once.
         """
-        if self._kept[0] != index:
+        if self._cached_block[0] != index:
             size = min(BLOCK_SIZE, self.record.size - index * BLOCK_SIZE)
             if not self._buffer:
                 self._buffer = bytearray(min(BLOCK_SIZE, self.record.size))
-            self._kept = (-1, memoryview(b""))
+            self._cached_block = (-1, memoryview(b""))
             data = memoryview(self._buffer)[:size]
             self._fill(data, index * BLOCK_SIZE)
             if digest(data) != self.record.blocks[index]:
@@ -151,8 +151,8 @@ class BlockReader:
                     f"{self.path}: bytes {index * BLOCK_SIZE} to {index * BLOCK_SIZE + size} "
                     "changed since they were written (digest differs); load another iteration"
                 )
-            self._kept = (index, data)
-        return self._kept[1]
+            self._cached_block = (index, data)
+        return self._cached_block[1]
 
     def check(self, progress: Callable[[int], object] = lambda count: None) -> None:
         """Checks every block; ``progress`` is called with the bytes of each."""

@@ -118,7 +118,7 @@ def scan_directories(directory: Path) -> Iterator[Candidate]:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Deletes a checkpoint. It is renamed first, so that no name has a part of a checkpoint."""
+    """Deletes a checkpoint. Renaming it first avoids a partial checkpoint under its name."""
     trash = path if ".trash-" in path.name else sibling_path(path, "trash")
     if trash != path:
         rename(path, trash)

@@ -123,8 +123,8 @@ def _held(
 
 def _this_process(command: str) -> str:
     since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    place = f"pid {os.getpid()} on {socket.gethostname()} since {since}"
-    return f"{place}: {' '.join(command.split())}" if command else place
+    description = f"pid {os.getpid()} on {socket.gethostname()} since {since}"
+    return f"{description}: {' '.join(command.split())}" if command else description
 
 
 def _holder(descriptor: int) -> str:

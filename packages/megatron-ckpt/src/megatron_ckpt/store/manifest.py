@@ -122,8 +122,8 @@ class Manifest:
             CheckpointError: A file name is unsafe, or the format has another version.
         """
         top = Fields(parse_object(data, where, CorruptCheckpointError), str(where), _CORRUPT)
-        written = top.text("digest").encode(errors="replace")
-        if written.decode() != digest(data.replace(written, _NO_DIGEST.encode(), 1)):
+        stored_digest = top.text("digest").encode(errors="replace")
+        if stored_digest.decode() != digest(data.replace(stored_digest, _NO_DIGEST.encode(), 1)):
             raise CorruptCheckpointError(f"{where} changed since it was written (digest differs)")
         _check_format(top)
         files = {
@@ -132,7 +132,7 @@ class Manifest:
         }
         tensors = {name: _tensor(record, files) for name, record in top.items("tensors")}
         _check_room(str(where), files, tensors)
-        made = cls(
+        manifest = cls(
             iteration=top.integer("iteration"),
             world_size=top.integer("world_size", 1),
             files=files,
@@ -141,12 +141,12 @@ class Manifest:
             versions={name: str(value) for name, value in top.inner("versions").content.items()},
         )
         try:
-            made._blank()
+            manifest._blank()
         except (ValueError, RecursionError):
             raise CorruptCheckpointError(
                 f"{where} is damaged: it has NaN or an unpaired surrogate, or is nested too deeply"
             ) from None
-        return made
+        return manifest
 
 
 def _check_format(top: Fields) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Cast = Literal["refuse", "floating"]
 
 _READ_BYTES = 16 << 20  # most bytes of one read
-_SEEK = 1 << 20  # rows at least this long are read one by one where only a part of each is needed
+_SEEK = 1 << 20  # bytes of a row from which on partially needed rows are read one by one
 
 
 class _Copy(NamedTuple):
@@ -75,10 +75,11 @@ def _check_shape(stored: Mapping[str, TensorInfo], name: str, shape: Sequence[in
             f"the checkpoint has no tensor {name!r}{did_you_mean(name, stored)}; load a checkpoint "
             "of the same model"
         )
-    there = stored[name].shape
-    if tuple(shape) != there:
+    stored_shape = stored[name].shape
+    if tuple(shape) != stored_shape:
         raise CheckpointError(
-            f"tensor {name!r} has shape {there} in the checkpoint but {tuple(shape)} in the model"
+            f"tensor {name!r} has shape {stored_shape} in the checkpoint but {tuple(shape)} in the "
+            "model"
         )
 
 
@@ -90,12 +91,12 @@ def check_views(
         for view in views:
             _check_shape(stored, name, view.global_shape)
             box_of(name, view)
-            kept, dtype = stored[name].dtype, dtype_name(view.tensor.dtype)
-            floating = is_floating(dtype) and is_floating(kept)
-            if dtype != kept and not (cast == "floating" and floating):
+            stored_dtype, dtype = stored[name].dtype, dtype_name(view.tensor.dtype)
+            floating = is_floating(dtype) and is_floating(stored_dtype)
+            if dtype != stored_dtype and not (cast == "floating" and floating):
                 hint = "; load with cast='floating' to convert it" if floating else ""
                 raise CheckpointError(
-                    f"tensor {name!r} is stored as {kept}, but the model has {dtype}{hint}"
+                    f"tensor {name!r} is stored as {stored_dtype}, but the model has {dtype}{hint}"
                 )
 
 
@@ -129,7 +130,7 @@ def load_views(
 def _plan(name: str, record: TensorRecord, view: ViewLike) -> list[_Copy]:
     box = Box(tuple(view.offsets), tuple(view.lengths))
     target = view.tensor.detach()
-    copies, found = [], 0
+    copies, covered = [], 0
     for piece in record.pieces:
         common = intersect(box, piece.box)
         if common is None:
@@ -137,8 +138,8 @@ def _plan(name: str, record: TensorRecord, view: ViewLike) -> list[_Copy]:
         origin = tuple(o - p for o, p in zip(common.offsets, piece.offsets, strict=True))
         region = Box(origin, common.lengths)
         copies.append(_Copy(piece, record.dtype, region, target[common.slices_in(box)]))
-        found += common.numel
-    if found != box.numel:
+        covered += common.numel
+    if covered != box.numel:
         raise CorruptCheckpointError(f"the pieces in the manifest do not cover {name!r} {box}")
     return copies
 

@@ -50,8 +50,8 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
     token = _read_token(arguments.token_file) if arguments.token_file else None
-    given = {setting.name: getattr(arguments, setting.name) for setting in _settings()}
-    settings = ServerSettings(**given, token=token)
+    values = {setting.name: getattr(arguments, setting.name) for setting in _settings()}
+    settings = ServerSettings(**values, token=token)
 
     from megatron_infer.server.address import listen
 

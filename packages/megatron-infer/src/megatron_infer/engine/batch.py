@@ -172,11 +172,11 @@ class Batch:
         )
         if logits is not None:
             following = self._next_logits(logits, new)
-            given = [self._pending_prompt_token(row) for row in rows]
-            if None in given:
+            prompt_tokens = [self._pending_prompt_token(row) for row in rows]
+            if None in prompt_tokens:
                 chosen = self._sampler(following, rows)
             else:
-                chosen = torch.tensor(given, device=self._device)
+                chosen = torch.tensor(prompt_tokens, device=self._device)
             if self._scoring:
                 scores = self._score(logits, new, following, chosen)
         self._stages.broadcast_from_last(chosen, purpose="the chosen tokens")

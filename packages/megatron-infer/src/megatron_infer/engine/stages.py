@@ -41,55 +41,55 @@ class LocalStages:
     """
 
     def __init__(self, model: AnyModel) -> None:
-        own = [model] if isinstance(model, nn.Module) else list(model)
-        if not own:
+        stages = [model] if isinstance(model, nn.Module) else list(model)
+        if not stages:
             raise InferError("got no stage of a model")
-        self._own: list[DecodingModel] = []
-        for stage in own:
+        self._stages: list[DecodingModel] = []
+        for stage in stages:
             if not isinstance(stage, DecodingModel):
                 raise InferError(
                     f"{type(stage).__name__} is not a DecodingModel of megatron_models and cannot "
                     "generate text"
                 )
-            self._own.append(stage)
-        self._own.sort(key=lambda stage: stage.stage)
-        one = self._own[0]
-        self.mesh = one.mesh
+            self._stages.append(stage)
+        self._stages.sort(key=lambda stage: stage.stage)
+        first_stage = self._stages[0]
+        self.mesh = first_stage.mesh
         layout, self._pp = self.mesh.layout, self.mesh.axis("pp")
         expected = layout.stages(self._pp.index)
-        if tuple(stage.stage for stage in self._own) != tuple(sorted(expected)):
-            held = ", ".join(str(stage.stage) for stage in self._own)
+        if tuple(stage.stage for stage in self._stages) != tuple(sorted(expected)):
+            numbers = ", ".join(str(stage.stage) for stage in self._stages)
             raise InferError(
-                f"got stages {held} of the model, but with pp={layout.pp}, vpp={layout.vpp} this "
-                f"rank has stages {', '.join(map(str, expected))}; give all of them"
+                f"got stages {numbers} of the model, but with pp={layout.pp}, vpp={layout.vpp} "
+                f"this rank has stages {', '.join(map(str, expected))}; give all of them"
             )
         self._replicas = self.mesh.axis("tp_cp" if layout.cp > 1 else "tp")
         self._end = layout.pipeline_rank_of(layout.pp * layout.vpp - 1)
-        self.last = self._own[-1].last
-        self.reads_source = one.reads_source
-        embedding = one.config.embedding
+        self.last = self._stages[-1].last
+        self.reads_source = first_stage.reads_source
+        embedding = first_stage.config.embedding
         self.positions, self.vocabulary = embedding.max_position_embeddings, embedding.vocab_size
-        parameter = next(one.parameters())
+        parameter = next(first_stage.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
 
     def run(self, decoding_pass: DecodingPass) -> Float[Tensor, "s b v_part"] | None:
         """Runs the stages of this rank in one pass; returns logits if it has the last stage."""
         holder = self.mesh.layout.pipeline_rank_of
-        first = self._own[0].first_active_stage(decoding_pass)
-        made: tuple[Tensor, ...] = ()
-        for stage in self._own:
+        first = self._stages[0].first_active_stage(decoding_pass)
+        outputs: tuple[Tensor, ...] = ()
+        for stage in self._stages:
             if stage.stage < first:
                 continue
             if stage.stage > first and (before := holder(stage.stage - 1)) != self._pp.index:
-                made = tuple(
+                outputs = tuple(
                     receive(self._empty(shape), self._pp, before, purpose="activations")
                     for shape in stage.input_shapes(decoding_pass)
                 )
-            made = stage.decode(made, decoding_pass)
+            outputs = stage.decode(outputs, decoding_pass)
             if not stage.last and (after := holder(stage.stage + 1)) != self._pp.index:
-                for one in made:
-                    send(one, self._pp, after, purpose="activations")
-        return made[0] if self.last else None
+                for output in outputs:
+                    send(output, self._pp, after, purpose="activations")
+        return outputs[0] if self.last else None
 
     def broadcast_from_last(self, t: Shaped[Tensor, "..."], *, purpose: str) -> None:
         """Overwrites a tensor on every rank of the model with that of the last stage."""

@@ -96,10 +96,10 @@ def create_app(
 def _read_request(schema: dict[str, Any]) -> GenerateRequest:
     if request.mimetype != "application/json":
         raise RequestError(415, "the content type must be application/json")
-    asked = parse_request(request.get_data(cache=False), schema)
-    prompts = len(asked.prompts)
+    parsed = parse_request(request.get_data(cache=False), schema)
+    prompts = len(parsed.prompts)
     g.note = f", {prompts} {'prompt' if prompts == 1 else 'prompts'}"
-    return asked
+    return parsed
 
 
 def server_sent_events(job: Job, client_is_gone: Callable[[], bool]) -> Iterator[str]:

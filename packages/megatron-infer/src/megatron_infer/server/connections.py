@@ -140,7 +140,7 @@ class _ErrorTask(ErrorTask):
 class _Channel(HTTPChannel):
     """One connection. Times are those of ``time.time()``, as everywhere in waitress."""
 
-    adj: Any  # types-waitress says less than is there
+    adj: Any  # types-waitress is incomplete
     requests: Any
     requests_lock: threading.Lock
     server: Any
