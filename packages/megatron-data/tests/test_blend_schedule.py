@@ -111,7 +111,7 @@ def test_refusals() -> None:
     for bad in ([], [0.5, 0.0], [1.0, math.nan], [1.0, math.inf], [-1.0]):
         with pytest.raises(DataError, match="each must be a positive number"):
             Apportionment(bad)
-    with pytest.raises(DataError, match="begin at sample 5, not at 0"):
+    with pytest.raises(DataError, match="begin at sample 5; begin at 0"):
         BlendSchedule([WeightChange(5, {"a": 1.0})], 10)
     with pytest.raises(DataError, match="begin at sample 3 follow weights that begin at sample 3"):
         BlendSchedule(
@@ -119,6 +119,6 @@ def test_refusals() -> None:
         )
     with pytest.raises(DataError, match="a blend without weights"):
         BlendSchedule([], 10)
-    with pytest.raises(IndexError, match="sample 10 of 10"):
+    with pytest.raises(IndexError, match="sample 10 is out of range; there are 10 samples"):
         BlendSchedule([WeightChange(0, {"a": 1})], 10)[10]
     assert BlendSchedule([WeightChange(0, {"a": 1})], 10)[9] == BlendEntry(0, 9)

@@ -133,7 +133,7 @@ def test_one_epoch_and_workers(talks: Path, talker: SFTTokenizer) -> None:
     )
     assert train is not None and len(train) == 25 and valid is None
     assert same(pickle.loads(pickle.dumps(train)), train)
-    with pytest.raises(IndexError, match="sample 25 of 25"):
+    with pytest.raises(IndexError, match="sample 25 is out of range; there are 25 samples"):
         train[25]
 
 

@@ -61,7 +61,7 @@ def test_the_map_of_a_small_corpus() -> None:
 
 
 def test_a_corpus_without_usable_documents_is_refused() -> None:
-    with pytest.raises(EmptySplitError, match="none of 2 documents has 2 sentences"):
+    with pytest.raises(EmptySplitError, match="none of 2 documents has at least 2 sentences"):
         sentence_map(
             np.array([0, 1, 3]),
             np.array([5, 600, 5], np.int32),

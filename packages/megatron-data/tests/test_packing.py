@@ -96,7 +96,7 @@ def test_refusals() -> None:
     with pytest.raises(EmptySplitError, match="holds no token"):
         Packing(np.zeros(4, np.int32), 8)
     for capacity in (0, 70_000):
-        with pytest.raises(DataError, match=f"samples of {capacity} tokens"):
+        with pytest.raises(DataError, match=f"sample length {capacity}; packing supports"):
             Packing(np.ones(4, np.int32), capacity)
-    with pytest.raises(IndexError, match="sample 1 of 1"):
+    with pytest.raises(IndexError, match="sample 1 is out of range; there are 1 samples"):
         Packing(np.ones(4, np.int32), 8).spans(1)

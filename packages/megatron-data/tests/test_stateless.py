@@ -204,7 +204,7 @@ def test_refusals() -> None:
         order_of([0, 0], 5)
     with pytest.raises(DataError, match="sequence length 0"):
         order_of([3], 5, 0)
-    with pytest.raises(IndexError, match="sample 5 of 5"):
+    with pytest.raises(IndexError, match="sample 5 is out of range; there are 5 samples"):
         order_of([9], 5).spans(5)
     with pytest.raises(DataError, match="too few for one sample of 8 \\+ 1"):
         order_of([8], None)

@@ -84,7 +84,7 @@ def test_cyclic_numbers_by_hand() -> None:
     """Rank 1 of 2, micro-batches of 2, 9 samples: samples 4 to 7 in torch's order of seed 0."""
     order = (torch.randperm(4, generator=torch.Generator().manual_seed(0)) + 4).tolist()
     assert list(CyclicSampler(9, 0, 2, 1, 2)) == [order[:2], order[2:]]
-    with pytest.raises(DataError, match="not whole steps of 4"):
+    with pytest.raises(DataError, match="not a whole number of steps; give a multiple of 4"):
         CyclicSampler(9, 3, 2, 1, 2)
     with pytest.raises(DataError, match="one step takes 4"):
         CyclicSampler(3, 0, 2, 1, 2)

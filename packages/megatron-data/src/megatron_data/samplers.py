@@ -156,5 +156,5 @@ def check_sampler(
         raise DataError(f"micro-batch size {micro_batch_size}; give at least 1")
     if not 0 <= data_parallel_rank < data_parallel_size:
         raise DataError(
-            f"data-parallel rank {data_parallel_rank} of {data_parallel_size}; ranks count from 0"
+            f"data-parallel rank {data_parallel_rank} of {data_parallel_size}; give 0 to size - 1"
         )

@@ -133,8 +133,8 @@ class CyclicSampler(Sampler[list[int]]):
             )
         if consumed_samples % self.epoch_samples % self.samples_per_step:
             raise DataError(
-                f"{consumed_samples} consumed samples are not whole steps of "
-                f"{self.samples_per_step}"
+                f"{consumed_samples} consumed samples are not a whole number of steps; give a "
+                f"multiple of {self.samples_per_step}"
             )
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples

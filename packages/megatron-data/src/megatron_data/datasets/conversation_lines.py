@@ -176,7 +176,7 @@ class ConversationLinesDataset:
 
     def __getitem__(self, sample: int) -> Sample:
         if not 0 <= sample < self._samples:
-            raise IndexError(f"sample {sample} of {self._samples}")
+            raise IndexError(f"sample {sample} is out of range; there are {self._samples} samples")
         number = self._first + sample % self._count
         row = self.lines.conversations(number)
         lengths = np.array([len(each.ids) for each in row], np.int64)

@@ -122,7 +122,7 @@ class ICTDataset:
 
     def __getitem__(self, sample: int) -> Sample:
         if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
+            raise IndexError(f"sample {sample} is out of range; there are {len(self)} samples")
         row = self.sample_map[sample].astype(np.int64)
         first, last, document, _ = row.tolist()
         random = sample_generator(self.seed, sample)

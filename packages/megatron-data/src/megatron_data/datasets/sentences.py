@@ -13,7 +13,7 @@ def sample_row(sample_map: NDArray[np.unsignedinteger], sample: int) -> tuple[in
         IndexError: The map has no such sample.
     """
     if not 0 <= sample < len(sample_map):
-        raise IndexError(f"sample {sample} of {len(sample_map)}")
+        raise IndexError(f"sample {sample} is out of range; there are {len(sample_map)} samples")
     first, last, target = sample_map[sample].tolist()
     return first, last, target
 

@@ -84,7 +84,9 @@ class IndexedDatasetBuilder:
     ) -> None:
         self.prefix = local_prefix(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        Header(self.dtype, 0, 0).pack()  # refuses a token type the format does not know
+        Header(
+            self.dtype, 0, 0
+        ).pack()  # raises an error if the format does not support the token type
         self.tokens = 0
         self._lengths = array("i")
         self._bounds = array("q", [0])
@@ -137,7 +139,10 @@ class IndexedDatasetBuilder:
                 token type.
         """
         if int(np.sum(sequences, dtype=np.int64)) != len(lengths):
-            raise DataError(f"{np.sum(sequences)} sequences in documents, {len(lengths)} lengths")
+            raise DataError(
+                f"the documents have {np.sum(sequences)} sequences, but {len(lengths)} lengths are "
+                "given"
+            )
         start = len(self._lengths)
         self._append(self._convert(tokens), lengths, modes)
         bounds = np.cumsum(sequences, dtype=np.int64) + start
@@ -273,7 +278,7 @@ class IndexedDatasetBuilder:
         if self._modes is not None:
             modes = [0] * len(lengths) if modes is None else modes
             if len(modes) != len(lengths):
-                raise DataError(f"{len(modes)} modes for {len(lengths)} sequences")
+                raise DataError(f"{len(lengths)} sequences, but {len(modes)} modes are given")
             self._modes.frombytes(np.asarray(modes, np.int8).tobytes())
         self._bin.write(tokens.data)
         self.tokens += len(tokens)

@@ -17,7 +17,7 @@ from megatron_data.sources.remote import RemoteFile
 from megatron_data.sources.storage import exists
 from megatron_data.sources.urls import is_local, is_url, without_scheme
 
-_BLOCK_BYTES = 4 << 20  # of a scan
+_BLOCK_BYTES = 4 << 20  # per block of a scan
 _USUAL_ENDS = ("_text_document", "_text_sentence", "_conversation", "_image_text")
 
 

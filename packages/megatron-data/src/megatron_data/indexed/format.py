@@ -110,7 +110,9 @@ class Header:
             )
         magic, version, code, sequences, bounds = HEADER.unpack(data[: HEADER.size])
         if magic != MAGIC:
-            raise DataError(f"{path} is not the index of an indexed dataset: it begins {magic!r}")
+            raise DataError(
+                f"{path} is not the index of an indexed dataset: it begins with {magic!r}"
+            )
         if version != VERSION:
             raise DataError(f"{path} has version {version}; this package reads version {VERSION}")
         if code not in DTYPES:

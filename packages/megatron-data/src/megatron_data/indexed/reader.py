@@ -12,7 +12,7 @@ from megatron_data.indexed.dataset_files import DatasetFiles, MappedTokens, Toke
 from megatron_data.indexed.format import HEADER, Header, TokenType
 from megatron_data.sources.block_cache import StorageCache
 
-_CHECKED = 1 << 20  # sequences that are checked at once
+_CHECKED = 1 << 20  # sequences per step of a check
 
 
 class IndexedDataset:

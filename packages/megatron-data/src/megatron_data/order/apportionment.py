@@ -60,12 +60,12 @@ class Apportionment:
             IndexError: `sample` is negative.
         """
         if sample < 0:
-            raise IndexError(f"sample {sample} of a blend")
+            raise IndexError(f"sample {sample} of a blend; give at least 0")
         tree = self._tree
         while isinstance(tree, _Node):
             left, right, left_weight, weight = tree
             before, rest = divmod(2 * sample * left_weight + weight, 2 * weight)
-            if rest + 2 * left_weight >= 2 * weight:  # one more sample makes the share grow
+            if rest + 2 * left_weight >= 2 * weight:  # one more sample increases the rounded share
                 tree, sample = left, before
             else:
                 tree, sample = right, sample - before

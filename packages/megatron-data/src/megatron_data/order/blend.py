@@ -125,7 +125,7 @@ class GreedyBlend:
             IndexError: The blend has no such sample.
         """
         if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
+            raise IndexError(f"sample {sample} is out of range; there are {len(self)} samples")
         number = int(self.indices.dataset_sample_index[sample])
         return BlendEntry(int(self.indices.dataset_index[sample]), number)
 
@@ -143,4 +143,4 @@ def _empty(size: int) -> BlendIndices:
 
 def _check_count(count: int) -> None:
     if count >= _MOST_DATASETS:
-        raise DataError(f"{count} datasets in one blend; at most {_MOST_DATASETS - 1}")
+        raise DataError(f"the blend has {count} datasets; use at most {_MOST_DATASETS - 1}")

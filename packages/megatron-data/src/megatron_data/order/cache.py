@@ -89,7 +89,7 @@ def _mapped(path: Path, dtype: str, shape: list[int]) -> NDArray[Any]:
     size = len(expected) + math.prod(shape) * array_dtype.itemsize
     with path.open("rb") as file:
         if path.stat().st_size != size or file.read(len(expected)) != expected:
-            raise ValueError(f"{path} holds something else")
+            raise ValueError(f"{path} has another header or size")
     return np.memmap(path, array_dtype, "r", len(expected), tuple(shape))
 
 

@@ -244,7 +244,7 @@ class CompatOrder:
             IndexError: The order has no such sample.
         """
         if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
+            raise IndexError(f"sample {sample} is out of range; there are {len(self)} samples")
         row = int(self.indices.shuffle_index[sample])
         (first, begin), (last, end) = self.indices.sample_index[row : row + 2].tolist()
         end += self.extra

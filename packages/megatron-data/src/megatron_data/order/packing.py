@@ -62,7 +62,9 @@ class Packing:
 
     def __init__(self, lengths: NDArray[np.integer], capacity: int) -> None:
         if not 1 <= capacity <= _MAX_CAPACITY:
-            raise DataError(f"samples of {capacity} tokens; give 1 to {_MAX_CAPACITY:,}")
+            raise DataError(
+                f"sample length {capacity}; packing supports 1 to {_MAX_CAPACITY:,} tokens"
+            )
         self.capacity = capacity
         (self._long,) = np.nonzero(lengths >= capacity)
         self._full_ends = np.cumsum(lengths[self._long] // capacity, dtype=np.int64)
@@ -91,7 +93,7 @@ class Packing:
             IndexError: The packing has no such sample.
         """
         if not 0 <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
+            raise IndexError(f"sample {number} is out of range; there are {len(self)} samples")
         if number < self.full:
             index = int(self._full_ends.searchsorted(number, "right"))
             before = self._full_ends.item(index - 1) if index else 0
@@ -263,7 +265,7 @@ class PackedOrder:
             IndexError: The order has no such sample.
         """
         if not 0 <= sample < self._samples:
-            raise IndexError(f"sample {sample} of {self._samples}")
+            raise IndexError(f"sample {sample} is out of range; there are {self._samples} samples")
         epoch, number = divmod(sample, len(self.packing))
         permutation = self._permutations.get(epoch, lambda: self._permute(epoch))
         return self.packing.spans(permutation[number], self._first)

@@ -66,7 +66,7 @@ class Permutation:
 
     def __init__(self, count: int, key: int) -> None:
         if not 0 <= count <= 1 << 62:
-            raise DataError(f"a permutation of {count} numbers; give 0 to 2^62")
+            raise DataError(f"count {count} of a permutation; give 0 to 2^62")
         self.count = count
         self.key = key
         bits = max(count - 1, 1).bit_length()
@@ -87,7 +87,9 @@ class Permutation:
             IndexError: `number` is not in `[0, count)`.
         """
         if not 0 <= number < self.count:
-            raise IndexError(f"number {number} of a permutation of {self.count}")
+            raise IndexError(
+                f"number {number} is out of range; the permutation has {self.count} elements"
+            )
         if self.count <= MAX_STORED:
             return int(_written_out(self.count, self.key)[number])
         neighbourhood, offset = divmod(number, _NEIGHBOURS)

@@ -77,6 +77,6 @@ def check_order_arguments(sequence_length: int, extra: int, num_samples: int | N
     if sequence_length < 1:
         raise DataError(f"sequence length {sequence_length}; give at least 1")
     if extra not in (0, 1):
-        raise DataError(f"extra {extra}; a sample reads 0 or 1 tokens beyond its length")
+        raise DataError(f"extra {extra}; give 0 or 1 tokens beyond the sequence length")
     if num_samples is not None and num_samples < 0:
-        raise DataError(f"{num_samples} samples; give at least 0, or None for one epoch")
+        raise DataError(f"num_samples {num_samples}; give at least 0, or None for one epoch")

@@ -59,7 +59,7 @@ class RowOrder:
             IndexError: The order has no such sample.
         """
         if not 0 <= sample < self._samples:
-            raise IndexError(f"sample {sample} of {self._samples}")
+            raise IndexError(f"sample {sample} is out of range; there are {self._samples} samples")
         row = self._first + sample % self._count
         begin, end = self._bounds[row : row + 2].tolist()
         truncated = truncated_lengths(self._lengths[begin:end], self.sample_length - 1)

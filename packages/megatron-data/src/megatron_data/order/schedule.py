@@ -58,7 +58,7 @@ class BlendSchedule:
 
     def __init__(self, changes: Sequence[WeightChange], num_samples: int) -> None:
         if num_samples < 0:
-            raise DataError(f"a blend of {num_samples} samples; give at least 0")
+            raise DataError(f"num_samples {num_samples} of a blend; give at least 0")
         self.num_samples = num_samples
         self._segments: list[_Segment] = []
         numbers: dict[str, int] = {}
@@ -71,7 +71,7 @@ class BlendSchedule:
             shares = Apportionment(list(change.weights.values()))
             self._segments.append(_Segment(change.first_sample, sources, shares, tuple(drawn)))
         if not self._segments:
-            raise DataError("a blend without weights; name at least one source")
+            raise DataError("a blend without weights; give weights for at least one source")
         self._firsts = [segment.first_sample for segment in self._segments]
         self.sources = tuple(numbers)
 
@@ -80,14 +80,15 @@ class BlendSchedule:
         if not self._segments:
             if change.first_sample:
                 raise DataError(
-                    f"the first weights of a blend begin at sample {change.first_sample}, not at 0"
+                    f"the first weights of a blend begin at sample {change.first_sample}; "
+                    "begin at 0"
                 )
             return []
         last = self._segments[-1]
         if change.first_sample <= last.first_sample:
             raise DataError(
                 f"weights that begin at sample {change.first_sample} follow weights that begin at "
-                f"sample {last.first_sample}; put them in order"
+                f"sample {last.first_sample}; sort them"
             )
         return self._counts_up_to(last, change.first_sample)
 
@@ -108,7 +109,9 @@ class BlendSchedule:
             IndexError: The blend has no such sample.
         """
         if not 0 <= sample < self.num_samples:
-            raise IndexError(f"sample {sample} of {self.num_samples}")
+            raise IndexError(
+                f"sample {sample} is out of range; there are {self.num_samples} samples"
+            )
         segment = self._segment_of(sample)
         own_index, sample_index = segment.shares[sample - segment.first_sample]
         source = segment.sources[own_index]

@@ -139,8 +139,8 @@ def _usable_documents(
     (numbers,) = np.nonzero((counts >= max(min_sentences, 1)) & ~too_long)
     if not len(numbers):
         raise EmptySplitError(
-            f"none of {len(counts)} documents has {min_sentences} sentences and none of more than "
-            f"{MAX_SENTENCE_LENGTH} tokens; preprocess with --split-sentences"
+            f"none of {len(counts)} documents has at least {min_sentences} sentences, none of them "
+            f"longer than {MAX_SENTENCE_LENGTH} tokens; preprocess with --split-sentences"
         )
     return list(
         zip(numbers.tolist(), bounds[numbers].tolist(), bounds[numbers + 1].tolist(), strict=True)

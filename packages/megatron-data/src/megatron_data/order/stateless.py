@@ -175,7 +175,7 @@ class StatelessOrder:
             IndexError: The order has no such sample.
         """
         if not 0 <= sample < self._samples:
-            raise IndexError(f"sample {sample} of {self._samples}")
+            raise IndexError(f"sample {sample} is out of range; there are {self._samples} samples")
         epoch = self.epoch_of(sample)
         first = self._first_sample(epoch)
         row = first + self._permutation(epoch)[sample - first]
