@@ -176,7 +176,7 @@ class Pools:
 
         from megatron_parallel.testing import pool
 
-        start, dismiss = pool._start_server, pool.WorkerPool._dismiss
+        start, dismiss = pool._start_server, pool.WorkerPool._end_workers
         make = pool.WorkerPool.__init__
 
         def take(
@@ -197,7 +197,7 @@ class Pools:
             owner._collective_timeout *= self._slack
 
         def gently(owner: Any, ranks: int) -> None:
-            crew = owner._crews.get(ranks, [])
+            crew = owner._worker_sets.get(ranks, [])
             for worker in crew:
                 worker.connection.close()
             for worker in crew:
@@ -208,4 +208,4 @@ class Pools:
         pool._start_server = take
         pool.WorkerPool.__init__ = patient  # type: ignore[method-assign]
         if self._measured:
-            pool.WorkerPool._dismiss = gently  # type: ignore[method-assign]
+            pool.WorkerPool._end_workers = gently  # type: ignore[method-assign]

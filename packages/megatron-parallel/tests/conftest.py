@@ -1,4 +1,4 @@
-"""Checks tensor annotations at run time, here and inside the ranks of the worker pool."""
+"""Checks tensor annotations at run time, in the tests and in the ranks of the worker pool."""
 
 from jaxtyping import install_import_hook
 
@@ -37,6 +37,6 @@ def single() -> Mesh:
 
 @pytest.fixture(params=[1, 2, 3, 4], ids=lambda size: f"tp{size}")
 def tensor_ranks(request: pytest.FixtureRequest) -> list[Mesh]:
-    """Meshes, without groups, of all ranks of one tensor-parallel group of 1 to 4."""
+    """Meshes without process groups of all ranks of a tensor-parallel group of size 1 to 4."""
     layout = ParallelLayout(tp=request.param).resolve(request.param)
     return [Mesh(layout, rank) for rank in range(request.param)]

@@ -1,4 +1,4 @@
-"""Losses that layers attach: gradients as if they were part of the loss, counted once."""
+"""Auxiliary losses: gradients as those of terms of the loss, and values counted once."""
 
 import pytest
 import torch
@@ -42,13 +42,13 @@ def test_a_recomputed_layer_counts_once(reentrant: bool) -> None:
     weight, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     auxiliary_losses = AuxiliaryLosses({"square": 1.0, "cube": 1.0})
     y = checkpoint(layer, x, weight, auxiliary_losses, use_reentrant=reentrant)
-    assert not any(auxiliary_losses.sums.values())  # a pass without a backward pass counts nothing
+    assert not any(auxiliary_losses.sums.values())  # without a backward pass, nothing is added
     y.sum().backward()
     assert auxiliary_losses.sums == {"square": 2.0, "cube": 2.0}
     assert torch.equal(weight.grad, torch.tensor([1.0 + 1.0 + 6.0] * 2))  # type: ignore[arg-type]
 
 
-def test_values_stay_what_they_are_and_unknown_names_are_refused() -> None:
+def test_attach_returns_equal_values_and_refuses_unknown_names() -> None:
     auxiliary_losses = AuxiliaryLosses({"square": 1.0})
     x = torch.randn(3)
     assert torch.equal(auxiliary_losses.attach(x, "square", x.sum(), 1.0, replicated=()), x)
@@ -58,10 +58,8 @@ def test_values_stay_what_they_are_and_unknown_names_are_refused() -> None:
 
 @pytest.mark.parametrize("cut", [False, True], ids=["replicated", "cut"])
 @pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_a_value_is_reported_once_however_ranks_share_it(
-    worker_pool: WorkerPool, axis: str, cut: bool
-) -> None:
-    """Four numbers, on both ranks of an axis as a whole or a half each; compared with one rank."""
+def test_a_replicated_value_is_reported_once(worker_pool: WorkerPool, axis: str, cut: bool) -> None:
+    """Two ranks with all of four numbers or half of them each, compared with one rank."""
 
     def step(mesh: Mesh) -> tuple[Tensor, Tensor]:
         ranks = mesh.axis(axis)

@@ -1,4 +1,4 @@
-"""A rank that dies or freezes in a sum of gradients ends the others with one line that names it."""
+"""If a rank dies or freezes in a sum of gradients, the others end with one line that names it."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ except CollectiveError as error:
 
 
 class Job:
-    """Ranks as plain processes; all of them start the loop at once."""
+    """A job of plain processes, which all enter the loop at the same time."""
 
     def __init__(self, folder: Path, how: str, world: int, tp: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -60,7 +60,7 @@ class Job:
         ]
 
     def run(self) -> dict[int, str]:
-        """What each rank but 1 wrote; rank 1 does not come back before they have ended."""
+        """Returns the output of each rank but 1, which does not continue before the others end."""
         for rank in self.ranks:
             assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
         for rank in self.ranks:

@@ -33,12 +33,12 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 def own(
     rank: int, dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (4, 8)
 ) -> torch.Tensor:
-    """Small whole numbers, exact in every dtype, different on every rank."""
+    """Returns small whole numbers, exact in every dtype and different on each rank."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-8, 9, shape, generator=generator).to(dtype)
 
 
-def test_an_axis_of_one_rank_returns_the_very_tensor(single: Mesh) -> None:
+def test_an_axis_of_one_rank_returns_its_input(single: Mesh) -> None:
     x, axis = torch.randn(4, 4, requires_grad=True), single.axis("tp")
     plain = [all_reduce, all_gather, reduce_scatter, broadcast]
     mappings = [copy_to_axis, reduce_from_axis, gather_from_axis, scatter_to_axis]
@@ -78,10 +78,10 @@ def test_plain_collectives(worker_pool: WorkerPool, ranks: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_tensor_travels_from_one_rank_to_another(
+def test_a_tensor_is_sent_from_one_rank_to_another(
     worker_pool: WorkerPool, dtype: torch.dtype
 ) -> None:
-    """Around a ring: index on the axis, not rank, says who; strided tensors at both ends."""
+    """Sends around a ring, with peers by index on the axis and strided tensors at both ends."""
 
     def run(mesh: Mesh) -> tuple[torch.Tensor, bool]:
         axis, t = mesh.axis("pp"), torch.zeros(8, 4, dtype=dtype).T
@@ -99,12 +99,13 @@ def test_a_tensor_travels_from_one_rank_to_another(
         assert torch.equal(found, own((rank + 2) % 4, dtype, (8, 4)).T) and same
 
 
-def test_a_rank_that_is_not_there_cannot_be_reached(single: Mesh) -> None:
+def test_sending_to_an_index_outside_the_axis_is_refused(single: Mesh) -> None:
     x, axis = torch.zeros(1), Mesh(ParallelLayout(pp=4, dp=1), 2).axis("pp")
     for index in (2, 4, -1):
-        with pytest.raises(LayoutError, match=f"sent to index {index} of axis 'pp', which has 4 ranks"):
+        match = f"sent to index {index} of axis 'pp', which has 4 ranks"
+        with pytest.raises(LayoutError, match=match):
             send(x, axis, index)
-    with pytest.raises(LayoutError, match="received from index 0 of axis 'tp': it has 1 ranks"):
+    with pytest.raises(LayoutError, match="received from index 0 of axis 'tp', which has 1 ranks"):
         receive(x, single.axis("tp"), 0)
 
 
@@ -129,13 +130,13 @@ def test_a_dim_that_does_not_divide_is_refused(worker_pool: WorkerPool) -> None:
 
 
 def mapped(mesh: Mesh, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Result and gradient of one mapping, for an upstream gradient that differs per rank."""
+    """Returns result and gradient of a mapping, with a different upstream gradient per rank."""
     mapping = getattr(megatron_parallel.collectives, name)
     axis: Axis = mesh.axis("tp")
     x = own(mesh.rank).requires_grad_()
     y = mapping(x, axis)
     upstream = own(100 + mesh.rank, shape=tuple(y.shape))
-    if name == "gather_from_axis":  # its gradient is the same on all ranks by contract
+    if name == "gather_from_axis":  # its gradient must be the same on all ranks
         upstream = own(100, shape=tuple(y.shape))
     (grad,) = torch.autograd.grad(y, x, upstream.expand_as(y))
     return y.detach(), grad
@@ -182,8 +183,8 @@ def test_region_mappings(worker_pool: WorkerPool, ranks: int, name: str) -> None
         assert torch.equal(grad, backward[rank])
 
 
-def test_mappings_leave_the_tensors_of_others_alone(worker_pool: WorkerPool) -> None:
-    """A gradient that two consumers share must not be summed in place."""
+def test_mappings_do_not_modify_tensors_of_others(worker_pool: WorkerPool) -> None:
+    """A gradient that two functions share must not be summed in place."""
 
     def run(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         axis = mesh.axis("tp")

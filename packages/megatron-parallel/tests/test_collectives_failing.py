@@ -1,6 +1,6 @@
-"""Every message that fails or times out is one line: the missing rank, the axis and what it was.
+"""Each failed message is reported in one line with the missing rank, the axis and the operation.
 
-A rank exits, freezes, or does something else than the others; meshes have a short time-out.
+A rank exits, freezes, or runs another operation than the others. Meshes have a short time-out.
 """
 
 import os
@@ -50,14 +50,14 @@ def ones(*shape: int) -> Tensor:
 
 
 def backward_of(mapping: Callable[..., Tensor], mesh: Mesh, trouble: Callable[[], None]) -> None:
-    """The rank is lost between the forward and the backward pass."""
+    """Loses the rank between the forward and the backward pass."""
     result = mapping(ones(4, 2), mesh.axis("tp")).sum()
     trouble()
     result.backward()
 
 
 def after(act: Callable[[Mesh], object]) -> Act:
-    """The rank is lost before it takes part."""
+    """Loses the rank before it takes part."""
 
     def run(mesh: Mesh, trouble: Callable[[], None]) -> object:
         trouble()
@@ -173,8 +173,10 @@ CASES: dict[str, tuple[ParallelLayout, Act, str]] = {
 
 
 def attempt(act: Callable[[Mesh], object], layout: ParallelLayout) -> str:
-    """The line of the error."""
-    Mesh.bind(layout, timeout=timedelta(seconds=60)).close()  # all have imported what they need
+    """Returns the line of the error."""
+    Mesh.bind(
+        layout, timeout=timedelta(seconds=60)
+    ).close()  # all ranks have imported their modules
     mesh = Mesh.bind(layout, timeout=timedelta(seconds=SECONDS))
     try:
         act(mesh)
@@ -193,10 +195,10 @@ def lose_rank_1(rank: Rank, name: str, how: str, answers: Answers) -> str:
             answers.wait_for([0])
 
     with pytest.MonkeyPatch.context() as patch:
-        if how == "exits":  # the pool waits a second only for the others
+        if how == "exits":  # the pool waits only one second for the other ranks
             patch.setattr("megatron_parallel.collectives.failure.GRACE", 0.3)
         line = attempt(lambda mesh: act(mesh, trouble), layout)
-    if how == "exits":  # answers do not come back from a crew that lost a rank, errors do
+    if how == "exits":  # if a rank is lost, the pool returns errors but no results
         raise CollectiveError(line)
     answers.give(rank.rank)
     return line
@@ -221,7 +223,7 @@ def test_a_lost_rank_is_named(worker_pool: WorkerPool, name: str, how: str, tmp_
     assert re.search(expected, line), line
 
 
-def test_every_rank_names_the_one_that_is_late_and_the_late_one_is_told(
+def test_every_rank_names_the_late_rank_and_the_late_rank_gets_an_error(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     given = Answers(tmp_path)
@@ -269,7 +271,9 @@ DIFFERENT: dict[str, tuple[Callable[[Mesh], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_do_different_things_are_told_so(worker_pool: WorkerPool, name: str) -> None:
+def test_ranks_that_run_different_operations_are_reported(
+    worker_pool: WorkerPool, name: str
+) -> None:
     act, expected = DIFFERENT[name]
 
     def run(rank: Rank) -> str:
@@ -279,10 +283,10 @@ def test_ranks_that_do_different_things_are_told_so(worker_pool: WorkerPool, nam
         assert line.startswith(f"ranks run different operations: {expected} ("), line
 
 
-def test_what_one_mesh_reported_does_not_mislead_the_next(
+def test_reports_of_one_mesh_do_not_affect_the_next(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    """All ranks report a failure on a first mesh; on a second one, rank 1 is lost."""
+    """All ranks report a failure on a first mesh. On a second mesh, rank 1 is lost."""
     given = Answers(tmp_path)
 
     def run(rank: Rank) -> tuple[str, str]:
@@ -302,7 +306,7 @@ def test_what_one_mesh_reported_does_not_mislead_the_next(
     assert second.startswith("rank 1 did not join all_reduce [1] float32")
 
 
-def test_errors_of_the_caller_stay_what_they_are(worker_pool: WorkerPool) -> None:
+def test_errors_of_the_caller_are_not_translated(worker_pool: WorkerPool) -> None:
     def run(mesh: Mesh) -> str:
         with pytest.raises(ValueError, match=r"contiguous|cannot be cut") as caught:
             reduce_scatter(torch.ones(3), mesh.axis("tp"))
@@ -311,7 +315,7 @@ def test_errors_of_the_caller_stay_what_they_are(worker_pool: WorkerPool) -> Non
     assert worker_pool.run_mesh(TP, run, ranks=2) == ["LayoutError", "LayoutError"]
 
 
-def test_a_store_that_is_gone_is_a_line_too(worker_pool: WorkerPool) -> None:
+def test_a_lost_store_is_reported_in_one_line(worker_pool: WorkerPool) -> None:
     def run(mesh: Mesh) -> list[str]:
         class Gone:
             def __getattr__(self, name: str) -> object:
@@ -337,7 +341,7 @@ def test_a_store_that_is_gone_is_a_line_too(worker_pool: WorkerPool) -> None:
             assert "on axis" in line and "\n" not in line
 
 
-def test_a_store_that_does_not_answer_is_a_line_too(worker_pool: WorkerPool) -> None:
+def test_a_frozen_store_is_reported_in_one_line(worker_pool: WorkerPool) -> None:
     def run(mesh: Mesh) -> str:
         class Frozen:
             def __getattr__(self, name: str) -> object:

@@ -1,8 +1,8 @@
-"""Compiled without graph breaks; in fresh processes, where nothing is type-checked.
+"""Layers and losses compile without graph breaks, in new processes without type checks.
 
-Slow, as importing the compiler takes longer than most tests: of those that are not, the tests of
-megatron-models compile these layers and this loss in a whole GPT.
-Dynamo cannot trace functions that jaxtyping's import hook has wrapped.
+Dynamo cannot trace functions that the import hook of jaxtyping has wrapped. These tests are slow,
+since importing the compiler takes longer than most tests. Among the fast tests, those of
+megatron-models compile the same layers and loss in a GPT.
 """
 
 import os
@@ -107,7 +107,7 @@ for sequence_parallel in (False, True):
 pytestmark = pytest.mark.slow
 
 
-def test_several_ranks_compile_whole_too(tmp_path: Path) -> None:
+def test_several_ranks_compile_without_graph_breaks(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
@@ -122,6 +122,6 @@ def test_several_ranks_compile_whole_too(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], errors
 
 
-def test_layers_are_one_operator_each_and_the_loss_compiles_whole() -> None:
+def test_layers_are_one_operator_each_and_the_loss_has_no_graph_breaks() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

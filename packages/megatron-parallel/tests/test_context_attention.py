@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks equals dense attention on one, forward and backward."""
+"""Attention over context-parallel ranks equals dense attention on one rank, in both passes."""
 
 import math
 from collections.abc import Callable
@@ -42,7 +42,7 @@ LAYOUTS = {
 
 
 def data(groups: int, value_dim: int = DIM) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values and the gradient of the output, of the whole sequence."""
+    """Returns queries, keys, values and output gradient of the whole sequence."""
     generator = torch.Generator().manual_seed(groups)
     shapes = ((HEADS, DIM), (groups, DIM), (groups, value_dim), (HEADS, value_dim))
     q, k, v, dout = (
@@ -53,7 +53,7 @@ def data(groups: int, value_dim: int = DIM) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """The truth: every score written out."""
+    """Returns dense attention, computed from all scores."""
     copies = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
     scores = torch.einsum("sbnd,tbnd->bnst", q, k) / math.sqrt(q.shape[-1])
@@ -63,7 +63,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 
 
 def truth(mask: SequenceMask, groups: int, value_dim: int = DIM) -> list[Tensor]:
-    """Output and gradients of one rank."""
+    """Returns output and gradients on one rank."""
     q, k, v, dout = data(groups, value_dim)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     places = torch.arange(LENGTH)[None]
@@ -102,7 +102,7 @@ def errors(
     wide: int = DIM,
     plan: RingPlan | None = None,
 ) -> float:
-    """Largest difference from one rank, of this rank's part of the output and the gradients."""
+    """Returns the largest differences of this rank's output and gradients from one rank."""
     rank = mesh.axis("cp").index
 
     def own(t: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def errors(
 
 
 def all_errors(mesh: Mesh, names: list[str]) -> dict[str, float]:
-    """Of every way, mask and split on this mesh, and of several numbers of KV heads."""
+    """Returns the errors of all kinds of attention, masks, splits and numbers of KV heads."""
     ranks = mesh.layout.cp
     ways = ["ring", "heads", "gathered"] + ["hierarchical"] * (mesh.has_axis("cp_inner"))
     splits = {
@@ -137,14 +137,14 @@ def all_errors(mesh: Mesh, names: list[str]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_way_equals_one_rank(worker_pool: WorkerPool, layout: str) -> None:
+def test_every_kind_of_attention_equals_one_rank(worker_pool: WorkerPool, layout: str) -> None:
     for found in worker_pool.run_mesh(LAYOUTS[layout], all_errors, list(MASKS)):
         wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
         assert not wrong and len(found) > 40
 
 
 class Lost(ring._Message):
-    """Gradients of keys and values never come home."""
+    """Gradients of keys and values that never reach their owner."""
 
     def wait(self) -> Tensor:
         return super().wait() * (not self.homeward)
@@ -154,13 +154,13 @@ true_merge = ring._merge
 
 
 def added(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """The outputs of two blocks are added up as if each were normalised by both."""
+    """Adds the outputs of two blocks as if each were normalised over both."""
     out.add_(more)
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def forgotten(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """The log-sum-exp is that of the last block."""
+    """Keeps the log-sum-exp of the last block only."""
     true_merge(out, lse, more, more_lse)
     lse.copy_(more_lse)
 
@@ -168,15 +168,15 @@ def forgotten(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 @pytest.mark.parametrize(
     "defect", ["none", "added", "forgotten", "lost", "contiguous", "documents"]
 )
-def test_a_defect_is_seen(worker_pool: WorkerPool, defect: str) -> None:
+def test_a_planted_defect_is_detected(worker_pool: WorkerPool, defect: str) -> None:
     def run(mesh: Mesh) -> float:
         split, mask, index = ContextSplit.zigzag(LENGTH, 2), MASKS["documents"], mesh.rank
         merge = {"added": added, "forgotten": forgotten}.get(defect, true_merge)
         plan = plan_ring(mask, split, index)
-        if defect == "contiguous":  # the mask believes that each rank has one half
+        if defect == "contiguous":  # the mask assumes that each rank has one half
             halves = ContextSplit(torch.arange(LENGTH).view(2, 1, -1))
             plan = RingPlan(split, plan_ring(mask, halves, index).blocks)
-        if defect == "documents":  # document numbers are cut in halves, tokens by zig-zag
+        if defect == "documents":  # document ids are cut into halves, tokens by zig-zag
             order = ContextSplit.zigzag(LENGTH, 2).indices.flatten().argsort()
             plan = plan_ring(SequenceMask(IDS[:, order]), split, index)
         with (
@@ -189,8 +189,8 @@ def test_a_defect_is_seen(worker_pool: WorkerPool, defect: str) -> None:
     assert seen < TOLERANCE if defect == "none" else seen > 1e-3
 
 
-def test_low_precision_sums_in_float32(worker_pool: WorkerPool) -> None:
-    """bfloat16 in four blocks is as near to the truth as in one."""
+def test_low_precision_inputs_are_summed_in_float32(worker_pool: WorkerPool) -> None:
+    """bfloat16 in four blocks is as accurate as in one block."""
 
     def run(mesh: Mesh) -> float:
         split, axis = ContextSplit.zigzag(LENGTH, 4), mesh.axis("cp")
@@ -211,8 +211,8 @@ def test_low_precision_sums_in_float32(worker_pool: WorkerPool) -> None:
     assert max(worker_pool.run_mesh(LAYOUTS["cp4"], run)) < 0.05
 
 
-def test_messages_of_each_way(worker_pool: WorkerPool) -> None:
-    """Calls and bytes of a forward and backward pass, float64."""
+def test_messages_of_each_kind_of_attention(worker_pool: WorkerPool) -> None:
+    """Calls and bytes of a forward and a backward pass in float64."""
 
     def run(mesh: Mesh) -> dict[str, dict[tuple[str, str], tuple[int, int]]]:
         split = ContextSplit.zigzag(LENGTH, 4)
@@ -223,7 +223,7 @@ def test_messages_of_each_way(worker_pool: WorkerPool) -> None:
             counted[way] = {(r.axis, r.operation): (r.calls, r.nbytes) for r in traffic.records}
         return counted
 
-    tokens = LENGTH // 4 * BATCH * DIM * 8  # bytes of one head of one rank's part
+    tokens = LENGTH // 4 * BATCH * DIM * 8  # bytes of one head for the tokens of one rank
     pair, steps = 2 * 2 * tokens, 3  # keys and values of 2 groups
     for counted in worker_pool.run_mesh(LAYOUTS["cp4"], run):
         there_and_back = {}
@@ -231,7 +231,7 @@ def test_messages_of_each_way(worker_pool: WorkerPool) -> None:
             there_and_back["cp", f"{verb} of keys and values"] = (2 * steps, 2 * steps * pair)
             there_and_back["cp", f"{verb} of gradients of keys and values"] = (steps, steps * pair)
         assert counted["ring"] == there_and_back
-        # queries, twice the two groups, output: the same again backward
+        # queries, twice the two groups, output; the same in the backward pass
         moved = 2 * (HEADS + 2 * 4 + HEADS) * tokens
         assert counted["heads"] == {("cp", "all_to_all of heads"): (4, moved)}
         assert counted["gathered"] == {
@@ -240,11 +240,11 @@ def test_messages_of_each_way(worker_pool: WorkerPool) -> None:
         }
         inner = 2 * (HEADS + 2 * 2 + HEADS) * tokens
         assert counted["hierarchical"]["cp_inner", "all_to_all of heads"] == (4, inner)
-        # half the heads of twice the tokens, one step of two ranks
+        # half of the heads for twice the tokens, one step of two ranks
         assert counted["hierarchical"]["cp_outer", "send of keys and values"] == (2, 2 * pair)
 
 
-def test_what_does_not_fit_is_refused(single: Mesh) -> None:
+def test_inputs_that_do_not_fit_are_refused(single: Mesh) -> None:
     with pytest.raises(LayoutError, match=r"6 heads .* over 4 context-parallel ranks"):
         check_heads(6, 4)
     x, plan = torch.zeros(8, 1, 2, 4), plan_ring(SequenceMask(), ContextSplit.zigzag(16, 2), 0)

@@ -1,4 +1,4 @@
-"""Plans of a pool: every document once, nobody over the limit, nobody waits for ever."""
+"""Plans of a pool: each document once, within the capacity, and without deadlocks."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def plan_of(batch: tuple[list[int], int, int, int, float]) -> PoolPlan:
 
 @settings(max_examples=150, deadline=None)
 @given(batches())
-def test_every_document_is_taken_once_and_nobody_holds_more_than_there_is_room_for(
+def test_every_document_is_in_one_row_within_the_capacity(
     batch: tuple[list[int], int, int, int, float],
 ) -> None:
     lengths, _, capacity, multiple, _ = batch
@@ -39,12 +39,12 @@ def test_every_document_is_taken_once_and_nobody_holds_more_than_there_is_room_f
         size = len(row.ranks)
         assert row.tokens == sum(lengths[number] for number in row.documents) <= row.padded_length
         assert row.padded_length % (size * multiple) == 0 and row.padded_length // size <= capacity
-        assert row.padded_length - row.tokens < size * multiple  # no more padding than it takes
+        assert row.padded_length - row.tokens < size * multiple  # no more padding than necessary
 
 
 @settings(max_examples=150, deadline=None)
 @given(batches())
-def test_groups_are_aligned_powers_of_two_that_a_mesh_has(
+def test_groups_are_aligned_powers_of_two_and_groups_of_the_mesh(
     batch: tuple[list[int], int, int, int, float],
 ) -> None:
     plan = plan_of(batch)
@@ -55,10 +55,10 @@ def test_groups_are_aligned_powers_of_two_that_a_mesh_has(
 
 @settings(max_examples=150, deadline=None)
 @given(batches())
-def test_ranks_that_each_walk_their_own_rows_never_wait_for_ever(
+def test_ranks_that_process_their_rows_in_order_never_deadlock(
     batch: tuple[list[int], int, int, int, float],
 ) -> None:
-    """A row can begin when all of its ranks are there; here ranks know nothing else."""
+    """Starts a row as soon as all of its ranks have reached it."""
     plan = plan_of(batch)
     walks = [list(plan.rows_of(rank)) for rank in range(plan.pool)]
     assert {len(walk) for walk in walks} == {plan.rows_per_rank}
@@ -75,7 +75,7 @@ def test_ranks_that_each_walk_their_own_rows_never_wait_for_ever(
 
 @settings(max_examples=150, deadline=None)
 @given(batches())
-def test_who_shares_a_group_has_done_the_same_before(
+def test_ranks_of_a_group_share_all_rows_before_it(
     batch: tuple[list[int], int, int, int, float],
 ) -> None:
     plan = plan_of(batch)
@@ -87,7 +87,7 @@ def test_who_shares_a_group_has_done_the_same_before(
         assert all(before == befores[0] for before in befores)
 
 
-def test_short_documents_run_unsplit_and_long_ones_over_as_few_ranks_as_have_room() -> None:
+def test_short_documents_are_not_cut_and_long_ones_use_few_ranks() -> None:
     plan = plan_pool([30, 9, 8, 7, 6], pool=4, capacity=16)
     assert plan.rows == (
         PoolRow(range(2), (0,), 30, 32, 15.0),
@@ -99,17 +99,17 @@ def test_short_documents_run_unsplit_and_long_ones_over_as_few_ranks_as_have_roo
     assert plan.rows_of(1) == plan.rows[:1] and plan.rows_of(2) == plan.rows[1:2]
 
 
-def test_what_would_keep_one_rank_busy_for_all_is_cut_though_it_has_room() -> None:
-    """One document of 64 tokens, all pairs counted, is 2,144 of a batch's 2,752 units of work."""
+def test_a_document_with_most_of_the_work_is_cut_within_the_capacity() -> None:
+    """One document of 64 tokens has 2,144 of the 2,752 units of work of the batch."""
     lengths = [64, *[16] * 4]
     without = plan_pool(lengths, pool=4, capacity=64)
-    assert [len(row.ranks) for row in without.rows[:1]] == [2]  # 64 of 128 tokens: half of them
+    assert [len(row.ranks) for row in without.rows[:1]] == [2]  # 64 of 128 tokens
     plan = plan_pool(lengths, pool=4, capacity=64, tokens_per_pair=1.0)
     assert [(len(row.ranks), row.documents) for row in plan.rows[:1]] == [(4, (0,))]
     assert plan.imbalance == 1.0
 
 
-def test_ranks_with_fewer_rows_get_empty_ones_and_an_empty_batch_one_each() -> None:
+def test_ranks_with_fewer_rows_get_empty_rows() -> None:
     plan = plan_pool([8, 8, 8], pool=2, capacity=8)
     assert plan.rows_per_rank == 2
     assert sum(row is None for rank in range(2) for row in plan.rows_of(rank)) in (0, 1)
@@ -129,7 +129,7 @@ def test_the_plan_is_printed_in_one_line() -> None:
     )
 
 
-def test_large_batches_are_even() -> None:
+def test_large_batches_are_balanced() -> None:
     lengths = [1 + (37 * number * number) % 997 for number in range(500)]
     plan = plan_pool(lengths, pool=16, capacity=512, tokens_per_pair=0.01)
     assert plan.imbalance <= BALANCED

@@ -1,4 +1,4 @@
-"""How sequences, masks and work are shared out over context-parallel ranks."""
+"""Splits of sequences, masks and work over context-parallel ranks."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from megatron_parallel.mesh import draw_layout
 
 
 def documents(lengths: list[int], total: int) -> torch.Tensor:
-    """Document numbers of a sample `[1, total]`; what the documents do not fill is padding."""
+    """Returns document ids of a sample `[1, total]`; the rest is padding."""
     ids = torch.full((1, total), -1)
     start = 0
     for number, length in enumerate(lengths):
@@ -26,13 +26,13 @@ def documents(lengths: list[int], total: int) -> torch.Tensor:
     return ids
 
 
-def test_zigzag_gives_each_rank_a_chunk_from_both_ends() -> None:
-    """Megatron's: rank r keeps chunks r and 2 n - 1 - r of 2 n."""
+def test_zigzag_gives_each_rank_a_slice_from_both_ends() -> None:
+    """As in Megatron: rank r holds slices r and 2 n - 1 - r of 2 n."""
     places = ContextSplit.zigzag(16, 4).indices
     assert places[:, 0].tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
 
 
-def test_a_length_that_does_not_divide_is_refused_with_its_neighbours() -> None:
+def test_a_length_that_does_not_divide_is_refused_with_near_multiples() -> None:
     with pytest.raises(LayoutError, match=r"18 tokens .* 2 x 4 .* multiple of 8, .* 16 or 24"):
         ContextSplit.zigzag(18, 4)
     with pytest.raises(LayoutError, match="for example 8"):
@@ -41,7 +41,7 @@ def test_a_length_that_does_not_divide_is_refused_with_its_neighbours() -> None:
 
 @st.composite
 def packed(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
-    """Samples of documents of any length, with padding, and a number of ranks."""
+    """Draws samples of documents of any length with padding, and a number of ranks."""
     ranks = draw(st.integers(1, 5))
     total = 2 * ranks * draw(st.integers(1, 12))
     rows = []
@@ -56,7 +56,7 @@ def packed(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
 
 @settings(max_examples=60, deadline=None)
 @given(packed())
-def test_every_place_is_at_one_rank_and_all_ranks_hold_as_many(
+def test_every_index_is_on_one_rank_and_all_ranks_hold_equally_many(
     sample: tuple[torch.Tensor, int],
 ) -> None:
     ids, ranks = sample
@@ -74,10 +74,10 @@ def test_every_place_is_at_one_rank_and_all_ranks_hold_as_many(
 
 @settings(max_examples=60, deadline=None)
 @given(packed(), st.sampled_from([None, 1, 3]), st.booleans(), st.sampled_from([None, 2]))
-def test_the_blocks_of_a_ring_are_the_mask_cut_by_place(
+def test_the_blocks_of_a_ring_cover_the_mask(
     sample: tuple[torch.Tensor, int], window: int | None, causal: bool, prefix: int | None
 ) -> None:
-    """Every pair that may attend is in one block, and none that may not."""
+    """Each allowed pair is in exactly one block, and no other pair is in any."""
     ids, ranks = sample
     b, length = ids.shape
     mask = SequenceMask(ids, causal=causal, window=window, prefix=prefix)
@@ -103,7 +103,7 @@ def test_the_blocks_of_a_ring_are_the_mask_cut_by_place(
 
 
 def test_a_causal_ring_computes_half_of_the_pairs_and_needs_no_mask_for_most() -> None:
-    """What is wholly masked is left out; on each rank, in each step, the same work."""
+    """Fully masked blocks are skipped, and each rank has equal work in each step."""
     split = ContextSplit.zigzag(64, 4)
     for rank in range(4):
         plan = plan_ring(SequenceMask(), split, rank)
@@ -117,7 +117,7 @@ def test_a_causal_ring_computes_half_of_the_pairs_and_needs_no_mask_for_most() -
                 assert sizes == [2 * 8 * 8] and blocks[0].mask.all_allowed
 
 
-def test_no_mask_is_needed_inside_one_document_and_padding_is_left_out() -> None:
+def test_no_mask_is_needed_inside_one_document_and_padding_is_skipped() -> None:
     split = ContextSplit.zigzag(64, 4)
     for number in (0, 1, -1):
         ids = torch.full((1, 64), number)
@@ -126,14 +126,14 @@ def test_no_mask_is_needed_inside_one_document_and_padding_is_left_out() -> None
         assert whole == ([] if number < 0 else [True] * 3)
 
 
-def test_documents_far_apart_are_left_out() -> None:
+def test_blocks_of_different_documents_are_skipped() -> None:
     ids = documents([1024] * 4, 4096)
     split = ContextSplit.zigzag(4096, 2)
     blocks = plan_ring(SequenceMask(ids), split, 0).blocks[1]
-    assert blocks == ()  # chunks 0 and 3 hold other documents than chunks 1 and 2
+    assert blocks == ()  # slices 0 and 3 hold other documents than slices 1 and 2
 
 
-def test_work_is_counted_as_a_mask_counts_it() -> None:
+def test_attention_pairs_equal_those_of_the_mask() -> None:
     ids = torch.cat([documents([5, 9], 16), documents([16], 16)])
     mask = SequenceMask(ids)
     for split in (ContextSplit.zigzag(16, 2), ContextSplit.per_document(ids, 2)):
@@ -154,7 +154,7 @@ def test_zigzag_balances_one_document_and_per_document_balances_many() -> None:
     assert imbalance(attention_pairs(per_document, ids)) < 1.001
 
 
-def test_a_rank_drops_what_one_rank_drops_at_its_places() -> None:
+def test_a_rank_drops_the_same_elements_as_one_rank() -> None:
     samples, shape = torch.tensor([4, 9]), (16, 2, 3)
     key = DropoutKey.for_batch(seed=1, iteration=2, samples=samples, positions=16)
     whole = keep_mask(shape, 0.5, key, layer=3, site=1).transpose(0, 1)
@@ -180,7 +180,7 @@ def test_a_hierarchy_nests_its_groups() -> None:
         ParallelLayout(cp=4).resolve(4).groups("cp_inner")
 
 
-def test_inner_ranks_find_their_places_among_those_of_their_group() -> None:
+def test_within_indexes_the_tokens_of_the_group() -> None:
     split = ContextSplit.zigzag(16, 4)
     joined, within = split.joined(2), split.within(2, 1)
     assert joined.indices[1, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11]

@@ -1,4 +1,4 @@
-"""Vocab-parallel cross entropy against torch's, in float64, with padded and cut vocabularies."""
+"""Vocab-parallel cross entropy against torch in float64, with padded and cut vocabularies."""
 
 from unittest import mock
 
@@ -39,7 +39,7 @@ def expected(dtype: torch.dtype, smoothing: float = 0.0) -> tuple[torch.Tensor, 
 def cut(
     mesh: Mesh, padded: int, dtype: torch.dtype, smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and gradient of this rank's columns; padding holds the largest logits of all."""
+    """Returns loss and gradient of this rank's columns; the padding has the largest logits."""
     logits, targets, upstream = problem(dtype)
     axis = mesh.axis("tp")
     filled = functional.pad(logits, (0, padded - VOCAB), value=50.0)
@@ -77,7 +77,7 @@ def test_one_rank_equals_torch(single: Mesh, padded: int, dtype: torch.dtype) ->
 def test_ranks_equal_torch(
     worker_pool: WorkerPool, ranks: int, padded: int, dtype: torch.dtype
 ) -> None:
-    layout = ParallelLayout(tp=ranks)  # of 4 x 16 columns the last rank's are all padding
+    layout = ParallelLayout(tp=ranks)  # of 4 x 16 columns, those of the last rank are all padding
     check(worker_pool.run_mesh(layout, cut, padded, dtype, ranks=ranks), dtype)
 
 
@@ -96,14 +96,14 @@ def test_label_smoothing_counts_the_whole_unpadded_vocabulary_on_every_rank(
 
 
 def local_vocabulary(mesh: Mesh) -> float:
-    """How far the loss is off if a rank divides by its own columns, a defect that was shipped."""
+    """Returns the error of the loss if a rank divides by its own columns, a past defect."""
     columns = 48 // mesh.axis("tp").size
     with mock.patch.object(cross_entropy, "_share", lambda smoothing, _: smoothing / columns):
         loss, _ = cut(mesh, 48, torch.float64, 0.1)
     return float((loss - expected(torch.float64, 0.1)[0]).abs().max())
 
 
-def test_smoothing_over_the_local_vocabulary_is_seen(worker_pool: WorkerPool) -> None:
+def test_smoothing_over_the_local_vocabulary_is_detected(worker_pool: WorkerPool) -> None:
     assert min(worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), local_vocabulary)) > 1e-3
 
 
@@ -113,17 +113,17 @@ def test_label_smoothing_out_of_range_is_refused(single: Mesh) -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_no_more_is_kept_than_one_buffer_of_the_logits(single: Mesh, smoothing: float) -> None:
+def test_only_one_buffer_of_the_size_of_the_logits_is_saved(single: Mesh, smoothing: float) -> None:
     logits = torch.randn(64, 512, requires_grad=True)
     targets = torch.randint(0, 500, (64,))
     with count_saved_activations(torch.nn.Module()) as kept:
         vocab_parallel_cross_entropy(
             logits, targets, single.axis("tp"), 500, label_smoothing=smoothing
         )
-    assert kept.nbytes == logits.nbytes + 64 * (8 + 1 + 1)  # and three numbers for each token
+    assert kept.nbytes == logits.nbytes + 64 * (8 + 1 + 1)  # and three numbers per token
 
 
-def test_a_target_outside_the_vocabulary_shows(single: Mesh) -> None:
+def test_a_target_outside_the_vocabulary_has_infinite_loss(single: Mesh) -> None:
     axis = single.axis("tp")
     logits = torch.zeros(2, 8)
     for target in (7, 8, -1):

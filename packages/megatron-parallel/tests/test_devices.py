@@ -1,4 +1,4 @@
-"""Which CUDA device a rank takes, decided from numbers alone, and which backend joins ranks."""
+"""The CUDA device of a rank, determined from indices only, and the backend of process groups."""
 
 from datetime import timedelta
 from typing import Any
@@ -20,12 +20,12 @@ from megatron_parallel.testing import Rank, WorkerPool
         ("cuda", 0, 8, 0),
         ("cuda", 7, 8, 7),
         ("cuda", 0, 1, 0),
-        ("cuda", 3, 1, 0),  # as Slurm shows devices with --gpus-per-task=1
+        ("cuda", 3, 1, 0),  # as with --gpus-per-task=1 of Slurm
         ("cuda:2", 0, 3, 2),
         ("cuda:0", 5, 1, 0),
     ],
 )
-def test_each_rank_takes_the_device_of_its_number_or_the_one_it_sees(
+def test_each_rank_uses_the_device_of_its_local_rank_or_the_only_visible_one(
     device: str, local_rank: int, visible: int, index: int
 ) -> None:
     assert own_device(torch.device(device), local_rank, visible) == torch.device("cuda", index)
@@ -52,7 +52,7 @@ def test_each_rank_takes_the_device_of_its_number_or_the_one_it_sees(
         ("cuda", 0, 0, "device 'cuda' is not available, torch sees no CUDA device: use device"),
     ],
 )
-def test_a_device_that_is_not_there_is_one_line(
+def test_a_missing_device_is_reported_in_one_line(
     device: str, local_rank: int, visible: int, line: str
 ) -> None:
     with pytest.raises(LayoutError) as caught:
@@ -60,7 +60,7 @@ def test_a_device_that_is_not_there_is_one_line(
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
-def test_a_mesh_on_devices_that_are_not_there_is_the_same_line(
+def test_a_mesh_on_missing_devices_raises_the_same_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -73,12 +73,12 @@ def test_a_mesh_on_devices_that_are_not_there_is_the_same_line(
         local_device("cuda")
 
 
-def test_processors_are_shared_and_need_no_number() -> None:
+def test_cpus_are_shared_and_need_no_index() -> None:
     assert local_device("cpu") == torch.device("cpu")
     assert device_identity(torch.device("cpu")) is None
 
 
-def test_ranks_that_were_given_one_device_are_refused_on_all_of_them(
+def test_two_ranks_with_one_device_are_refused_on_all_ranks(
     worker_pool: WorkerPool,
 ) -> None:
     def run(rank: Rank) -> str:
@@ -95,7 +95,7 @@ def test_ranks_that_were_given_one_device_are_refused_on_all_of_them(
     assert worker_pool.run(run, ranks=3, timeout=120) == [line] * 3
 
 
-def test_the_pool_joins_ranks_by_the_backend_of_the_product(
+def test_the_pool_uses_the_backend_of_mesh_bind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     joined: list[str] = []
@@ -110,5 +110,5 @@ def test_the_pool_joins_ranks_by_the_backend_of_the_product(
     for device in ("cpu", "cuda"):
         init_default_group(torch.device(device), timedelta(seconds=60))
     assert joined == ["gloo", "nccl"] == [backend_of("cpu"), backend_of("cuda")]
-    with WorkerPool(1, device="cuda") as pool:  # no rank is started
-        assert pool.backend == "nccl"  # and no Gloo beside it
+    with WorkerPool(1, device="cuda") as pool:  # no ranks are started
+        assert pool.backend == "nccl"  # without a Gloo group in addition

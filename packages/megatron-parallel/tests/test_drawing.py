@@ -31,14 +31,14 @@ def test_eight_ranks() -> None:
     assert [line.rstrip() for line in drawn.splitlines()] == drawn.splitlines()
 
 
-def test_chunks_and_experts_are_named() -> None:
+def test_stages_and_experts_are_shown() -> None:
     drawn = draw_layout(ParallelLayout(tp=2, ep=4, etp=1, pp=2, vpp=2).resolve(8))
     assert "pp 1 (stages 1 3)" in drawn
     assert "experts etp 1 x ep 4" in drawn
     assert "ep                   2 x 4     [0 1 2 3] [4 5 6 7]" in drawn
 
 
-def test_a_large_layout_fits_the_width_and_says_what_is_left_out() -> None:
+def test_a_large_layout_fits_the_width_and_shows_how_much_is_left_out() -> None:
     layout = ParallelLayout(tp=8, pp=32).resolve(16384)
     for width in (70, 100, 160):
         drawn = draw_layout(layout, width)

@@ -1,4 +1,4 @@
-"""Dropout: good bits, the same mask wherever an element is computed, and right gradients."""
+"""Dropout: quality of the hash, equal masks on all layouts, and gradients."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ def key_of(
 
 
 def reference_bits(number: int, key0: int, key1: int) -> int:
-    """The hash once more, from its description, in numbers without a width."""
+    """Computes the documented hash with Python integers."""
     z = number % 2**32 ^ key0 % 2**32
     z ^= z >> 17
     z = z * 0xED5AD4BB % 2**32 ^ key1 % 2**32
@@ -59,7 +59,7 @@ def reference_bits(number: int, key0: int, key1: int) -> int:
 def reference_hash(
     seed: int, iteration: int, sample: int, position: int, layer: int, site: int, channel: int
 ) -> int:
-    """The word that is compared with `p`, as a signed number."""
+    """Returns the word that is compared with `p`, as a signed number."""
     words = 0x243F6A88, 0x85A308D3
     numbers = (seed, seed >> 32, iteration, iteration >> 32, sample, sample >> 32, position)
     for number in numbers:
@@ -83,7 +83,7 @@ def test_the_mask_is_the_documented_hash() -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1e-4])
-def test_the_share_of_kept_elements_is_right_at_every_site(p: float) -> None:
+def test_the_fraction_of_kept_elements_is_right_at_every_site(p: float) -> None:
     shape = (64, 2, 1024)
     count = math.prod(shape)
     deviation = math.sqrt(count * p * (1 - p))
@@ -92,8 +92,8 @@ def test_the_share_of_kept_elements_is_right_at_every_site(p: float) -> None:
         assert abs(dropped - count * p) < 5 * deviation
 
 
-def test_rows_and_columns_of_a_mask_are_as_uneven_as_chance_makes_them() -> None:
-    """Kept elements for each position, and for each channel, have a binomial's variance."""
+def test_counts_of_rows_and_columns_have_binomial_variance() -> None:
+    """Counts of kept elements per position and per channel have a binomial variance."""
     mask = keep_mask((2048, 1, 2048), 0.25, key_of(samples=1, positions=2048), **PLACE)
     for dim in (0, 2):
         counts = mask.sum(dim=dim, dtype=torch.float64).flatten()
@@ -106,7 +106,7 @@ NEIGHBOURS = {
     "far channel": {"channels": 1024},
     "layer": {"layer": 4},
     "site": {"site": 2},
-    "layer and site": {"layer": 1, "site": 3},  # the two exchanged
+    "layer and site": {"layer": 1, "site": 3},  # both exchanged
     "seed": {"seed": 1235},
     "high seed": {"seed": 1234 + 2**32},
     "iteration": {"iteration": 8},
@@ -132,7 +132,7 @@ def test_neighbouring_counters_give_unrelated_masks(changed: str, p: float) -> N
         two = keep_mask(shape, p, key_of(**change), **{**place, **place_change})
     a, b = one.double() - (1 - p), two.double() - (1 - p)
     correlation = (a * b).mean().item() / (p * (1 - p))
-    # The diagonal of the swapped pair, elements of equal sample and position, is the same.
+    # Elements with equal sample and position are the same after the exchange.
     shared = 2 * 4096 / one.numel() if swap else 0.0
     assert abs(correlation - shared) < 5 / math.sqrt(one.numel())
 
@@ -147,7 +147,7 @@ def test_elements_are_not_correlated_within_a_mask() -> None:
 
 
 def test_every_byte_of_the_hash_is_uniform_and_so_are_pairs() -> None:
-    """Chi-square over 256 values of each byte, and of pairs of neighbours' half bytes."""
+    """Chi-square tests of each byte, and of pairs of half bytes of neighbours."""
     key = key_of(samples=4, positions=256)
     bits = _bits(torch.arange(1024, dtype=torch.int32), key.word0[..., None], key.word1[..., None])
     unsigned = bits.long() & 0xFFFFFFFF
@@ -177,7 +177,7 @@ def test_every_input_bit_moves_every_output_bit_half_of_the_time() -> None:
 # -- the operation -----------------------------------------------------------------------------
 
 
-def test_no_probability_returns_the_tensor_itself() -> None:
+def test_probability_zero_returns_the_tensor_itself() -> None:
     x = torch.randn(64, 2, 3)
     assert keyed_dropout(x, 0.0, key_of(), **PLACE) is x
 
@@ -193,7 +193,7 @@ def test_kept_elements_are_scaled_and_others_are_zero(dtype: torch.dtype) -> Non
     assert 0.2 < (~mask).double().mean().item() < 0.3
 
 
-def test_large_tensors_are_done_in_pieces_with_the_same_mask() -> None:
+def test_large_tensors_are_processed_in_slices_with_the_same_mask() -> None:
     x = torch.ones(50, 3, 4000)
     key = key_of(samples=3, positions=50)
     assert torch.equal(
@@ -201,7 +201,7 @@ def test_large_tensors_are_done_in_pieces_with_the_same_mask() -> None:
     )
 
 
-def test_gradients_are_those_of_the_same_mask() -> None:
+def test_gradients_use_the_same_mask() -> None:
     x = torch.randn(8, 2, 3, dtype=torch.float64, requires_grad=True)
     key = key_of(positions=8)
     assert torch.autograd.gradcheck(lambda x: keyed_dropout(x, 0.4, key, **PLACE), (x,))
@@ -217,7 +217,7 @@ def test_the_mask_is_not_stored_for_the_backward_pass() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         keyed_dropout(x, 0.1, key, **PLACE)
-    assert sum(tensor.numel() for tensor in saved) == 2 * 64 * 2 + 1000  # the key, the channels
+    assert sum(tensor.numel() for tensor in saved) == 2 * 64 * 2 + 1000  # the key and the channels
 
 
 def test_recomputation_sees_the_same_mask() -> None:
@@ -249,8 +249,8 @@ def test_a_key_of_another_shape_is_refused() -> None:
 # -- layouts -----------------------------------------------------------------------------------
 
 
-def test_any_cut_of_a_tensor_has_its_part_of_the_mask() -> None:
-    """Without communication: samples, positions, heads and channels, in ranges and in any order."""
+def test_any_part_of_a_tensor_has_its_part_of_the_mask() -> None:
+    """Cuts samples, positions, heads and channels, into ranges and in any order."""
     whole = keep_mask((12, 6, 8, 10), 0.4, key_of(samples=6, positions=12), **PLACE)
     samples = key_of(samples=torch.tensor([4, 1]), positions=12)
     assert torch.equal(keep_mask((12, 2, 8, 10), 0.4, samples, **PLACE), whole[:, [4, 1]])
@@ -277,7 +277,7 @@ SEQUENCE, SAMPLES, HIDDEN, FFN = 8, 4, 6, 12
 def block_gradients(
     mesh: Mesh, sequence_parallel: bool, forget_channels: bool = False
 ) -> dict[str, Tensor]:
-    """Loss and gradients of an MLP with dropout on its cut channels and on its cut positions."""
+    """Returns loss and gradients of an MLP with dropout on cut channels and cut positions."""
     tp, dp = mesh.axis("tp"), mesh.axis("dp")
     kwargs: dict[str, Any] = {"sequence_parallel": sequence_parallel, "dtype": torch.float64}
     model = nn.ModuleDict(
@@ -307,7 +307,7 @@ def block_gradients(
         z = gather_sequence(z, tp)
     loss = z.square().sum()
     buffers = GradientBuffers(model.named_parameters(), table, mesh)
-    # All ranks compute the loss of the gathered sequence, and their gradients of it are summed.
+    # All ranks compute the loss of the gathered sequence, and their gradients are summed.
     (loss / (tp.size if sequence_parallel else 1)).backward()
     buffers.finish()
     views = parameter_views(buffers.gradients(), table, mesh)
@@ -337,7 +337,7 @@ def test_an_mlp_with_dropout_is_the_same_on_every_layout(
             torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_channels_that_ignore_the_rank_show(worker_pool: WorkerPool) -> None:
+def test_channels_that_ignore_the_rank_are_detected(worker_pool: WorkerPool) -> None:
     truth = block_gradients(Mesh.single(), False)["loss"]
     results = worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), block_gradients, False, True)
     assert abs(results[0]["loss"] - truth) > 1e-3 * truth
@@ -369,8 +369,8 @@ for iteration in range(3):
 
 
 @pytest.mark.slow
-def test_compiled_it_is_one_graph_with_the_same_mask_and_is_not_compiled_again() -> None:
-    """In a fresh process: Dynamo cannot trace functions that are type-checked."""
+def test_compiled_dropout_is_one_graph_with_the_same_mask_without_recompilation() -> None:
+    """Runs in a new process: Dynamo cannot trace type-checked functions."""
     compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
     command = [sys.executable, "-c", COMPILED, "inductor" if compiler else "aot_eager"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Errors about settings, in the names of their fields or in those of whoever gave them."""
+"""Errors about settings, with the names of fields or of the flags that set them."""
 
 import pickle
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from megatron_parallel.errors import FieldError
 FIELDS = {"size": 96, "heads": 5, "style": "{odd}"}
 
 
-def test_an_error_is_told_by_fields_and_in_another_spelling() -> None:
+def test_an_error_names_fields_or_their_replacements() -> None:
     error = FieldError("{size} is no multiple of {heads:=}; change {size:name}", FIELDS)
     assert str(error) == "size 96 is no multiple of heads=5; change size"
     flags = {"size": "--hidden-size", "heads": "--heads"}

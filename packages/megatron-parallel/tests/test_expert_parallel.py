@@ -1,4 +1,4 @@
-"""Token dispatch on real ranks against experts that one process applies to every token."""
+"""Token dispatch on several ranks against experts that one process applies to all tokens."""
 
 import itertools
 from collections.abc import Callable
@@ -53,9 +53,9 @@ OPS = RowOps(sort, permute, unpermute)
 
 
 def drawn(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, choices and weights of a rank; ranks have different numbers of tokens.
+    """Draws tokens, experts and weights of a rank. Ranks have different numbers of tokens.
 
-    Expert 2 is chosen by nobody on odd ranks, and the second token is padding.
+    On odd ranks, no token chooses expert 2. The second token is padding.
     """
     generator = torch.Generator().manual_seed(rank)
     n = 3 + 2 * rank
@@ -76,7 +76,7 @@ def matrices() -> tuple[Tensor, Tensor]:
 
 
 def alone(ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Outputs, gradients of tokens and of weights by rank, and gradients of both matrices."""
+    """Returns outputs and gradients on one rank: of tokens and weights by rank, and of matrices."""
     up, down = (m.requires_grad_() for m in matrices())
     outputs, inputs, shares = [], [], []
     for rank in range(ranks):
@@ -118,7 +118,7 @@ def through_ranks(mesh: Mesh, name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", DISPATCHERS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_experts_on_other_ranks_do_what_they_would_do_here(
+def test_experts_on_other_ranks_compute_the_same_as_on_one_rank(
     worker_pool: WorkerPool, layout: ParallelLayout, name: str
 ) -> None:
     ranks = worker_pool.run_mesh(layout, through_ranks, name)
@@ -131,7 +131,7 @@ def test_experts_on_other_ranks_do_what_they_would_do_here(
         place = layout.expert_coordinates(rank)
         for total, key, dim in zip(sums, ("up", "down"), (2, 1), strict=True):
             part = total[place.ep * per : (place.ep + 1) * per].chunk(layout.expert_tp, dim)
-            part[place.tp].add_(found[key])  # copies on `expert_dp` add up, nothing is scaled
+            part[place.tp].add_(found[key])  # replicas on `expert_dp` are summed without scaling
     torch.testing.assert_close(sums[0], up, rtol=0, atol=1e-12)
     torch.testing.assert_close(sums[1], down, rtol=0, atol=1e-12)
 
@@ -145,12 +145,12 @@ def sent(mesh: Mesh, name: str) -> list[tuple[str, str, int, int]]:
 def test_messages_are_counted_row_by_row(worker_pool: WorkerPool) -> None:
     ranks = worker_pool.run_mesh(LAYOUTS["ep2"], sent, "alltoall")
     row = HIDDEN * 8
-    own = [CHOICES * (len(drawn(rank)[0]) - 1) for rank in range(2)]  # but for padding
+    own = [CHOICES * (len(drawn(rank)[0]) - 1) for rank in range(2)]  # except padding
     here = [sum(int((drawn(r)[1] // 2 == rank).sum()) for r in range(2)) for rank in range(2)]
     assert here != own and sum(here) == sum(own)
     for rank, records in enumerate(ranks):
         found = {record[:2]: record[2:] for record in records}
-        rows = (own[rank] + here[rank]) * row  # there, and in the backward pass back
+        rows = (own[rank] + here[rank]) * row  # forward, and back in the backward pass
         assert found.pop(("ep", "all_to_all of expert counts")) == (1, EXPERTS * 8)
         assert found.pop(("ep", "all_to_all of dispatched tokens")) == (2, rows)
         assert found.pop(("ep", "all_to_all of combined tokens")) == (2, rows)
@@ -170,7 +170,7 @@ EVENTS: list[str] = []
 
 
 class Work(torch.autograd.Function):
-    """Something to compute while rows are under way."""
+    """A computation that overlaps an all-to-all."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ def overlapping(mesh: Mesh) -> list[str]:
     return list(EVENTS)
 
 
-def test_work_between_start_and_wait_is_between_them_in_the_backward_pass_too(
+def test_computation_between_start_and_wait_overlaps_the_backward_pass_too(
     worker_pool: WorkerPool,
 ) -> None:
     expected = ["start", "work", "wait", "start", "work backward", "wait"]
@@ -221,7 +221,7 @@ def exchanged(mesh: Mesh) -> tuple[Tensor, Tensor]:
     return theirs, start_all_to_all(rows, RowSplits(axis, send, receive, "rows")).wait()
 
 
-def test_rows_arrive_in_the_order_of_the_axis(worker_pool: WorkerPool) -> None:
+def test_rows_are_received_in_the_order_of_the_axis(worker_pool: WorkerPool) -> None:
     ranks = worker_pool.run_mesh(LAYOUTS["ep4"], exchanged)
     assert ranks[0][0].tolist() == [[0, 1], [1, 1], [2, 1], [3, 1]]
     for theirs, rows in ranks:
@@ -229,13 +229,13 @@ def test_rows_arrive_in_the_order_of_the_axis(worker_pool: WorkerPool) -> None:
         assert rows.flatten().tolist() == expected
 
 
-def test_a_route_that_was_checked_cannot_be_changed(single: Mesh) -> None:
+def test_row_splits_are_immutable(single: Mesh) -> None:
     splits = RowSplits(single.axis("ep"), (1,), (1,), "rows")
     with pytest.raises(FrozenInstanceError):
         splits.input_splits = (2, 2)  # type: ignore[misc]
 
 
-def test_what_cannot_be_is_refused_in_one_line(single: Mesh) -> None:
+def test_invalid_dispatches_are_refused_in_one_line(single: Mesh) -> None:
     with pytest.raises(LayoutError, match="no dispatcher is called 'flex': there are allgather, "):
         build_dispatcher("flex", single, 4, OPS)
     mesh = Mesh(LAYOUTS["ep4"], 0)

@@ -1,4 +1,4 @@
-"""Objects of an entry-point group are found by name, and what is wrong with one is one line."""
+"""Extensions are found by name, and invalid ones are reported in one line."""
 
 from importlib.metadata import EntryPoint
 
@@ -12,7 +12,7 @@ SHAPES = Extensions(GROUP, "shape", KeyError, builtin={"circle": "math:tau"})
 
 @pytest.fixture
 def bring(monkeypatch):
-    """Return a function that installs entry points, of this group and another."""
+    """Returns a function that installs entry points of this group and another one."""
 
     def install(**found):
         points = [EntryPoint(name, value, GROUP) for name, value in found.items()]
@@ -23,19 +23,19 @@ def bring(monkeypatch):
     return install
 
 
-def test_own_objects_and_those_of_other_distributions_are_found(bring):
+def test_builtin_objects_and_those_of_other_distributions_are_found(bring):
     bring(angle="math:pi")
     assert list(SHAPES.entries()) == ["angle", "circle"]
     assert SHAPES.load("angle") == 3.141592653589793 and SHAPES.load("circle") > 6
     assert "angle" in SHAPES and "circle" in SHAPES and "square" not in SHAPES
 
 
-def test_an_own_name_is_known_without_a_search(monkeypatch):
+def test_a_builtin_name_is_found_without_a_search(monkeypatch):
     monkeypatch.setattr(extensions, "entry_points", None)
     assert "circle" in SHAPES
 
 
-def test_what_cannot_be_found_is_one_line(bring):
+def test_a_name_that_cannot_be_loaded_is_reported_in_one_line(bring):
     bring(angel="math:pi", broken="math:absent", gone="no_such_module:it")
     with pytest.raises(KeyError, match=r"no shape 'angle'; did you mean 'angel'\?; installed are "):
         SHAPES.find("angle")
@@ -47,5 +47,5 @@ def test_what_cannot_be_found_is_one_line(bring):
         KeyError, match="two distributions provide the shape 'circle': math:tau and"
     ):
         SHAPES.find("circle")
-    bring(circle="math:tau")  # the same object again
+    bring(circle="math:tau")  # the same object once more
     assert list(SHAPES.entries()) == ["circle"]

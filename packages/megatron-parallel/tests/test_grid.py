@@ -40,7 +40,7 @@ def test_groups_are_the_ranks_that_differ_only_along_their_axes() -> None:
         (lambda: GridMesh(Grid.of(a=2), 0).axis("b"), "rank 0 is in no 'b' group of grid a 2"),
     ],
 )
-def test_what_a_grid_cannot_be_is_one_line(make: object, line: str) -> None:
+def test_an_invalid_grid_is_reported_in_one_line(make: object, line: str) -> None:
     with pytest.raises(LayoutError) as caught:
         make()  # type: ignore[operator]
     assert str(caught.value) == line
@@ -59,7 +59,7 @@ def test_any_named_axes_communicate(worker_pool: WorkerPool) -> None:
     assert found[3] == {"patch": 4 + 8, "replica": 2 + 8, "world": 15}
 
 
-def test_two_modules_have_meshes_of_their_own(worker_pool: WorkerPool) -> None:
+def test_two_modules_have_separate_meshes(worker_pool: WorkerPool) -> None:
     def places(rank: Rank) -> dict[str, tuple[object, ...]]:
         layouts = {
             "vision": (ParallelLayout(), range(1)),
@@ -72,7 +72,7 @@ def test_two_modules_have_meshes_of_their_own(worker_pool: WorkerPool) -> None:
             axis = mesh.axis("model")
             total = all_reduce(torch.tensor(2.0**mesh.rank), axis).item()
             found[name] = (axis.ranks, mesh.axis("pp").index, mesh.world_size, total)
-            mesh.close()  # one at a time: the others still communicate
+            mesh.close()  # one at a time, so that the others can still communicate
         return found
 
     vision, *language = worker_pool.run(places, ranks=3, timeout=60)
@@ -81,7 +81,9 @@ def test_two_modules_have_meshes_of_their_own(worker_pool: WorkerPool) -> None:
         assert found == {"language": ((1, 2), 0, 2, 6.0), "both": ((0, 1, 2), index, 3, 7.0)}
 
 
-def test_layouts_that_do_not_fit_are_one_line_on_every_rank(worker_pool: WorkerPool) -> None:
+def test_layouts_that_do_not_fit_are_reported_in_one_line_on_every_rank(
+    worker_pool: WorkerPool,
+) -> None:
     def lines(rank: Rank) -> list[str]:
         wrong = [
             {"language": (ParallelLayout(tp=2), range(1, 3))},
@@ -89,17 +91,17 @@ def test_layouts_that_do_not_fit_are_one_line_on_every_rank(worker_pool: WorkerP
             {"vision": (ParallelLayout(), range(1)), "text": (ParallelLayout(dp=1), range(0))},
             {"text": (ParallelLayout(tp=1 + rank.rank), range(2))},
         ]
-        told = []
+        lines = []
         for layouts in wrong:
             with pytest.raises(LayoutError) as caught:
                 bind_meshes(layouts)
-            told.append(str(caught.value))
-        with Mesh.bind(ParallelLayout(tp=2)) as mesh:  # nothing is left behind
+            lines.append(str(caught.value))
+        with Mesh.bind(ParallelLayout(tp=2)) as mesh:  # no process group is left
             all_reduce(torch.ones(1), mesh.axis("tp"))
-        return told
+        return lines
 
-    for told in worker_pool.run(lines, ranks=2, timeout=60):
-        assert told[0] == "language needs ranks 1-2, but the job has 2 ranks"
-        assert told[1].startswith("world size 3 is not a multiple of tp 2")
-        assert told[2] == "text: range(0, 0) is not a range of one or more consecutive ranks"
-        assert told[3].startswith("ranks disagree on text: rank 0: tp 1 x")
+    for lines in worker_pool.run(lines, ranks=2, timeout=60):
+        assert lines[0] == "language needs ranks 1-2, but the job has 2 ranks"
+        assert lines[1].startswith("world size 3 is not a multiple of tp 2")
+        assert lines[2] == "text: range(0, 0) is not a range of one or more consecutive ranks"
+        assert lines[3].startswith("ranks disagree on text: rank 0: tp 1 x")

@@ -1,4 +1,4 @@
-"""Initial values: equal for every layout, keyed by seed and name, and pinned."""
+"""Initial values: equal for every layout, determined by seed and name, and fixed."""
 
 from hashlib import blake2b
 
@@ -49,16 +49,16 @@ def test_parts_are_slices_of_what_one_rank_draws(
         held = torch.zeros_like(part)
         for box, local in sharding.shard_boxes(mesh):
             held[local.slices] = whole[box.slices]
-        assert torch.equal(part, held)  # padding included: it is zero
+        assert torch.equal(part, held)  # with padding, which is zero
 
 
-def test_padding_is_zero_whatever_the_padded_size(single: Mesh) -> None:
+def test_padding_is_zero_for_every_padded_size(single: Mesh) -> None:
     plain = drawn(Sharding((100, 40), "tp", 0), single)
     padded = drawn(Sharding((100, 40), "tp", 0, padded=128), single)
     assert torch.equal(padded[:100], plain) and not padded[100:].any()
 
 
-def test_other_dtypes_hold_the_float32_draw(single: Mesh) -> None:
+def test_other_dtypes_have_the_float32_values(single: Mesh) -> None:
     sharding = Sharding((50, 2000), "tp", 1)
     single_precision = drawn(sharding, single)
     for dtype in (torch.float64, torch.bfloat16):
@@ -78,7 +78,9 @@ def test_seed_name_and_expert_each_change_the_draw(single: Mesh) -> None:
     assert torch.equal(drawn(sharding, single), draws[0])
 
 
-def test_experts_start_as_each_alone_would_on_every_expert_grid(single: Mesh) -> None:
+def test_experts_have_the_initial_values_of_single_experts_on_every_expert_grid(
+    single: Mesh,
+) -> None:
     alone = Sharding((2, 300, 150), "expert_tp", 1, fused_dim=0)
     together = Sharding((4, 2, 300, 150), "expert_tp", 2, fused_dim=1, experts=True)
     whole = drawn(together, single)
@@ -95,7 +97,7 @@ def test_experts_start_as_each_alone_would_on_every_expert_grid(single: Mesh) ->
         assert torch.equal(held, whole)
 
 
-def test_blocks_differ_and_have_the_distribution_asked_for(single: Mesh) -> None:
+def test_blocks_differ_and_have_the_requested_distribution(single: Mesh) -> None:
     wide = drawn(Sharding((2048, 512)), single, std=0.02)
     assert wide.mean().abs() < 1e-4 and abs(wide.std().item() / 0.02 - 1) < 0.01
     assert len(wide[:, 0].unique()) > 2000
@@ -106,7 +108,7 @@ def test_blocks_differ_and_have_the_distribution_asked_for(single: Mesh) -> None
 
 def test_the_format_is_pinned(single: Mesh) -> None:
     """Changing hash, key or block size changes every training curve."""
-    sharding = Sharding((1000, 100), "tp", 0)  # 655 rows a block
+    sharding = Sharding((1000, 100), "tp", 0)  # 655 rows per block
     whole = drawn(sharding, single, "layers.3.mlp.up.weight", std=0.02)
     for block, rows in enumerate((655, 345)):
         key = f"11/layers.3.mlp.up.weight/{block}".encode()

@@ -1,4 +1,4 @@
-"""Ranks and groups, on cases worked out by hand and on properties every layout has."""
+"""Ranks and groups, for cases computed by hand and as properties of every layout."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def test_eight_ranks_tp2_pp2() -> None:
     assert layout.groups("dp") == pairs(0, 1, 4, 5, step=2)
 
 
-# The next two cases are megatron-core 0.16.1's (RankGenerator, order tp-cp-ep-dp-pp).
+# The next two cases are from megatron-core 0.16.1 (RankGenerator, order tp-cp-ep-dp-pp).
 
 
 def test_sixteen_ranks_tp2_cp2_pp2() -> None:
@@ -60,7 +60,7 @@ def test_expert_grid_etp1_ep4_pp2_over_a_dense_tp2_cp2() -> None:
     assert layout.expert_coordinates(13) == (0, 1, 1, 1)
 
 
-def test_a_pool_has_aligned_groups_of_every_power_of_two_when_asked_for() -> None:
+def test_a_pool_has_aligned_groups_of_every_power_of_two() -> None:
     layout = ParallelLayout(tp=2, cp=2, dp=2, hybrid_cp=True)
     assert sorted(layout.groups("hybrid_cp_1")) == [(rank,) for rank in range(8)]
     assert sorted(layout.groups("hybrid_cp_2")) == layout.groups("cp") == pairs(0, 1, 4, 5, step=2)
@@ -85,7 +85,7 @@ def test_a_pool_of_another_size_or_of_cut_groups_is_refused() -> None:
         ParallelLayout(cp=4, hybrid_cp=True, hierarchical_cp=(2, 2))
 
 
-def test_another_order_deals_the_ranks_otherwise() -> None:
+def test_order_changes_the_groups() -> None:
     layout = ParallelLayout(tp=2, pp=2, order="pp-dp-tp").resolve(8)
     assert layout.groups("pp") == pairs(0, 2, 4, 6, step=1)
     assert layout.groups("dp") == pairs(0, 1, 4, 5, step=2)
@@ -120,7 +120,7 @@ def test_every_rank_is_in_exactly_one_group_of_each_kind(layout: ParallelLayout)
 
 
 @given(layouts())
-def test_coordinates_are_places_in_the_groups(layout: ParallelLayout) -> None:
+def test_coordinates_are_indices_in_the_groups(layout: ParallelLayout) -> None:
     assert len({layout.coordinates(rank) for rank in range(layout.world_size)}) == layout.world_size
     for rank in range(0, layout.world_size, 3):
         at = layout.coordinates(rank)
@@ -129,7 +129,7 @@ def test_coordinates_are_places_in_the_groups(layout: ParallelLayout) -> None:
         assert rank in layout.ranks_of_pipeline_rank(at.pp)
 
 
-def test_dp_is_derived_and_must_agree_when_given() -> None:
+def test_dp_is_derived_and_must_match_if_given() -> None:
     assert ParallelLayout(tp=2).resolve(6).dp == 3
     assert ParallelLayout(tp=2, dp=3).resolve(6).world_size == 6
     with pytest.raises(LayoutError, match=r"dp=2 does not fit: world size 6 / .* gives dp=3"):
@@ -152,7 +152,7 @@ def test_dp_is_derived_and_must_agree_when_given() -> None:
         ({}, 0, r"world size 0"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused_in_one_line(
+def test_invalid_layouts_are_refused_in_one_line(
     settings: dict[str, object], world: int, message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message) as caught:
@@ -160,7 +160,7 @@ def test_layouts_that_cannot_be_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_questions_that_have_no_answer_are_refused() -> None:
+def test_invalid_arguments_of_methods_are_refused() -> None:
     layout = ParallelLayout(tp=2).resolve(4)
     with pytest.raises(LayoutError, match=r"'embeding': did you mean 'embedding'"):
         layout.groups("embeding")
@@ -172,7 +172,7 @@ def test_questions_that_have_no_answer_are_refused() -> None:
         ParallelLayout().groups("tp")
 
 
-def test_sixteen_thousand_ranks_take_little_work_and_no_torch() -> None:
+def test_a_layout_of_sixteen_thousand_ranks_takes_little_time_and_no_torch() -> None:
     code = """
 import sys, time
 start = time.process_time()
@@ -187,4 +187,4 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 5.0  # CPU seconds; 0.3 where it was written
+    assert float(done.stdout) < 5.0  # CPU seconds; about 0.3 on a development machine

@@ -1,4 +1,4 @@
-"""Meshes: one process without torch.distributed, and ranks that must agree before they talk."""
+"""Meshes of one process without torch.distributed, and of ranks that must agree first."""
 
 import copy
 import socket
@@ -44,7 +44,7 @@ def test_bind_without_torchrun_serves_one_rank_and_refuses_more(
         Mesh.bind(ParallelLayout(tp=2))
 
 
-def test_ranks_that_do_not_start_are_one_line_within_the_time_out(
+def test_ranks_that_do_not_start_are_reported_in_one_line_within_the_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -71,7 +71,7 @@ def test_ranks_that_do_not_start_are_one_line_within_the_time_out(
         ("WORLD_SIZE", "0"),
     ],
 )
-def test_variables_that_are_no_numbers_that_fit_are_one_line(
+def test_invalid_environment_variables_are_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -84,7 +84,7 @@ def test_variables_that_are_no_numbers_that_fit_are_one_line(
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
 
-def test_jobs_of_one_process_follow_each_other_on_one_port(
+def test_consecutive_jobs_of_one_process_can_use_one_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -95,7 +95,7 @@ def test_jobs_of_one_process_follow_each_other_on_one_port(
     meshes = []
     for _ in range(2):
         with Mesh.bind(ParallelLayout()) as mesh:
-            meshes.append(mesh)  # kept, with whatever it holds
+            meshes.append(mesh)  # referenced until the end
     with socket.create_server(("127.0.0.1", int(port))), pytest.raises(CollectiveError) as caught:
         Mesh.bind(ParallelLayout())
     assert str(caught.value).startswith(f"rank 0 cannot listen on 127.0.0.1:{port} (MASTER_ADDR")
@@ -117,7 +117,7 @@ def test_only_addresses_of_this_machine_are_loopback(host: str, address: str | N
     assert loopback_address(host) == address
 
 
-def test_a_rank_without_groups_knows_its_place_and_cannot_communicate() -> None:
+def test_a_mesh_without_groups_has_coordinates_and_cannot_communicate() -> None:
     mesh = Mesh(ParallelLayout(tp=2, pp=4).resolve(16), 6)
     assert mesh.axis("tp").ranks == (6, 7) and mesh.axis("pp").index == 1
     assert not mesh.has_axis("embedding")
@@ -127,8 +127,8 @@ def test_a_rank_without_groups_knows_its_place_and_cannot_communicate() -> None:
         all_reduce(torch.ones(1), mesh.axis("tp"))
 
 
-@pytest.mark.slow  # a command of the README that the integration tests run starts ranks so, too
-def test_ranks_started_by_torchrun_find_each_other(tmp_path: Path) -> None:
+@pytest.mark.slow  # the integration tests also start ranks like this, by a command of the README
+def test_ranks_started_by_torchrun_join_each_other(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
         "import torch\n"
@@ -199,7 +199,7 @@ def test_configurations_that_differ_are_an_error_on_every_rank(worker_pool: Work
             Mesh.bind(ParallelLayout(tp=2), configuration=notes, timeout=timedelta(seconds=600))
         return str(caught.value)
 
-    # They do not wait for the time-out of the mesh: the pool's is shorter.
+    # The time-out of the pool is shorter than that of the mesh.
     assert set(worker_pool.run(bind, ranks=4, timeout=120)) == {
         "ranks disagree on configuration: ranks 0-2: digest0; rank 3: digest1 | "
         "ranks disagree on stage shapes: ranks 0, 2: 0; ranks 1, 3: 1"
@@ -230,7 +230,7 @@ def test_a_model_that_holds_an_axis_can_be_copied(worker_pool: WorkerPool) -> No
 def test_groups_of_a_large_job_need_no_barrier_and_have_one_name_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """1,024 ranks, each by itself: stages 0 and 3 have an embedding group, 1 and 2 have none."""
+    """Binds 1,024 ranks one by one. Pipeline ranks 0 and 3 have an embedding group."""
     barriers: list[object] = []
     monkeypatch.delenv("TORCH_DIST_INIT_BARRIER", raising=False)
     monkeypatch.setattr(

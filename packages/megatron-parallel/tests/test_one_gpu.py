@@ -1,4 +1,4 @@
-"""What one CUDA device shows of NCCL, of streams and of ranks that share it."""
+"""NCCL, streams and ranks that share a device, on one CUDA device."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from waiting import HANG, wait_until
 
 NCCL = pytest.mark.gpu(real="NCCL")
 STREAM = pytest.mark.gpu(real="its stream runs behind the host")
-CYCLES = 500_000_000  # a quarter of a second of a GPU's clock
+CYCLES = 500_000_000  # about a quarter of a second of GPU clock cycles
 
 SHARED = """
 import os, sys
@@ -107,7 +107,7 @@ def free_port(rank: Rank) -> int:
 
 
 @STREAM
-def test_a_marker_is_reached_when_the_stream_has_come_so_far() -> None:
+def test_a_marker_is_reached_when_the_stream_reaches_it() -> None:
     mark = marker_factory(torch.device("cuda"))
     assert mark is not None
     torch.cuda._sleep(CYCLES)
@@ -118,7 +118,7 @@ def test_a_marker_is_reached_when_the_stream_has_come_so_far() -> None:
 
 
 @STREAM
-def test_a_stall_is_measured_on_the_stream_and_not_on_the_host() -> None:
+def test_exposed_time_is_measured_on_the_stream_and_not_on_the_host() -> None:
     stall = ExposedTime(torch.device("cuda"))
     since = time.perf_counter()
     with stall.measure():
@@ -128,7 +128,7 @@ def test_a_stall_is_measured_on_the_stream_and_not_on_the_host() -> None:
 
 
 @pytest.mark.gpu
-def test_what_a_device_has_done_is_not_overdue(device: torch.device) -> None:
+def test_a_complete_operation_is_not_overdue(device: torch.device) -> None:
     class Sum:
         axis_name, described = "tp", "all_reduce"
 

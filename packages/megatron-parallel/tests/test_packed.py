@@ -1,4 +1,4 @@
-"""Tensors of every kind, from one rank to all of an axis."""
+"""Broadcast of tensors of all kinds over an axis, and all-gather of texts."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensors() -> dict[str, Tensor]:
-    """Lengths that no alignment divides, and what has no or one element."""
+    """Returns tensors with unaligned lengths, and with zero and one element."""
     made = {
         str(dtype): torch.arange(15).view(3, 5).to(dtype)
         for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool)
@@ -19,7 +19,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("source", [0, 2])
-def test_all_ranks_get_the_bits_of_the_source(worker_pool: WorkerPool, source: int) -> None:
+def test_all_ranks_receive_bitwise_equal_tensors(worker_pool: WorkerPool, source: int) -> None:
     def run(mesh: Mesh) -> tuple[dict[str, Tensor], dict[str, int]]:
         axis = mesh.axis("tp")
         own = tensors() if axis.index == source else {"other": torch.zeros(mesh.rank + 1)}
@@ -35,7 +35,7 @@ def test_all_ranks_get_the_bits_of_the_source(worker_pool: WorkerPool, source: i
         assert calls == {"broadcast of sizes of samples": 1, "broadcast of samples": 1}
 
 
-def test_nothing_is_a_message_too(worker_pool: WorkerPool) -> None:
+def test_an_empty_mapping_can_be_broadcast(worker_pool: WorkerPool) -> None:
     def run(mesh: Mesh) -> dict[str, Tensor]:
         return broadcast_tensors({} if mesh.rank == 0 else tensors(), mesh.axis("tp"))
 

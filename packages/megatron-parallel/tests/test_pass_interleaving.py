@@ -1,4 +1,4 @@
-"""Two passes that take turns: in a fixed order, and an error of either ends both."""
+"""Two passes that alternate in a fixed order. An error in either ends both."""
 
 import threading
 from collections.abc import Callable
@@ -36,14 +36,14 @@ def passes(
 )
 def test_passes_alternate_until_one_has_ended(counts: dict[str, int], expected: str) -> None:
     interleaver = PassInterleaver()
-    for _ in range(20):  # whatever the threads' speed
+    for _ in range(20):  # at any speed of the threads
         log: list[str] = []
         first, second = passes(interleaver, log, counts)
         assert interleaver.run_pair(first, second) == "F"
         assert " ".join(log) == expected
 
 
-def test_nobody_waits_where_no_pair_runs() -> None:
+def test_switch_does_nothing_without_a_pair() -> None:
     interleaver = PassInterleaver()
     interleaver.switch()
     log: list[str] = []
@@ -52,7 +52,7 @@ def test_nobody_waits_where_no_pair_runs() -> None:
 
 
 class Switch(torch.autograd.Function):
-    """Ends a turn in the forward and in the backward pass."""
+    """Switches passes in forward and backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, interleaver: PassInterleaver, log: list[str], name: str) -> Tensor:  # type: ignore[no-untyped-def]
@@ -68,7 +68,7 @@ class Switch(torch.autograd.Function):
         return grads[0], None, None, None
 
 
-def test_a_turn_ends_inside_autograd_too() -> None:
+def test_passes_switch_inside_autograd() -> None:
     interleaver, log = PassInterleaver(), list[str]()
     x = torch.ones(2, requires_grad=True)
 
@@ -86,7 +86,7 @@ def test_a_turn_ends_inside_autograd_too() -> None:
 
 @pytest.mark.parametrize("failing", ["B", "F"])
 @pytest.mark.parametrize("handed_over", [0, 2])
-def test_an_error_of_either_ends_both(failing: str, handed_over: int) -> None:
+def test_an_error_in_either_pass_ends_both(failing: str, handed_over: int) -> None:
     interleaver, ended = PassInterleaver(), list[str]()
     before = threading.active_count()
 
@@ -101,13 +101,13 @@ def test_an_error_of_either_ends_both(failing: str, handed_over: int) -> None:
 
     with pytest.raises(ValueError, match=f"{failing} fails"):
         interleaver.run_pair(lambda: run("B"), lambda: run("F"))
-    # A pass that never had a turn has not begun.
+    # A pass that never ran has not begun.
     assert sorted(ended) == (["B"] if (failing, handed_over) == ("B", 0) else ["B", "F"])
     assert threading.active_count() == before
     log: list[str] = []
     interleaver.run_pair(
         *passes(interleaver, log, {"B": 1, "F": 1})
-    )  # what comes next is not disturbed
+    )  # later pairs are not affected
     assert len(log) == 4
 
 

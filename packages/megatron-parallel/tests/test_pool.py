@@ -1,4 +1,4 @@
-"""The worker pool: results, failures that name their rank, recovery, and what reaches a rank."""
+"""The worker pool: results, arguments, failures that name their rank, and recovery."""
 
 import os
 import random
@@ -68,7 +68,7 @@ def test_closures_lambdas_and_partials_reach_the_ranks(worker_pool: WorkerPool) 
     assert worker_pool.run(partial(sum_over_ranks, value=2.0))[1] == Report(1, 6.0)
 
 
-def test_tensors_travel_as_detached_copies(worker_pool: WorkerPool) -> None:
+def test_tensors_are_sent_as_detached_copies(worker_pool: WorkerPool) -> None:
     tensors = {
         "bf16": torch.randn(3, 4).to(torch.bfloat16),
         "transposed": torch.arange(6).reshape(2, 3).T,
@@ -128,7 +128,7 @@ def test_a_rank_that_hangs_is_shown_where_it_was(worker_pool: WorkerPool) -> Non
     assert "in hang_on" in hung[1].traceback and "in barrier" in hung[0].traceback
 
 
-def test_collectives_left_behind_fail_the_call_that_left_them(worker_pool: WorkerPool) -> None:
+def test_unfinished_collectives_fail_the_call_that_started_them(worker_pool: WorkerPool) -> None:
     def unmatched(rank: Rank) -> None:
         if rank.rank == 0:
             dist.all_reduce(torch.ones(3), async_op=True)
@@ -154,25 +154,25 @@ def test_the_pool_recovers_with_fresh_workers(worker_pool: WorkerPool) -> None:
 
 def test_a_worker_lost_between_calls_is_replaced_with_a_warning(worker_pool: WorkerPool) -> None:
     killed = worker_pool.run(process_id)[1]
-    connection = worker_pool._crews[2][1]
+    connection = worker_pool._worker_sets[2][1]
     os.kill(killed, signal.SIGKILL)
-    select.select([connection], [], [], 60)  # until all of its threads are gone
+    select.select([connection], [], [], 60)  # until all of its threads have ended
     with pytest.warns(UserWarning, match="rank 1 died of signal 9"):
         assert worker_pool.run(sum_over_ranks, 1.0)[0].total == 3.0
 
 
-def test_a_pooled_call_is_one_message_to_each_worker_and_one_back(
+def test_a_call_is_one_message_to_each_worker_and_one_back(
     worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No process is started, nothing is asked of the fork server, no group is made."""
+    """No process is started, the fork server gets no request, and no group is created."""
     processes = worker_pool.run(process_id)
-    told: list[str] = []
+    received: list[str] = []
 
     def count(name: str) -> None:
         true = getattr(pool_module.wire, name)
 
         def counted(*arguments: Any) -> Any:
-            told.append(name)
+            received.append(name)
             return true(*arguments)
 
         monkeypatch.setattr(pool_module.wire, name, counted)
@@ -180,10 +180,10 @@ def test_a_pooled_call_is_one_message_to_each_worker_and_one_back(
     count("send")
     count("receive")
     monkeypatch.setattr(worker_pool, "_ask", None)
-    monkeypatch.setattr(worker_pool, "_start_crew", None)
+    monkeypatch.setattr(worker_pool, "_start_workers", None)
     for _ in range(3):
         assert worker_pool.run(process_id) == processes
-    assert told == 3 * ["send", "send", "receive", "receive"]
+    assert received == 3 * ["send", "send", "receive", "receive"]
 
 
 @pytest.mark.parametrize("ranks", [0, 9])

@@ -21,7 +21,7 @@ def test_ranks_sum_over_nccl(device_pool: WorkerPool) -> None:
         assert total.tolist() == [ranks * (ranks + 1) / 2] * 3
 
 
-def test_one_device_is_a_pool_too() -> None:
+def test_a_pool_of_one_device() -> None:
     with WorkerPool(1, device="cuda") as pool:
         total, device = pool.run(sum_on_device, ranks=1, timeout=120)[0]
     assert device == "cuda:0" and total.tolist() == [1.0] * 3

@@ -1,4 +1,4 @@
-"""Meshes in the worker pool: bound once per layout, and refused where ranks disagree."""
+"""Meshes in the worker pool: bound once per layout, and refused if ranks disagree."""
 
 from datetime import timedelta
 
@@ -39,7 +39,7 @@ def test_a_layout_that_does_not_fit_fails_every_rank(worker_pool: WorkerPool) ->
 
 def test_layouts_that_differ_are_named_on_every_rank(worker_pool: WorkerPool) -> None:
     layouts = [ParallelLayout(tp=2), ParallelLayout(tp=2), ParallelLayout(pp=2)]
-    # They do not wait for the time-out of the mesh: the pool's is shorter.
+    # The time-out of the pool is shorter than that of the mesh.
     answers = worker_pool.run(bind, layouts, 600.0, ranks=3, timeout=120)
     assert len(set(answers)) == 1
     message = answers[0]

@@ -1,4 +1,4 @@
-"""Products that layers multiply by: gradients by autograd and by the product's own calls."""
+"""Products of layers: gradients by autograd and by `dgrad` and `wgrad`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ H, F, ROWS = 8, 12, 8
 
 
 class Scaled:
-    """`(x W^T) * g` with a factor `g` for each output: a product with a vector of its own."""
+    """`(x W^T) * g` with a factor `g` per output: a product that adds a vector."""
 
     is_adapter = False
 
@@ -82,7 +82,7 @@ LORA = LoRA(rank=3, alpha=5.0)
 
 
 class Pair(nn.Module):
-    """A column-parallel layer and a row-parallel one."""
+    """A column-parallel and a row-parallel layer."""
 
     def __init__(self, mesh: Mesh, product: Product, cut: bool, chunks: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Pair(nn.Module):
         overlap_forward(self, chunks)
         initialize_parameters(self, seed=1, mesh=mesh)
         table = collect_shardings(self)
-        for name, parameter in self.named_parameters():  # zeros would hide what they multiply
+        for name, parameter in self.named_parameters():  # zeros would hide the other factor
             where: Any = {"name": name, "sharding": table[name], "mesh": mesh}
             if table[name].init.kind == "constant":
                 initialize(parameter, seed=2, init=Init("normal", 0.5), **where)
@@ -110,7 +110,7 @@ def data() -> Tensor:
 
 
 def step(mesh: Mesh, product: Product, cut: bool, chunks: int, fused: bool) -> dict[str, Any]:
-    """Global boxes of gradients, those of the input, and what is fused."""
+    """Returns global boxes of gradients, the input gradient, and the fused parameters."""
     model = Pair(mesh, product, cut, chunks)
     table = collect_shardings(model)
     buffers = GradientBuffers(model.named_parameters(), table, mesh, DataParallelConfig())
@@ -138,7 +138,7 @@ FUSED = {
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("cut", "chunks"), [(False, 1), (True, 1), (True, 2)])
 @pytest.mark.parametrize("name", FUSED)
-def test_ranks_give_a_product_the_gradients_of_one(
+def test_ranks_have_the_gradients_of_one_rank(
     worker_pool: WorkerPool, single: Mesh, name: str, cut: bool, chunks: int, fused: bool
 ) -> None:
     product = LORA if name == "lora" else Scaled()
@@ -154,8 +154,8 @@ def test_ranks_give_a_product_the_gradients_of_one(
 
 
 @pytest.mark.parametrize("product", [PLAIN, Scaled(), LORA])
-def test_own_gradients_are_autograds(single: Mesh, product: Product) -> None:
-    """`AccumulatingProduct` takes the product's own; nothing is added up elsewhere here."""
+def test_dgrad_and_wgrad_equal_autograd(single: Mesh, product: Product) -> None:
+    """`AccumulatingProduct` uses them; without accumulators, it returns all gradients."""
     layer = Pair(single, product, False, 1).up
     gradients = []
     for layer.product in (product, AccumulatingProduct(product, {})):
@@ -167,13 +167,13 @@ def test_own_gradients_are_autograds(single: Mesh, product: Product) -> None:
 
 
 @pytest.mark.parametrize("product", [Scaled(), LORA])
-def test_a_model_of_merged_weights_computes_the_same(single: Mesh, product: Product) -> None:
+def test_merged_weights_compute_the_same(single: Mesh, product: Product) -> None:
     model, plain = Pair(single, product, False, 1), Pair(single, PLAIN, False, 1)
     plain.load_state_dict(merged_parameters(model))
     torch.testing.assert_close(plain(data()), model(data()), rtol=1e-12, atol=1e-12)
 
 
-def test_an_adapter_is_the_formula_of_the_paper(single: Mesh) -> None:
+def test_an_adapter_computes_the_formula_of_the_paper(single: Mesh) -> None:
     layer = Pair(single, LORA, False, 1).down
     x = torch.randn(ROWS, 1, F, dtype=torch.float64)
     w, a, b = (getattr(layer, name) for name in layer.product_parameters)
@@ -183,7 +183,7 @@ def test_an_adapter_is_the_formula_of_the_paper(single: Mesh) -> None:
     assert trained == {"lora_a", "lora_b"}
 
 
-def test_an_adapter_starts_as_the_model_that_it_adapts(single: Mesh) -> None:
+def test_a_model_with_new_adapters_computes_the_same(single: Mesh) -> None:
     layer = RowParallelLinear(F, H, single, product=LORA)
     initialize_parameters(layer, seed=1, mesh=single)
     assert not layer.lora_b.any()
@@ -206,7 +206,9 @@ def test_models_without_adapters_are_not_frozen(single: Mesh) -> None:
         Sharding((100, 10), "tp", 0, 128, vocabulary=True),
     ],
 )
-def test_one_matrix_is_cut_like_the_weight_and_the_other_partial(weight: Sharding) -> None:
+def test_one_matrix_is_cut_like_the_weight_and_the_other_has_a_partial_gradient(
+    weight: Sharding,
+) -> None:
     a, b = LORA.shardings(weight).values()
     cut, whole = (a, b) if weight.dim == len(weight.shape) - 1 else (b, a)
     assert (whole.axis, whole.partial, cut.partial) == (None, weight.axis, None)
@@ -219,7 +221,7 @@ def test_one_matrix_is_cut_like_the_weight_and_the_other_partial(weight: Shardin
 @pytest.mark.parametrize(
     "settings", [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"target_modules": ()}]
 )
-def test_adapters_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
+def test_invalid_adapters_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(LayoutError, match=f"^{next(iter(settings))} "):
         LoRAConfig(**settings)
 
@@ -234,7 +236,7 @@ def test_products_are_found_by_name() -> None:
         find_product("lara")
 
 
-def test_a_products_parameters_are_the_layers(single: Mesh) -> None:
+def test_the_layer_registers_the_parameters_of_its_product(single: Mesh) -> None:
     layer = Pair(single, Scaled(), False, 1).down
     assert (
         set(layer.sharding)
@@ -248,7 +250,7 @@ def test_a_products_parameters_are_the_layers(single: Mesh) -> None:
     assert layer.sharding["factor"].partial == "tp"
 
 
-def test_a_name_that_the_layer_has_is_refused(single: Mesh) -> None:
+def test_a_parameter_name_of_the_layer_is_refused(single: Mesh) -> None:
     class Clash(Scaled):
         def shardings(self, weight: Sharding) -> Mapping[str, Sharding]:
             return {"bias": Sharding((H,))}

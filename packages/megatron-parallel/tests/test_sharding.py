@@ -1,4 +1,4 @@
-"""What a rank holds, as boxes of global tensors."""
+"""Parts of parameters as boxes of global tensors."""
 
 from itertools import pairwise
 from math import prod
@@ -20,7 +20,7 @@ from torch import nn
 
 
 class Part(nn.Module):
-    """Owner of parameters that describes them."""
+    """A module with parameters and their shardings."""
 
     def __init__(self, **parameters: tuple[tuple[int, ...], Sharding]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Part(nn.Module):
 
 
 def assemble(sharding: Sharding, meshes: list[Mesh], parts: list[torch.Tensor]) -> torch.Tensor:
-    """Put the ranks' parts together through the boxes; fails on gaps and overlaps."""
+    """Assembles the parts of all ranks by their boxes; fails on gaps and overlaps."""
     whole = torch.zeros(sharding.shape)
     hits = torch.zeros(sharding.shape, dtype=torch.int64)
     for mesh, part in zip(meshes, parts, strict=True):
@@ -42,7 +42,7 @@ def assemble(sharding: Sharding, meshes: list[Mesh], parts: list[torch.Tensor]) 
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_parts_along_any_dim_make_up_the_whole(tensor_ranks: list[Mesh], dim: int) -> None:
+def test_parts_along_any_dim_form_the_whole(tensor_ranks: list[Mesh], dim: int) -> None:
     whole = torch.arange(24.0 * 12 * 36).reshape(24, 12, 36)
     sharding = Sharding((24, 12, 36), "tp", dim)
     parts = list(whole.chunk(len(tensor_ranks), dim))
@@ -70,14 +70,14 @@ def test_padded_vocabulary_is_clipped_and_a_part_may_be_empty() -> None:
     assert parameter_views({"w": torch.zeros(64, 8)}, {"w": sharding}, Mesh(layout, 3)) == {"w": []}
 
 
-def test_padding_makes_room_for_any_number_of_parts(tensor_ranks: list[Mesh]) -> None:
+def test_a_padded_dim_can_be_cut_into_any_number_of_parts(tensor_ranks: list[Mesh]) -> None:
     sharding = Sharding((100, 4), "tp", 0, padded=128)
     rows = [sharding.local_shape(mesh)[0] for mesh in tensor_ranks]
     assert sum(rows) >= 128 and sum(rows) - 128 < len(tensor_ranks)
     assert sum(sharding.box(mesh).lengths[0] for mesh in tensor_ranks) == 100
 
 
-def test_replicas_are_numbered_over_the_ranks_that_hold_the_same_box() -> None:
+def test_ranks_that_hold_the_same_box_have_different_replica_numbers() -> None:
     layout = ParallelLayout(tp=2, cp=2, pp=2).resolve(16)
     for sharding, copies in ((Sharding((4, 4), "tp", 0), 4), (Sharding((4,)), 8)):
         held: dict[tuple[int, Box], list[int]] = {}
@@ -88,7 +88,7 @@ def test_replicas_are_numbered_over_the_ranks_that_hold_the_same_box() -> None:
         assert all(sorted(replicas) == list(range(copies)) for replicas in held.values())
 
 
-def test_what_is_derived_from_the_shape() -> None:
+def test_defaults_derived_from_the_shape() -> None:
     bias, matrix, fused = Sharding((8,)), Sharding((2, 3, 8)), Sharding((2, 3, 8), fused_dim=0)
     assert (bias.matrix, bias.weight_decay) == (None, False)
     assert (matrix.matrix, matrix.weight_decay, matrix.fully_shard_dim) == ((6, 8), True, 0)
@@ -124,7 +124,9 @@ def test_a_dim_that_does_not_divide_is_refused_with_its_numbers() -> None:
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_flat_ranges_become_few_boxes_in_order(sizes: list[int], data: st.DataObject) -> None:
+def test_flat_ranges_are_covered_by_few_boxes_in_order(
+    sizes: list[int], data: st.DataObject
+) -> None:
     shape, numel = tuple(sizes), prod(sizes)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
@@ -139,7 +141,7 @@ def test_the_bound_on_the_number_of_boxes_is_reached() -> None:
     assert len(flat_range_boxes((4, 4, 4), 5, 59)) == 5
 
 
-def test_views_of_bucket_shards_make_up_the_global_tensor(tensor_ranks: list[Mesh]) -> None:
+def test_views_of_bucket_shards_form_the_global_tensor(tensor_ranks: list[Mesh]) -> None:
     sharding = Sharding((10, 3, 4), "tp", 0, padded=16)
     whole = torch.zeros(10, 3, 4)
     for mesh in tensor_ranks:
@@ -177,7 +179,7 @@ def test_the_table_has_global_names_and_a_tied_parameter_once() -> None:
     }
 
 
-def test_a_parameter_nobody_describes_is_named() -> None:
+def test_a_parameter_without_a_sharding_is_named() -> None:
     with pytest.raises(LayoutError, match=r"'0\.weight' has no sharding: .* of Linear"):
         collect_shardings(nn.Sequential(nn.Linear(2, 2)))
 
@@ -201,7 +203,7 @@ EXPERTS = Sharding((4, 2, 6, 5), "expert_tp", 2, fused_dim=1, experts=True)
 
 
 @pytest.mark.parametrize("degrees", [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "etp": 1}])
-def test_every_element_of_the_experts_has_one_first_copy(degrees: dict[str, int]) -> None:
+def test_every_element_of_the_experts_has_one_replica_zero(degrees: dict[str, int]) -> None:
     layout = ParallelLayout(**degrees).resolve(8)
     counted = torch.zeros(EXPERTS.shape)
     for mesh in (Mesh(layout, rank) for rank in range(8)):
@@ -214,7 +216,7 @@ def test_every_element_of_the_experts_has_one_first_copy(degrees: dict[str, int]
     assert (counted == 1).all()
 
 
-def test_experts_are_matrices_one_by_one() -> None:
+def test_the_matrix_of_experts_is_that_of_one_expert() -> None:
     assert EXPERTS.matrix == (12, 5) and EXPERTS.weight_decay and EXPERTS.fully_shard_dim == 2
     bias = Sharding((4, 6), "expert_tp", 1, experts=True)
     assert bias.matrix is None and not bias.weight_decay and bias.fully_shard_dim == 1
@@ -231,8 +233,8 @@ def test_experts_that_cannot_be_cut_are_refused() -> None:
         Sharding((4, 6), "tp", 1, experts=True).replica(Mesh.single())
 
 
-def test_copies_of_what_is_not_cut_within_an_expert_are_numbered() -> None:
-    """Every rank of the same experts has a number of its own."""
+def test_replicas_of_parameters_not_cut_within_an_expert_have_numbers() -> None:
+    """All ranks with the same experts have different replica numbers."""
     layout = ParallelLayout(tp=2, ep=2, etp=2).resolve(8)
     whole = Sharding((4, 3, 6), experts=True, partial="expert_tp")
     numbers: dict[int, list[int]] = {}

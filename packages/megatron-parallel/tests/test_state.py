@@ -1,4 +1,4 @@
-"""State that is not a parameter: what ranks and micro-batches observe, and what becomes of it."""
+"""State that is not a parameter: observations of ranks and micro-batches, and updates."""
 
 import copy
 
@@ -23,7 +23,7 @@ SAMPLES = torch.tensor([[1.0, -2.0, 4.0], [0.5, 7.0, -9.0], [3.0, 1.0, 1.0], [2.
 
 
 class Watched(nn.Module):
-    """Multiplies by a weight; knows the sum and the largest of all it has seen."""
+    """Multiplies by a weight and observes the sum and the maximum of its inputs."""
 
     def __init__(self, mesh, partial=None):
         super().__init__()
@@ -49,7 +49,7 @@ class Watched(nn.Module):
 
 
 def train(mesh, partial=None, again=False):
-    """Two steps with the samples of this rank, one by one, and what is known after them."""
+    """Runs two steps with the samples of this rank, one by one, and returns the state."""
     model = Watched(mesh, partial)
     stages = TrainableChunks([model], mesh)
     data = mesh.axis("dp")
@@ -77,7 +77,7 @@ TOTAL, LARGEST = 3 * SAMPLES.sum(0).double(), torch.tensor([7.0, 14.0], dtype=to
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
-def test_what_all_micro_batches_show_is_combined_once(again):
+def test_observations_of_all_micro_batches_are_combined_once(again):
     total, largest = train(Mesh.single(), again=again)
     torch.testing.assert_close(total, TOTAL)
     assert torch.equal(largest, LARGEST)
@@ -94,13 +94,13 @@ def test_what_all_micro_batches_show_is_combined_once(again):
     ],
     ids=str,
 )
-def test_all_ranks_know_what_one_rank_knows(worker_pool, layout, partial):
+def test_several_ranks_have_the_state_of_one_rank(worker_pool, layout, partial):
     for total, largest in worker_pool.run_mesh(layout, train, partial):
         torch.testing.assert_close(total, TOTAL)
         assert torch.equal(largest, LARGEST)
 
 
-def test_nothing_observed_is_zero_or_minus_infinity():
+def test_no_observation_is_zero_or_minus_infinity():
     model = Watched(Mesh.single())
     for state in model.states.values():
         state.step()
@@ -108,7 +108,7 @@ def test_nothing_observed_is_zero_or_minus_infinity():
     assert model.largest.tolist() == [0.0, -torch.inf]
 
 
-def test_behind_frozen_parameters_a_forward_pass_in_training_mode_observes():
+def test_a_forward_pass_after_frozen_parameters_observes_in_training_mode():
     model = Watched(Mesh.single()).requires_grad_(False)
     x = SAMPLES.double()
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_behind_frozen_parameters_a_forward_pass_in_training_mode_observes():
     torch.testing.assert_close(model.total, SAMPLES.sum(0).double())
 
 
-def test_a_step_that_is_dropped_is_forgotten():
+def test_reset_discards_the_observations_of_a_step():
     mesh = Mesh.single()
     model = Watched(mesh)
     stages = TrainableChunks([model], mesh)
@@ -130,7 +130,7 @@ def test_a_step_that_is_dropped_is_forgotten():
     assert torch.equal(model.total, torch.zeros(3, dtype=torch.float64))
 
 
-def test_state_is_in_table_and_views_and_starts_at_its_constant():
+def test_state_is_in_the_table_and_views_and_starts_at_its_constant():
     mesh = Mesh.single()
     model = nn.Sequential(Watched(mesh), Watched(mesh))
     table = collect_shardings(model)
@@ -156,7 +156,7 @@ def test_a_copy_of_a_module_has_state_of_its_own():
     torch.testing.assert_close(two.total, SAMPLES.sum(0).double())
 
 
-def test_what_is_not_state_is_refused():
+def test_invalid_states_are_refused():
     mesh = Mesh.single()
     module = nn.Module()
     module.sharding = {"a": Sharding((2,)), "b": Sharding((2,), reduce="sum")}

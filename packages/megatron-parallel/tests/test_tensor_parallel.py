@@ -35,7 +35,7 @@ NORMAL = Init("normal", 0.5)
 
 
 class Network(nn.Module):
-    """Embedding, fused two-dim column layers, a row layer and a tied output, as in a GPT."""
+    """Embedding, fused two-dim column layers, a row layer and tied output, as in a GPT."""
 
     def __init__(self, mesh: Mesh, sequence_parallel: bool) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Network(nn.Module):
 def plain_loss(
     p: dict[str, torch.Tensor], tokens: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """The same network from torch's own functions and global tensors."""
+    """Computes the same network with functions of torch and global tensors."""
     x = functional.embedding(tokens, p["embedding.weight"])
     qkv = functional.linear(x, p["qkv.weight"].reshape(-1, H), p["qkv.bias"].reshape(-1))
     x = x + functional.linear(torch.tanh(qkv), p["out.weight"], p["out.bias"])
@@ -81,12 +81,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def train_once(
     mesh: Mesh, sequence_parallel: bool, num_slices: int = 1
 ) -> tuple[torch.Tensor, dict[str, Parts], dict[str, Parts]]:
-    """Loss per token, and parameters and gradients as (offsets, lengths, part)."""
+    """Returns loss per token, and parameters and gradients as (offsets, lengths, part)."""
     model = Network(mesh, sequence_parallel)
     overlap_forward(model, num_slices)
     table = collect_shardings(model)
     initialize_parameters(model, seed=3, mesh=mesh)
-    with torch.no_grad():  # biases must not be zero, or a doubled one would go unnoticed
+    with torch.no_grad():  # not zero, so that a doubled bias is detected
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 normal_(parameter, seed=3, name=name, sharding=table[name], std=0.3, mesh=mesh)
@@ -107,7 +107,7 @@ def train_once(
 def whole(
     parts: list[dict[str, Parts]], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, torch.Tensor]:
-    """Global tensors from all ranks' parts; parts held twice must be equal."""
+    """Assembles global tensors from all parts; replicated parts must be equal."""
     tensors = {
         name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in shapes.items()
     }
@@ -169,14 +169,14 @@ def test_ranks_equal_plain_torch(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_communication_in_chunks_changes_nothing(
+def test_communication_in_slices_does_not_change_results(
     worker_pool: WorkerPool, reference: Reference, ranks: int
 ) -> None:
     check(worker_pool.run_mesh(TP[ranks], train_once, True, 4, ranks=ranks), reference)
 
 
 def halves(mesh: Mesh, fresh: bool) -> tuple[dict[str, int], float]:
-    """Collectives of a split backward pass of a chunked row, and how wrong its gradients are."""
+    """Returns collectives and gradient errors of a split backward pass of a row layer in slices."""
     row = RowParallelLinear(8, H, mesh, bias=False, sequence_parallel=True, dtype=torch.float64)
     initialize_parameters(row, seed=3, mesh=mesh)
     overlap_forward(row, 4)
@@ -193,10 +193,10 @@ def halves(mesh: Mesh, fresh: bool) -> tuple[dict[str, int], float]:
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_both_halves_of_a_backward_pass_share_what_was_gathered(
+def test_both_halves_of_a_backward_pass_share_the_gathered_gradient(
     worker_pool: WorkerPool, fresh: bool
 ) -> None:
-    """Unless they are of different gradients."""
+    """Except for different output gradients."""
     for calls, off in worker_pool.run_mesh(TP[2], halves, fresh, ranks=2):
         assert calls == {"all_gather": 1 + fresh} and off < 1e-12
 
@@ -210,7 +210,7 @@ def test_layers_are_built_without_values(single: Mesh) -> None:
     assert meta.weight.isfinite().all() and not meta.bias.any()
 
 
-def test_what_decays_and_what_is_cut(single: Mesh) -> None:
+def test_weight_decay_and_cut_dims_of_layers(single: Mesh) -> None:
     column = ColumnParallelLinear(4, (2, 6), single, dim=1, fused_dim=0)
     row = RowParallelLinear(6, 4, single)
     assert [s.weight_decay for s in (*column.sharding.values(), *row.sharding.values())] == [
@@ -226,7 +226,7 @@ def test_what_decays_and_what_is_cut(single: Mesh) -> None:
     assert [s.partial for s in parted.sharding.values()] == [None, "tp"]
 
 
-def test_a_description_cuts_the_first_dim_of_the_output_unless_it_says_otherwise() -> None:
+def test_a_spec_cuts_the_first_dim_of_the_output_by_default() -> None:
     place = AbstractMesh(ParallelLayout(tp=2, dp=1), rank=1)
     plain = ColumnSpec(in_features=3, out_features=(4, 2))
     other = ColumnSpec(in_features=3, out_features=(4, 2), dim=1)
@@ -239,7 +239,7 @@ def test_a_description_cuts_the_first_dim_of_the_output_unless_it_says_otherwise
 
 
 def one_token(mesh: Mesh) -> torch.Tensor:
-    """Logits of a single token, by layers that otherwise cut sequences over two ranks."""
+    """Returns logits of a single token from layers with sequence parallelism."""
     model = Network(mesh, sequence_parallel=mesh.axis("tp").size > 1)
     overlap_forward(model, 4)
     initialize_parameters(model, seed=3, mesh=mesh)
@@ -251,7 +251,7 @@ def one_token(mesh: Mesh) -> torch.Tensor:
     return all_gather(logits, mesh.axis("tp"), dim=-1)[..., :VOCAB]
 
 
-def test_a_call_may_leave_the_sequence_whole(worker_pool: WorkerPool) -> None:
+def test_a_call_can_disable_sequence_parallelism(worker_pool: WorkerPool) -> None:
     expected = one_token(Mesh.single())
     for logits in worker_pool.run_mesh(TP[2], one_token, ranks=2):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""What communicates behind which product: events in the order in which they happen."""
+"""Overlap of communication and products: events in the order in which they happen."""
 
 import time
 from typing import Any
@@ -17,7 +17,7 @@ DELAY = 0.05
 
 
 class Delayed:
-    """Work that is there `DELAY` after it was started, and says when it is waited for."""
+    """A work handle that completes `DELAY` after its start and records when it is awaited."""
 
     def __init__(self, name: str, work: Any, events: list[str]) -> None:
         self._name, self._work, self._events = name, work, events
@@ -30,7 +30,7 @@ class Delayed:
 
 
 class Products(TorchDispatchMode):
-    """Notes matrix products."""
+    """Records matrix products."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Products(TorchDispatchMode):
 def events_of(
     mesh: Mesh, kind: str, sequence_parallel: bool, num_slices: int
 ) -> dict[str, list[str]]:
-    """Events of one forward and one backward pass."""
+    """Returns the events of one forward and one backward pass."""
     options: Any = {"sequence_parallel": sequence_parallel, "dtype": torch.float64, "bias": False}
     layer = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind](6, 6, mesh, **options)
     torch.nn.init.normal_(layer.weight)
@@ -117,13 +117,13 @@ def test_collectives_start_before_and_are_awaited_after_products(
         assert events[when] == EXPECTED[kind, sequence_parallel, num_slices, when]
 
 
-def test_a_split_backward_pass_communicates_what_its_half_needs(worker_pool):
+def test_each_half_of_a_split_backward_pass_communicates_only_its_inputs(worker_pool):
     for halves in worker_pool.run_mesh(LAYOUT, _halves):
         assert halves == [{"reduce_scatter": 1}, {"all_gather": 1}]
 
 
 def _halves(mesh: Mesh) -> list[dict[str, int]]:
-    """Calls of collectives in the half of a backward pass for the input, and for the weight."""
+    """Returns collective calls in the input half and the weight half of a backward pass."""
     layer = ColumnParallelLinear(6, 10, mesh, sequence_parallel=True, dtype=torch.float64)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
@@ -139,7 +139,7 @@ def _halves(mesh: Mesh) -> list[dict[str, int]]:
     return calls
 
 
-def test_only_the_own_part_of_the_input_is_kept(worker_pool):
+def test_only_this_ranks_part_of_the_input_is_saved(worker_pool):
     for shapes in worker_pool.run_mesh(LAYOUT, _kept):
         assert shapes == [(4, 1, 6)]
 

@@ -1,6 +1,6 @@
-"""What ranks communicate equals formulas written by hand: calls and bytes, forward and backward.
+"""Calls and bytes of communication equal formulas written by hand, in both passes.
 
-`s` sequence, `b` micro-batch, `h` hidden, `n` ranks of the axis, 8 bytes an element (float64).
+`s` sequence, `b` micro-batch, `h` hidden, `n` ranks of the axis, 8 bytes per element (float64).
 """
 
 import pkgutil
@@ -55,10 +55,10 @@ def counted(mesh: Mesh, act: Callable[[Mesh], object]) -> Records:
     return [tuple(record) for record in traffic.records]
 
 
-# -- one call of each --------------------------------------------------------------------------
+# -- single calls ------------------------------------------------------------------------------
 
 
-def test_bytes_are_what_a_rank_hands_in_or_gets(worker_pool: WorkerPool) -> None:
+def test_bytes_are_those_of_the_payload(worker_pool: WorkerPool) -> None:
     def act(mesh: Mesh) -> None:
         tp, x = mesh.axis("tp"), torch.ones(4, 6)
         all_reduce(x, tp)
@@ -114,7 +114,7 @@ def test_one_rank_communicates_nothing(single: Mesh) -> None:
     assert counted(single, act) == []
 
 
-def test_a_table_for_people(worker_pool: WorkerPool) -> None:
+def test_traffic_prints_as_a_table(worker_pool: WorkerPool) -> None:
     def act(mesh: Mesh) -> str:
         with mesh.counting() as traffic:
             for _ in range(3):
@@ -130,7 +130,7 @@ def test_a_table_for_people(worker_pool: WorkerPool) -> None:
 
 
 def pair(mesh: Mesh, sequence_parallel: bool) -> None:
-    """Forward and backward pass of a column- and a row-parallel layer, then its buffers."""
+    """Runs both passes of a column- and a row-parallel layer, then reduces its buffers."""
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "dtype": torch.float64}
     layers = nn.Sequential(
         ColumnParallelLinear(H, F, mesh, **options), RowParallelLinear(F, H, mesh, **options)
@@ -151,7 +151,7 @@ def test_a_column_and_a_row_parallel_layer(worker_pool: WorkerPool, n: int) -> N
         assert records == [("tp", "all_reduce", 2, 2 * whole)]  # one forward, one backward
     for records in worker_pool.run_mesh(layout, counted, lambda mesh: pair(mesh, True)):
         assert sorted(records) == [
-            ("tp", "all_gather", 3, 3 * whole // n),  # the input twice: kept is a part
+            ("tp", "all_gather", 3, 3 * whole // n),  # the input twice: only a part is saved
             ("tp", "all_reduce of gradients", 1, aligned(H) * F64),  # the row-parallel bias
             ("tp", "reduce_scatter", 2, 2 * whole),
         ]
@@ -192,7 +192,7 @@ def test_gather_and_scatter_of_an_axis(worker_pool: WorkerPool) -> None:
     def act(mesh: Mesh) -> None:
         tp = mesh.axis("tp")
         x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
-        gather_from_axis(x, tp).sum().backward()  # backward: a rank takes its part
+        gather_from_axis(x, tp).sum().backward()  # backward: a rank keeps its part
         scatter_to_axis(x, tp).sum().backward()  # backward: parts are gathered
 
     for records in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), counted, act):
@@ -222,7 +222,7 @@ def test_compiled_functions_are_counted_too(worker_pool: WorkerPool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [2, 4])
 def test_data_parallel_buckets(worker_pool: WorkerPool, n: int, dtype: torch.dtype) -> None:
-    """Once a step, whatever the number of micro-batches; bf16 gradients travel as float32."""
+    """Once a step for any number of micro-batches; bf16 gradients are sent as float32."""
 
     def act(mesh: Mesh) -> None:
         weights = {name: nn.Parameter(torch.ones(100, dtype=dtype)) for name in "abcde"}
@@ -233,7 +233,7 @@ def test_data_parallel_buckets(worker_pool: WorkerPool, n: int, dtype: torch.dty
             sum(weights.values()).sum().backward()
         buffers.finish()
 
-    # Two parameters of 100, each from a multiple of 64 on, fill a bucket; cut into n equal shards.
+    # Two parameters of 100, aligned to 64, fill a bucket, which is cut into n equal shards.
     full, rest = aligned(128 + 100, 64 * n), aligned(100, 64 * n)
     width = 8 if dtype is torch.float64 else 4
     for records in worker_pool.run_mesh(ParallelLayout(dp=n), counted, act):
@@ -261,7 +261,7 @@ def test_partial_and_tied_gradients_are_summed_over_their_axes_too(worker_pool: 
 
 
 class Layers(nn.Module):
-    """Linear layers of one stage."""
+    """Linear layers of a stage."""
 
     def __init__(self, layers: range) -> None:
         super().__init__()
@@ -308,7 +308,9 @@ def test_pipeline(
     activation = S * B * H * F64
     for rank, records in enumerate(ranks):
         stages = [chunk * p + rank for chunk in range(vpp)]
-        after = m * sum(stage < p * vpp - 1 for stage in stages)  # messages over borders behind
+        after = m * sum(
+            stage < p * vpp - 1 for stage in stages
+        )  # messages over later stage boundaries
         before = m * sum(stage > 0 for stage in stages)
         expected = [
             ("pp", "send of activations", after),
@@ -379,8 +381,10 @@ def test_tied_weights_without_buffers(worker_pool: WorkerPool) -> None:
         ("megatron_parallel.mesh.axes.Axis.count", 4),
     ],
 )
-def test_a_planted_defect_shows(worker_pool: WorkerPool, defect: str, calls: int) -> None:
-    """A forward sum too many, or messages counted twice: the formula does not hold."""
+def test_a_planted_defect_changes_the_traffic(
+    worker_pool: WorkerPool, defect: str, calls: int
+) -> None:
+    """An extra forward sum, or messages counted twice, contradict the formula."""
 
     def broken(mesh: Mesh) -> Records:
         with pytest.MonkeyPatch.context() as patch:

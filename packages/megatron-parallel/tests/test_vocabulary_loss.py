@@ -1,4 +1,4 @@
-"""Output layer and loss as one operation: the numbers of the plain one, without its memory."""
+"""Output layer and loss as one operation: results of the unfused loss with less memory."""
 
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ def labels() -> Tensor:
 
 
 def step(mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str) -> dict[str, Any]:
-    """Losses of a batch, and gradients of the input and the weights of two micro-batches."""
+    """Returns losses of a batch, and gradients of input and weights over two micro-batches."""
     product = LoRA(2, 3.0) if how == "lora" else PLAIN
     layer = ColumnParallelLinear(
         H,
@@ -83,7 +83,7 @@ def step(mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str) -> dict[s
 @pytest.mark.parametrize("how", ["plain", "fused", "lora"])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize(("tokens", "smoothing"), [(5, 0.0), (4, 0.2), (100, 0.0)])
-def test_chunks_on_ranks_equal_the_plain_loss_of_one(
+def test_linear_cross_entropy_on_ranks_equals_the_unfused_loss_of_one(
     worker_pool: WorkerPool, single: Mesh, tokens: int, smoothing: float, cut: bool, how: str
 ) -> None:
     truth = step(
@@ -100,7 +100,7 @@ def test_chunks_on_ranks_equal_the_plain_loss_of_one(
     close(torch.cat([r["x"] for r in found]) if cut else found[0]["x"], truth["x"])
 
 
-def test_the_plain_loss_is_torchs(single: Mesh) -> None:
+def test_the_unfused_loss_equals_torch(single: Mesh) -> None:
     found = step(single, LinearCrossEntropy(3), False, 0.1, "plain")
     layer = ColumnParallelLinear(
         H, VOCAB, single, bias=False, init=Init("normal", 1.0), dtype=torch.float64
@@ -116,7 +116,7 @@ def test_the_plain_loss_is_torchs(single: Mesh) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that operations make."""
+    """Records the largest number of elements of a tensor that an operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("loss", "rows"), [(UNFUSED_CROSS_ENTROPY, S * B), (LinearCrossEntropy(4), 4)]
 )
-def test_logits_are_made_for_a_chunk_alone(single: Mesh, loss: Any, rows: int) -> None:
+def test_logits_are_computed_for_one_slice_at_a_time(single: Mesh, loss: Any, rows: int) -> None:
     with Largest() as largest:
         step(single, loss, False, 0.0, "plain")
     assert largest.elements == max(rows * PADDED, PADDED * H)

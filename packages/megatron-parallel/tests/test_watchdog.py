@@ -1,6 +1,6 @@
-"""Lost ranks on a backend whose `wait` never raises: named within the mesh's time-out all the same.
+"""Lost ranks are named within the time-out on a backend whose `wait` never raises.
 
-The backend is `queued_backend`'s: real processes and Gloo's collectives, without its waits.
+The backend is that of `queued_backend`: processes with collectives of Gloo, without its waits.
 """
 
 import os
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Act, str]] = {
 
 
 def attempt(device: QueueingDevice, mesh: Mesh, act: Act) -> None:
-    """Do what a step does: queue a collective, go on, read a value, go on to the next one."""
+    """Acts like a step: enqueues a collective, reads a value, enqueues the next one."""
     all_reduce(ones(5), mesh.axis("tp"), purpose="greetings")
     device.read()
     act(mesh)
@@ -81,13 +81,13 @@ def lose_rank_1(rank: Rank, name: str, how: str, answers: Answers) -> None:
 
 @pytest.fixture
 def patient(worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
-    """The pool, which leaves all ranks the time to say what they miss when one has ended."""
+    """The pool with enough time for all ranks to report after one has ended."""
     monkeypatch.setattr(pool_module, "_GRACE", HANG)
     return worker_pool
 
 
 def lines_of(pool: WorkerPool, *call: object, ranks: int = 2) -> dict[int, str]:
-    """What each rank of a call that fails said."""
+    """Returns the line of each rank of a failed call."""
     with pytest.raises(WorkerError) as failed:
         pool.run(*call, ranks=ranks, timeout=HANG)
     return {failure.rank: failure.summary for failure in failed.value.failures}
@@ -118,10 +118,8 @@ def test_a_lost_rank_is_named_by_axis_and_operation(
 
 
 @pytest.mark.slow  # half a minute of waiting
-def test_ranks_that_wait_for_one_that_waits_name_the_one_that_is_lost(
-    patient: WorkerPool, tmp_path: Path
-) -> None:
-    """Rank 1 is lost, rank 0 waits for it on tp, rank 2 for rank 0 on dp, rank 3 for rank 1."""
+def test_a_chain_of_waiting_ranks_names_the_lost_rank(patient: WorkerPool, tmp_path: Path) -> None:
+    """Rank 1 is lost. Rank 0 waits for it on tp, rank 2 for rank 0 on dp, rank 3 for rank 1."""
 
     def run(rank: Rank, answers: Answers) -> None:
         with queueing() as device:
@@ -142,7 +140,7 @@ def test_ranks_that_wait_for_one_that_waits_name_the_one_that_is_lost(
 
 
 @pytest.mark.slow
-def test_ranks_that_do_different_things_are_told_so(patient: WorkerPool) -> None:
+def test_ranks_that_run_different_operations_are_reported(patient: WorkerPool) -> None:
     def run(rank: Rank) -> None:
         with queueing() as device:
             mesh = Mesh.bind(TP, timeout=timedelta(seconds=SECONDS))
@@ -157,10 +155,8 @@ def test_ranks_that_do_different_things_are_told_so(patient: WorkerPool) -> None
         ) in line
 
 
-def test_a_stage_that_is_lost_in_the_middle_of_a_step_is_named(
-    patient: WorkerPool, tmp_path: Path
-) -> None:
-    """Stage 1 is lost after its first forward pass; stages 0 and 2 wait for what it owes them."""
+def test_a_stage_lost_in_the_middle_of_a_step_is_named(patient: WorkerPool, tmp_path: Path) -> None:
+    """Stage 1 is lost after its first forward pass, and stages 0 and 2 wait for its messages."""
 
     def run(rank: Rank, answers: Answers) -> None:
         class Chunk(nn.Linear):
@@ -196,7 +192,7 @@ def test_a_stage_that_is_lost_in_the_middle_of_a_step_is_named(
 
 
 class Operation:
-    """A collective that is explained without a store."""
+    """A collective that is diagnosed without a store."""
 
     axis_name = "tp"
 
@@ -211,7 +207,7 @@ class Operation:
 
 
 class Reached:
-    """A marker that is reached when it is said to be."""
+    """A marker that is reached when the test sets it."""
 
     def __init__(self, reached: bool = False) -> None:
         self.reached = reached
@@ -220,7 +216,7 @@ class Reached:
         return self.reached
 
 
-def test_what_is_complete_raises_nothing_and_is_the_last_that_is_named() -> None:
+def test_complete_operations_raise_nothing_and_the_last_one_is_named() -> None:
     markers = iter([Reached(True), Reached(True), Reached()])
     aborted = threading.Event()
     dog = Watchdog(lambda: next(markers), aborted.set, 0.2)
@@ -235,7 +231,7 @@ def test_what_is_complete_raises_nothing_and_is_the_last_that_is_named() -> None
         dog.check()
 
 
-def test_a_host_that_an_abort_does_not_release_is_ended_with_the_line(
+def test_a_host_that_an_abort_does_not_release_is_ended_with_the_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends: list[int] = []
@@ -255,7 +251,7 @@ def test_a_closed_watchdog_ends_nothing() -> None:
     dog.check()
 
 
-def test_groups_outlast_their_mesh_where_the_backend_only_queues() -> None:
+def test_the_time_out_of_groups_exceeds_that_of_the_mesh_if_the_backend_enqueues() -> None:
     minute = timedelta(minutes=1)
     assert backend_timeout(torch.device("cpu"), minute) == minute
     assert backend_timeout(torch.device("cuda:1"), minute) == minute + MARGIN

@@ -165,7 +165,7 @@ def _gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _exchange(parts: Tensor, axis: Axis) -> Tensor:
-    """`parts[i]` goes to rank `i` of the axis; what comes back is one part from each."""
+    """Sends `parts[i]` to rank `i` of the axis and returns one part from each rank."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     axis.count("all_to_all of heads", parts)

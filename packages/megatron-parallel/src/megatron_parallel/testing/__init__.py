@@ -1,11 +1,11 @@
-"""Run test functions on several ranks: a pool of processes joined by torch.distributed.
+"""Runs test functions on several ranks: a pool of processes joined by torch.distributed.
 
     with WorkerPool(max_ranks=2) as pool:
         results = pool.run(function, argument, ranks=2, timeout=30)
 
 calls ``function(rank, argument)`` in two processes and returns both results. The processes stay
-alive between calls, so that a call costs milliseconds. Under pytest, take the fixture
-``worker_pool``. Needs the extra ``megatron-parallel[testing]``.
+alive between calls, so a call takes milliseconds. With pytest, use the fixture ``worker_pool``.
+Needs the extra ``megatron-parallel[testing]``.
 """
 
 import lazy_loader

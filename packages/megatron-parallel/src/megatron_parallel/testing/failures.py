@@ -1,4 +1,4 @@
-"""What went wrong in which rank, and the one exception that says so."""
+"""Failures of ranks, and the exception that reports them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ class Failure:
     """How one rank failed.
 
     Attributes:
-        rank: The rank, counted from 0.
+        rank: Index of the rank.
         kind: ``raised`` an exception, ``died`` (its process ended), ``hung`` (still running at the
-            time-out), or ``stopped`` (still running when another rank had failed; a consequence,
+            time-out), or ``stopped`` (still running when another rank had failed: a consequence,
             not a cause).
-        summary: One line, to be read after "rank 1 ".
-        traceback: The rank's traceback; for a hung or stopped rank, where each of its threads was.
+        summary: One line that follows "rank 1 " in a message.
+        traceback: Traceback of the rank; for a hung or stopped rank, of each of its threads.
     """
 
     rank: int
@@ -29,11 +29,11 @@ class Failure:
 class WorkerError(RuntimeError):
     """A call on several ranks failed.
 
-    The message names the ranks that failed, in the order in which they failed, and holds their
+    The message names the failed ranks, in the order of their failures, and contains their
     tracebacks.
 
     Attributes:
-        failures: One entry per failed rank, the first cause first.
+        failures: One failure for each failed rank, the first cause first.
     """
 
     def __init__(self, failures: Sequence[Failure], ranks: int) -> None:

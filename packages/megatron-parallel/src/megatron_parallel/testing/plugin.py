@@ -1,10 +1,10 @@
-"""pytest fixtures around :class:`WorkerPool`; pytest loads them where the package is installed.
+"""pytest fixtures for `WorkerPool`, which pytest loads if the package is installed.
 
-``worker_pool`` is a pool of Gloo workers on the CPU. ``device_pool`` has one rank per CUDA device,
-joined by NCCL, and skips its tests where there are fewer than two. Both live until the end of the
-test run. Override these fixtures in a ``conftest.py``: ``worker_pool_typecheck`` returns the
-packages whose jaxtyping annotations are to be checked inside the ranks, ``worker_pool_preload`` the
-modules that are imported once, before ranks are forked, and not by every rank.
+``worker_pool`` is a pool of Gloo ranks on the CPU. ``device_pool`` has one rank per CUDA device,
+joined by NCCL, and skips its tests if there are fewer than two devices. Both live until the end of
+the test run. These fixtures can be overridden in a ``conftest.py``: ``worker_pool_typecheck``
+returns the packages whose jaxtyping annotations are checked inside the ranks,
+``worker_pool_preload`` returns modules to import once, before ranks are forked.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from megatron_parallel.testing.pool import WorkerPool
 
 _MAX_RANKS = 8
-# Rewritten asserts refer to pytest; the others take seconds to import.
+# Rewritten asserts refer to pytest; importing the others takes seconds.
 _PRELOAD = ("pytest", "torch.distributed.tensor", "torch.distributed.pipelining")
 
 
 class _Pools:
-    """The pools of one test run, by what they check and preload."""
+    """The pools of one test run, by device, checked packages and preloaded modules."""
 
     def __init__(self) -> None:
         self.pools: dict[tuple[str, tuple[str, ...], tuple[str, ...]], WorkerPool] = {}
@@ -53,13 +53,13 @@ def _worker_pools() -> Iterator[_Pools]:
 
 @pytest.fixture(scope="module")
 def worker_pool_typecheck() -> tuple[str, ...]:
-    """Packages whose jaxtyping annotations are checked inside ranks; override to name some."""
+    """Packages whose jaxtyping annotations are checked inside ranks. Defaults to none."""
     return ()
 
 
 @pytest.fixture(scope="module")
 def worker_pool_preload() -> tuple[str, ...]:
-    """Modules that ranks need and that take long to import; override to name some."""
+    """Modules to import once, before ranks are forked. Defaults to none."""
     return ()
 
 
@@ -69,14 +69,14 @@ def worker_pool(
     worker_pool_typecheck: tuple[str, ...],
     worker_pool_preload: tuple[str, ...],
 ) -> "WorkerPool":
-    """Returns a pool of up to eight Gloo ranks on the CPU, shared by the whole test run."""
+    """Pool of up to eight Gloo ranks on the CPU, shared by the whole test run."""
     checked, preload = tuple(worker_pool_typecheck), tuple(worker_pool_preload)
     return _worker_pools.get("cpu", _MAX_RANKS, checked, preload)
 
 
 @pytest.fixture(scope="module")
 def device_pool(_worker_pools: _Pools) -> "WorkerPool":
-    """A pool with one rank per CUDA device over NCCL; skips where there are fewer than two."""
+    """Pool with one NCCL rank per CUDA device. Skips the test if there are fewer than two."""
     import torch
 
     count = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""The pool: sets of workers, one set per number of ranks, kept while they are healthy."""
+"""A pool of workers: one set for each number of ranks, reused while all its workers are alive."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ from megatron_parallel.testing.worker import Call, Outcome, Rank, Setup
 if TYPE_CHECKING:
     from megatron_parallel.mesh.layout import ParallelLayout
 
-_START_TIMEOUT = 120.0  # seconds for importing torch and joining a group on a busy machine
+_START_TIMEOUT = 120.0  # seconds to import torch and join a group on a busy machine
 _GRACE = 1.0  # seconds for the other ranks to report after one has failed
 _BOOT = (
     "import json, sys; descriptor, directory, preload, typecheck, path = json.loads(sys.argv[1]); "
@@ -57,25 +57,25 @@ def _on_mesh(
 
 
 class WorkerPool:
-    """Processes that run a function on several ranks, again and again.
+    """Processes that run functions on several ranks.
 
-    Workers are forked from one process that has imported torch, joined by a process group through a
-    file (no ports), and kept: a set of workers for each number of ranks that was asked for. A call
-    that fails ends its set; the next call gets a fresh one. Each worker computes with one thread.
-    Workers end with the process that owns the pool, even if that is killed.
+    Workers are forked from one process that has imported torch, and joined by a process group
+    through a file, without ports. The pool keeps a set of workers for each number of ranks. A
+    failing call ends its set, and the next call starts a new one. Each worker computes with one
+    thread. Workers end with the process that owns the pool, even if it is killed.
 
-    Not safe for several threads at once.
+    Not thread-safe.
 
     Args:
-        max_ranks: The most ranks one call may ask for.
-        timeout: Seconds a call may take unless it says otherwise.
-        collective_timeout: Seconds after which a waiting collective fails.
+        max_ranks: Maximum number of ranks of a call.
+        timeout: Default time-out of a call in seconds.
+        collective_timeout: Time-out of collectives in seconds.
         backend: Backend of the process group. Defaults to that of `Mesh.bind`: NCCL on CUDA
-            devices, which refuses tensors on the CPU, and Gloo elsewhere.
-        device: Device type of the ranks; rank ``i`` gets device ``i`` of it (``cpu`` is shared).
+            devices, which does not accept CPU tensors, and Gloo elsewhere.
+        device: Device type of the ranks. Rank ``i`` gets device ``i``; ``cpu`` is shared.
         typecheck: Packages whose jaxtyping annotations beartype checks inside the workers.
-        preload: Modules to import once, before workers are forked. By default what torch's own
-            parallel code needs and takes seconds to import.
+        preload: Modules to import once, before workers are forked. Defaults to modules for the
+            parallel code of torch that take seconds to import.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WorkerPool:
         self._device = device
         self._directory = Path(tempfile.mkdtemp(prefix="megatron-pool-"))
         self._generation = 0
-        self._crews: dict[int, list[_Worker]] = {}
+        self._worker_sets: dict[int, list[_Worker]] = {}
         self._connection, theirs = socket.socketpair()
         self._server = _start_server(theirs, self._directory, preload, self.typecheck)
         self._ready = False
@@ -120,8 +120,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Ends all workers. A closed pool cannot be used again."""
-        for ranks in list(self._crews):
-            self._dismiss(ranks)
+        for ranks in list(self._worker_sets):
+            self._end_workers(ranks)
         self._close()
 
     def run(
@@ -133,20 +133,21 @@ class WorkerPool:
     ) -> list[Any]:
         """Calls ``function(rank, *arguments)`` on every rank and returns the results by rank.
 
-        ``rank`` is a :class:`Rank`. The default process group has ``ranks`` members. Before each
-        call the random generators are seeded with 0, gradients are on, the default dtype is float32
-        and the working directory is the caller's.
+        ``rank`` is a `Rank`. The default process group has ``ranks`` members. Before each call, the
+        random generators are seeded with 0, gradients are enabled, the default dtype is float32 and
+        the working directory is that of the caller.
 
         Args:
-            function: Any function. One defined in a regular package travels by name, any other
-                (test files, closures, lambdas) by value, with cloudpickle.
-            arguments: Anything that pickles. Tensors travel as copies on the CPU, detached; so do
-                those in the results.
+            function: Any function. A function of a regular package is pickled by name, others (of
+                test files, closures, lambdas) by value, with cloudpickle.
+            arguments: Arguments that can be pickled. Tensors are copied to the CPU and detached,
+                also in the results.
             ranks: Number of ranks, at most ``max_ranks``.
-            timeout: Seconds until a rank that has not finished counts as hung.
+            timeout: Seconds after which a rank that has not finished counts as hung. Defaults to
+                that of the pool.
 
         Raises:
-            WorkerError: A rank raised, died or hung. The message holds its traceback.
+            WorkerError: A rank raised, died or hung. The message contains its traceback.
             ValueError: ``ranks`` is out of range.
         """
         if not 1 <= ranks <= self.max_ranks:
@@ -154,11 +155,11 @@ class WorkerPool:
         timeout = self.timeout if timeout is None else timeout
         payload = wire.dumps((function, arguments), function, *filter(callable, arguments))
         call = wire.dumps(Call(list(sys.path), str(Path.cwd()), payload))
-        crew = self._crew(ranks)
+        workers = self._workers(ranks)
         try:
-            outcomes = self._exchange(crew, [call] * ranks, timeout)
+            outcomes = self._exchange(workers, [call] * ranks, timeout)
         except BaseException:
-            self._dismiss(ranks)
+            self._end_workers(ranks)
             raise
         return [pickle.loads(outcome.result or b"") for outcome in outcomes]
 
@@ -172,38 +173,38 @@ class WorkerPool:
     ) -> list[Any]:
         """Calls ``function(mesh, *arguments)`` on every rank of ``layout``.
 
-        ``mesh`` is the `megatron_parallel.Mesh` of the layout, bound at the first use and kept for
-        the next calls. ``ranks`` is needed only where the layout leaves the data-parallel size
-        open. Otherwise as :meth:`run`.
+        ``mesh`` is the `megatron_parallel.Mesh` of the layout, bound at its first use and reused by
+        later calls. ``ranks`` is needed only if the layout does not fix the data-parallel size.
+        Otherwise as `run`.
         """
         ranks = layout.world_size if ranks is None else ranks
         return self.run(_on_mesh, layout, function, *arguments, ranks=ranks, timeout=timeout)
 
-    # Below: sets of workers.
+    # Sets of workers.
 
-    def _crew(self, ranks: int) -> list[_Worker]:
-        crew = self._crews.get(ranks)
-        if crew is not None:
-            lost = [worker for worker in crew if select.select([worker], [], [], 0)[0]]
+    def _workers(self, ranks: int) -> list[_Worker]:
+        workers = self._worker_sets.get(ranks)
+        if workers is not None:
+            lost = [worker for worker in workers if select.select([worker], [], [], 0)[0]]
             if not lost:
-                return crew
+                return workers
             names = ", ".join(f"rank {w.rank} {self._status(w)}" for w in lost)
             warnings.warn(f"after its last call {names}; starting new workers", stacklevel=3)
-            self._dismiss(ranks)
-        return self._start_crew(ranks)
+            self._end_workers(ranks)
+        return self._start_workers(ranks)
 
-    def _start_crew(self, ranks: int) -> list[_Worker]:
+    def _start_workers(self, ranks: int) -> list[_Worker]:
         if not self._close.alive:
-            raise ValueError("this pool is closed; make a new WorkerPool")
+            raise ValueError("this pool is closed; create a new WorkerPool")
         self._wait_for_server()
         self._generation += 1
         stem = self._directory / f"{ranks}-{self._generation}"
-        crew = self._crews[ranks] = []
+        workers = self._worker_sets[ranks] = []
         for rank in range(ranks):
             ours, theirs = socket.socketpair()
             with theirs:
                 pid = self._ask(b"F", 0, theirs)
-            crew.append(_Worker(rank, pid, ours, Path(f"{stem}.trace{rank}")))
+            workers.append(_Worker(rank, pid, ours, Path(f"{stem}.trace{rank}")))
         setups = [
             Setup(
                 rank=worker.rank,
@@ -214,26 +215,30 @@ class WorkerPool:
                 trace=str(worker.trace),
                 collective_timeout=self._collective_timeout,
             )
-            for worker in crew
+            for worker in workers
         ]
         try:
-            self._exchange(crew, [wire.dumps(setup) for setup in setups], _START_TIMEOUT)
+            self._exchange(workers, [wire.dumps(setup) for setup in setups], _START_TIMEOUT)
         except BaseException:
-            self._dismiss(ranks)
+            self._end_workers(ranks)
             raise
-        return crew
+        return workers
 
     def _exchange(
-        self, crew: list[_Worker], messages: list[bytes], timeout: float
+        self, workers: list[_Worker], messages: list[bytes], timeout: float
     ) -> list[Outcome]:
-        """Sends each worker its message and collect the answers, or raises what failed."""
+        """Sends each worker its message and returns the answers.
+
+        Raises:
+            WorkerError: A rank failed.
+        """
         deadline = time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
         failures: list[Failure] = []
         with selectors.DefaultSelector() as selector:
-            for worker, message in zip(crew, messages, strict=True):
+            for worker, message in zip(workers, messages, strict=True):
                 worker.connection.settimeout(timeout)
-                with contextlib.suppress(OSError):  # it died; reading will say so
+                with contextlib.suppress(OSError):  # it died; reading reports this
                     wire.send(worker.connection, message)
                 selector.register(worker, selectors.EVENT_READ, worker)
             while selector.get_map():
@@ -245,7 +250,7 @@ class WorkerPool:
                         outcome: Outcome = pickle.loads(wire.receive(worker.connection))
                     except EOFError:
                         failures.append(self._death(worker))
-                    except TimeoutError:  # in the middle of its answer
+                    except TimeoutError:  # within its answer
                         failures.append(self._hang(worker, timeout, None))
                     else:
                         outcomes[worker.rank] = outcome
@@ -262,10 +267,10 @@ class WorkerPool:
             cause = failures[0].rank if failures else None
             failures.extend(self._hang(worker, timeout, cause) for worker in waiting)
         if failures:
-            # A peer's death reaches the others as a broken connection: name the death first.
+            # The death of a rank breaks the connections of others: report the death first.
             failures.sort(key=lambda failure: failure.kind != "died")
-            raise WorkerError(failures, len(crew))
-        return [outcomes[worker.rank] for worker in crew]
+            raise WorkerError(failures, len(workers))
+        return [outcomes[worker.rank] for worker in workers]
 
     def _death(self, worker: _Worker) -> Failure:
         status = self._status(worker)
@@ -288,7 +293,7 @@ class WorkerPool:
         return Failure(worker.rank, "stopped", f"was stopped: rank {cause} had failed", trace)
 
     def _status(self, worker: _Worker) -> str:
-        """Returns how a worker's process ended, in words."""
+        """Describes how the process of a worker ended."""
         status = self._ask(b"W", worker.pid)
         if status == server.STILL_RUNNING:
             return "closed its connection but did not exit"
@@ -297,14 +302,14 @@ class WorkerPool:
             return f"died of signal {-status} ({signal.Signals(-status).name})"
         return f"exited with status {status}"
 
-    def _dismiss(self, ranks: int) -> None:
-        for worker in self._crews.pop(ranks, []):
+    def _end_workers(self, ranks: int) -> None:
+        for worker in self._worker_sets.pop(ranks, []):
             worker.connection.close()
             if worker.pid and self._server.poll() is None:
                 os.kill(worker.pid, signal.SIGKILL)
                 self._ask(b"W", worker.pid)
 
-    # Below: the server.
+    # The server.
 
     def _wait_for_server(self) -> None:
         if not self._ready:
@@ -315,7 +320,7 @@ class WorkerPool:
     def _ask(self, kind: bytes, number: int, attached: socket.socket | None = None) -> int:
         request = server.REQUEST.pack(kind, number)
         descriptors = [] if attached is None else [attached.fileno()]
-        with contextlib.suppress(ConnectionError):  # reading says how it ended
+        with contextlib.suppress(ConnectionError):  # reading reports how it ended
             socket.send_fds(self._connection, [request], descriptors)
         return self._answer()
 
@@ -339,7 +344,7 @@ def _start_server(
 ) -> "subprocess.Popen[bytes]":
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
-    # One thread a rank, and none in the server: forking a process with threads is not safe.
+    # One thread per rank, none in the server: forking a process with threads is not safe.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = "1"
     settings = [theirs.fileno(), str(directory), list(preload), list(typecheck), sys.path]
@@ -349,7 +354,7 @@ def _start_server(
             env=environment,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # an interrupt at the terminal reaches the owner alone
+            start_new_session=True,  # an interrupt at the terminal reaches only the owner
         )
 
 

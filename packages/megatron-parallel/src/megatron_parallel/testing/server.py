@@ -1,12 +1,12 @@
 """The fork server: one process with torch imported that forks a worker on request.
 
-It runs one thread and starts no library threads, so that forking it is safe. It ends, and takes all
-workers with it, as soon as the connection to the process that started it closes: a test run that is
-killed, even with SIGKILL, leaves nothing behind.
+The server has one thread and starts no library threads, so forking it is safe. When the connection
+to the process that started it closes, it ends with all its workers: a test run that is killed, even
+with SIGKILL, leaves no processes behind.
 
-Requests are nine bytes, a letter and a number: ``F`` with a socket attached forks a worker that
-serves it and answers the process id; ``W`` waits for a worker that has ended or was killed and
-answers its exit status, negative for a signal.
+Requests are nine bytes, a letter and a number. ``F``, with a socket attached, forks a worker that
+serves the socket and returns its process id. ``W`` waits for a worker that has ended or was killed
+and returns its exit status, negative for a signal.
 """
 
 import ctypes
@@ -27,10 +27,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, directory: str, preload: Sequence[str], typecheck: Sequence[str]) -> None:
-    """Serves requests on the socket ``descriptor`` until it closes; then removes ``directory``.
+    """Serves requests on a socket until it closes, then removes ``directory``.
 
-    ``preload`` are modules to import before forking; ``typecheck`` are packages whose jaxtyping
-    annotations are to be checked with beartype.
+    Args:
+        descriptor: File descriptor of the socket.
+        directory: Directory of the pool.
+        preload: Modules to import before forking.
+        typecheck: Packages whose jaxtyping annotations beartype checks.
     """
     from megatron_parallel.testing import worker
 
@@ -63,7 +66,7 @@ def main(descriptor: int, directory: str, preload: Sequence[str], typecheck: Seq
         for pid in children:
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)  # nothing of torch needs to be taken down in order
+    os._exit(0)  # without the shutdown handlers of torch
 
 
 def _fork(
@@ -78,12 +81,12 @@ def _fork(
     try:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # the server went between fork and prctl
+            if os.getppid() != parent:  # the server ended between fork and prctl
                 os._exit(1)
         connection.close()
         serve(socket.socket(fileno=descriptor))
         status = 0
-    except BaseException:  # noqa: BLE001 - nothing may climb into the server's loop
+    except BaseException:  # noqa: BLE001 - must not reach the loop of the server
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()

@@ -1,9 +1,9 @@
-"""Messages between the pool and its workers: a length, then a pickle, over a local socket.
+"""Messages between the pool and its workers: a length and a pickle, over a local socket.
 
-A function defined in a regular package (a folder with an ``__init__.py``) travels by name.
-Everything else - functions in test files, notebooks and scripts, closures, lambdas - travels by
-value, because a worker has no way to import it. Tensors travel as copies on the CPU, detached from
-their graph; no handle to shared memory outlives the call.
+A function of a regular package (a directory with an ``__init__.py``) is pickled by name. Other
+functions (of test files, notebooks and scripts, closures, lambdas) are pickled by value, since a
+worker cannot import them. Tensors are copied to the CPU and detached from their graph; no handle to
+shared memory outlives the call.
 """
 
 import importlib.util
@@ -57,23 +57,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _sent_by_value(function: Callable[..., Any]) -> ModuleType | None:
-    """Returns the module of ``function`` where it is not part of a regular package."""
+    """Returns the module of ``function`` if it must be pickled by value, else None."""
     function = getattr(function, "func", function)  # functools.partial
     name = getattr(function, "__module__", None)
     module = sys.modules.get(name) if name else None
-    if module is None or module.__name__ == "__main__":  # by value already
+    if module is None or module.__name__ == "__main__":  # pickled by value already
         return None
     root = module.__name__.partition(".")[0]
     try:
         spec = importlib.util.find_spec(root)
-    except (ValueError, ModuleNotFoundError):  # a parent that a test runner made up
+    except (ValueError, ModuleNotFoundError):  # a parent package that only the test runner knows
         return module
     regular = spec is not None and spec.submodule_search_locations is not None and spec.has_location
     return None if regular else module
 
 
 def dumps(message: Any, *functions: Callable[..., Any]) -> bytes:
-    """Pickles ``message``; the modules of ``functions`` go by value where they must."""
+    """Pickles ``message``, with the modules of ``functions`` by value if necessary."""
     modules = []
     for function in functions:
         module = _sent_by_value(function)
@@ -98,7 +98,11 @@ def send(connection: socket.socket, payload: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes:
-    """Reads one message; ``EOFError`` if the other side is gone."""
+    """Reads one message.
+
+    Raises:
+        EOFError: The other side closed the connection.
+    """
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     return _read(connection, length)
 

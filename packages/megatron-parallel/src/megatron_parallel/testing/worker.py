@@ -1,4 +1,4 @@
-"""One rank: a process that joins a process group once and then runs function after function."""
+"""One rank: a process that joins a process group and then runs functions."""
 
 import faulthandler
 import os
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from megatron_parallel.mesh.mesh import Mesh
 
 
-MESHES_KEPT: Final = 4
-"""Of each worker. Every group of Gloo has a thread that wakes up a hundred times a second."""
+MAX_MESHES: Final = 4
+"""Maximum number of meshes of a worker: each Gloo group has a thread that often wakes up."""
 
 
 @dataclass
 class Rank:
-    """What a function run by the pool is told about the rank it runs on.
+    """The rank on which the pool runs a function.
 
     Attributes:
-        rank: Which one it is, from 0.
-        size: Of how many.
-        device: Where its tensors belong.
-        collective_timeout: Time-out of the collectives of the default group and of its meshes.
+        rank: Index of the rank.
+        size: Number of ranks.
+        device: Device of the rank.
+        collective_timeout: Time-out of collectives, of the default group and of meshes.
     """
 
     rank: int
@@ -49,15 +49,15 @@ class Rank:
     def mesh(self, layout: "ParallelLayout") -> "Mesh":
         """Returns the mesh of ``layout`` over all ranks of this call.
 
-        It is bound at the first call; the few that were asked for last are kept for later tests.
-        Every rank must ask for the same layouts in the same order.
+        The mesh is bound at the first call. The last few meshes are reused by later calls. All
+        ranks must request the same layouts in the same order.
         """
         from megatron_parallel.mesh.mesh import Mesh
 
         layout = layout.resolve(self.size)
         mesh = self._meshes.pop(layout, None)
         if mesh is None:
-            while len(self._meshes) >= MESHES_KEPT:
+            while len(self._meshes) >= MAX_MESHES:
                 self._meshes.pop(next(iter(self._meshes))).close()
             mesh = Mesh.bind(layout, device=self.device, timeout=self.collective_timeout)
         self._meshes[layout] = mesh  # the newest is last
@@ -79,7 +79,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Call:
-    """One call; function and arguments are pickled on their own, to be read under ``path``."""
+    """One call. Function and arguments are pickled separately, to be unpickled with ``path``."""
 
     path: list[str]
     folder: str
@@ -88,7 +88,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A rank's answer: its pickled result, or what it raised."""
+    """Answer of a rank: its pickled result, or its error."""
 
     result: bytes | None
     summary: str = ""
@@ -96,7 +96,7 @@ class Outcome:
 
 
 def serve(connection: socket.socket) -> None:
-    """Joins the group described by the first message, then answer calls until the pool is gone."""
+    """Joins the group of the first message, then serves calls until the connection closes."""
     setup: Setup = pickle.loads(wire.receive(connection))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(setup.trace).open("w") as trace:
@@ -104,7 +104,7 @@ def serve(connection: socket.socket) -> None:
         faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
         try:
             rank = _join(setup)
-        except Exception as error:  # noqa: BLE001 - told to the pool, which raises it
+        except Exception as error:  # noqa: BLE001 - sent to the pool, which raises it
             wire.send(connection, wire.dumps(_outcome_of(error, "could not join its group: ")))
             return
         wire.send(connection, wire.dumps(Outcome(None)))
@@ -144,19 +144,19 @@ def _answer(call: Call, rank: Rank) -> Outcome:
     try:
         function, arguments = pickle.loads(call.payload)
         result = wire.dumps(function(rank, *arguments))
-    except BaseException as error:  # noqa: BLE001 - SystemExit too is told to the pool
+    except BaseException as error:  # noqa: BLE001 - SystemExit is sent to the pool too
         return _outcome_of(error)
     try:
         if rank.size > 1:
-            dist.barrier()  # with NCCL on the current device, which `_join` has set
-    except Exception as error:  # noqa: BLE001 - told to the pool
+            dist.barrier()  # NCCL uses the current device, set by `_join`
+    except Exception as error:  # noqa: BLE001 - sent to the pool
         return _outcome_of(error, "returned, but the barrier behind it failed: ")
     return Outcome(result)
 
 
 def _outcome_of(error: BaseException, prefix: str = "raised ") -> Outcome:
     last = traceback.format_exception_only(error)[-1].strip()
-    # The first frame is ours. Text only: an exception may hold what does not pickle.
+    # Without the frame of the worker. As text, since an exception may not be picklable.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
     return Outcome(None, prefix + last.partition("\n")[0], text)
