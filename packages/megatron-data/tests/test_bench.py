@@ -1,4 +1,4 @@
-"""The benchmark on a user's files: what it counts is there, and it names the slowest phase."""
+"""Tests of the benchmark: its counts, and the slowest phase."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_every_phase_is_measured_on_the_same_documents(
     assert [phase.documents for phase in found.phases] == [len(texts)] * 4
     assert (tokenize.tokens, write.tokens, read.tokens, parse.tokens) == (tokens, tokens, 0, 0)
     assert all(phase.seconds > 0 for phase in found.phases)
-    # The size is that of the lines without their ends.
+    # The size is that of the lines without line ends.
     assert all(0 <= corpus.stat().st_size - s.size <= len(texts) for s in found.phases)
     other, whole, samples = found.other_measurements
     assert other.name == "tokenize, ByteTokenizer"
@@ -29,11 +29,11 @@ def test_every_phase_is_measured_on_the_same_documents(
     assert samples.name == "samples" and samples.tokens == samples.documents * 16
 
 
-def test_it_stops_after_so_many_megabytes(tmp_path: Path) -> None:
+def test_reading_stops_after_the_given_megabytes(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text((json.dumps({"text": "x" * 9990}) + "\n") * 400)
     found = benchmark([path], ByteTokenizer(), megabytes=1.5)
-    assert 1.5e6 <= found.phases[0].size < 3.5e6  # a chunk of a megabyte more at the most
+    assert 1.5e6 <= found.phases[0].size < 3.5e6  # at most one chunk of a megabyte more
 
 
 def test_the_slowest_phase_is_named() -> None:
@@ -54,7 +54,7 @@ def test_the_command_prints_a_table(corpus: Path, capsys: pytest.CaptureFixture[
     assert "300 documents, 0.1 MB" in out and "bound by " in lines[-1]
 
 
-def test_what_cannot_be_measured_is_told(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="the first 12 bytes of the input give no token"):

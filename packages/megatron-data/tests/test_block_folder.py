@@ -1,4 +1,4 @@
-"""Blocks that processes share: within the limit, and the folder is seldom listed."""
+"""Tests of the shared folder of blocks: its limit, and how rarely it is listed."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ SIZE = len(BLOCK) + 4
 
 @pytest.fixture
 def listings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What was added at every listing of the folder."""
+    """Records the added bytes at every listing of the folder."""
     listed: list[int] = []
     remove = BlockFolder._remove_oldest
 
@@ -40,7 +40,7 @@ def add(folder: BlockFolder, first: int, last: int) -> None:
 
 
 def test_a_folder_is_listed_once_for_many_blocks(tmp_path: Path, listings: list[int]) -> None:
-    """Once at the beginning, and then once for the share of the limit that is made free."""
+    """It is listed once at the start, and then once per freed fraction of the limit."""
     folder = BlockFolder(tmp_path / "c", 160 * SIZE)
     add(folder, 0, 160)
     assert len(listings) == 1
@@ -53,7 +53,7 @@ def test_a_folder_is_listed_once_for_many_blocks(tmp_path: Path, listings: list[
     assert folder.get("300", len(BLOCK)) is None
 
 
-def test_the_blocks_used_longest_ago_go(tmp_path: Path) -> None:
+def test_the_least_recently_used_blocks_are_removed(tmp_path: Path) -> None:
     folder = BlockFolder(tmp_path, 32 * SIZE)
     add(folder, 0, 32)
     for number in range(32):
@@ -64,21 +64,21 @@ def test_the_blocks_used_longest_ago_go(tmp_path: Path) -> None:
     assert left == {0, *range(4, 33)}
 
 
-def test_two_processes_count_together(tmp_path: Path, listings: list[int]) -> None:
-    """What each holds in memory says nothing: two readers share the number in the folder."""
+def test_two_readers_share_the_recorded_size(tmp_path: Path, listings: list[int]) -> None:
+    """Two readers share the size that is recorded in the folder."""
     one, other = (BlockFolder(tmp_path, 40 * SIZE) for _ in range(2))
     for number in range(0, 200, 2):
         add(one, number, number + 1)
         add(other, number + 1, number + 2)
         assert kept(tmp_path) <= 40 * SIZE
-    for number in range(0, 200, 2):  # the same block from both counts once
+    for number in range(0, 200, 2):  # a block that both add counts once
         add(one, number, number + 1)
         add(other, number, number + 1)
         assert kept(tmp_path) == counted(tmp_path)
     assert len(listings) < 150
 
 
-def test_no_block_of_processes_that_add_at_once_is_left_out(tmp_path: Path) -> None:
+def test_blocks_of_concurrent_processes_are_all_counted(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
@@ -99,12 +99,16 @@ for number in range(1500):
     assert counted(tmp_path) == kept(tmp_path) == 2 * 1500 * 5
 
 
-def test_what_vanishes_is_seen_at_the_next_listing(tmp_path: Path, listings: list[int]) -> None:
+def test_deleted_blocks_are_detected_at_the_next_listing(
+    tmp_path: Path, listings: list[int]
+) -> None:
     folder = BlockFolder(tmp_path / "c", 32 * SIZE)
     add(folder, 0, 32)
     for number in range(20):
         (tmp_path / "c" / f"{number}.block").unlink()
-    add(folder, 32, 33)  # the number says that it is full: it is not, and nothing is removed
+    add(
+        folder, 32, 33
+    )  # the recorded size reaches the limit, but the real size does not, so nothing is removed
     assert len(listings) == 2
     assert kept(tmp_path / "c") == counted(tmp_path / "c") == 13 * SIZE
     for path in (tmp_path / "c").iterdir():
@@ -115,7 +119,7 @@ def test_what_vanishes_is_seen_at_the_next_listing(tmp_path: Path, listings: lis
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8])
-def test_a_damaged_number_is_put_right(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_size_is_corrected(tmp_path: Path, content: bytes) -> None:
     folder = BlockFolder(tmp_path, 8 * SIZE)
     add(folder, 0, 8)
     (tmp_path / "blocks.bytes").write_bytes(content)
@@ -137,7 +141,7 @@ def test_a_damaged_block_is_replaced_and_counted_once(tmp_path: Path) -> None:
     assert kept(tmp_path) == counted(tmp_path) <= 8 * SIZE
 
 
-def test_whoever_is_stopped_leaves_no_number_that_is_too_small(
+def test_an_interrupted_process_does_not_record_too_small_a_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = BlockFolder(tmp_path, 8 * SIZE)

@@ -17,7 +17,7 @@ def tokenizer_folder(corpus: Path, tmp_path: Path, capsys: Capture) -> Path:
     return folder
 
 
-def test_from_text_to_a_dataset_one_can_look_at(
+def test_text_is_preprocessed_and_inspected(
     corpus: Path, tokenizer_folder: Path, tmp_path: Path, capsys: Capture, texts: list[str]
 ) -> None:
     prefix = str(tmp_path / "d")

@@ -1,4 +1,4 @@
-"""Datasets of conversations: forms of rows, workers, restarts, what is left out, and the mask."""
+"""Tests of datasets of conversations: formats, workers, restarts, skipped rows, and the mask."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 def one_by_one(
     rows: list[Any], prefix: Path, tokenizer: HuggingFaceTokenizer, most: int
 ) -> dict[str, bytes]:
-    """The files as a loop over rows writes them that knows nothing of chunks."""
+    """Writes the files with a plain loop over rows, without chunks."""
     with (
         IndexedDatasetBuilder(prefix, "uint16") as tokens,
         IndexedDatasetBuilder(f"{prefix}_loss", "uint8") as masks,
@@ -90,7 +90,7 @@ def one_by_one(
     return {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
 
 
-def test_files_are_those_of_a_plain_loop_whatever_the_workers(
+def test_files_equal_those_of_a_plain_loop_for_any_number_of_workers(
     talks: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
     (tmp_path / "loop").mkdir()
@@ -141,7 +141,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_runs_killed_at_random_moments_end_in_the_same_bytes(
+def test_runs_killed_at_random_moments_resume_to_the_same_bytes(
     seed: int,
     talks: Path,
     tokenizer: HuggingFaceTokenizer,
@@ -158,8 +158,8 @@ def test_runs_killed_at_random_moments_end_in_the_same_bytes(
     check_resume_after_kills(seed, program, out, files_in(tmp_path / "calm"))
 
 
-def test_a_row_may_be_of_any_form(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
-    """Messages, turns with `from`, Alpaca; the published prompts of Alpaca word for word."""
+def test_all_formats_of_rows_are_read(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    """Messages, turns with `from`, and Alpaca with its published prompts."""
     said = {"instruction": "Add.", "input": "", "output": "3"}
     rows = [
         {"messages": [{"role": "user", "content": "Hi"}, LOOKING, {"role": "tool", "content": "!"},
@@ -189,7 +189,7 @@ def test_a_row_may_be_of_any_form(tokenizer: HuggingFaceTokenizer, tmp_path: Pat
 def test_parquet_gives_the_files_of_json_lines(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
-    """A table has every field in every struct: those that are null are not in the message."""
+    """A table has every field in every struct; null fields are removed from messages."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [*ROWS[:20], {"messages": [ROWS[0]["messages"][0], LOOKING]}]
@@ -229,7 +229,7 @@ WRONG: list[tuple[Any, str, str]] = [
 ]  # fmt: skip
 
 
-def test_a_wrong_line_is_named_skipped_or_written_down(
+def test_an_invalid_line_is_reported_skipped_or_quarantined(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refusing = ChatTemplate(
@@ -249,9 +249,9 @@ def test_a_wrong_line_is_named_skipped_or_written_down(
         )  # fmt: skip
         assert (report.rows, report.dataset.skipped.documents) == (len(WRONG), len(WRONG))
         assert "no conversation" in (report.dataset.first_skipped or "")
-        told = [json.loads(line) for line in (tmp_path / "q.quarantine.jsonl").open()]
-        assert [row["kind"] for row in told] == [kind for _, kind, _ in WRONG]
-        assert [row["number"] for row in told] == list(range(1, 2 * len(WRONG), 2))
+        records = [json.loads(line) for line in (tmp_path / "q.quarantine.jsonl").open()]
+        assert [row["kind"] for row in records] == [kind for _, kind, _ in WRONG]
+        assert [row["number"] for row in records] == list(range(1, 2 * len(WRONG), 2))
         for document in range(len(WRONG)):
             found = trace(tmp_path / "q_conversation_loss", document=document)
             assert (found.number, found.inexact_reason) == (2 * document + 2, None)
@@ -274,7 +274,7 @@ def test_a_wrong_line_is_named_skipped_or_written_down(
         ({"chunk_bytes": 0}, "chunk_bytes=0; give at least 1"),
     ],
 )
-def test_no_option_is_taken_for_another(
+def test_unknown_values_of_options_are_refused(
     talks: Path,
     tokenizer: HuggingFaceTokenizer,
     tmp_path: Path,
@@ -286,10 +286,10 @@ def test_no_option_is_taken_for_another(
     assert [path.name for path in tmp_path.iterdir()] == ["talks.jsonl"]
 
 
-def test_the_day_of_a_template_that_writes_it_stands_in_the_manifest(
+def test_the_manifest_records_the_day_that_a_template_writes(
     tokenizer: HuggingFaceTokenizer, talks: Path, tmp_path: Path
 ) -> None:
-    """A run that is continued on another day does its chunks again, so all have one date."""
+    """A run that is resumed on another day encodes its chunks again, so all have one date."""
     template = ChatTemplate("{{ strftime_now('%d') }}" + TEMPLATE.source, TEMPLATE.variables)
     options: dict[str, Any] = {"chunk_bytes": 4000}
     then = template.with_time(datetime(1999, 12, 31))
@@ -323,7 +323,7 @@ def test_the_day_of_a_template_that_writes_it_stands_in_the_manifest(
     assert manifest["conversations"]["time"].endswith("T00:00:00")
 
 
-def test_null_is_never_written_as_a_word(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+def test_null_is_not_rendered_as_text(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"messages": [talk(1)["messages"][0], LOOKING]}])
     with pytest.raises(DataError, match=r"a\.jsonl:1: .* writes null as text"):
         tokenize_conversations(
@@ -352,10 +352,10 @@ def test_a_token_is_traced_to_its_line(
     assert build_sft_datasets(str(tmp_path / "m"), "1,0,0", sequence_length=64).train
 
 
-def test_a_mask_of_another_run_is_noticed(
+def test_a_mask_of_another_run_is_detected(
     talks: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
-    """It has the same lengths, so only the manifests tell."""
+    """It has the same lengths, so only the manifests differ."""
     for name, loss in (("a", "assistant"), ("b", "all")):
         tokenize_conversations([talks], tmp_path / name, tokenizer, TEMPLATE, loss=loss)
         build_sft_datasets(str(tmp_path / f"{name}_conversation"), "1,0,0", sequence_length=64)
@@ -370,7 +370,7 @@ def test_a_mask_of_another_run_is_noticed(
         build_sft_datasets(str(tmp_path / "a_conversation"), "1,0,0", sequence_length=64)
 
 
-def test_what_a_mask_may_hold_is_verified_and_shown(
+def test_the_values_of_a_mask_are_verified_and_shown(
     talks: Path,
     tokenizer: HuggingFaceTokenizer,
     tmp_path: Path,
@@ -380,8 +380,8 @@ def test_what_a_mask_may_hold_is_verified_and_shown(
     tokenizer.save(tmp_path / "t")
     command = ["inspect", str(tmp_path / "o_conversation_loss"), "--tokens", "3"]
     assert main([*command, "--tokenizer-model", str(tmp_path / "t")]) == 0
-    told = capsys.readouterr().out
-    assert "vocabulary: 2 of 2 (100.0%) tokens occur" in told and "\n0 0 0\n" in told
+    records = capsys.readouterr().out
+    assert "vocabulary: 2 of 2 (100.0%) tokens occur" in records and "\n0 0 0\n" in records
     path = tmp_path / "o_conversation_loss.meta.json"
     manifest = json.loads(path.read_text())
     assert manifest["values"] == 2 and manifest["tokenizer"]["vocab_size"] > 2
@@ -390,16 +390,18 @@ def test_what_a_mask_may_hold_is_verified_and_shown(
         verify(tmp_path / "o_conversation_loss")
 
 
-def test_text_files_hold_no_conversations(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+def test_text_files_are_refused_as_conversations(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_text("Hi")
     with pytest.raises(DataError, match=r"a\.txt: a text file has no objects; give JSON lines"):
         tokenize_conversations([tmp_path / "a.txt"], tmp_path / "o", tokenizer, TEMPLATE)
 
 
-def test_no_moment_shows_a_mask_beside_tokens_of_another_run(
+def test_a_mask_is_never_visible_beside_tokens_of_another_run(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that replaces another is stopped before each time a file takes or loses its name."""
+    """A run that replaces a dataset is stopped before each rename or removal of a file."""
     path, out = write(tmp_path / "a.jsonl", ROWS[:4]), tmp_path / "out"
     names = [f"o_conversation{middle}{end}" for middle in ("", "_loss") for end in (".bin", ".idx")]
 

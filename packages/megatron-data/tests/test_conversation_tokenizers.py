@@ -1,6 +1,6 @@
 """SFTTokenizer, MultimodalTokenizer and NullMultimodalTokenizer.
 
-Texts and what is counted of them are what Megatron-LM's classes gave (main, August 2026; see
+The expected texts and masks are results of Megatron-LM's classes (main, August 2026; see
 `integration_tests/parity/test_conversations_against_megatron.py`, which runs them).
 """
 
@@ -52,7 +52,7 @@ LLAMA += "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nSee you<|eo
 
 @pytest.fixture(scope="module")
 def folder(tokenizer: HuggingFaceTokenizer, tmp_path_factory) -> Path:
-    """A tokenizer with marks of its own and a chat template."""
+    """A tokenizer with special tokens and a chat template."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.with_special_tokens(["<s>", "</s>", "<pad>"]).save(folder)
     config = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -97,7 +97,7 @@ def test_conversations_with_images(
         force_system_message=prompt_format == "qwen2p5",
     )
     talk = copy.deepcopy(TALK)
-    for _ in range(2):  # what was given stays as it was: a second time is as the first
+    for _ in range(2):  # the messages are not changed, so a second call gives the same
         ids, counted = tokenizer.tokenize_conversation(talk)
         assert tokenizer.decode(ids.tolist()) == text
     assert talk == TALK
@@ -129,15 +129,15 @@ def test_texts_with_images_are_preprocessed(folder: Path, tmp_path: Path, monkey
     texts = ["the <image> whale", "<image><image>", "sea " * 9]
     Path("t.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     words = f"--input t.jsonl --output-prefix t --tokenizer-model {folder} --image-tag-type nvlm"
-    words += " --tokenizer-prompt-format chatml"  # which says what kind of tokenizer it is
+    words += " --tokenizer-prompt-format chatml"  # the file that names the kind of tokenizer
     assert main(["preprocess", *words.split(), "--workers", "2"]) == 0
     tokenizer = MultimodalTokenizer.load(folder, "chatml", image_tag="nvlm")
     with IndexedDataset("t_text_document") as dataset:
         assert [dataset.get(n).tolist() for n in range(3)] == [*map(tokenizer.encode, texts)]
 
 
-def test_what_a_tool_says_is_not_counted(folder: Path) -> None:
-    """Megatron counts it."""
+def test_the_loss_does_not_count_messages_of_tools(folder: Path) -> None:
+    """Megatron counts them."""
     talk = [TALK[1], {"role": "tool", "content": "42"}, TALK[-1]]
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     talk.insert(1, {"role": "assistant", "content": None, "tool_calls": [call]})
@@ -159,7 +159,7 @@ def test_what_a_tool_says_is_not_counted(folder: Path) -> None:
         ({"tokenizer_prompt_format": "mistral"}, None),
     ],
 )  # fmt: skip
-def test_a_saved_one_is_the_same(
+def test_a_saved_tokenizer_equals_the_original(
     folder: Path, tmp_path: Path, options: dict[str, Any], pad: str | None
 ) -> None:
     kind = "MultimodalTokenizer" if "tokenizer_prompt_format" in options else "SFTTokenizer"
@@ -177,7 +177,9 @@ def test_a_saved_one_is_the_same(
         assert again.encode("a <image>") == made.encode("a <image>")
 
 
-def test_a_saved_one_keeps_what_its_template_may_use(folder: Path, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_keeps_the_variables_of_its_template(
+    folder: Path, tmp_path: Path
+) -> None:
     template = ChatTemplate("{{ day }}{{ messages[0].content }}", {"day": "Hi "})
     SFTTokenizer(HuggingFaceTokenizer.load(folder), template).save(tmp_path)
     again = load_tokenizer(tmp_path)
@@ -197,7 +199,7 @@ def test_megatrons_format_is_the_default(folder: Path) -> None:
     assert everything.loss_mask.all()
 
 
-def test_a_plain_tokenizer_takes_the_template_beside_it(folder: Path) -> None:
+def test_a_plain_tokenizer_uses_the_template_in_its_folder(folder: Path) -> None:
     tokenizer = conversation_tokenizer(load_tokenizer(folder), folder / "tokenizer.json")
     asked = tokenizer.tokenize_conversation(TALK[3:4], add_generation_prompt=True)
     assert tokenizer.decode(asked.ids.tolist()) == "<s><user>Hi<assistant>"
@@ -205,7 +207,7 @@ def test_a_plain_tokenizer_takes_the_template_beside_it(folder: Path) -> None:
         conversation_tokenizer(NullMultimodalTokenizer(9), "x")
 
 
-def test_numbers_for_text(tmp_path: Path) -> None:
+def test_token_ids_as_text(tmp_path: Path) -> None:
     tokenizer = build_tokenizer("NullMultimodalTokenizer", vocab_size=100)
     tokenizer.save(tmp_path)
     for each in (tokenizer, load_tokenizer(tmp_path)):
@@ -216,8 +218,8 @@ def test_numbers_for_text(tmp_path: Path) -> None:
         NullMultimodalTokenizer(9).token_id("7 8")
 
 
-def test_a_template_of_ones_own_goes_with_images_too(folder: Path, tmp_path: Path) -> None:
-    """`load` of the two classes has one signature: what opens the one opens the other."""
+def test_a_chat_template_file_works_with_images(folder: Path, tmp_path: Path) -> None:
+    """`load` of the two classes has the same parameters."""
     file = tmp_path / "own.jinja"
     file.write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ bos_token }}"
@@ -252,7 +254,7 @@ def test_a_template_of_ones_own_goes_with_images_too(folder: Path, tmp_path: Pat
         ({"chat_template": "a", "sft_tokenizer_prompt_format": "default"}, "give only one of"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_made(folder: Path, options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         build_tokenizer(**{"tokenizer_model": str(folder), **options})
 
@@ -271,7 +273,7 @@ def test_what_cannot_be_made(folder: Path, options: dict[str, Any], message: str
         ),
     ],
 )
-def test_what_is_no_message(folder: Path, message: dict[str, Any], reason: str) -> None:
+def test_invalid_messages_are_refused(folder: Path, message: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         MultimodalTokenizer.load(folder, "chatml").tokenize_conversation([TALK[1], message])
 

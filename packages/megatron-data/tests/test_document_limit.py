@@ -1,4 +1,4 @@
-"""A document of too many bytes is refused before it is in memory, from whatever source."""
+"""Tests that every source refuses documents that are too large, before they are in memory."""
 
 import bz2
 import gzip
@@ -27,7 +27,7 @@ from megatron_data.tokenizers import ChatTemplate, NullTokenizer, SFTTokenizer
 LIMIT = 32 << 20
 LONG = b'{"text": "' + b"x" * (LIMIT + 9) + b'"}'
 GOOD = b'{"text": "1"}\n'
-TOLD = "a document of 33,554,453 bytes, more than --max-document-bytes 33,554,432"
+MESSAGE = "a document of 33,554,453 bytes, more than --max-document-bytes 33,554,432"
 
 
 def packed_by(suffix: str) -> Callable[[bytes], bytes]:
@@ -45,7 +45,7 @@ def packed_by(suffix: str) -> Callable[[bytes], bytes]:
 
 @pytest.fixture
 def peak() -> Iterator[Callable[[], int]]:
-    """Bytes of memory that were in use at most since it was made, or asked last."""
+    """Returns the peak of used memory in bytes since the last call."""
     tracemalloc.start()
 
     def read() -> int:
@@ -85,21 +85,21 @@ def test_the_limit_is_a_default(function: Callable[..., object]) -> None:
 
 def test_every_reader_has_the_limit(tmp_path: Path, tokenizer: HuggingFaceTokenizer) -> None:
     lines, text, table = (tmp_path / f"a.{end}" for end in ("jsonl", "txt", "parquet"))
-    told = r"a document of 120 bytes, more than --max-document-bytes 119"
+    message = r"a document of 120 bytes, more than --max-document-bytes 119"
     lines.write_text(json.dumps({"text": "x" * 108}))
     text.write_text("x" * 120)
     parquet = pytest.importorskip("pyarrow.parquet")
     arrow = pytest.importorskip("pyarrow")
     parquet.write_table(arrow.table({"text": ["1", "x" * 120, "2"]}), table)
     for path, place in ((lines, ":1"), (text, ""), (table, ", row 2")):
-        with pytest.raises(DataError, match=rf"{path}{place}: {told}"):
+        with pytest.raises(DataError, match=rf"{path}{place}: {message}"):
             list(read_texts([path], max_document_bytes=119))
         assert list(read_texts([path], max_document_bytes=120))
     template = ChatTemplate("a")
     talker = SFTTokenizer(tokenizer, template)
-    for end in ("", "\n", "\n\n \n{}"):  # the last line may lack its end
+    for end in ("", "\n", "\n\n \n{}"):  # the last line may have no line end
         lines.write_text("\n{}\n" + json.dumps({"text": "x" * 108}) + end)
-        with pytest.raises(DataError, match=rf"a\.jsonl:3: {told}"):
+        with pytest.raises(DataError, match=rf"a\.jsonl:3: {message}"):
             ConversationLines(lines, talker, max_document_bytes=119)
         for longest in (120, None):
             assert len(ConversationLines(lines, talker, max_document_bytes=longest)) > 1
@@ -114,7 +114,7 @@ def test_the_limit_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[st
     words = ["preprocess", "--input", str(path), "--tokenizer-type", "ByteTokenizer"]
     words += ["--output-prefix", str(tmp_path / "o")]
     assert main(words) == 1
-    assert f"a.jsonl:1: {TOLD}" in capsys.readouterr().err
+    assert f"a.jsonl:1: {MESSAGE}" in capsys.readouterr().err
     path.write_bytes(GOOD)
     assert main([*words, "--max-document-bytes", "12"]) == 1
     assert "a.jsonl:1: a document of 13 bytes, more than" in capsys.readouterr().err
@@ -152,12 +152,12 @@ def test_long_lines_of_parallel_files_are_not_kept(tmp_path: Path, peak: Callabl
         chunk_bytes=1000,
     )
     assert peak() < 16 << 20
-    told = [json.loads(line) for line in (tmp_path / "o.quarantine.jsonl").open()]
-    assert [(row["number"], row["kind"], row["bytes"]) for row in told] == [
+    records = [json.loads(line) for line in (tmp_path / "o.quarantine.jsonl").open()]
+    assert [(row["number"], row["kind"], row["bytes"]) for row in records] == [
         (2, "long", None),
         (4, "long", None),
     ]
-    assert "more than --max-document-bytes 49" in told[0]["reason"]
+    assert "more than --max-document-bytes 49" in records[0]["reason"]
     for dataset, wanted in ((first, b"ac"), (second, b"AC")):
         with IndexedDataset(dataset.prefix) as made:
             assert bytes(made.tokens.tolist()) == wanted
@@ -165,7 +165,7 @@ def test_long_lines_of_parallel_files_are_not_kept(tmp_path: Path, peak: Callabl
     assert (found.number, found.inexact_reason) == (3, None)
 
 
-def test_what_a_manifest_says_of_a_source_is_read_within_limits(
+def test_a_source_in_a_manifest_is_read_within_limits(
     tmp_path: Path, peak: Callable[[], int]
 ) -> None:
     lines = tmp_path / "a.jsonl"

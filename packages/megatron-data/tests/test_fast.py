@@ -1,4 +1,4 @@
-"""gigatoken in place of the tokenizers library: the same tokens, or none of its."""
+"""Tests of encoding with gigatoken: its tokens are correct, or not used."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megatron_data.tokenizers import FastTokenizer, fast, fast_tokenizer
 
 
 class Stand:
-    """gigatoken as the package sees it, by the tokenizers library; wrong at one text."""
+    """A stand-in for gigatoken that uses the tokenizers library; wrong for one text."""
 
     wrong_at = -1
 
@@ -70,7 +70,7 @@ def both(
 
 @pytest.fixture
 def mixed(texts: list[str], tmp_path: Path) -> Path:
-    """Sentences, empty ones and empty documents among them."""
+    """Returns documents of sentences, some of them empty."""
     import json
 
     path = tmp_path / "mixed.jsonl"

@@ -1,4 +1,4 @@
-"""GPT-2's two files against the library that defined them."""
+"""Tests of the tokenizer of GPT-2's two files, against the library that reads them."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_gpt2s_two_files_are_read_as_the_library_does(files):
         ('{"a": 0, "<|endoftext|>": 1}', b"\xff\xfe", "is not UTF-8"),
     ],
 )
-def test_files_that_are_none_are_named(tmp_path, vocab, merges, message):
+def test_invalid_files_are_reported(tmp_path, vocab, merges, message):
     (tmp_path / "vocab").write_text(vocab)
     (tmp_path / "merges").write_bytes(merges if isinstance(merges, bytes) else merges.encode())
     with pytest.raises(DataError, match=message):

@@ -1,4 +1,4 @@
-"""Datasets of texts and images: workers, restarts, what is left out, and folders of pairs."""
+"""Tests of datasets of texts and images: workers, restarts, skipped pairs, and folders."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def image(number: int) -> bytes:
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
-    """Lines that name images beside them."""
+    """Writes lines and the images that they name."""
     folder = tmp_path / "in"
     (folder / "i").mkdir(parents=True)
     rows = []
@@ -50,7 +50,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def one_by_one(prefix: Path) -> dict[str, bytes]:
-    """The files as a loop over pairs writes them that knows nothing of chunks."""
+    """Writes the files with a plain loop over pairs, without chunks."""
     with IndexedDatasetBuilder(prefix, "int32", multimodal=True) as builder:
         for number in range(PAIRS):
             builder.add_item([number] * (number % 4) + [1000], 0)
@@ -60,7 +60,9 @@ def one_by_one(prefix: Path) -> dict[str, bytes]:
     return files_in(prefix.parent)
 
 
-def test_files_are_those_of_a_plain_loop_whatever_the_workers(lines: Path, tmp_path: Path) -> None:
+def test_files_equal_those_of_a_plain_loop_for_any_number_of_workers(
+    lines: Path, tmp_path: Path
+) -> None:
     wanted = one_by_one(tmp_path / "loop" / "o_image_text")
     manifests = set()
     for workers, chunk_bytes in ((1, 500), (3, 500), (1, None)):
@@ -101,7 +103,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_runs_killed_at_random_moments_end_in_the_same_bytes(
+def test_runs_killed_at_random_moments_resume_to_the_same_bytes(
     seed: int, lines: Path, tmp_path: Path, check_resume_after_kills: Callable[..., None]
 ) -> None:
     calm = tmp_path / "calm" / "o"
@@ -113,8 +115,8 @@ def test_runs_killed_at_random_moments_end_in_the_same_bytes(
     check_resume_after_kills(seed, program, out, files_in(calm.parent))
 
 
-def test_an_image_that_was_changed_since_is_read_again(lines: Path, tmp_path: Path) -> None:
-    """Its line is as it was, so only the image's own size and time tell."""
+def test_a_changed_image_is_read_again(lines: Path, tmp_path: Path) -> None:
+    """Its line is unchanged, so only size and time of the image differ."""
     last = lines.parent / "i" / f"{PAIRS - 1:03}.gif"
     last.unlink()
     arguments = ([lines], tmp_path / "o", NullTokenizer(1000))
@@ -128,7 +130,7 @@ def test_an_image_that_was_changed_since_is_read_again(lines: Path, tmp_path: Pa
         assert unpack_image(made[1]) == b"GIF89anew"
 
 
-def test_what_is_left_out_is_written_down_and_the_rest_traced(
+def test_skipped_lines_are_quarantined_and_the_others_traced(
     lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in (3, 40):
@@ -140,9 +142,9 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(
         [lines], tmp_path / "o", NullTokenizer(1000), on_error="quarantine", workers=1,
         chunk_bytes=500,
     )  # fmt: skip
-    told = [json.loads(line) for line in (tmp_path / "o.quarantine.jsonl").open()]
+    records = [json.loads(line) for line in (tmp_path / "o.quarantine.jsonl").open()]
     kinds = [("image", 4), ("type", 11), ("image", 41), ("tokens", 51)]
-    assert [(row["kind"], row["number"]) for row in told] == kinds
+    assert [(row["kind"], row["number"]) for row in records] == kinds
     assert report.dataset.skipped.kinds == {"image": 2, "tokens": 1, "type": 1}
     kept = [number for number in range(1, PAIRS + 1) if number not in {4, 11, 41, 51}]
     assert report.pairs == len(kept)
@@ -150,7 +152,7 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(
         found = trace(report.prefix, document=document)
         assert (found.path, found.number) == (str(lines), kept[document])
     with IndexedDataset(report.prefix) as made:
-        place = int(made.sequence_lengths[: 2 * 60 + 1].sum())  # where its image begins
+        place = int(made.sequence_lengths[: 2 * 60 + 1].sum())  # the start of its image
     assert trace(report.prefix, place).number == kept[60]
     halves = split(report.prefix, [tmp_path / "a", tmp_path / "b"], shares=(1, 2))
     both = merge([report.prefix, report.prefix], tmp_path / "twice")
@@ -183,7 +185,7 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(
 
 
 @pytest.mark.parametrize("form", ["bytes", "struct", "mixed"])
-def test_images_in_a_column_give_the_files_of_images_that_are_named(
+def test_images_in_a_column_give_the_same_dataset_as_image_files(
     form: str, lines: Path, tmp_path: Path
 ) -> None:
     arrow = pytest.importorskip("pyarrow")
@@ -193,7 +195,7 @@ def test_images_in_a_column_give_the_files_of_images_that_are_named(
     images: list[Any] = [image(number) for number in range(PAIRS)]
     if form != "bytes":
         images = [{"bytes": data, "path": "not there.gif"} for data in images]
-    if form == "mixed":  # as `datasets` writes images that are not embedded
+    if form == "mixed":  # the format of `datasets` for images that are not embedded
         images[::2] = [{"bytes": None, "path": row["image"]} for row in rows[::2]]
     table = arrow.table({"text": [row["text"] for row in rows], "image": images})
     parquet.write_table(table, lines.with_suffix(".parquet"))
@@ -213,7 +215,7 @@ def test_images_in_a_column_give_the_files_of_images_that_are_named(
         tokenize_image_pairs(inputs, tmp_path / "p", NullTokenizer(1000), max_image_bytes=20)
 
 
-def test_bytes_in_a_column_are_no_text_and_may_be_no_image(tmp_path: Path) -> None:
+def test_bytes_in_a_column_are_refused_as_text_and_checked_as_images(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
@@ -231,7 +233,7 @@ def test_bytes_in_a_column_are_no_text_and_may_be_no_image(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["a\0b.gif", "data:image/gif;base64," + "R0lG" * 100, "i/" * 2100])
-def test_what_is_no_path_of_an_image_is_left_out(lines: Path, tmp_path: Path, name: str) -> None:
+def test_invalid_paths_of_images_are_skipped(lines: Path, tmp_path: Path, name: str) -> None:
     with lines.open("a") as file:
         file.write(json.dumps({"text": "1", "image": name}))
     arguments = ([lines], tmp_path / "o", NullTokenizer(1000))
@@ -264,7 +266,7 @@ def test_images_may_lie_in_object_storage(tmp_path: Path) -> None:
     storage.rm("/whales", recursive=True)
 
 
-def test_the_bytes_that_are_read_are_limited_where_a_server_says_no_size(
+def test_reading_is_limited_if_the_server_reports_no_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fsspec = pytest.importorskip("fsspec")
@@ -284,7 +286,7 @@ def test_the_bytes_that_are_read_are_limited_where_a_server_says_no_size(
     memory.rm("/unsized", recursive=True)
 
 
-def test_an_image_that_grows_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_image_is_not_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.gif"
     path.write_bytes(content := image(1) + b"x" * 999)
     small = image_encoding.stat(str(path))._replace(size=30)
@@ -295,7 +297,7 @@ def test_an_image_that_grows_is_not_cut(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_tokens_of_texts_and_beginnings_of_images_are_verified(lines: Path, tmp_path: Path) -> None:
-    """Bytes of images are larger than any vocabulary; they are not compared with it."""
+    """The values of images exceed any vocabulary, and are not compared with it."""
     report = tokenize_image_pairs([lines], tmp_path / "o", NullTokenizer(1000))
     path = Path(f"{report.prefix}.meta.json")
     manifest = json.loads(path.read_text())
@@ -317,7 +319,7 @@ def test_tokens_of_texts_and_beginnings_of_images_are_verified(lines: Path, tmp_
             verify(report.prefix)
 
 
-def test_text_files_go_with_the_images_of_their_names(tmp_path: Path) -> None:
+def test_text_files_are_paired_with_images_of_the_same_name(tmp_path: Path) -> None:
     texts, images = tmp_path / "texts", tmp_path / "images"
     for name in ("b", "a", "deep/c.d"):
         for folder, suffix, data in ((texts, ".txt", name.encode()), (images, ".gif", image(9))):

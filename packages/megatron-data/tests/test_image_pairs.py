@@ -1,4 +1,4 @@
-"""Texts and images together: the bytes of each image, and what is refused."""
+"""Tests of pairs of texts and images: bytes of images, and invalid pairs."""
 
 import base64
 import json
@@ -35,7 +35,7 @@ def pairs(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", range(9))
-def test_bytes_of_any_number_come_back(size: int) -> None:
+def test_packed_images_of_any_size_are_unpacked(size: int) -> None:
     data = bytes(range(250, 250 + min(size, 6))) + bytes(max(size - 6, 0))
     packed = pack_image(data)
     assert (packed.dtype, packed[0]) == (np.dtype("int32"), -size % 4)
@@ -43,7 +43,7 @@ def test_bytes_of_any_number_come_back(size: int) -> None:
     assert unpack_image(packed) == data
 
 
-def test_what_is_no_image_is_refused() -> None:
+def test_invalid_images_are_refused() -> None:
     for sequence in ([], [4, 1], [-1, 0]):
         with pytest.raises(DataError, match="is not an image"):
             unpack_image(np.array(sequence, np.int32))
@@ -75,7 +75,7 @@ def test_a_document_is_a_text_and_its_image(pairs: Path, tmp_path: Path) -> None
         assert unpack_image(twice[11]) == GIF
 
 
-def test_texts_are_cut_or_filled_to_one_length(pairs: Path, tmp_path: Path) -> None:
+def test_texts_are_truncated_or_padded(pairs: Path, tmp_path: Path) -> None:
     report = tokenize_image_pairs(
         [pairs],
         tmp_path / "o",
@@ -90,7 +90,7 @@ def test_texts_are_cut_or_filled_to_one_length(pairs: Path, tmp_path: Path) -> N
     assert texts == [[*b"a whal"], [256] * 6, [*"über".encode(), 256]]
 
 
-def test_what_cannot_be_a_pair_is_named_or_counted(pairs: Path, tmp_path: Path) -> None:
+def test_invalid_pairs_are_reported_or_counted(pairs: Path, tmp_path: Path) -> None:
     (pairs.parent / "page.jpg").write_text("<html>404</html>")
     (pairs.parent / "empty.png").touch()
     wrong = [
@@ -132,6 +132,6 @@ def test_the_command_and_what_inspect_shows(
     assert main(["verify", prefix]) == 0
     capsys.readouterr()
     assert main(["inspect", prefix, "--tokenizer-type", "ByteTokenizer"]) == 0
-    told = capsys.readouterr().out
-    assert "document 0, 7 tokens, images 1\nA whale\n" in told
-    assert "7 of 257" in told
+    printed = capsys.readouterr().out
+    assert "document 0, 7 tokens, images 1\nA whale\n" in printed
+    assert "7 of 257" in printed

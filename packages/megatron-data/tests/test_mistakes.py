@@ -1,4 +1,4 @@
-"""Plausible mistakes on the command line: each ends in one line, and leaves nothing behind."""
+"""Tests of likely user errors of the commands: each gives one line and leaves no files."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ CHATS = "tokenize-conversations --input talks.jsonl --tokenizer-model tokenizer 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a corpus, a tokenizer, a dataset `d_text_document`, and wrong files."""
+    """A folder with a corpus, a tokenizer, a dataset `d_text_document`, and invalid files."""
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_text('{"text": "one two"}\n{"text": "three"}\n')
     Path("talks.jsonl").write_text(json.dumps(TALK) + "\n")
@@ -179,7 +179,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("trace nowhere 1", 1, "no dataset at nowhere"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(
+def test_an_error_is_one_line_and_leaves_no_files(
     command: str, status: int, message: str, place: Path, capsys: Capture
 ) -> None:
     if "--chat-template" in command or "--max-tokens" in command:
@@ -201,20 +201,20 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
         ('{"eos_token": 5}', r"tokenizer_config\.json: eos_token is 5, not a string"),
     ],
 )
-def test_a_foreign_tokenizer_config_is_named(config: str, message: str, place: Path) -> None:
+def test_an_invalid_tokenizer_config_is_reported(config: str, message: str, place: Path) -> None:
     Path("tokenizer/tokenizer_config.json").write_text(config)
     with pytest.raises(ValueError, match=message):
         load_tokenizer("tokenizer")
 
 
-def test_trace_tells_a_dataset_without_manifest(place: Path, capsys: Capture) -> None:
+def test_trace_reports_a_missing_manifest(place: Path, capsys: Capture) -> None:
     Path("d_text_document.meta.json").unlink()
     assert main(["trace", "d_text_document", "1"]) == 1
     assert "d_text_document has no manifest d_text_document.meta.json" in capsys.readouterr().err
 
 
-def test_a_lack_of_memory_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing of the document, so skipping it would lose what can be read."""
+def test_a_memory_error_is_not_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not an error of the document, so skipping the document would lose it."""
 
     def fail(*arguments: Any, **options: Any) -> Any:
         raise MemoryError

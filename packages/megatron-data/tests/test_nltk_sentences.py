@@ -1,4 +1,4 @@
-"""nltk's sentences, with data made by hand; what is missing is named with how to get it."""
+"""Tests of nltk's sentences, with a model made by hand, and of errors for missing data."""
 
 import pickle
 import sys
@@ -27,7 +27,7 @@ MODEL = {
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A language that knows one abbreviation, the only one in a folder of nltk's data."""
+    """Writes a model with one abbreviation to a folder of nltk's data."""
     folder = tmp_path / "data" / "tokenizers" / "punkt_tab" / "seaspeak"
     folder.mkdir(parents=True)
     for name, content in MODEL.items():
@@ -36,7 +36,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_white_space_is_dropped_or_kept_and_the_model_counts(model: Path) -> None:
+def test_white_space_is_dropped_or_kept_and_the_model_is_used(model: Path) -> None:
     splitter = NLTKSplitter("seaspeak")
     assert splitter.split(TEXT) == [
         *("Dr. Ahab left.", "He said: no!", "Then it ended.", ".", "."),
@@ -55,7 +55,7 @@ def test_white_space_is_dropped_or_kept_and_the_model_counts(model: Path) -> Non
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.sampled_from("aB.?!'\")( \n1,\x1c\x85"), max_size=40))
 def test_white_space_is_kept_where_megatrons_expression_keeps_it(text: str) -> None:
-    """Megatron's begins anywhere in a word; ours finds the same in linear time."""
+    """Megatron's expression may start anywhere in a word; ours finds the same in linear time."""
     theirs = r"\S*%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"
     punkt = nltk.tokenize.punkt
     ours, wanted = (
@@ -79,10 +79,10 @@ def test_a_long_word_takes_linear_time(model: Path) -> None:
     assert min(seconds(400_000) for _ in range(3)) < 8 * max(seconds(100_000) for _ in range(3))
 
 
-def test_the_manifest_names_it_and_workers_find_the_data(
+def test_the_manifest_records_nltk_and_workers_find_its_data(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "data"))  # for the processes
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "data"))  # for the worker processes
     (tmp_path / "a.txt").write_text(TEXT)
     (made,) = preprocess(
         [tmp_path / "a.txt"],
@@ -98,7 +98,7 @@ def test_the_manifest_names_it_and_workers_find_the_data(
     assert manifest["sentences"]["version"] == nltk.__version__
 
 
-def test_what_is_missing_is_named_with_the_command_to_install_it(
+def test_missing_data_is_reported_with_the_command_to_install_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
@@ -126,7 +126,7 @@ def test_what_is_missing_is_named_with_the_command_to_install_it(
         NLTKSplitter()
 
 
-def test_the_command_names_the_default_and_refuses_what_does_not_go_together(
+def test_the_command_shows_the_default_and_refuses_conflicting_options(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "preprocess --input a --output-prefix b --tokenizer-type ByteTokenizer"

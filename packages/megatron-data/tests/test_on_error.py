@@ -1,4 +1,4 @@
-"""Documents that cannot be read: the run ends, they are counted, or they are written down."""
+"""Tests of unreadable documents: they end the run, are skipped, or are quarantined."""
 
 import gzip
 import json
@@ -42,7 +42,7 @@ def quarantined(prefix: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(("workers", "chunk_bytes"), [(1, None), (1, 1), (2, 60)])
-def test_each_kind_is_named_with_its_place(
+def test_each_kind_of_fault_is_reported_with_its_place(
     corpus: Path, tmp_path: Path, workers: int, chunk_bytes: int | None
 ) -> None:
     (made,) = preprocess(
@@ -98,7 +98,7 @@ def test_the_command_counts_what_it_skips_and_succeeds(
     assert "did you mean skip?" in capsys.readouterr().err
 
 
-def test_a_document_is_left_out_of_every_dataset_or_of_none(tmp_path: Path) -> None:
+def test_a_document_is_skipped_in_all_datasets_or_in_none(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
         '{"a": "1", "b": "2"}\n{"a": "3"}\n{"a": "4", "b": "x"}\n{"a": "5", "b": "6"}\n'
@@ -128,7 +128,7 @@ def test_the_rest_of_a_damaged_file_is_one_entry(tmp_path: Path) -> None:
         preprocess([packed, after], tmp_path / "f", NullTokenizer(10_007))
 
 
-def test_text_files_and_rows_can_be_left_out(tmp_path: Path) -> None:
+def test_text_files_and_rows_can_be_skipped(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "texts"

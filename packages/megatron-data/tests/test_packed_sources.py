@@ -1,4 +1,4 @@
-"""Compressed files, Parquet, patterns and URLs: the documents are those of the plain file."""
+"""Tests that compressed files, Parquet, patterns and URLs give the documents of a plain file."""
 
 import bz2
 import gzip
@@ -27,7 +27,7 @@ LINES = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in TEXTS).en
 
 
 def zstd(data: bytes) -> bytes:
-    """Two frames, one after the other."""
+    """Compresses data as two frames."""
     half = len(data) // 2
     return b"".join(zstandard.compress(part) for part in (data[:half], data[half:]))
 
@@ -58,7 +58,7 @@ def plain(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_packed_lines_and_texts_are_those_of_the_plain_file(
+def test_compressed_files_give_the_documents_of_the_plain_file(
     suffix: str, plain: Path, tmp_path: Path
 ) -> None:
     packed = tmp_path / f"a.jsonl{suffix}"
@@ -93,7 +93,7 @@ def test_rows_of_parquet_are_the_documents(plain: Path, tmp_path: Path) -> None:
     assert list(read_texts([lists])) == ["a", "b", "c"]
 
 
-def test_what_is_wrong_with_a_table_is_named(plain: Path, tmp_path: Path) -> None:
+def test_errors_of_tables_are_reported(plain: Path, tmp_path: Path) -> None:
     table = write_table(tmp_path / "a.parquet", ["a", None, "c"])
     with pytest.raises(DataError, match=r"a\.parquet, row 2: 'text' holds null"):
         tokens_of(table, tmp_path / "o")
@@ -112,7 +112,7 @@ def test_what_is_wrong_with_a_table_is_named(plain: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_a_cut_file_gives_its_whole_lines_and_names_the_rest(suffix: str, tmp_path: Path) -> None:
+def test_a_truncated_file_gives_its_complete_lines_and_a_fault(suffix: str, tmp_path: Path) -> None:
     lines = b"".join(b'{"text": "%d"}\n' % (number * 7919 % 10_007) for number in range(20_000))
     packed = tmp_path / f"a.jsonl{suffix}"
     whole = PACK[suffix](lines)
@@ -120,7 +120,7 @@ def test_a_cut_file_gives_its_whole_lines_and_names_the_rest(suffix: str, tmp_pa
     chunks = list(JsonLines(str(packed)).chunks(10_000))
     good, last = chunks[:-1], chunks[-1]
     data = b"".join(chunk.data for chunk in good if isinstance(chunk, LinesChunk))
-    # bzip2 gives out nothing of a block that is not whole
+    # bzip2 returns no data of an incomplete block
     assert lines.startswith(data) and data.endswith(b"\n") and (data or suffix == ".bz2")
     assert isinstance(last, BrokenChunk)
     fault = last.problem
@@ -130,7 +130,7 @@ def test_a_cut_file_gives_its_whole_lines_and_names_the_rest(suffix: str, tmp_pa
     )
 
 
-def test_flipped_bits_in_a_packed_file_are_named(tmp_path: Path) -> None:
+def test_flipped_bits_in_a_compressed_file_are_reported(tmp_path: Path) -> None:
     for suffix, pack in PACK.items():
         data = bytearray(pack(LINES * 30))
         data[len(data) // 2] ^= 0xFF
@@ -141,10 +141,10 @@ def test_flipped_bits_in_a_packed_file_are_named(tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
 
 
-def test_frames_of_every_form_are_unpacked_in_few_steps(
+def test_zstandard_frames_of_every_form_are_decompressed_in_few_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without a checksum, a size and content; small blocks, and frames to be skipped."""
+    """Frames with and without checksum, size and content, small blocks, and skippable frames."""
     random = np.random.default_rng(0)
     texts = [random.integers(97, 123, size, np.uint8).tobytes() for size in (1, 300, 400_000, 9)]
     texts += [b"", b"y" * 3_000_000]
@@ -187,7 +187,7 @@ def test_frames_of_every_form_are_unpacked_in_few_steps(
             assert "the last frame is incomplete" in str(opened.damage)
 
 
-def test_folders_find_packed_names_too(plain: Path, tmp_path: Path) -> None:
+def test_folders_include_compressed_files(plain: Path, tmp_path: Path) -> None:
     folder = tmp_path / "all"
     folder.mkdir()
     (folder / "b.txt.gz").write_bytes(gzip.compress(b"text"))

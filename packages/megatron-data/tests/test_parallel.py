@@ -1,4 +1,4 @@
-"""Parallel corpora: line-aligned files become datasets of which equal documents are one."""
+"""Tests of parallel corpora: line i of each file is document i of its dataset."""
 
 import gzip
 import json
@@ -11,14 +11,14 @@ from megatron_data.cli import main
 from megatron_data.preprocessing import trace
 
 KEYS = ["en", "de"]
-# What `str.splitlines` would take for ends of lines must not shift the pairs.
+# Characters that only `str.splitlines` treats as line ends must not shift the pairs.
 ENGLISH = ["one", "", "three\u2028still three", "four\x85\x0b", " five ", "six"]
 GERMAN = ["eins", "zwei", "drei", "vier", "", "sechs, länger als die anderen"]
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> list[Path]:
-    """Two files of the same lines: one with LF and no last newline, one packed, with CR LF."""
+    """Two parallel files: one with LF and no last newline, one compressed with CR LF."""
     english, german = tmp_path / "news.en", tmp_path / "news.de.gz"
     english.write_bytes(b"\xef\xbb\xbf" + "\n".join(ENGLISH).encode())
     german.write_bytes(gzip.compress("".join(f"{line}\r\n" for line in GERMAN).encode()))
@@ -76,12 +76,12 @@ def test_unequal_numbers_of_lines_are_refused_before_any_work(
     command = ["preprocess", "--parallel", "--input", *map(str, pair), "--json-keys", *KEYS]
     command += ["--tokenizer-type", "ByteTokenizer", "--on-error", on_error]
     assert main([*command, "--output-prefix", str(tmp_path / "o")]) == 1
-    told = capsys.readouterr().err
-    assert f"{pair[0]} has 8 lines, {pair[1]} has 6 lines" in told
+    printed = capsys.readouterr().err
+    assert f"{pair[0]} has 8 lines, {pair[1]} has 6 lines" in printed
     assert sorted(tmp_path.iterdir()) == sorted(pair)
 
 
-def test_a_bad_line_is_left_out_of_both(tmp_path: Path) -> None:
+def test_an_invalid_line_is_skipped_in_both(tmp_path: Path) -> None:
     english, german = tmp_path / "en", tmp_path / "de"
     english.write_bytes(b"a\nb\nc\nd too long\n")
     german.write_bytes(b"A\nB \xff\nC\nD\n")
@@ -100,12 +100,15 @@ def test_a_bad_line_is_left_out_of_both(tmp_path: Path) -> None:
     assert [texts_of(dataset.prefix) for dataset in made] == [["a", "c"], ["A", "C"]]
     assert made[0].skipped.kinds == {"encoding": 1, "long": 1}
     quarantine = Path(f"{prefix}.quarantine.jsonl").read_text()
-    told = [json.loads(line) for line in quarantine.splitlines()]
-    assert [(row["path"], row["number"]) for row in told] == [(str(german), 2), (str(english), 4)]
+    printed = [json.loads(line) for line in quarantine.splitlines()]
+    assert [(row["path"], row["number"]) for row in printed] == [
+        (str(german), 2),
+        (str(english), 4),
+    ]
     assert trace(made[1].prefix, document=1).number == 3
 
 
-def test_a_run_goes_on_from_the_line_that_was_mended(tmp_path: Path) -> None:
+def test_a_run_resumes_at_a_corrected_line(tmp_path: Path) -> None:
     english, german = tmp_path / "en", tmp_path / "de"
     english.write_text("a\nb\nc\nd\n")
     german.write_bytes(b"A\nB\nC\n\xff\n")

@@ -43,7 +43,7 @@ def test_documents_decode_to_the_texts_they_came_from(
     assert verify(made.prefix).has_manifest
 
 
-def test_files_are_equal_whatever_the_workers_and_the_pieces(
+def test_files_are_equal_for_any_number_of_workers_and_chunk_size(
     corpus: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
     pairs, manifests = set(), set()
@@ -122,7 +122,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_wrong_with_the_input_is_named(tmp_path: Path, workers: int) -> None:
+def test_errors_of_the_input_are_reported(tmp_path: Path, workers: int) -> None:
     for content, message in BROKEN if workers == 1 else BROKEN[:1]:
         path = tmp_path / "a.jsonl"
         path.write_bytes(content)
@@ -157,8 +157,8 @@ def test_a_failed_run_keeps_the_older_dataset(corpus: Path, tmp_path: Path) -> N
     verify(made.prefix)
 
 
-def test_a_killed_run_leaves_nothing_that_reads_as_whole(corpus: Path, tmp_path: Path) -> None:
-    """The next run takes the temporary names over and ends in the bytes of an undisturbed one."""
+def test_a_killed_run_leaves_no_complete_dataset(corpus: Path, tmp_path: Path) -> None:
+    """The next run reuses the temporary names and writes the bytes of an uninterrupted run."""
     script = (
         "import sys, time\n"
         "from megatron_data import ByteTokenizer, preprocess\n"
@@ -252,7 +252,7 @@ def _die(number: int) -> int:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C is not ignored, as it is in what a script starts in the background."""
+    """Enables Ctrl-C, which is ignored in background processes of a script."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -282,7 +282,7 @@ def test_a_worker_that_dies_is_an_error() -> None:
 
 
 def _shared_memory(number: int) -> list[str]:
-    """What of this process and its parent has a name in shared memory, and stays if all die."""
+    """Returns named shared memory of this process and its parent, which outlives them."""
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (os.getpid(), os.getppid())]
     lines = [line for text in maps for line in text.splitlines() if "/dev/shm/" in line]
     return [line for line in lines if not line.endswith("(deleted)")]
@@ -307,7 +307,7 @@ def _unsendable(number: int) -> object:
     return lambda: number
 
 
-def test_an_answer_that_cannot_be_pickled_says_so() -> None:
+def test_an_answer_that_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(DataError, match="answer cannot be sent"):
         list(ordered_map(_unsendable, range(3), workers=2))
 
@@ -327,8 +327,8 @@ def test_a_text_that_cannot_be_tokenized_names_its_line() -> None:
 
 
 @pytest.mark.parametrize("end", [EOFError, ConnectionResetError])
-def test_a_worker_ends_without_a_word_where_its_parent_has_ended(end, monkeypatch):
-    """A parent that is interrupted may leave the pipe with an item in it, which resets it."""
+def test_a_worker_ends_silently_if_its_parent_has_ended(end, monkeypatch):
+    """An interrupted parent may leave an item in the pipe, which resets it."""
     pool = sys.modules[_serve.__module__]
     for name in ("signal", "pthread_sigmask"):
         monkeypatch.setattr(pool.signal, name, lambda *_: None)
@@ -341,8 +341,8 @@ def test_a_worker_ends_without_a_word_where_its_parent_has_ended(end, monkeypatc
 
 
 @pytest.mark.parametrize("result", ["plain", lambda: None], ids=["answer", "cannot be pickled"])
-def test_a_worker_ends_without_a_word_where_nobody_reads_its_answer(result, monkeypatch):
-    """The parent was interrupted between an item and its answer."""
+def test_a_worker_ends_silently_if_its_parent_does_not_read_the_answer(result, monkeypatch):
+    """The parent was interrupted between sending an item and reading the answer."""
     pool = sys.modules[_serve.__module__]
     for name in ("signal", "pthread_sigmask"):
         monkeypatch.setattr(pool.signal, name, lambda *_: None)

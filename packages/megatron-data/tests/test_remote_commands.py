@@ -1,4 +1,4 @@
-"""The commands on datasets at URLs: the same answers, in one pass, and mistakes in one line."""
+"""Tests of the commands on datasets at URLs: equal output, one pass, and one-line errors."""
 
 import json
 import re
@@ -36,7 +36,7 @@ URL = "memory://bucket/c_text_document"
 
 @pytest.fixture
 def memory() -> Iterator[Any]:
-    """fsspec's storage in memory, empty again afterwards."""
+    """Empties fsspec's storage in memory after the test."""
     system = fsspec.filesystem("memory")
     yield system
     system.store.clear()
@@ -50,7 +50,7 @@ def local(
     memory: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    """A dataset on the disk, a copy of which lies at `URL`; several pieces make a stream."""
+    """A local dataset with a copy at `URL`, large enough for several blocks of a stream."""
     monkeypatch.setattr(remote_files, "_PAUSE", 0)
     monkeypatch.setattr(remote_files, "_STEP", 1000)
     preprocess([corpus], tmp_path / "c", tokenizer, append_eod=True)
@@ -68,21 +68,21 @@ def upload(memory: Any, prefix: str, url: str) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command with a cache, and returns what it printed."""
+    """Runs a command with a cache and returns its output."""
 
     def command(*words: str, status: int = 0, cache: bool = True) -> str:
         option = ["--object-storage-cache-path", str(tmp_path / "cache")] if cache else []
         assert main([*words, *option]) == status
-        told = capsys.readouterr()
+        printed = capsys.readouterr()
         if status:
-            assert told.err.count("\n") == 1
-            assert told.err.startswith("megatron-data: error: ")
-        return told.err if status else told.out
+            assert printed.err.count("\n") == 1
+            assert printed.err.startswith("megatron-data: error: ")
+        return printed.err if status else printed.out
 
     return command
 
 
-def test_every_command_says_of_a_url_what_it_says_of_the_local_files(
+def test_every_command_prints_the_same_for_a_url_and_local_files(
     local: str, run: Run, tmp_path: Path
 ) -> None:
     for words in (
@@ -90,7 +90,7 @@ def test_every_command_says_of_a_url_what_it_says_of_the_local_files(
         ["trace", "@", "1234"],
         ["mix", "@", "--epochs", "2", "--seq-length", "16"],
         ["mix", "0.3", "@", "0.7", "@", "--seq-length", "16"],
-        ["inspect", "@", "--documents", "2"],  # documents, unlike what is read whole, are kept
+        ["inspect", "@", "--documents", "2"],  # documents are cached, unlike full scans
     ):
         here = run(*(local if word == "@" else word for word in words))
         there = run(*(URL if word == "@" else word for word in words))
@@ -108,7 +108,7 @@ def test_merge_and_split_copy_urls_byte_for_byte(local: str, run: Run, tmp_path:
             there = Path(f"{tmp_path}/there_{part}{suffix}").read_bytes()
             assert there == Path(f"{tmp_path}/here_{part}{suffix}").read_bytes()
         assert "digests match" in run("verify", f"{tmp_path}/there_{part}")
-    assert not list((tmp_path / "cache").glob("*.block"))  # nothing was driven out
+    assert not list((tmp_path / "cache").glob("*.block"))  # nothing was removed from the cache
 
 
 def test_verify_reads_each_file_once(
@@ -139,14 +139,14 @@ def test_verify_reads_each_file_once(
         ("foreign", r"memory://\S*meta\.json is not a manifest"),
     ],
 )
-def test_damage_at_a_url_is_named(
+def test_damage_at_a_url_is_reported(
     local: str, run: Run, memory: Any, damage: str, message: str
 ) -> None:
     path = "/bucket/c_text_document"
     tokens, index = (Path(f"{local}.{name}").read_bytes() for name in ("bin", "idx"))
     name, content = {
         "flipped": (".bin", bytes([tokens[0] ^ 1]) + tokens[1:]),
-        # Two sequences in the last document and none in that before: no fault of the structure.
+        # Two sequences in the last document and none in the one before: the structure is valid.
         "index": (".idx", index[:-16] + bytes([index[-16] ^ 1]) + index[-15:]),
         "short": (".bin", tokens[:-1]),
         "manifest": (".meta.json", b"{"),
@@ -156,7 +156,7 @@ def test_damage_at_a_url_is_named(
     assert re.search(message, run("verify", URL, status=1))
 
 
-def test_mistakes_are_one_line(local: str, run: Run, memory: Any, tmp_path: Path) -> None:
+def test_errors_of_urls_are_one_line(local: str, run: Run, memory: Any, tmp_path: Path) -> None:
     assert "--object-storage-cache-path FOLDER" in run("verify", URL, status=1, cache=False)
     assert re.search(
         r"no dataset at memory://bucket/c: .*idx and .*bin missing; did you mean "
@@ -186,7 +186,7 @@ def test_mistakes_are_one_line(local: str, run: Run, memory: Any, tmp_path: Path
         (FileNotFoundError(), r"no dataset at"),
     ],
 )
-def test_what_a_storage_refuses_is_told(
+def test_errors_of_storage_are_reported(
     local: str, run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -194,9 +194,9 @@ def test_what_a_storage_refuses_is_told(
 
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "info", refuse)
     for words in (["verify", URL], ["mix", URL]):
-        told = run(*words, status=1)
-        assert re.search(message, told)
-        assert URL in told
+        printed = run(*words, status=1)
+        assert re.search(message, printed)
+        assert URL in printed
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.txt", "c.parquet"])
@@ -208,7 +208,7 @@ def test_what_a_storage_refuses_is_told(
         (TimeoutError(), r"memory://bucket/\S+ cannot be read: TimeoutError"),
     ],
 )
-def test_an_input_that_breaks_off_is_no_damaged_file(
+def test_a_failed_transfer_is_not_a_damaged_file(
     memory: Any,
     tmp_path: Path,
     name: str,
@@ -216,7 +216,7 @@ def test_an_input_that_breaks_off_is_no_damaged_file(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a storage refuses is not counted among the documents that --on-error skip leaves out."""
+    """Errors of storage are not counted as documents that --on-error skip skips."""
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
 
@@ -229,22 +229,22 @@ def test_an_input_that_breaks_off_is_no_damaged_file(
         preprocess([f"memory://bucket/{name}"], tmp_path / "o", ByteTokenizer(), on_error="skip")
 
 
-def test_what_is_not_installed_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(url: str) -> None:
         raise ImportError("Install s3fs to access S3")
 
-    told = run("verify", "nothing://x/d", status=1)
-    assert "the scheme 'nothing' is not supported" in told
+    printed = run("verify", "nothing://x/d", status=1)
+    assert "the scheme 'nothing' is not supported" in printed
     monkeypatch.setattr(fsspec.core, "url_to_fs", lacking)
-    told = run("verify", "s3://x/d", status=1)
-    assert "no driver for s3:// (Install s3fs to access S3)" in told
+    printed = run("verify", "s3://x/d", status=1)
+    assert "no driver for s3:// (Install s3fs to access S3)" in printed
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    told = run("verify", "s3://x/d", status=1)
-    assert "needs fsspec; pip install 'megatron-data[remote]'" in told
+    printed = run("verify", "s3://x/d", status=1)
+    assert "needs fsspec; pip install 'megatron-data[remote]'" in printed
 
 
 class _AnswersError(Exception):
-    """As aiohttp raises it."""
+    """An error with the attributes of aiohttp."""
 
     def __init__(self, status: int) -> None:
         self.status = status
@@ -252,7 +252,7 @@ class _AnswersError(Exception):
 
 
 class _ClientError(Exception):
-    """As botocore raises it."""
+    """An error with the attributes of botocore."""
 
     def __init__(self, status: int) -> None:
         self.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
@@ -261,30 +261,30 @@ class _ClientError(Exception):
 
 @pytest.mark.parametrize("kind", [_AnswersError, _ClientError, ConnectionError])
 @pytest.mark.parametrize("status", [404, 403, 500])
-def test_a_file_that_is_not_there_differs_from_one_that_is_refused(
+def test_a_missing_file_is_distinguished_from_denied_access(
     local: str,
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
     status: int,
     kind: type[Exception],
 ) -> None:
-    """Which Megatron's S3 does not tell: its 404 is a file that exists.
+    """Megatron's S3 does not distinguish them: its 404 is an existing file.
 
-    fsspec's HTTP raises FileNotFoundError whatever happened, from what did.
+    The HTTP file system of fsspec raises FileNotFoundError for every failure, from its cause.
     """
 
     def refuse(*_: object, **__: object) -> None:
         raise FileNotFoundError("x") from kind(status)
 
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "info", refuse)
-    told = run("mix", URL, status=1)
+    printed = run("mix", URL, status=1)
     if kind is ConnectionError or status == 500:
-        assert f"cannot be read: {kind.__name__}" in told
+        assert f"cannot be read: {kind.__name__}" in printed
     else:
-        assert ("access to" if status == 403 else "no dataset at") in told
+        assert ("access to" if status == 403 else "no dataset at") in printed
 
 
-def test_access_denied_while_reading_is_told_at_once(
+def test_access_denied_while_reading_is_reported_at_once(
     local: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[int] = []
@@ -303,7 +303,7 @@ def test_access_denied_while_reading_is_told_at_once(
 def test_a_file_that_is_replaced_while_it_is_read_is_refused(
     local: str, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same size, so that only its version tells; nothing of it enters the cache."""
+    """The size is the same, so only the version differs; no data of it is cached."""
     storage = StorageCache(str(tmp_path / "cache"), 64)
     with IndexedDataset(URL, storage) as far:
         far[0]
@@ -360,7 +360,7 @@ def test_a_scan_equals_the_file_whatever_its_blocks(
             dataset.scan()
 
 
-def test_a_file_that_is_cut_while_it_is_scanned_is_named(local: str) -> None:
+def test_a_file_truncated_during_a_scan_is_reported(local: str) -> None:
     with IndexedDataset(local, mmap=False) as dataset:
         with Path(f"{local}.bin").open("r+b") as file:
             file.truncate(10)
@@ -369,7 +369,7 @@ def test_a_file_that_is_cut_while_it_is_scanned_is_named(local: str) -> None:
 
 
 @pytest.mark.parametrize("block", [8, 12, 1 << 20])
-def test_images_are_told_from_text_across_blocks(
+def test_images_and_text_are_distinguished_across_blocks(
     tmp_path: Path, memory: Any, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dataset_files, "_BLOCK_BYTES", block)
@@ -408,7 +408,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.parametrize("mapped", [True, False])
 def test_memory_stays_flat_over_a_file_of_any_size(tmp_path: Path, mapped: bool) -> None:
-    """200 MB without a byte on the disk; a map that is read as one would be held whole."""
+    """200 MB of holes; a memory map read completely would be held in memory."""
     length = 100_000_000
     index = [Header(np.dtype("<u2"), 1, 2).pack(), struct.pack("<iqqq", length, 0, 0, 1)]
     (tmp_path / "d.idx").write_bytes(b"".join(index))

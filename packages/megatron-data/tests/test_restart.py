@@ -1,4 +1,4 @@
-"""A run that was ended, however, is continued: never another job's work, always the same bytes."""
+"""Tests that interrupted runs are resumed, to the same bytes, without parts of other jobs."""
 
 import errno
 import json
@@ -55,7 +55,7 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(corpus: Path, out: Path, tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
-    """Starts the slow job in a process of its own, and returns once it works."""
+    """Starts the slow job in another process, and returns once it is working."""
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
 
@@ -99,7 +99,7 @@ def parts_of(out: Path) -> Path:
 
 
 def interrupted(corpus: Path, out: Path, after: int = 10, **options: object) -> None:
-    """A run in this process that Ctrl-C ends after some chunks."""
+    """Interrupts a run in this process after some chunks."""
     seen = []
 
     class Interrupted(NullTokenizer):
@@ -118,7 +118,7 @@ SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2,
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_runs_killed_at_random_moments_end_in_the_bytes_of_an_undisturbed_one(
+def test_killed_runs_resume_to_the_bytes_of_an_uninterrupted_run(
     seed: int,
     corpus: Path,
     out: Path,
@@ -161,7 +161,7 @@ def test_parts_are_never_without_their_job_while_they_are_removed(
     assert all(described), "killed here, the next run would take them for another job's"
 
 
-def test_a_killed_run_goes_on_where_it_was(
+def test_a_killed_run_is_resumed(
     corpus: Path, out: Path, tmp_path: Path, run: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
     process = run()
@@ -207,7 +207,7 @@ def running(pid: str) -> bool:
         return False
 
 
-def test_a_worker_that_is_killed_is_told_of_and_the_run_goes_on(
+def test_a_killed_worker_is_reported_and_the_run_can_be_resumed(
     corpus: Path, out: Path, tmp_path: Path, run: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
     process = run(workers=2)
@@ -237,7 +237,7 @@ def test_two_processes_never_work_on_one_output(
     assert process.returncode == 0
 
 
-def test_ctrl_c_keeps_what_is_done_and_says_no_more_than_before(
+def test_ctrl_c_keeps_finished_chunks_and_prints_one_line(
     corpus: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     interrupted(corpus, out, chunk_bytes=1 << 20, after=0)
@@ -258,7 +258,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_no_more_than_before(
         ({"tokenizer": NullTokenizer(30_000)}, "end of document, tokenizer"),
     ],
 )
-def test_the_parts_of_another_job_are_not_taken(
+def test_parts_of_another_job_are_not_reused(
     options: dict[str, object],
     what: str,
     corpus: Path,
@@ -269,8 +269,8 @@ def test_the_parts_of_another_job_are_not_taken(
     settings = {"append_eod": True, "chunk_bytes": CHUNK, **options}
     tokenizer = settings.pop("tokenizer", NullTokenizer(20_000))
     (made,) = preprocess([corpus], out, tokenizer, **settings)  # type: ignore[arg-type]
-    (told,) = caplog.messages
-    assert told == (
+    (warning,) = caplog.messages
+    assert warning == (
         f"{parts_of(out)} holds 10 parts of another job ({what} differ); they are removed and "
         "the run starts again"
     )
@@ -278,7 +278,7 @@ def test_the_parts_of_another_job_are_not_taken(
     verify(made.prefix)
 
 
-def test_only_chunks_whose_content_is_the_same_are_taken_over(
+def test_only_chunks_with_the_same_content_are_reused(
     corpus: Path, out: Path, tmp_path: Path
 ) -> None:
     interrupted(corpus, out)
@@ -295,7 +295,7 @@ def test_only_chunks_whose_content_is_the_same_are_taken_over(
     assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
 
 
-def test_parts_of_before_there_were_tallies_are_taken_over(
+def test_parts_without_tallies_of_older_versions_are_reused(
     corpus: Path, out: Path, tmp_path: Path
 ) -> None:
     interrupted(corpus, out)
@@ -311,7 +311,7 @@ def test_parts_of_before_there_were_tallies_are_taken_over(
     assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
 
 
-def test_a_bad_line_is_mended_and_what_was_done_before_it_is_kept(
+def test_chunks_before_a_corrected_line_are_reused(
     corpus: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = corpus.read_text().splitlines(keepends=True)
@@ -330,7 +330,7 @@ def test_a_bad_line_is_mended_and_what_was_done_before_it_is_kept(
     assert made.counts.documents == 2000
 
 
-def test_the_command_says_that_it_goes_on(
+def test_the_command_reports_that_it_resumes(
     corpus: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_data.preprocessing.encoding.SMALLEST_CHUNK", CHUNK)
@@ -342,10 +342,10 @@ def test_the_command_says_that_it_goes_on(
     assert shown[0].startswith("10 of ") and shown[0].endswith("were finished by an earlier run")
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
+def test_a_full_disk_is_one_line_and_the_run_can_be_resumed(
     corpus: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit on the size of files stands for the disk; parts are below it, the .bin is not."""
+    """A limit on the size of files simulates a full disk: parts are below it, the .bin is not."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))\n"
     (tmp_path / "job.py").write_text(
         limit + "from megatron_data.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
@@ -360,7 +360,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
         capture_output=True,
         text=True,
         check=False,
-        # Bytecode would be cut off at the limit as well, and stay for later imports.
+        # The limit would also truncate bytecode files, which later imports would read.
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 1
@@ -372,7 +372,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
     assert kept == 10
 
 
-def test_a_folder_is_let_go_and_removed(tmp_path: Path) -> None:
+def test_a_folder_is_released_and_removed(tmp_path: Path) -> None:
     job = {"a": 1}
     with WorkFolder(str(tmp_path / "o"), job), pytest.raises(DataError, match="another process"):
         WorkFolder(str(tmp_path / "o"), job)

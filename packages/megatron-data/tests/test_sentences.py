@@ -1,4 +1,4 @@
-"""Sentences as sequences: how texts are cut, and what becomes of them in a dataset."""
+"""Tests of sentence splitting, and of datasets whose sequences are sentences."""
 
 import json
 import pickle
@@ -45,7 +45,7 @@ def test_texts_are_cut_between_sentences(english: PunktSplitter) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["Dr.", "Then", "it", "ends.", "?", '"!', "\n", "  ", ".", "3."])))
-def test_sentences_hold_the_text(words: list[str]) -> None:
+def test_the_concatenated_sentences_are_the_text(words: list[str]) -> None:
     text = " ".join(words)
     kept = PunktSplitter(keep_newlines=True).split(text)
     assert "".join(kept) == (text.rstrip() if kept else "")
@@ -61,7 +61,7 @@ def test_an_unknown_language_is_refused() -> None:
         PunktSplitter("German")
 
 
-def test_it_travels_to_other_processes(english: PunktSplitter) -> None:
+def test_a_splitter_can_be_pickled(english: PunktSplitter) -> None:
     twin = pickle.loads(pickle.dumps(PunktSplitter("english", keep_newlines=True)))
     assert twin.record == english.record | {"keep_newlines": True}
     assert len(pickle.dumps(english)) < 200
@@ -96,7 +96,7 @@ def test_sentences_become_sequences_of_their_document(
     assert manifest is not None and manifest["sentences"] == english.record
 
 
-def test_parts_of_another_splitter_are_not_taken_over(
+def test_parts_of_another_splitter_are_not_reused(
     lines: Path, tmp_path: Path, english: PunktSplitter, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines.write_text(lines.read_text() + "not JSON\n")
@@ -111,7 +111,7 @@ def test_parts_of_another_splitter_are_not_taken_over(
 def test_the_commands_of_megatrons_readme(
     lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BERT's line of the README with its flags in its order; several keys give several datasets."""
+    """The command line of BERT in Megatron's README, with the same order of flags."""
     monkeypatch.chdir(tmp_path)
     lines.rename("my-corpus.json")
     words = sorted({word for text in TEXTS for word in text.lower().split()})
@@ -145,7 +145,7 @@ def test_the_commands_of_megatrons_readme(
         ("--keep-newlines", "--keep-newlines needs --split-sentences"),
     ],
 )
-def test_options_of_sentences_need_sentences(
+def test_options_of_sentences_need_split_sentences(
     flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = f"preprocess --input a --output-prefix b --tokenizer-type ByteTokenizer {flags}"

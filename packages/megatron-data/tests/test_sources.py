@@ -1,4 +1,4 @@
-"""Text files and folders as a corpus, beside JSON lines."""
+"""Tests of text files and folders as a corpus."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ def test_a_folder_of_text_is_a_document_a_file_in_sorted_order(
         assert texts[name] == same[name]
 
 
-def test_files_are_equal_whatever_the_workers_and_the_pieces(
+def test_files_are_equal_for_any_number_of_workers_and_chunk_size(
     folder: Path, corpus: Path, tmp_path: Path
 ) -> None:
     found = set()
@@ -81,7 +81,7 @@ def test_files_are_equal_whatever_the_workers_and_the_pieces(
     assert list(read_texts(inputs)) == texts
 
 
-def test_a_folder_may_hold_json_lines_too_and_other_files_are_told_of(
+def test_a_folder_may_hold_json_lines_and_other_files_are_reported(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_lines(folder / "0.jsonl", ["from lines"])
@@ -99,7 +99,7 @@ def test_a_folder_may_hold_json_lines_too_and_other_files_are_told_of(
 
 
 def test_the_manifest_has_one_digest_for_a_folder(folder: Path, tmp_path: Path) -> None:
-    """It is that of the listing that `sha256sum` prints, so that anybody can check it."""
+    """It is the digest of the output of `sha256sum`, so that a user can check it."""
     prefix = preprocess([folder, folder / "b.txt"], tmp_path / "o", ByteTokenizer())[0].prefix
     whole, single = json.loads(Path(f"{prefix}.meta.json").read_text())["sources"]
     listing = subprocess.run(
@@ -116,12 +116,12 @@ def test_the_manifest_has_one_digest_for_a_folder(folder: Path, tmp_path: Path) 
     assert single["sha256"] == hashlib.sha256(b"second\n").hexdigest()
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_removed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
     assert list(read_texts([tmp_path])) == ["one"]
 
 
-def test_pieces_are_bounded_in_bytes_and_in_files(tmp_path: Path) -> None:
+def test_chunks_are_bounded_in_bytes_and_files(tmp_path: Path) -> None:
     names = [f"{number:04}.txt" for number in range(MOST_FILES + 3)]
     for name in names:
         (tmp_path / name).touch()
@@ -140,7 +140,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_wrong_with_text_files_is_named(tmp_path: Path, workers: int) -> None:
+def test_errors_of_text_files_are_reported(tmp_path: Path, workers: int) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     for content, message in WRONG if workers == 1 else WRONG[:1]:

@@ -1,4 +1,4 @@
-"""Datasets in object storage: the same samples, a bounded cache, broken transfers."""
+"""Tests of datasets in object storage: equal samples, a bounded cache, broken transfers."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ DOCUMENTS = [[i + j for j in range(3 + i % 17)] for i in range(60)]
 
 @pytest.fixture
 def remote(write_dataset: Write, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
-    """A dataset on the disk, and the URL of a copy of it."""
+    """A local dataset, and the URL of a copy."""
     monkeypatch.setattr(remote_files, "_PAUSE", 0)
     prefix, url = write_dataset(DOCUMENTS), "memory://bucket/d"
     memory = fsspec.filesystem("memory")
@@ -110,7 +110,7 @@ def test_a_block_is_fetched_once_and_the_cache_stays_within_its_limit(
     assert not killed.exists()
 
 
-def test_of_several_that_open_a_dataset_one_fetches_the_index(
+def test_one_of_several_threads_fetches_the_index(
     remote: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: list[str] = []
@@ -129,7 +129,7 @@ def test_of_several_that_open_a_dataset_one_fetches_the_index(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "long", "empty"])
-def test_a_damaged_block_is_fetched_anew(
+def test_a_damaged_block_is_fetched_again(
     remote: tuple[str, str], tmp_path: Path, damage: str
 ) -> None:
     with IndexedDataset(remote[1], cache(tmp_path)) as far:
@@ -149,7 +149,7 @@ def test_a_damaged_block_is_fetched_anew(
     assert path.read_bytes() == whole
 
 
-def test_a_replaced_dataset_does_not_meet_the_old_blocks(
+def test_a_replaced_dataset_does_not_use_old_blocks(
     remote: tuple[str, str], tmp_path: Path, write_dataset: Write
 ) -> None:
     for documents in (DOCUMENTS, [[9, *tokens] for tokens in DOCUMENTS]):
@@ -173,7 +173,7 @@ def test_a_replaced_dataset_does_not_meet_the_old_blocks(
         (FileNotFoundError(), "d.bin does not exist any more"),
     ],
 )
-def test_a_broken_transfer_is_named_and_nothing_is_kept(
+def test_a_broken_transfer_is_reported_and_not_cached(
     remote: tuple[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -198,12 +198,12 @@ def test_a_broken_transfer_is_named_and_nothing_is_kept(
             far[0]
         assert not blocks(tmp_path)
         if not isinstance(broken, FileNotFoundError):
-            left = 2  # the last attempt works
+            left = 2  # the last attempt succeeds
             assert far[0].tolist() == DOCUMENTS[0]
     assert not list((tmp_path / "cache").glob(".*"))
 
 
-def test_what_cannot_be_opened_is_named(
+def test_invalid_urls_and_caches_are_reported(
     remote: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DataError, match=r"memory://bucket/d .*--object-storage-cache-path"):
@@ -224,7 +224,7 @@ def test_what_cannot_be_opened_is_named(
         StorageCache("x", 10, 5)
 
 
-def test_indices_used_longest_ago_go_and_each_has_a_lock_of_its_own(
+def test_least_recently_used_indices_are_removed_and_each_has_a_lock(
     write_dataset: Write, tmp_path: Path, remote: tuple[str, str]
 ) -> None:
     memory = fsspec.filesystem("memory")
@@ -241,7 +241,7 @@ def test_indices_used_longest_ago_go_and_each_has_a_lock_of_its_own(
         return "".join(name for name in "abc" if (folder / f"{key[name]}.whole").exists())
 
     folder.mkdir()
-    with block_folder.locked(folder / f"{key['c']}.lock"):  # as if another process fetched it
+    with block_folder.locked(folder / f"{key['c']}.lock"):  # as if another process had fetched it
         first = IndexedDataset("memory://bucket/a", storage)
         with IndexedDataset("memory://bucket/b", storage):
             assert kept() == "ab"
@@ -260,7 +260,7 @@ def test_indices_used_longest_ago_go_and_each_has_a_lock_of_its_own(
 def test_users_share_a_cache_as_they_share_its_folder(
     remote: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept may be read by whom the folder lets in, and another's files are left alone."""
+    """Cached files get the permissions of the folder; files of other users are not changed."""
     folder = tmp_path / "cache"
     folder.mkdir()
     folder.chmod(0o2770)
@@ -305,7 +305,7 @@ def test_a_file_url_is_a_path_unless_there_is_a_cache_for_it(
 
 
 def test_several_processes_share_a_cache(write_dataset: Write, tmp_path: Path) -> None:
-    """With room for a few blocks, so that each removes what the others have just read."""
+    """With space for few blocks, so that each process removes blocks of the others."""
     prefix = write_dataset(DOCUMENTS)
     code = f"""
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a chat template may do is bounded: time, memory and size."""
+"""Tests of the limits of chat templates: time, memory and size."""
 
 import json
 import pickle
@@ -91,20 +91,20 @@ NONE = {
 
 
 @pytest.mark.parametrize("source", [*LONG.values(), *LARGE.values()], ids=[*LONG, *LARGE])
-def test_what_takes_long_or_makes_much_is_refused(source: str) -> None:
+def test_templates_that_take_too_many_steps_or_characters_are_refused(source: str) -> None:
     with pytest.raises(DataError) as raised:
         ChatTemplate(source, limits=LIMITS).render(CHAT)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 600
 
 
 @pytest.mark.parametrize("source", NONE.values(), ids=NONE)
-def test_what_is_nested_too_deeply_is_no_template(source: str) -> None:
+def test_deeply_nested_templates_are_refused(source: str) -> None:
     with pytest.raises(DataError, match="not a chat template: ") as raised:
         ChatTemplate(source)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 600
 
 
-def test_what_is_below_the_limits_is_rendered() -> None:
+def test_templates_below_the_limits_are_rendered() -> None:
     def text(source: str) -> str:
         return ChatTemplate(source).render(CHAT[:1], [{"a": [1, "é"]}]).text
 
@@ -154,7 +154,7 @@ def test_only_methods_that_lengthen_a_text_count_more_than_it() -> None:
 
 
 def test_a_conversation_has_one_budget() -> None:
-    """Turn by turn a template is rendered as often as there are turns."""
+    """A template rendered turn by turn shares one budget for all turns."""
     talk = [CHAT[0], CHAT[1]] * 40
     source = "{% for m in messages %}{{ m.content }}{% endfor %}"
     once = ChatTemplate("{% generation %}{% endgeneration %}" + source, limits=LIMITS)
@@ -166,7 +166,7 @@ def test_a_conversation_has_one_budget() -> None:
     assert ChatTemplate(source).render(talk).text == once.render(talk).text
 
 
-def test_limits_go_with_a_template() -> None:
+def test_limits_are_kept_with_a_template() -> None:
     template = ChatTemplate("{{ messages[0].content * 9 }}").with_limits(LIMITS)
     for each in (template, ImageTemplate(template)):
         assert each.limits == pickle.loads(pickle.dumps(each)).limits == LIMITS
@@ -178,7 +178,7 @@ def test_limits_go_with_a_template() -> None:
         TemplateLimits(0)
 
 
-def test_a_conversation_beyond_the_limits_is_left_out(
+def test_a_conversation_above_the_limits_is_skipped(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = tmp_path / "a.jsonl"
@@ -195,8 +195,8 @@ def test_a_conversation_beyond_the_limits_is_left_out(
     words = ["tokenize-conversations", "--input", str(lines), "--tokenizer-model", str(folder)]
     words += ["--output-prefix", str(tmp_path / "c"), "--max-template-characters", "500"]
     assert main(words) == 1
-    assert "a.jsonl:2: " in (told := capsys.readouterr().err)
-    assert "more than 500 characters (--max-template-characters" in told
+    assert "a.jsonl:2: " in (printed := capsys.readouterr().err)
+    assert "more than 500 characters (--max-template-characters" in printed
     assert main([*words, "--max-template-characters", "5000"]) == 0
     words += ["--overwrite", "--max-template-steps", "5"]
     assert main([*words, "--max-template-characters", "5000"]) == 1

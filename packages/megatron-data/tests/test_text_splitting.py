@@ -1,4 +1,4 @@
-"""Long texts are encoded in pieces with the tokens of the whole."""
+"""Tests that long texts encoded in segments have the tokens of the whole text."""
 
 import json
 import re
@@ -73,7 +73,7 @@ KINDS: dict[str, Callable[[], str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_give_the_tokens_of_the_whole(kind: str) -> None:
+def test_segments_give_the_tokens_of_the_whole_text(kind: str) -> None:
     made = HuggingFaceTokenizer(KINDS[kind]())
     places = split_pattern(json.loads(KINDS[kind]()))
     assert places is not None
@@ -98,7 +98,7 @@ def test_pieces_give_the_tokens_of_the_whole(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["GPT-2 as a Split", "Llama 3"])
 def test_the_check_finds_a_rule_that_is_wrong(kind: str) -> None:
-    """GPT-2 joins line ends but for the last, Llama 3 a full stop and what ends the line."""
+    """GPT-2 groups line ends except the last; Llama 3 groups a full stop with line ends."""
     made = HuggingFaceTokenizer(KINDS[kind]())
     wrong = {
         "GPT-2 as a Split": ("the\n\nthe", r"(?<=\n)(?=[^\W_])"),
@@ -112,7 +112,7 @@ def test_the_check_finds_a_rule_that_is_wrong(kind: str) -> None:
 
 
 def test_no_letter_becomes_white_space_or_a_mark_when_it_is_composed() -> None:
-    """Rules look at letters as they are written; NFC comes before the words are found."""
+    """The rules see the original letters, but NFC is applied before words are found."""
     for number in range(sys.maxunicode + 1):
         letter = chr(number)
         if letter.isalnum():
@@ -120,7 +120,7 @@ def test_no_letter_becomes_white_space_or_a_mark_when_it_is_composed() -> None:
             assert unicodedata.normalize("NFC", f"\n{letter}")[0] == "\n"
 
 
-def test_a_long_text_is_cut_and_equal(
+def test_a_split_text_has_equal_tokens(
     tokenizer: HuggingFaceTokenizer, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = "".join(texts)
@@ -159,13 +159,15 @@ def definition(**changes: object) -> dict[str, object]:
         {"added_tokens": [{"content": "<mask>", "lstrip": True}]},
     ],
 )
-def test_tokenizers_that_look_beyond_a_word_are_not_cut(changes: dict[str, object]) -> None:
+def test_texts_are_not_split_for_tokenizers_that_look_beyond_a_word(
+    changes: dict[str, object],
+) -> None:
     assert split_pattern(definition()) is not None
     assert split_pattern(definition(**changes)) is None
 
 
 @pytest.mark.parametrize("made", [ByteTokenizer(), NullTokenizer(99)])
-def test_plain_tokenizers_are_cut(
+def test_plain_tokenizers_split_texts(
     made: ByteTokenizer | NullTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plain, "SEGMENT_CHARACTERS", 7)
@@ -175,7 +177,7 @@ def test_plain_tokenizers_are_cut(
     assert list(chain.from_iterable(map(made.encode, cut))) == made.encode(text)
 
 
-def test_a_document_in_pieces_is_one_sequence(
+def test_a_split_document_is_one_sequence(
     tokenizer: HuggingFaceTokenizer, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface, "SEGMENT_CHARACTERS", 100)

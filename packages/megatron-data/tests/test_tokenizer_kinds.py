@@ -1,4 +1,4 @@
-"""Megatron's kinds of tokenizers against the libraries that they come from."""
+"""Tests of Megatron's kinds of tokenizers against the libraries that they wrap."""
 
 import base64
 import io
@@ -33,7 +33,7 @@ HARD = [
 
 @pytest.fixture(scope="module")
 def model(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sentencepiece model of bytes and pieces, with <unk>, <s>, </s> and no padding."""
+    """A sentencepiece model with <unk>, <s>, </s> and byte fallback, without padding."""
     content = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -52,7 +52,7 @@ def model(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[bytes]:
-    """The bytes, and tokens that join two of those before."""
+    """Returns the bytes, and tokens that merge two earlier tokens."""
     merges = ["eS", "th", "he", "the", " the", "wh", "al", "whal", "whale", " s", "ea"]
     return [*(bytes([n]) for n in range(256)), *(word.encode() for word in merges)]
 
@@ -99,7 +99,7 @@ def test_megatrons_added_tokens_and_the_sentinels_of_t5(model: Path) -> None:
         *added,
         "<fim_prefix>",
     ]
-    # <s> and </s> are the model's own; the padding, which it lacks, is new.
+    # <s> and </s> are in the model; the padding token is added.
     assert (ours.bos_id, ours.eos_id, ours.eod_id, ours.pad_id) == (1, 2, 422, 424)
     plain = sentencepiece.SentencePieceProcessor(model_file=str(model))
     text = "the <extra_id_1>whale<EOD>said</s>"
@@ -150,7 +150,7 @@ def test_the_two_patterns_differ_and_so_do_their_fingerprints(vocabulary: Path) 
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"])
-def test_a_tokenizer_is_the_same_when_it_was_saved_or_sent(
+def test_saved_and_pickled_tokenizers_are_equal(
     kind: str, model: Path, vocabulary: Path, tmp_path: Path
 ) -> None:
     options = {
@@ -166,7 +166,7 @@ def test_a_tokenizer_is_the_same_when_it_was_saved_or_sent(
         assert other.encode_batch(HARD) == tokenizer.encode_batch(HARD)
 
 
-def test_special_tokens_are_added_behind_the_vocabulary(tokenizer: HuggingFaceTokenizer) -> None:
+def test_special_tokens_are_added_after_the_vocabulary(tokenizer: HuggingFaceTokenizer) -> None:
     names = ["<fim_prefix>", "<|endoftext|>", "<fim_suffix>"]
     more = tokenizer.with_special_tokens(names)
     size = tokenizer.vocab_size
@@ -221,7 +221,7 @@ def test_special_tokens_are_added_behind_the_vocabulary(tokenizer: HuggingFaceTo
         ({"kind": None, "tokenizer_model": "M"}, "looks like a sentencepiece model"),
     ],
 )
-def test_what_makes_no_tokenizer_is_told(
+def test_invalid_options_of_kinds_are_refused(
     options: dict[str, object], message: str, model: Path, vocabulary: Path
 ) -> None:
     given = {
@@ -240,7 +240,7 @@ def test_what_makes_no_tokenizer_is_told(
         ([{"rank": 0, "token_bytes": "YQ==", "token_str": ""}], "entry 0 is b'a'"),
     ],
 )
-def test_a_wrong_vocabulary_is_told(entries: object, message: str) -> None:
+def test_an_invalid_vocabulary_is_refused(entries: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         TikTokenizer(json.dumps(entries).encode())
 

@@ -34,7 +34,7 @@ def test_batches_equal_single_texts(tokenizer: HuggingFaceTokenizer, texts: list
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
 
-def test_numbers_equal_those_of_the_library(
+def test_token_ids_equal_those_of_the_library(
     tokenizer: HuggingFaceTokenizer, texts: list[str], tmp_path: Path
 ) -> None:
     tokenizer.save(tmp_path)
@@ -118,7 +118,7 @@ def test_null() -> None:
         made.encode("3 x")
 
 
-def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_loaded_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere does not exist"):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"tokenizer\.json does not exist"):
@@ -148,7 +148,7 @@ def vocab_file(tmp_path: Path) -> Path:
 
 
 def test_berts_vocabulary(vocab_file: Path) -> None:
-    """Numbers are those of the lines; Megatron's tokens and T5's sentinels come after them."""
+    """Ids are line indices; Megatron's tokens and T5's sentinels follow them."""
     lower = bert_tokenizer(vocab_file, extra_ids=2)
     assert lower.encode("Whàles\tswimming. Q") == [5, 6, 7, 8, 9, 1]
     assert bert_tokenizer(vocab_file, lower_case=False).encode("Whales swim") == [11, 6, 7]
@@ -162,7 +162,7 @@ def test_berts_vocabulary(vocab_file: Path) -> None:
     assert again.fingerprint == lower.fingerprint
 
 
-def test_vocabularies_that_are_none_are_refused(vocab_file: Path, tmp_path: Path) -> None:
+def test_invalid_vocabularies_are_refused(vocab_file: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokenizer file"):
         bert_tokenizer(tmp_path / "none")
     vocab_file.write_text("a\nb\na\n")

@@ -1,4 +1,4 @@
-"""Which byte a token came from, also after datasets were joined and cut."""
+"""Tests of tracing tokens to their sources, also after `merge` and `split`."""
 
 import gzip
 import json
@@ -52,7 +52,7 @@ def text_at(path: str, offset: int | None, size: int | None) -> str:
 
 
 def holds(prefix: str, wanted: list[str]) -> None:
-    """Every document, and every token of it, leads to its line."""
+    """Checks that every document and token is traced to its line."""
     with IndexedDataset(prefix) as dataset:
         assert dataset.num_documents == len(wanted)
         token = 0
@@ -101,7 +101,7 @@ def test_text_files_and_rows_are_found_too(tmp_path: Path) -> None:
     ]
 
 
-def test_a_source_that_changed_or_went_is_told_of(lines: Path, tmp_path: Path) -> None:
+def test_a_changed_or_missing_source_is_reported(lines: Path, tmp_path: Path) -> None:
     prefix = made([lines], tmp_path / "o")
     number = trace(prefix, document=20).number
     assert number is not None
@@ -132,7 +132,7 @@ def test_what_cannot_be_traced_is_refused(lines: Path, tmp_path: Path) -> None:
         trace(prefix, 0)
 
 
-def test_joined_and_cut_datasets_keep_what_is_known(
+def test_merged_and_split_datasets_keep_their_origins(
     lines: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = tmp_path / "b.jsonl"
@@ -186,7 +186,7 @@ def test_modes_and_sentences_survive(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "c").dtype == np.uint16
 
 
-def test_what_does_not_fit_together_is_refused(lines: Path, tmp_path: Path) -> None:
+def test_incompatible_datasets_and_parts_are_refused(lines: Path, tmp_path: Path) -> None:
     first = made([lines], tmp_path / "a")
     (second,) = preprocess([lines], tmp_path / "b", ByteTokenizer(), on_error="skip")
     with pytest.raises(DataError, match=r"was made with tokenizer bytes:257, .* with null:99"):

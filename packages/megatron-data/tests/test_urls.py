@@ -1,4 +1,4 @@
-"""Which files and hosts a name may open: one that a user typed, and one that came with data."""
+"""Tests of the files and hosts that paths of users and paths in data may open."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ OTHERS = ["ftp://host/a", "sftp://host/a", "reference://x", "github://a:b@/c", "
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """URLs that fsspec was asked to open; none is opened."""
+    """Records the URLs that fsspec is asked to open; opens none."""
     import fsspec
 
     seen: list[str] = []
@@ -60,7 +60,7 @@ def dataset(tmp_path: Path) -> Callable[[object], str]:
 
 
 @pytest.mark.parametrize("url", [*CHAINS, *OTHERS])
-def test_a_source_that_a_manifest_names_opens_no_other_scheme(
+def test_a_source_in_a_manifest_cannot_use_other_schemes(
     url: str, dataset: Callable[..., str], opened: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trace", dataset(url), "0"]) == 0
@@ -71,7 +71,7 @@ def test_a_source_that_a_manifest_names_opens_no_other_scheme(
     assert not opened
 
 
-def test_a_manifest_names_a_web_server_only_with_leave(
+def test_a_manifest_names_a_web_server_only_if_allowed(
     dataset: Callable[..., str], opened: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = dataset("https://host/a.jsonl")
@@ -84,17 +84,17 @@ def test_a_manifest_names_a_web_server_only_with_leave(
     assert opened[-1] == "s3://bucket/a.jsonl", "object storage needs no leave"
 
 
-def test_a_source_in_a_manifest_is_a_name_and_no_pattern(
+def test_a_source_in_a_manifest_is_not_a_pattern(
     dataset: Callable[..., str], tmp_path: Path
 ) -> None:
     found = trace(dataset(f"{tmp_path}/*.jsonl"), document=0)
     assert "no input file or folder at" in str(found.inexact_reason)
 
 
-def test_a_folder_in_a_manifest_is_listed_no_further_than_its_files(
+def test_the_listing_of_a_folder_in_a_manifest_is_limited(
     dataset: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Data that names the root does not have the disk walked."""
+    """A manifest that names the root does not cause a walk of the disk."""
     visited = []
     walk = os.walk
 
@@ -121,16 +121,16 @@ def test_a_folder_in_a_manifest_is_listed_no_further_than_its_files(
 
 
 @pytest.mark.parametrize("name", [5, None, "", "a\0b", "\ud800", ["a"]])
-def test_a_name_that_is_none_is_refused(name: object, dataset: Callable[..., str]) -> None:
+def test_invalid_paths_are_refused(name: object, dataset: Callable[..., str]) -> None:
     from megatron_data.sources.urls import check_untrusted_path
 
     with pytest.raises(DataError, match="is not a path or URL"):
         check_untrusted_path(name)
-    if name != "\ud800":  # which JSON cannot hold
+    if name != "\ud800":  # not valid in JSON
         assert "is not a path or URL" in str(trace(dataset(name), document=0).inexact_reason)
 
 
-def test_the_names_that_are_allowed() -> None:
+def test_allowed_paths() -> None:
     from megatron_data.sources.urls import (
         HTTP_SCHEMES,
         STORAGE_SCHEMES,
@@ -148,7 +148,7 @@ def test_the_names_that_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("name", [*CHAINS, *OTHERS[:3]])
-def test_a_line_names_no_image_of_another_scheme(
+def test_a_line_cannot_name_an_image_with_another_scheme(
     name: str, tmp_path: Path, opened: list[str]
 ) -> None:
     lines = tmp_path / "a.jsonl"
@@ -162,7 +162,7 @@ def test_a_line_names_no_image_of_another_scheme(
     assert not opened
 
 
-def test_a_line_names_a_web_server_only_with_leave(tmp_path: Path, opened: list[str]) -> None:
+def test_a_line_names_a_web_server_only_if_allowed(tmp_path: Path, opened: list[str]) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_text(json.dumps({"text": "1", "image": "https://host/a.gif"}))
     arguments = ([lines], tmp_path / "o", NullTokenizer(9))
@@ -176,8 +176,8 @@ def test_a_line_names_a_web_server_only_with_leave(tmp_path: Path, opened: list[
     assert set(opened) == {"https://host/a.gif"}
 
 
-def test_pipes_and_devices_are_no_files(tmp_path: Path, dataset: Callable[..., str]) -> None:
-    """A pipe would be waited for, a device may never end."""
+def test_pipes_and_devices_are_refused(tmp_path: Path, dataset: Callable[..., str]) -> None:
+    """A pipe would block, and a device may never end."""
     pipe, lines = tmp_path / "pipe.gif", tmp_path / "b.jsonl"
     os.mkfifo(pipe)
     for name in (str(pipe), "/dev/zero", f"file://{pipe}"):
@@ -206,7 +206,7 @@ def test_a_large_image_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../other/a", "/{folder}/other/a", "..", "a/b"])
-def test_a_cached_order_names_no_file_elsewhere(name: str, tmp_path: Path) -> None:
+def test_a_cached_order_cannot_name_other_files(name: str, tmp_path: Path) -> None:
     def build() -> dict[str, "np.ndarray[Any, Any]"]:
         return {"a": np.array([3])}
 
