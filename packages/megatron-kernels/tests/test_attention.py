@@ -1,4 +1,4 @@
-"""Attention: independent truths, rows that see nothing, caches, and the block pair."""
+"""Attention: independent references, rows without keys, caches, and the block pair."""
 
 import math
 import sys
@@ -31,7 +31,7 @@ def by_hand(
     offset: int = 0,
     factors: Tensor | None = None,
 ) -> Tensor:
-    """Query by query, in plain arithmetic; ``factors`` [b, n, s, t] multiply the weights."""
+    """Returns attention computed query by query; ``factors`` [b, n, s, t] multiply the weights."""
     s, b, n, _ = q.shape
     out = torch.zeros(s, b, n, v.shape[-1], dtype=F64)
     allowed = mask.allowed(s, k.shape[0], offset).expand(b, -1, -1)
@@ -61,7 +61,7 @@ def test_equal_to_arithmetic_by_hand(mask: Mask, backend: str) -> None:
 
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_dropout_multiplies_the_weights_of_every_head_and_is_differentiated(fast: bool) -> None:
-    """``fast`` compares one random direction of the derivative, as gradcheck does, not all."""
+    """``fast`` compares one random direction of the derivative, not all, as gradcheck does."""
     q, k, v = inputs()
     factors = torch.rand(2, 4, 7, 7, dtype=F64).round() * 1.25
 
@@ -81,7 +81,7 @@ def test_dropout_multiplies_the_weights_of_every_head_and_is_differentiated(fast
     )
 
 
-def test_only_the_reference_applies_a_dropout_and_the_others_say_so() -> None:
+def test_only_the_reference_supports_dropout() -> None:
     q, k, v = inputs()
     choice = attention.explain(q, k, v, Mask(), dropout=torch.zeros_like)
     assert choice.backend == "reference"
@@ -94,8 +94,8 @@ def test_only_the_reference_applies_a_dropout_and_the_others_say_so() -> None:
         attention(q, k, v, Mask(), dropout=torch.zeros_like, backend="torch")
 
 
-def test_a_sink_takes_its_share_of_the_softmax_and_gives_nothing() -> None:
-    """By a key more, whose scores are the sink's logits and whose value is zero."""
+def test_a_sink_takes_part_in_the_softmax_without_a_value() -> None:
+    """The reference has one more key, with the sink's logits as scores and a value of zero."""
     q, k, v = (torch.randn(5, 2, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
     sinks = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
     found = attention(q, k, v, Mask(), 0.3, sinks=sinks)
@@ -111,7 +111,7 @@ def test_a_sink_takes_its_share_of_the_softmax_and_gives_nothing() -> None:
     )
 
 
-def test_a_sink_of_logit_zero_is_softmax_off_by_one_and_a_low_one_is_none() -> None:
+def test_a_zero_sink_is_softmax_off_by_one_and_a_low_sink_has_no_effect() -> None:
     q, k, v = (torch.randn(3, 1, 1, 4, dtype=torch.float64) for _ in range(3))
     first = attention(q, k, v, Mask(), 1.0, sinks=torch.zeros(1, dtype=torch.float64))[0, 0, 0]
     share = torch.exp((q[0] * k[0]).sum())
@@ -120,7 +120,7 @@ def test_a_sink_of_logit_zero_is_softmax_off_by_one_and_a_low_one_is_none() -> N
     torch.testing.assert_close(attention(q, k, v, Mask(), sinks=low), attention(q, k, v, Mask()))
 
 
-def test_only_the_reference_has_sinks_and_the_others_say_so() -> None:
+def test_only_the_reference_supports_sinks() -> None:
     q = k = v = torch.randn(3, 1, 2, 4)
     choice = attention.explain(q, k, v, Mask(), sinks=torch.zeros(2))
     assert choice.backend == "reference" and "torch: it does not support sinks" in choice.reason
@@ -128,7 +128,7 @@ def test_only_the_reference_has_sinks_and_the_others_say_so() -> None:
 
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_softcap_bounds_the_scores_before_the_mask(fast: bool) -> None:
-    """By Gemma 2's formula, `softcap * tanh(x / softcap)`."""
+    """The reference is Gemma 2's formula, `softcap * tanh(x / softcap)`."""
     q, k, v = (torch.randn(5, 2, heads, 4, dtype=F64) for heads in (4, 2, 2))
     found = attention(q, k, v, Mask(), 1.5, softcap=0.8)
     keys, values = (x.repeat_interleave(2, dim=2) for x in (k, v))
@@ -141,7 +141,7 @@ def test_a_softcap_bounds_the_scores_before_the_mask(fast: bool) -> None:
     )
 
 
-def test_a_softcap_of_zero_or_far_above_the_scores_is_none_and_a_negative_one_is_refused() -> None:
+def test_a_zero_or_high_softcap_has_no_effect_and_a_negative_one_is_refused() -> None:
     q, k, v = inputs()
     plain = attention(q, k, v, Mask())
     torch.testing.assert_close(attention(q, k, v, Mask(), softcap=0.0), plain, rtol=0, atol=0)
@@ -151,7 +151,7 @@ def test_a_softcap_of_zero_or_far_above_the_scores_is_none_and_a_negative_one_is
             attention(q, k, v, Mask(), softcap=softcap)
 
 
-def test_backends_without_a_softcap_say_so() -> None:
+def test_backends_without_softcap_report_it() -> None:
     q = k = v = torch.randn(3, 1, 2, 4)
     choice = attention.explain(q, k, v, Mask(), softcap=2.0)
     assert choice.backend == "reference" and "torch: it does not support softcap" in choice.reason
@@ -180,7 +180,7 @@ def test_padding_gives_zeros_and_no_nan_in_any_gradient(backend: str, dtype: tor
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("steps", [[7], [3, 4], [1] * 7, [4, 1, 1, 1]], ids=str)
-def test_attending_step_by_step_with_a_cache_equals_the_whole(
+def test_attention_step_by_step_with_a_cache_equals_one_pass(
     steps: list[int], window: int | None, backend: str
 ) -> None:
     q, k, v = (x.detach() for x in inputs())
@@ -190,7 +190,7 @@ def test_attending_step_by_step_with_a_cache_equals_the_whole(
     at, parts = 0, []
     for step in steps:
         now = slice(at, at + step)
-        # The reference multiplies by zero, which leaves a NaN a NaN: give it what is used.
+        # The reference multiplies unused keys by zero, which keeps NaN, so it gets only used keys.
         end = at + step if backend == "reference" else None
         mask = Mask(window=window)
         keys, values = cache_k[:end], cache_v[:end]
@@ -199,17 +199,17 @@ def test_attending_step_by_step_with_a_cache_equals_the_whole(
     torch.testing.assert_close(torch.cat(parts), whole)
 
 
-def test_inputs_are_not_copied_on_the_way_to_the_fused_kernel() -> None:
+def test_inputs_are_passed_to_the_fused_kernel_without_a_copy() -> None:
     q, k, v = inputs()
-    kept: set[int] = set()
+    saved: set[int] = set()
 
     def note(x: Tensor) -> Tensor:
-        kept.add(x.data_ptr())
+        saved.add(x.data_ptr())
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         attention(q, k, v, Mask())
-    assert {x.data_ptr() for x in (q, k, v)} <= kept
+    assert {x.data_ptr() for x in (q, k, v)} <= saved
 
 
 def test_heads_that_do_not_divide_over_groups_are_an_error() -> None:
@@ -254,11 +254,11 @@ def test_lse_is_the_log_of_the_sum_of_exponentials_of_the_scores() -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_blocks_of_keys_and_queries_combine_to_the_whole(documents: bool) -> None:
-    """Ring attention on one process: zigzag halves of queries and keys, both passes."""
+def test_blocks_of_keys_and_queries_combine_to_one_pass(documents: bool) -> None:
+    """Ring attention in one process: zig-zag halves of queries and keys, both passes."""
     q, k, v = inputs(s=8, t=8)
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 2, 2]], dtype=torch.int32)
-    places = torch.arange(8, dtype=torch.int32).expand(2, 8)
+    positions = torch.arange(8, dtype=torch.int32).expand(2, 8)
     whole = Mask(document_ids=ids if documents else None)
     out, lse = attention_forward(q, k, v, whole)
     dout = torch.randn_like(out)
@@ -267,8 +267,8 @@ def test_blocks_of_keys_and_queries_combine_to_the_whole(documents: bool) -> Non
 
     def block(queries: Tensor, keys: Tensor) -> Mask:
         own = (ids[:, queries], ids[:, keys]) if documents else (None, None)
-        return Mask(own[1], places[:, keys], query_document_ids=own[0],
-                    query_positions=places[:, queries])  # fmt: skip
+        return Mask(own[1], positions[:, keys], query_document_ids=own[0],
+                    query_positions=positions[:, queries])  # fmt: skip
 
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     with torch.no_grad():
@@ -292,14 +292,14 @@ def test_blocks_of_keys_and_queries_combine_to_the_whole(documents: bool) -> Non
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_flash_attn_takes_the_softcap_and_is_deterministic_where_torch_is(
+def test_flash_attn_gets_the_softcap_and_the_deterministic_mode_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The library itself needs a GPU: this is what it is called with."""
+    """A stub replaces the library, which needs a GPU."""
     options: list[dict[str, Any]] = []
 
-    def called(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-        options.append(given)
+    def called(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+        options.append(keywords)
         return q
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=called))

@@ -1,4 +1,4 @@
-"""Optional libraries are looked for without being imported, and their absence has a reason."""
+"""Optional libraries are found without being imported, and a missing one has a reason."""
 
 import importlib.machinery
 import sys
@@ -12,7 +12,7 @@ from megatron_kernels.availability import LIBRARIES, Library, library, probe, un
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path; importing what is put there is a failure."""
+    """Returns a function that installs a fake library, whose import fails the test."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -36,13 +36,13 @@ def test_every_library_is_reported() -> None:
             assert torch.cuda.is_available()
 
 
-def test_not_installed_says_how_to_get_it() -> None:
+def test_a_missing_library_is_reported_with_an_install_hint() -> None:
     found = probe(Library("thing", "no_such_thing", (), "pip install thing"))
     assert found.version is None and found.reason == "not installed (pip install thing)"
     assert str(found) == "thing: not usable: not installed (pip install thing)"
 
 
-def test_too_old_names_the_version_needed(fake: Path) -> None:
+def test_an_old_library_is_reported_with_the_minimum_version(fake: Path) -> None:
     install(fake, "old_kernels", "2.6.3.post1")
     found = probe(Library("old-kernels", "old_kernels", (2, 7), "", cuda=False))
     assert (found.version, found.reason) == ("2.6.3.post1", "too old, 2.7 or newer is needed")
@@ -64,7 +64,7 @@ def test_without_a_cuda_device_a_cuda_library_is_not_usable(
     assert (found.version, found.reason) == ("3.0", "no CUDA device")
 
 
-def test_another_project_of_the_same_name_is_told_apart(
+def test_another_project_of_the_same_name_is_recognized(
     fake: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (fake / "apexlike").mkdir()
@@ -79,7 +79,7 @@ def test_another_project_of_the_same_name_is_told_apart(
     assert probe(wanted).reason is None
 
 
-def test_backends_hear_the_library_and_the_reason() -> None:
+def test_backends_report_the_library_and_the_reason() -> None:
     reason = unavailable_reason("flash-attn")
     assert reason is None or reason.startswith("flash-attn is ")
     with pytest.raises(KernelError, match="use one of triton, flash-attn"):

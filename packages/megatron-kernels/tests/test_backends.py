@@ -1,4 +1,4 @@
-"""Every backend against the reference in float64, and the command that does the same."""
+"""Every backend against the reference in float64, and the same check as a command."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_gradients_of_the_references_equal_finite_differences(case: Case) -> Non
     )
 
 
-def test_a_backend_that_is_wrong_in_one_element_fails_the_check() -> None:
+def test_a_backend_with_one_wrong_element_fails_the_check() -> None:
     def nearly(x: torch.Tensor, approximate: str) -> torch.Tensor:
         out = torch.nn.functional.gelu(x, approximate=approximate)
         return out + torch.zeros_like(out).index_fill(0, torch.tensor([0]), 1e-9)

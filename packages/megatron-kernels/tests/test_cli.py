@@ -19,7 +19,7 @@ def test_list_names_every_operation_backend_and_library(capsys: pytest.CaptureFi
         assert f"   {library}" in out
 
 
-def test_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--dtype", "float64"]) == 0
     out = capsys.readouterr().out
     assert "float64 on cpu, tolerance 1e-12" in out and "FAILED" not in out
@@ -36,7 +36,7 @@ def test_check_fails_when_a_tolerance_is_exceeded(
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_a_device_that_is_not_here_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--device", "cuda:99"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("megatron-kernels: error: --device cuda:99: ")

@@ -1,4 +1,4 @@
-"""Operations disappear under torch.compile: no graph breaks, equal results.
+"""Operations add no graph breaks under torch.compile and return equal results.
 
 Dynamo cannot trace functions under the annotation hook, so this runs in a process without it.
 """
@@ -61,7 +61,7 @@ print([name for name in sys.modules if name.startswith("torch._dynamo")])
 
 
 def test_eager_operations_do_not_import_the_compiler() -> None:
-    """It would take 3 to 4 seconds at every start."""
+    """The import would take 3 to 4 seconds at every start."""
     done = subprocess.run(
         [sys.executable, "-c", EAGER], capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,4 +1,4 @@
-"""The mask contract, against hand-written pictures and against the definition in plain Python."""
+"""The mask, against hand-written pictures and its definition in plain Python."""
 
 import pytest
 import torch
@@ -29,13 +29,13 @@ def test_a_window_counts_the_query_itself() -> None:
     assert picture(Mask(window=2, causal=False), 4, 4) == ["xx..", "xxx.", ".xxx", "..xx"]
 
 
-def test_a_prefix_is_seen_by_everyone() -> None:
+def test_all_queries_attend_to_a_prefix() -> None:
     assert picture(Mask(prefix=3), 4, 4) == ["xxx.", "xxx.", "xxx.", "xxxx"]
     each = Mask(prefix=torch.tensor([0, 2])).allowed(2, 2)
     assert each.tolist() == [[[True, False], [True, True]], [[True, True], [True, True]]]
 
 
-def test_documents_see_only_themselves_and_padding_sees_nothing() -> None:
+def test_documents_attend_only_to_themselves_and_padding_to_nothing() -> None:
     mask = Mask(document_ids=ints([0, 0, 1, 1, -1]))
     assert picture(mask, 5, 5) == ["x....", "xx...", "..x..", "..xx.", "....."]
 
@@ -49,7 +49,7 @@ def test_megatrons_golden_document_mask() -> None:
 
 
 def test_positions_decide_when_keys_are_not_in_order() -> None:
-    # The zigzag cut of context parallelism: rank 0 of 2 holds chunks 0 and 3 of four.
+    # The zig-zag split of context parallelism: rank 0 of 2 holds parts 0 and 3 of four.
     mask = Mask(positions=ints([0, 1, 6, 7]))
     assert picture(mask, 4, 4) == ["x...", "xx..", "xxx.", "xxxx"]
     other = Mask(positions=ints([2, 3, 4, 5]), query_positions=ints([0, 1, 6, 7]))
@@ -63,30 +63,30 @@ def test_every_combination_of_rules_equals_their_definition(data: st.DataObject)
     queries = data.draw(st.integers(1, keys))
     offset = data.draw(st.integers(0, keys - queries))
     ids = data.draw(st.none() | st.lists(st.integers(-1, 2), min_size=keys, max_size=keys))
-    places = data.draw(st.none() | st.permutations(range(keys)))
+    positions = data.draw(st.none() | st.permutations(range(keys)))
     causal, window = data.draw(st.booleans()), data.draw(st.none() | st.integers(1, 8))
     prefix = data.draw(st.none() | st.integers(0, 8))
     mask = Mask(
         document_ids=None if ids is None else ints(ids),
-        positions=None if places is None else ints(list(places)),
+        positions=None if positions is None else ints(list(positions)),
         causal=causal,
         window=window,
         prefix=prefix,
     )
-    place, document = places or range(keys), ids or [0] * keys
+    position, document = positions or range(keys), ids or [0] * keys
     for row in range(queries):
         for key in range(keys):
             query = row + offset
-            distance = place[query] - place[key]
+            distance = position[query] - position[key]
             expected = document[query] == document[key] >= 0
             if causal:
-                expected &= distance >= 0 or (prefix is not None and place[key] < prefix)
+                expected &= distance >= 0 or (prefix is not None and position[key] < prefix)
             if window is not None:
                 expected &= abs(distance) < window
             assert bool(mask.allowed(queries, keys, offset)[0, row, key]) == expected
 
 
-def test_masks_that_kernels_know_need_no_tensor() -> None:
+def test_masks_that_kernels_support_need_no_tensor() -> None:
     assert Mask().lower(5, 5) == (None, True)
     assert Mask(causal=False).lower(5, 9) == (None, False)
     assert Mask().lower(1, 9, 8) == (None, False)
@@ -122,6 +122,6 @@ def test_a_prepared_mask_gives_the_same_attention() -> None:
         (lambda: Mask(window=1).prepare(2, 2).allowed(3, 3), r"dense is \[2, 2\]"),
     ],
 )
-def test_contradictions_are_errors(make: object, message: str) -> None:
+def test_contradictory_masks_are_errors(make: object, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         make()  # type: ignore[operator]

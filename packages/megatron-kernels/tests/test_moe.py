@@ -1,4 +1,4 @@
-"""Operations of a mixture of experts against products written one by one."""
+"""Operations of a mixture of experts against products computed one by one."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_choices_are_sorted_by_expert_and_keep_the_order_of_tokens() -> None:
     assert EXPERTS.flatten()[order].tolist() == [0, 0, 0, 2, 2, 2, 3, 3]
 
 
-def test_no_token_at_all_is_no_row() -> None:
+def test_no_tokens_give_no_rows() -> None:
     order, counts = sort_by_expert(torch.full((3, 2), -1), 4)
     assert len(order) == 0 and counts.tolist() == [0, 0, 0, 0]
     assert permute(torch.ones(3, 5), order, 2).shape == (0, 5)
@@ -59,6 +59,6 @@ def test_counts_that_do_not_fit_are_refused_with_their_numbers() -> None:
         grouped_matmul(x, weight, torch.tensor([2, 2, 1]))
 
 
-def test_the_kernel_for_all_groups_says_why_it_does_not_run() -> None:
+def test_the_fused_grouped_kernel_reports_why_it_does_not_run() -> None:
     choice = grouped_matmul.explain(torch.ones(1, 8), torch.ones(1, 8, 8), torch.tensor([1]))
     assert choice.backend == "torch" and "grouped_mm: needs a CUDA tensor" in choice.reason

@@ -79,7 +79,7 @@ def test_cross_entropy_by_hand(backend: str) -> None:
 
 
 @both
-def test_ignored_targets_cost_nothing_and_get_no_gradient(backend: str) -> None:
+def test_ignored_targets_have_no_loss_and_no_gradient(backend: str) -> None:
     logits = torch.randn(3, 7, requires_grad=True)
     loss = cross_entropy(logits, torch.tensor([1, -100, 4]), backend=backend)
     loss.sum().backward()

@@ -1,4 +1,4 @@
-"""The choice among backends, on an operation made up for the purpose."""
+"""The choice of a backend, with an operation for this test."""
 
 import inspect
 
@@ -22,11 +22,11 @@ def positive_only(x: int) -> str | None:
     Backend("floor", lambda x: ("floor", x // 2), positive_only, "rounded down"),
 )
 def half(x: int, *, backend: str = "auto") -> tuple[str, int]:
-    """Half of a number."""
+    """Returns half of a number."""
     return half.run(backend, x)
 
 
-def test_the_first_backend_that_does_not_refuse_runs() -> None:
+def test_the_first_supported_backend_runs() -> None:
     assert half(6) == ("halve", 3)
     assert half(7) == ("floor", 3)
 
@@ -35,7 +35,7 @@ def test_a_named_backend_runs_even_if_another_is_preferred() -> None:
     assert half(6, backend="floor") == ("floor", 3)
 
 
-def test_a_named_backend_that_refuses_is_an_error_with_its_reason() -> None:
+def test_an_unsupported_named_backend_is_an_error_with_its_reason() -> None:
     with pytest.raises(KernelError, match="half: backend 'halve' cannot run here: 7 is odd"):
         half(7, backend="halve")
 
@@ -49,7 +49,7 @@ def test_an_unknown_backend_is_an_error_that_names_the_nearest() -> None:
         half.explain(7, backend="zzz")
 
 
-def test_refused_by_all_names_every_reason() -> None:
+def test_an_error_of_all_backends_names_every_reason() -> None:
     with pytest.raises(KernelError, match="halve: -3 is odd; floor: -3 is not positive"):
         half(-3)
 
@@ -64,7 +64,7 @@ def test_refused_by_all_names_every_reason() -> None:
         (7, "halve", None, "halve: 7 is odd"),
     ],
 )
-def test_explain_foretells_the_choice(
+def test_explain_predicts_the_choice(
     x: int, request_: str, backend: str | None, reason: str
 ) -> None:
     choice = half.explain(x, backend=request_)
@@ -73,7 +73,7 @@ def test_explain_foretells_the_choice(
         assert half(x, backend=request_)[0] == backend
 
 
-def test_a_choice_prints_one_line_per_backend_and_marks_the_one_taken() -> None:
+def test_a_choice_prints_one_line_per_backend_and_marks_the_chosen_one() -> None:
     lines = str(half.explain(x=7)).splitlines()
     assert lines[0] == "half: floor (request: auto)"
     assert "halve" in lines[1] and "cannot: 7 is odd" in lines[1]
@@ -82,13 +82,13 @@ def test_a_choice_prints_one_line_per_backend_and_marks_the_one_taken() -> None:
 
 def test_an_operation_looks_like_its_function_and_cannot_be_changed() -> None:
     assert half.name == half.__name__ == "half"
-    assert half.__doc__ == "Half of a number."
+    assert half.__doc__ == "Returns half of a number."
     assert list(inspect.signature(half).parameters) == ["x", "backend"]
     with pytest.raises(AttributeError):
         half.backends = ()  # type: ignore[misc]
 
 
-def test_absent_libraries_are_refusals_with_a_reason_not_import_errors() -> None:
+def test_missing_libraries_are_reasons_and_not_import_errors() -> None:
     q = torch.zeros(2, 1, 1, 8)
     statuses = {
         v.backend: v.unsupported_reason for v in attention.explain(q, q, q, Mask()).statuses
@@ -98,13 +98,13 @@ def test_absent_libraries_are_refusals_with_a_reason_not_import_errors() -> None
         layer_norm(torch.zeros(3, 4), torch.ones(4), torch.zeros(4), backend="apex")
 
 
-def test_dtypes_that_torch_refuses_go_to_the_reference() -> None:
+def test_dtypes_that_torch_does_not_support_use_the_reference() -> None:
     x, ones = torch.randn(3, 4, dtype=torch.bfloat16), torch.ones(4)
     assert layer_norm.explain(x, ones, ones).backend == "reference"
     assert layer_norm(x, ones, ones).dtype == torch.bfloat16
 
 
-def test_annotations_are_enforced_here_whatever_the_backend() -> None:
+def test_annotations_are_enforced_for_every_backend() -> None:
     wrong: tuple[Tensor, Tensor] = (torch.ones(5), torch.ones(4))
     for backend in ("auto", "reference"):
         with pytest.raises(Exception, match="layer_norm"):

@@ -43,7 +43,7 @@ def test_yarn_range_and_concentration_equal_those_of_megatron_core() -> None:
     assert YarnScaling(40.0, mscale_all_dim=1.0).attention_factor == 1.0
 
 
-def test_yarn_keeps_fast_waves_slows_slow_ones_and_blends_linearly_between() -> None:
+def test_yarn_keeps_high_frequencies_divides_low_ones_and_blends_between() -> None:
     plain = rope_frequencies(64)
     scaled = rope_frequencies(64, scaling=YarnScaling(40.0))
     slowed = (1 - scaled / plain) / (1 - 1 / 40)
@@ -51,7 +51,7 @@ def test_yarn_keeps_fast_waves_slows_slow_ones_and_blends_linearly_between() -> 
     torch.testing.assert_close(slowed, expected, rtol=0, atol=1e-12)
 
 
-def test_yarn_tables_carry_the_attention_factor() -> None:
+def test_yarn_tables_include_the_attention_factor() -> None:
     yarn = YarnScaling(40.0)
     frequencies = rope_frequencies(16, scaling=yarn)
     cos, sin = rope_tables(torch.arange(3), frequencies, F64, yarn)
@@ -80,7 +80,7 @@ def test_channels_that_cannot_be_paired_are_an_error(dim: int, percent: float) -
 
 @both
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_each_pair_is_turned_by_its_angle_and_the_rest_is_kept(
+def test_each_pair_is_rotated_by_its_angle_and_other_channels_are_unchanged(
     interleaved: bool, backend: str
 ) -> None:
     x = torch.randn(3, 2, 2, 6, dtype=F64)
@@ -126,7 +126,7 @@ def test_scores_depend_on_distance_alone(
 
 
 @both
-def test_low_precision_is_turned_in_float32(backend: str) -> None:
+def test_low_precision_is_rotated_in_float32(backend: str) -> None:
     x = torch.randn(50, 1, 2, 32).bfloat16()
     cos, sin = rope_tables(torch.arange(50) * 100, rope_frequencies(32))
     found = rope(x, cos, sin, backend=backend)

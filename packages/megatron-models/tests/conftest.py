@@ -1,4 +1,4 @@
-"""Shape annotations are checked at run time in every test, and configurations the tests share."""
+"""Run-time checks of shape annotations, and configurations shared by the tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-# Configurations and descriptions check their own values, and have no tensors.
+# Configurations and descriptions check their own values and have no tensors.
 _PARTS = (
     *(f"attention.{name}" for name in ("module", "cross", "context_parallel", "rotary", "sinks")),
     *("mlp.module", "moe.module", "moe.router", "moe.experts", "norm.module"),
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def small() -> Callable[..., GPTConfig]:
-    """Make the configuration of a model small enough for float64; keywords replace its fields."""
+    """Returns a maker of configurations of a small model; keywords replace fields."""
 
     def make(**changes: Any) -> GPTConfig:
         values: dict[str, Any] = {
@@ -78,19 +78,19 @@ def small() -> Callable[..., GPTConfig]:
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
 def config(request: pytest.FixtureRequest, small: Callable[..., GPTConfig]) -> GPTConfig:
-    """Every option of the model at least once."""
+    """Covers every option of the model at least once."""
     return small(**request.param)
 
 
 @pytest.fixture
 def model_changes() -> dict[str, dict[str, Any]]:
-    """What `config` changes in a small model, all at once."""
+    """Returns all changes of `config` to a small model together."""
     return MODELS
 
 
 @pytest.fixture
 def scramble() -> Callable[[GPT], GPT]:
-    """Give a model gains that are not 1, biases that are not 0 and weights that are not small."""
+    """Returns a function that gives a model non-unit gains, nonzero biases and large weights."""
 
     def fill(model: GPT) -> GPT:
         generator = torch.Generator().manual_seed(5)
@@ -99,7 +99,7 @@ def scramble() -> Callable[[GPT], GPT]:
             with torch.no_grad():
                 parameter.copy_(noise * 0.3 + ("norm.weight" in name))
                 if name in ("embedding.word.weight", "output.weight"):
-                    parameter[model.config.vocab_size :] = 0  # padding, as a checkpoint leaves it
+                    parameter[model.config.vocab_size :] = 0  # padding, as loaded from a checkpoint
         return model
 
     return fill

@@ -1,4 +1,4 @@
-"""Bytes that layers keep, counted, against the formula; and the formula against the paper."""
+"""Counted bytes of saved activations against the formula, and the formula against the paper."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ def counted(
     sequence_parallel: bool = False,
     dispatcher: str = "allgather",
 ) -> dict[str, int]:
-    """Bytes by module of a stack of layers, without what all of them share."""
+    """Returns the bytes of a stack of layers by module, without those that all layers share."""
     mesh = mesh or Mesh.single()
     placement = Placement(
         mesh,
@@ -68,12 +68,12 @@ def counted(
     context = Context(Mask(), angles, dropout=drop, recompute=plan)
     length = S // model.tp.size if sequence_parallel else S
     x = torch.randn(length, B, config.hidden_size, dtype=dtype, requires_grad=True) * 1.0
-    with count_saved_activations(model) as kept:
+    with count_saved_activations(model) as saved:
         run_layers(model.layers, x, context, model.tp)
     if dropout and not all(group.checkpointed for group in plan.groups(range(config.num_layers))):
-        # The dropout key, which all layers share.
-        kept.by_module["shared"] = -8 * S * B
-    return kept.by_module
+        # All layers share the dropout key.
+        saved.by_module["shared"] = -8 * S * B
+    return saved.by_module
 
 
 def of_cpu(config: GPTConfig, dtype: torch.dtype, dropout: bool) -> SavedBytes:
@@ -87,7 +87,7 @@ def of_cpu(config: GPTConfig, dtype: torch.dtype, dropout: bool) -> SavedBytes:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
-def test_every_term_is_what_is_counted(config, dtype, dropout):
+def test_every_term_equals_the_counted_bytes(config, dtype, dropout):
     config = replace(config, num_layers=2)
     for plan in (SELECTIVE[0], SELECTIVE[-1]):
         found = counted(config, dtype, plan, dropout)
@@ -95,7 +95,7 @@ def test_every_term_is_what_is_counted(config, dtype, dropout):
         last["dropout"] = last.pop("layers.1", 0)
         layer_pass = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
         terms = layer_activations(config, layer_pass)
-        for one in (last, terms):  # fused attention keeps its output, which `out` reads, itself
+        for one in (last, terms):  # fused attention itself saves its output, which `out` reads
             one["attention"] = one.get("attention", 0) + one.pop("attention.out", 0)
             one["mlp"] = one.get("mlp", 0) + one.pop("mlp.down", 0)
         assert {n: b for n, b in last.items() if b} == {n: b for n, b in terms.items() if b}, plan
@@ -112,29 +112,29 @@ def test_every_term_is_what_is_counted(config, dtype, dropout):
     ],
     ids=["softcap", "learned sinks", "both"],
 )
-def test_attention_that_is_not_fused_keeps_what_it_writes_out(small, knob, dropout, dtype):
+def test_unfused_attention_saves_scores_and_probabilities(small, knob, dropout, dtype):
     config = small(num_layers=2, **knob)
     for plan in SELECTIVE[:2]:
         found = counted(config, dtype, plan, dropout).items()
         parts = ("layers.1.attention", "layers.1.attention.out")
-        kept = sum(size for name, size in found if name in parts)
+        saved = sum(size for name, size in found if name in parts)
         layer_pass = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
         terms = layer_activations(config, layer_pass)
-        assert kept == terms["attention"] + terms["attention.out"], plan
+        assert saved == terms["attention"] + terms["attention.out"], plan
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
-def test_stacks_keep_what_the_formula_says(small, dropout):
+def test_layer_stacks_save_the_bytes_of_the_formula(small, dropout):
     config = small(num_layers=8)
     for plan in (*SELECTIVE, *FULL):
         found = sum(counted(config, torch.float32, plan, dropout).values())
         saved_bytes = of_cpu(config, torch.float32, dropout)
-        said = stack_activations(config, LayerPass(S, B, saved_bytes, recompute=plan))
-        assert found == said, plan
+        expected = stack_activations(config, LayerPass(S, B, saved_bytes, recompute=plan))
+        assert found == expected, plan
 
 
 def test_the_constants_of_the_paper():
-    """Korthikanti et al., table 2: GPT-3's sizes, in units of s b h."""
+    """Korthikanti et al., table 2: sizes of GPT-3, in units of s b h."""
     s, b, a, h = 2048, 1, 96, 12288
     config = GPTConfig(
         num_layers=96,
@@ -174,7 +174,7 @@ CUT = replace(FULL[0], distribute_saved_activations=True)
         pytest.param(4, True, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_keep_what_the_formula_says(worker_pool, small, ranks, sequence_parallel):
+def test_ranks_save_the_bytes_of_the_formula(worker_pool, small, ranks, sequence_parallel):
     gated = {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False}
     rotary = {"position_embedding_type": "rope", "num_query_groups": 2}
     plans = [*SELECTIVE, *FULL] if sequence_parallel else [*SELECTIVE, *FULL, CUT]
@@ -190,30 +190,30 @@ def test_ranks_keep_what_the_formula_says(worker_pool, small, ranks, sequence_pa
         for plan in chosen
     ]
     options = {"sequence_parallel": sequence_parallel, "tp": ranks}
-    said = [
+    expected = [
         stack_activations(c, LayerPass(S, B, of_cpu(c, dtype, dropout), recompute=plan, **options))
         for c, dtype, plan, dropout in runs
     ]
     for found in worker_pool.run_mesh(
         ParallelLayout(tp=ranks, dp=1), on_a_rank, runs, sequence_parallel
     ):
-        assert [run for run, a, b in zip(runs, found, said, strict=True) if a != b] == []
+        assert [run for run, a, b in zip(runs, found, expected, strict=True) if a != b] == []
 
 
 def on_a_rank(mesh: Mesh, runs: list[Any], sequence_parallel: bool) -> list[int]:
     return [sum(counted(*run, mesh, sequence_parallel).values()) for run in runs]
 
 
-def test_a_layer_that_keeps_the_gathered_input_is_seen(worker_pool, small):
+def test_saving_the_gathered_input_is_detected(worker_pool, small):
     run = (small(), torch.float32, RecomputeConfig(), False)
     saved_bytes = of_cpu(run[0], torch.float32, False)
-    said = stack_activations(run[0], LayerPass(S, B, saved_bytes, 2, sequence_parallel=True))
-    for found in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), keeping_too_much, run):
-        # Of two inputs of each of two layers, the part that the rank does not have.
-        assert found == said + 2 * 2 * S * B * run[0].hidden_size * 4 // 2
+    expected = stack_activations(run[0], LayerPass(S, B, saved_bytes, 2, sequence_parallel=True))
+    for found in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), saving_the_gathered_input, run):
+        # Other ranks' parts of two inputs of each of two layers.
+        assert found == expected + 2 * 2 * S * B * run[0].hidden_size * 4 // 2
 
 
-def keeping_too_much(mesh: Mesh, run: Any) -> int:
+def saving_the_gathered_input(mesh: Mesh, run: Any) -> int:
     def wrong(x: Any, weight: Any, bias: Any, axis: Any, *_: Any, **__: Any) -> Any:
         whole = gather_sequence(x, axis)
         y = functional.linear(whole, weight.flatten(0, -2), bias.flatten())
@@ -230,7 +230,7 @@ EXPERT_PLANS = [RecomputeConfig(), RecomputeConfig(granularity="selective", modu
 
 
 def by_part(found: dict[str, int]) -> dict[str, int]:
-    """Bytes of the one layer's feed-forward part, as the formula names its terms."""
+    """Returns the bytes of the layer's feed-forward part by the names of the formula."""
     parts: dict[str, int] = {}
     for name, count in found.items():
         name = name.removeprefix("layers.0.")
@@ -241,7 +241,7 @@ def by_part(found: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_experts_on_one_rank_keep_what_the_formula_says(small, dtype):
+def test_experts_on_one_rank_save_the_bytes_of_the_formula(small, dtype):
     for changes in EXPERTS:
         for plan in EXPERT_PLANS:
             config = small(num_layers=1, **changes)
@@ -260,8 +260,8 @@ def test_experts_on_one_rank_keep_what_the_formula_says(small, dtype):
     ],
     ids=str,
 )
-def test_experts_on_ranks_keep_what_the_formula_says(worker_pool, small, layout):
-    """In the mean over ranks, as it depends on the routing how many rows each of them gets."""
+def test_experts_on_ranks_save_the_bytes_of_the_formula(worker_pool, small, layout):
+    """The mean over ranks, since the rows of a rank depend on the routing."""
     runs = [
         (small(num_layers=1, **changes), dtype, plan, sequence_parallel, dispatcher)
         for changes in EXPERTS
@@ -283,18 +283,18 @@ def test_experts_on_ranks_keep_what_the_formula_says(worker_pool, small, layout)
             experts=ExpertParallelism(layout.ep, layout.expert_tp, dispatcher),
         )
         terms = layer_activations(config, layer_pass)
-        kept = sum(sum(one.values()) for one in found)
-        assert kept == len(found) * sum(terms.values()), run
+        saved = sum(sum(one.values()) for one in found)
+        assert saved == len(found) * sum(terms.values()), run
         if layout.ep > 1 or plan is not EXPERT_PLANS[0]:
             continue
-        for one in found:  # then no rank differs, in any part
+        for one in found:  # then no part differs between ranks
             parts = by_part(one)
             assert parts["mlp"] == terms["mlp"], run
             assert parts["mlp.experts"] == terms["mlp.experts"], run
-            # The input of the layer is kept by the router or by the shared expert.
+            # The router or the shared expert saves the input of the layer.
             rest = parts["mlp.router"] + parts.get("mlp.shared", 0)
-            told = terms["mlp.router"] + terms["mlp.shared"] + terms.get("mlp.up", 0)
-            assert rest == told, run
+            expected = terms["mlp.router"] + terms["mlp.shared"] + terms.get("mlp.up", 0)
+            assert rest == expected, run
 
 
 def experts_on_a_rank(mesh: Mesh, runs: list[Any]) -> list[dict[str, int]]:

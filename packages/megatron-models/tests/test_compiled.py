@@ -43,7 +43,7 @@ for number, text in enumerate(json.load(sys.stdin)):
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_loss_compiles_as_one_graph_and_gives_the_same_gradients(small, model_changes, whole):
-    """In a process of its own: what is compiled must not carry the checks of shapes."""
+    """Runs in a process of its own, without the checks of shapes."""
     names = model_changes if whole else SAMPLE
     models = [small(**model_changes[name]).to_json() for name in names]
     done = subprocess.run(

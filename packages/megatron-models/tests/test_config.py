@@ -9,14 +9,14 @@ from megatron_models.errors import ConfigError
 from megatron_models.models.gpt.config import GPTConfig
 
 
-def test_unset_sizes_are_filled_in_as_megatron_does(small):
+def test_unset_sizes_are_derived_as_in_megatron(small):
     plain = small(ffn_hidden_size=0)
     assert (plain.num_query_groups, plain.kv_channels, plain.ffn_hidden_size) == (4, 6, 96)
     gated = small(hidden_size=4096, ffn_hidden_size=0, activation="swiglu")
     assert gated.ffn_hidden_size == 10880  # int(4 * 4096 * 2 / 3) // 64 * 64
 
 
-def test_vocabulary_is_padded_to_a_multiple_that_no_layout_changes(small):
+def test_vocabulary_padding_does_not_depend_on_the_layout(small):
     assert small(vocab_size=50257).padded_vocab_size == 50304
     assert small(vocab_size=256).padded_vocab_size == 256
     assert small(vocab_size=257, make_vocab_size_divisible_by=1).padded_vocab_size == 257
@@ -24,7 +24,7 @@ def test_vocabulary_is_padded_to_a_multiple_that_no_layout_changes(small):
 
 @pytest.mark.parametrize("untied", [False, True])
 def test_token_embedding_and_output_matrix_are_those_of_the_vocabulary(small, untied):
-    """As megatron-core marks them: a tied weight too, position embeddings not."""
+    """As marked in megatron-core: tied weights too, but not position embeddings."""
     config = small(untie_embeddings_and_output_weights=untied)
     cut = {name: spec.sharding for name, spec in config.parameters().items()}
     marked = {name for name, sharding in cut.items() if sharding.vocabulary}

@@ -31,7 +31,7 @@ def test_the_same_key_drops_the_same_and_another_iteration_something_else(model,
     assert (other != once).all()
 
 
-def test_a_sample_loses_the_same_in_any_batch(model, tokens):
+def test_a_sample_has_the_same_mask_in_every_batch(model, tokens):
     whole = model.loss(tokens, tokens, dropout=Dropout(key(), 0.1, 0.1))
     order = [2, 0]
     part = model.loss(tokens[order], tokens[order], dropout=Dropout(key((2, 0)), 0.1, 0.1))
@@ -39,17 +39,19 @@ def test_a_sample_loses_the_same_in_any_batch(model, tokens):
 
 
 @pytest.mark.parametrize(("hidden", "attention"), [(0.2, 0.0), (0.0, 0.2)])
-def test_each_rate_counts_and_without_any_nothing_is_dropped(model, tokens, hidden, attention):
+def test_each_rate_has_an_effect_and_without_rates_nothing_is_dropped(
+    model, tokens, hidden, attention
+):
     plain = model.loss(tokens, tokens)
     assert torch.equal(model.loss(tokens, tokens, dropout=Dropout(key())), plain)
     dropped = model.loss(tokens, tokens, dropout=Dropout(key(), hidden, attention))
-    later = slice(1, None)  # the first token attends to itself alone
+    later = slice(1, None)  # the first token attends only to itself
     assert (dropped[:, later] != plain[:, later]).all()
     assert torch.equal(model.train().loss(tokens, tokens), model.eval().loss(tokens, tokens))
 
 
 def test_the_mean_over_many_masks_is_the_embedding(small, scramble):
-    """Embedding dropout alone, seen at the first block's input: scaled so that the mean stays."""
+    """Embedding dropout alone, observed at the first block's input: scaling preserves the mean."""
     model = scramble(GPT(small(), Placement(Mesh.single(), dtype=torch.float64)))
     seen = []
     model.layers["0"].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))

@@ -1,6 +1,6 @@
-"""The encoder-decoder model equals torch's layers; its stages pass what they say.
+"""The encoder-decoder equals torch's layers, and its stages return the specified outputs.
 
-That it equals itself on several ranks is in `integration_tests/test_encoder_decoder_stages.py`.
+`integration_tests/test_encoder_decoder_stages.py` compares several ranks with one.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ LEARNED = EncoderDecoderConfig(**SHAPE, num_query_groups=2, encoder_num_layers=2
 
 @pytest.fixture
 def batch():
-    """Texts of two lengths, padding behind the source, labels without loss."""
+    """Returns texts of two lengths, with padding of the source and labels without loss."""
     generator = torch.Generator().manual_seed(2)
     text = torch.randint(VOCAB, (BATCH, TARGET + 1), generator=generator)
     labels = text[:, 1:].clone()
@@ -59,7 +59,7 @@ def batch():
 
 
 class Reference(nn.Module):
-    """The same model of torch's layers, which start as they may: weights are copied."""
+    """The same model from torch layers; its weights are replaced by copies."""
 
     def __init__(self, config):
         super().__init__()
@@ -71,17 +71,17 @@ class Reference(nn.Module):
             encoder, 2, nn.LayerNorm(width), enable_nested_tensor=False
         )
         self.decoder = nn.TransformerDecoder(decoder, config.num_layers, nn.LayerNorm(width))
-        self.words, self.places = nn.ModuleDict(), nn.ModuleDict()
+        self.words, self.positions = nn.ModuleDict(), nn.ModuleDict()
         for half in ("encoder", "decoder"):
             self.words[half] = nn.Embedding(config.padded_vocab_size, width)
-            self.places[half] = nn.Embedding(config.max_position_embeddings, width)
+            self.positions[half] = nn.Embedding(config.max_position_embeddings, width)
         self.output = nn.Linear(width, config.padded_vocab_size, bias=False)
         self.double()
 
     def forward(self, source, target, source_padding, labels):
-        x = self.words["encoder"](source) + self.places["encoder"].weight[: source.shape[1]]
+        x = self.words["encoder"](source) + self.positions["encoder"].weight[: source.shape[1]]
         encoded = self.encoder(x, src_key_padding_mask=source_padding)
-        y = self.words["decoder"](target) + self.places["decoder"].weight[: target.shape[1]]
+        y = self.words["decoder"](target) + self.positions["decoder"].weight[: target.shape[1]]
         causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=y.dtype)
         seen = source_padding
         y = self.decoder(y, encoded, causal, memory_key_padding_mask=seen, tgt_is_causal=True)
@@ -90,7 +90,7 @@ class Reference(nn.Module):
 
 
 def as_torch(values, config):
-    """Our parameters, or their gradients, under torch's names and in its order of rows."""
+    """Returns our parameters, or their gradients, with torch's names and order of rows."""
     names = {
         "attention.out.": "self_attn.out_proj.",
         "cross_attention.out.": "multihead_attn.out_proj.",
@@ -102,7 +102,7 @@ def as_torch(values, config):
     made = {"output.weight": values["output.weight"]}
     for half in ("encoder", "decoder"):
         made[f"words.{half}.weight"] = values[f"{half}.embedding.word.weight"]
-        made[f"places.{half}.weight"] = values[f"{half}.embedding.position.weight"]
+        made[f"positions.{half}.weight"] = values[f"{half}.embedding.position.weight"]
         for kind in ("weight", "bias"):
             made[f"{half}.norm.{kind}"] = values[f"{half}.final_norm.{kind}"]
     for name, value in values.items():
@@ -111,22 +111,22 @@ def as_torch(values, config):
         half, _, layer, rest = name.split(".", 3)
         kind = rest.rsplit(".", 1)[1]
         known = names | {"mlp_norm.": "norm2." if half == "encoder" else "norm3."}
-        place = f"{half}.layers.{layer}"
+        prefix = f"{half}.layers.{layer}"
         parts = value.unflatten(1, (-1, config.kv_channels)) if ".q" in name or "kv" in name else 0
         if rest.startswith("attention.qkv"):
-            made[f"{place}.self_attn.in_proj_{kind}"] = parts.transpose(0, 1).flatten(0, 2)
+            made[f"{prefix}.self_attn.in_proj_{kind}"] = parts.transpose(0, 1).flatten(0, 2)
         elif rest.startswith("cross_attention.kv"):
             q = values[name.replace(".kv.", ".q.")].flatten(0, 1)
             kv = parts.transpose(0, 1).flatten(0, 2)
-            made[f"{place}.multihead_attn.in_proj_{kind}"] = torch.cat([q, kv])
+            made[f"{prefix}.multihead_attn.in_proj_{kind}"] = torch.cat([q, kv])
         elif not rest.startswith("cross_attention.q"):
-            made[f"{place}.{known[rest.removesuffix(kind)]}{kind}"] = value
+            made[f"{prefix}.{known[rest.removesuffix(kind)]}{kind}"] = value
     return made
 
 
 @pytest.fixture
 def pair():
-    """Our model, with a query group for each head as torch has, and torch's of equal weights."""
+    """Returns our model, with one query group per head, and torch's with equal weights."""
     config = EncoderDecoderConfig(**SHAPE, encoder_num_layers=2)
     model = EncoderDecoder(config, Placement(Mesh.single(), dtype=torch.float64))
     generator = torch.Generator().manual_seed(5)
@@ -140,7 +140,7 @@ def pair():
 
 
 def differences(model, reference, batch):
-    """The largest of losses and of gradients, as parts of the largest gradient of a weight."""
+    """Returns the largest differences of losses and gradients, relative to the largest gradient."""
     ours, theirs = model(**batch), reference(**batch)
     ours.sum().backward()
     theirs.sum().backward()
@@ -154,13 +154,13 @@ def differences(model, reference, batch):
     return float((ours - theirs).detach().abs().max()), max(worst.values())
 
 
-def test_the_whole_model_equals_layers_of_torch(pair, batch):
+def test_the_whole_model_equals_torch_layers(pair, batch):
     loss, gradient = differences(*pair, batch)
     assert loss <= TOLERANCE
     assert gradient <= TOLERANCE
 
 
-def test_a_cross_attention_that_sees_padding_is_not_torchs(pair, batch):
+def test_cross_attention_to_padding_differs_from_torch(pair, batch):
     made = "megatron_models.models.encoder_decoder.model.mask_of_source"
     with patch(made, lambda *_: Mask(causal=False)):
         loss, gradient = differences(*pair, batch)
@@ -172,7 +172,7 @@ def test_a_cross_attention_that_sees_padding_is_not_torchs(pair, batch):
 
 
 def rank_of(rank, **degrees):
-    """A mesh that knows where a rank stands and cannot communicate."""
+    """Returns the mesh of one rank, which cannot communicate."""
     layout = ParallelLayout(**degrees)
     return Mesh(layout.resolve(layout.tp * layout.pp * layout.cp), rank)
 
@@ -188,7 +188,7 @@ def test_stages_together_are_the_whole_model_with_its_names_and_initial_weights(
     assert found == set(whole)
 
 
-def test_stages_by_hand_pass_what_they_say_and_logits_leave_padding_out(batch):
+def test_stages_return_the_specified_outputs_and_padding_has_no_logits(batch):
     stages = [EncoderDecoder(LEARNED, rank_of(rank, pp=4)) for rank in range(4)]
     given = {name: batch[name] for name in ("source", "target", "source_padding")}
     out = ()
@@ -214,14 +214,14 @@ def test_stages_by_hand_pass_what_they_say_and_logits_leave_padding_out(batch):
         ({"cp": 2}, {}, "context parallelism: cp=2"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused_in_one_line(degrees, options, message):
+def test_unsupported_layouts_are_refused_in_one_line(degrees, options, message):
     rank = degrees.get("pp", 1) - 1
     with pytest.raises(ConfigError, match=message) as caught:
         EncoderDecoder(LEARNED, rank_of(rank, **degrees), **options)
     assert "\n" not in str(caught.value)
 
 
-def test_what_the_model_does_not_have_is_refused_by_name():
+def test_unsupported_features_are_refused_by_name():
     with pytest.raises(ConfigError, match="no attention sinks: softmax_type learnable"):
         replace(LEARNED, softmax_type="learnable")
     with pytest.raises(ConfigError, match="unknown model configuration key 'num_experts'"):
@@ -230,8 +230,8 @@ def test_what_the_model_does_not_have_is_refused_by_name():
         replace(LEARNED, encoder_num_layers=0)
 
 
-def test_calls_that_cannot_be_are_refused_in_one_line(monkeypatch, batch):
-    # Users' programs do not check the shapes in annotations, which would speak first.
+def test_invalid_calls_are_refused_in_one_line(monkeypatch, batch):
+    # User programs do not check shapes in annotations, which would fail first.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     model = EncoderDecoder(LEARNED, Mesh.single())
     source, target = batch["source"], batch["target"]
@@ -270,12 +270,12 @@ def test_decoding_with_a_cache_equals_the_whole_target(config, batch):
     model = EncoderDecoder(config, Placement(Mesh.single(), dtype=torch.float64))
     batch.pop("labels")
     source, target, padding = batch["source"], batch["target"], batch["source_padding"]
-    first = config.encoder_num_layers  # by which the decoder's layers are counted
+    first = config.encoder_num_layers  # numbers of the decoder's layers
     layers = range(first, first + config.num_layers)
     cache = StaticKVCache(config, model.mesh, BATCH, TARGET, dtype=torch.float64, layers=layers)
     with torch.no_grad():
         whole = model(**batch)
-        for _ in range(2):  # the second time in a cache that was used
+        for _ in range(2):  # the second time with a used cache
             given = {"source": source, "source_padding": padding, "cache": cache}
             steps = [model(target=target[:, :3], **given)]
             given.pop("source")
@@ -289,7 +289,7 @@ def test_decoding_with_a_cache_equals_the_whole_target(config, batch):
 
 
 @torch.no_grad()
-def test_decoding_that_cannot_be_is_refused(batch):
+def test_invalid_decoding_is_refused(batch):
     model = EncoderDecoder(LEARNED, Placement(Mesh.single(), dtype=torch.float64))
     options = {"layers": range(2, 6), "dtype": torch.float64}
     cache = StaticKVCache(LEARNED, model.mesh, BATCH, TARGET, **options)
@@ -318,7 +318,7 @@ class TokensOnly:
 
 
 @torch.no_grad()
-def test_a_cache_without_the_encoders_side_is_refused(batch):
+def test_a_cache_without_cross_attention_is_refused(batch):
     model = EncoderDecoder(LEARNED, Placement(Mesh.single()))
     with pytest.raises(ConfigError, match="which a cache of type TokensOnly does not store"):
         model(source=batch["source"], target=batch["target"], cache=TokensOnly())

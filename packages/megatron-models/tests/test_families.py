@@ -88,7 +88,7 @@ CASES = [
 
 
 def expand(row, config):
-    """Our names in a row; megatron-ckpt does the same, with more words."""
+    """Returns our names in a row, like megatron-ckpt."""
     pattern, where = row[0], row[3] if len(row) == 4 else {}
     assert where.keys() <= {"if"}
     if where and not getattr(config, where["if"].removeprefix("$")):
@@ -136,7 +136,7 @@ def test_configuration_round_trip(family, theirs):
     assert family.config_from_hf(back) == config
 
 
-def test_rotary_settings_in_both_spellings_may_differ_in_where_the_base_stands():
+def test_rotary_settings_in_both_formats_may_have_the_base_in_one():
     older = LLAMA["rope_scaling"]
     for both in (
         {"rope_parameters": older | {"rope_theta": 5e5}, "rope_scaling": older},
@@ -177,7 +177,7 @@ def test_rope_parameters_of_transformers_5_are_read_too():
         (mixtral.FAMILY, {"num_local_experts": None}, "num_local_experts"),
     ],
 )
-def test_a_foreign_model_we_do_not_implement_is_refused_by_name(family, change, words):
+def test_an_unsupported_foreign_model_is_refused_by_name(family, change, words):
     known = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}
     theirs = known[family.name] | change
     with pytest.raises(ConfigError, match=words):
@@ -210,14 +210,14 @@ SOFTCAP = "has attn_logit_softcapping = 0.0, this one has 50.0; it cannot be exp
         (mixtral.FAMILY, {"num_experts": 4, "moe_layer_freq": "2"}, "moe_layers"),
     ],
 )
-def test_a_model_the_family_cannot_express_is_not_exported(small, family, changes, words):
+def test_a_model_that_the_family_cannot_express_is_not_exported(small, family, changes, words):
     with pytest.raises(ConfigError, match=words):
         family.config_to_hf(small(**changes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnobConfig(GPTConfig):
-    """A configuration with a field that no family has heard of."""
+    """A configuration with a field that no family knows."""
 
     a_knob: float = 0.0
 
@@ -231,7 +231,7 @@ def test_a_new_field_is_refused_by_every_family_unless_it_has_its_default(family
         family.config_to_hf(replace(config, a_knob=30.0))
 
 
-#: Another value of each field of ours that has a default, for a model that has experts or not.
+#: Another value for each field with a default, for a model with or without experts.
 OTHERS = {
     "num_query_groups": 1,
     "kv_channels": 4,
@@ -270,7 +270,7 @@ OTHERS = {
     "moe_z_loss_coeff": 0.5,
     "init_method_std": 0.5,
 }
-#: Fields that a model of a family need not keep, as no layer of it reads them.
+#: Fields that need not round-trip in a family, since no layer reads them.
 UNREAD = {"gpt2": gpt2.ROTARY, "llama": (), "mixtral": ("ffn_hidden_size",)}
 
 
@@ -283,7 +283,7 @@ UNSCALED = {
 
 
 @pytest.mark.parametrize(("family", "theirs"), CASES)
-def test_each_field_of_ours_comes_back_or_is_refused(family, theirs):
+def test_each_field_round_trips_or_is_refused(family, theirs):
     config = family.config_from_hf(theirs)
     needed = {each.name for each in fields(GPTConfig) if each.default is MISSING}
     assert {each.name for each in fields(GPTConfig)} == OTHERS.keys() | needed
@@ -293,7 +293,7 @@ def test_each_field_of_ours_comes_back_or_is_refused(family, theirs):
             try:
                 changed = replace(config, **{name: value})
             except ConfigError:
-                continue  # no model at all
+                continue  # not a valid model
             try:
                 back = family.config_from_hf(family.config_to_hf(changed))
             except ConfigError as error:
@@ -313,7 +313,7 @@ def test_each_field_of_ours_comes_back_or_is_refused(family, theirs):
     assert outcomes["refused"] > 5 and outcomes["kept"] > 5
 
 
-def test_names_of_experts_are_written_out(small):
+def test_names_of_experts_are_expanded(small):
     config = small(num_experts=3, untie_embeddings_and_output_weights=True)
     rows = {ours: theirs for ours, theirs, *_ in mixtral.FAMILY.active_rows(config)}
     block = "model.layers.{i}.block_sparse_moe.experts."
@@ -377,7 +377,7 @@ def test_settings_that_change_the_computation_are_refused(family, values, words)
 
 
 @pytest.mark.parametrize("family", [gpt2, llama, mixtral])
-def test_settings_that_change_nothing_are_taken(family):
+def test_settings_without_effect_are_accepted(family):
     base = {llama: LLAMA, mixtral: MIXTRAL, gpt2: GPT2}[family]
     plain = family.FAMILY.config_from_hf(base)
     for key, choices in NEUTRAL.items():
@@ -390,7 +390,7 @@ def test_settings_that_change_nothing_are_taken(family):
 
 
 @pytest.mark.parametrize("family", [gpt2, llama, mixtral])
-def test_a_window_as_long_as_the_positions_is_taken(family):
+def test_a_window_as_long_as_the_positions_is_accepted(family):
     base = {llama: LLAMA, mixtral: MIXTRAL, gpt2: GPT2}[family]
     plain = family.FAMILY.config_from_hf(base)
     for name, kind in WINDOWS.items():
@@ -401,7 +401,7 @@ def test_a_window_as_long_as_the_positions_is_taken(family):
     assert family.FAMILY.config_from_hf({**base, **both}) == plain
 
 
-def test_settings_of_mixtral_that_only_training_uses_are_taken():
+def test_training_settings_of_mixtral_are_accepted():
     theirs = MIXTRAL | {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.02}
     assert mixtral.FAMILY.config_from_hf(theirs) == mixtral.FAMILY.config_from_hf(MIXTRAL)
 

@@ -26,7 +26,7 @@ LLAMA3_8B = {
 }
 
 
-# Megatron-LM's own formula evaluated on published models, to seven digits.
+# Megatron-LM's formula for published models, to seven digits.
 @pytest.mark.parametrize(
     ("config", "sequence_length", "expected"),
     [
@@ -36,11 +36,11 @@ LLAMA3_8B = {
     ],
     ids=["gpt3-175b", "llama3-8b", "gpt2-345m"],
 )
-def test_operations_per_sequence_equal_megatrons(config, sequence_length, expected):
+def test_flops_per_sequence_equal_those_of_megatron(config, sequence_length, expected):
     assert training_flops(config, sequence_length) == pytest.approx(expected, rel=1e-6)
 
 
-def test_operations_grow_with_tokens_and_shrink_with_packing():
+def test_flops_grow_with_tokens_and_shrink_with_packing():
     config = model(2, 64, 4, 512)
     one = training_flops(config, 128)
     assert training_flops(config, 128, tokens=5 * 128) == 5 * one
@@ -66,5 +66,5 @@ def test_operations_grow_with_tokens_and_shrink_with_packing():
     ],
     ids=["llama3-8b", "gpt2-124m"],
 )
-def test_parameter_counts_equal_those_published(config, expected):
+def test_parameter_counts_equal_published_ones(config, expected):
     assert parameter_count(config) == expected

@@ -1,4 +1,4 @@
-"""Damaged configurations, ours and those of Hugging Face: taken, or refused in one line."""
+"""Damaged configurations, ours and those of Hugging Face, are accepted or refused in one line."""
 
 import json
 

@@ -40,7 +40,7 @@ def test_shapes_and_dtypes(config, mesh):
     assert loss.dtype == torch.float32
 
 
-def test_counts_and_shapes_known_before_building_equal_the_built_model(config, mesh):
+def test_planned_counts_and_shapes_equal_those_of_the_built_model(config, mesh):
     model = GPT(config, mesh)
     table = collect_shardings(model)
     assert {name: sharding.shape for name, sharding in table.items()} == parameter_shapes(config)
@@ -81,14 +81,14 @@ def test_a_deeper_model_starts_with_the_same_embedding(small, mesh):
     assert torch.equal(shallow.get_parameter(word), deep.get_parameter(word))
 
 
-def test_a_model_built_on_the_meta_device_is_filled_later(config, mesh):
+def test_a_model_built_on_the_meta_device_is_initialized_later(config, mesh):
     late = GPT(config, Placement(mesh, device="meta")).to_empty(device="cpu")
     late.initialize(1234)
     tokens = draw(config, 1, 5)
     assert torch.equal(late(tokens), GPT(config, mesh)(tokens))
 
 
-def test_default_initialisation_is_the_one_of_the_sharding_table(small, mesh):
+def test_default_initialization_is_that_of_the_sharding_table(small, mesh):
     one, two = GPT(small(), mesh, seed=7), GPT(small(), mesh, seed=8)
     initialize_parameters(two, seed=7, mesh=mesh)
     for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
@@ -108,7 +108,7 @@ def test_decoding_with_a_cache_equals_the_whole_sequence(model):
     torch.testing.assert_close(torch.cat(steps), whole, rtol=0, atol=1e-12)
 
 
-def test_logits_are_made_where_they_are_asked_for_alone(model, monkeypatch):
+def test_logits_are_computed_only_where_requested(model, monkeypatch):
     made = []
     output = GPT._output
 
@@ -118,19 +118,19 @@ def test_logits_are_made_where_they_are_asked_for_alone(model, monkeypatch):
 
     monkeypatch.setattr(GPT, "_output", watched)
     tokens = draw(model.config, 2, 9)
-    places = torch.tensor([[8, 0, 3], [2, 2, 5]])
+    indices = torch.tensor([[8, 0, 3], [2, 2, 5]])
     with torch.no_grad():
         whole = model(tokens)
-        some = model(tokens, logits_at=places)
+        some = model(tokens, logits_at=indices)
     for row in range(2):
-        torch.testing.assert_close(some[:, row], whole[places[row], row], rtol=0, atol=1e-13)
+        torch.testing.assert_close(some[:, row], whole[indices[row], row], rtol=0, atol=1e-13)
     assert [each.numel() for each in made] == [whole.numel(), some.numel()]
     assert some.shape == (3, 2, model.config.padded_vocab_size)
     with pytest.raises(ConfigError, match="labels and logits_at exclude each other"):
-        model(tokens, labels=tokens, logits_at=places)
+        model(tokens, labels=tokens, logits_at=indices)
 
 
-def test_a_truncated_cache_goes_on_from_where_it_was_cut(model):
+def test_a_truncated_cache_continues_from_the_truncation(model):
     tokens = draw(model.config, 1, 8)
     cache = StaticKVCache(model.config, model.mesh, 1, 8, dtype=torch.float64)
     with torch.no_grad():
@@ -143,19 +143,21 @@ def test_a_truncated_cache_goes_on_from_where_it_was_cut(model):
 
 
 def test_cached_sequences_of_different_lengths_are_padded_on_the_left(model):
-    """-1 in the mask hides the padding; positions count true tokens."""
+    """-1 in the mask hides the padding; positions count tokens without padding."""
     long, short = draw(model.config, 1, 6), draw(model.config, 1, 4, seed=2)
     rows = torch.cat([long, torch.cat([long[:, :2] * 0, short], 1)])
     documents = torch.tensor([[0] * 6, [-1, -1, 0, 0, 0, 0]], dtype=torch.int32)
-    places = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]], dtype=torch.int32)
-    mask = Mask(document_ids=documents, positions=places)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]], dtype=torch.int32)
+    mask = Mask(document_ids=documents, positions=positions)
     cache = StaticKVCache(model.config, model.mesh, 2, 6, dtype=torch.float64)
     with torch.no_grad():
         model(rows[:, :5], mask=mask, cache=cache)
         last = model(rows[:, 5:], mask=mask, cache=cache)[0]
         cache.truncate(5)
-        blank = torch.cat([places[:, :5], places[:, :1]], 1)  # the last key's place is not told
-        own = replace(mask, positions=blank, query_positions=places[:, 5:])
+        blank = torch.cat(
+            [positions[:, :5], positions[:, :1]], 1
+        )  # without the last key's position
+        own = replace(mask, positions=blank, query_positions=positions[:, 5:])
         assert torch.equal(model(rows[:, 5:], mask=own, cache=cache)[0], last)
         torch.testing.assert_close(last[0], model(long)[-1, 0], rtol=0, atol=1e-12)
         torch.testing.assert_close(last[1], model(short)[-1, 0], rtol=0, atol=1e-12)
@@ -166,19 +168,19 @@ def test_packed_documents_equal_separate_documents(model):
     lengths = [5, 1, 7]
     documents = [draw(config, 1, n, seed=n) for n in lengths]
     packed = torch.cat(documents, 1)
-    places = torch.cat([torch.arange(n) for n in lengths])[None].int()
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].int()
     numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].int()
     mask = Mask(document_ids=numbers)
     separate = torch.cat([model.loss(document, document) for document in documents], 1)
-    together = model.loss(packed, packed, positions=places, mask=mask)
+    together = model.loss(packed, packed, positions=positions, mask=mask)
     torch.testing.assert_close(together, separate, rtol=0, atol=1e-12)
 
-    from_mask = model.loss(packed, packed, mask=Mask(document_ids=numbers, positions=places))
+    from_mask = model.loss(packed, packed, mask=Mask(document_ids=numbers, positions=positions))
     torch.testing.assert_close(from_mask, separate, rtol=0, atol=1e-12)
-    assert (model.loss(packed, packed, positions=places) - separate).abs().max() > 1e-3
+    assert (model.loss(packed, packed, positions=positions) - separate).abs().max() > 1e-3
 
 
-def test_padding_is_neither_seen_nor_differentiated(model):
+def test_padding_is_not_attended_to_and_has_no_gradient(model):
     config = model.config
     tokens = draw(config, 1, 9)
     numbers = torch.tensor([[0] * 6 + [-1] * 3], dtype=torch.int32)
@@ -226,7 +228,7 @@ def test_the_gradient_of_a_tied_weight_is_the_sum_of_its_two_uses(small, mesh, s
     torch.testing.assert_close(tied.get_parameter(word).grad, uses, rtol=0, atol=1e-14)
 
 
-def test_labels_without_loss_count_for_nothing(model):
+def test_labels_without_loss_have_no_effect(model):
     tokens = draw(model.config, 1, 6)
     labels = tokens.clone()
     labels[:, 2] = -100

@@ -1,6 +1,6 @@
-"""The model against the same mathematics written out in float64, one loop at a time.
+"""The model against the same mathematics in float64 loops.
 
-Dropout is given as the factors of every element: 0, or 1 / (1 - p).
+Dropout is a factor for each element: 0, or 1 / (1 - p).
 """
 
 import math
@@ -32,7 +32,7 @@ def inverse_frequencies(config):
 
 
 def rotate(head, position, config):
-    """Turn the pairs of channels of one head ``[d]``, each by its angle."""
+    """Rotates the pairs of channels of one head ``[d]``, each by its angle."""
     turned, half = head.clone(), config.rotary_dim // 2
     for pair, frequency in enumerate(inverse_frequencies(config)):
         first, second = pair, pair + half
@@ -58,7 +58,7 @@ def linear(x, weights, name):
 
 
 def attention(x, weights, name, config, factors):
-    """One sequence ``[s, h]``, one head and one position at a time; factors ``[s, n, s]``."""
+    """Computes one sequence ``[s, h]`` head by head and token by token; factors ``[s, n, s]``."""
     length, d, m = len(x), config.kv_channels, config.heads_per_group
     fused = linear(x, weights, f"{name}.qkv").view(length, config.num_query_groups, (m + 2) * d)
     outputs = []
@@ -96,12 +96,12 @@ def feed_forward(x, weights, name, config):
 
 
 def no_dropout(sample, layer, site, *channels):
-    """The factors ``[s, *channels]`` of a sample where nothing is dropped."""
+    """Returns factors ``[s, *channels]`` of a sample without dropout."""
     return torch.ones((), dtype=torch.float64).expand(9, *channels)
 
 
 def straight_line_logits(weights, config, tokens, factors):
-    """Logits ``[s, v]`` of one sequence ``[s]`` for the true vocabulary."""
+    """Returns logits ``[s, v]`` of one sequence ``[s]`` for the unpadded vocabulary."""
     h = config.hidden_size
     x = weights["embedding.word.weight"][tokens]
     if "embedding.position.weight" in weights:
@@ -131,7 +131,7 @@ def draw(config, seed=1):
 
 
 def compare(model, tokens, labels, dropout=None, factors=no_dropout):
-    """Loss and every gradient against straight-line code; ``factors`` takes the sample first."""
+    """Compares loss and gradients with straight-line code; ``factors`` takes the sample first."""
     loss = model.loss(tokens, labels, dropout=dropout)
     weights = {
         name: parameter.detach().clone().requires_grad_()
@@ -160,8 +160,8 @@ def test_logits_loss_and_every_gradient_equal_straight_line_code(model):
     torch.testing.assert_close(found, logits, rtol=0, atol=1e-11)
 
 
-def test_dropout_acts_where_it_is_documented_to(model):
-    """The factors come from the masks of documented layers, sites and channels."""
+def test_dropout_acts_at_the_documented_sites(model):
+    """The factors are computed from the masks of the documented layers, sites and channels."""
     key = DropoutKey.for_batch(seed=1, iteration=2, samples=torch.tensor([7, 3]), positions=9)
     rates = {0: 0.2, 1: 0.3, 2: 0.2, 3: 0.2}
 

@@ -1,4 +1,4 @@
-"""What a program pays for that compiles nothing; in processes of their own."""
+"""Imports of programs that compile nothing, each in its own process."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def printed(script):
 
 
 def test_eager_training_does_not_import_the_compiler():
-    """It would take 3 to 4 seconds at every start."""
+    """The import would take 3 to 4 seconds at every start."""
     assert printed(EAGER) == "[]"
 
 

@@ -1,4 +1,4 @@
-"""Kinds are found by name; what a description names wrongly is reported in one line."""
+"""Kinds are found by name, and wrong names in descriptions are one-line errors."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -24,7 +24,7 @@ def test_the_kinds_of_this_package_are_installed():
     )
 
 
-def test_a_kind_that_is_not_installed_is_named_with_what_to_do():
+def test_a_kind_that_is_not_installed_is_reported_with_a_remedy():
     message = r"no kind of model 'gtp'; did you mean 'gpt'\?; installed are .*gpt.*; install the"
     with pytest.raises(ConfigError, match=message):
         find_kind("gtp")
@@ -33,7 +33,7 @@ def test_a_kind_that_is_not_installed_is_named_with_what_to_do():
 @pytest.mark.parametrize(
     "name", ["megatron_models.absent:Attention", "megatron_models.cache:Absent", "no name at all"]
 )
-def test_a_module_that_a_description_names_wrongly_is_one_line(small, name):
+def test_a_wrong_module_name_in_a_description_is_a_one_line_error(small, name):
     @dataclass(frozen=True, kw_only=True)
     class Wrong(AttentionSpec):
         module: ClassVar[str] = name
@@ -47,7 +47,7 @@ def test_a_module_that_a_description_names_wrongly_is_one_line(small, name):
         replace(find_kind("gpt"), stages=name).build(small(), Mesh.single())
 
 
-def test_a_mixer_that_leaves_out_what_is_counted_cannot_be_made():
+def test_a_mixer_without_its_counts_cannot_be_created():
     class Uncounted(Mixer):
         pass
 

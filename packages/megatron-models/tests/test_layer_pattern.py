@@ -14,7 +14,7 @@ from megatron_models.layer_pattern import PatternError, layer_pattern
         ("2*[1, 0]", "1010"),
     ],
 )
-def test_patterns_as_megatron_writes_them(text, expected):
+def test_patterns_in_megatrons_syntax(text, expected):
     assert layer_pattern(text, 4) == tuple(each == "1" for each in expected)
 
 
@@ -34,7 +34,7 @@ def test_patterns_as_megatron_writes_them(text, expected):
         "1.5",
     ],
 )
-def test_what_is_no_pattern_for_four_layers_is_refused_in_one_line(text):
+def test_invalid_patterns_are_refused_in_one_line(text):
     with pytest.raises(PatternError) as caught:
         layer_pattern(text, 4)
     assert "\n" not in str(caught.value)

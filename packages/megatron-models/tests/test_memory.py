@@ -9,34 +9,34 @@ from megatron_parallel import Mesh, ParallelLayout, RecomputeConfig
 from megatron_parallel.tensor_parallel import LinearCrossEntropy, LoRA, freeze_all_but_adapters
 
 
-def kept_for_backward(model, tokens):
-    """Bytes of every storage that autograd keeps, once, other than parameters and tables."""
+def saved_for_backward(model, tokens):
+    """Returns the bytes of all storages that autograd saves, without parameters and tables."""
     own = [*model.parameters(), *model.buffers()]
     known = {tensor.untyped_storage().data_ptr() for tensor in own}
-    kept = {}
+    saved = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.loss(tokens, tokens)
-    return sum(size for size, _ in kept.values())
+    return sum(size for size, _ in saved.values())
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_estimated_activations_are_what_autograd_keeps(config, precision):
+def test_estimated_activations_equal_those_that_autograd_saves(config, precision):
     model = GPT(config, Placement(Mesh.single(), dtype=getattr(torch, precision)))
     tokens = torch.randint(config.vocab_size, (3, 15))
-    kept = kept_for_backward(model, tokens)
+    saved = saved_for_backward(model, tokens)
     estimate = training_memory(config, 15, 3, precision).activations
     if config.normalization == "LayerNorm":
-        assert estimate == pytest.approx(kept, rel=0.02)
-    else:  # not fused on CPUs, where it keeps up to two more tensors in float32
+        assert estimate == pytest.approx(saved, rel=0.02)
+    else:  # unfused on CPUs, which saves up to two more float32 tensors
         norms = 2 * config.num_layers + 1
-        assert estimate <= kept <= estimate + norms * tokens.numel() * config.hidden_size * 8
+        assert estimate <= saved <= estimate + norms * tokens.numel() * config.hidden_size * 8
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -47,9 +47,9 @@ def test_estimated_activations_of_experts(small, precision, gated):
     config = small(**experts, **changes, moe_shared_expert_intermediate_size=16)
     model = GPT(config, Placement(Mesh.single(), dtype=getattr(torch, precision)))
     tokens = torch.randint(config.vocab_size, (3, 15))
-    kept = kept_for_backward(model, tokens)
+    saved = saved_for_backward(model, tokens)
     estimate = training_memory(config, 15, 3, precision).activations
-    assert estimate == pytest.approx(kept, rel=0.03)
+    assert estimate == pytest.approx(saved, rel=0.03)
 
 
 def test_parameters_gradients_and_moments(small):
@@ -60,26 +60,28 @@ def test_parameters_gradients_and_moments(small):
     assert (half.parameters, half.gradients, half.optimizer) == (2 * count, 4 * count, 12 * count)
     assert full.total == 16 * count + full.activations
     assert training_memory(config, 8, 1, moments=1).optimizer == 4 * count
-    assert training_memory(config, 8, 1, "bfloat16", moments=0).optimizer == 4 * count  # main
+    assert (
+        training_memory(config, 8, 1, "bfloat16", moments=0).optimizer == 4 * count
+    )  # main parameter
 
 
-def test_a_rank_of_several_holds_its_part(small):
+def test_a_rank_of_several_holds_its_shard(small):
     config = small(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96)
     whole = training_memory(config, 8, 1)
     half = training_memory(config, 8, 1, layout=ParallelLayout(tp=2, dp=1), sequence_parallel=True)
     model = GPT(config, Mesh(ParallelLayout(tp=2, dp=1), 1))
     assert half.parameters == 4 * sum(p.numel() for p in model.parameters())
-    tokens = 8 * 8  # every rank keeps them
+    tokens = 8 * 8  # replicated on every rank
     assert half.activations - tokens == pytest.approx((whole.activations - tokens) / 2, rel=0.05)
     stage = training_memory(config, 8, 1, layers=2, in_flight=2)
     first = GPT(config, Mesh(ParallelLayout(pp=2, dp=1), 0))
     assert stage.parameters == 4 * sum(p.numel() for p in first.parameters())
     again = RecomputeConfig(granularity="full", method="uniform", num_layers=2)
-    kept = training_memory(config, 8, 1, layers=2, in_flight=2, recompute=again).activations
-    assert kept == 2 * (8 * 64 * 4 + 8 * 8)
+    saved = training_memory(config, 8, 1, layers=2, in_flight=2, recompute=again).activations
+    assert saved == 2 * (8 * 64 * 4 + 8 * 8)
 
 
-def test_ranks_of_every_kind_hold_what_their_model_has(small):
+def test_ranks_of_every_axis_hold_the_parameters_of_their_model(small):
     """Elements of each rank's parameters, also of experts and of query groups fewer than ranks."""
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": "2"}
     cases = [
@@ -117,11 +119,11 @@ def test_frozen_weights_have_no_gradients_and_no_state(small, roles, changes):
     )
 
 
-def test_a_loss_of_few_logits_keeps_none_of_them(small):
+def test_a_loss_in_slices_saves_no_logits(small):
     config = small()
     model = GPT(config, Placement(Mesh.single(), vocabulary_loss=LinearCrossEntropy(7)))
     tokens = torch.randint(config.vocab_size, (3, 15))
-    kept = kept_for_backward(model, tokens)
+    saved = saved_for_backward(model, tokens)
     estimate = training_memory(config, 15, 3, saves_logits=False).activations
-    assert estimate == pytest.approx(kept, rel=0.02)
+    assert estimate == pytest.approx(saved, rel=0.02)
     assert estimate < training_memory(config, 15, 3).activations - 45 * config.padded_vocab_size * 4

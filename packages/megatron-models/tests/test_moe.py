@@ -1,4 +1,4 @@
-"""Routed layers on one rank: against a loop over tokens, with padding, sinks and both losses."""
+"""Layers with experts on one rank: a loop over tokens, padding, sinks and both losses."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ GATED = {"activation": "swiglu", "add_bias_linear": False}
 
 
 def built(config, **options):
-    """A model with weights that are not small, in float64."""
+    """Returns a float64 model with large weights."""
     model = GPT(config, Placement(Mesh.single(), dtype=torch.float64, **options))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -38,9 +38,11 @@ def test_a_layer_is_a_weighted_sum_over_the_best_experts(small, gated, dispatche
     x = torch.randn(5, 2, config.hidden_size, dtype=torch.float64)
     expected = layer.shared(x)
     up, down = layer.experts.up, layer.experts.down
-    for place, token in ((p, x[p]) for p in torch.cartesian_prod(torch.arange(5), torch.arange(2))):
-        place = tuple(place.tolist())
-        token = x[place]
+    for indices, token in (
+        (p, x[p]) for p in torch.cartesian_prod(torch.arange(5), torch.arange(2))
+    ):
+        indices = tuple(indices.tolist())
+        token = x[indices]
         scores = layer.router.weight @ token
         best = scores.argsort(descending=True)[:2]
         for share, e in zip(torch.softmax(scores[best], 0), best, strict=True):
@@ -50,15 +52,15 @@ def test_a_layer_is_a_weighted_sum_over_the_best_experts(small, gated, dispatche
             y = down.weight[e] @ y
             y = y if down.bias is None else y + down.bias[e]
             expected = expected.index_put(
-                tuple(torch.tensor(p) for p in place), share * y, accumulate=True
+                tuple(torch.tensor(p) for p in indices), share * y, accumulate=True
             )
     found = layer(x, Context(Mask()))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
-def test_padding_changes_nothing_for_others_and_is_not_counted(small, kind):
-    """Gradients and losses are those of the same sequences without their padding."""
+def test_padding_does_not_affect_tokens_and_is_not_counted(small, kind):
+    """Gradients and losses are those of the same sequences without padding."""
     config = small(**EXPERTS, **LOSSES, moe_router_load_balancing_type=kind)
     tokens, lengths = tokens_of(config), (9, 4, 6)
     ids = torch.zeros(3, 9, dtype=torch.int32)
@@ -66,7 +68,7 @@ def test_padding_changes_nothing_for_others_and_is_not_counted(small, kind):
         ids[row, length:] = -1
     count = sum(lengths)
     results = []
-    for padding in (0, 37):  # other tokens where nobody looks
+    for padding in (0, 37):  # other tokens in the padding
         model = built(config)
         auxiliary_losses = AuxiliaryLosses(dict.fromkeys(config.auxiliary_losses, count))
         text = torch.where(ids < 0, (tokens + padding) % config.vocab_size, tokens)
@@ -102,7 +104,7 @@ def test_losses_of_routers_reach_the_gradient(small):
 
 
 @pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
-def test_sinks_are_part_of_attention(small, kind):
+def test_sinks_take_part_in_attention(small, kind):
     config, plain = small(softmax_type=kind), small()
     model, tokens = built(config), tokens_of(config)
     name = "layers.0.attention.sinks.weight"
@@ -144,9 +146,9 @@ def test_names_and_shapes_are_known_without_the_model(small, changes):
 def test_only_active_experts_are_counted(small):
     dense = small(ffn_hidden_size=40)
     routed = small(num_experts=6, moe_ffn_hidden_size=20, moe_router_topk=2)
-    router = 2 * 6 * 24  # in each of two layers, a weight
+    router = 2 * 6 * 24  # one weight in each of two layers
     assert training_flops(routed, 16) == training_flops(dense, 16) + 6 * 16 * router
-    one_more = 2 * 24  # a second bias of `down` in each layer
+    one_more = 2 * 24  # one more bias of `down` in each layer
     assert parameter_count(routed, active=True) == parameter_count(dense) + router + one_more
     assert parameter_count(routed) > parameter_count(routed, active=True)
     assert parameter_count(dense, active=True) == parameter_count(dense)

@@ -1,4 +1,4 @@
-"""Models whose linear layers multiply by other products than plain ones."""
+"""Models with other products than the plain one."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ GATED = {"activation": "swiglu", "add_bias_linear": False, "moe_shared_expert_in
 
 
 def adapted(config, roles=ROLES):
-    """A model with adapters whose B is not zero, in float64."""
+    """Returns a float64 model with adapters whose B is not zero."""
     placement = Placement(Mesh.single(), dtype=torch.float64, products=dict.fromkeys(roles, LORA))
     model = GPT(config, placement)
     freeze_all_but_adapters([model], [LORA])
@@ -30,8 +30,8 @@ def tokens_of(config):
 
 
 @pytest.mark.parametrize("changes", [{}, {**EXPERTS, **GATED}, EXPERTS])
-def test_adapters_are_the_merged_weights_and_have_their_gradients(small, changes):
-    """Of W' = W + s B A autograd knows the gradient, and so that of A and B by the chain rule."""
+def test_adapters_equal_merged_weights_and_have_their_gradients(small, changes):
+    """The gradients of A and B follow from that of W' = W + s B A by the chain rule."""
     config = small(**changes, untie_embeddings_and_output_weights=True)
     model = adapted(config)
     plain = GPT(config, Placement(Mesh.single(), dtype=torch.float64))
@@ -59,7 +59,7 @@ def test_adapters_are_the_merged_weights_and_have_their_gradients(small, changes
     assert adapters == 2 * sum("lora_a" in name for name in collect_shardings(model)) > 0
 
 
-def test_a_role_names_the_layers_of_megatron(small):
+def test_roles_have_the_names_of_megatron(small):
     model = adapted(small(), roles=["linear_fc1"])
     assert {n.split(".", 2)[2] for n, _ in model.named_parameters() if "lora" in n} == {
         "mlp.up.lora_a",
@@ -67,7 +67,7 @@ def test_a_role_names_the_layers_of_megatron(small):
     }
 
 
-def test_cross_attention_has_roles_of_its_own():
+def test_cross_attention_has_its_own_roles():
     sizes = {"num_layers": 1, "encoder_num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
     config = EncoderDecoderConfig(**sizes, vocab_size=50, max_position_embeddings=16)
     roles = {spec.role for spec in config.parameters().values()}

@@ -26,70 +26,70 @@ PLANS = {
 
 
 def trained(config, plan, backward=True):
-    """Loss and gradients with dropout, and what was kept."""
+    """Returns loss and gradients with dropout, and the saved bytes."""
     model = GPT(config, Placement(Mesh.single(), dtype=torch.float64, recompute=plan))
     generator = torch.Generator().manual_seed(3)
     tokens, labels = torch.randint(config.vocab_size, (2, 2, 12), generator=generator)
     key = DropoutKey.for_batch(seed=1, iteration=5, samples=torch.arange(2), positions=12)
-    with count_saved_activations(model) as kept:
+    with count_saved_activations(model) as saved:
         loss = model.loss(tokens, labels, dropout=Dropout(key, hidden=0.1, attention=0.2)).sum()
     loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())], kept
+    return [loss.detach(), *(p.grad for p in model.parameters())], saved
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_what_is_computed_again_is_the_same_to_the_last_bit_with_dropout(small, plan):
+def test_recomputation_with_dropout_is_bit_identical(small, plan):
     for config in (
         small(num_layers=3),
         small(num_layers=3, normalization="RMSNorm", activation="swiglu", num_query_groups=2),
     ):
         kept_all, everything = trained(config, RecomputeConfig())
-        again, kept = trained(config, plan)
-        for ours, truth in zip(again, kept_all, strict=True):
+        recomputed, saved = trained(config, plan)
+        for ours, truth in zip(recomputed, kept_all, strict=True):
             assert torch.equal(ours, truth)
-        assert kept.nbytes < everything.nbytes
+        assert saved.nbytes < everything.nbytes
 
 
 def of_layers(config, plan):
-    """What the layers of a model keep, without embedding and loss."""
+    """Returns the bytes that the layers of a model save, without embedding and loss."""
     model = GPT(config, Placement(Mesh.single(), recompute=plan))
     x = torch.randn(12, 2, config.hidden_size, requires_grad=True) * 1.0
-    with count_saved_activations(model) as kept:
+    with count_saved_activations(model) as saved:
         run_layers(model.layers, x, Context(Mask(), recompute=plan), model.tp)
-    return kept
+    return saved
 
 
-def test_uniform_keeps_one_input_of_each_group(small):
+def test_uniform_recomputation_saves_one_input_of_each_group(small):
     plan = RecomputeConfig(granularity="full", method="uniform", num_layers=4)
     assert of_layers(small(num_layers=8), plan).shapes == [(12, 2, 24)] * 2
     assert len(of_layers(small(num_layers=9), plan).shapes) == 3
 
 
-def test_block_computes_the_first_layers_again_and_keeps_the_last(small):
+def test_block_recomputation_recomputes_the_first_layers_and_saves_the_last(small):
     plan = RecomputeConfig(granularity="full", method="block", num_layers=5)
     config = small(num_layers=8)
-    kept = of_layers(config, plan)
-    assert kept.shapes[:5] == [(12, 2, 24)] * 5
+    saved = of_layers(config, plan)
+    assert saved.shapes[:5] == [(12, 2, 24)] * 5
     last = of_layers(replace(config, num_layers=3), RecomputeConfig())
-    assert kept.shapes[5:] == last.shapes
-    assert {name: n for name, n in kept.by_module.items() if name} == {
+    assert saved.shapes[5:] == last.shapes
+    assert {name: n for name, n in saved.by_module.items() if name} == {
         f"layers.{int(number) + 5}{rest}": nbytes
         for name, nbytes in last.by_module.items()
         for number, rest in [(name.split(".")[1], name[len("layers.0") :])]
     }
 
 
-def test_a_pass_without_gradients_keeps_nothing_and_runs_once(small):
+def test_a_pass_without_gradients_saves_nothing_and_runs_once(small):
     plan = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
     config = small()
     model = GPT(config, Placement(Mesh.single(), recompute=plan))
     tokens = torch.randint(config.vocab_size, (2, 12))
-    with torch.no_grad(), count_saved_activations(model) as kept:
+    with torch.no_grad(), count_saved_activations(model) as saved:
         model.loss(tokens, tokens)
-    assert kept.nbytes == 0
+    assert saved.nbytes == 0
 
 
-def test_distributed_activations_need_ranks_that_hold_the_same(small):
+def test_distributed_activations_need_replicated_activations(small):
     plan = RecomputeConfig(
         granularity="full", method="uniform", num_layers=1, distribute_saved_activations=True
     )

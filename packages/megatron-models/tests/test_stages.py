@@ -9,7 +9,7 @@ from megatron_parallel import LayoutError, Mesh, ParallelLayout, TensorSpec, col
 
 
 def rank_of(rank, **degrees):
-    """A mesh that knows where a rank stands and cannot communicate."""
+    """Returns the mesh of one rank, which cannot communicate."""
     layout = ParallelLayout(**degrees)
     return Mesh(layout.resolve(layout.tp * layout.pp), rank)
 
@@ -18,7 +18,7 @@ def draw(config, *shape, seed=1):
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_stages_have_equally_many_layers_unless_a_split_says_otherwise(small):
+def test_stages_have_equally_many_layers_without_a_split(small):
     config = small(num_layers=8)
     layout = ParallelLayout(pp=2, vpp=2)
     plans = [plan_stage(config, layout, rank, chunk) for chunk in (0, 1) for rank in (0, 1)]
@@ -40,12 +40,12 @@ def test_stages_have_equally_many_layers_unless_a_split_says_otherwise(small):
         ((range(2, 4), range(2)), "2:4, 0:2 do not cover layers 0:4"),
     ],
 )
-def test_a_split_that_is_not_every_layer_once_is_refused(small, split, message):
+def test_a_split_that_does_not_cover_every_layer_once_is_refused(small, split, message):
     with pytest.raises(ConfigError, match=message):
         plan_stage(small(num_layers=4), ParallelLayout(pp=2), 0, 0, split)
 
 
-def test_layers_that_do_not_divide_and_chunks_that_do_not_exist_are_refused(small):
+def test_indivisible_layers_and_missing_chunks_are_refused(small):
     with pytest.raises(LayoutError, match="5 layers cannot be split evenly over 2 stages"):
         GPT(small(num_layers=5), rank_of(0, pp=2))
     with pytest.raises(ConfigError, match="chunk 1 does not exist: the layout has vpp=1"):
@@ -88,8 +88,8 @@ def test_gradients_are_partial_where_the_sequence_is_cut(config):
     assert all(sharding.partial is None for sharding in whole.values())
 
 
-def test_stages_after_one_another_give_the_logits_and_losses_of_the_whole(config, scramble):
-    """By hand, without a pipeline; scrambled weights differ between stages, so they are copied."""
+def test_stages_in_sequence_return_the_logits_and_losses_of_the_whole_model(config, scramble):
+    """Weights are copied, since scrambled weights differ between stages."""
     model = scramble(GPT(config, Placement(Mesh.single(), dtype=torch.float64)))
     stages = [GPT(config, Placement(rank_of(rank, pp=2), dtype=torch.float64)) for rank in range(2)]
     for stage in stages:
@@ -130,7 +130,7 @@ def test_chunks_are_the_stages_of_one_rank(small):
     assert all(chunk.sequence_parallel for chunk in chunks)
 
 
-def test_what_is_passed_on_is_cut_by_sequence_parallelism(small):
+def test_stage_outputs_are_cut_by_sequence_parallelism(small):
     mesh = rank_of(0, tp=2, pp=2)
     whole = GPT(small(), Placement(mesh, dtype=torch.bfloat16))
     assert whole.stage_output_spec(3, 10) == TensorSpec((10, 3, 24), torch.bfloat16)
@@ -138,7 +138,7 @@ def test_what_is_passed_on_is_cut_by_sequence_parallelism(small):
     assert cut.stage_output_spec(3, 10) == TensorSpec((5, 3, 24), torch.float32)
 
 
-def test_a_stage_says_what_it_cannot_take(small):
+def test_a_stage_refuses_wrong_inputs(small):
     first, last = (GPT(small(), rank_of(rank, pp=2)) for rank in range(2))
     tokens = draw(small(), 2, 6)
     with pytest.raises(ConfigError, match=r"stage 1 takes activations .* torch.int64 \[2, 6\]"):
