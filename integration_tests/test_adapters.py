@@ -115,7 +115,7 @@ def test_what_does_not_fit_an_adapted_model_is_refused(train, base):
             "lora.alpha 8.0 in the checkpoint, 9.0 in this run",
         ),
         ("--lora-rank 2", "--lora-rank is a setting of the product lora, but the run uses plain"),
-        (f"{LORA} --lora-rank 0", "--lora-rank 0 is not a number of columns >= 1"),
+        (f"{LORA} --lora-rank 0", "--lora-rank 0 must be at least 1"),
         ("--linear-product lara", "no product of linear layers 'lara'; did you mean 'lora'?"),
         (f"{LORA} --lora-target-modules q_proj", "is set for q_proj, but a model of kind gpt"),
         (f"{LORA} --use-torch-fsdp2 --nproc-per-node 2", "freezes weights, but --use-torch-fsdp2"),

@@ -170,9 +170,9 @@ def test_unsupported_options_are_refused_in_one_line():
         GPT(config, Placement(eight, device="meta", cp_comm_type=("p2p", "a2a")))
     model = GPT(config, Mesh(RANKS_2, 0))
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    with pytest.raises(LayoutError, match=r"14 tokens .* 2 x 2 equal chunks"):
+    with pytest.raises(LayoutError, match=r"14 tokens .* 2 x 2 equal slices"):
         model(tokens[:, :7])
-    with pytest.raises(LayoutError, match=r"18 tokens .* 2 x 2 equal chunks"):
+    with pytest.raises(LayoutError, match=r"18 tokens .* 2 x 2 equal slices"):
         model.stage_output_spec(1, 18)
     with pytest.raises(ConfigError, match=r"8 tokens .* of 2 .* a split into 4 parts of 4"):
         model(tokens, split=ContextSplit.zigzag(16, 4))

@@ -59,7 +59,7 @@ def test_instances_divide_all_ranks_evenly() -> None:
     assert layout.groups("dp_cp_inner") == [(0, 2), (4, 6), (1, 3), (5, 7)]
     assert layout.groups("dp_cp_outer") == [(0, 4), (2, 6), (1, 5), (3, 7)]
     assert "dp_cp_outer" not in ParallelLayout(dp=4).group_names
-    with pytest.raises(LayoutError, match="dp_outer=3 instances cannot share dp 4 x cp 1"):
+    with pytest.raises(LayoutError, match="dp_outer=3 does not divide dp 4 x cp 1"):
         ParallelLayout(dp=4, dp_outer=3)
 
 

@@ -34,7 +34,7 @@ def test_groups_are_the_ranks_that_differ_only_along_their_axes() -> None:
             "axis 'a b' is not an identifier: use letters, digits and '_'",
         ),
         (lambda: Grid(("a",), (0,)), "a=0 is not a size: give a whole number >= 1"),
-        (lambda: Grid(("a",), (1, 2)), "1 axes were named, but 2 sized"),
+        (lambda: Grid(("a",), (1, 2)), "1 axis names were given for 2 sizes"),
         (lambda: Grid.of(a=2).groups(("b",)), "no axis is called 'b': there are a"),
         (lambda: Grid.of(a=2).group_of(("a",), 2), "rank 2 is not on the grid a 2"),
         (lambda: GridMesh(Grid.of(a=2), 0).axis("b"), "rank 0 is in no 'b' group of grid a 2"),
@@ -91,17 +91,17 @@ def test_layouts_that_do_not_fit_are_reported_in_one_line_on_every_rank(
             {"vision": (ParallelLayout(), range(1)), "text": (ParallelLayout(dp=1), range(0))},
             {"text": (ParallelLayout(tp=1 + rank.rank), range(2))},
         ]
-        lines = []
+        messages = []
         for layouts in wrong:
             with pytest.raises(LayoutError) as caught:
                 bind_meshes(layouts)
-            lines.append(str(caught.value))
+            messages.append(str(caught.value))
         with Mesh.bind(ParallelLayout(tp=2)) as mesh:  # no process group is left
             all_reduce(torch.ones(1), mesh.axis("tp"))
-        return lines
+        return messages
 
-    for lines in worker_pool.run(lines, ranks=2, timeout=60):
-        assert lines[0] == "language needs ranks 1-2, but the job has 2 ranks"
-        assert lines[1].startswith("world size 3 is not a multiple of tp 2")
-        assert lines[2] == "text: range(0, 0) is not a range of one or more consecutive ranks"
-        assert lines[3].startswith("ranks disagree on text: rank 0: tp 1 x")
+    for messages in worker_pool.run(lines, ranks=2, timeout=60):
+        assert messages[0] == "language needs ranks 1-2, but the job has 2 ranks"
+        assert messages[1].startswith("world size 3 is not a multiple of tp 2")
+        assert messages[2] == "text: range(0, 0) is not a range of one or more consecutive ranks"
+        assert messages[3].startswith("ranks disagree on text: rank 0: tp 1 x")

@@ -79,7 +79,7 @@ def test_a_pool_has_aligned_groups_of_every_power_of_two() -> None:
 
 
 def test_a_pool_of_another_size_or_of_cut_groups_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"power of two of ranks .* not dp 3 x cp 2 = 6"):
+    with pytest.raises(LayoutError, match=r"power of two of .* ranks, not dp 3 x cp 2 = 6"):
         ParallelLayout(cp=2, hybrid_cp=True).resolve(6)
     with pytest.raises(LayoutError, match=r"hybrid_cp .* hierarchical_cp=\(2, 2\)"):
         ParallelLayout(cp=4, hybrid_cp=True, hierarchical_cp=(2, 2))

@@ -55,7 +55,9 @@ def test_ranks_that_do_not_start_are_reported_in_one_line_within_the_time_out(
     with pytest.raises(CollectiveError) as caught:
         Mesh.bind(ParallelLayout(tp=2), timeout=timedelta(seconds=1))
     line = str(caught.value)
-    assert line.startswith(f"rank 0 did not meet the others of 2 at 127.0.0.1:{port} within 1 s")
+    assert line.startswith(
+        f"rank 0 could not join the job of 2 ranks at 127.0.0.1:{port} within 1 s"
+    )
     assert "\n" not in line and not torch.distributed.is_initialized()
 
 

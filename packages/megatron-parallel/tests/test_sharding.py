@@ -106,7 +106,7 @@ def test_defaults_derived_from_the_shape() -> None:
         ({"shape": (4,), "axis": "tp", "dim": 1}, "not a dim of shape"),
         ({"shape": (2, 4), "axis": "tp", "dim": 0, "fused_dim": 0}, "fused and cannot be cut"),
         ({"shape": (4,), "axis": "tp", "dim": 0, "padded": 3}, "padded=3 does not cover"),
-        ({"shape": (4, 4), "matrix": (3, 4)}, "does not hold shape"),
+        ({"shape": (4, 4), "matrix": (3, 4)}, "have different numbers of elements"),
     ],
 )
 def test_contradictions_are_refused(arguments: dict[str, object], message: str) -> None:

@@ -264,7 +264,7 @@ CP2 = "--context-parallel-size 2"
         (
             "--hierarchical-context-parallel-sizes 2 2",
             1,
-            "--hierarchical-context-parallel-sizes (2, 2) is not two sizes, inside and outside",
+            "--hierarchical-context-parallel-sizes (2, 2) must be two sizes, inner and outer",
         ),
         (f"{CP2} --seq-length 10", 2, "--seq-length 10 cannot be split into 2 x 2 equal slices"),
         (
@@ -375,11 +375,15 @@ TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
             "ranks holds 12 tokens, but a document may have --seq-length 16",
         ),
         (f"{POOL} {TP2_SP}", 2, "on 1 data and context parallel ranks holds 8 tokens"),
-        (POOL, 6, "--hybrid-context-parallel needs a power of two of ranks to choose from, not dp"),
+        (
+            POOL,
+            6,
+            "--hybrid-context-parallel needs a power of two of data- and context-parallel ranks",
+        ),
         (
             f"{POOL} --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
             4,
-            "--hybrid-context-parallel has context-parallel groups of many sizes",
+            "--hybrid-context-parallel cannot be combined with",
         ),
         (f"{POOL} --no-reset-attention-mask", 2, "needs --reset-attention-mask: without it each"),
         (

@@ -42,7 +42,9 @@ class Grid:
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes):
-            raise LayoutError(f"{len(self.names)} axes were named, but {len(self.sizes)} sized")
+            raise LayoutError(
+                f"{len(self.names)} axis names were given for {len(self.sizes)} sizes"
+            )
         for name in self.names:
             if not name.isidentifier():
                 raise LayoutError(

@@ -160,8 +160,8 @@ class ParallelLayout:
         self._check_pool()
         if self.dp is not None and self.dp * self.cp % self.dp_outer:
             raise LayoutError(
-                f"{{dp_outer:=}} instances cannot share dp {self.dp} x cp {self.cp} = "
-                f"{self.dp * self.cp} data parallel ranks evenly: give a number that divides it",
+                f"{{dp_outer:=}} does not divide dp {self.dp} x cp {self.cp} = "
+                f"{self.dp * self.cp} data-parallel ranks: use a divisor",
                 vars(self),
             )
         if self.dp is not None and self.has_expert_parallelism:
@@ -185,7 +185,7 @@ class ParallelLayout:
             return
         if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != self.cp:
             raise LayoutError(
-                "{hierarchical_cp:=} is not two sizes, inside and outside, whose product is {cp:=}",
+                "{hierarchical_cp:=} must be two sizes, inner and outer, whose product is {cp:=}",
                 vars(self),
             )
 
@@ -194,14 +194,14 @@ class ParallelLayout:
             return
         if self.hierarchical_cp is not None:
             raise LayoutError(
-                "{hybrid_cp:name} has context-parallel groups of many sizes, and "
-                "{hierarchical_cp:=} cuts those of one: leave out one of them",
+                "{hybrid_cp:name} cannot be combined with {hierarchical_cp:=}: "
+                "leave out one of them",
                 vars(self),
             )
         if self.dp is not None and self.pool & (self.pool - 1):
             raise LayoutError(
-                f"{{hybrid_cp:name}} needs a power of two of ranks to choose from, not dp "
-                f"{self.dp} x cp {self.cp} = {self.pool}: change a degree or the number of ranks",
+                f"{{hybrid_cp:name}} needs a power of two of data- and context-parallel ranks, "
+                f"not dp {self.dp} x cp {self.cp} = {self.pool}: change a degree or the number of ranks",
                 vars(self),
             )
 

@@ -55,8 +55,8 @@ def init_default_group(device: torch.device, timeout: timedelta) -> None:
         raise
     except RuntimeError as error:
         raise CollectiveError(
-            f"rank {rank} did not meet the others of {size} at {host}:{port} within "
-            f"{longest.total_seconds():g} s: one did not start, or the address is wrong "
+            f"rank {rank} could not join the job of {size} ranks at {host}:{port} within "
+            f"{longest.total_seconds():g} s: a rank did not start, or the address is wrong "
             f"({backend_text(error)})"
         ) from error
 

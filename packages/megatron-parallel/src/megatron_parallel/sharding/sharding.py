@@ -210,7 +210,9 @@ class Sharding:
         if self.matrix is None and true_dims > 1 and not self.vector:
             object.__setattr__(self, "matrix", (prod(shape[:-1]), shape[-1]))
         if self.matrix is not None and prod(self.matrix) != prod(shape):
-            raise LayoutError(f"matrix={self.matrix} does not hold shape {shape}")
+            raise LayoutError(
+                f"matrix={self.matrix} and shape {shape} have different numbers of elements"
+            )
         if self.weight_decay is cast(bool, _DERIVED):
             object.__setattr__(self, "weight_decay", self.matrix is not None)
 
@@ -278,7 +280,7 @@ class Sharding:
         if ranks % entries or self.shape[self.spill_dim] % (ranks // entries):
             raise LayoutError(
                 f"{ranks} ranks of axis {self.axis!r} cannot share the {entries} entries of dim "
-                f"{self.dim} of shape {self.shape} equally, nor dim {self.spill_dim} of them"
+                f"{self.dim} of shape {self.shape} equally, with dim {self.spill_dim} cut too"
             )
         return ranks // entries
 

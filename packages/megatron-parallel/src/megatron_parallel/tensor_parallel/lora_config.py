@@ -40,9 +40,9 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise LayoutError("{rank} is not a number of columns >= 1", vars(self))
+            raise LayoutError("{rank} must be at least 1", vars(self))
         if not self.alpha > 0:
-            raise LayoutError("{alpha} is not positive", vars(self))
+            raise LayoutError("{alpha} must be positive", vars(self))
         if not self.target_modules:
             raise LayoutError(
                 "{target_modules:name} is empty; give linear_qkv or other layers", vars(self)
