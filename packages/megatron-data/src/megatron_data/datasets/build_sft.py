@@ -134,7 +134,7 @@ class _Rows(GreedyBuilder, _SFTBuilder):
         source_index: int,
     ) -> RowOrder:
         if not isinstance(source, IndexedDataset):
-            raise DataError('order="compat" needs an indexed dataset; this source is none')
+            raise DataError('order="compat" needs an indexed dataset; the source is not one')
         return RowOrder(
             source.document_indices,
             source.sequence_lengths,

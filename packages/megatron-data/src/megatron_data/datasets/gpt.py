@@ -162,7 +162,7 @@ class GPTDataset:
         tokens = np.ascontiguousarray(text[:, : config.sequence_length])
         labels = text[:, 1:].copy() if config.add_extra_token else _shifted(tokens)
         masks = self._masks(tokens)
-        if filled.min() <= config.sequence_length:  # some token has no label
+        if filled.min() <= config.sequence_length:  # at least one token has no label
             indices = np.arange(config.sequence_length)
             is_padding = indices >= filled[:, None]
             tokens[is_padding] = 0

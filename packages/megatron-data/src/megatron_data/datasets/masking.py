@@ -53,15 +53,15 @@ class WordPieces:
         """
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise DataError(
-                f"a {type(tokenizer).__name__} has no word pieces; masked datasets need one "
-                "of BERT's kind"
+                f"a {type(tokenizer).__name__} has no word pieces; masked datasets need a "
+                "WordPiece tokenizer such as BERT's"
             )
         token_ids = [tokenizer.token_id(token) for token in ("[CLS]", "[SEP]", "[MASK]")]
         cls_id, sep_id, mask_id = token_ids
         if cls_id is None or sep_id is None or mask_id is None:
             raise DataError(
-                "this tokenizer lacks [CLS], [SEP] or [MASK]; masked datasets need one of "
-                "BERT's kind"
+                "the tokenizer lacks [CLS], [SEP] or [MASK]; masked datasets need a WordPiece "
+                "tokenizer such as BERT's"
             )
         names = (tokenizer.token(number) for number in range(tokenizer.vocab_size))
         continues_word = [
