@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron_parallel import LayoutError, Mesh, ParallelLayout
 from megatron_parallel.mesh.agreement import agree
-from megatron_parallel.mesh.devices import backend_of, device_identity, local_device, own_device
+from megatron_parallel.mesh.devices import backend_of, cuda_device, device_identity, local_device
 from megatron_parallel.mesh.rendezvous import init_default_group
 from megatron_parallel.mesh.store import default_store
 from megatron_parallel.testing import Rank, WorkerPool
@@ -28,7 +28,7 @@ from megatron_parallel.testing import Rank, WorkerPool
 def test_each_rank_uses_the_device_of_its_local_rank_or_the_only_visible_one(
     device: str, local_rank: int, visible: int, index: int
 ) -> None:
-    assert own_device(torch.device(device), local_rank, visible) == torch.device("cuda", index)
+    assert cuda_device(torch.device(device), local_rank, visible) == torch.device("cuda", index)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_missing_device_is_reported_in_one_line(
     device: str, local_rank: int, visible: int, line: str
 ) -> None:
     with pytest.raises(LayoutError) as caught:
-        own_device(torch.device(device), local_rank, visible)
+        cuda_device(torch.device(device), local_rank, visible)
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 

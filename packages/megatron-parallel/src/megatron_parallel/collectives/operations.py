@@ -100,15 +100,15 @@ def broadcast(
     return t
 
 
-def send(t: Shaped[Tensor, "..."], axis: Axis, to: int, *, purpose: str = "") -> None:
-    """Sends `t` to the rank with index `to` on the axis, which must call `receive`.
+def send(t: Shaped[Tensor, "..."], axis: Axis, destination: int, *, purpose: str = "") -> None:
+    """Sends `t` to the rank with index `destination` on the axis, which must call `receive`.
 
     Returns when `t` may be overwritten, which can be before it has arrived.
 
     Raises:
-        LayoutError: `to` is this rank or not an index of the axis.
+        LayoutError: `destination` is this rank or not an index of the axis.
     """
-    peer = _peer(axis, to, "sent to")
+    peer = _peer(axis, destination, "sent to")
     t = t.contiguous()
     with _point_to_point(axis, "send", f"to rank {peer}", t, purpose, axis.ranks[axis.index], peer):
         dist.send(t, peer, group=axis.process_group)

@@ -1,7 +1,7 @@
 from .abstract_mesh import AbstractAxis as AbstractAxis
 from .abstract_mesh import AbstractMesh as AbstractMesh
 from .axes import Axis as Axis
-from .axes import BoundAxes as BoundAxes
+from .axes import MeshBase as MeshBase
 from .drawing import draw_layout as draw_layout
 from .grid import Grid as Grid
 from .group_names import describe_group as describe_group

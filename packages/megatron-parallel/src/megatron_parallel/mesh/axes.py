@@ -66,7 +66,7 @@ class Axis:
         return self  # process groups cannot be copied; a copied model shares them
 
 
-class BoundAxes:
+class MeshBase:
     """The axes of one rank; base class of `Mesh` and `GridMesh`.
 
     Attributes:

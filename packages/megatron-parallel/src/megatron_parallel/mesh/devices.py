@@ -35,12 +35,12 @@ def local_device(device: str | torch.device) -> torch.device:
         return where
     given = "LOCAL_RANK" in os.environ
     local_rank = environment_number("LOCAL_RANK", 0, _MOST_RANKS) if given else 0
-    where = own_device(where, local_rank, torch.cuda.device_count())
+    where = cuda_device(where, local_rank, torch.cuda.device_count())
     torch.cuda.set_device(where)
     return where
 
 
-def own_device(device: torch.device, local_rank: int, visible: int) -> torch.device:
+def cuda_device(device: torch.device, local_rank: int, visible: int) -> torch.device:
     """Returns the CUDA device of a rank.
 
     A rank that sees one device uses it for any `local_rank`: launchers such as Slurm with

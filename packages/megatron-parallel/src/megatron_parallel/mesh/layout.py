@@ -201,7 +201,8 @@ class ParallelLayout:
         if self.dp is not None and self.pool & (self.pool - 1):
             raise LayoutError(
                 f"{{hybrid_cp:name}} needs a power of two of data- and context-parallel ranks, "
-                f"not dp {self.dp} x cp {self.cp} = {self.pool}: change a degree or the number of ranks",
+                f"not dp {self.dp} x cp {self.cp} = {self.pool}: change a degree or the number of "
+                "ranks",
                 vars(self),
             )
 

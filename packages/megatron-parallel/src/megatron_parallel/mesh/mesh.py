@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh.axes import BoundAxes
+from megatron_parallel.mesh.axes import MeshBase
 from megatron_parallel.mesh.devices import local_device
 from megatron_parallel.mesh.grid import Grid
 from megatron_parallel.mesh.group_names import canonical_group_name
@@ -26,12 +26,12 @@ from megatron_parallel.mesh.layout import ParallelLayout
 DEFAULT_TIMEOUT: Final = timedelta(minutes=10)
 
 
-class Mesh(BoundAxes):
+class Mesh(MeshBase):
     """One rank of a layout, with its device and process groups.
 
     Built by `Mesh.single`, `Mesh.bind` or `bind_meshes`. `Mesh(layout, rank)` has no process groups
     and cannot communicate; it gives the coordinates and shards of a rank for planning, tests and
-    checkpoint tools. With `first`, the layout consists of the ranks `first`, `first + 1`, … of the
+    checkpoint tools. With `first_rank`, the layout consists of the ranks from `first_rank` on of the
     job.
     """
 
@@ -41,14 +41,14 @@ class Mesh(BoundAxes):
         rank: int,
         device: str | torch.device = "cpu",
         *,
-        first: int = 0,
+        first_rank: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
         groups: Groups | None = None,
         job: Job | None = None,
     ) -> None:
         self.layout = layout
         members = {
-            name: _shifted(layout.group_of(name, rank - first), first)
+            name: _shifted(layout.group_of(name, rank - first_rank), first_rank)
             for name in layout.group_names
         }
         super().__init__(f"layout {layout}", members, rank, device, timeout, groups, job)
@@ -107,7 +107,7 @@ class Mesh(BoundAxes):
         return f"Mesh(rank {self.rank} of {self.world_size}, {self.layout}, {self.device})"
 
 
-class GridMesh(BoundAxes):
+class GridMesh(MeshBase):
     """One rank of a `Grid`, with an axis for each group of the grid.
 
     Built by `bind_grids`. `GridMesh(grid, rank)` has no process groups and cannot communicate.
@@ -174,7 +174,7 @@ def bind_meshes(
                 layout,
                 job.rank,
                 job.device,
-                first=ranks.start,
+                first_rank=ranks.start,
                 timeout=timeout,
                 groups=groups,
                 job=job,

@@ -52,8 +52,8 @@ class WeightGradientRequest:
         shape: Shape of the weight.
     """
 
-    def __init__(self, shape: torch.Size, returned: Callable[[], bool] = lambda: True) -> None:
-        self.shape, self._returned = shape, returned
+    def __init__(self, shape: torch.Size, must_return: Callable[[], bool] = lambda: True) -> None:
+        self.shape, self._must_return = shape, must_return
 
     @property
     def must_return(self) -> bool:
@@ -61,7 +61,7 @@ class WeightGradientRequest:
 
         The weight half of a split backward pass does so.
         """
-        return self._returned()
+        return self._must_return()
 
     def __call__(
         self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"]

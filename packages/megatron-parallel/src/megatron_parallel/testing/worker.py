@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_parallel.mesh.devices import own_device
+from megatron_parallel.mesh.devices import cuda_device
 from megatron_parallel.testing import wire
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _join(setup: Setup) -> Rank:
     torch.set_num_threads(1)
     device = torch.device(setup.device)
     if device.type == "cuda":
-        device = own_device(device, setup.rank, torch.cuda.device_count())
+        device = cuda_device(device, setup.rank, torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=setup.collective_timeout)
     dist.init_process_group(
