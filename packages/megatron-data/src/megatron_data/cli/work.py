@@ -67,22 +67,24 @@ def add_max_document_bytes(group: "Parser | argparse._ArgumentGroup", what: str)
     )
 
 
-def print_resumed(made: "PreprocessedDataset") -> None:
+def print_resumed(dataset: "PreprocessedDataset") -> None:
     """Prints how many chunks an earlier run had finished, if any."""
-    if made.resumed_chunks:
-        were = "was" if made.chunks == 1 else "were"
-        chunks = f"{made.resumed_chunks:,} of {plural(made.chunks, 'chunk')}"
+    if dataset.resumed_chunks:
+        were = "was" if dataset.chunks == 1 else "were"
+        chunks = f"{dataset.resumed_chunks:,} of {plural(dataset.chunks, 'chunk')}"
         print(f"{chunks} {were} finished by an earlier run")
 
 
-def print_skipped(made: "PreprocessedDataset", arguments: argparse.Namespace) -> None:
+def print_skipped(dataset: "PreprocessedDataset", arguments: argparse.Namespace) -> None:
     """Prints how many documents were skipped and why, if any."""
     from megatron_data.preprocessing.assembly import quarantine_path
     from megatron_data.sources.protocol import KINDS
 
-    if skipped := made.skipped.documents:
-        kinds = ", ".join(f"{count:,} {KINDS[kind]}" for kind, count in made.skipped.kinds.items())
-        details = f"the first: {made.first_skipped}"
+    if skipped := dataset.skipped.documents:
+        kinds = ", ".join(
+            f"{count:,} {KINDS[kind]}" for kind, count in dataset.skipped.kinds.items()
+        )
+        details = f"the first: {dataset.first_skipped}"
         if arguments.on_error == "quarantine":
             details = f"see {quarantine_path(arguments.output_prefix)}"
         print(f"{skipped:,} skipped ({kinds}); {details}")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_data.errors import DataError
 from megatron_data.indexed.format import TokenType, bin_path, idx_path
-from megatron_data.sources.block_cache import Blocks, StorageCache
+from megatron_data.sources.block_cache import BlockReader, StorageCache
 from megatron_data.sources.failures import MissingError
 from megatron_data.sources.remote import RemoteFile
 from megatron_data.sources.storage import exists
@@ -134,7 +134,7 @@ class RemoteTokens:
         nbytes: Size of the file in bytes.
     """
 
-    def __init__(self, blocks: Blocks, dtype: TokenType, nbytes: int) -> None:
+    def __init__(self, blocks: BlockReader, dtype: TokenType, nbytes: int) -> None:
         self._blocks = blocks
         self._dtype = dtype
         self.nbytes = nbytes
@@ -218,9 +218,9 @@ def _remote(prefix: str, storage: StorageCache | None) -> DatasetFiles:
         raise _no_dataset(prefix, missing)
 
     def tokens(dtype: TokenType) -> TokenStore:
-        return RemoteTokens(storage.blocks(data), dtype, data.size)
+        return RemoteTokens(storage.block_reader(data), dtype, data.size)
 
-    return DatasetFiles(index.url, storage.whole(index), data.url, data.size, tokens)
+    return DatasetFiles(index.url, storage.map_file(index), data.url, data.size, tokens)
 
 
 def _find(url: str) -> RemoteFile | None:

@@ -175,5 +175,5 @@ def _by_name(files: Iterable[tuple[str, str]]) -> dict[str, str]:
 def _stem(path: str, folder: str) -> str:
     """Returns the name of a file without its suffix, relative to a folder or of the file alone."""
     name = Path(path).name if path == folder else relative_path(path, folder)
-    kind, packed = split_suffix(name)
-    return name[: len(name) - len(kind) - len(packed)]
+    kind, compression = split_suffix(name)
+    return name[: len(name) - len(kind) - len(compression)]

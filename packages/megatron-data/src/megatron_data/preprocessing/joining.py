@@ -90,7 +90,7 @@ def merge(
         _joined(names, known),
         written=written,
         counts=counts,
-        origins=Origins.joined(origins) if len(origins) == len(known) else None,
+        origins=Origins.concatenate(origins) if len(origins) == len(known) else None,
     )
     return counts
 
@@ -141,7 +141,7 @@ def split(
                 continue
             bounds = dataset.document_indices[[first, last]]
             start, end = dataset.tokens_before(bounds).tolist()
-            part = origins.cut(first, last, start, end) if origins is not None else None
+            part = origins.select(first, last, start, end) if origins is not None else None
             description = _description(manifest)
             write_manifest(output, description, written=written, counts=counts, origins=part)
     return made

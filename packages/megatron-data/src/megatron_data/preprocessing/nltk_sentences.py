@@ -84,8 +84,8 @@ class NLTKSplitter:
 
     def split(self, text: str) -> list[str]:
         """Returns the sentences of a text, in order."""
-        pieces = (text[start : start + _AT_ONCE] for start in range(0, len(text), _AT_ONCE))
-        return [sentence for piece in pieces for sentence in self._tokenizer.tokenize(piece)]
+        segments = (text[start : start + _AT_ONCE] for start in range(0, len(text), _AT_ONCE))
+        return [sentence for segment in segments for sentence in self._tokenizer.tokenize(segment)]
 
     def __reduce__(self) -> tuple[type["NLTKSplitter"], tuple[str, bool]]:
         return type(self), (self.language, self.keep_newlines)

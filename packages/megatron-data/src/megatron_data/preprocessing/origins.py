@@ -73,8 +73,8 @@ class Origins:
             and all(isinstance(value, str) for value in columns[-1] or ())
             and isinstance(refused, dict)
             and all(isinstance(value, list) for value in refused.values())
-            and _fills([*content["document"], documents], least=1)
-            and _fills([*content["token"], tokens], least=0)
+            and _is_increasing([*content["document"], documents], least=1)
+            and _is_increasing([*content["token"], tokens], least=0)
         )
         if not in_order:
             raise DataError("its map of chunks is damaged; preprocess the text again")
@@ -108,11 +108,11 @@ class Origins:
         origin = Origin(record.source, record.span, 0, 0, 0, digest, record.refused)
         self._append(origin, 0, record.documents, tokens)
 
-    def of_document(self, document: int) -> Origin:
+    def find(self, document: int) -> Origin:
         """Returns the source chunk of a document."""
         return self[bisect_right(self.document, document) - 1]
 
-    def cut(self, first: int, last: int, token: int, last_token: int) -> "Origins":
+    def select(self, first: int, last: int, token: int, last_token: int) -> "Origins":
         """Returns the map of the documents from `first` to `last`, whose tokens are the given ones.
 
         Args:
@@ -130,7 +130,7 @@ class Origins:
         return made
 
     @classmethod
-    def joined(cls, parts: Iterable[tuple["Origins", int]]) -> "Origins":
+    def concatenate(cls, parts: Iterable[tuple["Origins", int]]) -> "Origins":
         """Concatenates maps, each given with the new index of its first source."""
         made = cls()
         for part, source in parts:
@@ -164,6 +164,6 @@ class Origins:
         self.tokens += tokens
 
 
-def _fills(starts: list[int], least: int) -> bool:
+def _is_increasing(starts: list[int], least: int) -> bool:
     """Returns whether the starts begin at 0 and increase by at least `least`."""
     return starts[0] == 0 and all(end - start >= least for start, end in pairwise(starts))

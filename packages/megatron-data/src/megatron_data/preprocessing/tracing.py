@@ -97,7 +97,7 @@ def trace(
         first, last = dataset.document_indices[number : number + 2]
         before, end = dataset.tokens_before(np.array([first, last])).tolist()
     with manifest_errors(prefix):
-        origin = origins.of_document(number)
+        origin = origins.find(number)
         source = manifest["sources"][origin.source]
         wanted = number - origin.document + origin.skip
         limits = _Limits(allow_http, max_document_bytes)

@@ -64,7 +64,7 @@ class StorageCache:
             )
         local_folder(self.folder)
 
-    def whole(self, file: RemoteFile) -> mmap.mmap | bytes:
+    def map_file(self, file: RemoteFile) -> mmap.mmap | bytes:
         """Returns a memory map of a complete file; fetches the file if it is not cached.
 
         One process fetches a file while other processes that need it wait. The least recently used
@@ -88,12 +88,12 @@ class StorageCache:
                     remove_oldest(path, self.index_limit_bytes)
         return found
 
-    def blocks(self, file: RemoteFile) -> "Blocks":
+    def block_reader(self, file: RemoteFile) -> "BlockReader":
         """Returns a reader of ranges of a file."""
-        return Blocks(self, file)
+        return BlockReader(self, file)
 
 
-class Blocks:
+class BlockReader:
     """Reads ranges of a file in object storage.
 
     Args:

@@ -188,8 +188,8 @@ class JsonLines:
 def _long_line(stream: Stream, start: bytes, max_bytes: int | None) -> tuple[bytes, int, bytes]:
     """Reads a line to its end; returns its bytes, its size, and the bytes read after it.
 
-    The bytes of the line are empty if it is larger than `max_bytes`; bytes and size are empty if
-    damage ends the line.
+    The bytes of the line are empty if it is larger than `max_bytes`. If damage ends the line, all
+    bytes are empty and the size is 0.
     """
     parts, size, end, rest = [start], len(start), 0, b""
     while not stream.ended and not end:

@@ -162,8 +162,8 @@ def _sources_at(
         return _sources_in(path, keys, rows, most)
     if not stat(path).size:
         raise DataError(f"{path} is empty; a corpus has one JSON object on every line, or is text")
-    kind, packed = split_suffix(path)
-    if kind == TABLE and not packed:
+    kind, compression = split_suffix(path)
+    if kind == TABLE and not compression:
         return [Parquet(path, keys, optional=rows)]
     return [TextFile(path) if kind == TEXT else JsonLines(path)]
 
@@ -188,8 +188,8 @@ def _sources_in(folder: str, keys: Sequence[str], rows: bool, most: int | None) 
 
 def _kind(path: str) -> str:
     """Returns the kind of a file in a folder by its name, or "" if it is ignored."""
-    kind, packed = split_suffix(path)
-    return kind if kind in (TEXT, LINES) or (kind == TABLE and not packed) else ""
+    kind, compression = split_suffix(path)
+    return kind if kind in (TEXT, LINES) or (kind == TABLE and not compression) else ""
 
 
 def _first_of(paths: Sequence[str]) -> str:

@@ -52,13 +52,13 @@ KINDS = {  # descriptions in the output of commands and in the quarantine file
     "encoding": "not UTF-8",
     "json": "not a JSON object",
     "key": "without the key",
-    "type": "no text under the key",
+    "type": "not text under the key",
     "message": "without a conversation",
     "template": "refused by the chat template",
-    "long": "longer than asked for",
+    "long": "larger than the limit",
     "image": "without an image",
     "tokens": "refused by the tokenizer",
-    "damaged": "damaged from there to the end of the file",
+    "damaged": "damaged up to the end of the file",
 }
 
 

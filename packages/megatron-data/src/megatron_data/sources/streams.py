@@ -29,10 +29,10 @@ _REPEATED = 1  # type of a block that repeats one byte
 def split_suffix(path: str) -> tuple[str, str]:
     """Returns the suffixes of content and compression of a name, such as `.txt` and `.gz`."""
     name = PurePosixPath(path)
-    packed = name.suffix.lower()
-    if packed not in COMPRESSED_SUFFIXES:
-        return packed, ""
-    return PurePosixPath(name.stem).suffix.lower(), packed
+    compression = name.suffix.lower()
+    if compression not in COMPRESSED_SUFFIXES:
+        return compression, ""
+    return PurePosixPath(name.stem).suffix.lower(), compression
 
 
 class Stream:
@@ -52,11 +52,11 @@ class Stream:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._packed = split_suffix(path)[1]
-        if self._packed == ".zst":
+        self._compression = split_suffix(path)[1]
+        if self._compression == ".zst":
             _zstandard(path)
         self._raw = _Hashed(open_file(path))
-        self._file = _unpacked(self._raw, self._packed)
+        self._file = _decompressor(self._raw, self._compression)
         self.ended = False
         self.damage: str | None = None
 
@@ -77,7 +77,7 @@ class Stream:
 
     def skip(self, size: int) -> None:
         """Skips bytes."""
-        if not self._packed:
+        if not self._compression:
             self._file.seek(size, io.SEEK_CUR)
             return
         while size > 0 and not self.ended:
@@ -148,7 +148,7 @@ class _Zstandard(io.RawIOBase):
 
     def __init__(self, raw: io.RawIOBase, path: str) -> None:
         self._module = _zstandard(path)
-        self._packed = io.BufferedReader(raw, _STEP)
+        self._source = io.BufferedReader(raw, _STEP)
         self._ready = memoryview(b"")
         self._frame = self._module.ZstdDecompressor().decompressobj()
         self._inside = self._checksum = False
@@ -180,7 +180,7 @@ class _Zstandard(io.RawIOBase):
 
     def _header(self) -> bytes:
         """Returns the header of the next frame with content; empty at the end of the file."""
-        while magic := self._packed.read(4):
+        while magic := self._source.read(4):
             if len(magic) < len(_MAGIC):
                 raise EOFError("the last frame is incomplete")
             if int.from_bytes(magic, "little") & ~0xF == _SKIPPABLE:
@@ -215,19 +215,19 @@ class _Zstandard(io.RawIOBase):
         return parts
 
     def _exactly(self, size: int) -> bytes:
-        data = self._packed.read(size)
+        data = self._source.read(size)
         if len(data) < size:
             raise EOFError("the last frame is incomplete")
         return data
 
 
-def _unpacked(raw: _Hashed, packed: str) -> _Reader:
-    if packed == ".zst":
-        return io.BufferedReader(_Zstandard(raw, packed), _STEP)
+def _decompressor(raw: _Hashed, compression: str) -> _Reader:
+    if compression == ".zst":
+        return io.BufferedReader(_Zstandard(raw, compression), _STEP)
     buffered = io.BufferedReader(raw, _STEP)
-    if packed == ".gz":
+    if compression == ".gz":
         return gzip.GzipFile(fileobj=buffered, mode="rb")
-    if packed == ".bz2":
+    if compression == ".bz2":
         return bz2.BZ2File(buffered)
     return buffered
 
