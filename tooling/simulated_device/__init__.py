@@ -1,16 +1,16 @@
-"""A CUDA device in name, on a torch without CUDA.
+"""Simulates a CUDA device on a torch without CUDA.
 
     load()                          # before torch is imported
     with simulated() as dispatch:
         torch.ones(2, device="cuda") + 1
 
-In the block, tensors with `device="cuda"` compute on the CPU, really, and behave as on a GPU where
-that can go wrong: tensors of host and device do not mix, reading a value is a wait, a collective
-takes tensors of the device only, and autograd runs in a thread of the device. Kernels, their speed
-and their rounding are not simulated. For tests (`gpu_device`, a pytest plugin); no wheel has it.
+Inside the block, tensors with `device="cuda"` compute on the CPU and have the restrictions of a
+GPU: host and device tensors do not mix, reading a value synchronizes, a collective accepts only
+device tensors, and autograd runs in a thread of the device. Kernels, their speed and their rounding
+are not simulated. The package is for tests (`gpu_device`, a pytest plugin) and in no wheel.
 
-`guard.cpp` is compiled at the first use (four seconds) and kept in the user's cache.
-`NotSimulatedError` says what is missing for it.
+`guard.cpp` is compiled on first use (four seconds) and stored in the user's cache.
+`NotSimulatedError` names what is missing.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ __all__ = ["NotSimulatedError", "load", "simulated"]
 
 @contextmanager
 def simulated() -> "Iterator[Dispatch]":
-    """Simulate a device in the block, in the thread that enters it and in those of autograd."""
+    """Simulates a device in the block, in the entering thread and in the threads of autograd."""
     import torch
 
     from simulated_device.functions import functions

@@ -1,4 +1,4 @@
-"""What `torch.cuda` says of a simulated device: one device, one stream, nothing to wait for."""
+"""The functions of `torch.cuda` for a simulated device: one device, one stream, no waiting."""
 
 import contextlib
 import os
@@ -15,19 +15,19 @@ NAME = "a simulated device"
 
 
 class Event:
-    """A place in the stream, which is reached at once."""
+    """A point in the stream, which is reached immediately."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def record(self, stream: Any = None) -> None:
-        """Nothing: all that was queued is done."""
+        """Does nothing, since all queued work is done."""
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def query(self) -> bool:
         return True
@@ -37,7 +37,7 @@ class Event:
 
 
 class Stream:
-    """The one stream; operations run when they are called."""
+    """The only stream; operations run when they are called."""
 
     device, device_index, stream_id = CUDA, 0, 0
 
@@ -45,23 +45,23 @@ class Stream:
         pass
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def query(self) -> bool:
         return True
 
 
 def properties() -> SimpleNamespace:
-    """Those that are asked for here; its memory is that of the host."""
+    """Returns the device properties in use here, with the memory of the host."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return SimpleNamespace(name=NAME, total_memory=memory)
 
@@ -72,7 +72,7 @@ def no_graph() -> bool:
 
 @contextlib.contextmanager
 def functions(dispatch: Dispatch) -> Iterator[None]:
-    """Put them in the place of `torch.cuda`'s."""
+    """Replaces functions of `torch.cuda` in the block."""
     only = Stream()
     with patch.multiple(
         torch.cuda,

@@ -1,5 +1,5 @@
 // A device guard and hooks for "cuda" that do nothing, for a torch without CUDA: with them autograd
-// and factories accept tensors that say they are on such a device.
+// and factories accept tensors on such a device.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

@@ -1,4 +1,4 @@
-"""Tensors that say they are on `cuda:0` and compute on the CPU."""
+"""Tensors with the device `cuda:0` that compute on the CPU."""
 
 import sys
 import threading
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 CUDA = torch.device("cuda:0")
 
-# What may be given tensors of both devices: copies, and indices that lie on the host.
+# Operations that accept tensors of both devices: copies, and indexing with host indices.
 _BETWEEN_DEVICES = (
     aten.copy_.default,
     aten._to_copy.default,
@@ -24,9 +24,9 @@ _BETWEEN_DEVICES = (
     aten._index_put_impl_.default,
 )
 
-# Conjugates and negatives as values: below `__torch_dispatch__` lazy ones are taken for what they
-# are made of.
-_AT_ONCE = {
+# Lazy conjugates and negatives are computed eagerly, since below `__torch_dispatch__` their flag is
+# lost.
+_EAGER = {
     aten._conj.default: aten.conj_physical.default,
     aten._neg_view.default: aten.neg.default,
 }
@@ -56,13 +56,13 @@ class DeviceTensor(Tensor):
         return f"DeviceTensor({self.on_host!r})"
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing: memory is the host's."""
+        """Does nothing, since the memory is the host's."""
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """In threads of autograd, where the mode is not entered."""
+        """Runs operations in threads of autograd, where the mode is not active."""
         found = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, DeviceTensor))
         return found.owner.run(func, args, dict(kwargs or {}))
 
@@ -88,12 +88,12 @@ class DeviceTensor(Tensor):
 
 
 class Dispatch(TorchDispatchMode):
-    """Runs operations on what device tensors hold, and notes what a real device would make wait.
+    """Runs operations on the values of device tensors, and counts synchronizations.
 
     Attributes:
-        waits: how often the host had to wait for the device, by what asked and where.
-        blocking_copies: copies from pageable memory of the host to the device, likewise.
-        threads: names of the threads that computed.
+        waits: Number of times the host would wait for a device, by cause and code line.
+        blocking_copies: Number of copies from pageable host memory to the device, by code line.
+        threads: Names of the threads that computed.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Dispatch(TorchDispatchMode):
         self.threads: set[str] = set()
 
     def waits_for(self, what: str) -> None:
-        self.waits[f"{what} at {_place()}"] += 1
+        self.waits[f"{what} at {_code_line()}"] += 1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -112,89 +112,96 @@ class Dispatch(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        here = [t for t in tensors if isinstance(t, DeviceTensor)]
+        on_device = [t for t in tensors if isinstance(t, DeviceTensor)]
         host = [t for t in tensors if not isinstance(t, DeviceTensor)]
         wanted = kwargs.get("device")
         wanted = None if wanted is None else torch.device(wanted)
         if func.namespace == "c10d":
-            return _communicate(func, args, kwargs, here, host)
-        if not here and (wanted is None or wanted.type != "cuda"):
+            return _communicate(func, args, kwargs, on_device, host)
+        if not on_device and (wanted is None or wanted.type != "cuda"):
             return func(*args, **kwargs)
-        if here:
+        if on_device:
             self.threads.add(threading.current_thread().name)
             if func not in _BETWEEN_DEVICES:
                 _refuse_mixed(func, host)
         if func is aten.is_pinned.default:
             return False
-        self._note(func, args, kwargs, here, host, wanted)
+        self._note(func, args, kwargs, on_device, host, wanted)
         if wanted is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
         if func is aten._to_copy.default:
             kwargs.pop("non_blocking", None)
-        func = _AT_ONCE.get(func, func)
+        func = _EAGER.get(func, func)
         out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
-        if func is aten._to_copy.default and here and out is here[0].on_host:
+        if func is aten._to_copy.default and on_device and out is on_device[0].on_host:
             out = out.clone()
         stays = wanted is not None and wanted.type == "cpu"
-        return tree_map(self._wrapper(here, host, stays), out)
+        return tree_map(self._wrapper(on_device, host, stays), out)
 
     def _note(
         self,
         func: Any,
         args: Any,
         kwargs: Mapping[str, Any],
-        here: list[DeviceTensor],
+        on_device: list[DeviceTensor],
         host: list[Tensor],
         wanted: torch.device | None,
     ) -> None:
-        """Count waits and blocking copies."""
-        to_device = func is aten._to_copy.default and not here
-        if here and func is aten._local_scalar_dense.default:
+        """Counts waits and blocking copies."""
+        to_device = func is aten._to_copy.default and not on_device
+        if on_device and func is aten._local_scalar_dense.default:
             self.waits_for("item")
-        if here and torch.Tag.dynamic_output_shape in func.tags:
+        if on_device and torch.Tag.dynamic_output_shape in func.tags:
             self.waits_for(f"size of {func.__name__}")
-        if here and func is aten._to_copy.default and wanted is not None and wanted.type == "cpu":
+        if (
+            on_device
+            and func is aten._to_copy.default
+            and wanted is not None
+            and wanted.type == "cpu"
+        ):
             self.waits_for("copy to the host")
-        if here and func is aten.copy_.default:
+        if on_device and func is aten.copy_.default:
             if not isinstance(args[0], DeviceTensor):
                 self.waits_for("copy to the host")
-            to_device = bool(host) and args[0] is here[0]
+            to_device = bool(host) and args[0] is on_device[0]
         waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
         if to_device and waits:
-            self.blocking_copies[_place()] += 1
+            self.blocking_copies[_code_line()] += 1
 
     def _wrapper(
-        self, here: list[DeviceTensor], host: list[Tensor], stays: bool
+        self, on_device: list[DeviceTensor], host: list[Tensor], stays: bool
     ) -> Callable[[Any], Any]:
-        """What makes a result one of the device; what was given comes back as it was."""
+        """Returns a function that wraps new results as device tensors and keeps inputs."""
 
         def wrap(x: Any) -> Any:
             if not isinstance(x, Tensor) or isinstance(x, DeviceTensor):
                 return x
-            given = next((t for t in here if t.on_host is x), None)
-            if given is not None:
-                return given
+            original = next((t for t in on_device if t.on_host is x), None)
+            if original is not None:
+                return original
             return x if stays or any(t is x for t in host) else DeviceTensor(x, self)
 
         return wrap
 
 
 def _communicate(
-    func: Any, args: Any, kwargs: dict[str, Any], here: list[DeviceTensor], host: list[Tensor]
+    func: Any, args: Any, kwargs: dict[str, Any], on_device: list[DeviceTensor], host: list[Tensor]
 ) -> Any:
-    """A collective over Gloo; like NCCL it takes tensors of the device only."""
+    """Runs a collective over Gloo. Like NCCL, it accepts only device tensors."""
     if any(t.numel() for t in host):
-        raise RuntimeError(f"No backend type associated with device type cpu ({func}, {_place()})")
+        raise RuntimeError(
+            f"No backend type associated with device type cpu ({func}, {_code_line()})"
+        )
     out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
-    return tree_map(lambda x: next((t for t in here if t.on_host is x), x), out)
+    return tree_map(lambda x: next((t for t in on_device if t.on_host is x), x), out)
 
 
 def _refuse_mixed(func: Any, host: list[Tensor]) -> None:
-    if any(t.dim() for t in host):  # a scalar of the host may be read
+    if any(t.dim() for t in host):  # host scalars are allowed
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
-            f"and cpu! ({func}, {_place()})"
+            f"and cpu! ({func}, {_code_line()})"
         )
 
 
@@ -202,12 +209,12 @@ def _held(x: Any) -> Any:
     return x.on_host if isinstance(x, DeviceTensor) else x
 
 
-def _place() -> str:
-    """The innermost line of our packages."""
+def _code_line() -> str:
+    """Returns the innermost code line of this project's packages."""
     frame = sys._getframe(1)
     while frame is not None:
         _, found, rest = frame.f_code.co_filename.rpartition("/src/megatron_")
         if found:
             return f"megatron_{rest}:{frame.f_lineno}"
         frame = frame.f_back
-    return "a place outside of our packages"
+    return "outside of this project"
