@@ -31,8 +31,8 @@ class Mesh(MeshBase):
 
     Built by `Mesh.single`, `Mesh.bind` or `bind_meshes`. `Mesh(layout, rank)` has no process groups
     and cannot communicate; it gives the coordinates and shards of a rank for planning, tests and
-    checkpoint tools. With `first_rank`, the layout consists of the ranks from `first_rank` on of the
-    job.
+    checkpoint tools. With `first_rank`, the layout consists of the ranks of the job from
+    `first_rank` on.
     """
 
     def __init__(
