@@ -171,7 +171,7 @@ class PipelineMonitor:
             report_failure(store, self._axis)
             return self._blame(store, own, grace)
         except RuntimeError:
-            return f"{own.line}; rank 0, which keeps the job's store, does not answer either"
+            return f"{own.line}; rank 0, which keeps the job's store, does not respond either"
 
     def _mark(self, action: Action) -> None:
         """Watches the message that a pass starts with, where only the CUDA stream waits for it."""
@@ -187,7 +187,7 @@ class PipelineMonitor:
         if wait is None:
             return _Report(f"the stages could not connect {where} ({cause})", None)
         peer = self._axis.ranks[self._holder(wait.peer)]
-        verb, direction = ("send", "to") if wait.receives else ("take", "from")
+        verb, direction = ("send", "to") if wait.receives else ("receive", "from")
         return _Report(
             f"rank {peer} (stage {wait.peer} of {self._stages}) did not {verb} the {wait.what} of "
             f"micro-batch {wait.micro_batch} {direction} rank {me} {where} ({cause})",
