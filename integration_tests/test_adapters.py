@@ -105,14 +105,14 @@ def test_what_does_not_fit_an_adapted_model_is_refused(train, base):
             "--load tuned --finetune",
             "or merge it into the weights first, with megatron-train merge",
         ),
-        (f"--load {base} {LORA}", "begin a new run with its weights, by --finetune"),
+        (f"--load {base} {LORA}", "begin a new run with its weights, with --finetune"),
         (
             f"--load tuned {LORA} --lora-rank 2",
-            "of --linear-product lora: --lora-rank 4 in the checkpoint, 2",
+            "of --linear-product lora: --lora-rank 4 in the checkpoint and 2",
         ),
         (
             f"--load tuned {LORA} --lora-alpha 9",
-            "lora.alpha 8.0 in the checkpoint, 9.0 in this run",
+            "lora.alpha 8.0 in the checkpoint and 9.0 in this run",
         ),
         ("--lora-rank 2", "--lora-rank is a setting of the product lora, but the run uses plain"),
         (f"{LORA} --lora-rank 0", "--lora-rank 0 must be at least 1"),

@@ -232,7 +232,7 @@ MISTAKES = {
     ),
     "a checkpoint of another model": (
         f"{TRAIN} {DATA} --num-layers 3 --load trained",
-        ["num_layers 2 in the checkpoint, 3 in this run"],
+        ["num_layers 2 in the checkpoint and 3 in this run"],
     ),
     "an incomplete checkpoint by name": (
         f"{TRAIN} {DATA} --load torn/iter_0000003",
@@ -344,7 +344,7 @@ MISTAKES = {
         f"{TRAIN} {DATA} --load llama",
         [
             "llama/iter_0000003 holds another model",
-            "normalization RMSNorm in the checkpoint, LayerNorm in this run",
+            "normalization RMSNorm in the checkpoint and LayerNorm in this run",
         ],
     ),
     "a checkpoint of Megatron-LM": (f"{TRAIN} {DATA} --load megatron", ["megatron", "Megatron-LM"]),

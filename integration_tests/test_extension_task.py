@@ -211,10 +211,10 @@ def test_settings_of_the_task_are_in_the_configuration_and_the_record(
     find = "megatron-train config find --model bidirectional masked tokens"
     assert "--mask-prob  (masked_lm.probability)" in run_command(sentences, find).stdout
     again = f"--optimizer rmsprop --train-iters 3 --save {tmp_path}/more --load {tmp_path}/more"
-    assert "other data: probability 0.4 in the checkpoint, 0.15 in this run" in refused(again)
+    assert "other data: probability 0.4 in the checkpoint and 0.15 in this run" in refused(again)
     again = f"{again} --mask-prob 0.4 --rmsprop-decay 0.6"
     done = run_command(sentences, f"{RUN} {again}")
     assert "settings of the optimizer differ" in done.stdout + done.stderr
-    assert "rmsprop.decay 0.5 in the checkpoint, 0.6 in this run" in done.stdout + done.stderr
+    assert "rmsprop.decay 0.5 in the checkpoint and 0.6 in this run" in done.stdout + done.stderr
     (tmp_path / "run.yaml").write_text("masked_lm: {propability: 0.4}\n")
     assert "did you mean masked_lm.probability?" in refused(f"--config {tmp_path}/run.yaml")

@@ -102,7 +102,7 @@ def test_another_seed_is_refused_without_no_load_rng(train, base):
     words = f"{SIZES} --train-iters 11 --load {base} --seed 5"
     printed = train(words, status=1)
     assert "was saved with --seed 1234, but this run has --seed 5" in printed
-    assert "seed 1234 in the checkpoint, 5 in this run" in train(f"{words} --no-load-rng")
+    assert "seed 1234 in the checkpoint and 5 in this run" in train(f"{words} --no-load-rng")
 
 
 def test_sizes_may_come_from_the_checkpoint(train, base):
@@ -110,7 +110,7 @@ def test_sizes_may_come_from_the_checkpoint(train, base):
     printed = train(f"{words} --load {base}")
     assert "model.num_layers: 2  [the checkpoint base/iter_0000010]" in printed
     printed = train(f"{words} --load {base} --num-layers 3", status=1)
-    assert "num_layers 2 in the checkpoint, 3 in this run" in printed
+    assert "num_layers 2 in the checkpoint and 3 in this run" in printed
 
 
 @pytest.mark.parametrize(

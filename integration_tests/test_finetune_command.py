@@ -120,7 +120,8 @@ def test_settings_of_the_model_may_differ_if_the_weights_fit(start, base):
     assert "init_method_std: 0.5" in printed and "# --init-method-std" in printed
     printed = start(f"{words} --num-layers 3", status=1)
     assert (
-        printed.count("error:") == 1 and "num_layers 2 in the checkpoint, 3 in this run" in printed
+        printed.count("error:") == 1
+        and "num_layers 2 in the checkpoint and 3 in this run" in printed
     )
 
 
@@ -147,8 +148,8 @@ def test_it_accepts_the_configuration_of_its_own_run(corpus, start, base):
 @pytest.mark.parametrize(
     ("words", "message", "status"),
     [
-        (f"finetune gpt {RUN}", "give --pretrained-checkpoint, its folder", 2),
-        (f"{TUNE} nowhere", "--pretrained-checkpoint nowhere: ", 1),
+        (f"finetune gpt {RUN}", "needs --pretrained-checkpoint, the folder", 2),
+        (f"{TUNE} nowhere", "--pretrained-checkpoint: nowhere", 1),
         (f"{TUNE} torn/iter_0000003", "--pretrained-checkpoint torn/iter_0000003: ", 1),
         (f"{TUNE} tokenizer", "--pretrained-checkpoint tokenizer: ", 1),
         (f"{TUNE} base --train-iters 1 --save base", "--save base already has a run", 1),
@@ -172,5 +173,5 @@ def test_a_model_of_another_kind_is_refused(corpus, start, base):
     printed = start(f"finetune masked_lm {RUN} --pretrained-checkpoint {base}", status=1)
     assert printed.strip() == (
         "megatron-train: error: --pretrained-checkpoint: base/iter_0000003 holds a model of kind "
-        "gpt, and masked_lm trains bidirectional; give finetune gpt"
+        "gpt, but masked_lm trains bidirectional; use finetune gpt"
     )

@@ -214,7 +214,7 @@ def test_another_order_of_samples_gives_a_warning_or_an_error(corpus, train, who
     other = f"{ALWAYS} --load whole --train-iters 14 --train-data-path valid_text_document"
     printed = train(other, status=1)
     assert (
-        "data ['train_text_document'] in the checkpoint, ['valid_text_document'] in this run"
+        "data ['train_text_document'] in the checkpoint and ['valid_text_document'] in this run"
         in printed
     )
     assert "--data-path-changes to replace data from a sample on, or --allow-changed" in printed
@@ -226,7 +226,7 @@ def test_another_order_of_samples_gives_a_warning_or_an_error(corpus, train, who
     train(f"{compat} --exit-interval 1")
     printed = train(f"{compat} --load compat --train-iters 13 --exit-interval 2")
     assert printed.count("warning: ") == 1
-    assert "samples 96 in the checkpoint, 104 in this run" in printed
+    assert "samples 96 in the checkpoint and 104 in this run" in printed
     assert "nothing left to do" in train(f"{ALWAYS} --load whole")
 
 

@@ -133,8 +133,8 @@ def test_paths_length_and_logging_may_differ_and_rates_with_a_warning(train):
     assert train(f"{TRAIN} --save run --load run {words}") == ""
     (line,) = train(f"{TRAIN} --load run --train-iters 5 --lr 1e-2").splitlines()
     assert (
-        "settings of the optimizer differ from those before step 4: lr 0.001 in the checkpoint, "
-        "0.01 in this run" in line
+        "settings of the optimizer differ from those before step 4: lr 0.001 in the checkpoint "
+        "and 0.01 in this run" in line
     )
 
 

@@ -96,7 +96,9 @@ def test_losses_equal_those_of_tokenized_conversations_and_a_run_continues(talks
     assert losses(talks, "parts") == losses(talks, "lines")
     once = "--data-path talks.jsonl --load lines --train-iters 7 --split 8,1,1"
     identity = "--sft-tokenizer-prompt-format identity"
-    changed = "in the checkpoint, {'sft_tokenizer_prompt_format': 'identity', 'template': 'sha256:"
+    changed = (
+        "in the checkpoint and {'sft_tokenizer_prompt_format': 'identity', 'template': 'sha256:"
+    )
     refused = train(f"{once} {identity}", status=1)
     assert changed in refused and "--allow-changed-run data" in refused
     assert changed in train(f"{once} {identity} --allow-changed-run data")

@@ -100,7 +100,7 @@ def test_deterministic_mode_lasts_as_long_as_the_run():
 
 def test_differences_are_named_with_both_values():
     assert describe_differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == (
-        "b 2 in the checkpoint, 3 in this run, c None in the checkpoint, 4 in this run"
+        "b 2 in the checkpoint and 3 in this run, c None in the checkpoint and 4 in this run"
     )
     assert describe_differences({"a": 1}, {"a": 1}) == ""
 
@@ -253,10 +253,10 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
         console,
         allowed_changes=["seed"],
     )
-    assert "seed 1 in the checkpoint, 2 in this run" in capsys.readouterr().err
+    assert "seed 1 in the checkpoint and 2 in this run" in capsys.readouterr().err
     other = make_trainer()
     other.task.model_record = ModelRecord("bigram", None, 0, {"vocabulary": 12})
-    with pytest.raises(TrainError, match="vocabulary 11 in the checkpoint, 12 in this run"):
+    with pytest.raises(TrainError, match="vocabulary 11 in the checkpoint and 12 in this run"):
         restore(other, tmp_path, order, console)
 
 

@@ -96,11 +96,11 @@ def test_another_run_is_refused_unless_its_kind_is_allowed(key):
 
 def test_weights_of_corpora_and_the_tokenizer_are_compared():
     with pytest.raises(
-        TrainError, match=r"weights \[2.0, 1.0\] in the checkpoint, \[3.0, 1.0\] in this run"
+        TrainError, match=r"weights \[2.0, 1.0\] in the checkpoint and \[3.0, 1.0\] in this run"
     ):
         compare_records(record(), record({"data.data_path": ("3", "a", "1", "b")}), PATH, 8, ())
     with pytest.raises(
-        TrainError, match=r"another tokenizer: fingerprint .* in the checkpoint, .* in this run"
+        TrainError, match=r"another tokenizer: fingerprint .* in the checkpoint and .* in this run"
     ):
         compare_records(record(), record((), NullTokenizer(256)), PATH, 8, ())
 
@@ -130,7 +130,7 @@ def test_batch_sizes_by_tokens_may_differ_and_are_named():
     )
     found = compare_records(there, here, PATH, 8, ())
     assert found == {
-        "optimizer": "step_batch_size_schedule 0:4 32:8 in the checkpoint, 0:4 64:8 in this run"
+        "optimizer": "step_batch_size_schedule 0:4 32:8 in the checkpoint and 0:4 64:8 in this run"
     }
 
 
@@ -139,12 +139,12 @@ def test_rates_may_differ_and_are_named():
         found = compare_records(record(), record({key: 7}), PATH, 8, ())
         assert (
             list(found) == ["optimizer"]
-            and " in the checkpoint, 7 in this run" in found["optimizer"]
+            and " in the checkpoint and 7 in this run" in found["optimizer"]
         )
     compat = {"data.sample_order": "compat"}
     longer = record({**compat, "training.train_iters": 4})
     assert compare_records(record(compat), longer, PATH, 8, ()) == {
-        "length": "samples 12 in the checkpoint, 16 in this run"
+        "length": "samples 12 in the checkpoint and 16 in this run"
     }
 
 
@@ -159,7 +159,7 @@ def test_data_may_change_from_a_sample_on_that_lies_ahead():
     Path("changes").write_text('[{"from_sample": 8, "data_path": "b"}]')
     later = record({"data.data_path_changes": "changes"})
     assert compare_records(record(), later, PATH, 8, ()) == {}
-    with pytest.raises(TrainError, match=r"changes \[\] in the checkpoint, \[\[8, "):
+    with pytest.raises(TrainError, match=r"changes \[\] in the checkpoint and \[\[8, "):
         compare_records(record(), later, PATH, 9, ())
 
 

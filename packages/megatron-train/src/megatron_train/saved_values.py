@@ -50,5 +50,6 @@ def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -
     """Returns the keys in which two mappings differ, with both values; empty if they are equal."""
     keys = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
     return ", ".join(
-        f"{key} {saved.get(key)} in the checkpoint, {current.get(key)} in this run" for key in keys
+        f"{key} {saved.get(key)} in the checkpoint and {current.get(key)} in this run"
+        for key in keys
     )

@@ -48,8 +48,9 @@ def add_action(actions: "argparse._SubParsersAction[DropFlagParser]") -> None:
     parser = actions.add_parser(
         "from-megatron",
         help=summary,
-        description=summary.capitalize() + ". The script is read, not run: variables, arrays, "
-        "defaults and simple conditions are evaluated, and the rest is reported.",
+        description="Convert a launch script of Megatron-LM to a configuration file. The script is "
+        "read, not run: variables, arrays, defaults and simple conditions are evaluated, and the "
+        "rest is reported.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="launch script in Bash")
@@ -66,14 +67,12 @@ def add_action(actions: "argparse._SubParsersAction[DropFlagParser]") -> None:
         "--set",
         metavar="VARIABLE",
         action="append",
-        default=[],
         help="environment variable of the script, as NAME=VALUE",
     )
     parser.add_argument(
         "--drop",
         metavar="FLAG",
         action="append",
-        default=[],
         help="leave out a flag that is planned or refused, which changes the run",
     )
     parser.set_defaults(run=run)
@@ -81,9 +80,9 @@ def add_action(actions: "argparse._SubParsersAction[DropFlagParser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the configuration file and a report on the flags of the script."""
-    command = read_script(arguments.script, arguments.script_words, _variables(arguments.set))
+    command = read_script(arguments.script, arguments.script_words, _variables(arguments.set or ()))
     table = megatron_flags()
-    dropped = [flag if flag.startswith("--") else f"--{flag}" for flag in arguments.drop]
+    dropped = [flag if flag.startswith("--") else f"--{flag}" for flag in arguments.drop or ()]
     translation = translate(command.arguments, table, dropped)
     values = _values(command, translation)
     report = sys.stderr if arguments.output is None else sys.stdout

@@ -127,7 +127,7 @@ def _checkpoint(folder: Path) -> "Checkpoint":
     try:
         return find_checkpoint(folder)
     except CheckpointError as error:
-        raise TrainError(f"{FLAG} {folder}: {error}") from None
+        raise TrainError(f"{FLAG}: {error}") from None
 
 
 def _refuse_settings_of_other_kinds(
