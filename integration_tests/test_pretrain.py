@@ -221,7 +221,7 @@ def test_another_order_of_samples_gives_a_warning_or_an_error(corpus, train, who
     printed = train(f"{other} --allow-changed-run data")
     assert printed.count("warning: ") == 1
     assert "the order of samples differs from that before step 12" in printed
-    assert "--data-path-changes replaces data from a sample on" in printed
+    assert "use --data-path-changes to replace data from a sample on" in printed
     compat = f"{ALWAYS} --sample-order compat --save compat"
     train(f"{compat} --exit-interval 1")
     printed = train(f"{compat} --load compat --train-iters 13 --exit-interval 2")

@@ -1,4 +1,4 @@
-"""Samples in each step, by hand; ramps and rounding against megatron-core in the parity session."""
+"""Batch size schedules, computed by hand. The parity session compares with megatron-core."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +8,7 @@ from megatron_train.config.batch_size import BatchSizeSchedule
 
 
 def schedules() -> st.SearchStrategy[BatchSizeSchedule]:
-    """Sizes that go up and down, at samples that steps meet or jump over."""
+    """Returns schedules that go up and down, at samples where steps end or that they pass over."""
     pair = st.tuples(st.integers(1, 60), st.integers(4, 40))
     pairs = st.lists(pair, max_size=5, unique_by=lambda pair: pair[0])
     return st.builds(
@@ -19,18 +19,18 @@ def schedules() -> st.SearchStrategy[BatchSizeSchedule]:
     )
 
 
-def test_a_ramp_takes_equal_shares_of_its_samples() -> None:
+def test_a_ramp_has_increments_of_equal_length() -> None:
     schedule = BatchSizeSchedule.ramp((2, 3, 30), 8)
     assert list(schedule.sizes) == [2, 5, 8]
     assert [schedule.at(n) for n in (0, 14, 15, 29, 30, 31, 10**12)] == [2, 2, 5, 5, 8, 8, 8]
 
 
-def test_a_ramp_of_more_increments_than_samples_leaves_sizes_out() -> None:
+def test_a_ramp_with_more_increments_than_samples_skips_sizes() -> None:
     schedule = BatchSizeSchedule.ramp((1, 1, 2), 8)
     assert [schedule.at(n) for n in (0, 1, 2)] == [1, 4, 8]
 
 
-def test_without_a_ramp_all_steps_are_equal() -> None:
+def test_a_constant_schedule_has_equal_steps() -> None:
     schedule = BatchSizeSchedule.constant(8)
     assert list(schedule.sizes) == [8] and schedule.at(0) == schedule.at(10**12) == 8
     assert schedule.whole_steps(63) == (7, 56) and schedule.consumed_by(7) == 56
@@ -46,14 +46,14 @@ def test_the_stepped_schedule_of_megatrons_gpt3_script() -> None:
         (1171875 * i, size) for i, size in enumerate((16, 320, 624, 928, 1232, 1536))
     )
     assert [schedule.at(n) for n in (0, 1171874, 1171875, 5859375)] == [16, 16, 320, 1536]
-    # 73243 steps of 16 lead to 1171888, the first sample count that is not below 1171875
+    # 73243 steps of 16 consume 1171888 samples, the first multiple of 16 above 1171875
     assert schedule.whole_steps(1171888 + 320) == (73244, 1172208)
 
 
-def test_a_stepped_schedule_may_go_down_and_stand_in_any_order() -> None:
+def test_a_stepped_schedule_may_decrease_and_be_given_in_any_order() -> None:
     schedule = BatchSizeSchedule.stepped(["1.5k:2", "0:0.004K", "5E2:8"], 100)
     assert schedule.plateaus == ((0, 4), (5, 8), (15, 2)) and schedule.last == 2
-    # 4 + 4 reach 5; 8 more are 16, beyond 15; then 2 at a time
+    # 4 + 4 passes 5; 8 more are 16, which passes 15; then 2 at a time
     assert schedule.whole_steps(21) == (5, 20)
     assert [schedule.consumed_by(steps) for steps in range(6)] == [0, 4, 8, 16, 18, 20]
 
@@ -78,14 +78,14 @@ def test_tokens_are_rounded_down_to_samples() -> None:
         ("0:2 5:4 7:8", "0:2 and 5:4 both begin at sample 0 with --seq-length 16"),
     ],
 )
-def test_what_is_no_schedule_is_refused_in_a_line(text: str, message: str) -> None:
+def test_an_invalid_schedule_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(TrainError) as caught:
         BatchSizeSchedule.stepped(text.split(), 16)
     line = str(caught.value)
     assert line.startswith("--step-batch-size-schedule") and message in line and "\n" not in line
 
 
-def test_sizes_are_rounded_down_to_what_ranks_can_share() -> None:
+def test_sizes_are_rounded_down_to_whole_micro_batches_on_all_ranks() -> None:
     schedule = BatchSizeSchedule.constant(33, 16)
     assert (schedule.at(0), schedule.last, schedule.whole_steps(100)) == (32, 32, (3, 96))
     schedule.check(8, 2)
@@ -100,7 +100,7 @@ def test_sizes_are_rounded_down_to_what_ranks_can_share() -> None:
 
 @settings(deadline=None)
 @given(schedules(), st.integers(0, 200), st.integers(0, 80))
-def test_whole_steps_are_those_of_a_straight_loop(
+def test_whole_steps_equal_those_of_a_loop(
     schedule: BatchSizeSchedule, samples: int, begun: int
 ) -> None:
     steps, consumed = 0, begun
@@ -112,7 +112,7 @@ def test_whole_steps_are_those_of_a_straight_loop(
 
 @settings(deadline=None)
 @given(schedules(), st.integers(0, 30))
-def test_steps_consume_what_a_straight_loop_does(schedule: BatchSizeSchedule, steps: int) -> None:
+def test_consumed_samples_equal_those_of_a_loop(schedule: BatchSizeSchedule, steps: int) -> None:
     consumed = 0
     for _ in range(steps):
         consumed += schedule.at(consumed)
@@ -121,7 +121,7 @@ def test_steps_consume_what_a_straight_loop_does(schedule: BatchSizeSchedule, st
 
 @settings(deadline=None)
 @given(schedules(), st.integers(0, 200))
-def test_a_size_is_that_of_the_last_pair_reached(
+def test_a_size_is_that_of_the_last_plateau_reached(
     schedule: BatchSizeSchedule, consumed: int
 ) -> None:
     size = [size for first, size in schedule.plateaus if first <= consumed][-1]
@@ -140,7 +140,7 @@ def test_a_size_is_that_of_the_last_pair_reached(
         ((8, 1, 9), "do not lead from 8"),
     ],
 )
-def test_what_is_no_ramp_is_refused(ramp: tuple[int, ...], message: str) -> None:
+def test_an_invalid_ramp_is_refused(ramp: tuple[int, ...], message: str) -> None:
     with pytest.raises(TrainError) as caught:
         BatchSizeSchedule.ramp(ramp, 8)
     assert message in str(caught.value)
@@ -158,7 +158,9 @@ def test_what_is_no_ramp_is_refused(ramp: tuple[int, ...], message: str) -> None
         ),
     ],
 )
-def test_a_size_that_ranks_cannot_share_is_named(schedule: BatchSizeSchedule, named: str) -> None:
+def test_a_size_that_does_not_divide_over_ranks_is_named(
+    schedule: BatchSizeSchedule, named: str
+) -> None:
     BatchSizeSchedule.ramp((4, 4, 100), 16).check(2, 2)
     with pytest.raises(TrainError) as caught:
         schedule.check(2, 2)

@@ -1,3 +1,5 @@
+"""The commands of megatron-train: help, output and errors."""
+
 import re
 import subprocess
 import sys
@@ -19,7 +21,7 @@ COMMANDS = [
 ]
 
 
-def test_help_of_every_command_is_without_torch():
+def test_help_of_all_commands_does_not_import_torch():
     script = (
         "import sys; from megatron_train.cli import main\n"
         f"for words in {COMMANDS!r}:\n"
@@ -38,8 +40,8 @@ def test_help_is_grouped_and_readable(capsys):
     with pytest.raises(SystemExit):
         main(["pretrain", "gpt", "--help"])
     text = capsys.readouterr().out
-    places = [text.index(f"\n{title}:\n") for title, _ in sections().values()]
-    assert places == sorted(places)
+    offsets = [text.index(f"\n{title}:\n") for title, _ in sections().values()]
+    assert offsets == sorted(offsets)
     shown = re.findall(r"^  (--[a-z][a-z0-9-]*)(?= |$)", text, re.MULTILINE)
     for option in run_options():
         assert shown.count(option.flag) == 1, option.flag
@@ -48,7 +50,7 @@ def test_help_is_grouped_and_readable(capsys):
     assert "turn off: biases in every linear layer" in text
 
 
-def test_a_layout_is_drawn_without_torch(capsys):
+def test_a_layout_is_drawn(capsys):
     words = "layout --world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     assert main(words.split()) == 0
     assert main([*words.split(), "--order", "tp-pp-dp"]) == 0
@@ -68,11 +70,11 @@ def test_a_schedule_is_drawn(capsys, tmp_path):
         times = ["--pipeline-schedule", "zb-v", "--backward-time", "2.0001", "--send-time", "0.3"]
         assert main([*words, *times, "--output", str(tmp_path / name)]) == 0
         assert (tmp_path / name).read_bytes().startswith(start)
-        assert capsys.readouterr().out.startswith("bubble 9.5%; ")  # too fine for text
+        assert capsys.readouterr().out.startswith("bubble 9.5%; ")  # too detailed for text
     assert {path.name for path in tmp_path.iterdir()} == {"a.svg", "a.png"}
 
 
-def test_a_setting_is_found_by_a_word_of_it(capsys):
+def test_config_find_shows_settings_that_contain_a_word(capsys):
     assert main(["config", "find", "warmup", "fraction"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
@@ -85,7 +87,7 @@ def test_a_setting_is_found_by_a_word_of_it(capsys):
     assert "{constant,linear,cosine,inverse-square-root,WSD}" in capsys.readouterr().out
 
 
-def test_a_misspelt_word_finds_settings_of_the_nearest_one(capsys):
+def test_config_find_replaces_a_misspelt_word_by_the_nearest(capsys):
     assert main(["config", "find", "learning", "end"]) == 0
     expected = capsys.readouterr().out
     assert main(["config", "find", "lerning", "End"]) == 0
@@ -96,7 +98,7 @@ def test_a_misspelt_word_finds_settings_of_the_nearest_one(capsys):
     )
 
 
-def test_stages_are_another_name_for_the_ranks_of_a_pipeline(capsys):
+def test_stages_is_an_alias_of_pipeline_model_parallel_size(capsys):
     words = ["schedule", "--micro-batches", "3"]
     assert main([*words, "--pipeline-model-parallel-size", "2"]) == 0
     expected = capsys.readouterr().out
@@ -104,7 +106,7 @@ def test_stages_are_another_name_for_the_ranks_of_a_pipeline(capsys):
     assert capsys.readouterr().out == expected
 
 
-def test_files_of_settings_are_checked(tmp_path, capsys):
+def test_config_check_validates_files(tmp_path, capsys):
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text("training: {seed: 1}\noptimizer: {lr: 1e-4}\n")
     bad.write_text("training: {seed: one}\n")
@@ -140,7 +142,7 @@ def test_files_of_settings_are_checked(tmp_path, capsys):
         ("pretrain gpt --config nowhere.yaml", 1, "nowhere.yaml: No such file or directory"),
     ],
 )
-def test_mistakes_are_one_line(words, status, message, capsys):
+def test_usage_errors_are_one_line(words, status, message, capsys):
     assert main(words.split()) == status
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -1,3 +1,5 @@
+"""The configuration of a run from flags and files, and its errors."""
+
 import argparse
 import dataclasses
 import re
@@ -63,7 +65,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     assert (run.optimizer.lr, run.optimizer.clip_grad) == (0.5, 0.5)
 
 
-def test_a_file_may_hold_everything_that_is_required(tmp_path):
+def test_a_file_may_give_all_required_settings(tmp_path):
     given = {
         "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9},
         "data": {"seq_length": 16, "data_path": ("corpus",)},
@@ -74,7 +76,7 @@ def test_a_file_may_hold_everything_that_is_required(tmp_path):
     assert run.data.data_path == ("corpus",)
 
 
-def test_what_is_missing_is_named():
+def test_missing_settings_are_named():
     with pytest.raises(UsageError, match=r"missing: --num-layers, --hidden-size.*--train-iters"):
         parse("--vocab-size 100")
     with pytest.raises(UsageError, match="vocabulary size is unknown: give --tokenizer-model"):
@@ -94,14 +96,14 @@ def test_what_is_missing_is_named():
         ("a: [", "is not YAML"),
     ],
 )
-def test_mistakes_in_a_file_name_file_place_and_nearest(tmp_path, text, message):
+def test_errors_in_a_file_name_file_key_and_nearest_key(tmp_path, text, message):
     path = write(tmp_path, text)
     with pytest.raises(TrainError) as caught:
         read_file(path, run_options())
     assert message in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_settings_of_older_files_are_read_where_they_are_now(tmp_path):
+def test_keys_of_older_files_are_read(tmp_path):
     keys = {option.key for option in run_options()}
     assert keys.issuperset(RENAMED_KEYS.values()) and not keys & RENAMED_KEYS.keys()
     path = write(tmp_path, "training: {sequence_parallel: true, cp_comm_type: [a2a]}")
@@ -117,7 +119,7 @@ def test_settings_of_older_files_are_read_where_they_are_now(tmp_path):
 
 
 @pytest.mark.parametrize("sections", [("training", "placement"), ("placement", "training")])
-def test_a_setting_in_its_old_and_its_new_place_is_refused(sections, tmp_path):
+def test_a_setting_with_its_old_and_its_new_key_is_refused(sections, tmp_path):
     path = write(tmp_path, "".join(f"{name}: {{tp_comm_overlap: true}}\n" for name in sections))
     older, newer = (f"{name}.tp_comm_overlap" for name in sections)
     with pytest.raises(TrainError) as caught:
@@ -137,7 +139,7 @@ def test_a_setting_in_its_old_and_its_new_place_is_refused(sections, tmp_path):
         ("--seed", "expected one argument"),
     ],
 )
-def test_mistakes_in_flags_are_usage_errors(flags, message):
+def test_errors_in_flags_are_usage_errors(flags, message):
     with pytest.raises(CommandError) as caught:
         parse(f"{MINIMAL} {flags}")
     assert message in str(caught.value)
@@ -199,7 +201,7 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
         ("--seed -1", "--seed must not be negative, got -1"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(flags, message):
+def test_invalid_settings_are_refused(flags, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{MINIMAL} {flags}")
     assert message in str(caught.value)
@@ -222,8 +224,8 @@ def test_data_parallel_ranks_follow_from_the_number_of_ranks():
 IN_STEPS = f"{MINIMAL} --step-batch-size-schedule 0:2 160:8,320:4"
 
 
-def test_a_stepped_batch_is_counted_in_tokens_and_ends_at_its_last_size():
-    run = parse(IN_STEPS)  # of 16 tokens: 8 at 10 samples, 4 at 20
+def test_a_stepped_batch_size_is_given_by_tokens_and_ends_at_its_last_size():
+    run = parse(IN_STEPS)  # samples of 16 tokens: size 8 at sample 10, size 4 at sample 20
     assert run.batch_sizes.plateaus == ((0, 2), (10, 8), (20, 4))
     assert run.global_batch_size == 4 and run.train_iters == run.training.train_iters
     assert run.train_samples == run.consumed_samples == run.batch_sizes.consumed_by(run.train_iters)
@@ -232,7 +234,7 @@ def test_a_stepped_batch_is_counted_in_tokens_and_ends_at_its_last_size():
     )
 
 
-def test_the_samples_and_rates_of_a_run_do_not_depend_on_the_rounding_of_its_batch():
+def test_samples_and_learning_rates_do_not_depend_on_rounding_of_the_batch_size():
     plain = parse(f"{MINIMAL} --global-batch-size 12", ranks=2)
     run = parse(f"{MINIMAL} --global-batch-size 12 --decrease-batch-size-if-needed", ranks=5)
     assert (run.batch_sizes.at(0), run.global_batch_size) == (10, 12)
@@ -241,7 +243,7 @@ def test_the_samples_and_rates_of_a_run_do_not_depend_on_the_rounding_of_its_bat
     assert run.learning_rate_schedule() == plain.learning_rate_schedule()
 
 
-def test_a_run_that_continues_counts_the_samples_that_are_left():
+def test_a_run_that_continues_counts_the_remaining_samples():
     run = parse(f"{IN_SAMPLES} --global-batch-size 6")
     samples = run.training.train_samples
     assert run.train_iters_after(100, samples - 13) == 102
@@ -293,7 +295,7 @@ CP2 = "--context-parallel-size 2"
         ),
     ],
 )
-def test_sequences_that_ranks_cannot_share_are_refused(flags, ranks, message):
+def test_invalid_context_parallelism_is_refused(flags, ranks, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{MINIMAL} {flags}", ranks=ranks)
     assert message in str(caught.value)
@@ -311,7 +313,7 @@ def test_sequences_that_ranks_cannot_share_are_refused(flags, ranks, message):
         ),
     ],
 )
-def test_options_of_filling_in_the_middle_that_do_nothing_are_refused(flags, message):
+def test_fill_in_the_middle_settings_without_effect_are_refused(flags, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{MINIMAL} {flags}")
     assert message in str(caught.value)
@@ -328,7 +330,7 @@ def test_options_of_filling_in_the_middle_that_do_nothing_are_refused(flags, mes
         ),
     ],
 )
-def test_conversations_take_their_own_flags(flags, message):
+def test_sft_requires_and_excludes_flags(flags, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{MINIMAL} --tokenizer-model bytes {flags}")
     assert message in str(caught.value)
@@ -345,7 +347,7 @@ def test_conversations_take_their_own_flags(flags, message):
         ("--sft --data-path talks.jsonl --sample-order packed", "packed"),
     ],
 )
-def test_conversations_are_left_whole_unless_another_order_is_given(flags, order):
+def test_sft_keeps_conversations_whole_unless_a_sample_order_is_given(flags, order):
     resets = "--reset-position-ids --reset-attention-mask --tokenizer-type ByteTokenizer"
     assert parse(f"{MINIMAL} {resets} {flags}").data.sample_order == order
 
@@ -415,14 +417,14 @@ TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
         ),
     ],
 )
-def test_what_a_pool_of_ranks_cannot_do_is_refused(flags, ranks, message):
+def test_invalid_settings_of_a_pool_are_refused(flags, ranks, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{MINIMAL} {flags}", ranks=ranks)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_pool_is_made_of_data_and_context_parallel_ranks():
+def test_a_pool_consists_of_data_and_context_parallel_ranks():
     run = parse(f"{MINIMAL} {POOL} {CP2} {TP2_SP} --cp-comm-type allgather", ranks=8)
     assert (run.layout.pool, run.layout.dp, run.layout.hybrid_cp) == (4, 2, True)
     assert parse(f"{MINIMAL} {POOL} --max-seqlen-per-dp-cp-rank 16").layout.pool == 1
@@ -442,7 +444,7 @@ def test_a_pool_is_made_of_data_and_context_parallel_ranks():
         ),
     ],
 )
-def test_what_tensor_parallel_ranks_cannot_do_is_refused(flags, message):
+def test_invalid_tensor_parallelism_is_refused(flags, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{MINIMAL} --tensor-model-parallel-size 2 {flags}", ranks=2)
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -461,7 +463,7 @@ def test_query_groups_may_be_fewer_than_ranks():
         ("--seq-length 15 --sequence-parallel", 2, "15 cannot be split into 2 equal slices"),
     ],
 )
-def test_layouts_that_do_not_fit_the_run_are_refused(flags, ranks, message):
+def test_layouts_that_do_not_divide_the_run_are_refused(flags, ranks, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{TP2} {flags}", ranks=ranks)
     assert message in str(caught.value)
@@ -492,13 +494,13 @@ IN_SAMPLES = MINIMAL.replace("--train-iters 10", "--train-samples 48")
         ),
     ],
 )
-def test_messages_of_experts_that_nothing_can_hide_are_refused(flags, message):
+def test_overlap_of_expert_communication_is_refused_if_nothing_overlaps(flags, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{IN_SAMPLES if 'rampup' in flags else MINIMAL} {OVERLAP} {flags}", ranks=2)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_messages_of_experts_are_hidden_with_and_without_a_pipeline():
+def test_expert_communication_overlaps_with_and_without_a_pipeline():
     for pipeline, ranks in (("", 2), ("--pipeline-model-parallel-size 2", 4)):
         run = parse(f"{MINIMAL} {OVERLAP} {ALLTOALL} --global-batch-size 8 {pipeline}", ranks=ranks)
         assert run.pipeline.resolve_schedule(run.layout) == "combined-1f1b"
@@ -524,13 +526,13 @@ PP4 = "--pipeline-model-parallel-size 4"
         ),
     ],
 )
-def test_a_pipeline_that_does_not_fit_is_refused(flags, message):
+def test_invalid_pipelines_are_refused(flags, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{MINIMAL} {PP4} {flags}", ranks=4)
     assert message in str(caught.value)
 
 
-def test_stages_by_hand_set_the_number_of_chunks_and_the_schedule_their_place():
+def test_a_pipeline_layout_sets_vpp_and_the_schedule_sets_the_stage_mapping():
     flags = f"{PP4} --pipeline-schedule zb-v --pipeline-model-parallel-layout E|t||||||tL"
     run = parse(f"{MINIMAL} {flags}", ranks=4)
     assert (run.layout.vpp, run.layout.stage_mapping) == (2, "v")
@@ -570,7 +572,7 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("flags", "message"), UNFIT)
-def test_what_does_not_fit_is_told_in_flags_and_their_unit(flags, message):
+def test_errors_of_sections_name_flags_and_units(flags, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{MINIMAL} {flags}")
     assert message in str(caught.value)
@@ -578,13 +580,13 @@ def test_what_does_not_fit_is_told_in_flags_and_their_unit(flags, message):
     assert not fields & set(re.findall(r"\w+", str(caught.value)))
 
 
-def test_a_length_in_samples_is_told_in_samples():
+def test_errors_about_lengths_in_samples_name_samples():
     command = MINIMAL.replace("--train-iters 10", "--train-samples 20")
     with pytest.raises(TrainError, match="--lr-warmup-samples 20 must be below --train-samples 20"):
         parse(f"{command} --lr-warmup-samples 20")
 
 
-def test_what_stood_in_a_file_is_told_by_its_place_there(tmp_path):
+def test_errors_about_settings_of_a_file_name_file_and_key(tmp_path):
     path = write(tmp_path, "model: {hidden_size: 96}\nlayout: {tp: 0}\n")
     rest = MINIMAL.replace("--hidden-size 8", "")
     with pytest.raises(TrainError) as caught:
@@ -608,7 +610,7 @@ def test_schedule_lengths_are_samples():
 SAMPLES = MINIMAL.replace("--train-iters 10", "--train-samples 85 --global-batch-size 8")
 
 
-def test_a_run_may_be_measured_in_samples():
+def test_the_length_of_a_run_may_be_given_in_samples():
     run = parse(f"{SAMPLES} --lr-warmup-samples 10 --lr-decay-samples 50 --lr 1.0")
     assert (run.train_iters, run.train_samples) == (10, 85)
     schedule = run.learning_rate_schedule()
@@ -634,13 +636,13 @@ def test_a_run_may_be_measured_in_samples():
         (f"{SAMPLES} --train-samples 7", "--train-samples 7 is less than one step of 8 samples"),
     ],
 )
-def test_steps_and_samples_are_never_mixed(command, message):
+def test_lengths_in_steps_and_samples_exclude_each_other(command, message):
     with pytest.raises(TrainError) as caught:
         parse(command)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_excludes_each_other_is_displaced_by_the_upper_layer(tmp_path):
+def test_a_flag_replaces_an_alternative_setting_of_the_file(tmp_path):
     text = "training: {bf16: true}\nschedule: {lr_warmup_fraction: 0.5}\n"
     run = parse(f"{MINIMAL} --float64 --lr-warmup-iters 2", write(tmp_path, text))
     assert run.training.float64 and not run.training.bf16
@@ -651,14 +653,14 @@ def test_what_excludes_each_other_is_displaced_by_the_upper_layer(tmp_path):
     assert run.train_iters == 10 and run.data.train_data_path == ("corpus",)
 
 
-def test_a_printed_configuration_is_a_file_of_the_same_run(tmp_path):
+def test_a_printed_configuration_reads_back_as_the_same_run(tmp_path):
     command = f"{MINIMAL} --tokenizer-type NullTokenizer --lr 1e-4 --split 9,1,0"
     parser = Parser()
     add_options(parser, run_options(), TITLES)
     namespace = parser.parse_args(command.split())
     namespace.config, namespace.recipe, namespace.kind = None, None, "gpt"
     run, values = resolve(namespace, 1)
-    assert run.model.vocab_size == 101  # the end of a document is one more
+    assert run.model.vocab_size == 101  # includes the end-of-document token
     printed = format_config(run, values)
     assert parse("", write(tmp_path, printed)) == run
     lines = {line.split(":")[0].strip(" #"): line for line in printed.splitlines()}
@@ -677,7 +679,7 @@ def test_an_alias_sets_its_option():
     assert parse(f"{MINIMAL} --swiglu").model.activation == "swiglu"
 
 
-def test_every_flag_reaches_its_field():
+def test_each_flag_sets_its_field():
     parser = Parser()
     options = run_options()
     add_options(parser, options, TITLES)
@@ -695,7 +697,7 @@ def test_every_flag_reaches_its_field():
 
 def test_no_two_options_share_a_flag():
     parser = argparse.ArgumentParser()
-    add_options(parser, run_options(), TITLES)  # argparse refuses a flag that is taken
+    add_options(parser, run_options(), TITLES)  # argparse refuses duplicate flags
 
 
 def test_every_option_has_a_help_text():
@@ -710,5 +712,5 @@ def test_sections_are_fields_of_the_run_or_its_tasks():
 def test_the_reference_page_is_up_to_date():
     page = ROOT / "docs" / "configuration.md"
     if not page.parent.exists():
-        pytest.skip("the documentation is not beside the package")
+        pytest.skip("the documentation is not available")
     assert page.read_text() == render_reference(), "run python tooling/generated_docs.py"

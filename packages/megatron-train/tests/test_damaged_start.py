@@ -1,4 +1,4 @@
-"""A folder whose checkpoints are all damaged is no folder without checkpoints."""
+"""A folder with only damaged checkpoints is not treated as an empty folder."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from megatron_train.starting_point import StartingPoint
         {"save": "run", "pretrained_checkpoint": "other"},
     ],
 )
-def test_no_run_begins_anew_over_damaged_checkpoints(tmp_path, monkeypatch, settings):
+def test_no_new_run_begins_over_damaged_checkpoints(tmp_path, monkeypatch, settings):
     monkeypatch.chdir(tmp_path)
     CheckpointStore("other").save(1, {"trainer": {}})
     for iteration in (2, 4):
@@ -33,7 +33,7 @@ def test_no_run_begins_anew_over_damaged_checkpoints(tmp_path, monkeypatch, sett
         StartingPoint.find(CheckpointConfig(**settings), SingleProcessCoordinator())
 
 
-def test_what_was_never_completed_is_passed_over(tmp_path):
+def test_incomplete_checkpoints_are_skipped(tmp_path):
     (tmp_path / "iter_0000002.tmp-0a").mkdir()
     config = CheckpointConfig(save=str(tmp_path), load=str(tmp_path))
     assert StartingPoint.find(config, SingleProcessCoordinator()).folder == tmp_path
@@ -55,7 +55,7 @@ def test_a_damaged_state_in_the_folder_is_refused_in_one_line(tmp_path, state):
         StartingPoint.find(config, SingleProcessCoordinator())
 
 
-def test_a_run_begun_with_weights_may_go_on_with_another_seed_and_data(tmp_path, monkeypatch):
+def test_a_run_begun_with_weights_may_continue_with_another_seed_and_data(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(starting_point, "restore", lambda *_, **more: seen.append(more))
     checkpoint = CheckpointConfig(

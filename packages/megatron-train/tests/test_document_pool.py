@@ -1,4 +1,4 @@
-"""Rows of a pool: every token of a global batch once, with all that belongs to it."""
+"""Rows of a pool have each token of a global batch once, with its fields."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from megatron_parallel import Mesh, ParallelLayout
 from megatron_train.document_pool import DocumentPool, Fields
 
 LENGTH, PADDING = 16, -1
-DOCUMENTS = {0: [5, 11], 1: [16], 2: [1, 2, 3, 10], 3: [7, 4]}  # the last one ends in padding
+DOCUMENTS = {0: [5, 11], 1: [16], 2: [1, 2, 3, 10], 3: [7, 4]}  # the last sample ends with padding
 
 
 def read(numbers: Sequence[int]) -> Fields:
-    """Samples whose tokens say where they are: 100 n + place."""
+    """Returns samples with the tokens 100 * number of the sample + index."""
     rows = []
     for number in numbers:
         ids = [i for i, length in enumerate(DOCUMENTS[number]) for _ in range(length)]
@@ -28,7 +28,7 @@ def read(numbers: Sequence[int]) -> Fields:
     }
 
 
-def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
+def test_each_token_of_a_batch_is_in_one_row_with_its_fields() -> None:
     mesh = Mesh(ParallelLayout(dp=1, hybrid_cp=True), 0)
     lines: list[str] = []
     pool = DocumentPool(mesh, max_tokens_per_rank=20, log=lines.append)
@@ -37,15 +37,15 @@ def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
     for row in rows:
         fields = row.fields
         length = fields["tokens"].shape[1]
-        true = fields["document_ids"] >= 0
+        valid = fields["document_ids"] >= 0
         assert length <= 20 and length % 2 == 0
-        assert torch.equal(true, fields["indices_in_sample"] >= 0)
-        assert not fields["loss_mask"][~true].any()
-        where = 100 * fields["sample_ids"] + fields["indices_in_sample"]
-        for name, wanted in (("tokens", where), ("labels", where + 1)):
-            assert torch.equal(fields[name][true], wanted[true])
-        assert torch.equal(fields["positions"][true], fields["indices_in_sample"][true].int())
-        seen += where[true].tolist()
+        assert torch.equal(valid, fields["indices_in_sample"] >= 0)
+        assert not fields["loss_mask"][~valid].any()
+        expected = 100 * fields["sample_ids"] + fields["indices_in_sample"]
+        for name, values in (("tokens", expected), ("labels", expected + 1)):
+            assert torch.equal(fields[name][valid], values[valid])
+        assert torch.equal(fields["positions"][valid], fields["indices_in_sample"][valid].int())
+        seen += expected[valid].tolist()
         assert row.context_split.indices.tolist() == [[list(range(length))]]
     whole = read(range(4))
     assert sorted(seen) == sorted(whole["tokens"][whole["document_ids"] >= 0].tolist())
@@ -55,7 +55,7 @@ def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
     assert len(lines) == 1 and lines[0].startswith("first batch: documents: 9 unsplit; micro-")
 
 
-def test_documents_of_a_row_are_told_apart() -> None:
+def test_documents_of_a_row_have_different_ids() -> None:
     mesh = Mesh(ParallelLayout(dp=1, hybrid_cp=True), 0)
     (row,) = DocumentPool(mesh, max_tokens_per_rank=64).rows(read, [0, 2])
     ids = row.fields["document_ids"][0]
@@ -64,7 +64,7 @@ def test_documents_of_a_row_are_told_apart() -> None:
     assert sorted(count for _, count in runs) == sorted(DOCUMENTS[0] + DOCUMENTS[2])
 
 
-def test_a_batch_of_nothing_but_padding_is_one_empty_row() -> None:
+def test_a_batch_of_padding_is_one_empty_row() -> None:
     def nothing(numbers: Sequence[int]) -> Fields:
         batch = dict(read(numbers))
         return {**batch, "document_ids": torch.full_like(batch["document_ids"], PADDING)}

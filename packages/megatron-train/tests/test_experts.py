@@ -1,4 +1,4 @@
-"""What a layout cannot do with experts is said in one line, before ranks meet."""
+"""Layouts that experts do not support are refused in one line, before ranks communicate."""
 
 import pytest
 from megatron_models import GPTConfig
@@ -38,18 +38,18 @@ def model(**changes):
         ),
     ],
 )
-def test_experts_that_cannot_be_cut_are_refused_with_their_numbers(changes, degrees, message):
+def test_experts_that_cannot_be_sharded_are_refused_with_their_sizes(changes, degrees, message):
     with pytest.raises(TrainError) as caught:
         check_model_layout(model(**changes), ParallelLayout(**degrees), TRAINING)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_experts_without_biases_do_not_cut_the_hidden_size():
+def test_experts_without_biases_do_not_split_the_hidden_size():
     changes = {"moe_ffn_hidden_size": 15, "add_bias_linear": False}
     check_model_layout(model(**changes), ParallelLayout(etp=5, ep=3), TRAINING)
 
 
-def test_a_router_without_gradient_is_refused_unless_its_weights_are_there():
+def test_a_router_without_gradient_is_refused_unless_weights_are_loaded():
     one = model(moe_router_topk=1)
     with pytest.raises(TrainError, match=r"--moe-router-topk 1 .* add --moe-router-pre-softmax"):
         check_initial_weights(one, CheckpointConfig(load="run"))

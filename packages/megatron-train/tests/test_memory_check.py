@@ -1,4 +1,4 @@
-"""What no device can hold is refused before it is built; what is counted is megatron-models'."""
+"""Runs that need more than the memory of the device are refused before they are built."""
 
 import os
 from dataclasses import replace
@@ -43,7 +43,7 @@ def run_of(length=64, layout=None, **training):
     )
 
 
-def test_a_run_is_refused_from_the_byte_on_that_does_not_fit(monkeypatch):
+def test_a_run_is_refused_if_one_byte_does_not_fit(monkeypatch):
     run = run_of()
     needed = training_memory(run.model, 64, 2)
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed.total)
@@ -55,12 +55,12 @@ def test_a_run_is_refused_from_the_byte_on_that_does_not_fit(monkeypatch):
     check_memory(run, CPU)
 
 
-def test_a_sequence_longer_than_any_memory_is_refused_here():
+def test_a_sequence_that_exceeds_this_hosts_memory_is_refused():
     with pytest.raises(TrainError, match=r"--seq-length 400000000 .* this host has \d"):
         check_memory(run_of(400_000_000), CPU)
 
 
-def test_scores_of_attention_count_where_dropout_needs_them_whole(monkeypatch):
+def test_attention_scores_count_if_dropout_needs_all_of_them(monkeypatch):
     assert minimum_score_memory(run_of(8)) == 0
     dropping = run_of(10_000, attention_dropout=0.1)
     scores = 4 * 2 * 4 * 10_000**2  # fp32, samples, heads, pairs
@@ -78,7 +78,7 @@ def test_scores_of_attention_count_where_dropout_needs_them_whole(monkeypatch):
         check_memory(dropping, CPU)
 
 
-def test_what_a_compiler_keeps_is_not_counted_and_a_stage_has_its_layers_alone():
+def test_saved_activations_of_compiled_code_and_layers_of_other_stages_do_not_count():
     whole = minimum_memory(run_of())
     compiled = minimum_memory(run_of(compile=True))
     assert compiled.activations < whole.activations / 8
@@ -89,7 +89,7 @@ def test_what_a_compiler_keeps_is_not_counted_and_a_stage_has_its_layers_alone()
     assert half.activations < whole.activations
 
 
-def test_ranks_of_a_host_share_its_memory(monkeypatch):
+def test_ranks_of_a_host_divide_its_memory(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     whole = device_memory(CPU)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,3 +1,5 @@
+"""Options are read from dataclasses and convert values."""
+
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,7 +35,7 @@ def test_records_describe_fields():
     assert found["rate"].flag == "--rate"
 
 
-def test_a_switch_has_a_spelling_for_each_side():
+def test_a_switch_has_a_flag_for_each_value():
     found = options()
     assert (found["fast"].flag, found["fast"].opposite) == ("--fast", "--no-fast")
     assert (found["bias"].flag, found["bias"].opposite) == ("--disable-bias-linear", "--bias")
@@ -60,7 +62,7 @@ def test_a_switch_has_a_spelling_for_each_side():
         ("fast", True, True),
     ],
 )
-def test_values_become_the_type_of_the_field(name, value, result):
+def test_values_are_converted_to_the_type_of_the_field(name, value, result):
     coerced = options()[name].coerce(value, "here")
     assert coerced == result and type(coerced) is type(result)
 
@@ -82,13 +84,13 @@ def test_values_become_the_type_of_the_field(name, value, result):
         ),
     ],
 )
-def test_other_values_are_refused_with_place_and_value(name, value, message):
+def test_values_of_other_types_are_refused_with_origin_and_value(name, value, message):
     with pytest.raises(TrainError) as caught:
         options()[name].coerce(value, "here")
     assert str(caught.value) == message
 
 
-def test_a_type_that_cannot_be_a_setting_is_a_bug():
+def test_a_field_type_that_is_not_supported_is_a_type_error():
     @dataclass
     class Bad:
         values: dict[str, int]
@@ -98,7 +100,7 @@ def test_a_type_that_cannot_be_a_setting_is_a_bug():
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-Infinity", float("nan"), float("inf")])
-def test_every_number_has_to_be_finite(value):
+def test_numbers_must_be_finite(value):
     numbers = [option for option in run_options() if option.kind == "number"]
     assert len(numbers) > 10
     for option in numbers:

@@ -1,3 +1,5 @@
+"""The parts of a run: configuration files, family, saving, stopping and continuing."""
+
 import dataclasses
 from types import SimpleNamespace
 
@@ -56,7 +58,7 @@ def family_of(start, name=None, **changes):
     return start.resolve_family(dataclasses.replace(config, checkpoint=checkpoint))
 
 
-def test_a_run_has_the_family_it_is_given_if_that_can_express_the_model():
+def test_model_family_is_accepted_if_the_model_fits_it():
     assert family_of(StartingPoint()) is None
     assert family_of(StartingPoint(), "gpt2") == "gpt2"
     words = "--model-family gpt2: models of this family have normalization = 'LayerNorm', this o"
@@ -90,7 +92,7 @@ def test_a_missing_gpu_is_refused():
             choose_device("cuda")
 
 
-def test_deterministic_mode_lasts_as_long_as_the_run():
+def test_deterministic_mode_ends_with_the_run():
     with _deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
@@ -105,7 +107,7 @@ def test_differences_are_named_with_both_values():
     assert describe_differences({"a": 1}, {"a": 1}) == ""
 
 
-def test_the_files_of_a_tokenizer_make_an_equal_one(tmp_path):
+def test_the_files_of_a_tokenizer_load_as_an_equal_one(tmp_path):
     files = tokenizer_files(ByteTokenizer())
     for name, content in files.items():
         assert name.startswith("tokenizer/")
@@ -115,7 +117,7 @@ def test_the_files_of_a_tokenizer_make_an_equal_one(tmp_path):
 
 
 class Interrupt(Callback):
-    """As a second Ctrl-C does."""
+    """Interrupts training like a second Ctrl-C."""
 
     def __init__(self, iteration):
         self.iteration = iteration
@@ -126,7 +128,7 @@ class Interrupt(Callback):
 
 
 def interrupted(trainer, folder, interval, at, continued=None):
-    """Train from where `trainer` is and interrupt it; what is said of a run that loads nothing."""
+    """Trains, interrupts after step ``at``, and returns the description of the progress."""
     saver = Saver(CheckpointStore(folder), {}, None, interval, None, Console(silent=True))
     trainer.callbacks = [saver, Interrupt(at)]
     if at > trainer.iteration:
@@ -137,7 +139,7 @@ def interrupted(trainer, folder, interval, at, continued=None):
     )
 
 
-def test_a_run_that_ends_early_says_what_is_kept_and_how_to_go_on(make_trainer, tmp_path):
+def test_a_run_that_ends_early_reports_what_is_saved_and_how_to_continue(make_trainer, tmp_path):
     trainer, folder = make_trainer(), str(tmp_path)
     assert describe_saved_progress(trainer, CheckpointConfig(), StartingPoint()) == (
         "nothing is saved, because --save is not given"
@@ -145,24 +147,24 @@ def test_a_run_that_ends_early_says_what_is_kept_and_how_to_go_on(make_trainer, 
     saver = Saver(CheckpointStore(tmp_path), {}, None, None, None, Console(silent=True))
     trainer.callbacks = [StopAt(1, None), saver]
     assert trainer.run() == Stop("--exit-interval 1")
-    kept = CheckpointConfig(save=folder)
-    place = f"saved in {tmp_path}/iter_0000001; the same command"
+    saving = CheckpointConfig(save=folder)
+    text = f"saved in {tmp_path}/iter_0000001; the same command"
     assert (
-        describe_saved_progress(trainer, kept, StartingPoint())
-        == f"{place} with --load {folder} continues it"
+        describe_saved_progress(trainer, saving, StartingPoint())
+        == f"{text} with --load {folder} continues it"
     )
     again = CheckpointConfig(save=folder, load=folder)
-    assert describe_saved_progress(trainer, again, StartingPoint()) == f"{place} continues it"
+    assert describe_saved_progress(trainer, again, StartingPoint()) == f"{text} continues it"
     tuned = CheckpointConfig(save=folder, load="base", finetune=True)
     assert (
         describe_saved_progress(trainer, tuned, StartingPoint(origin="base"))
-        == f"{place} continues it"
+        == f"{text} continues it"
     )
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_an_interrupted_new_run_says_which_steps_are_lost(make_trainer, tmp_path, weights_only):
-    """Weights of another run are no checkpoint to continue from."""
+def test_an_interrupted_new_run_reports_which_steps_are_lost(make_trainer, tmp_path, weights_only):
+    """A checkpoint whose weights a run began with is not one to continue from."""
     start = StartingPoint(tmp_path, weights_only, origin="base" if weights_only else "")
     again = "the same command" if weights_only else f"the same command with --load {tmp_path}"
     for interval, at, expected in (
@@ -184,27 +186,29 @@ def test_an_interrupted_new_run_says_which_steps_are_lost(make_trainer, tmp_path
         assert found.startswith(expected), (interval, at)
 
 
-def test_an_interrupted_continued_run_names_the_checkpoint_it_came_from(make_trainer, tmp_path):
+def test_an_interrupted_run_names_the_checkpoint_that_it_continued_from(make_trainer, tmp_path):
     base, folder = tmp_path / "base", tmp_path / "run"
     saver = Saver(CheckpointStore(base), {}, None, None, None, Console(silent=True))
     make_trainer(callbacks=[saver, StopAt(2, None)]).run()
-    place, there = base / "iter_0000002", "the same command continues from that checkpoint"
+    path, remedy = base / "iter_0000002", "the same command continues from that checkpoint"
     for interval, at, expected in (
-        (None, 2, f"no step was completed since {place}; the same command continues from it"),
-        (None, 3, f"1 step since {place} is not saved; {there}"),
-        (None, 6, f"4 steps since {place} are not saved; {there}"),
+        (None, 2, f"no step was completed since {path}; the same command continues from it"),
+        (None, 3, f"1 step since {path} is not saved; {remedy}"),
+        (None, 6, f"4 steps since {path} are not saved; {remedy}"),
         (5, 5, f"saved in {folder}/iter_0000005; the same command with --load {folder} contin"),
         (5, 7, f"2 steps since {folder}/iter_0000005 are not saved; the same command with --lo"),
     ):
         trainer = make_trainer()
         continued = restore(trainer, base, {}, Console(silent=True))
-        assert continued == SavedCheckpoint(place, 2)
+        assert continued == SavedCheckpoint(path, 2)
         found = interrupted(trainer, folder, interval, at, continued)
         assert found.startswith(expected), (interval, at)
 
 
-def test_a_signal_while_ranks_agree_stops_them_all_after_the_next_step(make_trainer, monkeypatch):
-    trainer, wishes = make_trainer(), []
+def test_a_signal_during_the_exchange_of_requests_stops_all_ranks_after_the_next_step(
+    make_trainer, monkeypatch
+):
+    trainer, requests = make_trainer(), []
     mesh = SimpleNamespace(axis=lambda name: SimpleNamespace(size=2), device="cpu")
     trainer.engine = SimpleNamespace(
         mesh=mesh, stages=SimpleNamespace(wait_for_parameters=lambda: None)
@@ -212,16 +216,16 @@ def test_a_signal_while_ranks_agree_stops_them_all_after_the_next_step(make_trai
     trainer.step = lambda steps: setattr(trainer, "iteration", trainer.iteration + 1)
     trainer.train_iters, trainer.callbacks = 10, []
 
-    def all_reduce(wish, world, **how):
-        """As if the other rank had no wish of its own."""
-        wishes.append(int(wish))
-        if len(wishes) == 3:
-            trainer.stop(Stop("SIGINT", 130))  # after this rank's wish was sent
-        return wish
+    def all_reduce(request, world, **options):
+        """Returns the request of this rank, as if the other rank had none."""
+        requests.append(int(request))
+        if len(requests) == 3:
+            trainer.stop(Stop("SIGINT", 130))  # after the request of this rank was sent
+        return request
 
     monkeypatch.setattr("megatron_train.trainer.all_reduce", all_reduce)
     assert trainer.run() == Stop("SIGINT", 130)
-    assert (wishes, trainer.iteration) == ([-1, -1, -1, 130], 4)
+    assert (requests, trainer.iteration) == ([-1, -1, -1, 130], 4)
 
 
 def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tmp_path, capsys):
@@ -260,7 +264,7 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
         restore(other, tmp_path, order, console)
 
 
-def test_several_ranks_compile_with_a_torch_that_keeps_their_gradients():
+def test_compile_on_several_ranks_needs_torch_2_13():
     _require_whole_compiler(SimpleNamespace(world_size=1), "2.11.0")
     _require_whole_compiler(SimpleNamespace(world_size=2), "2.13.0+cpu")
     with pytest.raises(TrainError, match=r"^--compile on 2 ranks needs torch 2\.13 .* 2\.12\.1 "):

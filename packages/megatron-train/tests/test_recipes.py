@@ -1,3 +1,5 @@
+"""Recipes build runs of the published sizes, and the command shows and compares them."""
+
 import pytest
 from megatron_ckpt import find_family
 from megatron_models import parameter_count
@@ -17,7 +19,7 @@ from megatron_train.config.values import GivenValue, Values
 VOCABULARY = {"gpt2-124m": 50257, "megatron-gpt-345m": 50257, "gpt3-175b": 50257}
 VOCABULARY |= {"llama-tiny": 1024, "smollm2-135m": 49152, "llama3.2-1b": 128256}
 
-# With the published vocabulary: what the models' authors or transformers count, or by hand.
+# With the published vocabulary, as counted by the models' authors, by transformers or by hand.
 PARAMETERS = {
     "gpt2-124m": 124_439_808,
     "megatron-gpt-345m": 354_823_168,
@@ -42,12 +44,12 @@ def build(name, more=None):
     return build_run(derive(values), layout.get("tp", 1) * layout.get("pp", 1))
 
 
-def test_there_are_recipes_and_each_is_known_here():
+def test_all_recipes_are_tested_here():
     assert recipe_names() == sorted(VOCABULARY) == sorted(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", VOCABULARY)
-def test_a_recipe_is_a_run_of_the_published_size(name):
+def test_a_recipe_builds_a_run_of_the_published_size(name):
     run = build(name)
     assert parameter_count(run.model) == PARAMETERS[name]
     assert run.learning_rate_schedule().at(10**9) <= run.optimizer.lr
@@ -55,7 +57,7 @@ def test_a_recipe_is_a_run_of_the_published_size(name):
     assert recipe_description(name).endswith(".") and "\n" not in recipe_description(name)
 
 
-def test_recipes_are_listed_and_shown_as_files(tmp_path, capsys):
+def test_recipes_are_listed_and_shown_as_yaml(tmp_path, capsys):
     assert main(["recipes", "list"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line for line in listed if not line.startswith(" ")] == recipe_names()
@@ -68,7 +70,7 @@ def test_recipes_are_listed_and_shown_as_files(tmp_path, capsys):
     }
 
 
-def test_two_recipes_or_a_file_are_compared(tmp_path, capsys):
+def test_recipes_and_files_are_compared(tmp_path, capsys):
     mine = tmp_path / "mine.yaml"
     mine.write_text(recipe_text("llama-tiny").replace("hidden_size: 192", "hidden_size: 128"))
     assert main(["recipes", "diff", "llama-tiny", str(mine)]) == 0
@@ -86,7 +88,7 @@ def printed(words, capsys):
     return {line.split(":")[0].strip(): line.split(":", 1)[1] for line in lines if ": " in line}
 
 
-def test_flags_come_before_files_before_recipes_before_defaults(tmp_path, capsys):
+def test_flags_override_files_which_override_recipes_and_defaults(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text("optimizer: {lr: 1.0, min_lr: 0.5}\n")
     found = printed(f"--recipe llama-tiny --config {path} --lr 2.0", capsys)
@@ -101,7 +103,7 @@ def test_flags_come_before_files_before_recipes_before_defaults(tmp_path, capsys
         assert found[name].split("# ")[1] == origin
 
 
-def test_the_first_model_warms_up_and_decays_within_a_run_of_any_length():
+def test_llama_tiny_warms_up_and_decays_in_a_run_of_any_length():
     for iterations in (50, 1000, 3000):
         given = {"training.train_iters": GivenValue(iterations, "--train-iters")}
         run = build("llama-tiny", Values(given))
@@ -111,7 +113,7 @@ def test_the_first_model_warms_up_and_decays_within_a_run_of_any_length():
         assert schedule.at(samples) == 0
 
 
-def test_an_unknown_recipe_is_one_line_with_the_nearest(capsys):
+def test_an_unknown_recipe_is_refused_with_the_nearest_name(capsys):
     assert main(["recipes", "show", "llama-tinny"]) == 1
     captured = capsys.readouterr().err
     assert "unknown recipe 'llama-tinny'; did you mean llama-tiny?" in captured
@@ -119,8 +121,8 @@ def test_an_unknown_recipe_is_one_line_with_the_nearest(capsys):
     assert main(["pretrain", "gpt", "--recipe", "gpt"]) == 1
 
 
-def test_every_recipe_names_only_what_differs_from_the_default():
-    """What a recipe repeats of the defaults says nothing; a published value may be repeated."""
+def test_recipes_do_not_repeat_defaults():
+    """A recipe repeats a default only if it is a published value of the model."""
     published = {"clip_grad", "weight_decay", "eval_interval", "log_interval"}
     published |= {"max_position_embeddings", "seq_length", "split"}
     options = run_options()
@@ -135,7 +137,7 @@ def test_every_recipe_names_only_what_differs_from_the_default():
 @pytest.mark.parametrize(
     ("more", "family"), [("--num-layers 3", "llama"), ("--num-experts 4", None)]
 )
-def test_a_model_that_flags_make_another_has_not_the_family_of_its_recipe(capsys, more, family):
+def test_a_model_that_flags_change_does_not_have_the_family_of_its_recipe(capsys, more, family):
     words = f"pretrain gpt --recipe llama-tiny --mock-data --vocab-size 99 --print-config {more}"
     assert main(words.split()) == 0
     printed = capsys.readouterr()

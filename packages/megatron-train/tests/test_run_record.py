@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of its run, and what of it may differ where the run continues."""
+"""The record of a run in its checkpoints, and which parts may differ when it continues."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ CLASSES = {
 
 @pytest.fixture(autouse=True)
 def corpora(tmp_path, monkeypatch):
-    """Corpora `a` and `b`, and `moved/a` with the content of `a`."""
+    """Writes corpora `a` and `b`, and `moved/a` with the content of `a`."""
     monkeypatch.chdir(tmp_path)
     Path("moved").mkdir()
     for name, content in (("a", b"abc"), ("b", b"abd"), ("moved/a", b"abc")):
@@ -53,7 +53,7 @@ def corpora(tmp_path, monkeypatch):
 
 
 def record(changes=(), tokenizer=None):
-    """The record of the run with changes by ``section.field``, as a checkpoint gives it back."""
+    """Returns the record of the run with changes by ``section.field``, as loaded."""
     fields = {section: dict(values) for section, values in FIELDS.items()}
     for key, value in dict(changes).items():
         section, name = key.split(".")
@@ -84,14 +84,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_another_run_is_refused_unless_its_kind_is_allowed(key):
+def test_another_run_is_refused_unless_the_differing_part_is_allowed(key):
     kind, value = REFUSED[key]
-    there, here = record(), record({key: value})
+    saved, current = record(), record({key: value})
     others = {"data", "tokenizer", "seed", "objective"} - {kind}
     flag = "--no-load-rng" if kind == "seed" else f"--allow-changed-run {kind}"
     with pytest.raises(TrainError, match=f"^iter_0000002 was saved .*or {flag} to continue"):
-        compare_records(there, here, PATH, 8, others)
-    assert list(compare_records(there, here, PATH, 8, [kind])) == [kind]
+        compare_records(saved, current, PATH, 8, others)
+    assert list(compare_records(saved, current, PATH, 8, [kind])) == [kind]
 
 
 def test_weights_of_corpora_and_the_tokenizer_are_compared():
@@ -121,20 +121,20 @@ def test_layout_length_logging_and_paths_may_differ(key):
     assert compare_records(record(), record({key: MAY_DIFFER[key]}), PATH, 8, ()) == {}
 
 
-def test_batch_sizes_by_tokens_may_differ_and_are_named():
+def test_batch_size_schedules_may_differ_and_are_reported():
     stepped = {"training.global_batch_size": None, "training.train_iters": None}
     stepped |= {"training.train_samples": 80}
-    there, here = (
+    saved, current = (
         record(stepped | {"training.step_batch_size_schedule": ("0:4", f"{step}:8")})
         for step in (32, 64)
     )
-    found = compare_records(there, here, PATH, 8, ())
+    found = compare_records(saved, current, PATH, 8, ())
     assert found == {
         "optimizer": "step_batch_size_schedule 0:4 32:8 in the checkpoint and 0:4 64:8 in this run"
     }
 
 
-def test_rates_may_differ_and_are_named():
+def test_learning_rates_may_differ_and_are_reported():
     for key in ("optimizer.lr", "optimizer.weight_decay", "schedule.lr_decay_iters"):
         found = compare_records(record(), record({key: 7}), PATH, 8, ())
         assert (
@@ -148,14 +148,14 @@ def test_rates_may_differ_and_are_named():
     }
 
 
-def test_a_corpus_of_the_same_name_with_other_content_is_other_data():
-    there = record()
+def test_a_corpus_with_the_same_name_and_other_content_is_other_data():
+    saved = record()
     Path("b.bin").write_bytes(b"abe")
     with pytest.raises(TrainError, match="other data: content "):
-        compare_records(there, record(), PATH, 8, ())
+        compare_records(saved, record(), PATH, 8, ())
 
 
-def test_data_may_change_from_a_sample_on_that_lies_ahead():
+def test_data_may_change_after_the_consumed_samples():
     Path("changes").write_text('[{"from_sample": 8, "data_path": "b"}]')
     later = record({"data.data_path_changes": "changes"})
     assert compare_records(record(), later, PATH, 8, ()) == {}
@@ -163,13 +163,13 @@ def test_data_may_change_from_a_sample_on_that_lies_ahead():
         compare_records(record(), later, PATH, 9, ())
 
 
-def test_a_record_that_is_none_is_refused_in_one_line():
+def test_an_invalid_record_is_refused_in_one_line():
     for damaged in (5, None, ["a"], "text"):
         with pytest.raises(TrainError, match="iter_0000002 is damaged: its record of the run has"):
             compare_records({"data": damaged}, record(), PATH, 8, ())
 
 
-def test_of_a_flat_record_the_seed_alone_is_compared():
+def test_only_the_seed_of_a_flat_record_is_compared():
     flat = {"data": ["corpus"], "split": None, "seq_length": 9, "seed": 1234, "order": "packed"}
     assert upgrade_record(record()) == record()
     assert upgrade_record({**flat, "seed": "x"}) == {}
@@ -179,43 +179,43 @@ def test_of_a_flat_record_the_seed_alone_is_compared():
 
 
 @pytest.mark.parametrize("kind", ["data", "objective", "optimizer"])
-def test_keys_that_one_version_records_are_not_compared(kind):
+def test_keys_that_only_one_version_records_are_not_compared(kind):
     old, new = record(), record()
     new[kind]["added"] = 1
     assert compare_records(old, new, PATH, 8, ()) == {}
     assert compare_records(new, old, PATH, 8, ()) == {}
 
 
-def test_a_corpus_beside_one_at_a_url_may_be_moved():
-    there = record({"data.data_path": ("2", "a", "1", "s3://bucket/c")})
+def test_a_local_corpus_beside_one_at_a_url_may_be_moved():
+    saved = record({"data.data_path": ("2", "a", "1", "s3://bucket/c")})
     moved = record({"data.data_path": ("2", "moved/a", "1", "s3://bucket/c")})
-    assert compare_records(there, moved, PATH, 8, ()) == {}
+    assert compare_records(saved, moved, PATH, 8, ()) == {}
     with pytest.raises(TrainError, match="other data: data "):
         other = record({"data.data_path": ("2", "moved/a", "1", "s3://bucket/d")})
-        compare_records(there, other, PATH, 8, ())
+        compare_records(saved, other, PATH, 8, ())
 
 
-def test_data_that_takes_the_place_is_known_by_its_content():
+def test_replacement_data_is_identified_by_its_content():
     def changed(words):
         Path("changes").write_text(json.dumps([{"from_sample": 4, "data_path": words}]))
         return record({"data.data_path_changes": "changes"})
 
-    there = changed("a")
-    assert compare_records(there, changed("moved/a"), PATH, 8, ()) == {}
-    old = json.loads(json.dumps(there))
-    del old["data"]["changes"][0][2]  # older records had the paths alone
-    assert compare_records(old, there, PATH, 8, ()) == {}
+    saved = changed("a")
+    assert compare_records(saved, changed("moved/a"), PATH, 8, ()) == {}
+    old = json.loads(json.dumps(saved))
+    del old["data"]["changes"][0][2]  # older records have only the paths
+    assert compare_records(old, saved, PATH, 8, ()) == {}
     for words in ("b", ["2", "a"]):
         with pytest.raises(TrainError, match="other data: changes "):
-            compare_records(there, changed(words), PATH, 8, ())
+            compare_records(saved, changed(words), PATH, 8, ())
     Path("a.bin").write_bytes(b"abe")
     with pytest.raises(TrainError, match="changes "):
-        compare_records({"data": there["data"]}, changed("a"), PATH, 8, ())
+        compare_records({"data": saved["data"]}, changed("a"), PATH, 8, ())
 
 
 @pytest.mark.parametrize("damaged", [5, [5], [["4", [["a"], None]]], [[4, 5]], [[4, [5, None]]]])
 def test_a_damaged_change_of_data_is_refused_in_one_line(damaged):
-    there = record()
-    there["data"]["changes"] = damaged
+    saved = record()
+    saved["data"]["changes"] = damaged
     with pytest.raises(TrainError, match=r"^iter_0000002 is damaged: its record .* change of data"):
-        compare_records(there, record(), PATH, 8, ())
+        compare_records(saved, record(), PATH, 8, ())

@@ -1,4 +1,4 @@
-"""A step that would take a day is refused before anything is built; sums are done by hand."""
+"""Steps of more than a day are refused before anything is built; FLOPs are counted by hand."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.peak import Peak, assumed_cpu_peak
 from megatron_train.step_time import check_step_time, minimum_work
 
-# Elements of the matrices that a token is multiplied with: of 4 layers 4 x 32 x 32 around
-# attention and 2 x 32 x 128 behind it, and 32 x 128 of the output layer.
+# Elements of the matrices that multiply a token: in each of 4 layers, 4 x 32 x 32 of attention
+# and 2 x 32 x 128 of the feed-forward layer, and 32 x 128 of the output layer.
 MATRICES = 4 * (4 * 32 * 32 + 2 * 32 * 128) + 32 * 128
 
 
@@ -40,12 +40,12 @@ def run_of(length=64, layout=None, **data):
 
 
 def operations(samples, length, attention=True):
-    """3 passes of 2 operations for every multiply-add; half of the square of two products."""
+    """Returns the FLOPs of 3 passes, 2 for each multiply-add; attention has half of all pairs."""
     pairs = length * length // 2 if attention else 0
     return 3 * 2 * samples * (length * MATRICES + 4 * 2 * 32 * pairs)
 
 
-def test_the_work_of_a_step_is_that_of_its_batch_shared_by_all_ranks():
+def test_the_work_of_a_step_is_divided_over_all_ranks():
     work = minimum_work(run_of())
     assert work.flops == operations(8, 64)
     assert work.attention == pytest.approx(4 * 32 * 64 / (MATRICES + 4 * 32 * 64))
@@ -62,37 +62,37 @@ def test_the_work_of_a_step_is_that_of_its_batch_shared_by_all_ranks():
         {"step_batch_size_schedule": ("0:8 640:2",)},
     ],
 )
-def test_a_run_of_several_sizes_is_measured_by_its_largest_step(sizes):
+def test_the_largest_step_of_a_run_is_checked(sizes):
     training = TrainingConfig(micro_batch_size=2, train_samples=100, **sizes)
     assert minimum_work(replace(run_of(), training=training)).flops == operations(8, 64)
 
 
-def test_a_long_step_is_announced_and_one_of_more_than_a_day_refused():
+def test_a_long_step_is_a_warning_and_one_of_more_than_a_day_an_error():
     run = run_of()
 
-    def answer(seconds):
+    def check(seconds):
         return check_step_time(run, Peak(operations(8, 64) / seconds, "a table"))
 
-    assert answer(60) is None
+    assert check(60) is None
     assert check_step_time(run, None) is None
-    line = answer(90)
+    line = check(90)
     assert line.startswith("a step of 8 samples with --seq-length 64 takes at least 1.5 minutes: ")
     assert f"{operations(8, 64):.4g} floating-point operations on each rank, 13 % of them" in line
     assert "(a table); nothing is printed" in line
-    assert "takes at least 24.0 hours" in answer(24 * 3600)
+    assert "takes at least 24.0 hours" in check(24 * 3600)
     with pytest.raises(TrainError, match=r"at least 2\.5 days: .*: lower --global-batch-size or "):
-        answer(60 * 3600)
+        check(60 * 3600)
 
 
-def test_a_length_that_fits_into_memory_but_never_ends_is_refused_for_its_attention():
+def test_a_sequence_that_fits_into_memory_is_refused_if_its_attention_takes_years():
     rate = Peak(2e11, "assumed")
     days = operations(8, 4_000_000) / 2e11 / 86400
-    said = f"--seq-length 4000000 takes at least {days:.1f} days: .* 100 % of them attention"
-    with pytest.raises(TrainError, match=rf"{said}, .*: lower --seq-length or "):
+    message = f"--seq-length 4000000 takes at least {days:.1f} days: .* 100 % of them attention"
+    with pytest.raises(TrainError, match=rf"{message}, .*: lower --seq-length or "):
         check_step_time(run_of(4_000_000), rate)
 
 
-def test_a_cpu_is_assumed_to_reach_as_much_as_its_threads():
+def test_the_assumed_peak_of_a_cpu_is_proportional_to_its_threads():
     threads = torch.get_num_threads()
     assert assumed_cpu_peak(torch.float32).flops_per_second == threads * 1e11
     assert assumed_cpu_peak(torch.bfloat16).flops_per_second == threads * 1e12
@@ -105,7 +105,7 @@ FLAGS = (
 
 
 @pytest.mark.parametrize("data", ["--mock-data", "--data-path absent_text_document"])
-def test_it_is_asked_before_any_data_is_opened(data, capsys, monkeypatch):
+def test_step_time_is_checked_before_data_is_opened(data, capsys, monkeypatch):
     monkeypatch.setattr(pretrain, "open_batches", None)
     monkeypatch.setattr("megatron_train.memory_check.device_memory", lambda device: None)
     assert main(f"{FLAGS} --seq-length 40000000 {data}".split()) == 1
@@ -114,7 +114,7 @@ def test_it_is_asked_before_any_data_is_opened(data, capsys, monkeypatch):
     assert error.count("\n") == 1 and out == ""
 
 
-def test_a_long_step_is_a_warning_beside_the_training(capsys, monkeypatch):
+def test_a_long_step_is_a_warning_and_training_continues(capsys, monkeypatch):
     monkeypatch.setattr(step_time, "WARN_STEP_SECONDS", 0.0)
     assert main(f"{FLAGS} --seq-length 8 --mock-data".split()) == 0
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The tokenizer of a run, by the files that its configuration names."""
+"""The tokenizer of a run is opened from the files in its configuration."""
 
 import json
 
@@ -12,7 +12,7 @@ TEXT = ["the whale sees the ship", "a ship sails on the white sea", "naïve 中�
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """``vocab.json`` and ``merges.txt`` of a small byte-level BPE."""
+    """Writes ``vocab.json`` and ``merges.txt`` of a small byte-level BPE."""
     folder = tmp_path_factory.mktemp("gpt2")
     train_bpe(TEXT * 3, 290).save(folder)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -26,7 +26,7 @@ def section(**files):
     return DataConfig(seq_length=4, data_path=("a",), **{k: str(v) for k, v in files.items()})
 
 
-def test_gpt2s_two_files_are_one_of_the_kinds(files):
+def test_vocab_and_merge_files_make_a_gpt2_tokenizer(files):
     ours = open_tokenizer(section(vocab_file=files / "vocab.json", merge_file=files / "merges.txt"))
     assert ours.vocab_size == 290
     assert ours.encode(TEXT[0]) == load_tokenizer(files).encode(TEXT[0])
@@ -34,10 +34,10 @@ def test_gpt2s_two_files_are_one_of_the_kinds(files):
         open_tokenizer(section(vocab_file="nowhere", merge_file=files / "merges.txt"))
 
 
-def test_the_kind_may_be_said_or_follow_from_the_files(files, tmp_path):
+def test_the_kind_is_given_or_follows_from_the_files(files, tmp_path):
     by_model = open_tokenizer(section(tokenizer_model=files))
-    said = open_tokenizer(section(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=files))
-    assert by_model.fingerprint == said.fingerprint
+    by_kind = open_tokenizer(section(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=files))
+    assert by_model.fingerprint == by_kind.fingerprint
     ByteTokenizer().save(tmp_path)
     assert open_tokenizer(section(tokenizer_model=tmp_path)).vocab_size == 257
     with pytest.raises(DataError, match=r"tokenizer\.json does not exist"):

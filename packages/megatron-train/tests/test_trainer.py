@@ -1,3 +1,5 @@
+"""The training loop on one rank, compared with torch and with itself."""
+
 import math
 
 import pytest
@@ -53,7 +55,7 @@ def test_accumulation_equals_one_big_batch(make_trainer, micro, accumulation):
     assert all(y == pytest.approx(x, rel=1e-12) for x, y in norms)
 
 
-def test_the_loss_is_the_sum_over_true_tokens_divided_by_their_number(make_trainer):
+def test_the_loss_is_the_sum_over_unmasked_tokens_divided_by_their_number(make_trainer):
     trainer = make_trainer(2, 3)
     batches = next(trainer.micro_batches(0))
     logits = torch.cat([trainer.task.stages[0](b.fields["tokens"]) for b in batches]).flatten(0, 1)
@@ -66,7 +68,7 @@ def test_the_loss_is_the_sum_over_true_tokens_divided_by_their_number(make_train
     assert (report.samples, report.tokens, report.flops) == (6, 36, 360.0)
 
 
-def test_a_resumed_run_has_the_same_losses_bit_for_bit(make_trainer):
+def test_a_continued_run_has_bit_identical_losses(make_trainer):
     whole, first, second = make_trainer(), make_trainer(), make_trainer()
     everything, before, after = Listener(), Listener(), Listener()
     whole.callbacks = [everything]
@@ -78,8 +80,8 @@ def test_a_resumed_run_has_the_same_losses_bit_for_bit(make_trainer):
     second.load_state(first.state())
     second.optimizer.load_scalars(first.optimizer.scalars())
     pairs = zip(first.optimizer.views().items(), second.optimizer.views().values(), strict=True)
-    for (_, ours), theirs in pairs:
-        theirs[0].tensor.copy_(ours[0].tensor)
+    for (_, source), target in pairs:
+        target[0].tensor.copy_(source[0].tensor)
     with torch.no_grad():
         second.task.stages[0].weight.copy_(weights(first))
     second.run()
@@ -87,7 +89,7 @@ def test_a_resumed_run_has_the_same_losses_bit_for_bit(make_trainer):
     assert torch.equal(weights(second), weights(whole))
 
 
-def test_schedules_are_asked_for_the_samples_consumed_before_the_step(make_trainer):
+def test_schedules_depend_on_the_samples_consumed_before_the_step(make_trainer):
     listener = Listener()
     trainer = make_trainer(callbacks=[listener])
     trainer.run()
@@ -131,7 +133,7 @@ def test_an_infinite_loss_with_a_finite_gradient_changes_nothing(make_trainer):
     assert torch.equal(weights(trainer), before)
 
 
-def test_a_run_without_any_finite_step_gives_up(make_trainer):
+def test_a_run_without_finite_steps_fails(make_trainer):
     trainer = make_trainer(train_iters=100)
     with torch.no_grad():
         trainer.task.stages[0].weight.fill_(math.nan)
@@ -139,7 +141,7 @@ def test_a_run_without_any_finite_step_gives_up(make_trainer):
         trainer.run()
 
 
-def test_lines_cover_every_step_once_also_after_a_resume(make_trainer):
+def test_log_lines_cover_each_step_once_across_a_restart(make_trainer):
     console, listener = Lines(), Listener()
     trainer = make_trainer(callbacks=[listener, LogLine(console, 4, peak=Peak(1e15, ""))])
     trainer.run()
@@ -182,7 +184,7 @@ def test_evaluation_uses_the_same_samples_and_changes_nothing(make_trainer, make
     assert "validation loss at iteration 3 | lm loss value:" in console.lines[1]
 
 
-def test_a_stop_keeps_the_first_reason(make_trainer):
+def test_stop_records_the_first_reason(make_trainer):
     trainer = make_trainer(callbacks=[StopAt(2, 1e-9)])
     stop = trainer.run()
     assert stop is not None and trainer.iteration == 1
@@ -190,7 +192,7 @@ def test_a_stop_keeps_the_first_reason(make_trainer):
 
 
 class Rewarded(BigramTask):
-    """The bigram task with a loss of the name of a field."""
+    """The bigram task with a loss named like a field."""
 
     losses = ("rewards",)
 
@@ -222,7 +224,7 @@ def test_a_field_may_have_the_name_of_a_loss(make_trainer, make_steps, per_token
     assert torch.equal(same, gradient)
 
 
-def test_names_that_the_engine_gives_are_refused(make_steps):
+def test_names_of_the_engines_arguments_are_refused(make_steps):
     class Taken(BigramTask):
         def stage_inputs(self, batch, stage, iteration):
             return {**super().stage_inputs(batch, stage, iteration), "auxiliary_losses": 3}

@@ -188,9 +188,10 @@ class _Run:
 
         Callbacks that print and record are on rank 0 only; collective ones are on all ranks.
         """
-        config, tells = self.config, self.mesh.rank == 0
-        telling, listeners, testers = self._telling() if tells else ([], [], [])
-        callbacks = list(telling)
+        config = self.config
+        is_first = self.mesh.rank == 0
+        output, listeners, testers = self._output_callbacks() if is_first else ([], [], [])
+        callbacks = list(output)
         if config.evaluation.eval_iters:
             interval = config.evaluation.eval_interval
             source = self.batches.validation
@@ -213,8 +214,8 @@ class _Run:
             )
         return callbacks
 
-    def _telling(self) -> tuple[list[Callback], list[Listener], list[Listener]]:
-        """Returns what shows and records, and who is told of evaluations and of the test."""
+    def _output_callbacks(self) -> tuple[list[Callback], list[Listener], list[Listener]]:
+        """Returns callbacks that print and record, and listeners of evaluations and of the test."""
         config, logging = self.config, self.config.logging
         callbacks: list[Callback] = []
         listeners: list[Listener] = []
