@@ -150,8 +150,8 @@ def test_it_accepts_the_configuration_of_its_own_run(corpus, start, base):
     [
         (f"finetune gpt {RUN}", "needs --pretrained-checkpoint, the folder", 2),
         (f"{TUNE} nowhere", "--pretrained-checkpoint: nowhere", 1),
-        (f"{TUNE} torn/iter_0000003", "--pretrained-checkpoint torn/iter_0000003: ", 1),
-        (f"{TUNE} tokenizer", "--pretrained-checkpoint tokenizer: ", 1),
+        (f"{TUNE} torn/iter_0000003", "--pretrained-checkpoint: torn/iter_0000003", 1),
+        (f"{TUNE} tokenizer", "--pretrained-checkpoint: tokenizer", 1),
         (f"{TUNE} base --train-iters 1 --save base", "--save base already has a run", 1),
         (f"{TUNE} base --train-iters 1 --recipe llama-tiny", "unknown argument --recipe", 2),
         ("finetune gtp --pretrained-checkpoint base", "gtp", 2),
