@@ -83,28 +83,30 @@ def library(name: str) -> Library:
     raise KernelError(f"no optional library {name!r}; use one of {known}")
 
 
-def probe(wanted: Library) -> Availability:
+def probe(description: Library) -> Availability:
     """Checks one library: installed, the right project, recent enough, and with a device."""
-    if importlib.util.find_spec(wanted.module) is None:
-        return Availability(wanted.name, None, f"not installed ({wanted.install_hint})")
-    if wanted.required_submodule is not None and not _exists(wanted.required_submodule):
-        reason = f"the installed {wanted.module!r} is another project ({wanted.install_hint})"
-        return Availability(wanted.name, None, reason)
-    version = _version(wanted)
-    if wanted.minimum and version is not None and _numbers(version) < wanted.minimum:
-        needed = ".".join(map(str, wanted.minimum))
-        return Availability(wanted.name, version, f"too old, {needed} or newer is needed")
-    if wanted.cuda:
+    if importlib.util.find_spec(description.module) is None:
+        return Availability(description.name, None, f"not installed ({description.install_hint})")
+    if description.required_submodule is not None and not _exists(description.required_submodule):
+        reason = (
+            f"the installed {description.module!r} is another project ({description.install_hint})"
+        )
+        return Availability(description.name, None, reason)
+    version = _version(description)
+    if description.minimum and version is not None and _numbers(version) < description.minimum:
+        needed = ".".join(map(str, description.minimum))
+        return Availability(description.name, version, f"too old, {needed} or newer is needed")
+    if description.cuda:
         import torch
 
         if not torch.cuda.is_available():
-            return Availability(wanted.name, version, "no CUDA device")
-    return Availability(wanted.name, version, None)
+            return Availability(description.name, version, "no CUDA device")
+    return Availability(description.name, version, None)
 
 
 def library_availability() -> tuple[Availability, ...]:
     """Returns the state of every optional library."""
-    return tuple(probe(wanted) for wanted in LIBRARIES)
+    return tuple(probe(description) for description in LIBRARIES)
 
 
 @functools.cache
@@ -125,8 +127,8 @@ def _exists(module: str) -> bool:
         return False
 
 
-def _version(wanted: Library) -> str | None:
-    for distribution in (wanted.name, wanted.module):
+def _version(description: Library) -> str | None:
+    for distribution in (description.name, description.module):
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:

@@ -129,14 +129,14 @@ def training_memory(
 def _end(trunk: TrunkSpec, layer_pass: LayerPass, saves_logits: bool) -> int:
     """Returns the bytes that the final norm, the output layer and the loss save."""
     # The input of the output layer.
-    kept = layer_pass.stream_tokens * trunk.width * layer_pass.saved_bytes.activation
+    saved = layer_pass.stream_tokens * trunk.width * layer_pass.saved_bytes.activation
     if trunk.final_norm is not None:
-        kept += trunk.final_norm.activation_bytes(layer_pass)
+        saved += trunk.final_norm.activation_bytes(layer_pass)
     if trunk.embedding is not None:
         # The label, two flags for it, and probabilities over the vocabulary; or the label alone.
         part = trunk.embedding.padded_vocab_size // layer_pass.tp
-        kept += layer_pass.tokens * (8 + 2 + part * _FP32 if saves_logits else 8)
-    return kept
+        saved += layer_pass.tokens * (8 + 2 + part * _FP32 if saves_logits else 8)
+    return saved
 
 
 def _model_states(

@@ -147,9 +147,9 @@ def _check_type(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> Non
         object.__setattr__(config, entry.name, float(value))
         return
     if type(value) is not kind:
-        wanted = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[kind]  # type: ignore[index]
+        expected = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[kind]  # type: ignore[index]
         raise ConfigError(
-            f"{{{entry.name}:name}} must be {wanted}, not {{{entry.name}:repr}}", vars(config)
+            f"{{{entry.name}:name}} must be {expected}, not {{{entry.name}:repr}}", vars(config)
         )
 
 

@@ -83,8 +83,8 @@ class Sublayer:
         terms = {name: norm.activation_bytes(layer_pass) for name, norm in self.norms.items()}
         reader = self.mixer.input_saved_by(layer_pass)
         if reader is not None:
-            again = self.norm is not None and layer_pass.recompute.selects("layernorm")
-            terms[f"{self.name}.{reader}"] = 0 if again else stream * saved_bytes.activation
+            recomputed = self.norm is not None and layer_pass.recompute.selects("layernorm")
+            terms[f"{self.name}.{reader}"] = 0 if recomputed else stream * saved_bytes.activation
         for part, size in self.mixer.activations(layer_pass).items():
             terms[f"{self.name}.{part}" if part else self.name] = size
         terms["dropout"] = (

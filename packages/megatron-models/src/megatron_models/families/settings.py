@@ -120,9 +120,9 @@ class Derived:
 
     def write(self, field: str, config: Any) -> dict[str, Any]:
         """Returns nothing, or refuses another value."""
-        wanted = getattr(dataclasses.replace(config, **{field: 0}), field)
-        if getattr(config, field) != wanted:
-            raise unsupported_field(field, repr(wanted), getattr(config, field))
+        expected = getattr(dataclasses.replace(config, **{field: 0}), field)
+        if getattr(config, field) != expected:
+            raise unsupported_field(field, repr(expected), getattr(config, field))
         return {}
 
 
@@ -175,9 +175,9 @@ class UnsupportedFieldError(ConfigError):
     """Raised if a field of ours has a value that no model of a family has."""
 
 
-def unsupported_field(name: str, wanted: str, found: object) -> UnsupportedFieldError:
-    """Returns the error for a field of ours; ``wanted`` describes the allowed values."""
-    return UnsupportedFieldError(f"{name} = {wanted}, this one has {reprlib.repr(found)}")
+def unsupported_field(name: str, expected: str, found: object) -> UnsupportedFieldError:
+    """Returns the error for a field of ours; ``expected`` describes the allowed values."""
+    return UnsupportedFieldError(f"{name} = {expected}, this one has {reprlib.repr(found)}")
 
 
 def unsupported_hf_field(title: str, name: str, found: object, known: Sequence[Any]) -> ConfigError:

@@ -64,9 +64,9 @@ class Llama3Scaling:
     def scale(self, frequencies: Tensor, base: float) -> Tensor:
         """Blends by the number of periods of a frequency within the original context."""
         periods = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        weight = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        weight = weight.clamp(0, 1)
+        return frequencies * (weight + (1 - weight) / self.factor)
 
 
 @dataclass(frozen=True)

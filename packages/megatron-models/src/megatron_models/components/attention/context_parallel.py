@@ -202,8 +202,8 @@ class ContextParallel:
 
     @cached_property
     def _gathered(self) -> Mask:
-        places = torch.arange(self._split.length, device=self._split.indices.device)[None]
-        return _lower(self._rules.block(self._split.indices[self._axis.index], places)).mask
+        indices = torch.arange(self._split.length, device=self._split.indices.device)[None]
+        return _lower(self._rules.block(self._split.indices[self._axis.index], indices)).mask
 
 
 @dataclass(frozen=True, eq=False)

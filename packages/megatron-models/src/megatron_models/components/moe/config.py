@@ -25,7 +25,7 @@ class MoEConfig(MLPConfig):
         default=0,
         metadata=flag(
             "--num-experts",
-            "experts in place of each feed-forward layer (mixture of experts); 0: none",
+            "number of experts that replace a feed-forward layer (mixture of experts); 0: none",
             nonnegative=True,
             maximum=100_000,
         ),

@@ -57,8 +57,8 @@ class NormSpec(NormConfig):
         saved_bytes = layer_pass.saved_bytes
         stream = layer_pass.stream_tokens * self.hidden_size
         statistics = 2 if self.normalization == "LayerNorm" else 1
-        kept = (
+        saved = (
             stream * (saved_bytes.norm_input or saved_bytes.activation)
             + stream * saved_bytes.normalized_input
         )
-        return kept + layer_pass.stream_tokens * saved_bytes.norm_statistic * statistics
+        return saved + layer_pass.stream_tokens * saved_bytes.norm_statistic * statistics

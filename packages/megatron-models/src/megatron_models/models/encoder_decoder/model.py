@@ -270,14 +270,14 @@ class EncoderDecoder(DecodingModel):
                 f"stage {self.stage} has encoder layers only, but the pass has no source and "
                 "begins at the decoder's first stage"
             )
-        behind = self.stage > self.encoder_stages
-        wanted = int(behind) if later else min(self.stage, 1) + behind
-        if len(inputs) != wanted:
-            what = ("no tensor", "1 tensor of the encoder", "2 tensors, decoder's and encoder's")
-            wants = "1 tensor of the decoder" if later and wanted else what[wanted]
+        later_decoder_stage = self.stage > self.encoder_stages
+        expected = int(later_decoder_stage) if later else min(self.stage, 1) + later_decoder_stage
+        if len(inputs) != expected:
+            tensors = ("no tensor", "1 tensor of the encoder", "2 tensors, decoder's and encoder's")
+            needed = "1 tensor of the decoder" if later and expected else tensors[expected]
             raise ConfigError(
                 f"stage {self.stage}, with {self.encoder_stages} stages of the encoder, takes "
-                f"{wants}, not {len(inputs)}"
+                f"{needed}, not {len(inputs)}"
             )
 
     def _encoder_only(self, encoded: Tensor | None) -> Tensor:

@@ -300,8 +300,8 @@ class GPT(Trunk, CausalModel):
     def _sequence_length(self, x: Tensor, whole: bool) -> int:
         """Returns the tokens of this tensor-parallel group, from tokens or activations."""
         if x.is_floating_point() == self.first:
-            wanted = "tokens [b, s]" if self.first else "activations [s, b, h]"
-            raise ConfigError(f"stage {self.stage} takes {wanted}, not {x.dtype} {list(x.shape)}")
+            expected = "tokens [b, s]" if self.first else "activations [s, b, h]"
+            raise ConfigError(f"stage {self.stage} takes {expected}, not {x.dtype} {list(x.shape)}")
         parts = 1 if whole else self.sequence_parallel_size
         if self.first:
             length = x.shape[1]
