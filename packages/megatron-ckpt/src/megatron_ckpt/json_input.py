@@ -55,35 +55,35 @@ class Fields:
         """Returns a 64-bit integer of at least ``least``."""
         value = self.require(key)
         if not _is_integer(value, least):
-            raise self.refuse(key, f"not an integer of at least {least}")
+            raise self.invalid(key, f"not an integer of at least {least}")
         return int(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
         """Returns a list of non-negative integers as a tuple."""
         value = self.require(key)
         if not isinstance(value, list) or not all(_is_integer(each, 0) for each in value):
-            raise self.refuse(key, "not a list of non-negative integers")
+            raise self.invalid(key, "not a list of non-negative integers")
         return tuple(value)
 
     def text(self, key: str) -> str:
         """Returns a string."""
         value = self.require(key)
         if not isinstance(value, str):
-            raise self.refuse(key, "not a string")
+            raise self.invalid(key, "not a string")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Returns a list of strings as a tuple."""
         value = self.require(key)
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise self.refuse(key, "not a list of strings")
+            raise self.invalid(key, "not a list of strings")
         return tuple(value)
 
     def dtype(self, key: str) -> str:
         """Returns the safetensors name of a dtype."""
         value = self.text(key)
         if value not in DTYPES:
-            raise self.refuse(key, f"not a dtype; known are {', '.join(DTYPES)}")
+            raise self.invalid(key, f"not a dtype; known are {', '.join(DTYPES)}")
         return value
 
     def inner(self, key: str) -> "Fields":
@@ -102,7 +102,7 @@ class Fields:
         """Returns the objects in the list under ``key``."""
         value = self.require(key)
         if not isinstance(value, list):
-            raise self.refuse(key, "not a list")
+            raise self.invalid(key, "not a list")
         return [
             Fields(each, f"{self.where}: {key}[{at}]", self.error) for at, each in enumerate(value)
         ]
@@ -117,7 +117,7 @@ class Fields:
             raise self.error(f"{self.where} lacks {key!r}")
         return self.content[key]
 
-    def refuse(self, key: str, reason: str) -> CheckpointError:
+    def invalid(self, key: str, reason: str) -> CheckpointError:
         """Returns the error for the value under ``key``."""
         value = reprlib.repr(self.content.get(key))
         return self.error(f"{self.where}: {key} is {value}, {reason}")

@@ -65,12 +65,12 @@ class _Walk:
         self._string(f"name of {what}", _LONGEST_NAME)
         dimensions = self._number("<I", f"dimensions of {what}")
         if dimensions > _MOST_DIMENSIONS:
-            raise self._refuse(f"{what} has {dimensions} dims; the limit is {_MOST_DIMENSIONS}")
+            raise self._invalid(f"{what} has {dimensions} dims; the limit is {_MOST_DIMENSIONS}")
         shape = [self._number("<Q", f"shape of {what}") for _ in range(dimensions)]
         self._skip(12, f"type and offset of {what}")
         # The densest quantisation has about 256 elements in 50 bytes; 8 per byte is a safe bound.
         if math.prod(max(1, extent) for extent in shape) > 8 * self._size:
-            raise self._refuse(f"{what} has shape {shape}, more than {self._size} bytes can hold")
+            raise self._invalid(f"{what} has shape {shape}, more than {self._size} bytes can hold")
 
     def _value(self, kind: int, what: str, *, inside: bool) -> None:
         if kind in _SCALARS:
@@ -80,7 +80,7 @@ class _Walk:
         elif kind == _ARRAY and not inside:
             self._array(what)
         else:
-            raise self._refuse(f"{what} has type {kind}, which is not valid there")
+            raise self._invalid(f"{what} has type {kind}, which is not valid there")
 
     def _array(self, what: str) -> None:
         kind = self._number("<I", f"type of {what}")
@@ -88,7 +88,7 @@ class _Walk:
         self._bound(count, _SCALARS.get(kind, 8), f"elements of {what}")
         self._elements += count
         if self._elements > _MOST_ELEMENTS:
-            raise self._refuse(f"its lists up to {what} have more than {_MOST_ELEMENTS} elements")
+            raise self._invalid(f"its lists up to {what} have more than {_MOST_ELEMENTS} elements")
         if kind in _SCALARS:
             self._skip(count * _SCALARS[kind], what)
             return
@@ -98,25 +98,25 @@ class _Walk:
     def _string(self, what: str, longest: int) -> None:
         length = self._number("<Q", f"length of {what}")
         if length > longest:
-            raise self._refuse(f"{what} has {length} bytes; the limit is {longest}")
+            raise self._invalid(f"{what} has {length} bytes; the limit is {longest}")
         self._skip(length, what)
 
     def _number(self, form: str, what: str) -> int:
         data = self._stream.read(struct.calcsize(form))
         if len(data) < struct.calcsize(form):
-            raise self._refuse(f"it ends within {what}")
+            raise self._invalid(f"it ends within {what}")
         return int(struct.unpack(form, data)[0])
 
     def _skip(self, count: int, what: str) -> None:
         if self._stream.tell() + count > self._size:
-            raise self._refuse(f"it ends within {what}")
+            raise self._invalid(f"it ends within {what}")
         self._stream.seek(count, os.SEEK_CUR)
 
     def _bound(self, count: int, least: int, what: str) -> None:
         """Refuses more items than fit into the rest of the file at ``least`` bytes each."""
         rest = self._size - self._stream.tell()
         if count * least > rest:
-            raise self._refuse(f"it declares {count} {what}, but only {rest} bytes follow")
+            raise self._invalid(f"it declares {count} {what}, but only {rest} bytes follow")
 
-    def _refuse(self, reason: str) -> CheckpointError:
+    def _invalid(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self._path} is damaged or not a GGUF file: {reason}")

@@ -29,9 +29,9 @@ class AddConstant(OneToOne):
         """Subtracts the value."""
         return [(tensor.double() - self.value).to(tensor.dtype) for tensor in tensors]
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the same box."""
-        return self.forward([get(at, box)])[0]
+        return self.forward([get(index, box)])[0]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class BlockScale(ManyToOne):
         """Raises ValueError, since the operation has no inverse."""
         raise ValueError("block_scale has no inverse; export in another format")
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the box and the scales of the blocks that it overlaps."""
         self._check(shapes)
         spans = [
@@ -106,7 +106,7 @@ class Tie:
         """Returns the tensor ``count`` times."""
         return [_one(tensors)] * count
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the box of each copy and checks that they are equal."""
         return _one([get(i, box) for i in range(len(shapes))])
 

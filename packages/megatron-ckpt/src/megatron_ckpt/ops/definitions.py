@@ -51,12 +51,12 @@ class Transpose(OneToOne):
         back = [self.dims.index(dim) for dim in range(len(self.dims))]
         return [_of_rank(tensor, len(self.dims)).permute(back) for tensor in tensors]
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the box with its dims in their order and permutes it."""
         self._check()
         back = [self.dims.index(dim) for dim in range(len(self.dims))]
         offsets, lengths = ((tuple(each[dim] for dim in back)) for each in box)
-        return get(at, Box(offsets, lengths)).permute(self.dims)
+        return get(index, Box(offsets, lengths)).permute(self.dims)
 
     def _check(self) -> None:
         if sorted(self.dims) != list(range(len(self.dims))):
@@ -93,7 +93,7 @@ class Concat(ManyToOne):
             raise ValueError(f"sizes {sizes} do not split {extent} into {count} tensors")
         return list(torch.split(tensors[0], sizes, self.dim))
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the part of the box that lies in each tensor."""
         start, stop = span_of(box, self.dim)
         parts, begin = [], 0
@@ -120,12 +120,12 @@ class Reshape(OneToOne):
         """Reshapes each tensor to ``source``."""
         return [_reshape(tensor, self.shape, self.source) for tensor in tensors]
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the rows that hold the box."""
-        count = math.prod(shapes[at])
+        count = math.prod(shapes[index])
         known = math.prod(extent for extent in self.shape if extent != -1)
         new = tuple(count // known if extent == -1 else extent for extent in self.shape)
-        return read_reshaped_box(box, tuple(shapes[at]), new, lambda part: get(at, part))
+        return read_reshaped_box(box, tuple(shapes[index]), new, lambda part: get(index, part))
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Stack(ManyToOne):
             raise ValueError(f"size along dim {self.dim} is not {count}")
         return list(tensors[0].unbind(self.dim))
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the box of each tensor that it includes."""
         inner = Box(*(tuple(each[: self.dim]) + tuple(each[self.dim + 1 :]) for each in box))
         return torch.stack([get(i, inner) for i in range(*span_of(box, self.dim))], self.dim)
@@ -185,7 +185,7 @@ class InterleaveQKV(ManyToOne):
         parts = [part.flatten(0, 1) for part in torch.split(tensor, each, 1)]
         return [torch.cat(parts)] if count == 1 else parts
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the rows of queries, keys and values that the box overlaps."""
         (first, last), (start, stop) = span_of(box, 0), span_of(box, 1)
         rest = Box(box.offsets[1:], box.lengths[1:])
@@ -224,13 +224,13 @@ class RopePermute(OneToOne):
         """Reorders halves to pairs."""
         return self._permute(tensors, (self.heads, 2, self.head_dim // 2))
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the whole heads that the box overlaps."""
-        if self.only not in (None, at):
-            return get(at, box)
+        if self.only not in (None, index):
+            return get(index, box)
         start, stop = span_of(box, 0)
         first, last = covering_blocks(start, stop, self.head_dim)
-        held = get(at, with_span(box, 0, first * self.head_dim, last * self.head_dim))
+        held = get(index, with_span(box, 0, first * self.head_dim, last * self.head_dim))
         turned = RopePermute(last - first, self.head_dim).forward([held])[0]
         return turned.narrow(0, start - first * self.head_dim, stop - start)
 
@@ -269,9 +269,9 @@ class SliceRows(OneToOne):
         """Returns the tensors unchanged."""
         return self.forward(tensors)
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the same box."""
-        return get(at, box)
+        return get(index, box)
 
 
 OPS: Mapping[str, type[Op]] = MappingProxyType(

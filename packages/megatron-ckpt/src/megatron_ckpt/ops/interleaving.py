@@ -43,10 +43,10 @@ class Segments:
             raise ValueError(f"sizes along dim {self.dim} are {extents}, expected {self.sizes}")
         return [torch.cat(list(tensors), self.dim)]
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the box, offset by the segments before it."""
         start, stop = span_of(box, self.dim)
-        before = sum(self.sizes[:at])
+        before = sum(self.sizes[:index])
         return get(0, with_span(box, self.dim, before + start, before + stop))
 
 
@@ -82,7 +82,7 @@ class Interleave(ManyToOne):
         parts = torch.split(split_dim(tensor, self.dim, self.blocks), sizes, self.dim + 1)
         return [part.flatten(self.dim, self.dim + 1) for part in parts]
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the blocks of each tensor that the box overlaps."""
         sizes = self._sizes(shapes)
         start, stop = span_of(box, self.dim)
@@ -128,11 +128,11 @@ class Deinterleave:
         """Interleaves the tensors."""
         return self._back.forward(tensors)
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the blocks that the box overlaps."""
         start, stop = span_of(box, self.dim)
-        first, last = covering_blocks(start, stop, self.sizes[at])
+        first, last = covering_blocks(start, stop, self.sizes[index])
         each = sum(self.sizes)
         held = get(0, with_span(box, self.dim, first * each, last * each))
-        part = Deinterleave(self.dim, last - first, self.sizes).forward([held])[at]
-        return part.narrow(self.dim, start - first * self.sizes[at], stop - start)
+        part = Deinterleave(self.dim, last - first, self.sizes).forward([held])[index]
+        return part.narrow(self.dim, start - first * self.sizes[index], stop - start)

@@ -31,11 +31,11 @@ class Op(Protocol):
             ValueError: The shapes do not fit, or the operation has no inverse.
         """
 
-    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
+    def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Returns a box of an output of `forward`, computed from the boxes of theirs that it needs.
 
         Args:
-            at: The index of the output.
+            index: The index of the output.
             box: The box of that output.
             shapes: The shapes of the inputs.
             get: Called with the index of an input and the box of it that is needed.

@@ -81,7 +81,7 @@ class Row:
 
 
 def _reader(op: Op, shapes: Sequence[tuple[int, ...]], get: ReadBox) -> ReadBox:
-    return lambda at, box: op.read_box(at, box, shapes, get)
+    return lambda index, box: op.read_box(index, box, shapes, get)
 
 
 def expand(rows: Sequence[RowData], config: object, max_tensors: int | None = None) -> list[Row]:

@@ -131,7 +131,7 @@ class Manifest:
             for name, record in top.items("files")
         }
         tensors = {name: _tensor(record, files) for name, record in top.items("tensors")}
-        _check_room(str(where), files, tensors)
+        _check_shared_bytes(str(where), files, tensors)
         manifest = cls(
             iteration=top.integer("iteration"),
             world_size=top.integer("world_size", 1),
@@ -171,7 +171,7 @@ def _short(value: object) -> str:
 def _file(record: Fields) -> FileRecord:
     size, blocks = record.integer("size"), record.texts("blocks")
     if len(blocks) != -(-size // BLOCK_SIZE):
-        raise record.refuse("size", f"which is not {len(blocks)} blocks of {BLOCK_SIZE} bytes")
+        raise record.invalid("size", f"which is not {len(blocks)} blocks of {BLOCK_SIZE} bytes")
     return FileRecord(size, blocks)
 
 
@@ -185,11 +185,11 @@ def _model(record: Fields) -> ModelRecord:
 def _tensor(record: Fields, files: Mapping[str, FileRecord]) -> TensorRecord:
     dtype, shape = record.dtype("dtype"), record.integers("shape")
     if math.prod(max(1, extent) for extent in shape) * item_size(dtype) > _MOST_BYTES:
-        raise record.refuse("shape", "which is too large for a tensor")
+        raise record.invalid("shape", "which is too large for a tensor")
     pieces = tuple(_piece(part, dtype, shape, files) for part in record.elements("pieces"))
     covered = sum(piece.box.numel for piece in pieces)
     if covered != math.prod(shape):
-        raise record.refuse("shape", f"but its pieces have {covered} elements")
+        raise record.invalid("shape", f"but its pieces have {covered} elements")
     return TensorRecord(dtype, shape, record.text("group"), pieces)
 
 
@@ -199,17 +199,17 @@ def _piece(
     file, start = part.text("file"), part.integer("start")
     offsets, lengths = part.integers("offsets"), part.integers("lengths")
     if file not in files:
-        raise part.refuse("file", "which is not in the list of files")
+        raise part.invalid("file", "which is not in the list of files")
     if not len(offsets) == len(lengths) == len(shape):
-        raise part.refuse("lengths", f"and offsets are {offsets}, for a tensor of shape {shape}")
+        raise part.invalid("lengths", f"and offsets are {offsets}, for a tensor of shape {shape}")
     if any(o + n > extent for o, n, extent in zip(offsets, lengths, shape, strict=True)):
-        raise part.refuse("lengths", f"from {offsets}, outside of shape {shape}")
+        raise part.invalid("lengths", f"from {offsets}, outside of shape {shape}")
     if start + math.prod(lengths) * item_size(dtype) > files[file].size:
-        raise part.refuse("start", f"past the end of {file}, which has {files[file].size} bytes")
+        raise part.invalid("start", f"past the end of {file}, which has {files[file].size} bytes")
     return Piece(file, start, offsets, lengths)
 
 
-def _check_room(
+def _check_shared_bytes(
     where: str, files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]
 ) -> None:
     """Refuses pieces that share bytes: a small file could declare any number of tensors."""
