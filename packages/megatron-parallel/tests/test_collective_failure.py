@@ -100,4 +100,4 @@ def test_the_rank_the_axis_and_the_operation_are_named(job: Job) -> None:
     for text in said.values():
         assert text.count("\n") == 1
         assert text.startswith("rank 1 did not join all_reduce of gradient bucket 1 of 1 ('b' ...)")
-        assert f"on axis 'dp' ({ranks}): dead, frozen or late" in text
+        assert f"on axis 'dp' ({ranks}): dead, suspended or late" in text

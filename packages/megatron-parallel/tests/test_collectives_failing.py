@@ -219,7 +219,9 @@ def test_a_lost_rank_is_named(worker_pool: WorkerPool, name: str, how: str, tmp_
         line = summaries[0].partition("CollectiveError: ")[2]
     else:
         line, _ = worker_pool.run(*lost, ranks=2, timeout=HANG)
-    expected = rf"^rank 1 did not join {CASES[name][2]} \(ranks 0-1\)[^\n]*: dead, frozen or late"
+    expected = (
+        rf"^rank 1 did not join {CASES[name][2]} \(ranks 0-1\)[^\n]*: dead, suspended or late"
+    )
     assert re.search(expected, line), line
 
 
@@ -241,7 +243,7 @@ def test_every_rank_names_the_late_rank_and_the_late_rank_gets_an_error(
     answers = worker_pool.run(run, ranks=4, timeout=HANG)
     where = "all_reduce [1] float32 on axis 'tp' (ranks 0-3)"
     for rank in (0, 1, 3):
-        assert answers[rank].startswith(f"rank 2 did not join {where}: dead, frozen or late")
+        assert answers[rank].startswith(f"rank 2 did not join {where}: dead, suspended or late")
     assert re.match(
         re.escape(where) + r" failed because rank \d gave up: rank 2 did not join", answers[2]
     )

@@ -55,5 +55,5 @@ def test_a_rank_that_never_binds_is_named_on_the_others(worker_pool: WorkerPool)
     for number in (0, 2):
         assert answers[number] == (
             "rank 1 did not join the comparison of layout and configuration on axis 'world' "
-            "(ranks 0-2) within 0.5 s: dead, frozen or late, see its own output"
+            "(ranks 0-2) within 0.5 s: dead, suspended or late, see its own output"
         )

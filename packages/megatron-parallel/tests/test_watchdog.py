@@ -110,9 +110,9 @@ def test_a_lost_rank_is_named_by_axis_and_operation(
     if how == "exits":
         assert said[1] == "exited with status 7"
     expected = (
-        rf"rank 1 did not join {CASES[name][1]} \(ranks 0-1\): dead, frozen or late, see its own "
-        r"output \(not completed after [\d.]+ s, the last completed was all_reduce of greetings "
-        r"\[5\] float64\)"
+        rf"rank 1 did not join {CASES[name][1]} \(ranks 0-1\): dead, suspended or late, see its "
+        r"own output \(not completed after [\d.]+ s, the last completed was all_reduce of "
+        r"greetings \[5\] float64\)"
     )
     assert re.fullmatch(expected, line), said
 

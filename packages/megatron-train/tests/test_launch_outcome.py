@@ -75,9 +75,9 @@ def test_ranks_killed_by_the_same_signal_are_named_together():
 @pytest.mark.parametrize(
     "text",
     [
-        f"rank 3 did not join {DP}: dead, frozen or late",
-        f"ranks 1, 3 did not join {DP}: dead, frozen or late",
-        f"ranks 2-3 did not join {DP}: dead, frozen or late",
+        f"rank 3 did not join {DP}: dead, suspended or late",
+        f"ranks 1, 3 did not join {DP}: dead, suspended or late",
+        f"ranks 2-3 did not join {DP}: dead, suspended or late",
         f"{DP} failed because rank 3 gave up: rank 3 did not join",
         "rank 3 (stage 1 of 2) did not receive the gradient of micro-batch 2 on axis 'pp'",
         "rank 3 of 4 did not arrive in time: see their own output",

@@ -111,7 +111,7 @@ class raise_collective_errors:  # noqa: N801 - a context manager, named like tho
             if silent:
                 verdict = f"{rank_list(silent)} did not join {where}"
                 _post(store, axis, me, own._replace(verdict=verdict))
-                return f"{verdict}: dead, frozen or late, see its own output ({cause})"
+                return f"{verdict}: dead, suspended or late, see its own output ({cause})"
         except RuntimeError as failure:  # the store is lost with the rank that runs it
             state = "frozen" if isinstance(failure, StoreError) else "gone"
             return f"rank 0, which keeps the job's store, is {state}: {where} failed ({cause})"

@@ -64,7 +64,7 @@ def agree(
     if verdict.missing:
         raise CollectiveError(
             f"{rank_list(verdict.missing)} did not join {where} within "
-            f"{timeout.total_seconds():g} s: dead, frozen or late, see its own output"
+            f"{timeout.total_seconds():g} s: dead, suspended or late, see its own output"
         )
     if verdict.differences:
         raise LayoutError(verdict.differences)

@@ -75,24 +75,24 @@ def launch_outcome(exits: Sequence[RankExit], signals: Sequence[int] = ()) -> La
     """
     causes = [rank_exit for rank_exit in exits if _is_cause(rank_exit, signals)]
     if causes:
-        return _of_cause(causes, exits)
+        return _cause_outcome(causes, exits)
     stops = [rank_exit for rank_exit in exits if rank_exit.status in _STOPS]
     if signals and not all(rank_exit.clean for rank_exit in exits):
         return LaunchOutcome(128 + signals[-1], interrupted=True)
     if any(rank_exit.report and rank_exit.report.kind == "interrupted" for rank_exit in exits):
         return LaunchOutcome(stops[0].status if stops else _STOPS[0], interrupted=True)
     absent = [rank_exit for rank_exit in exits if rank_exit.killed and rank_exit.report is None]
-    witness = _witness(exits, absent)
+    witness = _best_witness(exits, absent)
     if witness is not None:
-        named = _missed(witness)
+        named = _missing_ranks(witness)
         suspended = [rank_exit.rank for rank_exit in absent if rank_exit.suspended]
-        absentees = suspended or [rank_exit.rank for rank_exit in absent]
+        missing = suspended or [rank_exit.rank for rank_exit in absent]
         words = ""
         if suspended:
             verb = "are" if suspended[1:] else "is"
             words = f"{format_ranks(suspended)} {verb} suspended (SIGSTOP); "
-        elif absentees and not named:
-            words = f"{format_ranks(absentees)} did not answer; "
+        elif missing and not named:
+            words = f"{format_ranks(missing)} did not answer; "
         return LaunchOutcome(1, words + _quote(witness))
     if absent:
         ranks = format_ranks([rank_exit.rank for rank_exit in absent])
@@ -105,55 +105,55 @@ def launch_outcome(exits: Sequence[RankExit], signals: Sequence[int] = ()) -> La
 def _is_cause(rank_exit: RankExit, signals: Sequence[int]) -> bool:
     """Returns whether the rank failed by itself."""
     if rank_exit.report is not None:
-        return rank_exit.report.kind in ("own", "bug", "port") and not _missed(rank_exit)
+        return rank_exit.report.kind in ("own", "bug", "port") and not _missing_ranks(rank_exit)
     if rank_exit.killed or rank_exit.clean:
         return False
     return -rank_exit.status not in signals
 
 
-def _of_cause(causes: Sequence[RankExit], exits: Sequence[RankExit]) -> LaunchOutcome:
+def _cause_outcome(causes: Sequence[RankExit], exits: Sequence[RankExit]) -> LaunchOutcome:
     # Prefer a rank with an error of its own to one that repeats the error of another rank.
-    quoting = [e for e in causes if e.report and re.match(r"rank \d+: ", e.report.message)]
-    causes = [rank_exit for rank_exit in causes if rank_exit not in quoting] or causes
+    repeating = [e for e in causes if e.report and re.match(r"rank \d+: ", e.report.message)]
+    causes = [rank_exit for rank_exit in causes if rank_exit not in repeating] or causes
     first = causes[0]
     report = first.report
     if report is None and first.status < 0:
-        return _of_death(
+        return _signal_outcome(
             [rank_exit for rank_exit in causes if rank_exit.status == first.status], exits
         )
     if report is None:
         last = " ".join(first.errors.strip().rpartition("\n")[2].split())
         words = f": {last}" if last else " and printed no error"
         line = f"rank {first.rank} ended with status {first.status}{words}"
-        return LaunchOutcome(first.status, line, _marked(first))
-    alike = [e.rank for e in causes if e.report and e.report.message == report.message]
-    every_rank = len(alike) == len(exits) > 1
-    line = report.message if every_rank else f"{format_ranks(alike)}: {report.message}"
+        return LaunchOutcome(first.status, line, _prefixed_errors(first))
+    same_error = [e.rank for e in causes if e.report and e.report.message == report.message]
+    every_rank = len(same_error) == len(exits) > 1
+    line = report.message if every_rank else f"{format_ranks(same_error)}: {report.message}"
     if report.kind == "bug":
         line += " (a bug; its traceback is above)"
     taken = report.kind == "port"
     return LaunchOutcome(report.status, line, report.traceback, port_taken=taken)
 
 
-def _of_death(dead: Sequence[RankExit], exits: Sequence[RankExit]) -> LaunchOutcome:
+def _signal_outcome(killed: Sequence[RankExit], exits: Sequence[RankExit]) -> LaunchOutcome:
     """Returns the outcome if ranks were killed by a signal, with a report of a waiting rank."""
-    first = dead[0]
+    first = killed[0]
     number = -first.status
     found = _WHAT.search(first.errors)
     why = f" ({found[1].strip()})" if found else ""
     if number == signal.SIGKILL:
         why = " (the system kills processes when memory runs out)"
-    ranks = format_ranks([rank_exit.rank for rank_exit in dead])
-    verb = "were" if dead[1:] else "was"
+    ranks = format_ranks([rank_exit.rank for rank_exit in killed])
+    verb = "were" if killed[1:] else "was"
     line = f"{ranks} {verb} killed by {signal.Signals(number).name}{why}"
-    witness = _witness(exits, dead)
+    witness = _best_witness(exits, killed)
     if witness is not None:
         line += f"; {_quote(witness)}"
-    shown = _marked(first) if any(mark in first.errors for mark in _STACKS) else ""
+    shown = _prefixed_errors(first) if any(mark in first.errors for mark in _STACKS) else ""
     return LaunchOutcome(128 + number, line, shown)
 
 
-def _witness(exits: Sequence[RankExit], culprits: Sequence[RankExit]) -> RankExit | None:
+def _best_witness(exits: Sequence[RankExit], culprits: Sequence[RankExit]) -> RankExit | None:
     """Returns the rank whose report names the missing ranks best.
 
     A report that names a suspended rank comes first, then one that names a culprit, then one that
@@ -162,20 +162,20 @@ def _witness(exits: Sequence[RankExit], culprits: Sequence[RankExit]) -> RankExi
     suspended = {rank_exit.rank for rank_exit in culprits if rank_exit.suspended}
     ranks = {rank_exit.rank for rank_exit in culprits}
 
-    def worth(rank_exit: RankExit) -> tuple[bool, bool, bool, bool]:
-        named = _missed(rank_exit)
+    def rating(rank_exit: RankExit) -> tuple[bool, bool, bool, bool]:
+        named = _missing_ranks(rank_exit)
         text = rank_exit.report.message if rank_exit.report else ""
         return bool(named & suspended), bool(named & ranks), "axis" in text, bool(named)
 
     witnesses = [
         rank_exit
         for rank_exit in exits
-        if rank_exit.report and (rank_exit.report.kind == "peer" or _missed(rank_exit))
+        if rank_exit.report and (rank_exit.report.kind == "peer" or _missing_ranks(rank_exit))
     ]
-    return max(witnesses, key=worth, default=None)  # the first of several equals
+    return max(witnesses, key=rating, default=None)  # the first of several equals
 
 
-def _missed(rank_exit: RankExit) -> set[int]:
+def _missing_ranks(rank_exit: RankExit) -> set[int]:
     """Returns the missing ranks that a rank's report names."""
     if rank_exit.report is None or rank_exit.report.kind not in ("own", "peer"):
         return set()
@@ -194,7 +194,7 @@ def _quote(rank_exit: RankExit) -> str:
     return message if message.startswith(f"{name} ") else f"{name}: {message}"
 
 
-def _marked(rank_exit: RankExit) -> str:
+def _prefixed_errors(rank_exit: RankExit) -> str:
     lines = rank_exit.errors.rstrip().splitlines()
     return "".join(f"[rank {rank_exit.rank}] {line}\n" for line in lines)
 

@@ -60,11 +60,13 @@ class Supervisor:
                     for key, _ in selector.select(_TICK):
                         if key.data() == b"":
                             selector.unregister(key.fileobj)
-                    self._look(selector)
+                    self._poll_ranks(selector)
                     if self._is_over():
-                        self._end(self._running, selector)
+                        self._kill_ranks(self._running, selector)
                     elif self._timeout is not None:
-                        self._end(self._suspended_for(self._timeout + self._grace / 2), selector)
+                        self._kill_ranks(
+                            self._suspended_for(self._timeout + self._grace / 2), selector
+                        )
         finally:
             for rank in self._ranks:
                 rank.kill()
@@ -74,21 +76,21 @@ class Supervisor:
     def _running(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if rank.rank not in self._exits]
 
-    def _look(self, selector: selectors.BaseSelector) -> None:
+    def _poll_ranks(self, selector: selectors.BaseSelector) -> None:
         """Records ranks that have ended or reported a failure, and sets the others' deadline."""
         for rank in self._running:
             status = rank.poll()
             if status is not None:
-                self._note(rank, selector)
+                self._record_exit(rank, selector)
             if status or rank.report is not None:
                 rank_exit = self._exits.get(rank.rank)
                 if rank_exit is None or not rank_exit.clean:
                     self._failed = True
-                    self._limit(self._grace)
+                    self._set_deadline(self._grace)
             if status is not None and self._timeout is not None:
-                self._limit(self._timeout + self._grace)
+                self._set_deadline(self._timeout + self._grace)
 
-    def _limit(self, seconds: float) -> None:
+    def _set_deadline(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
@@ -108,15 +110,15 @@ class Supervisor:
         self._suspended = {rank.rank: self._suspended.get(rank.rank, now) for rank in suspended}
         return [rank for rank in suspended if now - self._suspended[rank.rank] >= seconds]
 
-    def _end(self, ranks: Sequence[RankProcess], selector: selectors.BaseSelector) -> None:
+    def _kill_ranks(self, ranks: Sequence[RankProcess], selector: selectors.BaseSelector) -> None:
         for rank in ranks:
             suspended = rank.suspended
             rank.kill()
-            self._note(rank, selector, killed=True, suspended=suspended)
+            self._record_exit(rank, selector, killed=True, suspended=suspended)
             self._failed = True
-            self._limit(self._grace)
+            self._set_deadline(self._grace)
 
-    def _note(
+    def _record_exit(
         self,
         rank: RankProcess,
         selector: selectors.BaseSelector,

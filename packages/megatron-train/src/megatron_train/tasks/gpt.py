@@ -116,8 +116,8 @@ class GPTTask:
             tokens = fields["tokens"]
             split = ContextSplit.zigzag(tokens.shape[1], self._cp.size, tokens.device)
         index = self._context(split.ranks).index
-        by_place = fields.keys() & {"tokens", "labels", "loss_mask", "positions"}
-        own = {name: split.take(fields[name], index) for name in by_place}
+        sequence_fields = fields.keys() & {"tokens", "labels", "loss_mask", "positions"}
+        own = {name: split.take(fields[name], index) for name in sequence_fields}
         return dataclasses.replace(batch.with_fields(**own), context_split=split)
 
     def stage_inputs(
@@ -127,39 +127,39 @@ class GPTTask:
 
         The first stage gets tokens, the last one labels, and all of them mask and dropout.
         """
-        own = next(one for one in self._stages if one.stage == stage)
-        fields, given = batch.fields, dict[str, Any]()
-        if own.first:
-            given["x"] = fields["tokens"]
-        if own.last:
-            given["labels"] = fields["labels"]
+        module = next(one for one in self._stages if one.stage == stage)
+        fields, arguments = batch.fields, dict[str, Any]()
+        if module.first:
+            arguments["x"] = fields["tokens"]
+        if module.last:
+            arguments["labels"] = fields["labels"]
             if iteration is not None:
-                given["label_smoothing"] = self._label_smoothing
-        pooled = self._mesh.layout.hybrid_cp
-        if self._reset_position_ids or pooled:
-            given["positions"] = fields["positions"]
-        if self._reset_attention_mask or pooled:
-            given["mask"] = Mask(document_ids=fields["document_ids"])
+                arguments["label_smoothing"] = self._label_smoothing
+        uses_pool = self._mesh.layout.hybrid_cp
+        if self._reset_position_ids or uses_pool:
+            arguments["positions"] = fields["positions"]
+        if self._reset_attention_mask or uses_pool:
+            arguments["mask"] = Mask(document_ids=fields["document_ids"])
         if batch.context_split is not None:
-            given["split"] = batch.context_split
-            if pooled:
-                given["cp"] = self._context(batch.context_split.ranks)
+            arguments["split"] = batch.context_split
+            if uses_pool:
+                arguments["cp"] = self._context(batch.context_split.ranks)
         if iteration is not None and (self._hidden_dropout or self._attention_dropout):
-            given["dropout"] = self._dropout(batch, iteration)
-        return given
+            arguments["dropout"] = self._dropout(batch, iteration)
+        return arguments
 
     def _context(self, ranks: int) -> Axis:
         """Returns the axis that a micro-batch is split over; in a pool, the group of `ranks`."""
-        pooled = self._mesh.layout.hybrid_cp
-        return self._mesh.axis(pool_group_name(ranks)) if pooled else self._cp
+        uses_pool = self._mesh.layout.hybrid_cp
+        return self._mesh.axis(pool_group_name(ranks)) if uses_pool else self._cp
 
     def _dropout(self, batch: MicroBatch, iteration: int) -> Dropout:
         """Returns the dropout of a step; rows of a pool drop what their samples would drop."""
         rates = self._hidden_dropout, self._attention_dropout
         if self._mesh.layout.hybrid_cp:
-            samples, places = batch.fields["sample_ids"].t(), batch.fields["indices_in_sample"]
-            key = DropoutKey.for_tokens(self._seed, iteration, samples, places.t())
-            return Dropout(key, *rates, places, self._sequence_length)
+            samples, indices = batch.fields["sample_ids"].t(), batch.fields["indices_in_sample"]
+            key = DropoutKey.for_tokens(self._seed, iteration, samples, indices.t())
+            return Dropout(key, *rates, indices, self._sequence_length)
         key = DropoutKey.for_batch(
             seed=self._seed,
             iteration=iteration,
@@ -170,8 +170,8 @@ class GPTTask:
 
     def stage_output_spec(self, batch: MicroBatch, stage: int) -> TensorSpec:
         """Returns shape and dtype of the activations between two stages."""
-        samples, part = batch.fields["tokens"].shape
-        return self._stages[0].stage_output_spec(samples, part * self._cp.size)
+        samples, length = batch.fields["tokens"].shape
+        return self._stages[0].stage_output_spec(samples, length * self._cp.size)
 
     def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         """Returns the cross entropy ``[b, s]`` summed over the unmasked tokens."""
