@@ -127,7 +127,7 @@ def test_sigmoid_choices_and_weights_equal_megatrons(topk: int, bias: Tensor | N
     assert torch.equal(torch.zeros(N, E).scatter(1, found.experts, 1).bool(), chosen.bool())
     dense = torch.zeros(N, E, dtype=torch.float64).scatter(1, found.experts, found.weights)
     torch.testing.assert_close(dense, probabilities, rtol=0, atol=1e-7)  # theirs is in float32
-    assert torch.equal(found.experts, found.preferred) == (bias is None)
+    assert torch.equal(found.experts, found.unbiased_experts) == (bias is None)
 
 
 @pytest.mark.parametrize("bias", [None, BIAS], ids=["plain", "biased"])
@@ -158,7 +158,7 @@ def test_biases_are_updated_as_megatrons(monkeypatch: pytest.MonkeyPatch) -> Non
     with torch.no_grad():
         router.expert_bias.copy_(BIAS)
     expected = moe_utils.get_updated_expert_bias(tokens, BIAS, 0.01)
-    torch.testing.assert_close(router.balanced(router.expert_bias, tokens), expected)
+    torch.testing.assert_close(router.update_bias(router.expert_bias, tokens), expected)
     assert ((expected - BIAS).sign() == torch.tensor([1, -1, 1, 0, 0, 0])).all()
 
 

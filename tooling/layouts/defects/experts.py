@@ -105,8 +105,8 @@ def _bias_weighs(mesh: Mesh, replace: Replace) -> None:
     true = Router._choose
 
     def wrong(self: Router, logits: Tensor) -> Any:
-        weights, experts, preferred = true(self, logits)
-        return weights + self.expert_bias[experts], experts, preferred
+        weights, experts, unbiased_experts = true(self, logits)
+        return weights + self.expert_bias[experts], experts, unbiased_experts
 
     if mesh.world_size > 1:
         replace(Router, "_choose", wrong)

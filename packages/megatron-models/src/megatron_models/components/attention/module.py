@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.tp = placement.mesh.axis("tp")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.interleaved = spec.rotary_interleaved
-        self.head_size, self.slots = spec.kv_channels, spec.slots
+        self.head_size, self.heads_by_role = spec.kv_channels, spec.heads_by_role
         self.ranks_per_group = query_group_ranks(spec, self.tp.size)
         self.softcap = spec.attn_logit_softcapping
         self.qkv = placement.column_parallel_linear(spec.qkv)
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         if self.ranks_per_group > 1:
             fused = gather_query_group(fused, self.tp, self.ranks_per_group)
         fused = fused.unflatten(-1, (-1, self.head_size))
-        q, k, v = fused.split(self.slots, dim=3)
+        q, k, v = fused.split(self.heads_by_role, dim=3)
         if self.ranks_per_group > 1:
             q = q.chunk(self.ranks_per_group, dim=3)[self.tp.index % self.ranks_per_group]
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)

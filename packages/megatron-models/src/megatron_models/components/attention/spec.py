@@ -40,14 +40,14 @@ class AttentionSpec(AttentionConfig, Mixer):
         return self.num_attention_heads
 
     @property
-    def slots(self) -> tuple[int, int, int]:
+    def heads_by_role(self) -> tuple[int, int, int]:
         """Heads of one group in the fused projection: queries, key, value."""
         return (self.heads_per_group, 1, 1)
 
     @property
     def qkv(self) -> ColumnSpec:
         """The fused projection. Ranks that share a group divide its rows."""
-        rows = (self.num_query_groups, sum(self.slots) * self.kv_channels)
+        rows = (self.num_query_groups, sum(self.heads_by_role) * self.kv_channels)
         init = Init(scale=self.init_method_std)
         return ColumnSpec(
             self.hidden_size, rows, self.has_qkv_bias, spill_dim=1, init=init, role="linear_qkv"

@@ -44,13 +44,13 @@ class Routing(NamedTuple):
         experts: Numbers of the experts ``[n, k]``, best first; -1 for padding.
         weights: Weights of the experts' outputs ``[n, k]``, float32 or float64.
         logits: Logits of all experts ``[n, e]``, of the same dtype.
-        preferred: Numbers of the experts without biases ``[n, k]``, which the loss counts.
+        unbiased_experts: Numbers of the experts without biases ``[n, k]``, which the loss counts.
     """
 
     experts: Int[Tensor, "n k"]
     weights: Float[Tensor, "n k"]
     logits: Float[Tensor, "n e"]
-    preferred: Int[Tensor, "n k"]
+    unbiased_experts: Int[Tensor, "n k"]
 
 
 class Router(nn.Module):
@@ -71,21 +71,21 @@ class Router(nn.Module):
         self.rate = spec.moe_router_bias_update_rate
         placement.register_parameters(self, spec.router())
         self.load = placement.register_state(
-            self, spec.state(), f"router.{EXPERT_BIAS}", self.balanced
+            self, spec.state(), f"router.{EXPERT_BIAS}", self.update_bias
         )
 
     def forward(self, x: Float[Tensor, "n h"], routed: Bool[Tensor, " n"] | None) -> Routing:
         """Selects the experts of each token; ``routed`` is False for padding."""
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         logits = functional.linear(x.to(exact), self.weight.to(exact))
-        weights, experts, preferred = self._choose(logits)
+        weights, experts, unbiased_experts = self._choose(logits)
         if routed is not None:
             experts = experts.masked_fill(~routed[:, None], -1)
-            preferred = preferred.masked_fill(~routed[:, None], -1)
+            unbiased_experts = unbiased_experts.masked_fill(~routed[:, None], -1)
         if self.load is not None:
             chosen = functional.one_hot(experts + 1, logits.shape[1] + 1)[..., 1:]
             weights = self.load.observe(weights, chosen.sum((0, 1)))
-        return Routing(experts, weights, logits, preferred)
+        return Routing(experts, weights, logits, unbiased_experts)
 
     def _choose(
         self, logits: Float[Tensor, "n e"]
@@ -93,13 +93,13 @@ class Router(nn.Module):
         """Returns weights and numbers of each token's experts, and the numbers without biases."""
         if self.sigmoid:
             scores = torch.sigmoid(logits)
-            chosen, preferred = torch.topk(scores, self.top_k)
-            experts = preferred
+            chosen, unbiased_experts = torch.topk(scores, self.top_k)
+            experts = unbiased_experts
             if self.load is not None:
                 experts = torch.topk(scores + self.expert_bias, self.top_k).indices
                 chosen = scores.gather(1, experts)
             weights = chosen if self.top_k == 1 else chosen / (chosen.sum(1, True) + SMALL)
-            return weights, experts, preferred
+            return weights, experts, unbiased_experts
         if self.pre_softmax:
             weights, experts = torch.topk(torch.softmax(logits, -1), self.top_k)
         else:
@@ -107,7 +107,7 @@ class Router(nn.Module):
             weights = torch.softmax(chosen, -1)
         return weights, experts, experts
 
-    def balanced(self, bias: Tensor, tokens: Tensor) -> Tensor:
+    def update_bias(self, bias: Tensor, tokens: Tensor) -> Tensor:
         """Returns the biases of experts ``[e]`` after a step in which they had ``tokens`` each."""
         return bias + self.rate * torch.sign(tokens.mean() - tokens).to(bias.dtype)
 
@@ -169,7 +169,7 @@ def load_balancing_loss(
         axis: Ranks with the other tokens of these groups.
         sigmoid: Whether scores are sigmoids of logits instead of their softmax.
     """
-    experts, logits = routing.preferred, routing.logits
+    experts, logits = routing.unbiased_experts, routing.logits
     routed = (experts[:, :1] >= 0).to(logits.dtype)
     members = functional.one_hot(groups, count).t().to(logits.dtype)  # [groups, n]
     probabilities = members @ (_shares(logits, sigmoid) * routed)  # [groups, e]
