@@ -117,7 +117,7 @@ def test_conversations_stay_whole_by_default(talks, train):
         f"{once} --sample-order stateless"
     )
     assert "warning" not in train(once)
-    assert "conversations longer than a sample, cut" in train(f"{once} --seq-length 12")
+    assert "conversations longer than a sample, split" in train(f"{once} --seq-length 12")
 
 
 @pytest.mark.parametrize(

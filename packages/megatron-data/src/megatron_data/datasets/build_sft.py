@@ -82,13 +82,13 @@ class _SFTBuilder(GPTBuilder):
         """
         dataset = super().build_source(source, name, request, source_index)
         order = dataset.order if isinstance(dataset, SFTDataset) else None
-        which = f"{request.split} split of {name}"
+        split_name = f"{request.split} split of {name}"
         if isinstance(order, RowOrder) and order.truncated:
-            what = plural(order.truncated, "row")
-            _log.warning("%s: %s longer than a sample, cut", which, what)
-        if isinstance(order, PackedOrder) and (cut := order.packing.report().split_documents):
-            what = plural(cut, "conversation")
-            _log.warning("%s: %s longer than a sample, cut", which, what)
+            rows = plural(order.truncated, "row")
+            _log.warning("%s: %s longer than a sample, truncated", split_name, rows)
+        if isinstance(order, PackedOrder) and (count := order.packing.report().split_documents):
+            conversations = plural(count, "conversation")
+            _log.warning("%s: %s longer than a sample, split", split_name, conversations)
         return dataset
 
 

@@ -126,7 +126,7 @@ class ConversationLines:
         row = read_row(self.location(number), line)
         reference, template = self.tokenizer.reference, self.tokenizer.template
         (conversations,) = encode_rows([row], reference, template, self._loss)
-        return [each for each in conversations if each.loss_mask[1:].any()]
+        return [conversation for conversation in conversations if conversation.loss_mask[1:].any()]
 
     def _check_sizes(self, longest: int | None) -> None:
         """Raises an error for the first line of more than `longest` bytes without its newline."""
@@ -179,7 +179,7 @@ class ConversationLinesDataset:
             raise IndexError(f"sample {sample} is out of range; there are {self._samples} samples")
         number = self._first + sample % self._count
         row = self.lines.conversations(number)
-        lengths = np.array([len(each.ids) for each in row], np.int64)
+        lengths = np.array([len(conversation.ids) for conversation in row], np.int64)
         truncated = truncated_lengths(lengths, self.sequence_length)
         if not row:
             self._warn_once(
@@ -189,8 +189,8 @@ class ConversationLinesDataset:
             held = f"truncated to {self.sequence_length}; lines longer than a sample"
             self._warn_once("long", number, f"{lengths.sum()} tokens, {held} lose their end")
         parts = [
-            (each.ids[:length], each.loss_mask[:length])
-            for each, length in zip(row, truncated, strict=True)
+            (conversation.ids[:length], conversation.loss_mask[:length])
+            for conversation, length in zip(row, truncated, strict=True)
             if length
         ]
         return make_sample(parts, self.sequence_length, sample)

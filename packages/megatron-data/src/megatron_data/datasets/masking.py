@@ -238,7 +238,7 @@ def _words(
 def _longest_span(words: list[list[int]], word: int, longest: int, room: float) -> list[int] | None:
     """Returns the positions of the longest span from `word` on that fits, or None."""
     for count in range(longest, 0, -1):
-        span = [position for each in words[word : word + count] for position in each]
+        span = [position for positions in words[word : word + count] for position in positions]
         if len(span) <= room:
             return span
     return None

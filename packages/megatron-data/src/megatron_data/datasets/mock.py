@@ -30,9 +30,9 @@ class MockTokens:
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
         """Returns the tokens of a document, or `length` of them from `offset` on."""
-        whole = int(self._lengths[sequence])
-        end = whole if length is None else offset + length
+        total = int(self._lengths[sequence])
+        end = total if length is None else offset + length
         tokens = np.arange(offset + 1, end + 1, dtype=np.int64) % self.vocab_size
-        if end == whole:
-            tokens[whole - 1 - offset :] = self.eod_id
+        if end == total:
+            tokens[total - 1 - offset :] = self.eod_id
         return tokens

@@ -85,9 +85,9 @@ def _texts(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
         begin = end
 
 
-def _add(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:
+def _add(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns the sum of two count arrays of possibly different lengths, in the longer array."""
-    longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
+    longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
     longer[: len(shorter)] += shorter
     return longer
 

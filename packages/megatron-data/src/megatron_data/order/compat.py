@@ -112,8 +112,8 @@ def epochs_needed(
     """
     if epoch_tokens == 0:
         raise EmptySplitError("the split holds no token")
-    wanted = 0 if num_samples is None else num_samples * sequence_length + extra
-    return max(1, -(-wanted // epoch_tokens))
+    num_tokens = 0 if num_samples is None else num_samples * sequence_length + extra
+    return max(1, -(-num_tokens // epoch_tokens))
 
 
 def _samples_before_last_epoch(
