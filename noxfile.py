@@ -345,10 +345,11 @@ def parity(session: nox.Session) -> None:
 
 @job()
 def lint(session: nox.Session) -> None:
-    """Runs ruff (rules and format), and checks the words of CONTRIBUTING.md."""
+    """Runs ruff (rules and format), and checks words by tooling/check_words.py."""
     install(session, "ruff")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("python", "tooling/check_words.py")
 
 
 @job()

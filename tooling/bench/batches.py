@@ -1,8 +1,9 @@
-"""Micro-batches of a step on 4 ranks of one copy of the model: read by one and sent, or by each.
+"""Micro-batches on 4 ranks of one model replica: read by one rank and sent, or read by each.
 
-Both ways yield equal tensors, in turns on the same ranks; the slowest rank counts, and the median
-of the rounds. The corpus is on this machine's disk, after the first round in its page cache: the
-best case for ranks that read by themselves. Four ranks of four machines would each read it.
+Both variants give equal tensors and alternate on the same ranks. A time is that of the slowest
+rank, and the table has medians of rounds. After the first round the corpus is in the page cache of
+this machine, the best case for ranks that read by themselves. Four ranks on four machines would
+each read it.
 
     OMP_NUM_THREADS=1 python tooling/bench/batches.py [--rounds 15]
 """
@@ -30,7 +31,7 @@ LAYOUTS = (ParallelLayout(tp=4, dp=1), ParallelLayout(tp=2, pp=2, dp=1), Paralle
 
 
 def write_corpus(prefix: str, documents: int) -> None:
-    """Documents of 1,000 random tokens each."""
+    """Writes documents of 1,000 random tokens each."""
     numbers = np.random.default_rng(1)
     with IndexedDatasetBuilder(prefix, "uint16") as builder:
         for _ in range(documents):
@@ -40,7 +41,7 @@ def write_corpus(prefix: str, documents: int) -> None:
 
 
 def seconds(mesh: Mesh, prefix: str, rounds: int) -> dict[str, list[float]]:
-    """The time of every step, by way."""
+    """Returns the times of all steps by variant."""
     config = RunConfig(
         model=GPTConfig(
             num_layers=4,
@@ -74,7 +75,7 @@ def seconds(mesh: Mesh, prefix: str, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--documents", type=int, default=20_000, help="of 1,000 tokens")

@@ -1,16 +1,14 @@
-"""What reading datasets in object storage costs on our side: the cache, and streams.
+"""The cost of reading datasets in object storage on our side: the block cache, and streams.
 
     python tooling/bench/object_storage.py [--blocks 10000]
 
-The cache: one block after the other is read of a dataset in fsspec's memory, so that what is
-measured is the cache itself: a block that is missing (fetched, checked, written and renamed) and
-one that is there (opened, compared with its checksum), in a folder of few and of many blocks, and
-in one that is full, where each that is added makes others go. Blocks are of 4 KiB: what depends on
-their size is left out.
+Cache: reads a dataset in fsspec's memory block by block, which measures the cache itself. A block
+is missing (fetched, checked, written and renamed) or cached (opened, compared with its checksum).
+The folder has few blocks, many, or is full, so that each new block removes others. Blocks have 4
+KiB, which excludes costs that depend on their size.
 
-Streams: a whole file of a storage that takes 50 ms to answer and then gives 80 MB/s to each
-request, which are common numbers, through `IndexedDataset.scan`, in turns with fsspec's own file,
-read block by block.
+Streams: reads a whole file from a storage with 50 ms latency and 80 MB/s for each request, which
+are common values, through `IndexedDataset.scan` and through fsspec's own file, interleaved.
 """
 
 import argparse
@@ -34,7 +32,7 @@ LATENCY, RATE = 0.05, 80e6
 
 
 class Distant(MemoryFileSystem):
-    """A storage that takes its time."""
+    """A storage with latency and limited throughput."""
 
     protocol = "msc"
     cachable = False
@@ -47,13 +45,13 @@ class Distant(MemoryFileSystem):
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
-        """Return a range after the time that it takes."""
+        """Returns a range after the time that the storage takes."""
         data: bytes = super().cat_file(path, start=start, end=end, **kwargs)
         time.sleep(LATENCY + len(data) / RATE)
         return data
 
     def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        """A file that is read through fsspec's read-ahead of 5 MiB, as those of s3fs are."""
+        """Opens a file with fsspec's read-ahead of 5 MiB, like the files of s3fs."""
         size = self.info(path)["size"]
 
         class File(fsspec.spec.AbstractBufferedFile):
@@ -64,7 +62,7 @@ class Distant(MemoryFileSystem):
 
 
 def write(folder: Path, sequences: int) -> None:
-    """A dataset in fsspec's memory whose sequences fill a block each."""
+    """Writes a dataset in fsspec's memory whose sequences fill one block each."""
     tokens = np.random.default_rng(0).integers(0, 50_000, BLOCK // 2).astype(np.uint16)
     with IndexedDatasetBuilder(folder / "d", "uint16") as builder:
         for _ in range(sequences):
@@ -76,7 +74,7 @@ def write(folder: Path, sequences: int) -> None:
 
 
 def microseconds(dataset: IndexedDataset, numbers: list[int]) -> tuple[float, float]:
-    """The median and the mean time of reading one sequence."""
+    """Returns the median and the mean time of reading one sequence."""
     times = []
     for number in numbers:
         started = time.perf_counter()
@@ -86,7 +84,7 @@ def microseconds(dataset: IndexedDataset, numbers: list[int]) -> tuple[float, fl
 
 
 def cached(folder: Path, blocks: int) -> None:
-    """The table of blocks that are missing and of those that are there."""
+    """Returns the table of missing and cached blocks."""
     print("| blocks in the folder | block | microseconds, median | mean |\n|---|---|---|---|")
     for many, limit in ((10, 10 * blocks), (blocks, 10 * blocks), (blocks, blocks)):
         storage = StorageCache(str(folder / f"cache-{many}-{limit}"), BLOCK, limit * (BLOCK + 4))
@@ -103,7 +101,7 @@ def cached(folder: Path, blocks: int) -> None:
 
 
 def streamed(folder: Path, rounds: int) -> None:
-    """The table of whole files."""
+    """Returns the table of whole files."""
     fsspec.register_implementation("msc", Distant, clobber=True)
     with IndexedDatasetBuilder(folder / "s", "uint16") as builder:
         builder.add_document(np.zeros(60_000_000, np.uint16), [60_000_000])
@@ -135,7 +133,7 @@ def streamed(folder: Path, rounds: int) -> None:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=10_000, help="in the folder")
     parser.add_argument("--rounds", type=int, default=3, help="of the streams")

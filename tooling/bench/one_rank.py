@@ -65,7 +65,9 @@ class Times(NamedTuple):
 
 
 def by_hand(model: nn.Module, loss: Callable[[Mapping[str, Tensor]], Tensor]) -> StepByHand:
-    """The loop one would write by hand; `loss` is that of all tokens of a micro-batch together."""
+    """Runs the loop that one would write by hand; `loss` is the sum over the tokens of a
+    micro-batch.
+    """
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
@@ -88,13 +90,13 @@ def by_hand(model: nn.Module, loss: Callable[[Mapping[str, Tensor]], Tensor]) ->
 
 
 def plain_step(config: GPTConfig) -> StepByHand:
-    """Of torch's own modules."""
+    """Returns the step of torch's own modules."""
     model = plain_copy(GPT(config, Mesh.single()))
     return by_hand(model, lambda f: model(f["tokens"], f["labels"], reduction="sum"))
 
 
 def bare_step(config: GPTConfig) -> StepByHand:
-    """Of the model of megatron_models."""
+    """Returns the step of the model of megatron_models."""
     model = GPT(config, Mesh.single())
     return by_hand(model, lambda f: model.loss(f["tokens"], f["labels"]).sum())
 
@@ -201,7 +203,7 @@ def make_batches(args: argparse.Namespace) -> list[list[MicroBatch]]:
 
 
 def compare(way: str, contest: Contest, rounds: int) -> tuple[list[str], bool]:
-    """Rows of the table, and whether all ways have trained the same model."""
+    """Returns the rows of the table, and whether all variants have trained the same model."""
     counted = slice(WARM_UP, WARM_UP + rounds)
     rows = []
     for clock in Times._fields:
@@ -222,7 +224,7 @@ def compare(way: str, contest: Contest, rounds: int) -> tuple[list[str], bool]:
 
 
 def main() -> int:
-    """Run the comparison."""
+    """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=512)

@@ -1,4 +1,4 @@
-"""The peer of the benchmarks: a GPT as one would write it by hand, of torch's own modules."""
+"""The peer of the benchmarks: a GPT written by hand with torch's own modules."""
 
 from megatron_models import GPT, GPTConfig
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.nn import functional
 
 
 class PlainBlock(nn.Module):
-    """A GPT-2 block as one would write it by hand, batch first."""
+    """A GPT-2 block written by hand, batch first."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class PlainGPT(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon)
 
     def forward(self, tokens: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross entropy of `labels`, ``[b, s]`` like `tokens`."""
+        """Returns the cross entropy of `labels`, `[b, s]` like `tokens`."""
         x = self.word(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -48,7 +48,7 @@ class PlainGPT(nn.Module):
 
 
 def plain_copy(model: GPT) -> PlainGPT:
-    """Return the peer with the weights of our model."""
+    """Returns the peer with the weights of our model."""
     config = model.config
     heads, d = config.num_attention_heads, config.kv_channels
     ours = {name: value.detach() for name, value in model.named_parameters()}

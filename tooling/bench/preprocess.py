@@ -1,10 +1,10 @@
-"""JSON lines to finished .bin/.idx, against a bare `encode_batch` loop and one document at a time.
+"""JSON lines to .bin/.idx files, compared with a bare `encode_batch` loop and Megatron's structure.
 
-The bare loop has its texts in memory and throws the result away: the bound of what a tokenizer
-leaves to gain. One document at a time through a process pool is how Megatron's preprocess_data.py
-works; the stand-in here has its structure, with our writer. `--megatron PATH` runs that script
-itself, too, start and imports included. Where gigatoken is installed (the extra
-`fast`) it is measured too. All ways end in the same bytes, which is checked.
+The bare loop has its texts in memory and discards the result, which bounds what a tokenizer allows.
+Megatron's preprocess_data.py sends one document at a time through a process pool; the stand-in here
+has the same structure with our writer. `--megatron PATH` also runs that script itself, start and
+imports included. If gigatoken is installed (the extra `fast`), it is measured too. The benchmark
+checks that all variants write the same bytes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ FAST = "preprocess --fast"
 
 
 class OneByOne:
-    """Megatron's structure: a worker parses and tokenizes a line, the parent appends it."""
+    """Megatron's structure: a worker parses and tokenizes a line, and the parent appends it."""
 
     tokenizer: HuggingFaceTokenizer
 
@@ -66,7 +66,7 @@ class OneByOne:
 
 
 def megatrons(script: Path, corpus: Path, folder: Path, workers: int) -> None:
-    """Run Megatron's script with the same tokenizer."""
+    """Runs Megatron's script with the same tokenizer."""
     words = {
         "--input": corpus,
         "--output-prefix": folder / "megatron",
@@ -81,7 +81,7 @@ def megatrons(script: Path, corpus: Path, folder: Path, workers: int) -> None:
 def tasks(
     corpus: Path, folder: Path, threads: int, script: Path | None
 ) -> dict[str, Callable[[], object]]:
-    """What is compared with `threads` threads or processes."""
+    """Returns the variants to compare with `threads` threads or processes."""
     tokenizer = HuggingFaceTokenizer.load(folder)
     bare = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = list(read_texts([corpus]))
@@ -114,12 +114,12 @@ def tasks(
 
 
 def processor_seconds() -> float:
-    """What this process and the children that have ended used: steadier on a busy machine."""
+    """Returns the CPU time of this process and its finished children; load affects it less."""
     return sum(os.times()[:4])
 
 
 def check_equal(folder: Path) -> None:
-    """The files of every way hold the same bytes."""
+    """Checks that the files of all variants hold the same bytes."""
     for suffix in ("bin", "idx"):
         one = (folder / f"one.{suffix}").read_bytes()
         names = {"ours": "preprocess", "fast": "gigatoken", "megatron": "Megatron's script"}
@@ -130,7 +130,7 @@ def check_equal(folder: Path) -> None:
 
 
 def main() -> None:
-    """Print a table for each number of threads."""
+    """Prints a table for each number of threads."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, help="JSON lines (the repository's, repeated)")
     parser.add_argument("--repeats", type=int, default=7)

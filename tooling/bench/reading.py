@@ -1,18 +1,18 @@
-"""Reading samples beside megatron-core, and memory while reading a corpus of any size.
+"""Reading samples compared with megatron-core, and memory while reading a corpus of any size.
 
-Every way reads as many samples in turns with the others, every round the next ones, and lets them
-go, as a training loop does: one by one, and as batches of tensors (megatron-core's through torch's
-collation, as its loader gives them). Printed are microseconds per sample, the median over the
-rounds, and the median of the ratios of each round.
+In each round all variants read the same number of new samples, interleaved, and discard them, as a
+training loop does: one by one, and as batches of tensors (megatron-core's through torch's
+collation, as in its loader). The tables have microseconds per sample, the median over the rounds,
+and the median of the ratios of each round.
 
     OMP_NUM_THREADS=1 python tooling/bench/reading.py [--length 2048] [--rounds 15]
     python tooling/bench/reading.py --sparse 20 [--unmapped]
 
-`--sparse GIB` reads 10^5 random samples from a `.bin` of that size, which takes no room on the disk
-because it is one hole. Anonymous memory is what the process itself holds. File memory is the part
-of the page cache that is mapped: the system takes it back when anybody needs it, but counts it in
-the resident size of the process, and in that of its control group. With `--unmapped` the `.bin` is
-read and not mapped, so that the page cache is nobody's: what is mapped then is the index.
+`--sparse GIB` reads 10^5 random samples from a sparse `.bin` of that size, which takes no disk
+space. Anonymous memory belongs to the process itself. File memory is the mapped part of the page
+cache: the system reclaims it under memory pressure, but counts it in the resident size of the
+process and of its control group. With `--unmapped` the `.bin` is read instead of mapped, so that
+only the index is mapped and the page cache of the `.bin` is not counted.
 """
 
 import argparse
@@ -42,7 +42,7 @@ Ways = dict[str, Callable[[int], Any]]
 
 
 def measure(what: str, ways: Ways, peer: str, rounds: int) -> None:
-    """Run all ways in turns; one line of the table for each."""
+    """Runs all variants interleaved and prints one line of the table for each."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name in ways if number % 2 else reversed(ways):
@@ -113,7 +113,7 @@ def speed(length: int, rounds: int) -> None:
 
 
 def write_corpus(prefix: str, seed: int) -> None:
-    """Random tokens in 10,000 documents with the lengths of a web corpus."""
+    """Writes random tokens in 10,000 documents with the lengths of a web corpus."""
     random = np.random.default_rng(seed)
     with IndexedDatasetBuilder(prefix, "uint16") as builder:
         for size in np.minimum(random.lognormal(6.3, 1.1, 10_000), 1e5).astype(int).tolist():
@@ -131,7 +131,9 @@ def collated(dataset: Any, samples: Sequence[int]) -> Any:
 def their_dataset(
     folder: Path, prefixes: Sequence[str], length: int, total: int, *, mixed: bool
 ) -> Any:
-    """megatron-core's dataset of the first corpus, or its mixture of both, of `total` samples."""
+    """Returns megatron-core's dataset of the first corpus, or its blend of both, of `total`
+    samples.
+    """
     import torch.distributed as dist
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
@@ -172,7 +174,7 @@ def their_dataset(
 def sparse(
     gibibytes: float, length: int, mapped: bool, samples: int = 100_000, document: int = 1000
 ) -> None:
-    """Read random samples of a corpus that is a hole, and tell the memory that it takes."""
+    """Reads random samples of a sparse corpus and prints the memory in use."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = f"{folder}/sparse"
         documents = int(gibibytes * 2**30) // (2 * document)
@@ -198,7 +200,7 @@ def sparse(
 
 
 def write_hole(prefix: str, documents: int, document: int) -> None:
-    """Write the index of documents of zeros, and a `.bin` of that size that holds nothing."""
+    """Writes the index of documents of zeros, and a sparse `.bin` of that size."""
     with idx_path(prefix).open("wb") as index:
         index.write(Header(DTYPES[8], documents, documents + 1).pack())
         np.full(documents, document, "<i4").tofile(index)
@@ -209,7 +211,7 @@ def write_hole(prefix: str, documents: int, document: int) -> None:
 
 
 def resident(kind: str) -> int:
-    """Memory of this process in MiB, of one of the kinds that Linux tells apart."""
+    """Returns the memory of this process in MiB, for one of the kinds that Linux reports."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"^{kind}:\s+(\d+) kB$", status, re.MULTILINE)
     return int(found[1]) >> 10 if found else -1

@@ -1,8 +1,8 @@
-"""Orders of samples: building Megatron's, computing ours, maps of sentences, packing.
+"""Sample orders: building Megatron's, computing ours, maps of sentences, packing.
 
-Peers are megatron-core's own functions with its compiled helpers, in turns with ours; medians.
-Building is bound by a random shuffle of 32-bit numbers and a pass over the lengths. Without
-megatron-core only ours is measured.
+The peers are megatron-core's own functions with its compiled helpers, interleaved with ours; the
+tables have medians. A random shuffle of 32-bit numbers and a pass over the lengths bound the build.
+Without megatron-core only ours is measured.
 
     OMP_NUM_THREADS=1 python tooling/bench/sample_order.py [--documents 1e7] [--rounds 5] [--large]
 
@@ -39,7 +39,7 @@ Row = tuple[str, list[float], list[float]]
 
 
 def in_turns(rounds: int, ours: Callable[[], Any], theirs: Callable[[], Any] | None) -> list[Any]:
-    """Seconds of both, in turns, the first of which turns round."""
+    """Returns the seconds of both, interleaved; the order alternates."""
     seconds: list[list[float]] = [[], []]
     ways = [(0, ours), (1, theirs)]
     for number in range(rounds):
@@ -52,20 +52,20 @@ def in_turns(rounds: int, ours: Callable[[], Any], theirs: Callable[[], Any] | N
 
 
 def show(what: str, seconds: list[list[float]]) -> None:
-    """One line of the table."""
+    """Prints one line of the table."""
     ours, theirs = (statistics.median(times) if times else None for times in seconds)
     ratio = f"{theirs / ours:.2f}" if ours and theirs else ""
     print(f"| {what} | {ours:.3f} | {'' if theirs is None else f'{theirs:.3f}'} | {ratio} |")
 
 
 def corpus(documents: int) -> NDArray[np.int32]:
-    """Lengths of a web corpus: lognormal, about 1,000 tokens in the mean."""
+    """Returns the lengths of a web corpus: lognormal with a mean of about 1,000 tokens."""
     lengths = np.random.default_rng(0).lognormal(6.3, 1.1, documents)
     return np.minimum(lengths, 1e6).astype(np.int32) + 1
 
 
 def theirs_whole(lengths: NDArray[np.int32]) -> None:
-    """What megatron-core does for one epoch of a split, without its files."""
+    """Runs megatron-core's build for one epoch of a split, without its files."""
     state = np.random.RandomState(SEED)
     documents = np.arange(len(lengths), dtype=np.int32)
     index = gpt_dataset._build_document_index(documents, 1, state, False)
@@ -134,7 +134,7 @@ def sentences(rounds: int) -> None:
 
 
 def packing(documents: int) -> None:
-    """Time and memory of packing; the lengths themselves are the caller's."""
+    """Returns time and memory of packing, without the memory of the lengths."""
     lengths = corpus(documents)
     tracemalloc.start()
     start = time.perf_counter()
@@ -148,7 +148,7 @@ def packing(documents: int) -> None:
 
 
 class Computed:
-    """A table of equal lengths that is in no memory."""
+    """A table of equal lengths that takes no memory."""
 
     def __init__(self, sequences: int, length: int) -> None:
         self.sequence_lengths = np.broadcast_to(np.int32(length), (sequences,))

@@ -1,12 +1,12 @@
 """How long a person waits: for the help of each command, and for the first step of training.
 
-Every command is started anew, in turns with an empty program and one that imports torch; printed
-are the medians in milliseconds, wall-clock and CPU, and the ratio to the empty program's.
+Each command runs as a new process, interleaved with an empty program and one that imports torch.
+The table has medians in milliseconds, wall-clock and CPU, and the ratio to the empty program.
 
     OMP_NUM_THREADS=1 python tooling/bench/start_up.py [--rounds 7]
 
-The integration tests count what is imported, as `test_start_up.py` and `test_imports.py` say;
-seconds are measured here alone, on a quiet machine.
+The integration tests count imports (`test_start_up.py`, `test_imports.py`). Only this benchmark
+measures seconds, on a quiet machine.
 """
 
 import argparse
@@ -37,7 +37,7 @@ FIRST_STEP = "first step of training"
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The command of a parser and all commands below it."""
+    """Returns the command of a parser and all commands below it."""
     yield parser.prog
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -46,7 +46,7 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def every_command() -> list[str]:
-    """Every command there is, as the parsers say."""
+    """Returns all commands of all packages, from their parsers."""
     found = []
     for name in SCRIPTS:
         (script,) = entry_points(group="console_scripts", name=name)
@@ -60,7 +60,7 @@ def program(line: str) -> list[str]:
 
 
 def measure(words: Sequence[str], folder: Path, until: str = "") -> tuple[float, float]:
-    """Wall-clock and CPU milliseconds of a program, or of its part until it prints a line."""
+    """Returns wall-clock and CPU milliseconds of a program, or until it prints a line."""
     began = time.perf_counter()
     process = subprocess.Popen(
         words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -80,7 +80,7 @@ def measure(words: Sequence[str], folder: Path, until: str = "") -> tuple[float,
 
 
 def write_tokens(path: Path) -> None:
-    """A corpus of 2,400 tokens to train on."""
+    """Writes a corpus of 2,400 tokens to train on."""
     with IndexedDatasetBuilder(str(path), "uint16") as builder:
         for start in range(40):
             builder.add_item([(start + i) % 250 for i in range(60)])

@@ -1,9 +1,9 @@
-"""Training step on one rank: our GPT against a hand-written plain PyTorch loop of the same model.
+"""Training step on one rank: our GPT compared with a hand-written PyTorch loop of the same model.
 
 Both train the same weights on the same batches with fp32, fused AdamW, SDPA and gradient clipping,
-eagerly and compiled. Rounds are interleaved (one of each variant after the other), the median of
-the rounds counts, and the baseline is the faster of the peer's two variants. Losses are compared,
-so that both are known to do the same work.
+eagerly and compiled. Rounds are interleaved (one of each variant in turn), the table has medians of
+rounds, and the baseline is the faster of the peer's two variants. The benchmark compares losses to
+check that both do the same work.
 
     python tooling/bench/train_step.py [--vocab-size 4096] [--rounds 9] [--json out.json]
 """
@@ -28,7 +28,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def plain_step(model: PlainGPT, compiled: bool) -> Step:
-    """The peer's training step."""
+    """Returns the peer's training step."""
     decay = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [
@@ -50,7 +50,7 @@ def plain_step(model: PlainGPT, compiled: bool) -> Step:
 
 
 def our_step(model: GPT, mesh: Mesh, compiled: bool) -> Step:
-    """Our training step: the model's loss and the optimizer of megatron-optim."""
+    """Returns our training step: the model's loss and the optimizer of megatron-optim."""
     settings = OptimizerConfig(
         lr=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
@@ -74,7 +74,7 @@ def our_step(model: GPT, mesh: Mesh, compiled: bool) -> Step:
 
 
 def make_steps(config: GPTConfig) -> dict[str, Step]:
-    """Return the four variants, all starting from the same weights."""
+    """Returns the four variants, which start from the same weights."""
     steps = {}
     for mode in ("eager", "compiled"):
         mesh = Mesh.single()
@@ -87,7 +87,7 @@ def make_steps(config: GPTConfig) -> dict[str, Step]:
 def measure(
     steps: dict[str, Step], batches: list[tuple[Tensor, Tensor]], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the seconds per step of each round, and the last loss, of each variant."""
+    """Returns the seconds per step of each round, and the last loss, by variant."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses = {}
     names = list(steps)
@@ -104,7 +104,7 @@ def measure(
 
 
 def report(config: GPTConfig, tokens: int, length: int, steps: dict[str, list[float]]) -> dict:
-    """Print the table and return its content."""
+    """Prints the table and returns its content."""
     medians = {name: statistics.median(values) for name, values in steps.items()}
     baseline = min((name for name in medians if name.startswith("plain")), key=medians.__getitem__)
     best = min((name for name in medians if name.startswith("ours")), key=medians.__getitem__)
@@ -124,7 +124,7 @@ def report(config: GPTConfig, tokens: int, length: int, steps: dict[str, list[fl
 
 
 def main() -> int:
-    """Run the comparison."""
+    """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=256)

@@ -194,5 +194,7 @@ def test_other_kinds_are_trained(texts: list[str], tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_word_pieces_is_refused_for_masked_datasets():
-    with pytest.raises(DataError, match="a ByteTokenizer has no word pieces; masked datasets need a"):
+    with pytest.raises(
+        DataError, match="a ByteTokenizer has no word pieces; masked datasets need a"
+    ):
         WordPieces.from_tokenizer(ByteTokenizer())
