@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Cast = Literal["refuse", "floating"]
 
 _READ_BYTES = 16 << 20  # most bytes of one read
-_SEEK = 1 << 20  # bytes of a row from which on partially needed rows are read one by one
+_SEEK = 1 << 20  # bytes; longer rows are read one by one if only a part of each is needed
 
 
 class _Copy(NamedTuple):
