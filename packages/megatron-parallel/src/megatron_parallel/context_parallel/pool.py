@@ -14,8 +14,8 @@ Two rules make a plan balanced and free of deadlocks:
 - Groups are aligned: a group of `c` ranks begins at a multiple of `c`. Any two groups are disjoint
   or nested, and a pool of `p` ranks needs groups of `log2(p) + 1` sizes.
 - Large groups come first. Ranks that share a group share all larger groups before it, so they have
-  had equal work and process their common rows in the same order. They wait for each other only as
-  long as the estimates of the work are wrong, and never forever.
+  had equal work and process their common rows in the same order. They wait for each other only
+  because the estimates of the work are inexact, and never forever.
 
 A row is the micro-batch of a group: documents one after the other, up to the capacity of its ranks.
 All ranks have equally many rows, some of them empty, so that what happens once a micro-batch
