@@ -80,20 +80,20 @@ class DocumentPool:
         samples = _Samples(read, numbers)
         ends = self._document_ends(samples, numbers)
         plan = self._plan([stop - start for _, start, stop in ends])
-        some = self._axis.index % len(numbers)  # a sample that this rank reads anyway
-        length = samples[some]["tokens"].shape[1]
+        first_sample = self._axis.index % len(numbers)  # a sample that this rank reads anyway
+        length = samples[first_sample]["tokens"].shape[1]
         share = len(range(self._axis.index, len(numbers), self._axis.size))
         rows: list[MicroBatch] = []
         for row in plan.rows_of(self._axis.index):
-            taken = () if row is None else row.documents
-            parts = [samples.part(*ends[number]) for number in taken]
-            fields = self._filled(parts or [samples.part(some, 0, 0)], row)
+            documents = () if row is None else row.documents
+            parts = [samples.part(*ends[number]) for number in documents]
+            fields = self._filled(parts or [samples.part(first_sample, 0, 0)], row)
             ranks = 1 if row is None else len(row.ranks)
             split = ContextSplit.per_document(fields["document_ids"], ranks)
-            counted = (
+            own_samples = (
                 0 if rows else share
             )  # all samples of this rank are counted with its first row
-            rows.append(MicroBatch(fields, counted, counted * length, split))
+            rows.append(MicroBatch(fields, own_samples, own_samples * length, split))
         return rows
 
     def _plan(self, lengths: Sequence[int]) -> PoolPlan:
@@ -166,8 +166,8 @@ class _Samples:
 def _runs(sample: Fields) -> Tensor:
     """Returns start and stop of each document of a sample, `[n, 2]`, without padding."""
     ids = sample["document_ids"][0]
-    changes = (ids[1:] != ids[:-1]).nonzero()[:, 0] + 1
-    starts = torch.cat([changes.new_zeros(1), changes])
-    stops = torch.cat([changes, changes.new_tensor([len(ids)])])
-    true = ids[starts] >= 0
-    return torch.stack([starts[true], stops[true]], 1)
+    changed = (ids[1:] != ids[:-1]).nonzero()[:, 0] + 1
+    starts = torch.cat([changed.new_zeros(1), changed])
+    stops = torch.cat([changed, changed.new_tensor([len(ids)])])
+    is_token = ids[starts] >= 0
+    return torch.stack([starts[is_token], stops[is_token]], 1)

@@ -91,9 +91,9 @@ class StepEngine:
         data_parallel = data_parallel or DataParallelConfig()
         sums = (*task.losses, *task.metrics)
         names = Counter((*sums, *task.auxiliary_losses))
-        if twice := [name for name, count in names.items() if count > 1]:
+        if duplicates := [name for name, count in names.items() if count > 1]:
             raise TrainError(
-                f"task {type(task).__name__}: two losses or metrics are called {twice[0]!r}; "
+                f"task {type(task).__name__}: two losses or metrics are called {duplicates[0]!r}; "
                 "rename one of them"
             )
         self.task = task
@@ -158,8 +158,8 @@ class StepEngine:
         tokens = sum(batch.tokens for batch in batches)
         flops = self.task.flops(batches)
         if self.mesh.layout.hybrid_cp:
-            own = {"samples": samples, "tokens": tokens, "flops": flops}
-            whole = self._count(own, self._data, "totals of the batch")
+            local = {"samples": samples, "tokens": tokens, "flops": flops}
+            whole = self._count(local, self._data, "totals of the batch")
             return BatchTotals(int(whole["samples"]), int(whole["tokens"]), whole["flops"])
         ranks = self.mesh.axis("dp").size  # all have the same number of samples
         return BatchTotals(ranks * samples, ranks * tokens, ranks * flops)
@@ -215,10 +215,10 @@ class StepEngine:
 
     def _inputs(self, batch: MicroBatch, stage: int) -> Mapping[str, Any]:
         given = dict(self.task.stage_inputs(batch, stage, self._iteration))
-        if taken := given.keys() & {AUXILIARY_LOSSES, INTERLEAVER}:
+        if reserved := given.keys() & {AUXILIARY_LOSSES, INTERLEAVER}:
             raise TrainError(
-                f"task {type(self.task).__name__} gives stage {stage} an argument {min(taken)!r}, "
-                "which the engine passes; choose another name"
+                f"task {type(self.task).__name__} gives stage {stage} an argument "
+                f"{min(reserved)!r}, which the engine passes; choose another name"
             )
         if self._iteration is None:  # an evaluation
             return given

@@ -41,25 +41,30 @@ def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
     if checkpoint.model is None:
         raise TrainError(f"{checkpoint.path} has no record of its model; give another checkpoint")
     products = build_recorded_products(checkpoint.values().get("run"), checkpoint.path)
-    held = {
+    weights_by_name = {
         n: checkpoint.read_tensor(n) for n, r in checkpoint.tensors.items() if r.group == "model"
     }
-    found: dict[str, Tensor] = {}
-    taken = set[str]()
+    merged_weights: dict[str, Tensor] = {}
+    merged = set[str]()
     for name, spec in config_of(checkpoint.model).parameters().items():
-        if name not in held:
+        if name not in weights_by_name:
             continue
-        found[name] = held[name]
+        merged_weights[name] = weights_by_name[name]
         product = products.get(spec.role)
         if product is None:
             continue
         stem = name.removesuffix("weight")
-        further = [f"{stem}{local}" for local in product.shardings(spec.sharding)]
-        weights = [held[each].double() for each in (name, *further)]
-        found[name] = product.merged_weight(weights).to(found[name].dtype)
-        taken |= {*further}
-    kept = {name: held[name] for name in held if name not in taken and name not in found}
-    state: dict[str, Any] = {name: [View.whole(tensor)] for name, tensor in (found | kept).items()}
+        added_names = [f"{stem}{local}" for local in product.shardings(spec.sharding)]
+        weights = [weights_by_name[each].double() for each in (name, *added_names)]
+        merged_weights[name] = product.merged_weight(weights).to(merged_weights[name].dtype)
+        merged |= {*added_names}
+    unchanged = {
+        name: weight
+        for name, weight in weights_by_name.items()
+        if name not in merged and name not in merged_weights
+    }
+    weights_to_save = merged_weights | unchanged
+    state: dict[str, Any] = {name: [View.whole(t)] for name, t in weights_to_save.items()}
     files: dict[str, bytes | Path] = {}
     if any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in checkpoint.manifest.files):
         files[TOKENIZER_FOLDER] = checkpoint.verified_folder(TOKENIZER_FOLDER)

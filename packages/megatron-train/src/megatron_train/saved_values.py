@@ -28,20 +28,20 @@ def read_value(state: object, name: str, kind: type[Value]) -> Value:
     if name not in state:
         raise TrainError(f"the saved state is damaged: it has no {name!r}")
     value: Any = state[name]
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    right = whole and 0 <= value <= MAX_INTEGER if kind is int else isinstance(value, kind)
-    if not right:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    valid = is_integer and 0 <= value <= MAX_INTEGER if kind is int else isinstance(value, kind)
+    if not valid:
         raise TrainError(f"the saved state is damaged: {name!r} is {short_repr(value)}")
     return value  # type: ignore[no-any-return]
 
 
 def short_repr(value: object) -> str:
     """Returns the ``repr`` of a value in one line, truncated if it is long or nested deeply."""
-    short = reprlib.Repr()
-    short.maxstring, short.maxlong, short.maxother = 80, 40, 80
-    short.maxlevel = short.maxlist = short.maxdict = 3
+    formatter = reprlib.Repr()
+    formatter.maxstring, formatter.maxlong, formatter.maxother = 80, 40, 80
+    formatter.maxlevel = formatter.maxlist = formatter.maxdict = 3
     try:
-        return short.repr(value)
+        return formatter.repr(value)
     except ValueError:  # Python does not print integers of more than 4300 digits
         return "an integer of thousands of digits"
 

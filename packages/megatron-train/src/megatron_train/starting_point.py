@@ -57,9 +57,11 @@ def check_output_folders(config: RunConfig) -> None:
         if folder is None or "://" in folder:
             continue
         path = Path(folder).absolute()
-        there = next(place for place in (path, *path.parents) if place.exists())
-        if not there.is_dir():
-            raise TrainError(f"{flag} {folder}: {there} is a file, not a folder; give another name")
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not existing.is_dir():
+            raise TrainError(
+                f"{flag} {folder}: {existing} is a file, not a folder; give another name"
+            )
 
 
 @contextmanager
@@ -76,13 +78,13 @@ def lock_save_folder(
             raise a `CheckpointError` with the same message.
         OSError: The folder cannot be created.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def take(_: list[None]) -> None:
             if config.save is None:
                 return
             try:
-                held.enter_context(run_lock(config.save, command))
+                stack.enter_context(run_lock(config.save, command))
             except DirectoryInUseError as error:
                 raise TrainError(
                     f"--save {config.save} is in use by another run ({error.holder}); wait until "
@@ -240,22 +242,27 @@ def describe_saved_progress(
     if config.save is None:
         return "nothing is saved, because --save is not given"
     saver = next(one for one in trainer.callbacks if isinstance(one, Saver))
-    kept = saver.newest or continued
-    lost = trainer.iteration - (kept.iteration if kept else 0)
+    checkpoint = saver.newest or continued
+    lost = trainer.iteration - (checkpoint.iteration if checkpoint else 0)
     steps = f"{lost} step{'s' * (lost > 1)}"
-    if kept is None:
+    if checkpoint is None:
         reason = f"no checkpoint was complete after {steps}" if lost else "no step was completed"
         return f"nothing is saved: {reason}"
-    again = config.load is not None and Path(config.load).resolve() == Path(config.save).resolve()
-    same = "the same command"
-    if saver.newest is not None and not again and not start.origin:
-        same += f" with --load {config.save}"
+    loads_own = (
+        config.load is not None and Path(config.load).resolve() == Path(config.save).resolve()
+    )
+    command = "the same command"
+    if saver.newest is not None and not loads_own and not start.origin:
+        command += f" with --load {config.save}"
     if lost:
         verb = "are" if lost > 1 else "is"
-        return f"{steps} since {kept.path} {verb} not saved; {same} continues from that checkpoint"
+        return (
+            f"{steps} since {checkpoint.path} {verb} not saved; {command} continues from that "
+            "checkpoint"
+        )
     if saver.newest is None:
-        return f"no step was completed since {kept.path}; {same} continues from it"
-    return f"saved in {kept.path}; {same} continues it"
+        return f"no step was completed since {checkpoint.path}; {command} continues from it"
+    return f"saved in {checkpoint.path}; {command} continues it"
 
 
 def _find(config: CheckpointConfig) -> StartingPoint:

@@ -28,11 +28,11 @@ def failure_report(error: BaseException) -> FailureReport:
         return FailureReport("interrupted", "interrupted", EXIT_INTERRUPTED)
     if isinstance(error, _mistakes()):
         return FailureReport("own", one_line(error))
-    if (full := _out_of_memory(error)) is not None:
-        return full
-    lost = _lost_peer(error)
-    if lost is not None:
-        return lost
+    if (out_of_memory := _out_of_memory(error)) is not None:
+        return out_of_memory
+    peer_failure = _lost_peer(error)
+    if peer_failure is not None:
+        return peer_failure
     last = traceback.format_exception_only(error)[-1]
     return FailureReport(
         "bug", " ".join(last.split()), 1, "".join(traceback.format_exception(error))
@@ -67,10 +67,10 @@ def _out_of_memory(error: BaseException) -> FailureReport | None:
     if not is_out_of_memory(error):
         return None
     found = _ASKED.search(str(error))
-    asked = f" when allocating {found[1]}" if found else ""
+    size = f" when allocating {found[1]}" if found else ""
     return FailureReport(
         "own",
-        f"out of memory{asked}: lower --micro-batch-size, --seq-length or the size of the model, "
+        f"out of memory{size}: lower --micro-batch-size, --seq-length or the size of the model, "
         "recompute activations (--recompute-granularity full), or shard the model over more ranks",
     )
 
@@ -86,8 +86,8 @@ def _lost_peer(error: BaseException) -> FailureReport | None:
     if not (isinstance(error, CollectiveError | dist.DistError) or gloo):
         return None
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    taken = getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
-    if taken or "EADDRINUSE" in f"{error} {error.__cause__}":
+    in_use = getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
+    if in_use or "EADDRINUSE" in f"{error} {error.__cause__}":
         return FailureReport(
             "port", f"{address} (MASTER_ADDR:MASTER_PORT) is in use; choose another port"
         )

@@ -22,8 +22,9 @@ def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
     """
     settings: dict[str, dict[str, Any]] = {}
     for section, (_, cls) in sections(config.model.kind, config.selected_extensions).items():
-        holder = config.section_by_name(section)
-        values = {option.name: getattr(holder, option.name) for option in options_of(cls, section)}
+        section_config = config.section_by_name(section)
+        options = options_of(cls, section)
+        values = {option.name: getattr(section_config, option.name) for option in options}
         settings[section] = {name: value for name, value in values.items() if value is not None}
     if config.data.tokenizer == "NullTokenizer":  # --vocab-size excludes the end-of-document token
         settings["model"]["vocab_size"] -= 1

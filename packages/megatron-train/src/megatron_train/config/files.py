@@ -71,18 +71,18 @@ def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
     document = _load(text, name)
     document.pop(_ABOUT, None)
     given: dict[str, GivenValue] = {}
-    wrong: list[str] = []
+    errors: list[str] = []
     for section, content in document.items():
-        with collect_errors(wrong):
+        with collect_errors(errors):
             found = _read_section(name, str(section), content, options)
             for key in found.keys() & given.keys():
                 other = given[key].origin.rpartition(" ")[2]
-                wrong.append(
+                errors.append(
                     f"{found[key].origin} and {other} are the old and the new key of one setting; "
                     "leave out one of them"
                 )
             given.update(found)
-    raise_collected(wrong)
+    raise_collected(errors)
     return Values(given)
 
 
@@ -112,8 +112,10 @@ def _read_section(
     known = {option.key: option for option in options}
     sections = list(dict.fromkeys(option.section for option in options))
     if section not in sections:
-        home = [key for key in known if key.endswith("." + section)]
-        near = f"; did you mean {home[0]}?" if home else nearest(section, sections)
+        matching_keys = [key for key in known if key.endswith("." + section)]
+        near = (
+            f"; did you mean {matching_keys[0]}?" if matching_keys else nearest(section, sections)
+        )
         raise TrainError(
             f"{path}: unknown section {short_repr(section)}{near} (known: {', '.join(sections)})"
         )
@@ -125,24 +127,24 @@ def _read_section(
             f"got {short_repr(content)}"
         )
     given: dict[str, GivenValue] = {}
-    wrong: list[str] = []
+    errors: list[str] = []
     for name, value in content.items():
-        written = f"{section}.{name}"
-        key = RENAMED_KEYS.get(written, written)
+        given_key = f"{section}.{name}"
+        key = RENAMED_KEYS.get(given_key, given_key)
         if key not in known:
-            near = _nearest_key(written, str(name), list(known))
-            wrong.append(f"{path}: unknown key {short_repr(written)[1:-1]}{near}")
+            near = _nearest_key(given_key, str(name), list(known))
+            errors.append(f"{path}: unknown key {short_repr(given_key)[1:-1]}{near}")
             continue
-        with collect_errors(wrong):
-            origin = f"{path}: {written}"
+        with collect_errors(errors):
+            origin = f"{path}: {given_key}"
             given[key] = GivenValue(known[key].coerce(value, origin), origin)
-    raise_collected(wrong)
+    raise_collected(errors)
     return given
 
 
 def _nearest_key(key: str, name: str, known: Sequence[str]) -> str:
-    elsewhere = [other for other in known if other.split(".")[1] == name.replace("-", "_")]
-    return f"; did you mean {elsewhere[0]}?" if elsewhere else nearest(key, known)
+    same_name = [other for other in known if other.split(".")[1] == name.replace("-", "_")]
+    return f"; did you mean {same_name[0]}?" if same_name else nearest(key, known)
 
 
 def to_yaml(sections: dict[str, dict[str, Any]]) -> str:

@@ -49,7 +49,7 @@ class RunConfig(RunSections):
             alone = dataclasses.replace(self.placement, sequence_parallel=False)
             object.__setattr__(self, "placement", alone)
         self._complete_extension_sections()
-        wrong: list[str] = []
+        errors: list[str] = []
         checks: tuple[Callable[[], None], ...] = (
             self._check_length,
             self._check_batch,
@@ -69,9 +69,9 @@ class RunConfig(RunSections):
             ),
         )
         for check in checks:
-            with collect_errors(wrong):
+            with collect_errors(errors):
                 check()
-        raise_collected(wrong)
+        raise_collected(errors)
         check_expert_overlap(self)
         self._check_pipeline()
 
@@ -80,19 +80,19 @@ class RunConfig(RunSections):
         check_task(self.model.kind, self.task)
         check_product(self.product)
         known = extension_sections(self.model.kind, self.selected_extensions)
-        if strange := self.extension_settings.keys() - known.keys():
+        if unknown := self.extension_settings.keys() - known.keys():
             raise TrainError(
-                f"{self.selected_extensions} has no section {', '.join(sorted(strange))}"
+                f"{self.selected_extensions} has no section {', '.join(sorted(unknown))}"
             )
-        found = {
+        settings = {
             name: self.extension_settings[name]
             if name in self.extension_settings
             else section.config()
             for name, section in known.items()
         }
-        object.__setattr__(self, "extension_settings", found)
+        object.__setattr__(self, "extension_settings", settings)
         rule = find_rule(self.optimizer.optimizer).section
-        own = dataclasses.replace(self.optimizer, settings=rule and found[rule.name])
+        own = dataclasses.replace(self.optimizer, settings=rule and settings[rule.name])
         object.__setattr__(self, "optimizer", own)
 
     def _check_length(self) -> None:
@@ -267,11 +267,11 @@ def build_run(values: Values, world_size: int = 1, kind: str = DEFAULT_KIND) -> 
     check_task(kind, selected.task or "")
     check_product(selected.product or PLAIN)
     refuse_unselected_settings(values, kind, selected, flags)
-    absent = list(values.missing(run_options(kind, selected)))
-    missing = [option.flag for option in absent if not option.derived_default]
+    missing_options = list(values.missing(run_options(kind, selected)))
+    missing = [option.flag for option in missing_options if not option.derived_default]
     if not {"training.train_iters", "training.train_samples"} & values.given.keys():
         missing.append("--train-iters (or --train-samples)")
-    if not missing and [option.key for option in absent] == ["model.vocab_size"]:
+    if not missing and [option.key for option in missing_options] == ["model.vocab_size"]:
         raise UsageError(
             "the vocabulary size is unknown: give --tokenizer-model, --vocab-file and "
             "--merge-file, or --vocab-size"
@@ -280,14 +280,16 @@ def build_run(values: Values, world_size: int = 1, kind: str = DEFAULT_KIND) -> 
         raise UsageError(
             f"missing: {', '.join(missing)}; give them as flags, by --recipe or in --config"
         )
-    built, wrong = {}, list[str]()
+    section_configs, errors = {}, list[str]()
     for name, (_, cls) in sections(kind, selected).items():
-        with collect_errors(wrong):
-            built[name] = build_section(name, cls, values)
-    raise_collected(wrong)
-    built["layout"] = _resolve(built["layout"], world_size)
-    extension_settings = {name: built.pop(name) for name in extension_sections(kind, selected)}
-    return RunConfig(**built, extension_settings=extension_settings)
+        with collect_errors(errors):
+            section_configs[name] = build_section(name, cls, values)
+    raise_collected(errors)
+    section_configs["layout"] = _resolve(section_configs["layout"], world_size)
+    extension_settings = {
+        name: section_configs.pop(name) for name in extension_sections(kind, selected)
+    }
+    return RunConfig(**section_configs, extension_settings=extension_settings)
 
 
 def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -> Section:
@@ -313,13 +315,13 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
     needed = _model_ranks(layout)
     if world_size % needed:
         options = options_of(ParallelLayout, "layout")
-        asked = [
+        degrees = [
             o.command_line(getattr(layout, o.name))
             for o in options
             if o.name in ("tp", "cp", "ep", "pp", "etp") and (getattr(layout, o.name) or 1) > 1
         ]
         raise TrainError(
-            f"{' '.join(asked)} needs a multiple of {needed} ranks, but there "
+            f"{' '.join(degrees)} needs a multiple of {needed} ranks, but there "
             f"{'is 1' if world_size == 1 else f'are {world_size}'}; start with --nproc-per-node "
             f"{needed} or torchrun"
         )

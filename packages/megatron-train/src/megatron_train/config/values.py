@@ -6,6 +6,7 @@ defaults of their dataclasses.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from megatron_train.config.options import Option
@@ -49,13 +50,13 @@ class Values:
 
         If settings exclude each other, those in ``other`` replace those in ``self``.
         """
-        kept = dict(self.given)
-        for sides in _ALTERNATIVES:
-            chosen = [side for side in sides if any(key in other.given for key in side)]
-            displaced = (key for side in sides if chosen and side not in chosen for key in side)
-            for key in displaced:
-                kept.pop(key, None)
-        return Values({**kept, **other.given})
+        remaining = dict(self.given)
+        for alternatives in _ALTERNATIVES:
+            given = [keys for keys in alternatives if any(key in other.given for key in keys)]
+            replaced = (keys for keys in alternatives if given and keys not in given)
+            for key in chain.from_iterable(replaced):
+                remaining.pop(key, None)
+        return Values({**remaining, **other.given})
 
     def with_derived(self, key: str, value: Any, origin: str) -> "Values":
         """Returns these values with ``value`` for ``key``, unless ``key`` is given."""

@@ -1,1 +1,1 @@
-"""Recipes: settings of whole runs, shipped with the package; each is a YAML file in this folder."""
+"""Recipes: settings of whole runs. Each is a YAML file in this folder."""
