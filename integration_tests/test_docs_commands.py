@@ -516,7 +516,7 @@ def test_command_lines_look_like_command_lines() -> None:
         ("pip install packages/megatron-nothing", "megatron-nothing"),
         ('pip install "packages/megatron-data[nothing]"', "nothing"),
         ("megatron-infer serve --load nowhere", "nowhere"),
-        ("curl http://localhost:5000/api", "nothing serves"),
+        ("curl http://localhost:5000/api", "no server is running"),
         ("python", "x"),
     ],
 )
