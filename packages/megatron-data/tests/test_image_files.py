@@ -303,7 +303,7 @@ def test_tokens_of_texts_and_beginnings_of_images_are_verified(lines: Path, tmp_
     manifest = json.loads(path.read_text())
     manifest["tokenizer"]["vocab_size"] = 119
     path.write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match="holds token 119, the vocabulary has 119"):
+    with pytest.raises(DataError, match="holds token 119, but the vocabulary has 119"):
         verify(report.prefix)
     manifest["tokenizer"]["vocab_size"] = 120
     bin_path = Path(f"{report.prefix}.bin")

@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "bench",
         help="measure how fast files are read and tokenized, and find the bottleneck",
-        description="Measure the steps of preprocess, and how fast samples are read, on the first "
+        description="Measure the phases of preprocess, and how fast samples are read, on the first "
         "part of a corpus.",
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
