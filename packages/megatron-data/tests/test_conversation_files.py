@@ -386,7 +386,7 @@ def test_the_values_of_a_mask_are_verified_and_shown(
     manifest = json.loads(path.read_text())
     assert manifest["values"] == 2 and manifest["tokenizer"]["vocab_size"] > 2
     path.write_text(json.dumps({**manifest, "values": 1}))
-    with pytest.raises(DataError, match=r"loss\.bin holds token 1, values are below 1"):
+    with pytest.raises(DataError, match=r"loss\.bin holds token 1, but values are below 1"):
         verify(tmp_path / "o_conversation_loss")
 
 
