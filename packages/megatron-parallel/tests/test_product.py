@@ -160,8 +160,8 @@ def test_dgrad_and_wgrad_equal_autograd(single: Mesh, product: Product) -> None:
     gradients = []
     for layer.product in (product, AccumulatingProduct(product, {})):
         x = data().requires_grad_()
-        requests = [x, *(p for p in layer.parameters() if p.requires_grad)]
-        gradients.append(torch.autograd.grad(layer(x).square().sum(), requests))
+        inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        gradients.append(torch.autograd.grad(layer(x).square().sum(), inputs))
     for own, automatic in zip(*gradients, strict=True):
         torch.testing.assert_close(own, automatic, rtol=1e-12, atol=1e-12)
 
@@ -177,8 +177,8 @@ def test_an_adapter_computes_the_formula_of_the_paper(single: Mesh) -> None:
     layer = Pair(single, LORA, False, 1).down
     x = torch.randn(ROWS, 1, F, dtype=torch.float64)
     w, a, b = (getattr(layer, name) for name in layer.product_parameters)
-    requests = x @ w.T + (5.0 / 3) * (x @ a.T @ b.T) + layer.bias
-    torch.testing.assert_close(layer(x), requests, rtol=1e-12, atol=1e-12)
+    expected = x @ w.T + (5.0 / 3) * (x @ a.T @ b.T) + layer.bias
+    torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
     trained = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
     assert trained == {"lora_a", "lora_b"}
 

@@ -83,8 +83,8 @@ def column_parallel_linear(
         whole = gather_sequence(x, axis) if sequence_parallel else copy_to_axis(x, axis)
         y = product.forward(whole, weights, flat_bias)
     else:
-        how = _How(product, axis, sequence_parallel, num_slices)
-        y = _Column.apply(x, *weights, flat_bias, how)  # type: ignore[no-untyped-call]
+        options = _Options(product, axis, sequence_parallel, num_slices)
+        y = _Column.apply(x, *weights, flat_bias, options)  # type: ignore[no-untyped-call]
     return y if len(shape) == 1 else y.view(*y.shape[:-1], *shape)
 
 
@@ -117,15 +117,15 @@ def row_parallel_linear(
         return product.forward(x, weights, bias)
     y: Tensor
     if sequence_parallel and num_slices > 1 and not torch.compiler.is_compiling():
-        how = _How(product, axis, sequence_parallel, num_slices)
-        y = _Row.apply(x, *weights, how)  # type: ignore[no-untyped-call]
+        options = _Options(product, axis, sequence_parallel, num_slices)
+        y = _Row.apply(x, *weights, options)  # type: ignore[no-untyped-call]
     else:
         leave = scatter_sequence if sequence_parallel else reduce_from_axis
         y = leave(product.forward(x, weights), axis)
     return y if bias is None else y + bias
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
     """Arguments of a function that are not tensors."""
 
     product: Product
@@ -134,42 +134,42 @@ class _How(NamedTuple):
     num_slices: int
 
 
-def _unpack(*rest: Any) -> tuple[list[Tensor], Tensor | None, _How]:
+def _unpack(*rest: Any) -> tuple[list[Tensor], Tensor | None, _Options]:
     """Returns the arguments after the input: weights, bias, and options."""
-    *weights, bias, how = rest
-    return weights, bias, how
+    *weights, bias, options = rest
+    return weights, bias, options
 
 
 class _Column(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        weights, bias, how = _unpack(*rest)
+        weights, bias, options = _unpack(*rest)
         ctx.save_for_backward(x, *weights)
-        ctx.how = how
-        if not how.cut:
-            return how.product.forward(x, weights, bias)
-        count = _divisor(len(x), how.num_slices)
+        ctx.options = options
+        if not options.cut:
+            return options.product.forward(x, weights, bias)
+        count = _divisor(len(x), options.num_slices)
         if count == 1:
-            return how.product.forward(all_gather(x, how.axis), weights, bias)
-        return _gather_in_slices(x, weights, bias, how, count)
+            return options.product.forward(all_gather(x, options.axis), weights, bias)
+        return _gather_in_slices(x, weights, bias, options, count)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        how: _How = ctx.how
+        options: _Options = ctx.options
         requests = weight_gradient_requests(ctx, weights)
         needs_x = _compat.gradient_wanted(ctx, 0)
         needs_bias = _compat.gradient_wanted(ctx, 1 + len(weights))
-        gathering = start_all_gather(x, how.axis) if how.cut and any(requests) else None
+        gathering = start_all_gather(x, options.axis) if options.cut and any(requests) else None
         dy = grads[0]
         rows = as_rows(dy)
         reducing = None
         if needs_x:
-            partial = how.product.dgrad(rows, weights).view(*dy.shape[:-1], x.shape[-1])
-            start = start_reduce_scatter if how.cut else start_all_reduce
-            reducing = start(partial, how.axis)
+            partial = options.product.dgrad(rows, weights).view(*dy.shape[:-1], x.shape[-1])
+            start = start_reduce_scatter if options.cut else start_all_reduce
+            reducing = start(partial, options.axis)
         whole = x if gathering is None else gathering.wait()
-        dweights = weight_gradients(how.product, rows, whole, weights, requests)
+        dweights = weight_gradients(options.product, rows, whole, weights, requests)
         dbias = rows.sum(0) if needs_bias else None
         dx = None if reducing is None else reducing.wait()
         return dx, *dweights, dbias, None
@@ -180,43 +180,43 @@ class _Row(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        *weights, how = rest
+        *weights, options = rest
         ctx.save_for_backward(x, *weights)
-        ctx.how, ctx.gathered = how, None
-        count = _divisor(len(x) // how.axis.size, how.num_slices)
-        slices = x.reshape(how.axis.size, count, -1, *x.shape[1:])
+        ctx.options, ctx.gathered = options, None
+        count = _divisor(len(x) // options.axis.size, options.num_slices)
+        slices = x.reshape(options.axis.size, count, -1, *x.shape[1:])
         reducing = []
         for index in range(count):
-            product = how.product.forward(slices[:, index].flatten(0, 1), weights)
-            reducing.append(start_reduce_scatter(product, how.axis))
+            product = options.product.forward(slices[:, index].flatten(0, 1), weights)
+            reducing.append(start_reduce_scatter(product, options.axis))
         return _concatenate([each.wait() for each in reducing])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        how: _How = ctx.how
+        options: _Options = ctx.options
         needs_x, requests = _compat.gradient_wanted(ctx, 0), weight_gradient_requests(ctx, weights)
         # A split backward pass comes twice with the same gradient, gathered in the first half.
         previous, dy = ctx.gathered or (None, None)
         if dy is None or previous is not grads[0]:
-            dy = all_gather(grads[0], how.axis)
+            dy = all_gather(grads[0], options.axis)
         later = any(ctx.needs_input_grad[1 : 1 + len(weights)]) and not any(requests)
         ctx.gathered = (grads[0], dy) if later else None
         rows = as_rows(dy)
-        dx = how.product.dgrad(rows, weights).view(x.shape) if needs_x else None
-        return dx, *weight_gradients(how.product, rows, x, weights, requests), None
+        dx = options.product.dgrad(rows, weights).view(x.shape) if needs_x else None
+        return dx, *weight_gradients(options.product, rows, x, weights, requests), None
 
 
 def _gather_in_slices(
-    x: Tensor, weights: Weights, bias: Tensor | None, how: _How, count: int
+    x: Tensor, weights: Weights, bias: Tensor | None, options: _Options, count: int
 ) -> Tensor:
     """Returns the product with the gathered input, one slice after another."""
-    axis = how.axis
+    axis = options.axis
     gathers = [start_all_gather(part, axis) for part in x.chunk(count)]
     width = weights[0].shape[:-1].numel()
     y = x.new_empty((axis.size, count, len(x) // count, *x.shape[1:-1], width))
     for index, gathering in enumerate(gathers):
-        product = how.product.forward(gathering.wait(), weights, bias)
+        product = options.product.forward(gathering.wait(), weights, bias)
         y[:, index] = product.view(axis.size, -1, *product.shape[1:])
     return y.flatten(0, 2)
 

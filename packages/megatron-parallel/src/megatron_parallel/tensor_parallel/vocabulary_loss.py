@@ -120,12 +120,12 @@ class LinearCrossEntropy:
         label_smoothing: float = 0.0,
     ) -> Float[Tensor, "s b"]:
         """Returns the losses in nats."""
-        how = _How(layer, targets, true_vocab, label_smoothing, self.tokens_per_slice)
-        losses: Tensor = _LinearCrossEntropy.apply(x, *layer.weights, how)  # type: ignore[no-untyped-call]
+        options = _Options(layer, targets, true_vocab, label_smoothing, self.tokens_per_slice)
+        losses: Tensor = _LinearCrossEntropy.apply(x, *layer.weights, options)  # type: ignore[no-untyped-call]
         return losses
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
     """Arguments of the function that are not tensors with gradients."""
 
     layer: OutputLayer
@@ -160,33 +160,34 @@ class _How(NamedTuple):
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        *weights, how = rest
+        *weights, options = rest
         ctx.save_for_backward(x, *weights)
-        ctx.how = how
+        ctx.options = options
         slices = (
-            torch.split(t, how.tokens_per_slice) for t in (how.rows(x), how.targets.flatten())
+            torch.split(t, options.tokens_per_slice)
+            for t in (options.rows(x), options.targets.flatten())
         )
         losses = [
-            how.losses(how.layer.product.forward(rows, weights), targets)
+            options.losses(options.layer.product.forward(rows, weights), targets)
             for rows, targets in zip(*slices, strict=True)
         ]
-        return torch.cat(losses).view(how.targets.shape)
+        return torch.cat(losses).view(options.targets.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        how: _How = ctx.how
-        product, axis = how.layer.product, how.layer.axis
+        options: _Options = ctx.options
+        product, axis = options.layer.product, options.layer.axis
         needs_x, requests = _compat.gradient_wanted(ctx, 0), weight_gradient_requests(ctx, weights)
-        whole = how.rows(x)
+        whole = options.rows(x)
         dx = torch.empty_like(whole) if needs_x else None
         dweights: list[Tensor | None] = [None] * len(weights)
-        split = (whole, how.targets.flatten(), grads[0].flatten())
+        split = (whole, options.targets.flatten(), grads[0].flatten())
         start = 0
         for rows, targets, upstream in zip(
-            *(torch.split(t, how.tokens_per_slice) for t in split), strict=True
+            *(torch.split(t, options.tokens_per_slice) for t in split), strict=True
         ):
-            dlogits = how.gradient(rows, weights, targets, upstream)
+            dlogits = options.gradient(rows, weights, targets, upstream)
             if dx is not None:
                 dx[start : start + len(rows)] = product.dgrad(dlogits, weights)
             if any(requests):
@@ -195,7 +196,7 @@ class _LinearCrossEntropy(Function):
             del dlogits  # frees memory before the logits of the next slice
             start += len(rows)
         if dx is not None and axis.size > 1:
-            summed = start_reduce_scatter if how.layer.sequence_parallel else start_all_reduce
+            summed = start_reduce_scatter if options.layer.sequence_parallel else start_all_reduce
             dx = summed(dx.view(-1, *x.shape[1:]), axis).wait()
         return None if dx is None else dx.view(x.shape), *dweights, None
 
