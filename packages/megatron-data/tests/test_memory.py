@@ -29,7 +29,8 @@ def peak(corpus: Path, tokenizer: Path, folder: Path) -> int:
 def lines(path: Path, texts: list[str], megabytes: float, number: int) -> Path:
     whole = "".join(texts)
     text = whole * (int(megabytes * 1e6) // len(whole.encode()) + 1)
-    path.write_text((json.dumps({"text": text}) + "\n") * number)
+    line = json.dumps({"text": text}, ensure_ascii=False)
+    path.write_text((line + "\n") * number, encoding="utf-8")
     return path
 
 
