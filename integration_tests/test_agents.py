@@ -35,7 +35,7 @@ def test_a_command_runs(command: Command) -> None:
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, f"{command.place}: {done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"{command.location}: {done.stdout}{done.stderr}"
 
 
 def test_sessions_and_files_of_the_other_commands_exist() -> None:

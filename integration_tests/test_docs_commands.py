@@ -34,7 +34,7 @@ DATA = "--data-path book_text_document --tokenizer-model tokenizer"
 # Replacements for the dots in a page.
 DOTS = {"torchrun ...": "torchrun --standalone --nproc-per-node 2", "pretrain gpt ...": DATA}
 
-# Sizes in place of dots, for a line that is only parsed and not run.
+# Sizes instead of dots, for a line that is only parsed and not run.
 SIZES = (
     "--num-layers 32 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 "
     "--micro-batch-size 1 --train-iters 1000"
@@ -247,7 +247,7 @@ class Reader:
                 self._run(command)
                 self._results.append("")
             except (AssertionError, ValueError, subprocess.TimeoutExpired) as error:
-                self._results.append(f"{command.place}: $ {command.text}\n{error}")
+                self._results.append(f"{command.location}: $ {command.text}\n{error}")
         return self._results[number]
 
     def close(self) -> None:
@@ -452,7 +452,7 @@ FIRST = {
         pytest.param(
             page,
             number,
-            id=commands(page)[number].place,
+            id=commands(page)[number].location,
             marks=() if str(page.relative_to(ROOT)) in FIRST else pytest.mark.slow,
         )
         for page, number in CASES

@@ -47,7 +47,7 @@ class Command:
     typed: str = ""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Page and line, as an editor opens them."""
         page = self.page.relative_to(ROOT) if self.page.is_relative_to(ROOT) else self.page
         return f"{page}:{self.line}"

@@ -220,7 +220,7 @@ def test_the_commands(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     lines.write_text("")
     assert main(["trace", prefix, "--document", "0"]) == 0
     assert "between line, row or file 1 and " in (shown := capsys.readouterr().out)
-    assert "the exact place is unknown: " in shown
+    assert "the exact location is unknown: " in shown
     assert main(["trace", prefix]) == 2
     outputs = [str(tmp_path / "x"), str(tmp_path / "y")]
     words = ["split", prefix, "--shares", "0.5", "0.5", "--output-prefixes", *outputs]

@@ -64,7 +64,7 @@ def test_a_source_in_a_manifest_cannot_use_other_schemes(
     url: str, dataset: Callable[..., str], opened: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trace", dataset(url), "0"]) == 0
-    assert "the exact place is unknown: " in (shown := capsys.readouterr().out)
+    assert "the exact location is unknown: " in (shown := capsys.readouterr().out)
     assert "is not supported" in shown
     found = trace(dataset("a", parallel=[{"path": url}, {"path": url}]), document=0)
     assert "is not supported" in str(found.inexact_reason)

@@ -10,8 +10,8 @@ _HEAD, _TAIL = 1000, 500  # characters of a message
 class DataError(ValueError):
     """Raised for invalid input: a file, a corpus, a split, a blend or an option.
 
-    The message is one line that names the invalid value, the place and the remedy. The middle of a
-    very long message, which quotes a file, is omitted.
+    The message is one line that names the invalid value, the location and the remedy. The middle of
+    a very long message, which quotes a file, is omitted.
     """
 
     def __init__(self, message: str = "") -> None:

@@ -66,7 +66,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         return 0
     first, units = found.span.first, found.span.units
     print(f"{found.path}, between line, row or file {first:,} and {first + units - 1:,}")
-    print(f"the exact place is unknown: {found.inexact_reason}")
+    print(f"the exact location is unknown: {found.inexact_reason}")
     return 0
 
 

@@ -41,7 +41,7 @@ def add_work_options(
         default=ON_ERROR[0],
         metavar="HOW",
         help=f"what to do with {unreadable}: fail ends the run, skip counts it, quarantine also "
-        "writes its place and the reason to PREFIX.quarantine.jsonl",
+        "writes its location and the reason to PREFIX.quarantine.jsonl",
     )
     add_max_document_bytes(
         group, f"largest size of a document in bytes; {oversized} counts as unreadable"

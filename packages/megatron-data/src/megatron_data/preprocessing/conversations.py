@@ -88,7 +88,7 @@ def tokenize_conversations(
         workers: Worker processes.
         on_error: What to do with a line without a conversation, or with a message that the
             template refuses: "fail" ends the run, "skip" counts it, "quarantine" also writes its
-            place and the reason to `{output_prefix}.quarantine.jsonl`.
+            location and the reason to `{output_prefix}.quarantine.jsonl`.
         max_document_bytes: Largest size of a line or row in bytes; a larger one is treated as
             `on_error` says. None for no limit.
         chunk_bytes: Bytes of a source chunk. Defaults to 1 to 16 MiB by the size of the input.

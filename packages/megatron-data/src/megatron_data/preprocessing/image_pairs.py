@@ -82,7 +82,7 @@ def tokenize_image_pairs(
             tokens. Needs `append_eod`. None keeps the lengths.
         workers: Worker processes, which read the images and tokenize.
         on_error: What to do with a line, text or image that cannot be read: "fail" ends the run,
-            "skip" counts it, "quarantine" also writes its place and the reason to
+            "skip" counts it, "quarantine" also writes its location and the reason to
             `{output_prefix}.quarantine.jsonl`.
         max_document_bytes: Largest size of a line, row or text file in bytes; a larger one is
             treated as `on_error` says. None for no limit.

@@ -68,8 +68,8 @@ def preprocess(
         workers: Worker processes. With 1, the tokenizer runs in this process with its own threads;
             with more, each process uses one thread.
         on_error: What to do with a document that cannot be read or tokenized: "fail" ends the run
-            with its place and the reason, "skip" counts it, "quarantine" also writes its place and
-            the reason to `{output_prefix}.quarantine.jsonl`. With several keys the document is
+            with its location and the reason, "skip" counts it, "quarantine" also writes its location
+            and the reason to `{output_prefix}.quarantine.jsonl`. With several keys the document is
             dropped from every dataset.
         max_document_bytes: Largest size of a document in its source in bytes (the line, the text
             file, or the texts of the row). A larger document is treated as `on_error` says and is
@@ -84,7 +84,7 @@ def preprocess(
 
     Raises:
         DataError: An input is missing or empty, a line or text cannot be read and is not skipped
-            (the error names file and place), parallel files have different numbers of lines, the
+            (the error names file and location), parallel files have different numbers of lines, the
             output is a URL or a folder, or another process writes the same output.
     """
     started = perf_counter()

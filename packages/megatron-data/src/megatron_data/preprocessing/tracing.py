@@ -43,7 +43,7 @@ class TraceReport:
         offset: Its first byte in the uncompressed file; None if the file has no lines or if
             unknown.
         size: Its size in the source in bytes; None if unknown.
-        inexact_reason: Why only the source chunk is known; None if the place is exact.
+        inexact_reason: Why only the source chunk is known; None if the location is exact.
     """
 
     document: int
@@ -146,7 +146,7 @@ class _Limits(NamedTuple):
 def _look_up(
     source: dict[str, Any], origin: Origin, wanted: int, limits: _Limits
 ) -> dict[str, Any]:
-    """Reads a source chunk again and returns the place of its document with index `wanted`."""
+    """Reads a source chunk again and returns the location of its document with index `wanted`."""
     path, max_bytes = source["path"], limits.max_bytes_of(source)
     try:
         chunk = reopen(source, limits.allow_http).chunk_at(origin.span, max_bytes)

@@ -43,17 +43,17 @@ class ConversationRow(NamedTuple):
     """The conversations of one line or row.
 
     Attributes:
-        place: File and line, for errors.
+        location: File and line, for errors.
         conversations: The conversations; each but the first begins with a system message.
         tools: Tools of the assistant.
     """
 
-    place: str
+    location: str
     conversations: list[list[Message]]
     tools: Sequence[Mapping[str, Any]] | None
 
 
-def read_row(place: str, line: bytes) -> ConversationRow:
+def read_row(location: str, line: bytes) -> ConversationRow:
     """Parses one line; see `row_of` for the formats.
 
     Raises:
@@ -62,14 +62,14 @@ def read_row(place: str, line: bytes) -> ConversationRow:
     try:
         content = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({error.msg})") from None
+        raise DataError(f"{location}: not JSON ({error.msg})") from None
     try:
-        return row_of(place, content)
+        return row_of(location, content)
     except UnreadableError as error:
-        raise DataError(f"{place}: {error.reason}") from None
+        raise DataError(f"{location}: {error.reason}") from None
 
 
-def row_of(place: str, content: Any) -> ConversationRow:
+def row_of(location: str, content: Any) -> ConversationRow:
     """Returns the conversations of an object.
 
     The object has `messages` with `role` and `content`; or `conversations` with `from` and `value`;
@@ -99,7 +99,7 @@ def row_of(place: str, content: Any) -> ConversationRow:
             raise UnreadableError("message", f"its tools are not JSON ({error.msg})") from None
     if tools is not None and not isinstance(tools, list):
         raise UnreadableError("message", f"its tools are {tools!r:.40}, not a list")
-    return ConversationRow(place, _split(checked), tools)
+    return ConversationRow(location, _split(checked), tools)
 
 
 def _turn(message: Any) -> Any:

@@ -112,8 +112,8 @@ class LinesChunk(NamedTuple):
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
         """Returns a fault with the file and line of an item."""
-        place = f"{self.path}:{item.number}"
-        return Fault(place, kind, reason, self.path, item.number, item.offset, item.size)
+        location = f"{self.path}:{item.number}"
+        return Fault(location, kind, reason, self.path, item.number, item.offset, item.size)
 
 
 class JsonLines:
@@ -161,8 +161,8 @@ class JsonLines:
     def _broken(
         self, error: UnreadableError, offset: int, line: int, size: int | None, stored: int
     ) -> BrokenChunk:
-        place = f"{self.path}:{line}"
-        fault = Fault(place, error.kind, error.reason, self.path, line, offset, size)
+        location = f"{self.path}:{line}"
+        fault = Fault(location, error.kind, error.reason, self.path, line, offset, size)
         return BrokenChunk(fault, stored, Span(offset, size or 0, line, 1))
 
     def chunk_at(self, span: Span, max_bytes: int | None = None) -> LinesChunk:

@@ -145,7 +145,7 @@ def read_texts(
         max_document_bytes: Largest size of a document in its source in bytes; None for no limit.
 
     Raises:
-        DataError: An input is missing, empty or cannot be read; the error names file and place.
+        DataError: An input is missing, empty or cannot be read; the error names file and location.
     """
     for source in open_sources(paths, (key,)):
         for chunk in source.chunks(max_bytes=max_document_bytes):

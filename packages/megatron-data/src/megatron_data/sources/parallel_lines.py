@@ -65,8 +65,8 @@ class ParallelChunk(NamedTuple):
                 try:
                     texts.append([_text(line, number, max_bytes)])
                 except UnreadableError as error:
-                    place, size = f"{path}:{number}", None if error.kind == "long" else len(line)
-                    yield Fault(place, error.kind, error.reason, path, number, None, size)
+                    location, size = f"{path}:{number}", None if error.kind == "long" else len(line)
+                    yield Fault(location, error.kind, error.reason, path, number, None, size)
                     break
             else:
                 yield Item(number, None, sum(map(len, row)), texts)

@@ -104,8 +104,8 @@ class RowsChunk(NamedTuple):
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
         """Returns a fault with the file and row of an item."""
-        place = f"{self.path}, row {item.number}"
-        return Fault(place, kind, reason, self.path, item.number, None, item.size or None)
+        location = f"{self.path}, row {item.number}"
+        return Fault(location, kind, reason, self.path, item.number, None, item.size or None)
 
 
 class Parquet:

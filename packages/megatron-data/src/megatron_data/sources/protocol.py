@@ -27,7 +27,7 @@ class Fault(NamedTuple):
     """An invalid document in a source.
 
     Attributes:
-        place: The file and the line or row, with which an error message starts.
+        location: The file and the line or row, with which an error message starts.
         kind: One of `KINDS`.
         reason: What is wrong and what to do.
         path: The file.
@@ -36,7 +36,7 @@ class Fault(NamedTuple):
         size: Its size in bytes, or None if unknown.
     """
 
-    place: str
+    location: str
     kind: str
     reason: str
     path: str
@@ -45,7 +45,7 @@ class Fault(NamedTuple):
     size: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.reason}"
+        return f"{self.location}: {self.reason}"
 
 
 KINDS = {  # descriptions in the output of commands and in the quarantine file

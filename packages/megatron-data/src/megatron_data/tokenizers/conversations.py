@@ -52,7 +52,7 @@ def encode_rows(
         try:
             rendered.append(render_row(row, template, loss))
         except DataError as error:
-            raise DataError(f"{row.place}: {error}") from None
+            raise DataError(f"{row.location}: {error}") from None
     return encode_rendered(rows, rendered, tokenizer, loss)
 
 

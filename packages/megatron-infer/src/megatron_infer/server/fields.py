@@ -192,7 +192,7 @@ def _checked(name: str, value: Any, schema: dict[str, Any]) -> Any:
                 400, f"{name} must hold 1 to {schema['maxItems']} texts, not {len(value)}"
             )
         return tuple(
-            _checked(f"{name}[{place}]", item, schema["items"]) for place, item in enumerate(value)
+            _checked(f"{name}[{index}]", item, schema["items"]) for index, item in enumerate(value)
         )
     return _checked_number(name, value, schema)
 
@@ -233,9 +233,9 @@ def _check_together(request: GenerateRequest) -> None:
     if request.tokens_to_generate == 0 and not request.logprobs:
         raise RequestError(400, "tokens_to_generate is 0, which needs logprobs: true")
     if not request.add_BOS:
-        for place, prompt in enumerate(request.prompts):
+        for index, prompt in enumerate(request.prompts):
             if not prompt:
-                raise RequestError(400, f"prompts[{place}] is empty, which needs add_BOS: true")
+                raise RequestError(400, f"prompts[{index}] is empty, which needs add_BOS: true")
 
 
 def _shown(value: Any) -> str:

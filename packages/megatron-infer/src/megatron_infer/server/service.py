@@ -145,13 +145,13 @@ class GenerationService:
                 )
             prompts = [[start, *tokens] for tokens in prompts]
         new = request.tokens_to_generate
-        for place, tokens in enumerate(prompts):
+        for index, tokens in enumerate(prompts):
             if not tokens:
-                raise RequestError(400, f"prompts[{place}] has no tokens; it needs at least one")
+                raise RequestError(400, f"prompts[{index}] has no tokens; it needs at least one")
             if len(tokens) + new > self.positions:
                 raise RequestError(
                     400,
-                    f"prompts[{place}] has {len(tokens)} tokens, tokens_to_generate is {new}, and "
+                    f"prompts[{index}] has {len(tokens)} tokens, tokens_to_generate is {new}, and "
                     f"the model has {self.positions} positions; use a shorter prompt or generate "
                     "less",
                 )

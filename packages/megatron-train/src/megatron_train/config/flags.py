@@ -117,15 +117,15 @@ class Parser(_command.Parser):
         table = megatron_flags()
         known = (*self._option_string_actions, *table)
         lines = []
-        for place in unknown_options:
-            name, equals, value = words[place].partition("=")
+        for index in unknown_options:
+            name, equals, value = words[index].partition("=")
             flag = table.get(name)
             if flag is None:
                 lines.append(f"unknown argument {name}{_command.nearest(name, known)}")
             elif not (self._megatron and flag.status == "no effect"):
                 lines.append(flag.message())
             elif message := flag.invalid_value_message(
-                [value] if equals else words[place + 1 :][:1]
+                [value] if equals else words[index + 1 :][:1]
             ):
                 lines.append(message)
             elif name not in self._option_string_actions:

@@ -74,8 +74,8 @@ class Values:
         given = self.given.get(option.key)
         if given is None:
             return option.flag
-        place = given.origin.rpartition(": ")[2]
-        return given.origin if RENAMED_KEYS.get(place, place) == option.key else option.flag
+        key = given.origin.rpartition(": ")[2]
+        return given.origin if RENAMED_KEYS.get(key, key) == option.key else option.flag
 
     def section(self, name: str) -> dict[str, Any]:
         """Returns the given values of the section ``name`` by field name."""

@@ -136,11 +136,11 @@ def _grid(x: Scale, y: Scale) -> str:
 
 
 def _curve(line: Curve, x: Scale, y: Scale) -> str:
-    places = [(f"{x(step):.1f}", f"{y(value):.1f}") for step, value in line.points]
-    path = " ".join(f"{a},{b}" for a, b in places)
+    points = [(f"{x(step):.1f}", f"{y(value):.1f}") for step, value in line.points]
+    path = " ".join(f"{a},{b}" for a, b in points)
     drawn = f'<polyline class="{line.style}" points="{path}"/>'
-    if line.dots or len(places) == 1:
+    if line.dots or len(points) == 1:
         drawn += "".join(
-            f'<circle class="{line.style}" cx="{a}" cy="{b}" r="3"/>' for a, b in places
+            f'<circle class="{line.style}" cx="{a}" cy="{b}" r="3"/>' for a, b in points
         )
     return drawn
