@@ -108,7 +108,7 @@ class Optimizer:
         table, mesh = self._trainable.table, self._trainable.mesh
         norm = gradient_norm(gradients, table, mesh, sharded=self._main.sharded)
         factor = clip_coefficient(norm, self.config.clip_grad)
-        # The only synchronisation with the device: the following steps depend on these numbers.
+        # The only wait for the device in this function: what follows depends on these numbers.
         scale, *numbers = torch.stack([factor, norm, *losses]).tolist()
         if not all(map(math.isfinite, numbers)):
             self.skipped_steps += 1
@@ -163,9 +163,9 @@ class Optimizer:
     def views(self) -> dict[str, list[View]]:
         """Returns views of all state tensors, to save or load a checkpoint.
 
-        The name of a tensor is the name of its parameter and of the state: ``NAME.exp_avg`` and
-        ``NAME.exp_avg_sq`` for AdamW, ``NAME.momentum_buffer`` for SGD, and ``NAME.main`` for main
-        parameters of bf16 parameters. The step counts are in `scalars`.
+        A tensor is named ``PARAMETER.STATE``: ``NAME.exp_avg`` and ``NAME.exp_avg_sq`` for AdamW,
+        ``NAME.momentum_buffer`` for SGD, and ``NAME.main`` for main parameters of bf16 parameters.
+        The step counts are in `scalars`.
         """
         state = {**self._state, MAIN_SUFFIX: self._main.copies}
         return {

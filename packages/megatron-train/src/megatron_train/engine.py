@@ -142,7 +142,7 @@ class StepEngine:
 
     def evaluation_denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Returns the denominators of the sums of `evaluate`, over all ranks."""
-        if self.mesh.layout.hybrid_cp:  # each rank of a row counts an equal share of its tokens
+        if self.mesh.layout.hybrid_cp:  # ranks that share documents count equal shares of them
             counts = dict.fromkeys(self._counted, 0.0)
             for batch in batches:
                 ranks = 1 if batch.context_split is None else batch.context_split.ranks
@@ -176,7 +176,7 @@ class StepEngine:
 
         Returns:
             The sum of each loss over the unmasked tokens of the global batch, equal on all ranks.
-            If micro-batches have equal weights, the sum of their means. Metrics are always summed
+            With `per_token=False`, the sum of the micro-batch means. Metrics are always summed
             over the global batch. The sums are on the device, and the host does not wait for them.
         """
         self._iteration = iteration
@@ -289,9 +289,10 @@ class StepEngine:
 
 
 def _require_whole_compiler(mesh: Mesh, version: str) -> None:
-    """Refuses torch before 2.13 on several ranks, where it compiles wrong gradients without error.
+    """Raises an error for torch before 2.13 on several ranks.
 
-    The gradients of functions whose results were modified in place, such as collectives, are zero.
+    There, compiled functions whose results are modified in place, such as collectives, silently
+    have gradients of zero.
     """
     major, minor = (int(number) for number in version.split(".")[:2])
     if mesh.world_size > 1 and (major, minor) < (2, 13):

@@ -68,9 +68,9 @@ def preprocess(
         workers: Worker processes. With 1, the tokenizer runs in this process with its own threads;
             with more, each process uses one thread.
         on_error: What to do with a document that cannot be read or tokenized: "fail" ends the run
-            with its location and the reason, "skip" counts it, "quarantine" also writes its location
-            and the reason to `{output_prefix}.quarantine.jsonl`. With several keys the document is
-            dropped from every dataset.
+            with its location and the reason, "skip" counts it, "quarantine" also writes its
+            location and the reason to `{output_prefix}.quarantine.jsonl`. With several keys the
+            document is dropped from every dataset.
         max_document_bytes: Largest size of a document in its source in bytes (the line, the text
             file, or the texts of the row). A larger document is treated as `on_error` says and is
             not held in memory. None for no limit.

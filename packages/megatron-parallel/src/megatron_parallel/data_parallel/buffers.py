@@ -5,11 +5,11 @@
         buffers.begin(last=number == len(micro_batches) - 1)
         (losses(model, batch).sum() / true_tokens_of_all_ranks).backward()
     buffers.finish()                 # every rank has the gradient of the global batch
-    optimizer.step(buffers.gradients())
+    update(parameters, buffers.gradients())
     buffers.zero()
 
-Gradients are *summed* over the axis, never averaged: the loss is already divided by the number of
-true tokens of the global batch, so every token has the same weight on every rank. `finish()` sums
+Gradients are *summed* over the data-parallel axis, never averaged: the loss is already divided by
+the number of true tokens of the global batch, so every token has the same weight. `finish()` sums
 two kinds once more: gradients of parameters whose tensor-parallel ranks saw different positions
 (`Sharding.partial`), and gradients of a weight that two pipeline stages share.
 
@@ -21,8 +21,10 @@ while the backward pass continues. Two signals mark them complete:
   Schedules that split the backward pass add weight gradients without calling hooks; they run the
   weight half inside `weight_backward()`.
 
-All ranks start buckets in the same order, even if a rank does not use a parameter. Without either
-signal, `finish()` starts all reductions: later, but with the same result.
+All ranks start buckets in the same order, even if a rank does not use a parameter: a collective
+pairs up with the one that other ranks start at the same point of the order, so another order would
+add unrelated gradients or hang. Without either signal, `finish()` starts all reductions: later, but
+with the same result.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -113,9 +115,11 @@ class GradientBuffers:
                 self._hooks.append(handle)
 
     def begin(self, *, last: bool = False) -> None:
-        """Announces a forward and a plain backward pass. `last`: it is the last one of the step.
+        """Prepares for the next micro-batch; call it before each forward pass.
 
-        In the last one, reductions start as soon as hooks have reported all gradients of a bucket.
+        Args:
+            last: Whether it is the last micro-batch of the step. Its reductions start as soon as
+                hooks have reported all gradients of a bucket.
         """
         self._check_open("begin()")
         self._last = last
@@ -226,7 +230,7 @@ class GradientBuffers:
     def _launch(self) -> None:
         """Starts every reduction whose gradients are complete, in order.
 
-        First advances reductions of several collectives that started before. All ranks must start
+        First starts the next collective of earlier buckets that need several. All ranks must start
         the same collectives in the same order, although they fill their buckets at different times.
         """
         while self._next < len(self.buckets) and not self.buckets[self._next].pending:

@@ -107,8 +107,8 @@ class ParallelLayout:
     hierarchical_cp: tuple[int, ...] | None = field(
         default=None,
         metadata={
-            "help": "context-parallel ranks inside (all-to-all) and across (ring) groups of near "
-            "ranks",
+            "help": "sizes of the two levels of context parallelism: all-to-all inside a group of "
+            "nearby ranks, ring between groups",
             "flag": "--hierarchical-context-parallel-sizes",
             "unit": "ranks",
         },
@@ -294,8 +294,8 @@ class ParallelLayout:
 
         `cp_inner` and `cp_outer` need `hierarchical_cp`, `dp_cp_inner` and `dp_cp_outer` need
         several instances (`dp_outer`), `hybrid_cp_1`, `hybrid_cp_2`, `hybrid_cp_4` and so on need
-        `hybrid_cp`. The expert groups are missing if `order` gives experts other pipeline groups
-        than the dense layers, which is an error with expert parallelism.
+        `hybrid_cp`. If `order` would place experts in other pipeline groups than the dense layers,
+        there are no expert groups. With expert parallelism this raises `LayoutError`.
         """
         absent = {"nested cp"} if self.hierarchical_cp is None else set()
         if self.dp_outer == 1:

@@ -1,8 +1,9 @@
 """The order in which each rank runs its passes under a pipeline schedule, in pure Python.
 
 `F2` is the forward pass of micro-batch 2, `B2` its backward pass. A split backward pass is `I2`
-(input gradients) and, later, `W2` (weight gradients). The orders are those that torch's schedules
-run, or those that torch is given to run. Tests compare them with torch's and with what ranks ran.
+(input gradients) and, later, `W2` (weight gradients). Some orders are those of torch's own
+schedules; the others are passed to torch as lists. Tests compare them with torch's and with what
+ranks ran.
 """
 
 from collections import Counter
@@ -157,7 +158,7 @@ def _interleaved(
 ) -> list[Action]:
     """Returns 1F1B over chunks: Narayanan et al. 2021, section 2.2.
 
-    Each rank starts two forward passes earlier than the next rank.
+    Each rank runs two more warm-up forward passes than the next rank.
     """
     forward = _in_rounds("F", stages, length, micro_batches)
     backward = _in_rounds("B", stages[::-1], length, micro_batches)
@@ -173,9 +174,9 @@ def _combined(
 ) -> list[tuple[Action, ...]]:
     """Returns 1F1B, interleaved or not, one more forward pass ahead, so that passes form pairs.
 
-    Both passes of a pair deliver their results when both are done. So neighbours have to be two
-    passes apart, and the last rank's backward pass must not wait for the forward pass that it is
-    paired with.
+    A pair sends its results only after both of its passes. Each rank must therefore be two forward
+    passes ahead of the next, and the last rank's backward pass must not be paired with the forward
+    pass that it needs.
     """
     forward = _in_rounds("F", stages, length, micro_batches)
     backward = _in_rounds("B", stages[::-1], length, micro_batches)
@@ -189,7 +190,10 @@ def _combined(
 
 
 def _zero_bubble(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:
-    """Returns ZB-H1 of Qi et al. 2023: weight gradients fill the gaps, with the memory of 1F1B."""
+    """Returns ZB-H1 of Qi et al. 2023: weight gradients fill the gaps.
+
+    No rank has more micro-batches in flight than the first rank of 1F1B.
+    """
     length = _round_length(pp, micro_batches)
     forward = _in_rounds("F", stages, length, micro_batches)
     backward = _in_rounds("I", stages[::-1], length, micro_batches)
@@ -204,9 +208,9 @@ def _zero_bubble(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int
 
 
 def _ahead(stages: tuple[int, ...], length: int, micro_batches: int, more: int) -> int:
-    """Returns the number of forward passes before the first backward pass.
+    """Returns the number of warm-up forward passes, before forward and backward passes alternate.
 
-    That is the forward passes of all chunks but one, plus `more`.
+    That is one round of all chunks but one, plus `more`.
     """
     return min((len(stages) - 1) * length + more, len(stages) * micro_batches)
 

@@ -6,8 +6,10 @@ name. Initialisation, weight-decay groups, gradient norms, checkpoints and conve
 table.
 
 A `Sharding` describes the *global* parameter, as a checkpoint stores it, and which mesh axis cuts
-which dim. It is the same for every layout; only `shard_boxes(mesh)` depends on the coordinates of
-the rank. All offsets are global and unpadded unless they are called local.
+which dim. Shape and cut are the same for every layout; `shard_boxes(mesh)` combines them with the
+coordinates of a rank. Two fields depend on how a model is run: `tied` on pipeline parallelism, and
+`partial` on sequence parallelism. A pipeline rank has only the rows of its stages. All offsets are
+global and unpadded unless they are called local.
 
 This module does not import torch, so the parameters of a model can be planned and counted without
 it. `View`, which has a tensor, is in `megatron_parallel.sharding.views`.
@@ -109,7 +111,12 @@ ONES = Init("constant", 1.0)
 
 
 class _ReplicaAxes(NamedTuple):
-    """Axes whose ranks hold the same part of a parameter, or the same data-parallel shard of it."""
+    """Axes whose ranks hold the same data.
+
+    Attributes:
+        whole: Axes whose ranks hold the same part of a parameter.
+        shard: The same, if each data-parallel rank holds one shard of that part.
+    """
 
     whole: tuple[str, ...]
     shard: tuple[str, ...]
@@ -137,15 +144,16 @@ class Sharding:
         dim: The dim that is cut.
         padded: Size of `dim` in memory if it is padded (vocabulary). Padding is never stored. Each
             part has length `ceil(padded / axis size)`, so any axis size is possible.
-        spill_dim: Dim that is also cut if the axis has more ranks than `dim` has entries (fewer
-            query groups than ranks). The ranks that share an entry cut it along this dim.
+        spill_dim: Second dim to cut. Used only if the axis has more ranks than `dim` has entries
+            (fewer query groups than ranks): the ranks that share an entry split it along this dim.
         fused_dim: Dim that enumerates fused weights (gate and up) and must not be cut.
         experts: Whether dim 0 enumerates the experts of a layer. Axis `ep` cuts it into equal
             parts, and `axis` (`expert_tp`) cuts each expert. Each expert has initial values of its
             own, and its gradient is summed over `expert_dp`.
-        matrix: Shape of the parameter, or of that of one expert, as a matrix, for optimizers that
-            orthogonalise (Muon). Defaults to the product of all dims but the last, and the last. A
-            `vector` and a parameter with fewer than two dims, not counting `fused_dim`, have none.
+        matrix: 2-D shape in which optimizers that orthogonalise, such as Muon, view the parameter
+            (of experts: one expert). Defaults to the product of all dims but the last, and the
+            last. A `vector` and a parameter with fewer than two dims, not counting `fused_dim`,
+            have none.
         weight_decay: Whether weight decay applies. Defaults to whether there is a `matrix`.
         init: Initial values.
         tied: Whether the first and the last pipeline stage both hold the parameter (tied

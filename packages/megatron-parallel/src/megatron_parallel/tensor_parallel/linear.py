@@ -1,8 +1,10 @@
 """Column- and row-parallel linear functions that overlap communication with computation.
 
-A column-parallel layer saves only this rank's part of its input. With sequence parallelism the
-backward pass gathers it again (Korthikanti et al. 2022, section 4.2.2). Collectives overlap with
-computation as follows:
+The forward pass of a column-parallel layer needs no collective, and that of a row-parallel layer
+all-reduces the output. With sequence parallelism, a column-parallel layer all-gathers its input,
+and a row-parallel layer reduce-scatters its output. The column-parallel layer then saves only this
+rank's part of the input and gathers it again in the backward pass (Korthikanti et al. 2022, section
+4.2.2). These collectives overlap with computation:
 
 | pass | collective | overlaps with |
 |---|---|---|
@@ -13,9 +15,10 @@ computation as follows:
 | forward, row, in slices | reduce-scatter of the previous slices | product of this slice |
 
 All ranks slice their parts of the sequence alike. Results equal those without slices, up to the
-order of summation. In a split backward pass (zero bubble), the first half reduces the gradient of
-the input and the second half gathers the input. A row-parallel layer in slices saves the gradient
-that it gathers in the first half for the second half.
+order of summation. A schedule such as zero bubble splits the backward pass: the first half computes
+and reduces the gradient of the input, and the second half gathers the input and computes the
+gradient of the weight. A row-parallel layer in slices gathers the gradient of its output in the
+first half and keeps it for the second.
 
 The layers compute a `Product`, by default `x W^T`.
 """
@@ -196,7 +199,7 @@ class _Row(Function):
         x, *weights = ctx.saved_tensors
         options: _Options = ctx.options
         needs_x, requests = _compat.gradient_wanted(ctx, 0), weight_gradient_requests(ctx, weights)
-        # A split backward pass comes twice with the same gradient, gathered in the first half.
+        # A split backward pass calls this twice with the same gradient; only the first one gathers.
         previous, dy = ctx.gathered or (None, None)
         if dy is None or previous is not grads[0]:
             dy = all_gather(grads[0], options.axis)

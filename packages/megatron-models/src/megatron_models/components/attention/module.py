@@ -19,8 +19,9 @@ class Attention(nn.Module):
     """Self-attention of one layer; the tensor-parallel axis cuts it by query groups.
 
     With more ranks than groups, the ranks of a group divide its rows of the fused weight, and each
-    computes some of the group's query heads. The output of the fused projection is then gathered
-    within the group, as in Megatron-Core. No weight is replicated or counted twice.
+    computes some of the group's query heads. As in Megatron-Core, the output of the fused
+    projection is then gathered over all tensor-parallel ranks, and each rank takes its group. No
+    weight is replicated or counted twice.
     """
 
     def __init__(self, spec: AttentionSpec, layer: int, placement: Placement) -> None:
@@ -37,11 +38,13 @@ class Attention(nn.Module):
         self.out = placement.row_parallel_linear(spec.out)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
-        """Returns the attention of each token under the mask, over cached tokens too.
+        """Returns the attention output of each token. Keys and values include cached tokens.
 
         With sequence parallelism ``x`` and the result are this rank's part of the sequence.
         Queries, keys and values cover the whole sequence, for this rank's heads. With context
-        parallelism, "the whole sequence" is the part of the tensor-parallel group.
+        parallelism, they cover the part of the sequence of this context-parallel rank.
+
+        `Context` carries what all layers of a pass share: mask, rotary tables, cache, dropout keys.
         """
         cut = context.sequence_parallel
         q, k, v = self._project(x, cut)
@@ -100,5 +103,5 @@ def gather_query_group(
     rows = gather_sequence(part.squeeze(2).movedim(-1, 0), tp)
     width = rows.shape[0] * ranks_per_group // tp.size
     own = rows.narrow(0, tp.index // ranks_per_group * width, width)
-    # A copy: a view would keep the groups of all ranks, and no fused kernel reads its strides.
+    # A copy: a view would keep all groups in memory, and fused kernels do not take its strides.
     return own.movedim(0, -1).contiguous().unsqueeze(2)
