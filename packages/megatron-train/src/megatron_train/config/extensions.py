@@ -47,6 +47,9 @@ class SelectedExtensions:
         product: str = values.get("placement.linear_product") or PLAIN
         return cls(values.get("training.task") or default_task(kind), rule, product)
 
+    def __str__(self) -> str:
+        return f"task {self.task}, update rule {self.rule}, product {self.product}"
+
 
 class _Kind(Protocol):
     """An extension that adds at most one section."""

@@ -82,7 +82,8 @@ class RunConfig(RunSections):
         known = extension_sections(self.model.kind, self.selected_extensions)
         if unknown := self.extension_settings.keys() - known.keys():
             raise TrainError(
-                f"{self.selected_extensions} has no section {', '.join(sorted(unknown))}"
+                f"extension_settings: {self.selected_extensions} add no section "
+                f"{', '.join(sorted(unknown))}"
             )
         settings = {
             name: self.extension_settings[name]

@@ -160,7 +160,8 @@ class RunSections:
             if type(section) is cls:
                 return section
         raise TrainError(
-            f"no extension of the run ({self.selected_extensions}) has a section {cls.__name__}"
+            f"{self.selected_extensions} add no section {cls.__name__}; choose the extension that "
+            "adds it"
         )
 
     @property
