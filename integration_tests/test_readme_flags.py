@@ -114,7 +114,7 @@ def test_unsupported_flags_give_one_line_each(call):
     flags = "--fp16 --checkpoint-activations --data-impl mmap --distributed-backend nccl"
     lines = call(f"{README} {flags}", status=2).splitlines()
     assert len(lines) == 4 and "3 arguments cannot be used" in lines[-1]
-    assert "--fp16 is not supported yet; planned: fp16 with a loss scale" in lines[0]
+    assert "--fp16 is not supported yet; planned: fp16 with loss scaling" in lines[0]
     assert "give --recompute-granularity full" in lines[1]
     assert "--data-impl is a flag of Megatron-LM and is refused here" in lines[2]
 

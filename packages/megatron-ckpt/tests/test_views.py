@@ -79,8 +79,8 @@ def test_scalars_and_empty_tensors_are_covered_by_one_owner_or_none():
     ("view", "words"),
     [
         (View(torch.ones(2), (4,), (0,), (3,)), r"shape \(2,\) but the lengths are \(3,\)"),
-        (View(torch.ones(2), (4,), (3,), (2,)), r"\[3:5\] exceeds global shape \(4,\)"),
-        (View(torch.ones(2), (4,), (-1,), (2,)), "exceeds"),
+        (View(torch.ones(2), (4,), (3,), (2,)), r"\[3:5\] lies outside the global shape \(4,\)"),
+        (View(torch.ones(2), (4,), (-1,), (2,)), "lies outside"),
         (View(torch.ones(2), (4, 1), (0,), (2,)), "number of dims"),
         (View(torch.ones(2), (4,), (0,), (2,), -1), "replica must not be negative, got -1"),
     ],

@@ -117,9 +117,9 @@ def test_a_prepared_mask_gives_the_same_attention() -> None:
         (lambda: Mask(window=0), "window is 0"),
         (lambda: Mask(query_document_ids=ints([0])), "needs document_ids"),
         (lambda: Mask(query_positions=ints([0])), "needs positions"),
-        (lambda: Mask(document_ids=ints([0, 0])).allowed(3, 3), r"covers only \[2\].*needs \[3\]"),
+        (lambda: Mask(document_ids=ints([0, 0])).allowed(3, 3), r"is of size \[2\].*needs \[3\]"),
         (lambda: Mask(positions=ints([0, 1])).allowed(2, 2, 1), "positions of the queries"),
-        (lambda: Mask(window=1).prepare(2, 2).allowed(3, 3), r"dense is \[2, 2\]"),
+        (lambda: Mask(window=1).prepare(2, 2).allowed(3, 3), r"dense is of size \[2, 2\]"),
     ],
 )
 def test_contradictory_masks_are_errors(make: object, message: str) -> None:

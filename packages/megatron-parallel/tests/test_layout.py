@@ -144,7 +144,7 @@ def test_dp_is_derived_and_must_match_if_given() -> None:
         ({"tp": 0}, 1, r"tp=0 is not a degree"),
         ({"cp": True}, 1, r"cp=True is not a degree"),
         ({"vpp": 2}, 1, r"vpp=2 needs pipeline parallelism"),
-        ({"order": "tp-xp"}, 1, r"names 'xp'"),
+        ({"order": "tp-xp"}, 1, r"unknown axis 'xp'"),
         ({"order": "tp-tp"}, 1, r"names 'tp' twice"),
         ({"pp": 2, "order": "tp-dp"}, 2, r"leaves out 'pp', but pp=2"),
         ({"ep": 4}, 6, r"6 is not a multiple of etp 1 x ep 4 x pp 1 = 4"),

@@ -65,7 +65,7 @@ def build_parser() -> Parser:
         "destination",
         type=Path,
         metavar="DESTINATION",
-        help="directory of the run, or folder to create",
+        help="directory of the run (--from-hf), or folder to create (--to-hf)",
     )
     convert.add_argument(
         "--family",

@@ -103,7 +103,7 @@ def box_of(name: str, view: ViewLike) -> Box:
             f"view of {name!r}: the tensor has shape {local} but the lengths are {box.lengths}"
         )
     if any(o < 0 or e > n for o, e, n in zip(box.offsets, box.ends, shape, strict=True)):
-        raise CheckpointError(f"view of {name!r}: box {box} exceeds global shape {shape}")
+        raise CheckpointError(f"view of {name!r}: box {box} lies outside the global shape {shape}")
     if view.replica < 0:
         raise CheckpointError(f"view of {name!r}: replica must not be negative, got {view.replica}")
     return box

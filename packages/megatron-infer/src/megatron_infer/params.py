@@ -31,12 +31,12 @@ class SamplingParams:
     )
     top_k: int = field(
         default=0,
-        metadata={"help": "draw from the K likeliest tokens; 0 is no limit", "flag": "--top-k"},
+        metadata={"help": "draw from the N likeliest tokens; 0 is no limit", "flag": "--top-k"},
     )
     top_p: float = field(
         default=1.0,
         metadata={
-            "help": "draw from the likeliest tokens that together reach probability P",
+            "help": "draw from the likeliest tokens that together reach probability X",
             "flag": "--top-p",
         },
     )

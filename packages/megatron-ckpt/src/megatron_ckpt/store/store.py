@@ -185,9 +185,9 @@ class CheckpointStore:
         Does not communicate with other ranks. Unfinished saves do not count.
 
         Raises:
-            CorruptCheckpointError: There is no complete checkpoint, but a directory with a final
-                name, which only complete checkpoints get, is damaged. A new run in this directory
-                could overwrite a checkpoint that may be repairable.
+            CorruptCheckpointError: No checkpoint is complete, but a directory with the name of a
+                complete one is damaged. Raised so that a new run does not overwrite a checkpoint
+                that may be repairable.
             CheckpointError: The checkpoints are those of another program.
         """
         return self._open_latest()[0]
@@ -249,7 +249,8 @@ class CheckpointStore:
             if what := describe_foreign_checkpoint(self.directory):
                 raise CheckpointError(f"{self.directory} {what}")
             raise CheckpointError(
-                f"{self.directory} has no complete checkpoint" + (f": {reasons}" if torn else "")
+                f"{self.directory} has no complete checkpoint"
+                + (f": {reasons}" if torn else "; give the folder of a run or one checkpoint")
             )
         if torn and not damaged:
             log.warning("%s; using iteration %d", reasons, newest.iteration)

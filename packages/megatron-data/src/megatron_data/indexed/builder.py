@@ -13,6 +13,7 @@ from megatron_data.files import AtomicFile, local_prefix
 from megatron_data.indexed.format import LARGEST_LENGTH, Header, TokenType, bin_path, idx_path
 from megatron_data.indexed.images import count_images
 from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.plural import plural
 from megatron_data.sources.block_cache import StorageCache
 
 
@@ -135,8 +136,8 @@ class IndexedDatasetBuilder:
             modes: Mode of each sequence in a multimodal dataset. Defaults to 0, which is text.
 
         Raises:
-            DataError: The numbers of sequences or tokens do not agree, or a token does not fit the
-                token type.
+            DataError: The numbers of sequences, modes or tokens do not agree, a length is negative
+                or too large for the format, or a token does not fit the token type.
         """
         if int(np.sum(sequences, dtype=np.int64)) != len(lengths):
             raise DataError(
@@ -200,9 +201,10 @@ class IndexedDatasetBuilder:
             DataError: The last document was not ended with `end_document`.
         """
         if self._bounds[-1] != len(self._lengths):
+            count = len(self._lengths) - self._bounds[-1]
             raise DataError(
-                f"the last {len(self._lengths) - self._bounds[-1]} sequences of {self.prefix} are "
-                "in no document; call end_document after them"
+                f"{self.prefix}: {plural(count, 'sequence')} at the end in no document; call "
+                "end_document before finalize"
             )
         lengths = np.frombuffer(self._lengths, np.int32)
         pointers = np.zeros(len(lengths), np.int64)

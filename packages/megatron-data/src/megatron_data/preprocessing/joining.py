@@ -162,8 +162,8 @@ def _ends(
         raise DataError(f"a share or number of {wrong[0]}; give a positive number")
     if documents is not None and sum(documents) != total:
         raise DataError(
-            f"the parts have {sum(documents):,} documents and the dataset has {total:,}; the "
-            "numbers must sum to it"
+            f"the numbers of documents sum to {sum(documents):,}, but the dataset has {total:,}; "
+            f"give numbers that sum to {total:,}"
         )
     cumulated = np.cumsum(given)
     ends = [round(float(at) / float(cumulated[-1]) * total) for at in cumulated]

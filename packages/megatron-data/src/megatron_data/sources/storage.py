@@ -210,7 +210,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         system, inner = fsspec.core.url_to_fs(url)
     except ImportError as error:  # the message of fsspec names the missing package
         raise DataError(
-            f"{url}: fsspec has no driver for {url.partition('://')[0]}:// ({error})"
+            f"{url}: {url.partition('://')[0]}:// needs a driver of fsspec: {error}"
         ) from None
     except ValueError as error:
         raise DataError(f"{url}: fsspec cannot open it: {error}") from None

@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_data.errors import DataError
+from megatron_data.plural import plural
 from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_data.tokenizers.wordpiece import (
     CONTINUATION_PREFIX,
@@ -121,8 +122,8 @@ def _train_on_bytes(
     smallest = _BYTES + len(special_tokens)
     if vocab_size < smallest:
         raise DataError(
-            f"a byte-level vocabulary of {vocab_size} cannot hold {_BYTES} bytes and "
-            f"{len(special_tokens)} special tokens; ask for at least {smallest}"
+            f"a byte-level vocabulary of {vocab_size} is too small for {_BYTES} bytes and "
+            f"{plural(len(special_tokens), 'special token')}; use at least {smallest}"
         )
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -52,5 +52,6 @@ def _check_vocabulary(model: LocalStages, name: str, tokens: Sequence[int]) -> N
     if not 0 <= min(tokens) <= max(tokens) < model.vocabulary:
         raise InferError(
             f"{name} has token {max(tokens)}, but the vocabulary of the model has "
-            f"{model.vocabulary} tokens; use the tokenizer of this model"
+            f"{model.vocabulary} tokens; use token ids 0 to {model.vocabulary - 1}, as the "
+            "tokenizer of this model does"
         )

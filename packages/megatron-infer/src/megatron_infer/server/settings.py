@@ -42,8 +42,8 @@ class ServerSettings:
     max_tokens_per_request: int = field(
         default=12000,
         metadata={
-            "help": "limit for the number of prompts times the longest prompt with its "
-            "continuation",
+            "help": "limit for the number of prompts times the sum of the longest prompt and the "
+            "new tokens",
             "flag": "--max-tokens-per-request",
         },
     )

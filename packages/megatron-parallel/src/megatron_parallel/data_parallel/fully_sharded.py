@@ -50,15 +50,17 @@ class FullySharded:
     Args:
         module: The chunk. Its parameters become torch's `DTensor`s under the same names.
         units: Submodules that are gathered one at a time, in forward order.
-        table: Sharding of each parameter: its dim to shard, and how its gradient is summed further.
+        table: Sharding of each parameter: the dim to shard, and the axes over which its gradient is
+            also summed.
         mesh: The mesh of this rank.
-        config: Whether units are dropped between their forward and backward pass.
+        config: Whether units are resharded between their forward and backward pass, and the dtype
+            of the gradient reduction.
 
     Attributes:
         module: Runs the chunk; pass it to a pipeline.
 
     Raises:
-        LayoutError: There is only one rank, or a parameter cannot be sharded.
+        LayoutError: The (inner) data-parallel axis has one rank, or a parameter cannot be sharded.
         CollectiveError: A rank of the axis does not take part within the mesh's time-out.
     """
 

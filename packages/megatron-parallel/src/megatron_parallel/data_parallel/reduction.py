@@ -125,9 +125,10 @@ def reduce_scatter_bucket(
 def reduce_in_bf16(
     flat: Tensor, shard: Tensor, axes: ReductionAxes, collectives: AsyncCollectives, *, whole: bool
 ) -> CollectiveSequence:
-    """Sums gradients sent in bf16, in the dtype of `flat`.
+    """Sums gradients in the dtype of `flat`; the inner ranks send them in bf16.
 
-    The result is in `shard`, and in `flat` if `whole`.
+    The sum is in `shard`. If `whole`, `flat` has all sums, rounded to bf16 if there is more than
+    one inner rank.
     """
     axis, wire = axes.inner, flat.to(torch.bfloat16)
     if axis.size > 1:

@@ -150,7 +150,10 @@ class ParallelLayout:
                     f"{{{name}:=}} is not a degree: give a whole number >= 1", vars(self)
                 )
         if self.vpp > 1 and self.pp == 1:
-            raise LayoutError("{vpp:=} needs pipeline parallelism, but {pp:=}", vars(self))
+            raise LayoutError(
+                "{vpp:=} needs pipeline parallelism, but {pp:=}; use at least 2 pipeline ranks",
+                vars(self),
+            )
         if self.stage_mapping not in ("loop", "v"):
             raise LayoutError("{stage_mapping:=} is neither 'loop' nor 'v'", vars(self))
         if self.stage_mapping == "v" and self.vpp != 2:
@@ -171,7 +174,8 @@ class ParallelLayout:
         names = self.order.split("-")
         for name in names:
             if name not in AXES:
-                raise LayoutError(f"order={self.order!r} names {name!r}: axes are {'-'.join(AXES)}")
+                known = "-".join(AXES)
+                raise LayoutError(f"order={self.order!r}: unknown axis {name!r}; use {known}")
             if names.count(name) > 1:
                 raise LayoutError(f"order={self.order!r} names {name!r} twice")
         for name in AXES:
@@ -274,7 +278,10 @@ class ParallelLayout:
         experts = self.expert_tp * self.ep * self.pp
         product = f"etp {self.expert_tp} x ep {self.ep} x pp {self.pp} = {experts}"
         if self.world_size % experts:
-            raise LayoutError(f"world size {self.world_size} is not a multiple of {product}")
+            raise LayoutError(
+                f"world size {self.world_size} is not a multiple of {product}: "
+                f"use {_nearest_multiples(self.world_size, experts)} ranks or change a degree"
+            )
         sizes = {"tp": self.expert_tp, "cp": 1, "ep": self.ep, "pp": self.pp}
         sizes["dp"] = self.world_size // experts
         grid = Grid(self._names, tuple(sizes[name] for name in self._names))

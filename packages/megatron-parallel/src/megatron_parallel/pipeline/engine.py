@@ -88,7 +88,10 @@ class PipelineEngine:
         self.trace: list[Action] = []
         """The passes that this rank ran in the last step, in order."""
         if len(self.chunks) != vpp:
-            raise LayoutError(f"got {len(self.chunks)} chunks, but the layout has vpp={vpp}")
+            raise LayoutError(
+                f"got {len(self.chunks)} model chunks, but the layout has vpp={vpp}; pass one for "
+                "each stage of the pipeline rank"
+            )
         check_schedule(schedule, vpp, mesh.layout.stage_mapping if pp > 1 else None)
         if group_size is not None:
             check_group_size(schedule, pp, vpp, group_size)

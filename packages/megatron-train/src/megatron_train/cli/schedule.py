@@ -69,7 +69,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     for name, default, text in (
         ("forward", 1.0, "of a stage's forward pass"),
         ("backward", 2.0, "of a stage's backward pass"),
-        ("weight", None, "of its part for the weights, if it is split [default: half of it]"),
+        ("weight", None, "of the weight part (W) of a split backward pass [default: half of it]"),
         ("send", 0.0, "from the end of a pass until its result is on another rank"),
     ):
         parser.add_argument(

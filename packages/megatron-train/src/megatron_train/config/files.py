@@ -95,7 +95,8 @@ def _load(text: str, name: str) -> dict[Any, Any]:
     try:
         document = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid date or too many digits
-        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        reason = reason[:_LONGEST_REASON]
         raise TrainError(f"{name} is not YAML: {reason}") from error
     if document is None:
         return {}

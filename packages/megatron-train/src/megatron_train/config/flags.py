@@ -222,7 +222,8 @@ def add_options(
             groups[option.section].add_argument(
                 LAYERS_PER_VIRTUAL_STAGE,
                 metavar="N",
-                help="sets the flag above to --num-layers / (pipeline ranks x N)",
+                help="layers in a virtual stage; sets the number of virtual stages to "
+                "--num-layers / (pipeline ranks x N)",
             )
 
 

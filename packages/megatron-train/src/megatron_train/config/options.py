@@ -165,7 +165,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any, section: str) -> Option:
 
 
 def _flag_of(name: str, *, off: bool) -> str:
-    """Returns the default flag of a field; with ``off``, the flag that turns a switch off."""
+    """Returns the flag derived from a field's name; with ``off``, the ``--no-`` flag."""
     return ("--no-" if off else "--") + name.replace("_", "-")
 
 

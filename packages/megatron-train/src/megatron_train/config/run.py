@@ -274,7 +274,7 @@ def build_run(values: Values, world_size: int = 1, kind: str = DEFAULT_KIND) -> 
         missing.append("--train-iters (or --train-samples)")
     if not missing and [option.key for option in missing_options] == ["model.vocab_size"]:
         raise UsageError(
-            "the vocabulary size is unknown: give --tokenizer-model, --vocab-file and "
+            "the vocabulary size is unknown: give --tokenizer-model, or --vocab-file with "
             "--merge-file, or --vocab-size"
         )
     if missing:

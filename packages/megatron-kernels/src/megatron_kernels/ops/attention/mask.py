@@ -102,7 +102,7 @@ class Mask:
             KernelError: A tensor of the mask does not cover these queries and keys.
         """
         if self.dense is not None:
-            self._covers("dense", self.dense, (queries, keys), exactly=True)
+            self._covers("dense", self.dense, (queries, keys))
             return self.dense
         allowed = self._by_position(queries, keys, query_offset, device)
         if self.document_ids is None:
@@ -145,8 +145,10 @@ class Mask:
         return allowed
 
     @staticmethod
-    def _covers(name: str, tensor: Tensor, size: tuple[int, ...], exactly: bool = False) -> None:
+    def _covers(name: str, tensor: Tensor, size: tuple[int, ...]) -> None:
         if tuple(tensor.shape[1:]) != size:
             actual, needed = list(tensor.shape[1:]), list(size)
-            fit = "is" if exactly else "covers only"
-            raise KernelError(f"mask: {name} {fit} {actual}, this attention needs {needed}")
+            raise KernelError(
+                f"mask: {name} is of size {actual}, but this attention needs {needed}; build the "
+                "mask for the same queries and keys"
+            )
