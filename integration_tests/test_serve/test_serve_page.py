@@ -102,7 +102,7 @@ def test_a_guarded_server_asks_for_its_token(
     (tmp_path / "token").write_text("a token of no importance".replace(" ", "-"))
     server = start("--token-file", str(tmp_path / "token"))
     visit = Visit(browser, server.url, color_scheme="dark", viewport={"width": 400, "height": 800})
-    visit.status("this server needs its access token")
+    visit.status("this server needs an access token")
     visit.page.fill("#token", "a-token-of-no-importance")
     visit.page.press("#token", "Tab")
     visit.shows("#model", "4096 positions")

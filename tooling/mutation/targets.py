@@ -37,7 +37,7 @@ def in_package(
 
 _RUN = (
     *("callbacks*", "trainer*", "accounting*", "auxiliary_losses*", "loss_scaling*", "metrics*"),
-    *("parts_of_a_run*", "report*"),
+    *("parts_of_a_run*", "report*", "step_time*"),
 )
 _GRADIENTS = ("data_parallel*", "gradient*", "parameter_buffers*", "partial_gradients*")
 
@@ -62,10 +62,24 @@ AREAS = {
     "tensor parallel": in_package(
         "megatron-parallel",
         ("tensor_parallel/*.py",),
-        ("tensor_parallel*", "cross_entropy*", "gradient_fusion*"),
+        (
+            *("tensor_parallel*", "cross_entropy*", "gradient_fusion*", "product*"),
+            *("vocabulary_loss*", "split_backward*"),
+        ),
+        integration=("test_adapters",),
     ),
-    "data parallel": in_package("megatron-parallel", ("data_parallel/*.py",), _GRADIENTS),
-    "pipeline": in_package("megatron-parallel", ("pipeline/*.py",), ("pipeline*", "combined*")),
+    "data parallel": in_package(
+        "megatron-parallel",
+        ("data_parallel/*.py",),
+        _GRADIENTS,
+        integration=("test_sharded_checkpoints",),
+    ),
+    "pipeline": in_package(
+        "megatron-parallel",
+        ("pipeline/*.py",),
+        ("pipeline*", "combined*", "split_backward*", "pass_interleaving*"),
+        integration=("test_gpt_stages",),
+    ),
     "expert parallel": in_package(
         "megatron-parallel", ("expert_parallel/*.py",), ("expert*", "combined*")
     ),
