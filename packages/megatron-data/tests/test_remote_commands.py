@@ -237,7 +237,7 @@ def test_missing_packages_are_reported(run: Run, monkeypatch: pytest.MonkeyPatch
     assert "the scheme 'nothing' is not supported" in printed
     monkeypatch.setattr(fsspec.core, "url_to_fs", lacking)
     printed = run("verify", "s3://x/d", status=1)
-    assert "no driver for s3:// (Install s3fs to access S3)" in printed
+    assert "s3:// needs a driver of fsspec: Install s3fs" in printed
     monkeypatch.setitem(sys.modules, "fsspec", None)
     printed = run("verify", "s3://x/d", status=1)
     assert "needs fsspec; pip install 'megatron-data[remote]'" in printed
