@@ -200,7 +200,7 @@ def test_incompatible_datasets_and_parts_are_refused(lines: Path, tmp_path: Path
         ("needs a different name", [one, one], {"shares": (1, 1)}),
         ("2 parts for 1 output;", [one], {"shares": (1, 1)}),
         ("a share or number of 0", [one, two], {"shares": (1, 0)}),
-        ("the numbers of documents sum to 5, but the dataset has 53", [one, two], {"documents": (2, 3)}),
+        ("sum to 5, but the dataset has 53", [one, two], {"documents": (2, 3)}),
         ("part 1 of 53 documents is empty", [one, two], {"shares": (0.001, 1)}),
         ("give either shares or numbers", [one], {}),
     ):
