@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 from megatron_models.components.fields import flag
@@ -174,7 +175,7 @@ class MoEConfig(MLPConfig):
         if not any(pattern):
             raise ConfigError("{moe_layer_freq} selects no layer for experts", vars(self))
 
-    @property
+    @cached_property
     def moe_layers(self) -> tuple[bool, ...]:
         """For each layer, whether experts replace its feed-forward layer."""
         if not self.num_experts:

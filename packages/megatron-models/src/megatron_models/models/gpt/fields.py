@@ -1,0 +1,25 @@
+"""The fields of a GPT model's configuration: those of its components, plus the tying of weights.
+
+Importing this module does not import torch. Field names are the flags of Megatron-LM with ``_`` for
+``-``, and defaults are Megatron-LM's, so that its recipes have the same meaning here.
+"""
+
+from dataclasses import dataclass, field
+
+from megatron_models.components.fields import flag
+from megatron_models.components.moe.config import MoEConfig
+from megatron_models.components.norm.spec import NormConfig
+from megatron_models.models.causal_config import CausalConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTFields(MoEConfig, NormConfig, CausalConfig):
+    """The fields that the layers of a GPT model are made from."""
+
+    untie_embeddings_and_output_weights: bool = field(
+        default=False,
+        metadata=flag(
+            "--untie-embeddings-and-output-weights",
+            "separate output matrix instead of the token embedding",
+        ),
+    )

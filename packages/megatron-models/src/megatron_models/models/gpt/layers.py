@@ -1,0 +1,40 @@
+"""The layers of a GPT model as plain data. Importing this module does not import torch.
+
+Each function returns the part of one layer, by its global number, so that options which apply to
+some layers only (experts, windows, positions) have one place each.
+"""
+
+from megatron_models.components.attention.spec import AttentionSpec
+from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
+from megatron_models.components.layer import Layer, Sublayer
+from megatron_models.components.mixer import Mixer
+from megatron_models.components.moe.spec import feed_forward
+from megatron_models.components.norm.spec import NormSpec
+from megatron_models.models.gpt.fields import GPTFields
+
+
+def gpt_layers(config: GPTFields) -> dict[int, Layer]:
+    """Returns the layers of a model by number. Equal layers are one object."""
+    known: dict[Layer, Layer] = {}
+    layers = (gpt_layer(config, number) for number in range(config.num_layers))
+    return {number: known.setdefault(layer, layer) for number, layer in enumerate(layers)}
+
+
+def gpt_layer(config: GPTFields, number: int) -> Layer:
+    """Returns attention and feed-forward sublayer of a layer, each after its norm (pre-LN)."""
+    norm = config.component(NormSpec)
+    return (
+        Sublayer("attention", attention_mixer(config, number), ATTENTION_OUTPUT, norm),
+        Sublayer("mlp", feed_forward_mixer(config, number), MLP_OUTPUT, norm),
+    )
+
+
+def attention_mixer(config: GPTFields, number: int) -> Mixer:
+    """Returns the attention of a layer."""
+    del number  # the same in every layer
+    return config.component(AttentionSpec)
+
+
+def feed_forward_mixer(config: GPTFields, number: int) -> Mixer:
+    """Returns the feed-forward layer of a layer, dense or with experts."""
+    return feed_forward(config, config.moe_layers[number])
