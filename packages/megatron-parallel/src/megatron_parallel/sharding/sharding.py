@@ -18,7 +18,7 @@ it. `View`, which has a tensor, is in `megatron_parallel.sharding.views`.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Final, Literal, NamedTuple, Protocol, cast
 
 from megatron_parallel.errors import LayoutError
 
@@ -130,7 +130,7 @@ _REPLICA_AXES = {
     (None, True): _ReplicaAxes(("expert_tp", "expert_dp"), ("expert_tp",)),
 }
 
-_DERIVED = None  # computed in __post_init__, so that the field has the type bool
+_DERIVED: Final = None  # computed in __post_init__, so that the field has the type bool
 
 
 @dataclass(frozen=True)
