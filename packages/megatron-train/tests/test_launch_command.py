@@ -154,6 +154,32 @@ def test_a_failed_rank_of_torchrun_exits_immediately_with_one_line(raised, statu
     assert done.stderr.endswith(message) and (done.stderr == message or "Traceback" in done.stderr)
 
 
+@pytest.mark.parametrize("size", ["1", "4"])
+def test_a_rank_of_several_ends_without_exit_handlers_after_success_too(size, tmp_path):
+    log = tmp_path / "log"
+    script = (
+        "import atexit, logging, logging.handlers, os, runpy, sys\n"
+        "from megatron_train.cli import pretrain\n"
+        f"os.environ.update(WORLD_SIZE={size!r}, RANK='0')\n"
+        f"sys.argv = ['megatron-train', *{RUN.split()!r}]\n"
+        f"target = logging.FileHandler({str(log)!r})\n"
+        "logging.getLogger().addHandler(logging.handlers.MemoryHandler(100, 99, target))\n"
+        "atexit.register(print, 'exit handlers')\n"
+        "def run(arguments):\n"
+        "    logging.getLogger().error('log')\n"
+        "    print('progress')\n"
+        "    return 130\n"
+        "pretrain.run = run\n"
+        "runpy.run_module('megatron_train', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+    assert done.stdout == "progress\n" + ("exit handlers\n" if size == "1" else "")
+    assert log.read_text() == "log\n"
+
+
 def test_a_rank_writes_its_line_to_the_file_of_torchrun(tmp_path, monkeypatch):
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 

@@ -1,5 +1,6 @@
 """Parser and exit statuses of ``megatron-train``. Imports torch only when a run starts."""
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -50,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The status is 0 on success, 1 after an error, 2 after a usage error, 130 and 143 after SIGINT
     and SIGTERM, 141 if the reader of the output is gone, and 128 plus the number of the signal that
-    killed a rank. A rank of several (torchrun) does not return after an error: its process ends at
-    once, because open communication could hang at exit. The error is also written to the file that
-    torchrun quotes in its summary.
+    killed a rank. A rank of several (torchrun) does not return: its process ends at once, because
+    threads of open communication could hang or abort a regular exit. An error is also written to
+    the file that torchrun quotes in its summary.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     several = "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1"
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = build_parser().parse_args(words)
             arguments.words = words
             arguments.print_notes = True
-            return int(arguments.run(arguments))
+            status = int(arguments.run(arguments))
         finally:  # also after --help, which raises SystemExit
             sys.stdout.flush()
     except BrokenPipeError:
@@ -90,7 +91,8 @@ def _tell(report: FailureReport, several: bool) -> int:
 
 
 def exit_now(status: int) -> NoReturn:
-    """Ends this process at once: flushes the output, but runs no exit handlers."""
+    """Ends this process at once: flushes logs and output, but runs no exit handlers."""
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -5,7 +5,6 @@ ranks. A rank sends errors through the descriptor LINK and writes output for the
 progress bar) to the descriptor SCREEN. The parent keeps everything else on standard error.
 """
 
-import logging
 import sys
 from typing import NoReturn
 
@@ -33,7 +32,6 @@ def main() -> NoReturn:
         report = failure_report(error)
         link.send(report)
         status = report.status
-    logging.shutdown()
     exit_now(status)
 
 
