@@ -169,6 +169,24 @@ def test_a_misspelt_command_is_one_line_with_status_2(
     assert error == f"{program}: error: {missing}; see {parser.prog} --help\n"
 
 
+@each([command for command in COMMANDS if subcommands(command)])
+def test_an_option_before_the_subcommand_is_one_line_with_status_2(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = parser.prog.split()[0]
+    (action,) = subcommands(parser)
+    first = f"give the {str(action.metavar).lower()} before --far-away"
+    known = f"(one of {', '.join(action.choices)})"
+    for words in (["--far-away", next(iter(action.choices))], ["--far-away=1"]):
+        assert call([*parser.prog.split(), *words]) == 2
+        error = capsys.readouterr().err
+        assert error == f"{program}: error: {first} {known}; see {parser.prog} --help\n"
+    assert call([*parser.prog.split(), "--halp"]) == 2
+    wrong = "unknown argument --halp; did you mean --help?"
+    error = capsys.readouterr().err
+    assert error == f"{program}: error: {wrong}; see {parser.prog} --help\n"
+
+
 @each(LEAVES)
 def test_a_value_of_another_type_is_one_line_with_status_2(
     parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]

@@ -120,6 +120,15 @@ def test_config_check_validates_files(tmp_path, capsys):
     ("words", "status", "message"),
     [
         ("pretrian gpt", 2, "unknown command 'pretrian'; did you mean pretrain?"),
+        ("--num-layers 2 pretrain gpt", 2, "give the command before --num-layers (one of pretrain"),
+        (
+            "pretrain --num-layers 12",
+            2,
+            "give the model before --num-layers (one of bidirectional, gpt); see "
+            "megatron-train pretrain --help",
+        ),
+        ("pretrain --num-layers=12 gpt", 2, "give the model before --num-layers (one of"),
+        ("pretrain --halp gpt", 2, "unknown argument --halp; did you mean --help?"),
         ("pretrain gtp", 2, "unknown model 'gtp'; did you mean gpt?"),
         ("", 2, "the following arguments are required: COMMAND"),
         ("config find", 2, "the following arguments are required: WORD"),
@@ -127,6 +136,11 @@ def test_config_check_validates_files(tmp_path, capsys):
         ("layout", 2, "the following arguments are required: --world-size"),
         ("layout --world-size 0", 2, "--world-size must be positive, got 0"),
         ("layout --world-size 6 --tensor-model-parallel-size 4", 1, "6 is not a multiple of tp 4"),
+        (
+            "layout --world-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            2,
+            "--num-layers-per-virtual-pipeline-stage is a flag of megatron-train pretrain gpt",
+        ),
         ("layout --world-size 2 --tensor-modle-paralel-size 2", 2, "did you mean --tensor-model-"),
         ("schedule", 2, "the following arguments are required: --pipeline-model-parallel-size"),
         ("schedule --pipeline-model-parallel-size 0", 1, "0 pipeline ranks: use at least 1"),

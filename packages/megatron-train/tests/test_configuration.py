@@ -10,7 +10,7 @@ from megatron_train._command import CommandError
 from megatron_train.config.dump import format_config
 from megatron_train.config.extensions import SelectedExtensions
 from megatron_train.config.files import read_file, to_yaml
-from megatron_train.config.flags import Parser, add_options, given_flags
+from megatron_train.config.flags import Parser, add_options, add_run_options, given_flags
 from megatron_train.config.reference import render_reference
 from megatron_train.config.renamed_keys import RENAMED_KEYS
 from megatron_train.config.resolve import resolve
@@ -27,7 +27,7 @@ MINIMAL = f"{SIZES} {REST}"
 
 def parse(command: str, config: Path | None = None, ranks: int = 1) -> RunConfig:
     parser = Parser()
-    add_options(parser, run_options(), TITLES)
+    add_run_options(parser, run_options(), TITLES)
     namespace = parser.parse_args(command.split())
     namespace.config, namespace.recipe, namespace.kind = config, None, "gpt"
     return resolve(namespace, ranks)[0]
@@ -656,7 +656,7 @@ def test_a_flag_replaces_an_alternative_setting_of_the_file(tmp_path):
 def test_a_printed_configuration_reads_back_as_the_same_run(tmp_path):
     command = f"{MINIMAL} --tokenizer-type NullTokenizer --lr 1e-4 --split 9,1,0"
     parser = Parser()
-    add_options(parser, run_options(), TITLES)
+    add_run_options(parser, run_options(), TITLES)
     namespace = parser.parse_args(command.split())
     namespace.config, namespace.recipe, namespace.kind = None, None, "gpt"
     run, values = resolve(namespace, 1)
@@ -697,7 +697,7 @@ def test_each_flag_sets_its_field():
 
 def test_no_two_options_share_a_flag():
     parser = argparse.ArgumentParser()
-    add_options(parser, run_options(), TITLES)  # argparse refuses duplicate flags
+    add_run_options(parser, run_options(), TITLES)  # argparse refuses duplicate flags
 
 
 def test_every_option_has_a_help_text():

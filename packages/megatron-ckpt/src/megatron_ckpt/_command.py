@@ -81,11 +81,32 @@ class Parser(argparse.ArgumentParser):
         Each unknown option is reported by the parser of the command that received it.
         """
         words = list(sys.argv[1:] if args is None else args)
-        if not self._subparsers:
+        if self._subparsers:
+            self._check_first_word(words)
+        else:
             self.refuse(self.unknown_option_errors(words))
         parsed, unknown = super().parse_known_args(words, namespace)
         self.refuse([self.unknown_argument_error(word.partition("=")[0]) for word in unknown])
         return parsed, unknown
+
+    def _check_first_word(self, words: Sequence[str]) -> None:
+        """Refuses an option of a subcommand that stands before the name of the subcommand.
+
+        Otherwise argparse takes the value of the option for the name.
+
+        Raises:
+            CommandError: The first word that is no option of this command starts with a dash.
+        """
+        known = self._option_string_actions
+        word = next((word for word in words if word not in known), "")
+        if not word.startswith("-") or word in ("-", "--"):
+            return
+        name = word.partition("=")[0]
+        if nearest(name, known):
+            self.error(self.unknown_argument_error(name))
+        subcommands = next(one for one in self._actions if isinstance(one.choices, dict))
+        what = str(subcommands.metavar).lower()
+        self.error(f"give the {what} before {name} (one of {', '.join(subcommands.choices or ())})")
 
     def unknown_option_errors(self, words: Sequence[str]) -> list[str]:
         """Returns an error line for each of ``words`` that is an option unknown to this command."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_train.atomic_write import write_atomically
 from megatron_train.config.files import to_yaml
-from megatron_train.config.flags import Parser, add_options
+from megatron_train.config.flags import Parser, add_run_options
 from megatron_train.config.resolve import with_flags
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.values import Values
@@ -120,7 +120,7 @@ def _values(command: LaunchCommand, translation: TranslatedFlags) -> Values:
             f"{command.program} is not supported yet; only pretrain_gpt.py is"
         )
     parser = Parser(prog="from-megatron", add_help=False)
-    add_options(parser, run_options(), {name: title for name, (title, _) in sections().items()})
+    add_run_options(parser, run_options(), {name: title for name, (title, _) in sections().items()})
     try:
         namespace = parser.parse_args(translation.arguments)
         return apply_megatron_defaults(translation, with_flags(Values(), namespace))

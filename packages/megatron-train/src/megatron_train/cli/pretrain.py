@@ -10,7 +10,7 @@ from megatron_models import ModelKind, model_kinds
 
 from megatron_train.config.dump import format_config
 from megatron_train.config.extensions import tasks_for
-from megatron_train.config.flags import Parser, add_options, notes_on_ignored_flags
+from megatron_train.config.flags import Parser, add_run_options, notes_on_ignored_flags
 from megatron_train.config.ignored import settings_without_effect
 from megatron_train.config.options import Option
 from megatron_train.config.resolve import resolve
@@ -81,7 +81,7 @@ def add_run_flags(parser: Parser, options: Sequence[Option], titles: Mapping[str
         action="store_true",
         help="print all settings as YAML for --config, with their origins, and exit",
     )
-    add_options(parser, options, titles)
+    add_run_options(parser, options, titles)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -208,8 +208,8 @@ LAYERS_PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
 
 def add_options(
     parser: argparse.ArgumentParser, options: Iterable[Option], titles: Mapping[str, str]
-) -> None:
-    """Adds a flag for each option, in one group for each section."""
+) -> dict[str, Any]:
+    """Adds a flag for each option; returns the groups of flags by section."""
     groups: dict[str, Any] = {}
     for option in options:
         if option.section not in groups:
@@ -218,13 +218,19 @@ def add_options(
         for flag, alias in ALIASES.items():
             if alias.sets[-1][0] == option.key:
                 _add_alias(groups[option.section], flag, alias, option)
-        if option.key == "layout.vpp":
-            groups[option.section].add_argument(
-                LAYERS_PER_VIRTUAL_STAGE,
-                metavar="N",
-                help="layers in a virtual stage; sets the number of virtual stages to "
-                "--num-layers / (pipeline ranks x N)",
-            )
+    return groups
+
+
+def add_run_options(
+    parser: argparse.ArgumentParser, options: Iterable[Option], titles: Mapping[str, str]
+) -> None:
+    """Adds the flags of a run: those of its options, and `LAYERS_PER_VIRTUAL_STAGE`."""
+    add_options(parser, options, titles)["layout"].add_argument(
+        LAYERS_PER_VIRTUAL_STAGE,
+        metavar="N",
+        help="layers in a virtual stage; sets the number of virtual stages to "
+        "--num-layers / (pipeline ranks x N)",
+    )
 
 
 def _add(group: Any, option: Option) -> None:
