@@ -5,10 +5,12 @@ from .cache import CrossKVCache as CrossKVCache
 from .cache import DenseKV as DenseKV
 from .cache import KVCache as KVCache
 from .cache import KVHandle as KVHandle
+from .cache import LatentKVCache as LatentKVCache
 from .cache import StaticKVCache as StaticKVCache
 from .components.dropout import Dropout as Dropout
 from .components.mixer import ExpertParallelism as ExpertParallelism
 from .components.mixer import Feature as Feature
+from .components.mixer import KVSpec as KVSpec
 from .components.mixer import LayerPass as LayerPass
 from .components.saved_bytes import SavedBytes as SavedBytes
 from .errors import ConfigError as ConfigError

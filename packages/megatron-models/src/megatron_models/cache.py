@@ -5,6 +5,7 @@ storage (a dense tensor, pages, quantized values) is private to the cache. State
 such as that of a recurrent layer, needs another protocol, which a cache may implement too.
 """
 
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -15,8 +16,9 @@ from megatron_kernels import Mask, attention
 from megatron_parallel import Mesh
 from torch import Tensor
 
-from megatron_models.components.attention.config import AttentionConfig
+from megatron_models.components.mixer import KVSpec
 from megatron_models.errors import ConfigError
+from megatron_models.models.model_config import ModelConfig
 
 KeysValues = tuple[Float[Tensor, "t b g d"], Float[Tensor, "t b g d"]]
 """Keys and values of tokens, for this rank's query groups."""
@@ -60,6 +62,23 @@ class KVCache(Protocol):
 
 
 @runtime_checkable
+class LatentKVCache(KVCache, Protocol):
+    """A cache that also stores keys whose first channels are the values, as in latent attention."""
+
+    def update_latent(
+        self, layer: int, k: Float[Tensor, "t b g d"], value_channels: int
+    ) -> KVHandle:
+        """Adds the keys of new tokens; returns the handle of all tokens.
+
+        Args:
+            layer: Number of the layer in the model.
+            k: Keys of the new tokens.
+            value_channels: Number of the first channels of each key that are its value.
+        """
+        ...
+
+
+@runtime_checkable
 class CrossKVCache(KVCache, Protocol):
     """A cache that also stores keys and values of the encoder for cross-attention."""
 
@@ -99,6 +118,8 @@ class DenseKV:
 class StaticKVCache:
     """A cache of fixed size for one batch, allocated once. All sequences have the same length.
 
+    Each layer has the memory that its mixer describes (`Mixer.cached`).
+
     Args:
         config: The model's configuration.
         mesh: The model's mesh. Each tensor-parallel rank stores its own key/value heads.
@@ -111,12 +132,13 @@ class StaticKVCache:
             on.
 
     Raises:
-        ConfigError: There are more positions than the model has, or no layers.
+        ConfigError: There are more positions than the model has, no layers, or a layer that caches
+            nothing.
     """
 
     def __init__(
         self,
-        config: AttentionConfig,
+        config: ModelConfig,
         mesh: Mesh,
         batch_size: int,
         max_length: int,
@@ -124,26 +146,39 @@ class StaticKVCache:
         device: torch.device | str | None = None,
         layers: Iterable[int] | None = None,
     ) -> None:
-        config.check_sequence_length(max_length)
-        served = range(config.num_layers) if layers is None else layers
-        self._rows = {layer: row for row, layer in enumerate(served)}
-        if not self._rows:
+        config.embedding.check_sequence_length(max_length)
+        known = config.cached(mesh.axis("tp").size)
+        served = list(known if layers is None else layers)
+        if not served:
             raise ConfigError("a cache needs at least one layer; layers is empty")
-        groups = config.groups_on_rank(mesh.axis("tp").size)
-        shape = (len(self._rows), 2, max_length, batch_size, groups, config.kv_channels)
-        self._store = torch.empty(shape, dtype=dtype, device=device or mesh.device)
-        self._filled = [0] * len(self._rows)
+        if unknown := [layer for layer in served if layer not in known]:
+            raise ConfigError(
+                f"layer {unknown[0]} caches nothing; use layers of {reprlib.repr(list(known))}"
+            )
+        self._max_length = max_length
+        where = device or mesh.device
+
+        def store(spec: KVSpec, channels: int) -> Tensor:
+            return torch.empty(max_length, batch_size, spec.groups, channels, dtype=dtype, device=where)
+
+        self._keys = {layer: store(known[layer], known[layer].key_channels) for layer in served}
+        self._values = {
+            layer: store(known[layer], known[layer].value_channels)
+            for layer in served
+            if not known[layer].values_in_keys
+        }
+        self._filled = dict.fromkeys(served, 0)
         self._encoded: dict[int, DenseKV] = {}
 
     @property
     def length(self) -> int:
         """Number of positions that every layer has seen."""
-        return min(self._filled)
+        return min(self._filled.values())
 
     @property
     def max_length(self) -> int:
         """Capacity in positions."""
-        return self._store.shape[2]
+        return self._max_length
 
     def update(
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
@@ -153,18 +188,34 @@ class StaticKVCache:
         Raises:
             ConfigError: The cache has no room for them.
         """
-        row = self._rows[layer]
-        start = self._filled[row]
-        end = start + len(k)
+        new = self._next(layer, len(k))
+        self._keys[layer][new] = k
+        self._values[layer][new] = v
+        return DenseKV(self._keys[layer][: new.stop], self._values[layer][: new.stop])
+
+    def update_latent(
+        self, layer: int, k: Float[Tensor, "t b g d"], value_channels: int
+    ) -> DenseKV:
+        """Writes the new keys in place; returns a handle of views, as `LatentKVCache` describes.
+
+        Raises:
+            ConfigError: The cache has no room for them.
+        """
+        new = self._next(layer, len(k))
+        self._keys[layer][new] = k
+        keys = self._keys[layer][: new.stop]
+        return DenseKV(keys, keys[..., :value_channels])
+
+    def _next(self, layer: int, count: int) -> slice:
+        """Returns the indices of a layer's next ``count`` tokens, and counts them."""
+        start = self._filled[layer]
+        end = start + count
         if end > self.max_length:
             raise ConfigError(
                 f"{end} positions do not fit in a cache of {self.max_length}; increase max_length"
             )
-        keys, values = self._store[row]
-        keys[start:end] = k
-        values[start:end] = v
-        self._filled[row] = end
-        return DenseKV(keys[:end], values[:end])
+        self._filled[layer] = end
+        return slice(start, end)
 
     def encoder_kv(self, layer: int, new: KeysValues | None) -> DenseKV:
         """Returns the handle of the encoder's keys and values, after storing ``new`` if given.
@@ -183,6 +234,6 @@ class StaticKVCache:
 
     def truncate(self, length: int) -> None:
         """Removes all positions from ``length`` on; 0 empties the cache for another batch."""
-        self._filled = [min(filled, length) for filled in self._filled]
+        self._filled = {layer: min(filled, length) for layer, filled in self._filled.items()}
         if length == 0:
             self._encoded.clear()

@@ -16,10 +16,10 @@ class SlotCache:
     of their first new tokens. Entries after the end of a sequence are never attended to: positions
     are compared causally, and new tokens overwrite these entries.
 
-    Memory for a layer is allocated at its first `update`, with the heads, dtype and device of its
-    keys. A cache therefore works for any layers that a rank has.
+    Memory for a layer is allocated at its first `update`, with the shapes, dtype and device of its
+    keys and values. A cache therefore works for any layers that a rank has.
 
-    Implements the protocols ``KVCache`` and ``CrossKVCache`` of megatron-models.
+    Implements the protocols ``KVCache``, ``LatentKVCache`` and ``CrossKVCache`` of megatron-models.
 
     Args:
         slots: The number of requests.
@@ -33,7 +33,7 @@ class SlotCache:
     ) -> None:
         self._count, self._device = slots, device
         self._capacity = {"own": max_length, "source": max_source}
-        self._stores: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self._stores: dict[tuple[str, int], tuple[Tensor, ...]] = {}
         self.begin_pass(range(slots), [0] * slots)
 
     @property
@@ -64,12 +64,25 @@ class SlotCache:
 
         For a row that starts earlier than others, the result includes entries after its new tokens.
         """
-        if self._indices is None or len(self._indices) != len(k):
-            self._indices = self._starts + torch.arange(len(k), device=k.device).unsqueeze(-1)
-        keys, values = store = self._store("own", layer, k)
-        keys[self._indices, self._slots] = k
-        values[self._indices, self._slots] = v
-        return self._slice(store, self._length + len(k))
+        return DenseKV(*self._write(layer, k, v))
+
+    def update_latent(
+        self, layer: int, k: Float[Tensor, "t b g d"], value_channels: int
+    ) -> DenseKV:
+        """Writes keys whose first channels are the values; otherwise as `update`."""
+        (keys,) = self._write(layer, k)
+        return DenseKV(keys, keys[..., :value_channels])
+
+    def _write(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Writes tensors of new tokens, and returns those of the rows of the pass from index 0."""
+        length = len(new[0])
+        if self._indices is None or len(self._indices) != length:
+            steps = torch.arange(length, device=self._device)
+            self._indices = self._starts + steps.unsqueeze(-1)
+        stores = self._store("own", layer, new)
+        for store, each in zip(stores, new, strict=True):
+            store[self._indices, self._slots] = each
+        return self._slice(stores, self._length + length)
 
     def encoder_kv(
         self,
@@ -82,22 +95,23 @@ class SlotCache:
         end of a source are padding, which the mask must exclude.
         """
         if new is None:
-            return self._slice(self._stores["source", layer], self._capacity["source"])
-        store = self._store("source", layer, new[0])
-        for stored, new_part in zip(store, new, strict=True):
+            return DenseKV(*self._slice(self._stores["source", layer], self._capacity["source"]))
+        stores = self._store("source", layer, new)
+        for stored, new_part in zip(stores, new, strict=True):
             stored[: len(new_part), self._slots] = new_part
         return DenseKV(*new)
 
-    def _store(self, kind: str, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the memory for the keys and values of a layer, which the first call allocates."""
+    def _store(self, kind: str, layer: int, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Returns the memory for the tensors of a layer, which the first call allocates."""
         if (kind, layer) not in self._stores:
-            shape = (self._capacity[kind], self._count, *like.shape[2:])
-            self._stores[kind, layer] = (like.new_zeros(shape), like.new_zeros(shape))
+            sizes = self._capacity[kind], self._count
+            self._stores[kind, layer] = tuple(
+                each.new_zeros(*sizes, *each.shape[2:]) for each in like
+            )
         return self._stores[kind, layer]
 
-    def _slice(self, store: tuple[Tensor, Tensor], end: int) -> DenseKV:
+    def _slice(self, stores: tuple[Tensor, ...], end: int) -> tuple[Tensor, ...]:
         """Returns the rows of the pass up to an index."""
-        keys, values = store
         if self._all_slots:
-            return DenseKV(keys[:end], values[:end])
-        return DenseKV(keys[:end, self._slots], values[:end, self._slots])
+            return tuple(store[:end] for store in stores)
+        return tuple(store[:end, self._slots] for store in stores)

@@ -161,6 +161,24 @@ class UnsupportedFeature(NamedTuple):
     reason: str
 
 
+@dataclass(frozen=True)
+class KVSpec:
+    """Keys and values that a mixer caches for each token when decoding, on one rank.
+
+    Attributes:
+        groups: Heads of keys and values.
+        key_channels: Channels of a key.
+        value_channels: Channels of a value.
+        values_in_keys: Whether the values are the first channels of the keys, so that only the keys
+            are stored (`LatentKVCache`).
+    """
+
+    groups: int
+    key_channels: int
+    value_channels: int
+    values_in_keys: bool = False
+
+
 class Mixer(ABC):
     """A sublayer between a norm and the residual stream, as plain data.
 
@@ -196,6 +214,10 @@ class Mixer(ABC):
     def heads(self) -> int:
         """Number of attention heads. Defaults to 0."""
         return 0
+
+    def cached(self, tp: int) -> KVSpec | None:
+        """Returns what one of ``tp`` tensor-parallel ranks caches in decoding. Defaults to None."""
+        return None
 
     def multiply_adds_per_pair(self) -> int:
         """Returns the multiply-adds of one query-key pair. Defaults to 0."""

@@ -24,6 +24,7 @@ from megatron_models.components.fields import ComponentConfig
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.mixer import (
     Feature,
+    KVSpec,
     Mixer,
     Parameters,
     UnsupportedFeature,
@@ -135,6 +136,19 @@ class ModelConfig(ComponentConfig, ABC):
     def depth(self) -> int:
         """Number of layers of all trunks together."""
         return sum(len(trunk.layers) for trunk in self.trunks().values())
+
+    def cached(self, tp: int) -> dict[int, KVSpec]:
+        """Returns what each layer of the last trunk, which decodes, caches on one of ``tp`` ranks.
+
+        Layers are numbered as for dropout: over all trunks. Those that cache nothing are left out.
+        """
+        *_, trunk = self.trunks().values()
+        return {
+            trunk.layer_offset + number: found
+            for number, layer in trunk.layers.items()
+            for sublayer in layer
+            if (found := sublayer.mixer.cached(tp)) is not None
+        }
 
     @property
     def attention_heads(self) -> int:

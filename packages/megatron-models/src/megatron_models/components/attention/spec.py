@@ -12,6 +12,7 @@ from megatron_models.components.fields import check_divisible
 from megatron_models.components.mixer import (
     BytesByPart,
     Feature,
+    KVSpec,
     LayerPass,
     Mixer,
     Parameters,
@@ -73,6 +74,10 @@ class AttentionSpec(AttentionConfig, Mixer):
             **prefixed("sinks", sinks),
             **prefixed("out", parameters_of(self.out, sequence_parallel)),
         }
+
+    def cached(self, tp: int) -> KVSpec:
+        """Returns the keys and values of one rank's query groups."""
+        return KVSpec(self.groups_on_rank(tp), self.kv_channels, self.kv_channels)
 
     def multiply_adds_per_pair(self) -> int:
         """Returns a multiply-add of each channel for the score, and one for the weighted value."""
