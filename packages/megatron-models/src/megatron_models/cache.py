@@ -159,7 +159,9 @@ class StaticKVCache:
         where = device or mesh.device
 
         def store(spec: KVSpec, channels: int) -> Tensor:
-            return torch.empty(max_length, batch_size, spec.groups, channels, dtype=dtype, device=where)
+            return torch.empty(
+                max_length, batch_size, spec.groups, channels, dtype=dtype, device=where
+            )
 
         self._keys = {layer: store(known[layer], known[layer].key_channels) for layer in served}
         self._values = {
