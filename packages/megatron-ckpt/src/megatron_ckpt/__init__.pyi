@@ -8,6 +8,7 @@ from .coordinator import map_reduce as map_reduce
 from .errors import CheckpointError as CheckpointError
 from .errors import CorruptCheckpointError as CorruptCheckpointError
 from .families import Family as Family
+from .families import detect_family as detect_family
 from .families import find_family as find_family
 from .foreign_model import ForeignModel as ForeignModel
 from .foreign_model import is_foreign_model as is_foreign_model

@@ -4,12 +4,11 @@ import os
 from pathlib import Path
 
 import torch
-from megatron_models import TrainingMemory, training_memory
-from megatron_optim import build_rules
+from megatron_models import TrainingMemory
 
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
-from megatron_train.products import products_of
+from megatron_train.plan.memory import rank_memory
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _MEMINFO = Path("/proc/meminfo")
@@ -53,20 +52,11 @@ def minimum_memory(config: RunConfig) -> TrainingMemory:
     """
     unknown = config.training.compile or config.layout.hybrid_cp
     whole = config.layout.pp * config.layout.vpp == 1
-    return training_memory(
-        config.model,
-        1 if unknown else config.data.seq_length,
-        config.training.micro_batch_size,
-        "bfloat16" if config.training.bf16 else "float32",  # float64 needs more
-        layout=config.layout,
-        data_parallel=config.data_parallel,
+    return rank_memory(
+        config,
+        seq_length=1 if unknown else config.data.seq_length,
         sequence_parallel=config.placement.sequence_parallel and not unknown,
         layers=None if whole else len(config.layer_split[0]),
-        recompute=config.recompute,
-        dispatcher=config.placement.moe_token_dispatcher_type,
-        moments=min(len(rule.state) for rule in build_rules(config.optimizer)),
-        products=products_of(config),
-        saves_logits=config.placement.cross_entropy_fusion_impl != "linear",
     )
 
 

@@ -11,11 +11,11 @@ from megatron_parallel.tensor_parallel import (
 )
 
 from megatron_train.config.products import PLAIN
-from megatron_train.config.run import RunConfig
+from megatron_train.config.run_sections import RunSections
 from megatron_train.errors import TrainError
 
 
-def products_of(config: RunConfig) -> Mapping[str, Product]:
+def products_of(config: RunSections) -> Mapping[str, Product]:
     """Returns the product of each role of layers. Layers of other roles are plain.
 
     Raises:
@@ -42,12 +42,12 @@ def products_of(config: RunConfig) -> Mapping[str, Product]:
     return found
 
 
-def trains_adapters_only(config: RunConfig) -> bool:
+def trains_adapters_only(config: RunSections) -> bool:
     """Returns whether the run trains only parameters of products, such as adapters."""
     return any(product.is_adapter for product in products_of(config).values())
 
 
-def vocabulary_loss_of(config: RunConfig) -> VocabularyLoss:
+def vocabulary_loss_of(config: RunSections) -> VocabularyLoss:
     """Returns the implementation of output layer and loss."""
     return (
         LinearCrossEntropy()

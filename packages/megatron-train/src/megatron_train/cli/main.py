@@ -14,6 +14,7 @@ from megatron_train.cli import (
     layout,
     merge,
     models,
+    plan,
     pretrain,
     recipes,
     schedule,
@@ -40,6 +41,7 @@ def build_parser() -> Parser:
     models.add_command(commands)
     tasks.add_command(commands)
     config.add_command(commands)
+    plan.add_command(commands)
     layout.add_command(commands)
     schedule.add_command(commands)
     report_page.add_command(commands)

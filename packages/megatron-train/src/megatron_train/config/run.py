@@ -147,13 +147,13 @@ class RunConfig(RunSections):
 
     def _place_stages(self) -> None:
         """Completes the layout with the mapping of stages to ranks that the schedule needs."""
-        with _named_by_flags("pipeline"):
+        with named_by_flags("pipeline"):
             object.__setattr__(self, "layout", self.pipeline.resolve_layout(self.layout))
 
     def _check_pipeline(self) -> None:
         """Refuses settings that the pipeline schedule does not support."""
         layout = self.layout
-        with _named_by_flags("pipeline"):
+        with named_by_flags("pipeline"):
             self.pipeline.stage_layers(self.model.depth, layout)
             schedule = self.pipeline.resolve_schedule(layout)
             group = self.pipeline.group_size
@@ -170,7 +170,7 @@ class RunConfig(RunSections):
 
     def _check_recompute(self) -> None:
         """Refuses settings of recomputation that layout or compiled code do not support."""
-        with _named_by_flags("recompute"):
+        with named_by_flags("recompute"):
             cut = self.placement.sequence_parallel
             self.recompute.check(self.layout, sequence_parallel=cut)
         packing = self.recompute.hooks_field
@@ -281,16 +281,38 @@ def build_run(values: Values, world_size: int = 1, kind: str = DEFAULT_KIND) -> 
         raise UsageError(
             f"missing: {', '.join(missing)}; give them as flags, by --recipe or in --config"
         )
+    return RunConfig(**build_sections(values, world_size, kind, selected))
+
+
+def build_sections(
+    values: Values, world_size: int | None, kind: str, selected: SelectedExtensions
+) -> dict[str, Any]:
+    """Builds every section of a run, without the checks of several sections.
+
+    Args:
+        values: Given values by section and name; none is missing.
+        world_size: Number of ranks. None means those of one model replica.
+        kind: Kind of the model.
+        selected: The extensions of the run.
+
+    Returns:
+        The arguments of `RunSections`.
+
+    Raises:
+        TrainError: A value is invalid.
+    """
     section_configs, errors = {}, list[str]()
     for name, (_, cls) in sections(kind, selected).items():
         with collect_errors(errors):
             section_configs[name] = build_section(name, cls, values)
     raise_collected(errors)
-    section_configs["layout"] = _resolve(section_configs["layout"], world_size)
+    layout = section_configs["layout"]
+    ranks = _model_ranks(layout) if world_size is None else world_size
+    section_configs["layout"] = _resolve(layout, ranks)
     extension_settings = {
         name: section_configs.pop(name) for name in extension_sections(kind, selected)
     }
-    return RunConfig(**section_configs, extension_settings=extension_settings)
+    return {**section_configs, "extension_settings": extension_settings}
 
 
 def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -> Section:
@@ -326,12 +348,12 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
             f"{'is 1' if world_size == 1 else f'are {world_size}'}; start with --nproc-per-node "
             f"{needed} or torchrun"
         )
-    with _named_by_flags("layout"):
+    with named_by_flags("layout"):
         return layout.resolve(world_size)
 
 
 @contextmanager
-def _named_by_flags(section: str) -> Iterator[None]:
+def named_by_flags(section: str) -> Iterator[None]:
     """Converts errors of the section in the `with` block to `TrainError`s that name flags."""
     try:
         yield

@@ -1,0 +1,78 @@
+"""``megatron-train plan KIND --count``: sizes and costs of a run that is not started."""
+
+import argparse
+import json
+import sys
+
+from megatron_models import ModelKind, model_kinds
+
+from megatron_train.config.extensions import tasks_for
+from megatron_train.config.flags import Parser, add_run_options
+from megatron_train.config.plan import resolve_plan
+from megatron_train.config.run_sections import run_options, sections
+from megatron_train.errors import UsageError
+from megatron_train.plan.count import count, format_count
+
+_EXAMPLE = """\
+example:
+  megatron-train plan gpt --count --recipe llama3.2-1b --vocab-size 128256 --bf16 \\
+    --world-size 8 --pipeline-model-parallel-size 2
+  megatron-train plan gpt --count --hf-config Qwen3-8B/config.json --seq-length 4096
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Adds the command to ``commands``."""
+    summary = "compute sizes and costs of a run without starting it"
+    plan = commands.add_parser("plan", help=summary, description=summary.capitalize() + ".")
+    kinds = plan.add_subparsers(metavar="MODEL", required=True)
+    for name, kind in model_kinds().items():
+        if tasks_for(name):
+            _add_kind(kinds, kind)
+
+
+def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> None:
+    parser = kinds.add_parser(
+        kind.name,
+        megatron=True,
+        usage="%(prog)s --count [--recipe NAME | --hf-config FILE] [flags]",
+        help=kind.summary,
+        description=f"Plan the training of {kind.summary}. Takes the flags of megatron-train "
+        "pretrain; data, tokenizer and lengths of training may be left out.",
+        epilog=_EXAMPLE,
+    )
+    what = parser.add_argument_group("what to compute")
+    what.add_argument(
+        "--count",
+        action="store_true",
+        help="parameters, active parameters, operations, and memory of a rank",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes, and operations")
+    parser.add_argument(
+        "--world-size", metavar="N", help="number of ranks [default: those of one model replica]"
+    )
+    parser.add_argument("--nproc-per-node", metavar="N", help="the same as --world-size")
+    parser.add_argument(
+        "--hf-config",
+        metavar="FILE",
+        help="take the model from a config.json of Hugging Face, or the folder that contains it",
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="included settings of a whole run")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")
+    titles = {name: title for name, (title, _) in sections(kind.name).items()}
+    add_run_options(parser, run_options(kind.name), titles)
+    parser.set_defaults(run=run, kind=kind.name)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan; returns 0."""
+    if not arguments.count:
+        raise UsageError("say what to compute: --count")
+    planned = resolve_plan(arguments)
+    found = count(planned)
+    if arguments.json:
+        sys.stdout.write(json.dumps(found.to_dict(), indent=2) + "\n")
+        return 0
+    for line in format_count(planned, found):
+        sys.stdout.write(line + "\n")
+    return 0

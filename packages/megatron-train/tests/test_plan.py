@@ -1,0 +1,130 @@
+"""`megatron-train plan --count`, compared with published sizes and hand-computed cases."""
+
+import json
+
+import pytest
+from megatron_train.cli import main
+
+LLAMA3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+MIXTRAL = LLAMA3_8B | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+SMALL = (
+    "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --vocab-size 128 "
+    "--seq-length 16 --disable-bias-linear --position-embedding-type rope --normalization RMSNorm"
+)
+
+
+def planned(capsys, *words):
+    assert main(["plan", "gpt", "--count", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def hf(tmp_path):
+    def write(content):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        return ("--hf-config", str(tmp_path))
+
+    return write
+
+
+def test_a_published_dense_model_has_its_published_size(capsys, hf):
+    found = planned(capsys, *hf(LLAMA3_8B), "--seq-length", "8192")
+    assert found["parameters"] == found["active_parameters"] == 8_030_261_248
+    assert sum(found["parts"].values()) == found["parameters"]
+    # Megatron-LM's formula.
+    assert found["flops_per_sequence"] == pytest.approx(4.216455e14, rel=1e-6)
+
+
+def test_a_published_mixture_has_its_published_size(capsys, hf):
+    found = planned(capsys, *hf(MIXTRAL), "--seq-length", "4096", "--global-batch-size", "3")
+    assert found["parameters"] == 46_702_792_704
+    assert found["active_parameters"] == 12_879_925_248
+    assert found["parts"]["experts"] == 32 * 8 * 3 * 4096 * 14336
+    assert found["parts"]["router"] == 32 * 8 * 4096
+    assert found["flops_per_sequence"] == pytest.approx(3.264776e14, rel=1e-4)
+    assert found["flops_per_step"] == 3 * found["flops_per_sequence"]
+
+
+def test_memory_of_a_rank_is_that_of_its_shards(capsys):
+    whole = planned(capsys, *SMALL.split())
+    # Embedding, norms, and in each layer attention and feed-forward layer.
+    parameters = 128 * 8 + 9 * 8 + 4 * (4 * 8 * 8 + 2 * 8 * 16)
+    assert whole["parameters"] == parameters
+    states = whole["memory"]["parameters"], whole["memory"]["optimizer"]
+    assert states == (4 * parameters, 8 * parameters)
+    pair = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
+    staged = planned(capsys, *SMALL.split(), *pair, "--world-size", "2")
+    layer = 2 * 8 + 4 * 8 * 8 + 2 * 8 * 16
+    assert staged["memory"]["parameters"] == 4 * (128 * 8 + 2 * layer)
+    assert staged["micro_batches_in_flight"] == 2  # 1F1B, first of two stages
+    assert staged["parameters"] == parameters
+    virtual = (*pair, "--num-virtual-stages-per-pipeline-rank", "2")
+    assert planned(capsys, *SMALL.split(), *virtual)["micro_batches_in_flight"] == 2.5
+    assert sum(whole["memory"].values()) == 2 * whole["memory"]["total"]
+
+
+def test_the_report_names_every_number(capsys, hf):
+    words = (*hf(MIXTRAL), *["--seq-length", "4096", "--bf16", "--expert-model-parallel-size", "8"])
+    assert main(["plan", "gpt", "--count", *words]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "parameters                 46,702,792,704",
+        "  experts                  45,097,156,608   96.6%",
+        "active for one token       12,879,925,248   27.6%",
+        "  one sequence  326.5 TFLOP, 4.0% of it query-key pairs",
+        "memory of each of 8 ranks, ",
+        "1 micro-batch of 1 x 4,096 tokens in flight",
+    ):
+        assert text in out, text
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        ("--seq-length 8", 2, "say what to compute: --count"),
+        ("--count", 2, "missing: --num-layers, --hidden-size, --vocab-size, --num-attention-heads"),
+        (f"--count {SMALL} --world-size x", 2, "--world-size needs a positive integer, got 'x'"),
+        (
+            f"--count {SMALL} --tensor-model-parallel-size 3",
+            1,
+            "--tensor-model-parallel-size 3 cannot cut --num-attention-heads 2 into 3 equal parts",
+        ),
+        (f"--count {SMALL} --pipeline-model-parallel-size 2 --world-size 3", 1, "multiple of 2"),
+        (f"--count {SMALL} --num-experts 3 --expert-model-parallel-size 2", 1, "--num-experts 3"),
+        ("--count --seq-length 8 --hf-config nowhere", 1, "nowhere: No such file or directory"),
+    ],
+)
+def test_errors_are_one_line(words, status, message, capsys):
+    assert main(["plan", "gpt", *words.split()]) == status
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize("content", ["[", "[]", '{"architectures": ["Strange"]}'])
+def test_a_strange_config_is_refused_in_one_line(content, capsys, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    assert main(["plan", "gpt", "--count", "--seq-length", "8", "--hf-config", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert str(file) in captured.err and captured.err.count("\n") == 1
