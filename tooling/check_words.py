@@ -34,7 +34,11 @@ AVOIDED: Final = {
 
 PROPERTIES: Final = {"property", "cached_property", "setter", "overload", "fixture"}
 SUFFIXES: Final = {".py", ".pyi", ".md", ".js", ".html", ".css", ".yaml", ".toml"}
-EXEMPT: Final = {"CONTRIBUTING.md", "tooling/check_words.py"}
+EXEMPT: Final = {
+    "CONTRIBUTING.md",
+    "tooling/check_words.py",
+    "tooling/tests/test_check_words.py",
+}
 """Files that quote the words."""
 
 
