@@ -1,19 +1,14 @@
 """Our mixture of experts equals those of transformers and megatron-core."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, export_hf, import_hf
 from megatron_kernels import Mask
-from megatron_models import GPT, GPTConfig, Placement, record_of
+from megatron_models import GPTConfig, Placement
 from megatron_models.components.context import Context
 from megatron_models.components.moe.module import MoE
 from megatron_models.components.moe.router import Router, Routing, load_balancing_loss, z_loss
 from megatron_models.components.moe.spec import MoESpec
-from megatron_models.models.gpt.families import mixtral as family
-from megatron_parallel import Mesh, collect_shardings, parameter_views
+from megatron_parallel import Mesh
 from torch import Tensor
 
 N, E, HIDDEN, WIDTH = 24, 6, 16, 20
@@ -195,68 +190,3 @@ def test_losses_of_the_router_equal_megatrons(topk: int) -> None:
         for i in range(3)
     ]
     torch.testing.assert_close(by_sequence, torch.stack(each).mean())
-
-
-@pytest.fixture(
-    scope="module",
-    params=[{}, {"num_experts_per_tok": 1, "sliding_window": 4096}],
-    ids=["", "one expert, long window"],
-)
-def mixtral(request: pytest.FixtureRequest) -> object:
-    """Returns a small Mixtral with random weights."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(1)
-    settings = transformers.MixtralConfig(
-        num_hidden_layers=2,
-        hidden_size=48,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        intermediate_size=40,
-        num_local_experts=5,
-        max_position_embeddings=32,
-        vocab_size=101,
-        experts_implementation="eager",
-        **request.param,
-    )
-    model = transformers.MixtralForCausalLM(settings).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
-    return model
-
-
-def logits_of(model: GPT, tokens: Tensor) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(tokens)[..., : model.config.vocab_size].transpose(0, 1)
-    return found
-
-
-TOKENS = torch.randint(101, (2, 24), generator=torch.Generator().manual_seed(9))
-
-
-def test_a_mixtral_of_theirs_gives_the_same_logits_here(mixtral: Any, tmp_path: Path) -> None:
-    mixtral.save_pretrained(tmp_path / "theirs")
-    checkpoint = Checkpoint(import_hf(tmp_path / "theirs", tmp_path / "run"))
-    assert checkpoint.model is not None and checkpoint.model.family == "mixtral"
-    model = GPT(GPTConfig.from_dict(checkpoint.model.config), Mesh.single())
-    assert model.config.num_experts == 5 and all(model.config.moe_layers)
-    checkpoint.load(parameter_views(model, collect_shardings(model), model.mesh))
-    with torch.no_grad():
-        expected = mixtral(TOKENS).logits
-    assert expected.abs().max() > 1
-    torch.testing.assert_close(logits_of(model, TOKENS), expected, rtol=0, atol=1e-4)
-
-
-def test_a_mixtral_of_ours_gives_the_same_logits_there(mixtral: Any, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = family.FAMILY.config_from_hf(mixtral.config.to_dict())
-    model = GPT(config, Mesh.single(), seed=7)
-    views = parameter_views(model, collect_shardings(model), model.mesh)
-    record = ModelRecord(family="mixtral", **record_of(config))
-    CheckpointStore(tmp_path / "run").save(3, dict(views), model=record)
-    folder = export_hf(tmp_path / "run", tmp_path / "exported")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert type(loaded) is type(mixtral)
-    with torch.no_grad():
-        expected = loaded(TOKENS).logits
-    torch.testing.assert_close(logits_of(model, TOKENS), expected, rtol=0, atol=1e-4)
