@@ -180,6 +180,25 @@ def test_model_record_and_files_are_saved_and_checked(tmp_path):
         checkpoint.read_file("notes/readme.txt")
 
 
+def test_a_folder_with_a_file_or_link_that_was_not_saved_is_refused(tmp_path):
+    folder = tmp_path / "tokenizer"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "vocab.json").write_text("{}")
+    path = CheckpointStore(tmp_path / "run").save(1, {}, files={"tokenizer": folder})
+    checkpoint = Checkpoint(path)
+    assert checkpoint.verified_folder("tokenizer") == path / "tokenizer"
+    for name in ("added.json", "deep/added.json", "linked"):
+        added = path / "tokenizer" / name
+        if name == "linked":
+            added.symlink_to(folder)
+        else:
+            added.write_text("{}")
+        with pytest.raises(CorruptCheckpointError, match=f"{added} is not in the manifest"):
+            checkpoint.verified_folder("tokenizer")
+        added.unlink()
+    checkpoint.verified_folder("tokenizer")
+
+
 @pytest.mark.parametrize("name", ["../x", "/x", "state.json", "MANIFEST.json", "x.safetensors", ""])
 def test_reserved_file_names_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match=r"cannot hold a file|is not a valid file name"):

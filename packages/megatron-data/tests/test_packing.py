@@ -75,6 +75,19 @@ def test_every_epoch_contains_every_token_once(sizes: list[int], length: int, ep
     assert not counts[-1].any()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sequence_length": 0}, "sequence length 0; give at least 1"),
+        ({"sequence_length": 4, "extra": 2}, "extra 2; give 0 or 1 tokens"),
+        ({"sequence_length": 4, "num_samples": -1}, "num_samples -1; give at least 0"),
+    ],
+)
+def test_a_packed_order_refuses_wrong_sizes(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        PackedOrder(np.array([5, 7], np.int32), (0, 2), seed=3, **arguments)
+
+
 def test_packed_samples(write_dataset: Write) -> None:
     prefix = write_dataset([[number] * (1 + number % 9) for number in range(1, 60)])
     train = build_gpt_datasets(prefix, "100", sequence_length=15, order="packed").train

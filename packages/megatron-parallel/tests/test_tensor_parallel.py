@@ -226,6 +226,13 @@ def test_weight_decay_and_cut_dims_of_layers(single: Mesh) -> None:
     assert [s.partial for s in parted.sharding.values()] == [None, "tp"]
 
 
+def test_the_bias_of_several_outputs_is_no_matrix() -> None:
+    """Checks that rules for matrices, such as Muon, leave it alone."""
+    found = ColumnSpec(in_features=3, out_features=(4, 2)).shardings()
+    assert (found["weight"].matrix, found["bias"].matrix) == ((8, 3), None)
+    assert found["weight"].hidden_matrix and not found["bias"].hidden_matrix
+
+
 def test_a_spec_cuts_the_first_dim_of_the_output_by_default() -> None:
     place = AbstractMesh(ParallelLayout(tp=2, dp=1), rank=1)
     plain = ColumnSpec(in_features=3, out_features=(4, 2))

@@ -43,13 +43,14 @@ class Products(TorchDispatchMode):
 
 
 def events_of(
-    mesh: Mesh, kind: str, sequence_parallel: bool, num_slices: int
+    mesh: Mesh, kind: str, sequence_parallel: bool, num_slices: int | None
 ) -> dict[str, list[str]]:
-    """Returns the events of one forward and one backward pass."""
+    """Returns the events of one forward and one backward pass; None leaves the layer as built."""
     options: Any = {"sequence_parallel": sequence_parallel, "dtype": torch.float64, "bias": False}
     layer = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind](6, 6, mesh, **options)
     torch.nn.init.normal_(layer.weight)
-    overlap_forward(layer, num_slices)
+    if num_slices is not None:
+        overlap_forward(layer, num_slices)
     length = 8 // 2 if kind == "column" and sequence_parallel else 8
     x = torch.randn(length, 1, layer.weight.shape[1], dtype=torch.float64, requires_grad=True)
     events: list[str] = []
@@ -115,6 +116,14 @@ def test_collectives_start_before_and_are_awaited_after_products(
 ):
     for events in worker_pool.run_mesh(LAYOUT, events_of, kind, sequence_parallel, num_slices):
         assert events[when] == EXPECTED[kind, sequence_parallel, num_slices, when]
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_layer_communicates_in_one_slice_by_default(worker_pool, kind):
+    for events in worker_pool.run_mesh(LAYOUT, events_of, kind, True, None):
+        assert events["forward"].count("product") == 1
+    layer = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind](2, 2, Mesh.single())
+    assert layer.num_slices == 1
 
 
 def test_each_half_of_a_split_backward_pass_communicates_only_its_inputs(worker_pool):

@@ -92,7 +92,7 @@ class PipelineEngine:
                 f"got {len(self.chunks)} model chunks, but the layout has vpp={vpp}; pass one for "
                 "each stage of the pipeline rank"
             )
-        check_schedule(schedule, vpp, mesh.layout.stage_mapping if pp > 1 else None)
+        check_schedule(schedule, vpp, mesh.layout.stage_mapping)
         if group_size is not None:
             check_group_size(schedule, pp, vpp, group_size)
         self._objective = Objective(loss, sums, mesh.device)
