@@ -123,7 +123,7 @@ class Case:
 
     Attributes:
         layout: Degrees; `dp` is set.
-        model: One of `MODELS`.
+        model: One of `MODELS`, or the name of `other`.
         sequence_parallel: Whether activations are sharded along the sequence.
         dropout: Whether hidden and attention dropout are on.
         micro_batch: Number of samples in a micro-batch; the rest of a rank's share is accumulated.
@@ -140,10 +140,11 @@ class Case:
         few_logits: Whether the loss is computed for a few tokens at a time.
         room: Tokens that a rank may hold at a time, if ranks are a pool that shards every document
             over as many of them as it needs.
+        other: A model of `LAYERS` layers that is trained instead of one of `MODELS`.
     """
 
     layout: ParallelLayout
-    model: Model
+    model: Model | str
     sequence_parallel: bool = False
     dropout: bool = False
     micro_batch: int = 1
@@ -159,11 +160,12 @@ class Case:
     lora: bool = False
     few_logits: bool = False
     room: int | None = None
+    other: GPTConfig | None = None
 
     @property
     def config(self) -> GPTConfig:
         """The model's configuration."""
-        return MODELS[self.model]
+        return self.other or MODELS[self.model]
 
     @property
     def accumulation(self) -> int:
@@ -217,6 +219,7 @@ class Case:
             per_token=self.per_token,
             smooth=self.smooth,
             lora=self.lora,
+            other=self.other,
         )
 
 
