@@ -9,8 +9,8 @@ from jaxtyping import install_import_hook
 
 # Configurations and descriptions check their own values and have no tensors.
 _PARTS = (
-    *(f"attention.{name}" for name in ("module", "cross", "context_parallel", "rotary", "sinks")),
-    *("mlp.module", "moe.module", "moe.router", "moe.experts", "norm.module"),
+    *(f"attention.{name}" for name in ("module", "cross", "context_parallel", "sinks")),
+    *("rotary.module", "mlp.module", "moe.module", "moe.router", "moe.experts", "norm.module"),
     *("embedding.module", "embedding.output", "block", "context", "dropout", "stack", "trunk"),
 )
 _CHECKED = [

@@ -64,7 +64,7 @@ def counted(
     key = DropoutKey.for_batch(seed=1, iteration=1, samples=torch.arange(B), positions=S)
     cut = model.tp if sequence_parallel else None
     drop = StageDropout.from_dropout(Dropout(key, 0.1, 0.1), cut) if dropout else None
-    angles = None if model.rotary is None else model.rotary(S, 0, None)
+    angles = model.rotary(S, 0, None)
     context = Context(Mask(), angles, dropout=drop, recompute=plan)
     length = S // model.tp.size if sequence_parallel else S
     x = torch.randn(length, B, config.hidden_size, dtype=dtype, requires_grad=True) * 1.0

@@ -8,8 +8,8 @@ import megatron_models.components.attention.context_parallel as context_parallel
 import megatron_parallel.context_parallel.ring as ring
 import megatron_parallel.data_parallel.buffers as buffers
 import torch
-from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.components.dropout import StageDropout
+from megatron_models.components.rotary.module import RotaryTable
 from megatron_parallel import DropoutKey, Mesh
 from megatron_parallel.context_parallel import ContextSplit, RingPlan, SequenceMask
 from megatron_parallel.data_parallel.buffers import ReductionAxes

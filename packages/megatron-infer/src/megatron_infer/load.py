@@ -211,8 +211,7 @@ def _empty_stages(
             with torch.no_grad():
                 for parameter in stage.parameters():
                     parameter.zero_()
-            if stage.rotary is not None:
-                stage.rotary.reset()
+            stage.rotary.reset()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

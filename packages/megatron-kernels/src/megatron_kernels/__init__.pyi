@@ -16,13 +16,13 @@ from .ops.moe.permute import sort_by_expert as sort_by_expert
 from .ops.moe.permute import unpermute as unpermute
 from .ops.norm.layer_norm import layer_norm as layer_norm
 from .ops.norm.rms_norm import rms_norm as rms_norm
-from .ops.rope.frequencies import LinearScaling as LinearScaling
-from .ops.rope.frequencies import Llama3Scaling as Llama3Scaling
-from .ops.rope.frequencies import RopeScaling as RopeScaling
-from .ops.rope.frequencies import YarnScaling as YarnScaling
 from .ops.rope.frequencies import rope_frequencies as rope_frequencies
 from .ops.rope.frequencies import rope_tables as rope_tables
 from .ops.rope.rope import rope as rope
+from .ops.rope.scaling import LinearScaling as LinearScaling
+from .ops.rope.scaling import Llama3Scaling as Llama3Scaling
+from .ops.rope.scaling import RopeScaling as RopeScaling
+from .ops.rope.scaling import YarnScaling as YarnScaling
 from .ops.softmax.softmax import softmax as softmax
 from .registry import Backend as Backend
 from .registry import BackendChoice as BackendChoice

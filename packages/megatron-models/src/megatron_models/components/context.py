@@ -1,6 +1,6 @@
 """State that all layers of one forward pass share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron_models.cache import KVCache
 from megatron_models.components.attention.context_parallel import ContextParallel
-from megatron_models.components.attention.rotary import Angles
 from megatron_models.components.dropout import StageDropout
+from megatron_models.components.rotary.module import Angles
+from megatron_models.components.rotary.spec import RotarySpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class Context:
 
     Attributes:
         mask: Which tokens may attend to which.
-        angles: Cosines and sines of the rotary angles; None without rotary positions.
+        angles: Cosines and sines of the rotary angles, by the rotation of a mixer.
         cache: Key/value cache, when decoding.
         offset: Number of cached positions before these tokens.
         dropout: Dropout, when training with dropout.
@@ -44,7 +45,7 @@ class Context:
     """
 
     mask: Mask
-    angles: Angles | None = None
+    angles: Mapping[RotarySpec, Angles] = field(default_factory=dict)
     cache: KVCache | None = None
     offset: int = 0
     dropout: StageDropout | None = None
@@ -102,5 +103,6 @@ class Context:
         words = [] if key is None else [key.word0, key.word1]
         masks = [self.mask] if self.cross_mask is None else [self.mask, self.cross_mask]
         fields = [value for mask in masks for value in vars(mask).values()]
-        shared = (*(self.angles or ()), *fields, *words, self.encoder_output)
+        tables = [table for angles in self.angles.values() for table in angles]
+        shared = (*tables, *fields, *words, self.encoder_output)
         return [t for t in shared if isinstance(t, torch.Tensor)]

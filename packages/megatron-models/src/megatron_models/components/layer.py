@@ -19,6 +19,7 @@ from megatron_models.components.mixer import (
     sum_by_part,
 )
 from megatron_models.components.norm.spec import NormSpec
+from megatron_models.components.rotary.spec import RotarySpec
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,10 @@ class TrunkSpec:
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixers of all layers."""
         return tuple(sublayer.mixer for layer in self.layers.values() for sublayer in layer)
+
+    def rotations(self) -> tuple[RotarySpec, ...]:
+        """Returns the rotations of mixers, each once."""
+        return tuple(dict.fromkeys(each for mixer in self.mixers for each in mixer.rotations()))
 
     def multiply_adds_per_pair(self) -> int:
         """Returns the multiply-adds of one query-key pair, in all layers together."""

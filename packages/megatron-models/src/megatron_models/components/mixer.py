@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from megatron_parallel import ParallelLayout, RecomputeConfig, Sharding
 
+from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.components.saved_bytes import SavedBytes
 
 BytesByPart = dict[str, int]
@@ -218,6 +219,10 @@ class Mixer(ABC):
     def cached(self, tp: int) -> KVSpec | None:
         """Returns what one of ``tp`` tensor-parallel ranks caches in decoding. Defaults to None."""
         return None
+
+    def rotations(self) -> tuple[RotarySpec, ...]:
+        """Returns the rotations whose angles the module reads. Defaults to none."""
+        return ()
 
     def multiply_adds_per_pair(self) -> int:
         """Returns the multiply-adds of one query-key pair. Defaults to 0."""

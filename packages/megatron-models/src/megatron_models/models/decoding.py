@@ -11,7 +11,7 @@ from megatron_parallel import Mesh
 from torch import Tensor, nn
 
 from megatron_models.cache import KVCache
-from megatron_models.components.attention.rotary import RotaryTable
+from megatron_models.components.rotary.module import RotaryTables
 from megatron_models.models.model_config import ModelConfig
 
 
@@ -52,7 +52,7 @@ class DecodingModel(nn.Module, ABC):
         dtype: Dtype of its parameters.
         stage: Index of this stage in the pipeline; 0 for a whole model.
         last: Whether it returns logits.
-        rotary: Table of rotary positions, or None.
+        rotary: Tables of rotary positions, of all rotations of this stage.
         reads_source: Whether it generates from another text, which an encoder reads.
     """
 
@@ -61,7 +61,7 @@ class DecodingModel(nn.Module, ABC):
     dtype: torch.dtype
     stage: int
     last: bool
-    rotary: RotaryTable | None
+    rotary: RotaryTables
     reads_source: ClassVar[bool] = False
 
     def first_active_stage(self, decoding_pass: DecodingPass) -> int:

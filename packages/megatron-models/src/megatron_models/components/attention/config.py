@@ -6,17 +6,17 @@ Importing this module does not import torch.
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatron_models.components.embedding.spec import PositionConfig
 from megatron_models.components.fields import flag
+from megatron_models.components.rotary.config import RotaryConfig
+from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.errors import ConfigError
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
-RopeScalingType = Literal["none", "linear", "llama3"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig(PositionConfig):
-    """Heads, rotary positions and softmax of attention.
+class AttentionConfig(RotaryConfig):
+    """Heads and softmax of attention.
 
     ``num_query_groups`` and ``kv_channels`` may be left at 0. They are then derived from other
     fields when the configuration is created.
@@ -42,60 +42,6 @@ class AttentionConfig(PositionConfig):
             positive=True,
             derived=True,
             unit="channels",
-        ),
-    )
-    rotary_base: float = field(
-        default=10000.0,
-        metadata=flag("--rotary-base", "base of the rotary frequencies (theta)", positive=True),
-    )
-    rotary_percent: float = field(
-        default=1.0,
-        metadata=flag(
-            "--rotary-percent", "fraction of each head's channels that is rotated, in (0, 1]"
-        ),
-    )
-    rotary_interleaved: bool = field(
-        default=False,
-        metadata=flag(
-            "--rotary-interleaved",
-            "rotate neighbouring channels instead of the two halves of a head",
-        ),
-    )
-    rope_scaling_type: RopeScalingType = field(
-        default="none",
-        metadata=flag(
-            "--rope-scaling-type",
-            "scaling of rotary frequencies for sequences longer than in the original training",
-            choices=get_args(RopeScalingType),
-        ),
-    )
-    rope_scaling_factor: float = field(
-        default=8.0,
-        metadata=flag("--rope-scaling-factor", "factor of the rotary scaling", positive=True),
-    )
-    rope_scaling_low_freq_factor: float = field(
-        default=1.0,
-        metadata=flag(
-            "--rope-scaling-low-freq-factor",
-            "llama3: wavelengths above original length / this value are scaled in full",
-            positive=True,
-        ),
-    )
-    rope_scaling_high_freq_factor: float = field(
-        default=4.0,
-        metadata=flag(
-            "--rope-scaling-high-freq-factor",
-            "llama3: wavelengths below original length / this value are not scaled",
-            positive=True,
-        ),
-    )
-    rope_scaling_original_length: int = field(
-        default=8192,
-        metadata=flag(
-            "--rope-scaling-original-length",
-            "llama3: sequence length of the original training",
-            positive=True,
-            unit="tokens",
         ),
     )
     add_qkv_bias: bool = field(
@@ -132,10 +78,6 @@ class AttentionConfig(PositionConfig):
 
     def _fill(self) -> None:
         super()._fill()
-        if not 0 < self.rotary_percent <= 1:
-            raise ConfigError(
-                "{rotary_percent:name} must lie in (0, 1], not {rotary_percent:repr}", vars(self)
-            )
         if self.kv_channels == 0 and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 "{hidden_size} is not a multiple of {num_attention_heads}; change one of them or "
@@ -153,22 +95,7 @@ class AttentionConfig(PositionConfig):
                 "the same number of heads",
                 vars(self),
             )
-        if self.position_embedding_type == "rope":
-            self._check_rotation()
-
-    def _check_rotation(self) -> None:
-        if self.rotary_dim < 2 or self.rotary_dim % 2:
-            raise ConfigError(
-                "rotary positions rotate pairs of channels, but {kv_channels} x {rotary_percent} "
-                f"gives {self.rotary_dim}; make it even",
-                vars(self),
-            )
-        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
-        if self.rope_scaling_type == "llama3" and low >= high:
-            raise ConfigError(
-                "{rope_scaling_low_freq_factor} must be below {rope_scaling_high_freq_factor}",
-                vars(self),
-            )
+        self.rotary_spec(self.kv_channels)
 
     @property
     def query_size(self) -> int:
@@ -188,11 +115,14 @@ class AttentionConfig(PositionConfig):
         return max(1, self.num_query_groups // tp)
 
     @property
+    def rotation(self) -> RotarySpec | None:
+        """The rotation of queries and keys; None without rotary positions."""
+        return self.rotary_spec(self.kv_channels)
+
+    @property
     def rotary_dim(self) -> int:
-        """Rotated channels of a head; 0 with learned positions."""
-        if self.position_embedding_type != "rope":
-            return 0
-        return int(self.kv_channels * self.rotary_percent)
+        """Rotated channels of a head; 0 without rotary positions."""
+        return 0 if self.rotation is None else self.rotation.channels
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.tp = placement.mesh.axis("tp")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
-        self.interleaved = spec.rotary_interleaved
+        self.rotation = spec.rotation
         self.head_size, self.heads_by_role = spec.kv_channels, spec.heads_by_role
         self.ranks_per_group = query_group_ranks(spec, self.tp.size)
         self.softcap = spec.attn_logit_softcapping
@@ -48,9 +48,10 @@ class Attention(nn.Module):
         """
         cut = context.sequence_parallel
         q, k, v = self._project(x, cut)
-        if context.angles is not None:
-            q = rope(q, *context.angles, self.interleaved)
-            k = rope(k, *context.angles, self.interleaved)
+        if self.rotation is not None:
+            angles = context.angles[self.rotation]
+            q = rope(q, *angles, self.rotation.interleaved)
+            k = rope(k, *angles, self.rotation.interleaved)
         if context.cache is not None:
             seen = context.cache.update(self.layer, k, v)
             sinks = None if self.sinks is None else self.sinks(q)

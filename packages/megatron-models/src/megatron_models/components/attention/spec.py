@@ -21,6 +21,7 @@ from megatron_models.components.mixer import (
     parameters_of,
     prefixed,
 )
+from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.components.saved_bytes import SavedBytes
 from megatron_models.errors import ConfigError
 
@@ -78,6 +79,10 @@ class AttentionSpec(AttentionConfig, Mixer):
     def cached(self, tp: int) -> KVSpec:
         """Returns the keys and values of one rank's query groups."""
         return KVSpec(self.groups_on_rank(tp), self.kv_channels, self.kv_channels)
+
+    def rotations(self) -> tuple[RotarySpec, ...]:
+        """Returns the rotation of queries and keys, if any."""
+        return () if self.rotation is None else (self.rotation,)
 
     def multiply_adds_per_pair(self) -> int:
         """Returns a multiply-add of each channel for the score, and one for the weighted value."""

@@ -11,8 +11,6 @@ from megatron_parallel.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from megatron_models.cache import KVCache
-from megatron_models.components.attention.config import AttentionConfig
-from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
 from megatron_models.components.embedding.output import (
@@ -21,6 +19,7 @@ from megatron_models.components.embedding.output import (
     token_losses,
 )
 from megatron_models.components.embedding.spec import output_spec
+from megatron_models.components.rotary.module import RotaryTables
 from megatron_models.components.trunk import Trunk
 from megatron_models.errors import ConfigError
 from megatron_models.models.decoding import DecodingModel, DecodingPass
@@ -100,10 +99,9 @@ class EncoderDecoder(DecodingModel):
             *depths, layout, mesh.axis("pp").index, chunk, encoder_stages
         )
         self.stage, self.encoder_stages = plan.stage, plan.encoder_stages
-        self.rotary: RotaryTable | None = None
-        if config.position_embedding_type == "rope":
-            self.rotary = RotaryTable(config.component(AttentionConfig), placement)
         trunks = config.trunks()
+        rotations = dict.fromkeys(each for trunk in trunks.values() for each in trunk.rotations())
+        self.rotary = RotaryTables(tuple(rotations), config.max_position_embeddings, placement)
 
         def side(name: str, own: StagePlan | None) -> Trunk | None:
             if own is None:
@@ -120,10 +118,9 @@ class EncoderDecoder(DecodingModel):
             self.initialize(seed)
 
     def initialize(self, seed: int) -> None:
-        """Initializes every parameter, and computes the rotary table."""
+        """Initializes every parameter, and computes the rotary tables."""
         initialize_parameters(self, seed=seed, mesh=self.mesh)
-        if self.rotary is not None:
-            self.rotary.reset()
+        self.rotary.reset()
 
     def stage_output_spec(
         self, stage: int, batch_size: int, source_length: int, target_length: int
@@ -349,7 +346,7 @@ class EncoderDecoder(DecodingModel):
             raise ConfigError("dropout and cache exclude each other: decoding has no dropout")
         return Context(
             mask.prepare(length, end, offset, device=x.device),
-            None if self.rotary is None else self.rotary(length, offset, positions),
+            self.rotary(length, offset, positions),
             cache,
             offset,
             self._dropout(dropout, length),

@@ -15,12 +15,10 @@ from megatron_parallel.tensor_parallel import NUM_SLICES, ColumnParallelLinear, 
 from torch import Tensor, device
 
 from megatron_models.cache import KVCache
-from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.components.attention.context_parallel import (
     ContextParallel,
     check_context_parallel,
 )
-from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
 from megatron_models.components.embedding.output import (
@@ -31,6 +29,7 @@ from megatron_models.components.embedding.output import (
 )
 from megatron_models.components.embedding.spec import output_spec
 from megatron_models.components.layer import TrunkSpec
+from megatron_models.components.rotary.module import RotaryTables
 from megatron_models.components.trunk import Trunk
 from megatron_models.errors import ConfigError
 from megatron_models.models.causal_model import CausalModel
@@ -87,7 +86,8 @@ class GPT(Trunk, CausalModel):
         placement.recompute.check(mesh.layout, sequence_parallel=placement.sequence_parallel)
         cp_comm_type = check_context_parallel(config, mesh.layout, placement.cp_comm_type)
         plan = plan_stage(config, mesh.layout, mesh.axis("pp").index, chunk, split)
-        super().__init__(_of_stage(config, plan), placement)
+        stage = _of_stage(config, plan)
+        super().__init__(stage, placement)
         self.config: GPTConfig = config
         self.mesh, self.dtype = mesh, placement.dtype
         self.recompute, self.vocabulary_loss = placement.recompute, placement.vocabulary_loss
@@ -98,9 +98,7 @@ class GPT(Trunk, CausalModel):
         self.cp = mesh.axis("cp")
         self.cp_comm_type = cp_comm_type
         self.stage, self.first, self.last = plan.stage, plan.first, plan.last
-        self.rotary: RotaryTable | None = None
-        if config.position_embedding_type == "rope":
-            self.rotary = RotaryTable(config.component(AttentionConfig), placement)
+        self.rotary = RotaryTables(stage.rotations(), config.max_position_embeddings, placement)
         self.output: ColumnParallelLinear | None = None
         if plan.last and config.output() is not None:
             self.output = placement.column_parallel_linear(output_spec(config))
@@ -110,10 +108,9 @@ class GPT(Trunk, CausalModel):
             self.initialize(seed)
 
     def initialize(self, seed: int) -> None:
-        """Initializes every parameter, and computes the rotary table."""
+        """Initializes every parameter, and computes the rotary tables."""
         initialize_parameters(self, seed=seed, mesh=self.mesh)
-        if self.rotary is not None:
-            self.rotary.reset()
+        self.rotary.reset()
 
     def stage_output_spec(
         self, batch_size: int, sequence_length: int
@@ -226,7 +223,7 @@ class GPT(Trunk, CausalModel):
             elif positions is None and mask.positions is not None:
                 positions = mask.positions[:, offset:end]
             mask = mask.prepare(length, end, offset, device=x.device)
-        angles = None if self.rotary is None else self.rotary(length, offset, positions)
+        angles = self.rotary(length, offset, positions)
         padding = self._padding(mask, offset, end, cp if over_ranks else None, split)
         context = Context(
             mask,

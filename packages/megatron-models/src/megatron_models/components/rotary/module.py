@@ -1,0 +1,87 @@
+"""Tables of the cosines and sines of rotary angles (Su et al., 2021)."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from megatron_kernels import rope_frequencies, rope_tables
+from torch import Tensor, nn
+
+from megatron_models.components.rotary.spec import RotarySpec
+from megatron_models.placement import Placement
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines, ``[s, 1, r/2]`` or, if they differ between sequences, ``[s, b, r/2]``."""
+
+
+class RotaryTable(nn.Module):
+    """Looks up the cosines and sines of positions. It has no parameters and no stored state.
+
+    The table is float64 for a float64 model and float32 otherwise.
+
+    Args:
+        rotation: The rotation.
+        positions: Number of positions.
+        placement: Dtype and device.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, rotation: RotarySpec, positions: int, placement: Placement) -> None:
+        super().__init__()
+        self.rotation, self.positions = rotation, positions
+        table = torch.float64 if placement.dtype == torch.float64 else torch.float32
+        for name in ("cos", "sin"):
+            shape = (positions, 1, rotation.channels // 2)
+            empty = torch.empty(shape, dtype=table, device=placement.resolved_device)
+            self.register_buffer(name, empty, persistent=False)
+        self.reset()
+
+    def reset(self) -> None:
+        """Computes the table on its device. Does nothing on the meta device."""
+        if self.cos.is_meta:
+            return
+        rotation, scaling = self.rotation, self.rotation.scaling
+        frequencies = rope_frequencies(rotation.channels, rotation.base, scaling=scaling)
+        cos, sin = rope_tables(torch.arange(self.positions), frequencies, self.cos.dtype, scaling)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
+
+    def forward(self, length: int, offset: int, positions: Int[Tensor, "b s"] | None) -> Angles:
+        """Returns the angles of ``positions``. Defaults to ``offset`` and the following ones."""
+        if positions is None:
+            return self.cos[offset : offset + length], self.sin[offset : offset + length]
+        index = positions.t()
+        return self.cos[index, 0], self.sin[index, 0]
+
+
+class RotaryTables(nn.Module):
+    """The tables of all rotations of a stage, often one or none.
+
+    Args:
+        rotations: The rotations, each once.
+        positions: Number of positions.
+        placement: Dtype and device.
+    """
+
+    def __init__(
+        self, rotations: Sequence[RotarySpec], positions: int, placement: Placement
+    ) -> None:
+        super().__init__()
+        self.rotations = tuple(rotations)
+        self.tables = nn.ModuleList(
+            RotaryTable(rotation, positions, placement) for rotation in rotations
+        )
+
+    def reset(self) -> None:
+        """Computes all tables on their device. Does nothing on the meta device."""
+        for table in self.tables:
+            table.reset()  # type: ignore[operator]
+
+    def forward(
+        self, length: int, offset: int, positions: Int[Tensor, "b s"] | None
+    ) -> dict[RotarySpec, Angles]:
+        """Returns the angles by rotation, for the arguments of `RotaryTable`."""
+        tables = zip(self.rotations, self.tables, strict=True)
+        return {rotation: table(length, offset, positions) for rotation, table in tables}
