@@ -72,6 +72,7 @@ def test_inspect_refuses_the_wrong_tokenizer(
         ([], 2, "COMMAND"),
         (["verify", "nowhere"], 1, "no dataset at nowhere"),
         (["inspect", "nowhere"], 1, "no dataset at nowhere"),
+        (["inspect", __file__], 1, "if it is text, tokenize it with megatron-data preprocess"),
     ],
 )
 def test_errors_are_one_line(

@@ -111,6 +111,7 @@ def test_the_command_prints_a_table_and_writes_a_file(capsys: pytest.CaptureFixt
         ([], 2, "give either PREFIX or --data-args-path FILE"),
         (["a", "--data-args-path", "x"], 2, "give either PREFIX or --data-args-path"),
         (["a", "b", "--epochs", "1"], 2, "--epochs has 1 number for 2 prefixes"),
+        (["a", "--epochs", "1", "2"], 2, "--epochs has 2 numbers for 1 prefix; give one for each"),
         (["1", "a", "--epochs", "1"], 2, "give only one of weights, --epochs and --tokens"),
         (
             ["a", "--tokens", "1", "--epochs", "1"],

@@ -156,6 +156,15 @@ def test_expected_errors_are_one_line_with_status_1(
     assert "\n" not in shown
 
 
+@pytest.mark.parametrize("prompt", [["--prompt", "x" * 48], ["--prompt-tokens", "7 " * 48]])
+def test_an_error_starts_a_line_after_the_prompt(
+    run: str, capsys: pytest.CaptureFixture[str], prompt: list[str]
+) -> None:
+    assert main(["generate", "--load", run, *prompt]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == f"{prompt[1].strip()}\n" and "48 positions" in shown.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [

@@ -34,7 +34,15 @@ def test_groups_of_layers():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"granularity": "full"}, "granularity full needs method and num_layers of at least 1"),
+        (
+            {"granularity": "full"},
+            "granularity full needs method and num_layers of at least 1, got neither",
+        ),
+        ({"granularity": "full", "method": "block"}, "of at least 1, got method block$"),
+        (
+            {"granularity": "full", "method": "block", "num_layers": 0},
+            "of at least 1, got method block and num_layers 0$",
+        ),
         ({"method": "uniform"}, "method uniform needs whole layers: add granularity full"),
         ({"num_layers": 3}, "num_layers 3 needs whole layers"),
         ({"distribute_saved_activations": True}, "distribute_saved_activations needs whole"),

@@ -144,7 +144,28 @@ def test_config_check_validates_files(tmp_path, capsys):
         ("layout --world-size 2 --tensor-modle-paralel-size 2", 2, "did you mean --tensor-model-"),
         ("schedule", 2, "the following arguments are required: --pipeline-model-parallel-size"),
         ("schedule --pipeline-model-parallel-size 0", 1, "0 pipeline ranks: use at least 1"),
-        ("schedule --pipeline-model-parallel-size 2 --forward-time 0", 1, "forward=0.0: use a"),
+        (
+            "schedule --pipeline-model-parallel-size 2 --forward-time 0",
+            1,
+            "--forward-time 0.0: use a",
+        ),
+        (
+            "schedule --pipeline-model-parallel-size 2 --weight-time 5",
+            1,
+            "--weight-time 5.0 is not between 0 and --backward-time 2.0",
+        ),
+        (
+            "schedule --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
+            1,
+            "does not support --num-virtual-stages-per-pipeline-rank 3: it needs 1 chunk per rank",
+        ),
+        (
+            "schedule --pipeline-model-parallel-size 2 --pipeline-schedule interleaved-1f1b "
+            "--microbatch-group-size-per-virtual-pipeline-stage 1",
+            1,
+            "--microbatch-group-size-per-virtual-pipeline-stage 1 is less than "
+            "--pipeline-model-parallel-size 2, so",
+        ),
         ("schedule --pipeline-model-parallel-size 2 --output a.pdf", 1, "must end in .svg or .png"),
         (
             "schedule --pipeline-model-parallel-size 4 --pipeline-schedule dualpipe-v "

@@ -88,6 +88,11 @@ def test_missing_settings_are_named():
     [
         ("trianing: {seed: 1}", "unknown section 'trianing'; did you mean training?"),
         ("seed: 1", "unknown section 'seed'; did you mean training.seed?"),
+        ("num-layers: 1", "unknown section 'num-layers'; did you mean model.num_layers?"),
+        (
+            "recompute_granularity: full",
+            "unknown section 'recompute_granularity'; did you mean recompute.granularity?",
+        ),
         ("training: {sead: 1}", "unknown key training.sead; did you mean training.seed?"),
         ("training: {lr: 1}", "unknown key training.lr; did you mean optimizer.lr?"),
         ("training: {seed: x}", "training.seed needs an integer, got 'x'"),

@@ -136,9 +136,10 @@ def _blend(parser: Parser, arguments: argparse.Namespace) -> "Blend":
         parser.error("give only one of weights, --epochs and --tokens")
     if len(amounts) != len(blend.prefixes):
         which = "--epochs" if arguments.epochs else "--tokens"
+        prefixes = len(blend.prefixes)
+        given = "1 prefix" if prefixes == 1 else f"{prefixes:,} prefixes"
         parser.error(
-            f"{which} has {plural(len(amounts), 'number')} for {len(blend.prefixes)} prefixes; "
-            "give one for each prefix"
+            f"{which} has {plural(len(amounts), 'number')} for {given}; give one for each prefix"
         )
     named = dict(zip(blend.prefixes, amounts, strict=True))
     if len(named) < len(amounts):

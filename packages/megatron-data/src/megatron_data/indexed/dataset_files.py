@@ -283,6 +283,11 @@ def _no_dataset(prefix: str, missing: Sequence[str]) -> DataError:
             "beside the tokens; give the prefix of the tokens, NAME_conversation"
         )
     else:
+        if exists(prefix):
+            return DataError(
+                f"{prefix} is not the prefix of a dataset; if it is text, tokenize it with "
+                "megatron-data preprocess and give the prefix of the output"
+            )
         candidates = [prefix + end for end in _USUAL_ENDS if exists(f"{prefix}{end}.idx")]
         if candidates:
             hint = f"did you mean {candidates[0]}?"

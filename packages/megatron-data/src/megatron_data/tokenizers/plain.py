@@ -11,6 +11,7 @@ from megatron_data.tokenizers.text_splitting import split_text
 
 PLAIN_FILE = "megatron_tokenizer.json"
 SEGMENT_CHARACTERS = 1 << 18
+_LONGEST_WORD = 40  # characters of a word in an error
 """Characters per segment when a long text is split."""
 
 _BETWEEN = re.compile(r"(?=\s)")
@@ -50,6 +51,15 @@ class ByteTokenizer:
         write_json(Path(folder) / PLAIN_FILE, {"type": "ByteTokenizer"})
 
 
+def _number(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise DataError(
+            f"NullTokenizer reads numbers separated by spaces, got {word[:_LONGEST_WORD]!r}"
+        ) from None
+
+
 class NullTokenizer:
     """Megatron's `NullTokenizer`: reads token ids as text, separated by spaces.
 
@@ -76,10 +86,7 @@ class NullTokenizer:
         Raises:
             DataError: A word is not a number below `vocab_size`.
         """
-        try:
-            tokens = [int(word) for word in text.split()]
-        except ValueError as error:
-            raise DataError(f"NullTokenizer reads numbers separated by spaces: {error}") from None
+        tokens = [_number(word) for word in text.split()]
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             wrong = max(tokens) if max(tokens) >= self.vocab_size else min(tokens)
             raise DataError(f"token {wrong} is out of range; token ids are 0 to {self.eod_id}")

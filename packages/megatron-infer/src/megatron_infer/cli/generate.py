@@ -3,7 +3,8 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,16 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     started = time.perf_counter()
     if len(prompts) == 1:
-        _print(prompts[0])
-        completions = generate(
-            loaded.stages,
-            loaded.tokenizer,
-            prompts,
-            params,
-            sources=sources,
-            on_text=lambda _, text: _print(text),
-        )
-        _print("\n")
+        with _one_line():
+            _print(prompts[0])
+            completions = generate(
+                loaded.stages,
+                loaded.tokenizer,
+                prompts,
+                params,
+                sources=sources,
+                on_text=lambda _, text: _print(text),
+            )
     else:
         completions = generate(loaded.stages, loaded.tokenizer, prompts, params, sources=sources)
         for number, one in enumerate(completions, start=1):
@@ -132,19 +133,18 @@ def _continue_tokens(arguments: argparse.Namespace, params: "SamplingParams") ->
 
     single = len(prompts) == 1
     started = time.perf_counter()
-    if single:
-        _print(" ".join(map(str, prompts[0])))
-    found = generate_tokens(
-        loaded.stages,
-        prompts,
-        params,
-        sources=sources,
-        stop_tokens=loaded.stop_tokens,
-        on_token=show if single else None,
-    )
-    if single:
-        _print("\n")
-    else:
+    with _one_line() if single else nullcontext():
+        if single:
+            _print(" ".join(map(str, prompts[0])))
+        found = generate_tokens(
+            loaded.stages,
+            prompts,
+            params,
+            sources=sources,
+            stop_tokens=loaded.stop_tokens,
+            on_token=show if single else None,
+        )
+    if not single:
         for number, (prompt, one) in enumerate(zip(prompts, found, strict=True), start=1):
             _print(f"--- {number} ---\n{' '.join(map(str, (*prompt, *one.tokens)))}\n")
     _summarize(loaded, found, time.perf_counter() - started)
@@ -167,6 +167,17 @@ def _read(path: Path) -> str:
     if not text:
         raise InferError(f"{path} is empty; a prompt needs at least one character")
     return text
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Ends the line of a streamed continuation, also before the line of an error."""
+    try:
+        yield
+    except Exception:
+        _print("\n")
+        raise
+    _print("\n")
 
 
 def _print(text: str) -> None:

@@ -96,8 +96,9 @@ def check_schedule(schedule: str, vpp: int, stage_mapping: StageMapping | None =
     if not kind.supports(vpp):
         fitting = ", ".join(repr(other.name) for other in _KINDS if other.supports(vpp))
         raise LayoutError(
-            f"schedule {schedule!r} does not support vpp={vpp}: it needs {_WORDS[kind.chunks]} per "
-            f"rank; vpp={vpp} goes with {fitting}"
+            f"schedule {schedule!r} does not support {{vpp:=}}: it needs {_WORDS[kind.chunks]} per "
+            f"rank; {{vpp:=}} goes with {fitting}",
+            {"vpp": vpp},
         )
     if stage_mapping is not None and stage_mapping != kind.stage_mapping:
         raise LayoutError(
@@ -120,17 +121,17 @@ def effective_schedule(schedule: str, pp: int, micro_batches: int) -> str:
 
 def check_group_size(schedule: str, pp: int, vpp: int, group_size: int) -> None:
     """Raises `LayoutError` unless the schedule can run groups of `group_size` micro-batches."""
-    size = {"group_size": group_size}
+    size = {"group_size": group_size, "pp": pp, "vpp": vpp}
     if not find_schedule_kind(schedule).takes_group_size or vpp == 1:
         fitting = " or ".join(repr(kind.name) for kind in _KINDS if kind.takes_group_size)
         raise LayoutError(
             f"{{group_size:=}} needs schedule {fitting} with at least 2 chunks per rank, not "
-            f"{schedule!r} with vpp={vpp}; leave it out",
+            f"{schedule!r} with {{vpp:=}}; leave it out",
             size,
         )
     if group_size < pp:
         raise LayoutError(
-            f"{{group_size:=}} is less than pp={pp}, so ranks would wait for one another in every "
+            f"{{group_size:=}} is less than {{pp:=}}, so ranks would wait for one another in every "
             f"group; use at least {pp}",
             size,
         )

@@ -43,11 +43,11 @@ class PassDurations:
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             if not getattr(self, name) > 0:
-                raise LayoutError(f"{name}={getattr(self, name)}: use a duration above 0")
+                raise LayoutError(f"{{{name}:=}}: use a duration above 0", vars(self))
         if not self.send >= 0:
-            raise LayoutError(f"send={self.send} is negative: use 0 or more")
+            raise LayoutError("{send:=} is negative: use 0 or more", vars(self))
         if self.weight is not None and not 0 < self.weight < self.backward:
-            raise LayoutError(f"weight={self.weight} is not between 0 and backward={self.backward}")
+            raise LayoutError("{weight:=} is not between 0 and {backward:=}", vars(self))
 
     def duration(self, action: Action) -> Fraction:
         """Returns the duration of a pass."""

@@ -96,9 +96,11 @@ class RecomputeConfig:
     def __post_init__(self) -> None:
         if self.granularity == "full":
             if self.method is None or (self.num_layers or 0) < 1:
+                given = [n for n in ("method", "num_layers") if getattr(self, n) is not None]
+                got = " and ".join(f"{{{name}}}" for name in given) or "neither"
                 raise self._error(
                     "{granularity} needs {method:name} and {num_layers:name} of at least 1, got "
-                    "{method:repr} and {num_layers:repr}"
+                    f"{got}"
                 )
         else:
             self._refuse_what_is_about_whole_layers()

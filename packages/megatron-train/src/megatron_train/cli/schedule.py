@@ -2,11 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import Final
 
 from megatron_parallel import LayoutError
 from megatron_parallel.pipeline import (
     SCHEDULES,
     PassDurations,
+    Timeline,
     draw_picture,
     draw_timeline,
     find_schedule_kind,
@@ -15,6 +17,7 @@ from megatron_parallel.pipeline import (
 )
 
 from megatron_train.config.flags import Parser
+from megatron_train.errors import TrainError
 from megatron_train.report.picture import check_picture_path, write_picture
 
 _EXAMPLE = """\
@@ -81,10 +84,42 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
+_FLAGS: Final = {
+    "pp": "--pipeline-model-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
+    "group_size": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "forward": "--forward-time",
+    "backward": "--backward-time",
+    "weight": "--weight-time",
+    "send": "--send-time",
+}
+"""Flags by the fields that errors of a simulation name."""
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the timeline and writes the picture."""
+    """Prints the timeline and writes the picture.
+
+    Raises:
+        TrainError: The schedule cannot run these numbers; the message names the flags.
+    """
     if arguments.output is not None:
         check_picture_path(arguments.output)
+    try:
+        timeline = _simulate(arguments)
+    except LayoutError as error:
+        raise TrainError(error.format_message(_FLAGS)) from None
+    if arguments.output is None:
+        print(draw_timeline(timeline))
+        return 0
+    try:
+        print(draw_timeline(timeline))
+    except LayoutError:  # too detailed for text
+        print(summarize(timeline))
+    write_picture(draw_picture(timeline), arguments.output)
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace) -> Timeline:
     schedule, ranks = arguments.pipeline_schedule, arguments.pipeline_model_parallel_size
     chunks = arguments.num_virtual_stages_per_pipeline_rank
     if chunks is None:
@@ -97,13 +132,4 @@ def run(arguments: argparse.Namespace) -> int:
         send=arguments.send_time,
     )
     group = arguments.microbatch_group_size_per_virtual_pipeline_stage
-    timeline = simulate(schedule, ranks, count, chunks, times, group)
-    if arguments.output is None:
-        print(draw_timeline(timeline))
-        return 0
-    try:
-        print(draw_timeline(timeline))
-    except LayoutError:  # too detailed for text
-        print(summarize(timeline))
-    write_picture(draw_picture(timeline), arguments.output)
-    return 0
+    return simulate(schedule, ranks, count, chunks, times, group)

@@ -113,10 +113,10 @@ def _read_section(
     known = {option.key: option for option in options}
     sections = list(dict.fromkeys(option.section for option in options))
     if section not in sections:
-        matching_keys = [key for key in known if key.endswith("." + section)]
-        near = (
-            f"; did you mean {matching_keys[0]}?" if matching_keys else nearest(section, sections)
-        )
+        name = section.replace("-", "_")
+        flag = "--" + section.replace("_", "-")
+        matches = [o.key for o in options if o.name == name or flag in (o.flag, o.opposite)]
+        near = f"; did you mean {matches[0]}?" if matches else nearest(section, sections)
         raise TrainError(
             f"{path}: unknown section {short_repr(section)}{near} (known: {', '.join(sections)})"
         )
