@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_kernels import KernelError, Mask, attention, attention_backward, attention_forward
+from megatron_kernels import (
+    KernelError,
+    Mask,
+    Scores,
+    attention,
+    attention_backward,
+    attention_forward,
+)
 from megatron_kernels.ops.attention.flash import flash
 from torch import Tensor
 
@@ -56,7 +63,7 @@ def by_hand(
 def test_equal_to_arithmetic_by_hand(mask: Mask, backend: str) -> None:
     q, k, v = (x.detach() for x in inputs())
     expected = by_hand(q, k, v, mask, 0.3)
-    torch.testing.assert_close(attention(q, k, v, mask, 0.3, backend=backend), expected)
+    torch.testing.assert_close(attention(q, k, v, mask, Scores(0.3), backend=backend), expected)
 
 
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -71,7 +78,7 @@ def test_dropout_multiplies_the_weights_of_every_head_and_is_differentiated(fast
         return p * factors
 
     mask = Mask(window=5)
-    out = attention(q, k, v, mask, 0.3, dropout=dropout)
+    out = attention(q, k, v, mask, Scores(0.3), dropout=dropout)
     expected = by_hand(*(x.detach() for x in (q, k, v)), mask, 0.3, factors=factors)
     torch.testing.assert_close(out.detach(), expected)
     assert torch.autograd.gradcheck(
@@ -98,7 +105,7 @@ def test_a_sink_takes_part_in_the_softmax_without_a_value() -> None:
     """The reference has one more key, with the sink's logits as scores and a value of zero."""
     q, k, v = (torch.randn(5, 2, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
     sinks = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
-    found = attention(q, k, v, Mask(), 0.3, sinks=sinks)
+    found = attention(q, k, v, Mask(), Scores(0.3, sinks=sinks))
     keys, values = (x.repeat_interleave(2, dim=2) for x in (k, v))
     scores = 0.3 * torch.einsum("sbnd,tbnd->bnst", q, keys)
     scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
@@ -107,22 +114,24 @@ def test_a_sink_takes_part_in_the_softmax_without_a_value() -> None:
     torch.testing.assert_close(found, torch.einsum("bnst,tbnd->sbnd", p, values))
     leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
     assert torch.autograd.gradcheck(
-        lambda *x: attention(*x[:3], Mask(), sinks=x[3]), leaves, fast_mode=True
+        lambda *x: attention(*x[:3], Mask(), Scores(sinks=x[3])), leaves, fast_mode=True
     )
 
 
 def test_a_zero_sink_is_softmax_off_by_one_and_a_low_sink_has_no_effect() -> None:
     q, k, v = (torch.randn(3, 1, 1, 4, dtype=torch.float64) for _ in range(3))
-    first = attention(q, k, v, Mask(), 1.0, sinks=torch.zeros(1, dtype=torch.float64))[0, 0, 0]
+    first = attention(q, k, v, Mask(), Scores(1.0, sinks=torch.zeros(1, dtype=F64)))[0, 0, 0]
     share = torch.exp((q[0] * k[0]).sum())
     torch.testing.assert_close(first, v[0, 0, 0] * share / (1 + share))
     low = torch.full((1,), -1e4, dtype=torch.float64)
-    torch.testing.assert_close(attention(q, k, v, Mask(), sinks=low), attention(q, k, v, Mask()))
+    torch.testing.assert_close(
+        attention(q, k, v, Mask(), Scores(sinks=low)), attention(q, k, v, Mask())
+    )
 
 
 def test_only_the_reference_supports_sinks() -> None:
     q = k = v = torch.randn(3, 1, 2, 4)
-    choice = attention.explain(q, k, v, Mask(), sinks=torch.zeros(2))
+    choice = attention.explain(q, k, v, Mask(), Scores(sinks=torch.zeros(2)))
     assert choice.backend == "reference" and "torch: it does not support sinks" in choice.reason
 
 
@@ -130,38 +139,69 @@ def test_only_the_reference_supports_sinks() -> None:
 def test_a_softcap_bounds_the_scores_before_the_mask(fast: bool) -> None:
     """The reference is Gemma 2's formula, `softcap * tanh(x / softcap)`."""
     q, k, v = (torch.randn(5, 2, heads, 4, dtype=F64) for heads in (4, 2, 2))
-    found = attention(q, k, v, Mask(), 1.5, softcap=0.8)
+    found = attention(q, k, v, Mask(), Scores(1.5, softcap=0.8))
     keys, values = (x.repeat_interleave(2, dim=2) for x in (k, v))
     scores = 0.8 * torch.tanh(1.5 * torch.einsum("sbnd,tbnd->bnst", q, keys) / 0.8)
     scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
     torch.testing.assert_close(found, torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), values))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     assert torch.autograd.gradcheck(
-        lambda *x: attention(*x, Mask(window=3), softcap=0.8), leaves, fast_mode=fast
+        lambda *x: attention(*x, Mask(window=3), Scores(softcap=0.8)), leaves, fast_mode=fast
     )
 
 
 def test_a_zero_or_high_softcap_has_no_effect_and_a_negative_one_is_refused() -> None:
     q, k, v = inputs()
     plain = attention(q, k, v, Mask())
-    torch.testing.assert_close(attention(q, k, v, Mask(), softcap=0.0), plain, rtol=0, atol=0)
-    torch.testing.assert_close(attention(q, k, v, Mask(), softcap=1e6), plain)
+    torch.testing.assert_close(
+        attention(q, k, v, Mask(), Scores(softcap=0.0)), plain, rtol=0, atol=0
+    )
+    torch.testing.assert_close(attention(q, k, v, Mask(), Scores(softcap=1e6)), plain)
     for softcap in (-1.0, float("nan")):
         with pytest.raises(KernelError, match=f"softcap is {softcap}; it must be 0"):
-            attention(q, k, v, Mask(), softcap=softcap)
+            attention(q, k, v, Mask(), Scores(softcap=softcap))
 
 
 def test_backends_without_softcap_report_it() -> None:
     q = k = v = torch.randn(3, 1, 2, 4)
-    choice = attention.explain(q, k, v, Mask(), softcap=2.0)
+    choice = attention.explain(q, k, v, Mask(), Scores(softcap=2.0))
     assert choice.backend == "reference" and "torch: it does not support softcap" in choice.reason
+
+
+def test_slopes_subtract_the_distance_in_positions() -> None:
+    """The reference adds `-slope * (i - j)` to the scores, by the positions of the mask."""
+    q, k, v = (torch.randn(5, 2, heads, 4, dtype=F64) for heads in (4, 2, 2))
+    slopes = torch.tensor([0.5, 0.25, 1.0, 0.0], dtype=F64)
+    keys, values = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    for positions in (torch.arange(5), torch.tensor([2, 0, 7, 4, 3])):
+        mask = Mask(positions=positions.int().expand(2, 5))
+        distance = positions[:, None] - positions[None]
+        scores = 0.5 * torch.einsum("sbnd,tbnd->bnst", q, keys) - slopes.view(4, 1, 1) * distance
+        p = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
+        found = attention(q, k, v, mask.prepare(5, 5), Scores(slopes=slopes))
+        torch.testing.assert_close(found, torch.einsum("bnst,tbnd->sbnd", p, values))
+    choice = attention.explain(q, k, v, Mask(), Scores(slopes=slopes))
+    assert "torch: it does not support slopes" in choice.reason
+
+
+def test_slopes_and_sinks_of_other_heads_are_refused_and_blocks_refuse_sinks() -> None:
+    q, k, v = inputs()
+    with pytest.raises(KernelError, match=r"slopes have shape \[2\]; 4 heads need \[4\]"):
+        attention(q, k, v, Mask(), Scores(slopes=torch.zeros(2)))
+    scores = Scores(sinks=torch.zeros(4))
+    with pytest.raises(KernelError, match="sinks, which would count in every block"):
+        attention_forward(q, k, v, Mask(), scores)
+    attention_forward(q, k, v, Mask(), scores.without_sinks())
+    assert scores.of_heads(1, 2).sinks is not None and len(scores.of_heads(1, 2).sinks) == 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_default_scale_is_one_over_the_root_of_the_head_dimension(backend: str) -> None:
     q, k, v = inputs()
     default = attention(q, k, v, Mask(), backend=backend)
-    torch.testing.assert_close(default, attention(q, k, v, Mask(), 6**-0.5, backend=backend))
+    torch.testing.assert_close(
+        default, attention(q, k, v, Mask(), Scores(6**-0.5), backend=backend)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -232,20 +272,23 @@ MASKS = [
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_block_backward_equals_autograd(mask: Mask, dropped: bool, softcap: float) -> None:
     q, k, v = inputs()
+    scores = Scores(
+        softcap=softcap, slopes=torch.tensor([0.5, 0.0, 0.25, 1.0]) if softcap else None
+    )
     kept = torch.rand(2, 4, 7, 7, generator=torch.Generator().manual_seed(3)) > 0.3
     dropout = partial(torch.mul, kept / 0.7) if dropped else None
-    out, lse = attention_forward(q, k, v, mask, dropout=dropout, softcap=softcap)
+    out, lse = attention_forward(q, k, v, mask, scores, dropout=dropout)
     dout = torch.randn_like(out)
     expected = torch.autograd.grad(out, (q, k, v), dout)
     with torch.no_grad():
-        ours = attention_backward(dout, q, k, v, out, lse, mask, dropout=dropout, softcap=softcap)
+        ours = attention_backward(dout, q, k, v, out, lse, mask, scores, dropout=dropout)
     for got, want in zip(ours, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_lse_is_the_log_of_the_sum_of_exponentials_of_the_scores() -> None:
     q, k, v = (x.detach() for x in inputs(n=2))
-    _, lse = attention_forward(q, k, v, Mask(document_ids=PADDED), scale=0.5)
+    _, lse = attention_forward(q, k, v, Mask(document_ids=PADDED), Scores(0.5))
     scores = torch.einsum("sbnd,tbnd->sbnt", q, k) * 0.5
     allowed = Mask(document_ids=PADDED).allowed(7, 7).transpose(0, 1)[:, :, None]
     expected = scores.masked_fill(~allowed, -math.inf).logsumexp(-1)
@@ -307,7 +350,7 @@ def test_flash_attn_gets_the_softcap_and_the_deterministic_mode_of_torch(
     for wanted in (True, False):
         torch.use_deterministic_algorithms(wanted)
         try:
-            flash(q, k, v, Mask(causal=True), None, 0, softcap=30.0)
+            flash(q, k, v, Mask(causal=True), Scores(softcap=30.0), 0)
         finally:
             torch.use_deterministic_algorithms(False)
         assert options[-1]["softcap"] == 30.0

@@ -68,8 +68,8 @@ def _merged_without_lse(mesh: Mesh, replace: Replace) -> None:
 def _scores_taken_for_plain(mesh: Mesh, replace: Replace) -> None:
     true = context_parallel.attention_backward
 
-    def wrong(*args: Any, softcap: float, **options: Any) -> Any:
-        return true(*args, **options)
+    def wrong(*args: Any, **options: Any) -> Any:
+        return true(*args[:7], dataclasses.replace(args[7], softcap=0.0), **options)
 
     replace(context_parallel, "attention_backward", wrong)
 

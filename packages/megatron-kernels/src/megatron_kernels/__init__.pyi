@@ -8,6 +8,8 @@ from .ops.attention.attention import attention as attention
 from .ops.attention.mask import Mask as Mask
 from .ops.attention.reference import attention_backward as attention_backward
 from .ops.attention.reference import attention_forward as attention_forward
+from .ops.attention.scores import PLAIN_SCORES as PLAIN_SCORES
+from .ops.attention.scores import Scores as Scores
 from .ops.loss.cross_entropy import cross_entropy as cross_entropy
 from .ops.moe.grouped_matmul import grouped_matmul as grouped_matmul
 from .ops.moe.permute import Permutation as Permutation

@@ -16,6 +16,7 @@ from megatron_kernels.ops.activation.gelu import gelu
 from megatron_kernels.ops.activation.swiglu import swiglu
 from megatron_kernels.ops.attention.attention import attention
 from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
 from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
 from megatron_kernels.ops.moe.grouped_matmul import grouped_matmul
 from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
@@ -106,10 +107,11 @@ def _attention(
     keys: int = 13,
     groups: int = 4,
     offset: int = 0,
+    scores: Scores = PLAIN_SCORES,
 ) -> tuple[Any, ...]:
     q = draw.normal(queries, 2, 4, 16)
     k, v = draw.normal(keys, 2, groups, 16), draw.normal(keys, 2, groups, 16, mean=0.5)
-    return (q, k, v, mask, None, offset)
+    return (q, k, v, mask, scores, offset)
 
 
 def _documents(draw: InputGenerator) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
-from megatron_kernels import Mask, attention
+from megatron_kernels import PLAIN_SCORES, Mask, Scores, attention
 from megatron_parallel import Mesh
 from torch import Tensor
 
@@ -34,8 +34,7 @@ class KVHandle(Protocol):
         mask: Mask,
         *,
         query_offset: int = 0,
-        sinks: Float[Tensor, " n"] | None = None,
-        softcap: float = 0.0,
+        scores: Scores = PLAIN_SCORES,
     ) -> Float[Tensor, "s b n d"]:
         """Returns attention of the new tokens, with arguments of `megatron_kernels.attention`."""
         ...
@@ -106,13 +105,10 @@ class DenseKV:
         mask: Mask,
         *,
         query_offset: int = 0,
-        sinks: Float[Tensor, " n"] | None = None,
-        softcap: float = 0.0,
+        scores: Scores = PLAIN_SCORES,
     ) -> Float[Tensor, "s b n d"]:
         """Returns `megatron_kernels.attention` over these keys and values."""
-        return attention(
-            q, self.k, self.v, mask, query_offset=query_offset, sinks=sinks, softcap=softcap
-        )
+        return attention(q, self.k, self.v, mask, scores, query_offset)
 
 
 class StaticKVCache:

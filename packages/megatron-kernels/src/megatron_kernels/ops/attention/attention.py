@@ -9,6 +9,7 @@ from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.attention.flash import flash, flash_unsupported_reason
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.reference import reference
+from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
 from megatron_kernels.ops.attention.sdpa import sdpa, sdpa_unsupported_reason
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
@@ -23,15 +24,13 @@ def attention(
     k: Float[Tensor, "t b g d"],
     v: Float[Tensor, "t b g dv"],
     mask: Mask,
-    scale: float | None = None,
+    scores: Scores = PLAIN_SCORES,
     query_offset: int = 0,
     *,
     dropout: Callable[[Tensor], Tensor] | None = None,
-    sinks: Float[Tensor, " n"] | None = None,
-    softcap: float = 0.0,
     backend: str = AUTO,
 ) -> Float[Tensor, "s b n dv"]:
-    """Computes softmax(scale * q k^T, where allowed) v for every head.
+    """Computes softmax(scores of q and k, where allowed) v for every head.
 
     Args:
         q: Queries `[s, b, n, d]`.
@@ -39,29 +38,24 @@ def attention(
         v: Values `[t, b, g, dv]`, usually dv = d.
         mask: Which queries may attend to which keys. A query that may attend to nothing (padding)
             gets zeros.
-        scale: Factor of the scores. None means 1/sqrt(d).
+        scores: Scale, soft-cap, linear biases and sinks. Defaults to q k^T / sqrt(d). flash-attn
+            supports all but sinks, torch only a scale, the reference everything.
         query_offset: Index of the first query among the keys: the number of tokens that a key-value
             cache held before these. Keys after the last query may be unused room of a cache.
         dropout: Applied to the probabilities `[b, n, s, t]` (float32; float64 for float64) before
             they weight the values; returns the same shape and dtype. Only a backend that
             materializes the probabilities can apply it: the reference.
-        sinks: Logits `[n]`, one for each head, that take part in the softmax and have no value, so
-            that a head may attend to nothing (gpt-oss; Xiao et al. 2023, "Efficient Streaming
-            Language Models with Attention Sinks"). Only the reference supports them.
-        softcap: Scaled scores x become softcap * tanh(x / softcap) before the mask (Gemma 2, arXiv
-            2408.00118, section 2). 0 means none. flash-attn and the reference support it.
         backend: "auto" or the name of one backend.
 
     Returns:
         `[s, b, n, dv]` in the dtype of `q`; its memory need not be contiguous.
 
     Raises:
-        KernelError: n is not a multiple of g, or ``softcap`` is negative.
+        KernelError: n is not a multiple of g, or slopes or sinks are not one for each head.
     """
     if q.shape[2] % k.shape[2]:
         raise KernelError(
             f"attention: {q.shape[2]} heads do not divide over {k.shape[2]} query groups"
         )
-    if not softcap >= 0:
-        raise KernelError(f"attention: softcap is {softcap}; it must be 0 (none) or above")
-    return attention.run(backend, q, k, v, mask, scale, query_offset, dropout, sinks, softcap)
+    scores.check_heads(q.shape[2])
+    return attention.run(backend, q, k, v, mask, scores, query_offset, dropout)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.optional import missing_library
 
 _LARGEST_HEAD = 256
@@ -16,11 +17,9 @@ def flash(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    scale: float | None,
+    scores: Scores,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
 ) -> Tensor:
     """Calls `flash_attn_func` on views `[b, s, n, d]`.
 
@@ -41,8 +40,9 @@ def flash(
         q.transpose(0, 1),
         k.transpose(0, 1),
         v.transpose(0, 1),
-        softmax_scale=scale,
-        softcap=softcap,
+        softmax_scale=scores.scale,
+        softcap=scores.softcap,
+        alibi_slopes=None if scores.slopes is None else scores.slopes.float(),
         causal=mask.causal,
         window_size=(reach, 0 if mask.causal and mask.window is not None else reach),
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -55,16 +55,14 @@ def flash_unsupported_reason(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    scale: float | None,
+    scores: Scores,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
 ) -> str | None:
     """Returns why `flash` does not support these arguments, cheapest check first."""
     if dropout is not None:
         return "it supports only its own dropout"
-    if sinks is not None:
+    if scores.sinks is not None:
         return "it does not support sinks"
     if not q.is_cuda:
         return f"needs a CUDA tensor, q is on {q.device.type}"

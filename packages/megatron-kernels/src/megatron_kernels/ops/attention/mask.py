@@ -120,17 +120,7 @@ class Mask:
         self, queries: int, keys: int, query_offset: int, device: torch.device | str
     ) -> Tensor:
         """Returns the rules that compare positions: causal, prefix and window."""
-        if self.positions is None:
-            of_keys = torch.arange(keys, device=device)[None]
-            of_queries = torch.arange(query_offset, query_offset + queries, device=device)[None]
-        else:
-            of_keys = self.positions[:, :keys]
-            inside = slice(query_offset, query_offset + queries)
-            own = self.query_positions
-            of_queries = self.positions[:, inside] if own is None else own
-            self._covers("positions", of_keys, (keys,))
-            self._covers("positions of the queries", of_queries, (queries,))
-        key, query = of_keys[:, None, :], of_queries[:, :, None]
+        query, key = self._positions(queries, keys, query_offset, device)
         if self.causal:
             allowed = key <= query
             if self.prefix is not None:
@@ -143,6 +133,32 @@ class Mask:
         if self.window is not None:
             allowed = allowed & ((query - key).abs() < self.window)
         return allowed
+
+    def distance(
+        self, queries: int, keys: int, query_offset: int = 0, *, device: torch.device | str = "cpu"
+    ) -> Int[Tensor, "b_or_1 s t"]:
+        """Returns the distance of each query and key in positions, at least 0.
+
+        Arguments and errors are those of `allowed`.
+        """
+        query, key = self._positions(queries, keys, query_offset, device)
+        return (query - key).abs()
+
+    def _positions(
+        self, queries: int, keys: int, query_offset: int, device: torch.device | str
+    ) -> tuple[Tensor, Tensor]:
+        """Returns positions `[b or 1, s, 1]` of queries and `[b or 1, 1, t]` of keys."""
+        if self.positions is None:
+            of_keys = torch.arange(keys, device=device)[None]
+            of_queries = torch.arange(query_offset, query_offset + queries, device=device)[None]
+        else:
+            of_keys = self.positions[:, :keys]
+            inside = slice(query_offset, query_offset + queries)
+            own = self.query_positions
+            of_queries = self.positions[:, inside] if own is None else own
+            self._covers("positions", of_keys, (keys,))
+            self._covers("positions of the queries", of_queries, (queries,))
+        return of_queries[:, :, None], of_keys[:, None, :]
 
     @staticmethod
     def _covers(name: str, tensor: Tensor, size: tuple[int, ...]) -> None:

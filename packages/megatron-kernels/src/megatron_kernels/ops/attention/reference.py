@@ -1,6 +1,6 @@
 """Attention in plain torch, and the pair of block functions for ring attention.
 
-    scores = scale * q k^T, bounded      p = softmax of the allowed scores      out = p v
+    scores = cap(scale * q k^T) - slope * distance      p = softmax of the allowed      out = p v
 
 A block pass also returns lse, the log-sum-exp of each row. Passes over disjoint sets of keys are
 combined by weighting each `out` with exp(lse - logaddexp of all lse). The backward pass takes the
@@ -15,7 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
 from megatron_kernels.ops.precision import upcast
 
 
@@ -24,14 +26,12 @@ def reference(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    scale: float | None,
+    scores: Scores,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
 ) -> Tensor:
     """Returns the output of the forward block pass without its lse, differentiable by autograd."""
-    return _forward(q, k, v, mask, scale, query_offset, dropout, sinks, softcap)[0]
+    return _forward(q, k, v, mask, scores, query_offset, dropout)[0]
 
 
 def attention_forward(
@@ -39,11 +39,10 @@ def attention_forward(
     k: Float[Tensor, "t b g d"],
     v: Float[Tensor, "t b g dv"],
     mask: Mask,
-    scale: float | None = None,
+    scores: Scores = PLAIN_SCORES,
     query_offset: int = 0,
     *,
     dropout: Callable[[Tensor], Tensor] | None = None,
-    softcap: float = 0.0,
 ) -> tuple[Float[Tensor, "s b n dv"], Float[Tensor, "s b n"]]:
     """Computes attention over one block of keys.
 
@@ -52,17 +51,21 @@ def attention_forward(
         k: Keys `[t, b, g, d]`; each of the g groups serves n/g heads.
         v: Values `[t, b, g, dv]`.
         mask: Which queries may attend to which keys of this block.
-        scale: Factor of the scores. None means 1/sqrt(d).
+        scores: Scale, soft-cap and linear biases, as in `attention`. Sinks belong to a whole row:
+            they are one more block, whose out is zero and whose lse is the sink.
         query_offset: Index of the first query among the keys.
         dropout: Applied to the block's probabilities `[b, n, s, t]`: a product with a mask that is
             the same in the backward pass. The lse is that of all probabilities.
-        softcap: Bound of the scaled scores, as in `attention`. 0 means none.
 
     Returns:
         out `[s, b, n, dv]` in the dtype of `q`, and lse `[s, b, n]` in float32 (float64 for
         float64), -inf for a row that may attend to nothing, whose out is zero.
+
+    Raises:
+        KernelError: The scores have sinks.
     """
-    return _forward(q, k, v, mask, scale, query_offset, dropout, None, softcap)
+    _check_block(scores)
+    return _forward(q, k, v, mask, scores, query_offset, dropout)
 
 
 def attention_backward(
@@ -73,11 +76,10 @@ def attention_backward(
     out: Float[Tensor, "s b n dv"],
     lse: Float[Tensor, "s b n"],
     mask: Mask,
-    scale: float | None = None,
+    scores: Scores = PLAIN_SCORES,
     query_offset: int = 0,
     *,
     dropout: Callable[[Tensor], Tensor] | None = None,
-    softcap: float = 0.0,
 ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "t b g d"], Float[Tensor, "t b g dv"]]:
     """Computes the gradients of attention from one block of keys.
 
@@ -89,25 +91,27 @@ def attention_backward(
         out: The final output, combined over all blocks.
         lse: The final log-sum-exp, combined over all blocks.
         mask: Which queries may attend to which keys of this block.
-        scale: As in the forward pass.
+        scores: As in the forward pass.
         query_offset: As in the forward pass.
         dropout: As in the forward pass.
-        softcap: As in the forward pass.
 
     Returns:
         This block's part of dq, and the whole of its dk and dv, in the dtypes of q, k and v.
+
+    Raises:
+        KernelError: The scores have sinks.
     """
+    _check_block(scores)
     groups = k.shape[2]
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = _scores(q, k, scale, softcap)
-    p = _probabilities(_masked(scores, q, k, mask, query_offset), _grouped(lse, groups))
+    capped = _capped(q, k, scores)
+    p = _probabilities(_masked(capped, q, k, mask, scores, query_offset), _grouped(lse, groups))
     gradient, final = (_by_group(upcast(x), groups) for x in (dout, out))
     dv = torch.einsum("bgmst,sbgmd->tbgd", _dropped(p, dropout), gradient)
     dp = _dropped(torch.einsum("sbgmd,tbgd->bgmst", gradient, upcast(v)), dropout)
     share = (gradient * final).sum(-1).permute(1, 2, 3, 0)[..., None]
-    dscores = scale * p * (dp - share)
-    if softcap:
-        dscores = dscores * (1 - (scores / softcap) ** 2)
+    dscores = _scale(q, scores) * p * (dp - share)
+    if scores.softcap:
+        dscores = dscores * (1 - (capped / scores.softcap) ** 2)
     dq = torch.einsum("bgmst,tbgd->sbgmd", dscores, upcast(k)).flatten(2, 3)
     dk = torch.einsum("bgmst,sbgmd->tbgd", dscores, _by_group(upcast(q), groups))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -118,33 +122,54 @@ def _forward(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    scale: float | None,
+    scores: Scores,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None,
-    sinks: Tensor | None,
-    softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = _masked(_scores(q, k, scale, softcap), q, k, mask, query_offset)
-    lse = torch.logsumexp(scores, -1)
-    if sinks is not None:  # one more key for each row, with a value of zero
-        lse = torch.logaddexp(lse, upcast(sinks).view(k.shape[2], -1, 1))
-    p = _probabilities(scores, lse)
+    allowed = _masked(_capped(q, k, scores), q, k, mask, scores, query_offset)
+    lse = torch.logsumexp(allowed, -1)
+    if scores.sinks is not None:  # one more key for each row, with a value of zero
+        lse = torch.logaddexp(lse, _by_head(scores.sinks, k))
+    p = _probabilities(allowed, lse)
     out = torch.einsum("bgmst,tbgd->bgmsd", _dropped(p, dropout), upcast(v))  # p is not copied
     return out.permute(3, 0, 1, 2, 4).flatten(2, 3).to(q.dtype), _ungrouped(lse)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
-    """Returns scaled and bounded scores `[b, g, n/g, s, t]`."""
+def _check_block(scores: Scores) -> None:
+    if scores.sinks is not None:
+        raise KernelError(
+            "scores of a block have sinks, which would count in every block; merge them once, as "
+            "a block with lse = sinks and out = 0, and pass scores.without_sinks()"
+        )
+
+
+def _scale(q: Tensor, scores: Scores) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
+
+
+def _capped(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+    """Returns scaled and bounded products `[b, g, n/g, s, t]`."""
     heads = _by_group(upcast(q), k.shape[2])
-    scores = torch.einsum("sbgmd,tbgd->bgmst", heads, upcast(k)) * scale
-    return softcap * torch.tanh(scores / softcap) if softcap else scores
+    products = torch.einsum("sbgmd,tbgd->bgmst", heads, upcast(k)) * _scale(q, scores)
+    cap = scores.softcap
+    return cap * torch.tanh(products / cap) if cap else products
 
 
-def _masked(scores: Tensor, q: Tensor, k: Tensor, mask: Mask, query_offset: int) -> Tensor:
-    """Returns the scores with -inf where attending is forbidden."""
-    allowed = mask.allowed(q.shape[0], k.shape[0], query_offset, device=q.device)
-    return scores.masked_fill(~allowed[:, None, None], -math.inf)
+def _masked(
+    capped: Tensor, q: Tensor, k: Tensor, mask: Mask, scores: Scores, query_offset: int
+) -> Tensor:
+    """Returns the scores, biased by distance, with -inf where attending is forbidden."""
+    extent = q.shape[0], k.shape[0], query_offset
+    if scores.slopes is not None:
+        distance = mask.distance(*extent, device=q.device)[:, None, None]
+        capped = capped - _by_head(scores.slopes, k)[..., None] * distance
+    allowed = mask.allowed(*extent, device=q.device)
+    return capped.masked_fill(~allowed[:, None, None], -math.inf)
+
+
+def _by_head(x: Tensor, k: Tensor) -> Tensor:
+    """Returns `[n]` as `[g, n/g, 1]`, in float32 or float64."""
+    return upcast(x).view(k.shape[2], -1, 1)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

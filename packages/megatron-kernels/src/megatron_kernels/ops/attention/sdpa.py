@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.scores import Scores
 
 
 def sdpa(
@@ -13,11 +14,9 @@ def sdpa(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    scale: float | None,
+    scores: Scores,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
 ) -> Tensor:
     """Lowers the mask to the fastest form for the fused kernels, and calls them on views.
 
@@ -44,7 +43,7 @@ def sdpa(
         v.permute(1, 2, 0, 3),
         attn_mask=allowed,
         is_causal=is_causal,
-        scale=scale,
+        scale=scores.scale,
         # Faster than repeating keys and values for the heads of their group: forward and backward
         # on a CPU take 8 to 12 % less time with 2 of 8 or 4 of 16 groups, and nothing is copied.
         enable_gqa=q.shape[2] != k.shape[2],
@@ -59,17 +58,17 @@ def sdpa_unsupported_reason(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    scale: float | None,
+    scores: Scores,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
 ) -> str | None:
     """Returns why `sdpa` does not support these arguments."""
     if dropout is not None:
         return "it supports only its own dropout"
-    if sinks is not None:
+    if scores.sinks is not None:
         return "it does not support sinks"
-    if softcap:
+    if scores.softcap:
         return "it does not support softcap"
+    if scores.slopes is not None:
+        return "it does not support slopes"
     return None

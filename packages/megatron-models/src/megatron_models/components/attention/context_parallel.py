@@ -7,7 +7,14 @@ from typing import Final
 
 import torch
 from jaxtyping import Float, Int
-from megatron_kernels import Mask, attention, attention_backward, attention_forward
+from megatron_kernels import (
+    PLAIN_SCORES,
+    Mask,
+    Scores,
+    attention,
+    attention_backward,
+    attention_forward,
+)
 from megatron_parallel import Axis, Mesh, ParallelLayout
 from megatron_parallel.context_parallel import (
     BlockMask,
@@ -117,7 +124,7 @@ class ContextParallel:
         v: Float[Tensor, "part b g d"],
         layer: int,
         first_head: int,
-        softcap: float = 0.0,
+        scores: Scores = PLAIN_SCORES,
     ) -> Float[Tensor, "part b n d"]:
         """Returns attention of this rank's queries over the keys of all ranks.
 
@@ -128,25 +135,27 @@ class ContextParallel:
             layer: Global layer number.
             first_head: Global number of the first of the ``n`` heads, which are those of this
                 tensor-parallel rank.
-            softcap: Bound of the scores, as in `megatron_kernels.attention`.
+            scores: Scores of the ``n`` heads, as in `megatron_kernels.attention`.
         """
         comm, axis, split = self._comm[layer], self._axis, self._split
         if comm == "p2p":
-            return ring_attention(
-                q, k, v, self._ring, axis, self._blocks(layer, first_head, softcap)
-            )
+            blocks = self._blocks(layer, first_head, scores)
+            return ring_attention(q, k, v, self._ring, axis, blocks)
         if comm == "allgather":
             own = split.indices[axis.index]
-            attend = partial(self._attend, self._gathered, layer, first_head, own, softcap)
+            attend = partial(self._attend, self._gathered, layer, first_head, own, scores)
             return all_gather_attention(q, k, v, split, axis, attend)
         if comm == "a2a":
-            first_head += q.shape[2] // axis.size * axis.index
-            attend = partial(self._attend, self._whole, layer, first_head, None, softcap)
+            heads = q.shape[2] // axis.size
+            scores = scores.of_heads(heads * axis.index, heads)
+            first_head += heads * axis.index
+            attend = partial(self._attend, self._whole, layer, first_head, None, scores)
             return all_to_all_attention(q, k, v, split, axis, attend)
         inner, outer = self._mesh.axis("cp_inner"), self._mesh.axis("cp_outer")
         within, plan = self._hierarchy
-        first_head += q.shape[2] // inner.size * inner.index
-        blocks = self._blocks(layer, first_head, softcap)
+        heads = q.shape[2] // inner.size
+        scores = scores.of_heads(heads * inner.index, heads)
+        blocks = self._blocks(layer, first_head + heads * inner.index, scores)
         return hierarchical_attention(q, k, v, within, plan, inner, outer, blocks)
 
     def _attend(
@@ -155,7 +164,7 @@ class ContextParallel:
         layer: int,
         first_head: int,
         query_indices: Int[Tensor, "b_or_1 s"] | None,
-        softcap: float,
+        scores: Scores,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -168,10 +177,11 @@ class ContextParallel:
                 first_head=first_head,
                 query_indices=query_indices,
             )
-        return attention(q, k, v, mask, dropout=drop, softcap=softcap)
+        return attention(q, k, v, mask, scores, dropout=drop)
 
-    def _blocks(self, layer: int, first_head: int, softcap: float) -> "_Blocks":
-        return _Blocks(self._dropout if self._drops else None, layer, first_head, softcap)
+    def _blocks(self, layer: int, first_head: int, scores: Scores) -> "_Blocks":
+        dropout = self._dropout if self._drops else None
+        return _Blocks(dropout, layer, first_head, scores.without_sinks())
 
     @property
     def _drops(self) -> bool:
@@ -217,8 +227,13 @@ class _Lowered:
 
 def _lower(block: BlockMask) -> _Lowered:
     queries, keys = block.query_indices, block.key_indices
-    if block.all_allowed:
-        return _Lowered(Mask(causal=False), queries, keys)
+    if block.all_allowed:  # positions remain, for biases by distance
+        rest = Mask(
+            positions=block.key_positions,
+            query_positions=block.query_positions,
+            causal=False,
+        )
+        return _Lowered(rest, queries, keys)
     mask = Mask(
         document_ids=block.key_document_ids,
         positions=block.key_positions,
@@ -238,10 +253,11 @@ class _Blocks:
     dropout: StageDropout | None
     layer: int
     first_head: int
-    softcap: float
+    scores: Scores
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: _Lowered) -> tuple[Tensor, Tensor]:
-        return attention_forward(q, k, v, mask.mask, dropout=self._drop(mask), softcap=self.softcap)
+        drop = self._drop(mask)
+        return attention_forward(q, k, v, mask.mask, self.scores, dropout=drop)
 
     def backward(
         self,
@@ -254,9 +270,7 @@ class _Blocks:
         mask: _Lowered,
     ) -> tuple[Tensor, Tensor, Tensor]:
         drop = self._drop(mask)
-        return attention_backward(
-            dout, q, k, v, out, lse, mask.mask, dropout=drop, softcap=self.softcap
-        )
+        return attention_backward(dout, q, k, v, out, lse, mask.mask, self.scores, dropout=drop)
 
     def _drop(self, mask: _Lowered) -> "partial[Tensor] | None":
         if self.dropout is None:

@@ -3,7 +3,7 @@
 from functools import partial
 
 from jaxtyping import Float
-from megatron_kernels import Mask, attention
+from megatron_kernels import Mask, Scores, attention
 from torch import Tensor, nn
 
 from megatron_models.cache import CrossKVCache, KeysValues
@@ -30,7 +30,7 @@ class CrossAttention(nn.Module):
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.head_size = spec.kv_channels
         self.ranks_per_group = query_group_ranks(spec, self.tp.size)
-        self.softcap = spec.attn_logit_softcapping
+        self.scores = Scores(softcap=spec.attn_logit_softcapping)
         self.q = placement.column_parallel_linear(spec.q)
         self.kv = placement.column_parallel_linear(spec.kv)
         self.out = placement.row_parallel_linear(spec.out)
@@ -67,7 +67,7 @@ class CrossAttention(nn.Module):
                     f"{type(context.cache).__name__} does not store; use a StaticKVCache"
                 )
             seen = context.cache.encoder_kv(self.layer, new)
-            y = seen.attend(q, mask, softcap=self.softcap)
+            y = seen.attend(q, mask, scores=self.scores)
         else:
             core = partial(self._attend, context, mask)
             y = context.maybe_recompute("core_attn", core, q, *(new or ()))
@@ -85,4 +85,4 @@ class CrossAttention(nn.Module):
     def _attend(self, context: Context, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         site = CROSS_ATTENTION_PROBABILITIES
         drop = context.attention_dropout(self.layer, self.first_head, site)
-        return attention(q, k, v, mask, dropout=drop, softcap=self.softcap)
+        return attention(q, k, v, mask, self.scores, dropout=drop)

@@ -1,9 +1,10 @@
 """Self-attention with query groups: projections, rotary positions and attention."""
 
+from dataclasses import replace
 from functools import partial
 
 from jaxtyping import Float
-from megatron_kernels import attention, rope
+from megatron_kernels import Scores, attention, rope
 from megatron_parallel import Axis
 from megatron_parallel.collectives import gather_sequence
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class Attention(nn.Module):
         self.rotation = spec.rotation
         self.head_size, self.heads_by_role = spec.kv_channels, spec.heads_by_role
         self.ranks_per_group = query_group_ranks(spec, self.tp.size)
-        self.softcap = spec.attn_logit_softcapping
+        self.scores = Scores(softcap=spec.attn_logit_softcapping)
         self.qkv = placement.column_parallel_linear(spec.qkv)
         self.sinks = None if spec.softmax_type == "vanilla" else Sinks(spec, placement)
         self.out = placement.row_parallel_linear(spec.out)
@@ -54,35 +55,25 @@ class Attention(nn.Module):
             k = rope(k, *angles, self.rotation.interleaved)
         if context.cache is not None:
             seen = context.cache.update(self.layer, k, v)
-            sinks = None if self.sinks is None else self.sinks(q)
-            y = seen.attend(
-                q, context.mask, query_offset=context.offset, sinks=sinks, softcap=self.softcap
-            )
+            y = seen.attend(q, context.mask, query_offset=context.offset, scores=self._scores_of(q))
         else:
-            if context.context_parallel is None:
-                core = partial(self._attend, context)
-            else:
-                over_ranks = context.context_parallel.attention
-                core = partial(
-                    over_ranks, layer=self.layer, first_head=self.first_head, softcap=self.softcap
-                )
+            core = partial(self._attend, context)
             y = context.maybe_recompute("core_attn", core, q, k, v)
         result: Tensor = self.out(y.flatten(2), sequence_parallel=cut)
         return result
 
     def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns attention without a cache, over keys that are all on this rank."""
+        """Returns attention without a cache, over the keys of all context-parallel ranks."""
+        scores = self._scores_of(q)
+        if context.context_parallel is not None:
+            over_ranks = context.context_parallel.attention
+            return over_ranks(q, k, v, self.layer, self.first_head, scores)
         drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
-        sinks = None if self.sinks is None else self.sinks(q)
-        return attention(
-            q,
-            k,
-            v,
-            context.mask,
-            dropout=drop,
-            sinks=sinks,
-            softcap=self.softcap,
-        )
+        return attention(q, k, v, context.mask, scores, dropout=drop)
+
+    def _scores_of(self, q: Tensor) -> Scores:
+        """Returns the scores of this rank's heads, which are those of ``q``."""
+        return self.scores if self.sinks is None else replace(self.scores, sinks=self.sinks(q))
 
     def _project(
         self, x: Float[Tensor, "part b h"], cut: bool | None
