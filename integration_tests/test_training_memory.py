@@ -78,6 +78,8 @@ def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype
         pytest.param(
             EXPERTS, {"dp": 2, "ep": 2}, DataParallelConfig(), "bfloat16", id="ep2", marks=SLOW
         ),
+        pytest.param(EXPERTS, {"dp": 2, "ep": 2}, FSDP, "bfloat16", id="ep2-fsdp"),
+        pytest.param(EXPERTS, {"dp": 2}, FSDP, "float32", id="experts-dp2-fsdp", marks=SLOW),
         pytest.param(EXPERTS, {"dp": 2, "ep": 2}, SHARDED, "bfloat16", id="ep2-sharded"),
         pytest.param(EXPERTS, {"dp": 2}, SHARDED, "bfloat16", id="experts-dp2-sharded", marks=SLOW),
     ],

@@ -19,6 +19,7 @@ from megatron_optim import (
     WeightDecaySchedule,
 )
 from megatron_parallel import Mesh, View
+from megatron_parallel.context_parallel import ContextSplit
 from megatron_parallel.tensor_parallel import (
     UNFUSED_CROSS_ENTROPY,
     LinearCrossEntropy,
@@ -148,14 +149,18 @@ class Recording(Optimizer):
 Routes = dict[tuple[int, int, int], Tensor]
 """Experts `[tokens, k]` by global layer, index of the micro-batch in the run, and slice of it.
 
-Micro-batches are counted over all ranks and steps. Each tensor-parallel rank has one slice.
+Micro-batches are counted over all ranks and steps. A slice is a range of the sequence on one rank,
+by its first index.
 """
 
 
 def watch_routes(stages: Sequence[GPT], mesh: Mesh) -> Routes:
     """Records where routers send the tokens of every micro-batch from now on."""
     routes: Routes = {}
-    dp, tp = mesh.axis("dp"), mesh.axis("tp")
+    dp, tp, cp = mesh.axis("dp"), mesh.axis("tp"), mesh.axis("cp")
+    whole = ContextSplit.zigzag(SEQUENCE, cp.size).indices[cp.index, 0]
+    own = whole.chunk(tp.size)[tp.index]
+    starts = [i for i in range(len(own)) if i == 0 or own[i] != own[i - 1] + 1]
 
     def watch(layer: int, router: Router) -> None:
         numbers = count()
@@ -163,7 +168,11 @@ def watch_routes(stages: Sequence[GPT], mesh: Mesh) -> Routes:
         def note(module: Router, arguments: object, routing: Routing) -> None:
             if torch._C._current_graph_task_id() >= 0:
                 return  # recomputed in a backward pass
-            routes[layer, next(numbers) * dp.size + dp.index, tp.index] = routing.experts
+            number = next(numbers) * dp.size + dp.index
+            experts = routing.experts.view(len(own), -1, routing.experts.shape[1])
+            slices = torch.tensor_split(experts, starts[1:])
+            for start, part in zip(starts, slices, strict=True):
+                routes[layer, number, int(own[start])] = part.flatten(0, 1)
 
         router.register_forward_hook(note)
 

@@ -61,7 +61,22 @@ def shared_gradient(w: dict[str, Parameter], x: list[Tensor]) -> list[Tensor]:
     return [x[0] + w["a"] + w["b"]]
 
 
-STAGES = [products, used_twice, several_outputs, branches, two_of_a_node, shared_gradient]
+def transposed(w: dict[str, Parameter], x: list[Tensor]) -> list[Tensor]:
+    """The gradients of transposed weights arrive in another order of memory."""
+    pair = torch.stack([w["a"], w["b"]]).transpose(1, 2)
+    first, second = pair.unbind(0)
+    return [torch.tanh(x[0] @ first) @ second + x[1] @ w["c"].t() @ x[0]]
+
+
+STAGES = [
+    products,
+    used_twice,
+    several_outputs,
+    branches,
+    two_of_a_node,
+    shared_gradient,
+    transposed,
+]
 
 
 def make_tensors(seed: int) -> tuple[dict[str, Parameter], list[Tensor]]:
@@ -107,6 +122,7 @@ def test_two_halves_equal_a_whole_pass(stage: Stage) -> None:
             other = whole[name].grad
             assert (p.grad is None) == (other is None), name
             assert p.grad is None or other is None or close(p.grad, other), name
+            assert p.grad is None or p.grad.stride() == p.stride(), name
 
 
 def close(found: Tensor, wanted: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Defects of pipelines: layers of a stage, sums of gradients, inputs of later stages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,9 +8,10 @@ import megatron_models.models.gpt.model as gpt
 from megatron_models import GPTConfig
 from megatron_models.stages import StagePlan
 from megatron_parallel import Mesh, ParallelLayout
-from megatron_parallel.pipeline import BackwardPass, ChunkGradients
+from megatron_parallel.pipeline import BackwardPass, ChunkGradients, split_backward
 from megatron_train import GPTTask
 from torch import Tensor
+from torch.nn import Parameter
 
 from layouts.defects.catalogue import Replace, defect
 
@@ -55,6 +56,19 @@ def _dropped_layer(mesh: Mesh, replace: Replace) -> None:
         return range(plan.layers.start, plan.layers.stop - plan.last)
 
     _with_layers(replace, wrong)
+
+
+@defect(
+    "weight gradients of experts keep the memory order of transposed weights",
+    "pp2·dp2·ep2·a2a·zero-bubble-moe-dropout",
+)
+def _transposed_gradients(mesh: Mesh, replace: Replace) -> None:
+    def wrong(weights: Sequence[Parameter], found: Any, other: Any) -> None:
+        for weight, gradient in zip(weights, found, strict=True):
+            if gradient is not None:
+                weight.grad = gradient.clone() if weight.grad is None else weight.grad + gradient
+
+    replace(split_backward, "_add_up", wrong)
 
 
 def _with_layers(replace: Replace, change: Callable[..., range]) -> None:

@@ -1,10 +1,12 @@
 """Defects of sharded weights and gradients: the distributed optimizer and full sharding."""
 
 from megatron_parallel import Mesh
+from megatron_parallel.data_parallel import fully_sharded
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.fully_sharded import FullySharded
 from megatron_parallel.data_parallel.parameters import ParameterBuffers
 from megatron_parallel.data_parallel.plan import BucketPlan, SlotRange
+from megatron_parallel.data_parallel.reduction import ReductionAxes
 from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
@@ -69,3 +71,10 @@ def _accumulation_cut_short(mesh: Mesh, replace: Replace) -> None:
         self._sharded.set_gradient_sync(not last)
 
     replace(FullySharded, "begin", first)
+
+
+@defect(
+    "fully sharded experts are shared by all data-parallel ranks", "dp4·fsdp·ep2·a2a-moe-dropout"
+)
+def _experts_over_all(mesh: Mesh, replace: Replace) -> None:
+    replace(fully_sharded, "ReductionAxes", lambda _: ReductionAxes(mesh.axis("dp")))

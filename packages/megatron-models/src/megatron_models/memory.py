@@ -159,10 +159,13 @@ def _model_states(
     data_ranks = (layout.dp or 1) * layout.cp // layout.dp_outer
     part = -(-dense // data_ranks) + -(-experts // layout.expert_dp)
     state = _FP32 * (moments if size == _FP32 else moments + 1)
-    if data_parallel.use_torch_fsdp2:  # experts are cut like dense parameters
-        part = -(-whole // data_ranks)
-        cut = -(-held // (size * data_ranks))
-        return TrainingMemory(cut * size, part * size, part * state, 0)
+    if data_parallel.use_torch_fsdp2:
+        dense_held, experts_held = (a + b for a, b in zip(base, further, strict=True))
+        cut = -(-dense_held // data_ranks) + -(-experts_held // layout.expert_dp)
+        gradients = part * size
+        if layout.expert_dp == 1:  # experts that one rank holds whole have main gradients
+            gradients += experts * (_FP32 - size)
+        return TrainingMemory(cut * size, gradients, part * state, 0)
     main = 2 if size == 2 and data_parallel.low_precision else _FP32
     updated = part if data_parallel.use_distributed_optimizer else whole
     return TrainingMemory(held, whole * main, updated * state, 0)

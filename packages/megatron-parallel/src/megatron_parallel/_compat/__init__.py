@@ -24,7 +24,12 @@ from megatron_parallel._compat.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from megatron_parallel._compat.fully_sharded import ShardedModule, fully_shard, local_shard
+from megatron_parallel._compat.fully_sharded import (
+    ShardedModule,
+    ShardRanks,
+    fully_shard,
+    local_shard,
+)
 from megatron_parallel._compat.groups import (
     Store,
     abort_groups,
@@ -34,6 +39,7 @@ from megatron_parallel._compat.groups import (
 )
 
 __all__ = [
+    "ShardRanks",
     "ShardedModule",
     "Store",
     "abort_groups",

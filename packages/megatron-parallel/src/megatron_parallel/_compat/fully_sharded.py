@@ -1,9 +1,9 @@
 """torch's `fully_shard`, with the collectives and the sums of this project."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,25 +36,38 @@ class ShardedModule:
             unit.reshard()
 
 
+class ShardRanks(NamedTuple):
+    """The ranks that share parameters.
+
+    Attributes:
+        inner: Ranks that hold one shard each, over which gradients are summed.
+        outer: Ranks with the same shard, over which gradients are summed too; or None.
+        grid: Global ranks of both groups, with a row for each inner group.
+        on_start: Called with each all-gather and reduce-scatter of `inner`.
+        name_failures: Returns the context in which these start and are waited for.
+    """
+
+    inner: dist.ProcessGroup
+    outer: dist.ProcessGroup | None
+    grid: list[list[int]]
+    on_start: Callable[[str, Tensor], None]
+    name_failures: Callable[[str, Tensor], Named]
+
+
 def fully_shard(
     module: nn.Module,
-    units: Sequence[nn.Module],
+    units: Sequence[tuple[nn.Module, ShardRanks]],
+    ranks: ShardRanks,
     *,
-    inner: dist.ProcessGroup,
-    outer: dist.ProcessGroup | None,
-    ranks: list[list[int]],
     device: str,
     dim_of: Callable[[Parameter], int],
+    ignored: Collection[Parameter],
     reduce_dtype: torch.dtype | None,
     keep_gathered: bool,
-    on_start: Callable[[str, Tensor], None],
-    name_failures: Callable[[str, Tensor], Named],
 ) -> ShardedModule:
-    """Shards the parameters of `module` over `inner`; sums gradients over `inner` and `outer`.
+    """Shards the parameters of `module` over `ranks`, except those of units and those `ignored`.
 
-    `ranks` are the global ranks of both groups, with a row for each inner group. `on_start` is
-    called with each all-gather and reduce-scatter. These start, and are waited for, in the context
-    that `name_failures` returns.
+    Each unit is sharded over its own ranks. A unit inside another one comes before it.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -78,6 +91,9 @@ def fully_shard(
             return torch.empty(*size, dtype=dtype, device=device)
 
     class Gather(Allocating, AllGather):
+        def __init__(self, over: ShardRanks) -> None:
+            self._over = over
+
         def __call__(
             self,
             output_tensor: Tensor,
@@ -85,8 +101,8 @@ def fully_shard(
             group: dist.ProcessGroup,
             async_op: bool = False,
         ) -> dist.Work | None:
-            on_start("all_gather", input_tensor)
-            named = name_failures("all_gather", input_tensor)
+            self._over.on_start("all_gather", input_tensor)
+            named = self._over.name_failures("all_gather", input_tensor)
             with named.for_launch() if async_op else named:
                 work: dist.Work | None = _all_gather(
                     output_tensor, input_tensor, group=group, async_op=async_op
@@ -94,6 +110,9 @@ def fully_shard(
             return None if work is None else NamedWork(work, named)
 
     class Scatter(Allocating, ReduceScatter):
+        def __init__(self, over: ShardRanks) -> None:
+            self._over = over
+
         def __call__(
             self,
             output_tensor: Tensor,
@@ -102,38 +121,41 @@ def fully_shard(
             op: Any,
             async_op: bool = False,
         ) -> dist.Work | None:
-            on_start("reduce_scatter", input_tensor)
-            named = name_failures("reduce_scatter", input_tensor)
+            self._over.on_start("reduce_scatter", input_tensor)
+            named = self._over.name_failures("reduce_scatter", input_tensor)
             with named.for_launch() if async_op else named:
                 work: dist.Work | None = _reduce_scatter(
                     output_tensor, input_tensor, op, group=group, async_op=async_op
                 )
             return None if work is None else NamedWork(work, named)
 
-    if outer is None:
-        grid = DeviceMesh.from_group(inner, device, mesh_dim_names=("shard",))
-    else:
+    def grid(over: ShardRanks) -> DeviceMesh:
+        if over.outer is None:
+            return DeviceMesh.from_group(over.inner, device, mesh_dim_names=("shard",))
         names = ("replicate", "shard")
-        grid = DeviceMesh.from_group([outer, inner], device, mesh=ranks, mesh_dim_names=names)
+        groups = [over.outer, over.inner]
+        return DeviceMesh.from_group(groups, device, mesh=over.grid, mesh_dim_names=names)
+
     options: dict[str, Any] = {
-        "mesh": grid,
         "shard_placement_fn": lambda parameter: Shard(dim_of(parameter)),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
+        "ignored_params": set(ignored),
     }
-    sharded: list[Any] = [
-        shard(unit, reshard_after_forward=not keep_gathered, **options) for unit in units
-    ]
-    sharded.append(shard(module, reshard_after_forward=False, **options))
-    for unit in sharded:
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-        unit.set_custom_all_gather(Gather())
-        unit.set_custom_reduce_scatter(Scatter())
+    grids = {id(over): grid(over) for over in (*(over for _, over in units), ranks)}
+    sharded: list[Any] = []
+    for unit, over in (*units, (module, ranks)):
+        drops = not keep_gathered and unit is not module
+        each: Any = shard(unit, mesh=grids[id(over)], reshard_after_forward=drops, **options)
+        each.set_gradient_divide_factor(1.0)
+        each.set_force_sum_reduction_for_comms(True)
+        each.set_custom_all_gather(Gather(over))
+        each.set_custom_reduce_scatter(Scatter(over))
+        sharded.append(each)
     return ShardedModule(sharded)
 
 
 @torch.no_grad()
 def local_shard(t: Tensor) -> Tensor:
-    """Returns this rank's shard of a `DTensor`, in the same memory."""
-    part: Tensor = t._local_tensor  # type: ignore[attr-defined]
-    return part
+    """Returns this rank's shard of a `DTensor`, in the same memory; a plain tensor is whole."""
+    part: Tensor = getattr(t, "_local_tensor", t)
+    return part.detach()

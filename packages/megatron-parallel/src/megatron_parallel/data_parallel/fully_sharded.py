@@ -15,11 +15,14 @@ ranks, once a step: those of earlier micro-batches stay whole on each rank, accu
 precision. With several instances (`ParallelLayout.dp_outer`) parameters are sharded over the ranks
 of one instance, and gradients summed across instances: hybrid sharding, on torch's 2D mesh.
 
+Experts are units of their own, sharded over the ranks that hold the same experts (`expert_dp`). If
+that is one rank, it holds its experts whole, with gradients in `GradientBuffers`.
+
 The sharding table gives the dim that is sharded, never one that only enumerates fused weights.
 torch shards the first dim unevenly if necessary, others into equal shards only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -30,7 +33,7 @@ from torch.nn import Parameter
 from megatron_parallel import _compat
 from megatron_parallel.collectives.failure import raise_collective_errors
 from megatron_parallel.data_parallel.bucket import PURPOSE, BucketCollective
-from megatron_parallel.data_parallel.buffers import data_reduction_axes
+from megatron_parallel.data_parallel.buffers import GradientBuffers, data_reduction_axes
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
 from megatron_parallel.data_parallel.finite import NonFiniteGradient
 from megatron_parallel.data_parallel.plan import main_dtype
@@ -72,36 +75,39 @@ class FullySharded:
         mesh: Mesh,
         config: DataParallelConfig = DEFAULT_CONFIG,
     ) -> None:
-        self._axes = data_reduction_axes(mesh)
+        axes = data_reduction_axes(mesh)
         self._table = table
         self._mesh = mesh
-        num_shards = self._axes.inner.size
-        if num_shards == 1:
+        if axes.inner.size == 1:
             raise LayoutError(
                 "fully sharded training needs at least 2 data parallel ranks in an instance, not "
                 "1: add ranks or leave it out"
             )
         named = dict(module.named_parameters())
-        _check_parameters(named, table, mesh)
+        _check_parameters(named, table)
+        experts = {name for name in named if table[name].experts}
+        expert_axes = ReductionAxes(mesh.axis("expert_dp")) if experts else axes
+        self._axis_of = {n: (expert_axes if n in experts else axes).inner for n in named}
         whole = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        self._dims = {name: shard_dim(name, table[name], whole[name], num_shards) for name in named}
+        self._dims = {n: shard_dim(n, table[n], whole[n], self._axis_of[n].size) for n in named}
         dims = {id(parameter): self._dims[name] for name, parameter in named.items()}
+        unsharded = {n: p for n, p in named.items() if self._axis_of[n].size == 1}
+        self._unsharded = GradientBuffers(unsharded, table, mesh, config)
+        dense_ranks, nested = _shard_ranks(axes, mesh), []
+        if experts and not unsharded:
+            expert_ranks = _shard_ranks(expert_axes, mesh)
+            nested = [(part, expert_ranks) for part in _modules_of(module, experts)]
         # torch registers hooks on the outputs of the chunk, and warns if one is a view.
         module.register_forward_hook(lambda _, given, output: _own_memory(output))
         self._sharded = _compat.fully_shard(
             module,
-            units,
-            inner=self._axes.inner.process_group,
-            outer=None if self._axes.outer is None else self._axes.outer.process_group,
-            ranks=_grid(self._axes, mesh),
+            [*nested, *((unit, dense_ranks) for unit in units)],
+            dense_ranks,
             device=mesh.device.type,
             dim_of=lambda parameter: dims[id(parameter)],
+            ignored=unsharded.values(),
             reduce_dtype=None if config.low_precision else _reduce_dtype(named),
             keep_gathered=config.torch_fsdp2_no_reshard_after_forward,
-            on_start=lambda operation, payload: self._axes.inner.count(_what(operation), payload),
-            name_failures=lambda operation, payload: raise_collective_errors(
-                self._axes.inner, _what(operation), payload
-            ),
         )
         self.module: nn.Module = _Wrapper(module)
         self._parameters: dict[str, Parameter] = dict(module.named_parameters())
@@ -116,6 +122,7 @@ class FullySharded:
         if self._finished:
             raise LayoutError("begin() after finish(): call zero() to start the next step")
         self._sharded.set_gradient_sync(last)
+        self._unsharded.begin(last=last)
 
     def finish(self) -> None:
         """Sums gradients that are partial over tensor-parallel ranks or tied over stages.
@@ -128,6 +135,7 @@ class FullySharded:
             names = [name for name in self._parameters if axis in _extra_axes(self._table[name])]
             if names and self._mesh.has_axis(axis) and self._mesh.axis(axis).size > 1:
                 self._sum(names, axis)
+        self._unsharded.finish()
         self._finished = True
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
@@ -137,7 +145,11 @@ class FullySharded:
         """
         if not self._finished:
             raise LayoutError("the gradients are not summed yet: call finish() first")
-        return {name: self._gradient(name) for name in self.local_shards()}
+        whole = self._unsharded.gradients()
+        return {
+            name: whole[name] if name in whole else self._gradient(name)
+            for name in self.local_shards()
+        }
 
     def nonfinite_gradients(self) -> list[NonFiniteGradient]:
         """Returns the gradients that are NaN or infinite after `finish`, in this rank's boxes."""
@@ -151,12 +163,13 @@ class FullySharded:
         """Drops all gradients and starts the next step."""
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._unsharded.zero()
         self._finished = False
         self._reductions = []
 
     def reductions(self) -> list[BucketCollective]:
         """Returns the collectives of `finish`; those of torch are recorded in `Traffic` only."""
-        return list(self._reductions)
+        return [*self._reductions, *self._unsharded.reductions()]
 
     # -- parameters ----------------------------------------------------------------------------
 
@@ -216,7 +229,7 @@ class FullySharded:
 
         torch cuts that tensor like `torch.chunk`.
         """
-        dim, axis = self._dims[name], self._axes.inner
+        dim, axis = self._dims[name], self._axis_of[name]
         length = -(-whole[dim] // axis.size)
         start = min(axis.index * length, whole[dim])
         expected = (*whole[:dim], min(length, whole[dim] - start), *whole[dim + 1 :])
@@ -272,17 +285,10 @@ def shard_dim(name: str, sharding: Sharding, shape: tuple[int, ...], num_shards:
     )
 
 
-def _check_parameters(
-    named: Mapping[str, Parameter], table: Mapping[str, Sharding], mesh: Mesh
-) -> None:
+def _check_parameters(named: Mapping[str, Parameter], table: Mapping[str, Sharding]) -> None:
     for name in named:
         if name not in table:
             raise LayoutError(f"parameter {name!r} is not in the sharding table")
-        if table[name].experts and mesh.layout.has_expert_parallelism:
-            raise LayoutError(
-                f"{name!r} belongs to experts, which differ between data parallel ranks "
-                f"({mesh.layout}): fully sharded training cannot shard them"
-            )
         unknown = set(_extra_axes(table[name])) - {"tp", "embedding"}
         if unknown:
             raise LayoutError(f"the gradient of {name!r} is partial over axis {unknown.pop()!r}")
@@ -300,8 +306,26 @@ def _reduce_dtype(named: Mapping[str, Parameter]) -> torch.dtype | None:
     return next(wider, None)
 
 
-def _grid(axes: ReductionAxes, mesh: Mesh) -> list[list[int]]:
-    """Returns the global ranks of this rank's data-parallel group, with a row for each instance."""
-    ranks = mesh.axis("dp_cp").ranks
-    size = axes.inner.size
-    return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+def _shard_ranks(axes: ReductionAxes, mesh: Mesh) -> _compat.ShardRanks:
+    """Returns the ranks of data axes, with a row of the grid for each instance."""
+    inner, outer = axes.inner, axes.outer
+    ranks = inner.ranks if outer is None else mesh.axis("dp_cp").ranks
+    return _compat.ShardRanks(
+        inner.process_group,
+        None if outer is None else outer.process_group,
+        [list(ranks[i : i + inner.size]) for i in range(0, len(ranks), inner.size)],
+        on_start=lambda operation, payload: inner.count(_what(operation), payload),
+        name_failures=lambda operation, payload: raise_collective_errors(
+            inner, _what(operation), payload
+        ),
+    )
+
+
+def _modules_of(module: nn.Module, names: Collection[str]) -> Iterator[nn.Module]:
+    """Yields the largest submodules that have only parameters of these names."""
+    for prefix, part in module.named_children():
+        own = {name.removeprefix(f"{prefix}.") for name in names if name.startswith(f"{prefix}.")}
+        if own and own == {name for name, _ in part.named_parameters()}:
+            yield part
+        elif own:
+            yield from _modules_of(part, own)

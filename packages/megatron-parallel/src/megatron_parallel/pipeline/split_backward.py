@@ -130,7 +130,12 @@ class SplitBackward:
 def _add_up(
     weights: Sequence[Parameter], found: Sequence[Tensor | None], other_gradients: Sequence[Tensor]
 ) -> None:
-    """Adds gradients to `.grad`; clones a gradient whose memory is shared with another tensor."""
+    """Adds gradients to `.grad`.
+
+    Copies a gradient whose memory is shared with another tensor, or laid out in another order than
+    its weight, such as that of a transposed weight. Autograd does so too, and optimizers update
+    gradients and weights element by element in memory.
+    """
     shared = {gradient.untyped_storage().data_ptr() for gradient in other_gradients}
     for weight, gradient in zip(weights, found, strict=True):
         if gradient is None:
@@ -139,7 +144,9 @@ def _add_up(
             weight.grad += gradient
             continue
         memory = gradient.untyped_storage().data_ptr()
-        weight.grad = gradient.clone() if memory in shared else gradient
+        if memory in shared or gradient.stride() != weight.stride():
+            gradient = torch.empty_like(weight).copy_(gradient)
+        weight.grad = gradient
         shared.add(memory)
 
 

@@ -37,9 +37,6 @@ Cut = Literal["outputs", "inputs"]
 
 _REFUSED: Final[Mapping[Feature, str]] = {
     "compile": "the number of tokens of an expert changes from step to step; leave one out",
-    "split_backward": "it is not proven for experts; choose a schedule that does not split "
-    "backward passes, such as 1f1b",
-    "fully_shard": "it is not proven for experts; leave it out, or use the distributed optimizer",
     "document_pool": "routers balance experts over micro-batches of whole samples",
 }
 _NO_ROUTER_GRADIENT: Final = (
