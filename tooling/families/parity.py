@@ -88,6 +88,7 @@ def gradients(case: FamilyCase, changes: dict[str, Any], folder: Path) -> float:
     if that is larger: some gradients are 0 but for rounding.
     """
     theirs = their_model(case, changes)
+    theirs.get_input_embeddings().padding_idx = None  # else the token for padding has no gradient
     tokens = text(theirs.config.vocab_size)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     ours = our_model(write(theirs, folder / "theirs")).train()

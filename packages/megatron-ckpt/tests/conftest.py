@@ -205,6 +205,7 @@ TOY = SimpleNamespace(
         ("head", "same_as", {"other": "net.word", "rows": "$vocab"}),
     ),
     prefix="net.",
+    defers_to=(),
     active_rows=lambda config: [
         ("word", ["net.word"], [("slice_rows", {"rows": "$vocab"})]),
         ("layers.{i}.w", ["net.{i}.a", "net.{i}.b"], [("concat", {"dim": 0})]),

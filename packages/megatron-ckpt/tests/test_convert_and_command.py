@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -258,6 +259,17 @@ def test_a_model_without_family_is_exported_as_the_only_one_that_fits(
     toy.kind = "others"
     with pytest.raises(CheckpointError, match="describes models of kind 'toys'; installed are toy"):
         export_hf(made, tmp_path / "three")
+
+
+def test_a_model_without_family_is_exported_as_the_one_that_others_defer_to(
+    toy, tmp_path, capsys, monkeypatch
+):
+    twin = SimpleNamespace(**vars(toy) | {"name": "twin", "defers_to": ("toy",)})
+    entries = [SimpleNamespace(name="twin", load=lambda: twin), twice(toy)[0]]
+    monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: entries)
+    made = save_toy(tmp_path / "run")
+    assert main(["convert", "--to-hf", str(made), str(tmp_path / "back")]) == 0
+    assert capsys.readouterr().err.endswith("toy is the only one that fits\n")
 
 
 def test_an_architecture_of_two_families_needs_a_choice(toy, folder, tmp_path, capsys, monkeypatch):

@@ -59,6 +59,7 @@ FAMILY = SimpleNamespace(
     architectures=("LlamaForCausalLM",),
     ignored=(),
     prefix="model.",
+    defers_to=(),
     active_rows=rows,
     config_from_hf=lambda values: Config(values["num_hidden_layers"], dict(values)),
     kind="same",

@@ -39,6 +39,10 @@ class Family(Protocol):
         """The prefix of foreign names that files of the headless model leave out."""
 
     @property
+    def defers_to(self) -> Sequence[str]:
+        """The names of families that are preferred for a model that they can express, too."""
+
+    @property
     def config_from_hf(self) -> Callable[[Mapping[str, Any]], Any]:
         """A function that returns the model configuration for a ``config.json``."""
 
@@ -99,6 +103,8 @@ def detect_family(architectures: Sequence[str]) -> Family:
 def find_compatible_family(record: "ModelRecord") -> Family:
     """Returns the only installed family that can express the model of a record.
 
+    A family that defers to another one is left out if that one can express the model.
+
     Raises:
         CheckpointError: No family can; the message names what the nearest ones cannot express. Or
             several can; the message names them.
@@ -115,7 +121,8 @@ def find_compatible_family(record: "ModelRecord") -> Family:
     for name, each in families.items():
         config = each.config_from_record(record.config, record.version)
         found[name] = each.differences(config)
-    fitting = [name for name, differences in found.items() if not differences]
+    able = [name for name, differences in found.items() if not differences]
+    fitting = [name for name in able if not {*families[name].defers_to} & {*able}]
     if len(fitting) > 1:
         raise CheckpointError(
             f"the families {', '.join(fitting)} can all express the model; choose one with --family"

@@ -80,6 +80,8 @@ class Family:
         ignored: Foreign tensors that may be skipped if no row uses them and they pass a check:
             buffers that follow from the configuration, and the copy of a tied weight.
         prefix: Start of foreign names that files written from the headless class leave out.
+        defers_to: Names of families that are preferred for a model trained here that they can
+            express, too.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Family:
     exported_constants: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[Ignored, ...] = ()
     prefix: str = ""
+    defers_to: tuple[str, ...] = ()
 
     @property
     def config_version(self) -> int:

@@ -1,0 +1,23 @@
+"""Qwen2: Llama with biases of queries, keys and values."""
+
+from families.case import FamilyCase
+from families.draws import heads, merged, rope, sizes
+
+CASE = FamilyCase(
+    family="qwen2",
+    config_class="Qwen2Config",
+    model_class="Qwen2ForCausalLM",
+    mathematics="llama",
+    settings={
+        "num_hidden_layers": 5,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 150,
+        "max_position_embeddings": 64,
+    },
+    draws=merged(sizes(), heads(), rope("default", "linear", "llama3")),
+    refused=frozenset({"hidden_act", "layer_types", "rope_parameters", "sliding_window"}),
+    others={"layer_types": (["sliding_attention"] * 5,)},
+)
