@@ -67,14 +67,18 @@ MODELS["biased"] = replace(
     init_method_std=0.1,  # so that tokens differ and loads are nearly even
 )
 MODELS["few"] = replace(
-    MODELS["untied"], num_query_groups=2, add_qkv_bias=True, attn_logit_softcapping=0.3
+    MODELS["untied"],
+    num_query_groups=2,
+    add_qkv_bias=True,
+    attn_logit_softcapping=0.3,
+    softmax_type="learnable",
 )
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
-is the same with two KV heads, biases of queries and bounded attention scores. `moe` has biases in
-its experts, a shared expert, attention sinks and both losses of a router. `biased` is `moe` with
-sigmoid scores and biases of experts, which are state, not parameters.
+is the same with two KV heads, biases of queries, bounded attention scores and sinks. `moe` has
+biases in its experts, a shared expert, attention sinks and both losses of a router. `biased` is
+`moe` with sigmoid scores and biases of experts, which are state, not parameters.
 """
 
 Model = Literal["tied", "untied", "moe", "moe-gated", "biased", "few"]

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_parallel import LayoutError, Mesh, ParallelLayout
 from megatron_parallel.context_parallel import (
     ContextSplit,
@@ -141,6 +142,47 @@ def test_every_kind_of_attention_equals_one_rank(worker_pool: WorkerPool, layout
     for found in worker_pool.run_mesh(LAYOUTS[layout], all_errors, list(MASKS)):
         wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
         assert not wrong and len(found) > 40
+
+
+def sink_errors(mesh: Mesh, way: str) -> float:
+    """Returns the largest differences of output and gradients, those of sinks summed over ranks."""
+    axis, split, mask = mesh.axis("cp"), ContextSplit.zigzag(LENGTH, 4), MASKS["documents"]
+    sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64)
+    q, k, v, dout = data(4)
+    whole = [t.requires_grad_() for t in (q, k, v, sinks)]
+    places = torch.arange(LENGTH)[None]
+    allowed = mask.block(places, places).allowed()[:, None]
+    keys, values = (t.repeat_interleave(HEADS // 4, 2) for t in (k, v))
+    scores = torch.einsum("sbnd,tbnd->bnst", q, keys) / DIM**0.5
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    column = sinks.view(1, HEADS, 1, 1).expand(*scores.shape[:3], 1)
+    p = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    out = torch.einsum("bnst,tbnd->sbnd", p, values)
+    truth = [out.detach(), *torch.autograd.grad(out, whole, dout)]
+
+    def own(t: Tensor) -> Tensor:
+        return split.take(t.transpose(0, 1), axis.index).transpose(0, 1)
+
+    inputs = [own(t.detach()).requires_grad_() for t in (q, k, v)]
+    logits = sinks.detach().requires_grad_()
+    if way == "ring":
+        plan = plan_ring(mask, split, axis.index)
+        found = ring_attention(*inputs, plan, axis, sinks=logits)
+    else:
+        inner, outer = mesh.axis("cp_inner"), mesh.axis("cp_outer")
+        plan = plan_ring(mask, split.joined(inner.size), outer.index)
+        within = split.within(inner.size, outer.index)
+        part = logits.chunk(inner.size)[inner.index]
+        found = hierarchical_attention(*inputs, within, plan, inner, outer, sinks=part)
+    *grads, dsinks = torch.autograd.grad(found, [*inputs, logits], own(dout))
+    dist.all_reduce(dsinks, group=axis.process_group)
+    pairs = zip([found, *grads], [own(t) for t in truth[:4]], strict=True)
+    return max(float((f - w).abs().max()) for f, w in [*pairs, (dsinks, truth[4])])
+
+
+@pytest.mark.parametrize("way", ["ring", "hierarchical"])
+def test_sinks_equal_one_rank(worker_pool: WorkerPool, way: str) -> None:
+    assert max(worker_pool.run_mesh(LAYOUTS["cp4"], sink_errors, way)) < TOLERANCE
 
 
 class Lost(ring._Message):

@@ -74,6 +74,16 @@ def _scores_taken_for_plain(mesh: Mesh, replace: Replace) -> None:
     replace(context_parallel, "attention_backward", wrong)
 
 
+@defect("the gradient of sinks is not divided by the sum of exponentials", "cp2-few-dropout")
+def _sinks_not_rescaled(mesh: Mesh, replace: Replace) -> None:
+    true = ring._sink_gradient
+
+    def wrong(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        return true(dout, out, torch.zeros_like(lse), sinks)
+
+    replace(ring, "_sink_gradient", wrong)
+
+
 @defect("gradients of keys and values stay on the ranks that computed them", "cp4-untied")
 def _keys_not_sent_home(mesh: Mesh, replace: Replace) -> None:
     true = ring._Message.wait

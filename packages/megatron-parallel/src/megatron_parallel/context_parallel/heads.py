@@ -95,6 +95,8 @@ def hierarchical_attention(
     inner: Axis,
     outer: Axis,
     operations: BlockOperations | None = None,
+    *,
+    sinks: Float[Tensor, " n_part"] | None = None,
 ) -> Float[Tensor, "part b n d"]:
     """Returns attention with all-to-all over the inner and a ring over the outer axis.
 
@@ -111,14 +113,14 @@ def hierarchical_attention(
         inner: Axis of near ranks.
         outer: Axis across the groups of near ranks.
         operations: Block functions of the ring, for the heads from `inner.index * n/inner` on.
+        sinks: Sinks of these heads, as in `ring_attention`.
 
     Raises:
         LayoutError: The number of inner ranks does not divide the heads.
     """
     q, k, v = (within.to_sequence_order(t) for t in _scatter_all(q, k, v, inner))
-    return gather_heads(
-        within.to_rank_order(ring_attention(q, k, v, plan, outer, operations)), inner
-    )
+    out = ring_attention(q, k, v, plan, outer, operations, sinks=sinks)
+    return gather_heads(within.to_rank_order(out), inner)
 
 
 def _scatter_all(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:

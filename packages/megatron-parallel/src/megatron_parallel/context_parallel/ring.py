@@ -32,6 +32,8 @@ def ring_attention(
     plan: RingPlan,
     axis: Axis,
     operations: BlockOperations | None = None,
+    *,
+    sinks: Float[Tensor, " n"] | None = None,
 ) -> Float[Tensor, "s b n dv"]:
     """Returns attention of this rank's queries over the keys of all ranks of the axis.
 
@@ -44,6 +46,8 @@ def ring_attention(
         plan: Plan from `plan_ring` for this rank's index on the axis.
         axis: Axis of the ring.
         operations: Block functions. Defaults to `PlainBlocks`.
+        sinks: A logit of each head that takes part in the softmax and has no value. It is one more
+            block of every row, whose output is zero and whose log-sum-exp is the logit.
 
     Raises:
         LayoutError: The plan is for another number of ranks or tokens.
@@ -55,7 +59,7 @@ def ring_attention(
             f"tokens each, not for {len(q)} tokens on axis {axis.name!r} of {axis.size} ranks"
         )
     result: Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
-        q, k, v, plan, axis, PlainBlocks() if operations is None else operations
+        q, k, v, sinks, plan, axis, PlainBlocks() if operations is None else operations
     )
     return result
 
@@ -67,6 +71,7 @@ class _Ring(Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         plan: RingPlan,
         axis: Axis,
         operations: BlockOperations,
@@ -75,6 +80,8 @@ class _Ring(Function):
         held = pair.packed(k, v)
         out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=_accumulation_dtype(q.dtype))
         lse = out.new_full(q.shape[:3], -torch.inf)
+        if sinks is not None:
+            lse.copy_(sinks.expand_as(lse))
         for step in range(axis.size):
             incoming = _Message(held, axis, "keys and values") if step < axis.size - 1 else None
             keys, values = pair.parts(held)
@@ -84,13 +91,13 @@ class _Ring(Function):
                 _merge(out[rows], lse[rows], *found)
             held = held if incoming is None else incoming.wait()
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.save_for_backward(q, k, v, result, lse, sinks)
         ctx.ring = plan, axis, operations, pair
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         plan, axis, operations, pair = ctx.ring
         dout = grads[0]
         held = pair.packed(k, v)
@@ -124,7 +131,8 @@ class _Ring(Function):
         if following is not None:
             own = own.add_(following.wait())
         dk, dv = pair.parts(own)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        dsinks = None if sinks is None else _sink_gradient(dout, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
 
 
 class _Pair:
@@ -179,6 +187,13 @@ class _Message:
             for work in self._works:
                 work.wait()
         return self._received
+
+
+def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns the gradient of the sinks `[n]`: a sink takes its probability from all values."""
+    wide = _accumulation_dtype(out.dtype)
+    share = (dout.to(wide) * out.to(wide)).sum(-1)
+    return -(torch.exp(sinks - lse) * share).sum((0, 1)).to(sinks.dtype)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

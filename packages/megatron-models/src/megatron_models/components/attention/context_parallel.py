@@ -63,12 +63,6 @@ def check_context_parallel(
             f"{len(given)} values of cp_comm_type for {config.num_layers} layers; give one for all "
             "or one for each"
         )
-    if ranks > 1 and config.softmax_type != "vanilla":
-        raise ConfigError(
-            f"{{softmax_type}} does not support context parallelism over {ranks} ranks: "
-            "blocks of attention have no sinks yet",
-            vars(config),
-        )
     heads = config.num_attention_heads // layout.tp
     if ranks > 1 and "a2a" in given:
         check_heads(heads, ranks)
@@ -140,7 +134,7 @@ class ContextParallel:
         comm, axis, split = self._comm[layer], self._axis, self._split
         if comm == "p2p":
             blocks = self._blocks(layer, first_head, scores)
-            return ring_attention(q, k, v, self._ring, axis, blocks)
+            return ring_attention(q, k, v, self._ring, axis, blocks, sinks=scores.sinks)
         if comm == "allgather":
             own = split.indices[axis.index]
             attend = partial(self._attend, self._gathered, layer, first_head, own, scores)
@@ -156,7 +150,8 @@ class ContextParallel:
         heads = q.shape[2] // inner.size
         scores = scores.of_heads(heads * inner.index, heads)
         blocks = self._blocks(layer, first_head + heads * inner.index, scores)
-        return hierarchical_attention(q, k, v, within, plan, inner, outer, blocks)
+        sinks = scores.sinks
+        return hierarchical_attention(q, k, v, within, plan, inner, outer, blocks, sinks=sinks)
 
     def _attend(
         self,

@@ -11,13 +11,11 @@ from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.components.fields import check_divisible
 from megatron_models.components.mixer import (
     BytesByPart,
-    Feature,
     KVSpec,
     LayerPass,
     Mixer,
     Parameters,
     ParameterSpec,
-    UnsupportedFeature,
     parameters_of,
     prefixed,
 )
@@ -118,12 +116,6 @@ class AttentionSpec(AttentionConfig, Mixer):
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuses tensor-parallel sizes that do not divide heads and query groups."""
         check_heads(self, layout.tp)
-
-    def unsupported_reason(self, feature: Feature) -> UnsupportedFeature | None:
-        """Returns that sinks do not support a pool of ranks that share documents."""
-        if feature == "document_pool" and self.softmax_type != "vanilla":
-            return UnsupportedFeature("{softmax_type}", "blocks of attention have no sinks yet")
-        return None
 
     def _saved_bytes(self, saved_bytes: SavedBytes) -> SavedBytes:
         """Returns the saved bytes with unfused attention, if sinks or bounded scores need it.
