@@ -55,6 +55,8 @@ BASE: Words = {
 }
 ROPE: Words = {"--position-embedding-type": "rope"}
 EXPERTS: Words = {"--num-experts": "4"}
+PRE_SOFTMAX: Words = {**EXPERTS, "--moe-router-pre-softmax": ""}
+GROUPS: Words = {"--moe-router-num-groups": "2", "--moe-router-group-topk": "1"}
 SIGMOID: Words = {**EXPERTS, "--moe-router-score-function": "sigmoid"}
 LLAMA3: Words = {**ROPE, "--rope-scaling-type": "llama3", "--rope-scaling-original-length": "8"}
 WSD: Words = {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "2"}
@@ -168,6 +170,35 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--moe-router-load-balancing-type": "seq_aux_loss"},
     ),
     "model.moe_aux_loss_coeff": (EXPERTS, {"--moe-aux-loss-coeff": "1"}),
+    "model.moe_router_norm_topk_prob": (SIGMOID, {"--moe-router-norm-topk-prob": "no"}),
+    "model.moe_router_topk_scaling_factor": (EXPERTS, {"--moe-router-topk-scaling-factor": "2"}),
+    "model.moe_router_num_groups": (
+        {**EXPERTS, "--num-experts": "8", **GROUPS},
+        {"--moe-router-num-groups": "4"},
+    ),
+    "model.moe_router_group_topk": (
+        {**EXPERTS, "--num-experts": "8", **GROUPS, "--moe-router-num-groups": "4"},
+        {"--moe-router-group-topk": "2"},
+    ),
+    "model.moe_router_group_score_topk": (
+        {**EXPERTS, **GROUPS},
+        {"--moe-router-group-score-topk": "1"},
+    ),
+    "model.moe_router_add_bias": (EXPERTS, {"--moe-router-add-bias": ""}),
+    "model.moe_router_expert_choice": (PRE_SOFTMAX, {"--moe-router-expert-choice": ""}),
+    "model.moe_router_force_load_balancing": (EXPERTS, {"--moe-router-force-load-balancing": ""}),
+    "model.moe_apply_probs_on_input": (EXPERTS, {"--moe-apply-probs-on-input": ""}),
+    "model.moe_router_dtype": (
+        {**EXPERTS, "--init-method-std": "1"},
+        {"--moe-router-dtype": "fp64"},
+    ),
+    "model.moe_input_jitter_eps": (EXPERTS, {"--moe-input-jitter-eps": "0.3"}),
+    "model.moe_seq_aux_loss_coeff": (EXPERTS, {"--moe-seq-aux-loss-coeff": "1"}),
+    "model.moe_global_aux_loss_coeff": (EXPERTS, {"--moe-global-aux-loss-coeff": "1"}),
+    "model.moe_shared_expert_gate": (
+        {**EXPERTS, "--moe-shared-expert-intermediate-size": "8"},
+        {"--moe-shared-expert-gate": ""},
+    ),
     "model.moe_z_loss_coeff": (EXPERTS, {"--moe-z-loss-coeff": "1"}),
     "model.init_method_std": ({}, {"--init-method-std": "0.1"}),
     "data.seq_length": ({}, {"--seq-length": "8"}),

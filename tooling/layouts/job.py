@@ -10,7 +10,8 @@ import torch
 from megatron_data import SequentialSampler
 from megatron_models import GPT, Placement, gpt_chunks
 from megatron_models.components.moe.module import MoE
-from megatron_models.components.moe.router import Router, Routing
+from megatron_models.components.moe.router import Router
+from megatron_models.components.moe.routing import Routing
 from megatron_optim import (
     LearningRateSchedule,
     Optimizer,

@@ -26,6 +26,9 @@ LLAMA3_8B = {
 }
 
 
+MIXTRAL_8X7B = {**LLAMA3_8B, "num_experts": 8, "moe_router_topk": 2}
+
+
 # Megatron-LM's formula for published models, to seven digits.
 @pytest.mark.parametrize(
     ("config", "sequence_length", "expected"),
@@ -33,8 +36,9 @@ LLAMA3_8B = {
         (model(96, 12288, 96, 51200), 2048, 2.174868e15),
         (model(32, 4096, 32, 128256, **LLAMA3_8B), 8192, 4.216455e14),
         (model(24, 1024, 16, 50304), 1024, 2.326530e12),
+        (model(32, 4096, 32, 32000, **MIXTRAL_8X7B), 4096, 3.264776e14),
     ],
-    ids=["gpt3-175b", "llama3-8b", "gpt2-345m"],
+    ids=["gpt3-175b", "llama3-8b", "gpt2-345m", "mixtral-8x7b"],
 )
 def test_flops_per_sequence_equal_those_of_megatron(config, sequence_length, expected):
     assert training_flops(config, sequence_length) == pytest.approx(expected, rel=1e-6)
@@ -53,6 +57,7 @@ def test_flops_grow_with_tokens_and_shrink_with_packing():
     ("config", "expected"),
     [
         (model(32, 4096, 32, 128256, **LLAMA3_8B), 8_030_261_248),
+        (model(32, 4096, 32, 32000, **MIXTRAL_8X7B), 46_702_792_704),
         (
             GPTConfig(
                 num_layers=12,
@@ -64,7 +69,15 @@ def test_flops_grow_with_tokens_and_shrink_with_packing():
             124_439_808,
         ),
     ],
-    ids=["llama3-8b", "gpt2-124m"],
+    ids=["llama3-8b", "mixtral-8x7b", "gpt2-124m"],
 )
 def test_parameter_counts_equal_published_ones(config, expected):
     assert parameter_count(config) == expected
+
+
+def test_active_parameters_of_a_mixture_equal_the_published_number():
+    """Mixtral-8x7B uses 12.9 of its 46.7 billion parameters for a token (Jiang et al., 2024)."""
+    config = model(32, 4096, 32, 32000, **MIXTRAL_8X7B)
+    idle = 32 * 6 * 3 * 4096 * 14336  # six of eight experts in each layer, three matrices each
+    assert parameter_count(config, active=True) == parameter_count(config) - idle
+    assert round(parameter_count(config, active=True) / 1e9, 1) == 12.9

@@ -82,7 +82,8 @@ def test_padding_does_not_affect_tokens_and_is_not_counted(small, kind):
         if "embedding.word" not in name:
             torch.testing.assert_close(grad, other_grads[name], rtol=0, atol=1e-13, msg=name)
     assert sums == other_sums
-    assert sums["load_balancing_loss"] / count >= 1
+    name = "load_balancing_loss" if kind == "aux_loss" else "seq_load_balancing_loss"
+    assert sums[name] / count >= 1
 
 
 def test_losses_of_routers_reach_the_gradient(small):
@@ -147,7 +148,7 @@ def test_only_active_experts_are_counted(small):
     dense = small(ffn_hidden_size=40)
     routed = small(num_experts=6, moe_ffn_hidden_size=20, moe_router_topk=2)
     router = 2 * 6 * 24  # one weight in each of two layers
-    assert training_flops(routed, 16) == training_flops(dense, 16) + 6 * 16 * router
+    assert training_flops(routed, 16) == training_flops(dense, 16)
     one_more = 2 * 24  # one more bias of `down` in each layer
     assert parameter_count(routed, active=True) == parameter_count(dense) + router + one_more
     assert parameter_count(routed) > parameter_count(routed, active=True)
@@ -164,7 +165,7 @@ def test_only_active_experts_are_counted(small):
         ({**EXPERTS, "moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff must be a number of at least 0"),
         (
             {**EXPERTS, "moe_router_enable_expert_bias": True},
-            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid",
+            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid or",
         ),
         (
             {

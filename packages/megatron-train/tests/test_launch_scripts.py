@@ -150,7 +150,7 @@ def test_flags_are_sorted_by_outcome():
         ("2 --num-layers 2", "'2' does not follow a flag"),
         ("--num-layers --lr 1", "--num-layers has no value: its variable is empty"),
         ("--num-layers 2 3", "--num-layers 2 3: the flag takes 1 values, got 2"),
-        ("--moe-router-dtype fp64", "--moe-router-dtype fp64 is not supported"),
+        ("--moe-router-score-function tanh", "--moe-router-score-function tanh is not supported"),
         ("--append-eod", "--append-eod is a flag of megatron-data preprocess"),
     ],
 )

@@ -23,6 +23,8 @@ FIELDS = {
         "vocab_size": 257,
         "max_position_embeddings": 4,
         "num_experts": 2,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
     },
     "data": {"seq_length": 4, "data_path": ("2", "a", "1", "b"), "tokenizer_model": "bytes"},
     "training": {"train_iters": 3, "micro_batch_size": 2, "global_batch_size": 4},

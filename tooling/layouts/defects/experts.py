@@ -2,14 +2,15 @@
 
 from typing import Any
 
+import megatron_models.components.moe.losses as losses
 import megatron_models.components.moe.module as moe
-import megatron_models.components.moe.router as router
 import megatron_parallel.data_parallel.plan as plan
 import megatron_parallel.expert_parallel.dispatch as dispatch
 import megatron_parallel.sharding.step_state as state
 import torch
 from megatron_models.components.moe.module import MoE
-from megatron_models.components.moe.router import Router, Routing
+from megatron_models.components.moe.router import Router
+from megatron_models.components.moe.routing import Routing
 from megatron_parallel import GradientBuffers, Mesh, Sharding
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.expert_parallel.dispatch import AllGatherDispatcher
@@ -102,14 +103,13 @@ def _tokens_of_one_data_rank(mesh: Mesh, replace: Replace) -> None:
 
 @defect("the bias of an expert scales its output", "tp2·pp2-biased")
 def _bias_weighs(mesh: Mesh, replace: Replace) -> None:
-    true = Router._choose
+    true = Router._weigh
 
-    def wrong(self: Router, logits: Tensor) -> Any:
-        weights, experts, unbiased_experts = true(self, logits)
-        return weights + self.expert_bias[experts], experts, unbiased_experts
+    def wrong(self: Router, scores: Tensor, experts: Tensor) -> Tensor:
+        return true(self, scores, experts) + self.expert_bias[experts]
 
     if mesh.world_size > 1:
-        replace(Router, "_choose", wrong)
+        replace(Router, "_weigh", wrong)
 
 
 # -- denominators and statistics -----------------------------------------------------------------
@@ -129,15 +129,15 @@ def _own_tokens(mesh: Mesh, replace: Replace) -> None:
 
 @defect("the load of experts is counted on each tensor-parallel rank alone", "tp2-moe")
 def _load_of_one_rank(mesh: Mesh, replace: Replace) -> None:
-    replace(router, "all_reduce", lambda t, axis, *, purpose: t)
+    replace(losses, "all_reduce", lambda t, axis, *, purpose: t)
 
 
 @defect("padding is routed", "dp2·ep2-moe")
 def _padding_routed(mesh: Mesh, replace: Replace) -> None:
     true = Router.forward
 
-    def wrong(self: Router, x: Tensor, routed: Tensor | None) -> Routing:
-        return true(self, x, None)
+    def wrong(self: Router, x: Tensor, routed: Tensor | None, *more: Any) -> Routing:
+        return true(self, x, None, *more)
 
     replace(Router, "forward", wrong)
 

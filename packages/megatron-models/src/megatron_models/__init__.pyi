@@ -12,6 +12,7 @@ from .components.mixer import ExpertParallelism as ExpertParallelism
 from .components.mixer import Feature as Feature
 from .components.mixer import KVSpec as KVSpec
 from .components.mixer import LayerPass as LayerPass
+from .components.moe.replay import RouterReplay as RouterReplay
 from .components.saved_bytes import SavedBytes as SavedBytes
 from .errors import ConfigError as ConfigError
 from .families.family import Family as Family

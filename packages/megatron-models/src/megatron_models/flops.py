@@ -2,8 +2,8 @@
 
 Counts the matrix products of one forward and one backward pass: two operations per multiply-add,
 and twice the forward pass for the backward pass. Causal attention counts half of the square.
-Recomputation and experts that a token does not use are not counted. This is the numerator of model
-FLOPs utilisation (MFU), as in Megatron-LM.
+Recomputation, routers, and experts that a token does not use are not counted. This is the numerator
+of model FLOPs utilisation (MFU), as in Megatron-LM.
 """
 
 from megatron_models.models.model_config import ModelConfig

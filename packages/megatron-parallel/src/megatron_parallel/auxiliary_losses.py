@@ -44,6 +44,7 @@ class AuxiliaryLosses:
     def __init__(self, denominators: Mapping[str, float]) -> None:
         self._denominators = dict(denominators)
         self.sums: dict[str, float | Tensor] = dict.fromkeys(self._denominators, 0.0)
+        self._running_sums: dict[str, Tensor] = {}
 
     def attach(
         self,
@@ -76,6 +77,17 @@ class AuxiliaryLosses:
         counts = all(axis.index == 0 for axis in replicated)
         attached: Tensor = _Attach.apply(x, value, self if counts else None, name, factor)  # type: ignore[no-untyped-call]
         return attached
+
+    def running_sum(self, name: str, x: Tensor) -> Tensor:
+        """Returns the sum of the tensors given under a name in this step, without gradient.
+
+        For losses that depend on earlier micro-batches of the step. A recomputed forward pass must
+        not call it again.
+        """
+        before = self._running_sums.get(name)
+        total = x.detach().clone() if before is None else before + x.detach()
+        self._running_sums[name] = total
+        return total
 
     def _add(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums[name] + value.double()

@@ -175,6 +175,34 @@ def keep_mask(
     return _keep(key.word0, key.word1, numbers, p, layer, site)
 
 
+def keyed_uniform(
+    shape: tuple[int, ...],
+    key: DropoutKey,
+    *,
+    layer: int,
+    site: int,
+    dtype: torch.dtype,
+    channels: int | Int[Tensor, "..."] = 0,
+) -> Float[Tensor, "s b *channels"]:
+    """Returns noise, uniform between 0 and 1, which is the same for every layout.
+
+    Args:
+        shape: Shape ``[s, b, ...]`` of the result.
+        key: Key of the same `[s, b]`.
+        layer: Global index of the layer.
+        site: Index of the call in the layer, other than those of `keyed_dropout`.
+        dtype: Data type of the result, float32 or float64.
+        channels: Global index of the first channel, or the indices of all channels.
+
+    Raises:
+        LayoutError: The key has another shape.
+    """
+    _require_shape(shape, key)
+    numbers = _numbers(torch.empty(shape, device="meta"), channels).to(key.word0.device)
+    bits = _element_bits(key.word0, key.word1, numbers, layer, site)
+    return (bits.to(dtype) + _WORD // 2) / _WORD
+
+
 class _Dropout(Function):
     @staticmethod
     def forward(
@@ -234,11 +262,16 @@ def _keep(
     word0: Tensor, word1: Tensor, channels: Tensor, p: float, layer: int, site: int
 ) -> Tensor:
     """Returns whether the hash of each element, as a fraction of 2^32, is at least `p`."""
+    # Words are signed; the smallest is -2^31.
+    return _element_bits(word0, word1, channels, layer, site) >= round(p * _WORD) - _WORD // 2
+
+
+def _element_bits(word0: Tensor, word1: Tensor, channels: Tensor, layer: int, site: int) -> Tensor:
+    """Returns the hash of each element, as int32."""
     rows = (..., *(None,) * channels.dim())
     key0 = (word0 + _signed(_bits_of(layer, _SITES[0], site)))[rows]
     key1 = (word1 ^ _signed(_bits_of(site, _SITES[1], layer)))[rows]
-    # Words are signed; the smallest is -2^31.
-    return _bits(channels, key0, key1) >= round(p * _WORD) - _WORD // 2
+    return _bits(channels, key0, key1)
 
 
 def _numbers(x: Tensor, channels: int | Tensor) -> Tensor:

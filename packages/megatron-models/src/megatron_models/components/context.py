@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
 from megatron_parallel import AuxiliaryLosses, RecomputeConfig
 from megatron_parallel.pipeline import PassInterleaver
@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_models.cache import KVCache
 from megatron_models.components.attention.context_parallel import ContextParallel
 from megatron_models.components.dropout import StageDropout
+from megatron_models.components.moe.replay import RouterReplay
 from megatron_models.components.rotary.module import Angles
 from megatron_models.components.rotary.spec import RotarySpec
 
@@ -42,6 +43,9 @@ class Context:
         sequence_parallel: Whether this pass cuts sequences over tensor-parallel ranks. Mixers pass
             it to each parallel layer. None means as the modules were built. False when decoding,
             since a single new token cannot be cut.
+        router_replay: Records or replays the experts of each token.
+        expert_loads: Selections of experts by layer, as the forward pass counted them for the
+            global load-balancing loss. Recomputation reads them.
     """
 
     mask: Mask
@@ -57,6 +61,8 @@ class Context:
     encoder_output: Float[Tensor, "t b h"] | None = None
     cross_mask: Mask | None = None
     sequence_parallel: bool | None = None
+    router_replay: RouterReplay | None = None
+    expert_loads: dict[int, Int[Tensor, " e"]] = field(default_factory=dict)
 
     def hidden_dropout(
         self, x: Float[Tensor, "s b h"], layer: int, site: int

@@ -9,6 +9,7 @@
 | cross-attention probabilities | 4 | its own | `[s, b, n, t]` | head number * t + key index |
 | cross-attention output | 5 | its own | `[s, b, h]`, before the residual addition | hidden |
 | decoder's embedding | 6 | -1 | sum of the embeddings `[s, b, h]` | hidden |
+| noise on a router's input | 7 | its own | `[s, b, h]` | hidden |
 
 Heads, token indices and layers are global numbers, so every layout drops the same elements. In an
 encoder-decoder the layers of the decoder are numbered after those of the encoder. The numbers are

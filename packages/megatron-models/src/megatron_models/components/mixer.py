@@ -200,6 +200,11 @@ class Mixer(ABC):
     bidirectional: ClassVar[bool] = False
     """Whether tokens attend to later tokens too, so that all query-key pairs count."""
 
+    @property
+    def uses_noise(self) -> bool:
+        """Whether training needs a `Dropout`, for the key of its noise. Defaults to no."""
+        return False
+
     expert_parallel: ClassVar[bool] = False
     """Whether the axes ``ep`` and ``expert_tp`` cut its parameters."""
 

@@ -160,6 +160,11 @@ class ModelConfig(ComponentConfig, ABC):
         """Whether the model has experts that can be divided over ranks."""
         return any(mixer.expert_parallel for mixer in self.mixers)
 
+    @property
+    def uses_noise(self) -> bool:
+        """Whether training needs a `Dropout` even without dropout, for the key of its noise."""
+        return any(mixer.uses_noise for mixer in self.mixers)
+
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuses a layout that cannot cut a component.
 

@@ -144,7 +144,8 @@ class GPTTask:
             arguments["split"] = batch.context_split
             if uses_pool:
                 arguments["cp"] = self._context(batch.context_split.ranks)
-        if iteration is not None and (self._hidden_dropout or self._attention_dropout):
+        noisy = self._hidden_dropout or self._attention_dropout or module.config.uses_noise
+        if iteration is not None and noisy:
             arguments["dropout"] = self._dropout(batch, iteration)
         return arguments
 

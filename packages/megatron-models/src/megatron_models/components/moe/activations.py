@@ -35,8 +35,9 @@ def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
     own = -(-tokens // tp)
     chosen = own * choices
     rows = chosen * cut
-    # Expert and weight of each choice; for lower precisions, float32 copies of tokens and weights.
-    router = chosen * (_INDEX + wide)
+    # Expert and weight of each choice, and all logits or scores; for lower precisions, float32
+    # copies of tokens and weights.
+    router = chosen * (_INDEX + wide) + own * config.num_experts * wide
     if size < _FP32:
         router += (own + config.num_experts) * hidden * wide
     # Source and destination index of each row; and the outputs of experts, for the weighted sum.

@@ -5,13 +5,14 @@
 The tokens of a micro-batch are always divided over tensor-parallel ranks inside this layer, with
 or without sequence parallelism. Each rank routes its own tokens, and the ranks of the experts
 (``ep``, ``expert_tp``) need not be those of the dense layers. No token is dropped, so the output of
-a token does not depend on other tokens.
+a token does not depend on other tokens, unless experts select tokens.
 """
 
 import torch
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import permute, sort_by_expert, unpermute
-from megatron_parallel.collectives import gather_from_axis, scatter_to_axis
+from megatron_parallel import DropoutKey
+from megatron_parallel.collectives import all_gather, gather_from_axis, scatter_to_axis
 from megatron_parallel.expert_parallel import RowOps, build_dispatcher
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,8 +20,10 @@ from torch.nn import functional
 from megatron_models.components.context import Context
 from megatron_models.components.mlp.module import MLP
 from megatron_models.components.moe.experts import Experts
-from megatron_models.components.moe.router import Router, RouterLosses
+from megatron_models.components.moe.losses import RouterLosses
+from megatron_models.components.moe.router import Router
 from megatron_models.components.moe.spec import MoESpec
+from megatron_models.errors import ConfigError
 from megatron_models.placement import Placement
 
 
@@ -34,34 +37,66 @@ class MoE(nn.Module):
     def __init__(self, spec: MoESpec, layer: int, placement: Placement) -> None:
         super().__init__()
         mesh = placement.mesh
+        self.spec, self.layer = spec, layer
         self.tp = mesh.axis("tp")
         self.sequence_parallel = placement.sequence_parallel
         ops = RowOps(sort_by_expert, permute, unpermute)
         self.dispatcher = build_dispatcher(placement.dispatcher, mesh, spec.num_experts, ops)
-        self.losses = RouterLosses(spec, mesh)
-        self.router = Router(spec, placement)
+        self.losses = RouterLosses(spec, layer, mesh)
+        self.router = Router(spec, layer, placement)
         self.experts = Experts(spec, placement)
         self.shared = None if spec.shared is None else MLP(spec.shared, layer, placement)
+        self.shared_gate = None
+        if spec.moe_shared_expert_gate:
+            self.shared_gate = SharedExpertGate(spec, placement)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
         """Returns the sum of the outputs of each token's experts.
 
         The shared expert computes while tokens are in flight, in both passes. With
         `Context.interleaver`, another micro-batch computes after it.
+
+        Raises:
+            ConfigError: Experts select tokens and there is a cache, or the experts to replay do not
+                fit.
         """
+        if self.spec.moe_router_expert_choice and context.cache is not None:
+            raise ConfigError(
+                "a model with moe_router_expert_choice cannot generate, since its experts select "
+                "among all tokens of a sequence; leave out the cache"
+            )
         cut = context.sequence_parallel
         if cut is None:
             cut = self.sequence_parallel
         tokens, routed, sequences = self._own_tokens(x, context.padding, cut)
-        routing = self.router(tokens, routed)
-        weights = routing.weights
-        if context.auxiliary_losses is not None:
-            weights = self.losses.attach(routing, sequences, x.shape[1], context.auxiliary_losses)
-        dispatch = self.dispatcher.dispatch(tokens, routing.experts, weights, context.interleaver)
-        shared = None if self.shared is None else self.shared(x, context)
+        noise, replayed = self._noise(context, cut), self._replayed(x, context, cut)
+        routing = self.router(tokens, routed, noise, replayed)
+        self._record(routing.experts, x, context, cut)
+        experts, weights = (
+            routing.experts,
+            self.losses.attach(routing, sequences, x.shape[1], context),
+        )
+        choices = experts.shape[1]
+        if self.spec.moe_apply_probs_on_input:  # each choice is a token of its own
+            tokens = (tokens[:, None] * weights[..., None]).to(tokens.dtype).flatten(0, 1)
+            experts, weights = experts.view(-1, 1), torch.ones_like(weights).view(-1, 1)
+        dispatch = self.dispatcher.dispatch(tokens, experts, weights, context.interleaver)
+        shared = self._shared_output(x, context)
         outputs = self.experts(*dispatch.wait())
-        y = self._all_tokens(dispatch.combine(outputs).wait(), x, cut)
+        combined = dispatch.combine(outputs).wait()
+        if self.spec.moe_apply_probs_on_input and choices > 1:
+            combined = combined.view(-1, choices, combined.shape[1]).sum(1)
+        y = self._all_tokens(combined, x, cut)
         return y if shared is None else y + shared
+
+    def _shared_output(
+        self, x: Float[Tensor, "s b h"], context: Context
+    ) -> Float[Tensor, "s b h"] | None:
+        """Returns the output of the shared expert, or None."""
+        if self.shared is None:
+            return None
+        y: Tensor = self.shared(x, context)
+        return y if self.shared_gate is None else y * self.shared_gate(x)
 
     def _own_tokens(
         self, x: Float[Tensor, "part b h"], padding: Bool[Tensor, "s b"] | None, cut: bool
@@ -89,6 +124,52 @@ class MoE(nn.Module):
         sequences = torch.arange(start, start + count, device=x.device) % batch
         return flat, routed, sequences
 
+    def _own_rows(self, rows: Int[Tensor, "..."], cut: bool, fill: int) -> Int[Tensor, "..."]:
+        """Returns this rank's part of rows that tensor-parallel ranks share, padded as tokens."""
+        missing = 0 if cut else -len(rows) % self.tp.size
+        if missing:
+            rows = torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), fill)])
+        return rows.chunk(self.tp.size)[self.tp.index]
+
+    def _noise(self, context: Context, cut: bool) -> DropoutKey | None:
+        """Returns the key of this rank's tokens for noise in training, or None."""
+        if not (self.training and self.spec.moe_input_jitter_eps) or context.dropout is None:
+            return None
+        key = context.dropout.stream
+        words = [word.flatten() for word in (key.word0, key.word1)]
+        if not cut:  # the key of a cut sequence is this rank's
+            words = [self._own_rows(word, cut, 0) for word in words]
+        return DropoutKey(words[0][:, None], words[1][:, None])
+
+    def _replayed(
+        self, x: Float[Tensor, "part b h"], context: Context, cut: bool
+    ) -> Int[Tensor, "n k"] | None:
+        """Returns the experts to replay for this rank's tokens, or None."""
+        replay = context.router_replay
+        if replay is None or replay.recording:
+            return None
+        length, batch = x.shape[0] * (self.tp.size if cut else 1), x.shape[1]
+        by_expert = self.spec.moe_router_expert_choice
+        choices = self.spec.num_experts if by_expert else self.spec.moe_router_topk
+        found = replay.experts_of(self.layer, (batch, length, choices)).to(x.device)
+        return self._own_rows(found.transpose(0, 1).flatten(0, 1), cut, -1)
+
+    def _record(
+        self,
+        experts: Int[Tensor, "n k"],
+        x: Float[Tensor, "part b h"],
+        context: Context,
+        cut: bool,
+    ) -> None:
+        """Records the experts of the tokens of all tensor-parallel ranks."""
+        replay = context.router_replay
+        if replay is None or not replay.recording:
+            return
+        every = all_gather(experts, self.tp, purpose="recorded experts")
+        length, batch = x.shape[0] * (self.tp.size if cut else 1), x.shape[1]
+        rows = every[: length * batch].view(length, batch, -1)
+        replay.record(self.layer, rows.transpose(0, 1).contiguous())
+
     def _all_tokens(
         self, y: Float[Tensor, "n h"], like: Float[Tensor, "part b h"], cut: bool
     ) -> Float[Tensor, "part b h"]:
@@ -96,3 +177,18 @@ class MoE(nn.Module):
         if not cut:
             y = gather_from_axis(y, self.tp, dim=0)[: like.shape[0] * like.shape[1]]
         return y.view(like.shape)
+
+
+class SharedExpertGate(nn.Module):
+    """A learned gate of the shared expert: the sigmoid of a product with each token."""
+
+    weight: Tensor
+
+    def __init__(self, spec: MoESpec, placement: Placement) -> None:
+        super().__init__()
+        table = spec.shared_gate(placement.sequence_parallel)
+        placement.register_parameters(self, table)
+
+    def forward(self, x: Float[Tensor, "s b h"]) -> Float[Tensor, "s b 1"]:
+        """Returns the gate of each token."""
+        return torch.sigmoid(functional.linear(x, self.weight))

@@ -5,7 +5,6 @@ Importing this module does not import torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar, Final, Literal
 
 from megatron_parallel import ParallelLayout, Sharding
@@ -28,7 +27,12 @@ from megatron_models.components.mlp.spec import MLPSpec
 from megatron_models.components.moe.activations import expert_activations
 from megatron_models.components.moe.config import MoEConfig
 
-LOAD_BALANCING: Final = "load_balancing_loss"
+LOAD_BALANCING: Final[Mapping[str, str]] = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Names of load-balancing losses by type, as in Megatron-LM."""
 Z_LOSS: Final = "z_loss"
 EXPERT_BIAS: Final = "expert_bias"
 
@@ -100,13 +104,22 @@ class MoESpec(MoEConfig, Mixer):
     expert_parallel: ClassVar[bool] = True
 
     def router(self) -> dict[str, Sharding]:
-        """Returns the sharding of the router ``[e, h]``, which every rank holds.
+        """Returns the shardings of weight ``[e, h]`` and bias ``[e]``, which every rank holds.
 
         The tokens of a micro-batch are divided over tensor-parallel ranks, with or without sequence
         parallelism, so its gradient is always a partial sum over them.
         """
         shape = (self.num_experts, self.hidden_size)
-        return {"weight": Sharding(shape, init=Init(scale=self.init_method_std), partial="tp")}
+        init = Init(scale=self.init_method_std)
+        found = {"weight": Sharding(shape, init=init, partial="tp")}
+        if self.moe_router_add_bias:
+            found["bias"] = Sharding(shape[:1], init=ZEROS, partial="tp")
+        return found
+
+    @property
+    def uses_noise(self) -> bool:
+        """Whether the inputs of the router have noise in training."""
+        return self.moe_input_jitter_eps > 0
 
     def state(self) -> dict[str, Sharding]:
         """Returns the sharding of the biases of experts ``[e]``, which every rank holds; or none.
@@ -153,12 +166,21 @@ class MoESpec(MoEConfig, Mixer):
         width = self.moe_shared_expert_intermediate_size
         return self.component(MLPSpec, ffn_hidden_size=width) if width else None
 
+    def shared_gate(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
+        """Returns the sharding of the shared expert's gate ``[1, h]``, or none.
+
+        Under sequence parallelism a rank gates its part of the sequence, so the gradient is a
+        partial sum.
+        """
+        if not self.moe_shared_expert_gate:
+            return {}
+        partial, init = "tp" if sequence_parallel else None, Init(scale=self.init_method_std)
+        return {"weight": Sharding((1, self.hidden_size), init=init, partial=partial)}
+
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Returns the parameters of router, experts and shared expert."""
-        router = {
-            name: ParameterSpec(sharding, prod(sharding.shape))
-            for name, sharding in self.router().items()
-        }
+        # Megatron-LM's count of operations leaves out the products of router and gate.
+        router = {name: ParameterSpec(sharding) for name, sharding in self.router().items()}
         experts = {
             **prefixed("up", parameters_of(self.experts_up, sequence_parallel)),
             **prefixed("down", parameters_of(self.experts_down, sequence_parallel)),
@@ -167,6 +189,8 @@ class MoESpec(MoEConfig, Mixer):
         found = {**prefixed("router", router), **prefixed("experts", experts)}
         if self.shared is not None:
             found |= prefixed("shared", self.shared.parameters(sequence_parallel))
+        for name, sharding in self.shared_gate(sequence_parallel).items():
+            found[f"shared_gate.{name}"] = ParameterSpec(sharding)
         return found
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
@@ -192,7 +216,8 @@ class MoESpec(MoEConfig, Mixer):
     def unsupported_reason(self, feature: Feature) -> UnsupportedFeature | None:
         """Returns the features that are unproven for experts, and a router without a gradient."""
         if feature == "from_scratch":
-            if self.moe_router_topk > 1 or self.moe_router_pre_softmax:
+            one = self.moe_router_topk == 1 and not self.moe_router_expert_choice
+            if not one or not (self.softmax_of_selected or self.normalizes_weights):
                 return None
             return UnsupportedFeature("{moe_router_topk}", _NO_ROUTER_GRADIENT)
         why = _REFUSED.get(feature)
@@ -200,8 +225,8 @@ class MoESpec(MoEConfig, Mixer):
 
     def auxiliary_losses(self) -> tuple[str, ...]:
         """Returns the names of the router's losses."""
-        weights = {LOAD_BALANCING: self.moe_aux_loss_coeff, Z_LOSS: self.moe_z_loss_coeff}
-        return tuple(name for name, weight in weights.items() if weight)
+        names = [LOAD_BALANCING[kind] for kind in self.balancing_losses]
+        return (*names, Z_LOSS) if self.moe_z_loss_coeff else tuple(names)
 
 
 def feed_forward(config: MoEConfig, experts: bool) -> MLPSpec | MoESpec:

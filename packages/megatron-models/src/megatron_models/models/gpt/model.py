@@ -29,6 +29,7 @@ from megatron_models.components.embedding.output import (
 )
 from megatron_models.components.embedding.spec import output_spec
 from megatron_models.components.layer import TrunkSpec
+from megatron_models.components.moe.replay import RouterReplay
 from megatron_models.components.rotary.module import RotaryTables
 from megatron_models.components.trunk import Trunk
 from megatron_models.errors import ConfigError
@@ -146,6 +147,7 @@ class GPT(Trunk, CausalModel):
         interleaver: PassInterleaver | None = None,
         label_smoothing: float = 0.0,
         logits_at: Int[Tensor, "b k"] | None = None,
+        router_replay: RouterReplay | None = None,
     ) -> Float[Tensor, "..."]:
         """Runs this stage.
 
@@ -182,6 +184,7 @@ class GPT(Trunk, CausalModel):
                 `megatron_parallel.vocab_parallel_cross_entropy`.
             logits_at: Indices among these tokens whose logits are computed, 0 to s - 1, ``k`` for
                 each sequence. Defaults to all. Only the last stage reads them. Excludes labels.
+            router_replay: Records or replays the experts of each token. Defaults to neither.
 
         Returns:
             Activations shaped like the ``x`` of a later stage. From the last stage the loss of each
@@ -237,6 +240,7 @@ class GPT(Trunk, CausalModel):
             auxiliary_losses,
             interleaver,
             sequence_parallel=False if whole else None,
+            router_replay=router_replay,
         )
         x = super().forward(x, context, positions)
         if not self.last:
