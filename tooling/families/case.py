@@ -36,6 +36,8 @@ class FamilyCase:
             `REFUSED`. All other changes have to give equal logits.
         others: Other values of fields, besides `families.fields.OTHERS`.
         words: Parts of the errors of fields that the error does not name.
+        weights: Name, package and file of real weights that a package carries; transformers reads
+            the file, too.
     """
 
     family: str
@@ -47,6 +49,7 @@ class FamilyCase:
     refused: frozenset[str] = frozenset()
     others: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
+    weights: tuple[str, str, str] | None = None
 
     @property
     def represents(self) -> bool:

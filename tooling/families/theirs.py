@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from families.case import FamilyCase
 
-SPREAD = 0.3
-"""Standard deviation of random weights."""
+SPREAD, SCALE = 0.3, 1.2
+"""Standard deviation of random vectors, and of random matrices times the root of their width.
+
+Larger weights would enlarge the rounding of float32 from layer to layer.
+"""
 
 
 def their_config(case: FamilyCase, changes: dict[str, Any]) -> Any:
@@ -42,8 +45,9 @@ def randomize(model: nn.Module, seed: int) -> None:
     for name, tensor in stored(model).items():
         if not tensor.is_floating_point():
             continue
-        noise = SPREAD * torch.randn(tensor.shape, generator=generator)
         vector = tensor.ndim < 2 or name.endswith("bias")
+        spread = SPREAD if vector else SCALE / tensor.shape[-1] ** 0.5
+        noise = spread * torch.randn(tensor.shape, generator=generator)
         start = tensor.flatten()[:1].clone() if vector else torch.zeros(1)
         with torch.no_grad():
             tensor.copy_(start.clamp(0, 1).round() + noise)
