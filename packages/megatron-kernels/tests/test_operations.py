@@ -4,7 +4,16 @@ import math
 
 import pytest
 import torch
-from megatron_kernels import cross_entropy, gelu, layer_norm, rms_norm, softmax, swiglu
+from megatron_kernels import (
+    cross_entropy,
+    gelu,
+    glu,
+    layer_norm,
+    pointwise,
+    rms_norm,
+    softmax,
+    swiglu,
+)
 
 F64 = torch.float64
 both = pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -45,6 +54,56 @@ def test_gelu_by_hand(backend: str) -> None:
 def test_swiglu_gates_with_the_first_half(backend: str) -> None:
     x = torch.tensor([[0.0, 2.0], [5.0, -3.0]], dtype=F64)
     close(swiglu(x, backend=backend), [0.0, -6 / (1 + math.exp(-2))])
+
+
+@both
+def test_pointwise_activations_by_hand(backend: str) -> None:
+    x = torch.tensor([-2.0, 0.0, 3.0], dtype=F64)
+    close(pointwise(x, "relu", backend=backend), [0.0, 0.0, 3.0])
+    close(pointwise(x, "squared_relu", backend=backend), [0.0, 0.0, 9.0])
+    close(
+        pointwise(x, "silu", backend=backend), [-2 / (1 + math.e**2), 0.0, 3 / (1 + math.exp(-3))]
+    )
+    quick = [-2 / (1 + math.exp(3.404)), 0.0, 3 / (1 + math.exp(-5.106))]
+    close(pointwise(x, "quick_gelu", backend=backend), quick)
+
+
+@both
+def test_a_gated_unit_bounds_gate_and_up_and_adds_the_offset(backend: str) -> None:
+    # gpt-oss: the gate is bounded from above only, up from both sides.
+    x = torch.tensor([[-9.0, 9.0, 2.0], [-8.0, 8.0, 0.5]], dtype=F64)
+    expected = [
+        gate / (1 + math.exp(-1.702 * gate)) * (up + 1)
+        for gate, up in [(-9.0, -7.0), (7.0, 7.0), (2.0, 0.5)]
+    ]
+    close(glu(x, "quick_gelu", 7.0, 1.0, backend=backend), expected)
+    close(glu(x, "relu", backend=backend), [0.0, 72.0, 1.0])
+
+
+@pytest.mark.parametrize("options", [(), (0.6, 1.0)], ids=["", "bounded"])
+@pytest.mark.parametrize("gate", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"])
+def test_gradients_of_gated_units_equal_differences(gate: str, options: tuple[float, ...]) -> None:
+    x = torch.randn(3, 2, 5, dtype=F64, generator=torch.Generator().manual_seed(1))
+    assert torch.autograd.gradcheck(
+        lambda x: glu(x, gate, *options, backend="torch"), x.requires_grad_()
+    )
+
+
+@both
+def test_a_gain_is_one_plus_its_weight_on_request(backend: str) -> None:
+    x, weight = torch.tensor([1.0, 7.0], dtype=F64), torch.tensor([2.0, -2.0], dtype=F64)
+    close(rms_norm(x, weight, 11.0, True, backend=backend), [0.5, -7 / 6])
+    shift = torch.tensor([0.5, 0.0], dtype=F64)
+    close(layer_norm(x, weight, shift, 0.0, True, backend=backend), [-2.5, -1.0])
+    close(layer_norm(x, weight, None, 0.0, True, backend=backend), [-3.0, -1.0])
+
+
+@both
+def test_one_plus_a_small_bfloat16_weight_is_not_rounded(backend: str) -> None:
+    weight = torch.full((2,), 2.0**-9).bfloat16()  # 1 + 2^-9 is 1 in bfloat16
+    x, shift = torch.tensor([129.0, -129.0]).bfloat16(), torch.full((2,), -1.0).bfloat16()
+    found = layer_norm(x, weight, shift, 0.0, True, backend=backend)
+    assert float(found[0]) == 2.0**-9
 
 
 @both

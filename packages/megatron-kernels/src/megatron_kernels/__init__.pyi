@@ -3,6 +3,8 @@ from .availability import Availability as Availability
 from .availability import library_availability as library_availability
 from .errors import KernelError as KernelError
 from .ops.activation.gelu import gelu as gelu
+from .ops.activation.glu import glu as glu
+from .ops.activation.pointwise import pointwise as pointwise
 from .ops.activation.swiglu import swiglu as swiglu
 from .ops.attention.attention import attention as attention
 from .ops.attention.mask import Mask as Mask

@@ -7,12 +7,14 @@ careless kernel would turn into NaN.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_kernels.ops.activation.gelu import gelu
+from megatron_kernels.ops.activation.glu import Gate, glu
+from megatron_kernels.ops.activation.pointwise import Pointwise, pointwise
 from megatron_kernels.ops.activation.swiglu import swiglu
 from megatron_kernels.ops.attention.attention import attention
 from megatron_kernels.ops.attention.mask import Mask
@@ -65,9 +67,24 @@ class Case:
     arguments: Callable[[InputGenerator], tuple[Any, ...]]
 
 
-def _norm(draw: InputGenerator, *, bias: bool) -> tuple[Any, ...]:
+def _norm(draw: InputGenerator, *, bias: bool, zero_centered: bool = False) -> tuple[Any, ...]:
     shift = (draw.normal(43),) if bias else ()
-    return (draw.normal(7, 3, 43, mean=0.5), draw.normal(43, mean=1), *shift, 1e-5)
+    gain = draw.normal(43, mean=0 if zero_centered else 1)
+    return (draw.normal(7, 3, 43, mean=0.5), gain, *shift, 1e-5, zero_centered)
+
+
+def _norm_without_bias(draw: InputGenerator) -> tuple[Any, ...]:
+    return (draw.normal(7, 3, 43, mean=0.5), draw.normal(43, mean=1), None, 1e-5)
+
+
+def _pointwise(draw: InputGenerator, kind: str) -> tuple[Any, ...]:
+    return (draw.normal(9, 2, 31), kind)
+
+
+def _glu(
+    draw: InputGenerator, gate: str, bound: float = 0.0, offset: float = 0.0
+) -> tuple[Any, ...]:
+    return (draw.normal(9, 3, 2, 31), gate, bound, offset)
 
 
 def _gelu(draw: InputGenerator, approximate: str) -> tuple[Any, ...]:
@@ -151,10 +168,19 @@ def _unpermute(draw: InputGenerator) -> tuple[Any, ...]:
 
 CASES = (
     Case(layer_norm, "", partial(_norm, bias=True)),
+    Case(layer_norm, "no bias", _norm_without_bias),
+    Case(layer_norm, "1 + weight", partial(_norm, bias=True, zero_centered=True)),
     Case(rms_norm, "", partial(_norm, bias=False)),
+    Case(rms_norm, "1 + weight", partial(_norm, bias=False, zero_centered=True)),
     Case(gelu, "exact", partial(_gelu, approximate="none")),
     Case(gelu, "tanh", partial(_gelu, approximate="tanh")),
     Case(swiglu, "", _swiglu),
+    *(
+        Case(pointwise, kind.replace("_", " "), partial(_pointwise, kind=kind))
+        for kind in get_args(Pointwise)
+    ),
+    *(Case(glu, gate.replace("_", " "), partial(_glu, gate=gate)) for gate in get_args(Gate)),
+    Case(glu, "bounds and offset", partial(_glu, gate="quick_gelu", bound=0.75, offset=1.0)),
     Case(softmax, "everywhere", partial(_softmax, masked=False)),
     Case(softmax, "masked", partial(_softmax, masked=True)),
     Case(rope, "halves", partial(_rope, interleaved=False, percent=1.0, batch=1)),

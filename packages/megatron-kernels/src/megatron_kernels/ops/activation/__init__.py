@@ -1,1 +1,1 @@
-"""Activation functions: GELU and SwiGLU."""
+"""Activation functions: GELU, SwiGLU, further ones and their gated forms."""

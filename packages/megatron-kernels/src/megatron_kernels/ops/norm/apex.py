@@ -11,7 +11,9 @@ from megatron_kernels.ops.optional import missing_library
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
+def _unsupported_reason(x: Tensor, weight: Tensor, zero_centered: bool) -> str | None:
+    if zero_centered:
+        return "has no gain of 1 + weight"
     if not x.is_cuda:
         return f"needs a CUDA tensor, x is on {x.device.type}"
     if x.dtype not in _DTYPES or weight.dtype != x.dtype:
@@ -19,7 +21,9 @@ def _unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
     return missing_library("apex")
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False
+) -> Tensor:
     """Calls `apex.normalization.fused_layer_norm.fused_layer_norm_affine`."""
     from apex.normalization import (  # type: ignore[import-not-found,unused-ignore]
         fused_layer_norm,
@@ -30,13 +34,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm_unsupported_reason(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False
 ) -> str | None:
-    """Returns why Apex does not support these arguments: no CUDA, two dtypes, or no Apex."""
-    return _unsupported_reason(x, weight)
+    """Returns why Apex does not support these arguments, such as no CUDA or two dtypes."""
+    if bias is None:
+        return "needs a bias"
+    return _unsupported_reason(x, weight, zero_centered)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """Calls `apex.normalization.fused_layer_norm.fused_rms_norm_affine`."""
     from apex.normalization import (  # type: ignore[import-not-found,unused-ignore]
         fused_layer_norm,
@@ -46,6 +52,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rms_norm_unsupported_reason(x: Tensor, weight: Tensor, eps: float) -> str | None:
-    """Returns why Apex does not support these arguments: no CUDA, two dtypes, or no Apex."""
-    return _unsupported_reason(x, weight)
+def rms_norm_unsupported_reason(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+) -> str | None:
+    """Returns why Apex does not support these arguments, such as no CUDA or two dtypes."""
+    return _unsupported_reason(x, weight, zero_centered)

@@ -6,29 +6,42 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_kernels.ops.norm import apex
+from megatron_kernels.ops.norm.gain import gain_of
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False
+) -> Tensor:
     """Computes the definition, with statistics in at least float32."""
     values = upcast(x)
     centred = values - values.mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True)
     normal = centred * torch.rsqrt(variance + eps)
-    return (normal * weight + bias).to(x.dtype)
+    scaled = normal * gain_of(weight, zero_centered)
+    return (scaled if bias is None else scaled + bias).to(x.dtype)
 
 
-def fused(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Calls `F.layer_norm`."""
-    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+def fused(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False
+) -> Tensor:
+    """Calls `F.layer_norm`, in at least float32 if the gain is `1 + weight`."""
+    if not zero_centered:
+        return functional.layer_norm(x, weight.shape, weight, bias, eps)
+    shift = None if bias is None else upcast(bias)
+    gain = gain_of(weight, zero_centered)
+    return functional.layer_norm(upcast(x), weight.shape, gain, shift, eps).to(x.dtype)
 
 
-def fused_unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> str | None:
+def fused_unsupported_reason(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False
+) -> str | None:
     """Returns that dtypes differ: torch supports a mixture in its CPU kernel only."""
-    if weight.dtype == x.dtype and bias.dtype == x.dtype:
+    if weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype):
         return None
-    return f"x is {x.dtype}, weight {weight.dtype}, bias {bias.dtype}; they must agree"
+    shift = "" if bias is None else f", bias {bias.dtype}"
+    return f"x is {x.dtype}, weight {weight.dtype}{shift}; they must agree"
 
 
 @op(
@@ -39,8 +52,9 @@ def fused_unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor, eps: float
 def layer_norm(
     x: Float[Tensor, "*rows h"],
     weight: Float[Tensor, " h"],
-    bias: Float[Tensor, " h"],
+    bias: Float[Tensor, " h"] | None,
     eps: float = 1e-5,
+    zero_centered: bool = False,
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "*rows h"]:
@@ -49,11 +63,12 @@ def layer_norm(
     Args:
         x: Input `[..., h]`.
         weight: Gain `[h]`.
-        bias: Shift `[h]`.
+        bias: Shift `[h]`, or None.
         eps: Added to the variance.
+        zero_centered: Whether the gain is `1 + weight` (LayerNorm1P of NeMo).
         backend: "auto" or the name of one backend.
 
     Returns:
         `[..., h]` in the dtype of `x`.
     """
-    return layer_norm.run(backend, x, weight, bias, eps)
+    return layer_norm.run(backend, x, weight, bias, eps, zero_centered)

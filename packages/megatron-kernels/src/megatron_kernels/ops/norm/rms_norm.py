@@ -6,23 +6,29 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_kernels.ops.norm import apex
+from megatron_kernels.ops.norm.gain import gain_of
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
-def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def reference(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """Computes the definition, with the mean square in at least float32."""
     values = upcast(x)
     normal = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return (normal * weight).to(x.dtype)
+    return (normal * gain_of(weight, zero_centered)).to(x.dtype)
 
 
-def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Calls `F.rms_norm`."""
-    return functional.rms_norm(x, weight.shape, weight, eps)
+def fused(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    """Calls `F.rms_norm`, in at least float32 if the gain is `1 + weight`."""
+    if not zero_centered:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    gain = gain_of(weight, zero_centered)
+    return functional.rms_norm(upcast(x), weight.shape, gain, eps).to(x.dtype)
 
 
-def fused_unsupported_reason(x: Tensor, weight: Tensor, eps: float) -> str | None:
+def fused_unsupported_reason(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+) -> str | None:
     """Returns that dtypes differ, which torch's kernel does not support."""
     if weight.dtype == x.dtype:
         return None
@@ -38,6 +44,7 @@ def rms_norm(
     x: Float[Tensor, "*rows h"],
     weight: Float[Tensor, " h"],
     eps: float = 1e-5,
+    zero_centered: bool = False,
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "*rows h"]:
@@ -47,9 +54,10 @@ def rms_norm(
         x: Input `[..., h]`.
         weight: Gain `[h]`.
         eps: Added to the mean square.
+        zero_centered: Whether the gain is `1 + weight`, as in Gemma.
         backend: "auto" or the name of one backend.
 
     Returns:
         `[..., h]` in the dtype of `x`.
     """
-    return rms_norm.run(backend, x, weight, eps)
+    return rms_norm.run(backend, x, weight, eps, zero_centered)

@@ -1,0 +1,124 @@
+"""Gated linear units with any gate (Shazeer, 2020), on a fused gate-and-up projection.
+
+`megatron_kernels.swiglu` is the case of SiLU without bounds.
+"""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from megatron_kernels.ops.activation.gelu import reference as gelu_reference
+from megatron_kernels.ops.activation.pointwise import QUICK
+from megatron_kernels.ops.activation.pointwise import reference as pointwise_reference
+from megatron_kernels.ops.precision import upcast
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
+
+Gate = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+
+
+def reference(x: Tensor, gate: Gate, bound: float, offset: float) -> Tensor:
+    """Computes the definition, in at least float32."""
+    values = upcast(x)
+    g, up = values[..., 0, :], values[..., 1, :]
+    if bound:
+        g, up = g.clamp(max=bound), up.clamp(-bound, bound)
+    if gate == "gelu" or gate == "gelu_tanh":
+        active = gelu_reference(g, "tanh" if gate == "gelu_tanh" else "none")
+    else:
+        active = pointwise_reference(g, gate)
+    return (active * (up + offset)).to(x.dtype)
+
+
+def fused(x: Tensor, gate: Gate, bound: float, offset: float) -> Tensor:
+    """Computes the product and saves only `x`; the backward pass computes the gate again."""
+    result: Tensor = _GLU.apply(x, gate, bound, offset)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GLU(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Gate, bound: float, offset: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.options = gate, bound, offset
+        g, up = _bounded(x, bound)
+        return _activate(g, gate) * (up + offset if offset else up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        gate, bound, offset = ctx.options
+        g, up = _bounded(x, bound)
+        dx = torch.empty_like(x)
+        dg = _backward(grads[0] * (up + offset if offset else up), g, gate)
+        dup = grads[0] * _activate(g, gate)
+        if bound:  # no gradient beyond a bound, as for torch.clamp
+            dg = dg.masked_fill(x[..., 0, :] > bound, 0.0)
+            dup = dup.masked_fill(x[..., 1, :].abs() > bound, 0.0)
+        dx[..., 0, :], dx[..., 1, :] = dg, dup
+        return dx, None, None, None
+
+
+def _bounded(x: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    g, up = x[..., 0, :], x[..., 1, :]
+    return (g.clamp(max=bound), up.clamp(-bound, bound)) if bound else (g, up)
+
+
+def _activate(g: Tensor, gate: Gate) -> Tensor:
+    if gate == "silu":
+        return functional.silu(g)
+    if gate == "quick_gelu":
+        return functional.silu(QUICK * g) * (1 / QUICK)
+    if gate == "relu":
+        return functional.relu(g)
+    return functional.gelu(g, approximate="tanh" if gate == "gelu_tanh" else "none")
+
+
+def _backward(grad: Tensor, g: Tensor, gate: Gate) -> Tensor:
+    """Returns the gradient of the gate's input."""
+    ops = torch.ops.aten
+    result: Tensor
+    if gate == "silu":
+        result = ops.silu_backward(grad, g)
+    elif gate == "quick_gelu":
+        result = ops.silu_backward(grad, QUICK * g)
+    elif gate == "relu":
+        result = grad.masked_fill(g <= 0, 0.0)
+    else:
+        approximate = "tanh" if gate == "gelu_tanh" else "none"
+        result = ops.gelu_backward(grad, g, approximate=approximate)
+    return result
+
+
+@op(
+    Backend("torch", fused, accept_all, "torch's functions, saves its input only"),
+    Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
+)
+def glu(
+    x: Float[Tensor, "*rows 2 f"],
+    gate: Gate,
+    bound: float = 0.0,
+    offset: float = 0.0,
+    *,
+    backend: str = AUTO,
+) -> Float[Tensor, "*rows f"]:
+    """Computes activation(gate) * (up + offset).
+
+    gpt-oss has quick GELU, a bound of 7 and an offset of 1.
+
+    Args:
+        x: `[..., 2, f]`: gate at index 0, up at index 1 of the second last dim.
+        gate: Activation of the gate.
+        bound: Maximum of the gate and of the magnitude of up, before both are used. 0: none.
+        offset: Added to up.
+        backend: "auto" or the name of one backend.
+
+    Returns:
+        `[..., f]` in the dtype of `x`.
+    """
+    return glu.run(backend, x, gate, bound, offset)
