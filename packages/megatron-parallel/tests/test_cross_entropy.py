@@ -24,11 +24,14 @@ def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return logits.to(dtype), targets, upstream
 
 
-def expected(dtype: torch.dtype, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(
+    dtype: torch.dtype, smoothing: float = 0.0, softcap: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits, targets, upstream = problem(dtype)
     exact = logits.double().requires_grad_()
+    bounded = torch.tanh(exact / softcap) * softcap if softcap else exact
     loss = functional.cross_entropy(
-        exact.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing
+        bounded.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing
     )
     loss = loss.view_as(targets)
     loss.backward(upstream)
@@ -37,7 +40,7 @@ def expected(dtype: torch.dtype, smoothing: float = 0.0) -> tuple[torch.Tensor, 
 
 
 def cut(
-    mesh: Mesh, padded: int, dtype: torch.dtype, smoothing: float = 0.0
+    mesh: Mesh, padded: int, dtype: torch.dtype, smoothing: float = 0.0, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns loss and gradient of this rank's columns; the padding has the largest logits."""
     logits, targets, upstream = problem(dtype)
@@ -45,16 +48,20 @@ def cut(
     filled = functional.pad(logits, (0, padded - VOCAB), value=50.0)
     part = filled.chunk(axis.size, -1)[axis.index].clone().requires_grad_()
     before = part.detach().clone()
-    loss = vocab_parallel_cross_entropy(part, targets, axis, VOCAB, label_smoothing=smoothing)
+    options = {"label_smoothing": smoothing, "softcap": softcap}
+    loss = vocab_parallel_cross_entropy(part, targets, axis, VOCAB, **options)
     loss.backward(upstream.to(loss.dtype))
     assert torch.equal(part.detach(), before) and part.grad is not None
     return loss.detach(), part.grad
 
 
 def check(
-    results: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype, smoothing: float = 0.0
+    results: list[tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype,
+    smoothing: float = 0.0,
+    softcap: float = 0.0,
 ) -> None:
-    loss, grad = expected(dtype, smoothing)
+    loss, grad = expected(dtype, smoothing, softcap)
     tolerance = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 4e-3}[dtype]
     found = torch.cat([part for _, part in results], -1)
     assert found.dtype is dtype and not found[..., VOCAB:].any()
@@ -105,6 +112,16 @@ def local_vocabulary(mesh: Mesh) -> float:
 
 def test_smoothing_over_the_local_vocabulary_is_detected(worker_pool: WorkerPool) -> None:
     assert min(worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), local_vocabulary)) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_bounded_logits_equal_torch(single: Mesh, dtype: torch.dtype) -> None:
+    check([cut(single, 48, dtype, 0.1, 3.0)], dtype, 0.1, 3.0)
+
+
+def test_every_rank_bounds_its_logits(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run_mesh(ParallelLayout(tp=3), cut, 48, torch.float64, 0.0, 3.0, ranks=3)
+    check(found, torch.float64, softcap=3.0)
 
 
 def test_label_smoothing_out_of_range_is_refused(single: Mesh) -> None:

@@ -42,7 +42,9 @@ def labels() -> Tensor:
     return found.index_put((torch.tensor([2]), torch.tensor([1])), torch.tensor(IGNORE_INDEX))
 
 
-def step(mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str) -> dict[str, Any]:
+def step(
+    mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str, softcap: float = 0.0
+) -> dict[str, Any]:
     """Returns losses of a batch, and gradients of input and weights over two micro-batches."""
     product = LoRA(2, 3.0) if how == "lora" else PLAIN
     layer = ColumnParallelLinear(
@@ -68,6 +70,7 @@ def step(mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str) -> dict[s
     whole = drawn(1, S, B, H)
     x = (whole.chunk(tp.size)[tp.index] if cut else whole).clone().requires_grad_()
     settings = {"targets": labels(), "true_vocab": VOCAB, "label_smoothing": smoothing}
+    settings["softcap"] = softcap
     losses = torch.empty(0)
     for _ in range(2):
         losses = layer(x, loss=partial(loss, **settings))
@@ -82,15 +85,24 @@ def step(mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str) -> dict[s
 
 @pytest.mark.parametrize("how", ["plain", "fused", "lora"])
 @pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize(("tokens", "smoothing"), [(5, 0.0), (4, 0.2), (100, 0.0)])
+@pytest.mark.parametrize(
+    ("tokens", "smoothing", "softcap"), [(5, 0.0, 0.0), (4, 0.2, 0.7), (100, 0.0, 0.0)]
+)
 def test_linear_cross_entropy_on_ranks_equals_the_unfused_loss_of_one(
-    worker_pool: WorkerPool, single: Mesh, tokens: int, smoothing: float, cut: bool, how: str
+    worker_pool: WorkerPool,
+    single: Mesh,
+    tokens: int,
+    smoothing: float,
+    softcap: float,
+    cut: bool,
+    how: str,
 ) -> None:
-    truth = step(
-        single, UNFUSED_CROSS_ENTROPY, False, smoothing, "lora" if how == "lora" else "plain"
-    )
+    alone = "lora" if how == "lora" else "plain"
+    truth = step(single, UNFUSED_CROSS_ENTROPY, False, smoothing, alone, softcap)
     layout = ParallelLayout(tp=2, dp=1)
-    found = worker_pool.run_mesh(layout, step, LinearCrossEntropy(tokens), cut, smoothing, how)
+    found = worker_pool.run_mesh(
+        layout, step, LinearCrossEntropy(tokens), cut, smoothing, how, softcap
+    )
     close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
     for rank in found:
         close(rank["losses"], truth["losses"])

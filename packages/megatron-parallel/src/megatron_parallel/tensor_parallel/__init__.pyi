@@ -1,4 +1,5 @@
 from .cross_entropy import IGNORE_INDEX as IGNORE_INDEX
+from .cross_entropy import bound_logits as bound_logits
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .layers import NUM_SLICES as NUM_SLICES
 from .layers import ColumnParallelLinear as ColumnParallelLinear

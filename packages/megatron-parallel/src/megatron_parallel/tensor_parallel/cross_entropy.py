@@ -30,6 +30,7 @@ def vocab_parallel_cross_entropy(
     true_vocab: int,
     *,
     label_smoothing: float = 0.0,
+    softcap: float = 0.0,
 ) -> Float[Tensor, "*batch"]:
     """Returns the loss of each token, `-log softmax(logits)[target]`, over the whole vocabulary.
 
@@ -53,16 +54,30 @@ def vocab_parallel_cross_entropy(
         axis: Axis that cuts the vocabulary.
         true_vocab: Size of the vocabulary without padding.
         label_smoothing: Part of the loss that all tokens share, `0 <= e < 1`. Defaults to 0.
+        softcap: Bound of the logits, see `bound_logits`. Defaults to 0, no bound.
 
     Raises:
         LayoutError: `label_smoothing` is not in `0 <= e < 1`.
     """
     if not 0.0 <= label_smoothing < 1.0:
         raise LayoutError(f"label_smoothing {label_smoothing} is not in 0 <= e < 1")
+    logits = bound_logits(logits, softcap)
     result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, targets, axis, true_vocab, label_smoothing
     )
     return result
+
+
+def bound_logits(logits: Float[Tensor, "*shape"], softcap: float) -> Float[Tensor, "*shape"]:
+    """Returns `softcap * tanh(logits / softcap)` (Gemma 2), or the logits if `softcap` is 0.
+
+    The bound is computed in at least float32, which is the dtype of the result. It saves one buffer
+    of the size of the logits.
+    """
+    if not softcap:
+        return logits
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.tanh(exact / softcap) * softcap
 
 
 class _CrossEntropy(Function):

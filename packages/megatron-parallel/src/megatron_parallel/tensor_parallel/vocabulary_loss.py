@@ -55,6 +55,7 @@ class VocabularyLoss(Protocol):
         targets: Int[Tensor, "s b"],
         true_vocab: int,
         label_smoothing: float = 0.0,
+        softcap: float = 0.0,
     ) -> Float[Tensor, "s b"]:
         """Returns the losses in nats, see `vocab_parallel_cross_entropy`.
 
@@ -64,6 +65,7 @@ class VocabularyLoss(Protocol):
             targets: Token ids, or `IGNORE_INDEX`.
             true_vocab: Size of the vocabulary without padding.
             label_smoothing: Part of the loss that all tokens share.
+            softcap: Bound of the logits; 0 for none.
         """
 
 
@@ -74,13 +76,19 @@ def unfused_cross_entropy(
     targets: Int[Tensor, "s b"],
     true_vocab: int,
     label_smoothing: float = 0.0,
+    softcap: float = 0.0,
 ) -> Float[Tensor, "s b"]:
     """Returns the losses, computed from the logits of all tokens."""
     weight, *added_weights = layer.weights
     options = layer.axis, layer.sequence_parallel, layer.num_slices, layer.product
     logits = column_parallel_linear(x, weight, None, *options, tuple(added_weights))
     return vocab_parallel_cross_entropy(
-        logits, targets, layer.axis, true_vocab, label_smoothing=label_smoothing
+        logits,
+        targets,
+        layer.axis,
+        true_vocab,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
     )
 
 
@@ -118,9 +126,12 @@ class LinearCrossEntropy:
         targets: Int[Tensor, "s b"],
         true_vocab: int,
         label_smoothing: float = 0.0,
+        softcap: float = 0.0,
     ) -> Float[Tensor, "s b"]:
         """Returns the losses in nats."""
-        options = _Options(layer, targets, true_vocab, label_smoothing, self.tokens_per_slice)
+        options = _Options(
+            layer, targets, true_vocab, label_smoothing, softcap, self.tokens_per_slice
+        )
         losses: Tensor = _LinearCrossEntropy.apply(x, *layer.weights, options)  # type: ignore[no-untyped-call]
         return losses
 
@@ -132,13 +143,18 @@ class _Options(NamedTuple):
     targets: Tensor
     true_vocab: int
     smoothing: float
+    softcap: float
     tokens_per_slice: int
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the losses of one slice."""
-        axis, smoothing = self.layer.axis, self.smoothing
         return vocab_parallel_cross_entropy(
-            logits, targets, axis, self.true_vocab, label_smoothing=smoothing
+            logits,
+            targets,
+            self.layer.axis,
+            self.true_vocab,
+            label_smoothing=self.smoothing,
+            softcap=self.softcap,
         )
 
     def gradient(self, rows: Tensor, weights: Weights, targets: Tensor, upstream: Tensor) -> Tensor:
