@@ -136,7 +136,23 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "model.rope_scaling_original_length": (LLAMA3, {"--rope-scaling-original-length": "64"}),
     "model.normalization": ({}, {"--normalization": "RMSNorm"}),
     "model.norm_epsilon": ({}, {"--norm-epsilon": "0.1"}),
+    "model.apply_layernorm_1p": (
+        {},
+        {"--apply-layernorm-1p": ""},
+    ),
+    "model.norm_bias": ({}, {"--no-norm-bias": ""}),
+    "model.norm_placement": ({}, {"--norm-placement": "sandwich"}),
+    "model.parallel_residual": ({}, {"--parallel-residual": "two_norms"}),
+    "model.residual_multiplier": ({}, {"--residual-multiplier": "0.5"}),
+    "model.embedding_multiplier": ({}, {"--embedding-multiplier": "4"}),
+    "model.logits_scaling": ({}, {"--logits-scaling": "4"}),
+    "model.final_logit_softcapping": ({}, {"--final-logit-softcapping": "0.1"}),
     "model.activation": ({}, {"--activation": "gelu_tanh"}),
+    "model.activation_func_clamp_value": (
+        {"--activation": "quick_geglu"},
+        {"--activation-func-clamp-value": "0.01"},
+    ),
+    "model.glu_linear_offset": ({"--activation": "quick_geglu"}, {"--glu-linear-offset": "1"}),
     "model.add_bias_linear": ({}, {"--disable-bias-linear": ""}),
     "model.add_qkv_bias": ({"--disable-bias-linear": ""}, {"--add-qkv-bias": ""}),
     "model.add_attention_out_bias": (

@@ -55,6 +55,47 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "linear-scaling": {"position_embedding_type": "rope", "rope_scaling_type": "linear"},
     "softcap": {"attn_logit_softcapping": 1.5, "num_query_groups": 2},
+    "gemma": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "apply_layernorm_1p": True,
+        "norm_placement": "sandwich",
+        "activation": "geglu_tanh",
+        "add_bias_linear": False,
+        "embedding_multiplier": 24**0.5,
+        "final_logit_softcapping": 2.0,
+    },
+    "granite": {
+        "normalization": "RMSNorm",
+        "activation": "reglu",
+        "residual_multiplier": 0.3,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 3.0,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "olmo2": {"norm_placement": "post", "normalization": "RMSNorm", "activation": "silu"},
+    "layernorm-1p": {"apply_layernorm_1p": True, "activation": "squared_relu"},
+    "post-ln": {"norm_placement": "sum", "activation": "relu"},
+    "no-norm-bias": {"norm_bias": False, "activation": "quick_gelu"},
+    "parallel": {"parallel_residual": "two_norms", "activation": "geglu"},
+    "parallel-rms": {
+        "parallel_residual": "two_norms",
+        "normalization": "RMSNorm",
+        "apply_layernorm_1p": True,
+        "residual_multiplier": 0.5,
+    },
+    "parallel-shared-norm": {
+        "parallel_residual": "shared_norm",
+        "num_query_groups": 1,
+        "position_embedding_type": "rope",
+        "add_bias_linear": False,
+    },
+    "gpt-oss-mlp": {
+        "activation": "quick_geglu",
+        "activation_func_clamp_value": 0.7,
+        "glu_linear_offset": 1.0,
+    },
+    "swiglu-oai": {"activation": "swiglu", "activation_func_clamp_value": 0.7},
 }
 
 

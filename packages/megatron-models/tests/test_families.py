@@ -2,9 +2,11 @@ import re
 from collections import Counter
 from dataclasses import MISSING, dataclass, fields, replace
 from importlib.metadata import entry_points
+from typing import get_args
 
 import pytest
 import torch
+from megatron_models.components.mlp.spec import Activation
 from megatron_models.errors import ConfigError
 from megatron_models.families.neutral import NEUTRAL, WINDOWS, WITHOUT_EFFECT
 from megatron_models.models.gpt.config import GPTConfig
@@ -248,7 +250,17 @@ OTHERS = {
     "rope_scaling_original_length": 4,
     "normalization": ("LayerNorm", "RMSNorm"),
     "norm_epsilon": 1e-3,
-    "activation": ("gelu", "gelu_tanh", "swiglu"),
+    "apply_layernorm_1p": True,
+    "norm_bias": False,
+    "norm_placement": ("post", "sandwich", "sum"),
+    "parallel_residual": ("two_norms", "shared_norm"),
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 4.0,
+    "final_logit_softcapping": 30.0,
+    "activation": get_args(Activation),
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
     "add_bias_linear": (False, True),
     "add_qkv_bias": True,
     "add_attention_out_bias": True,

@@ -48,7 +48,8 @@ def norm(x, weights, name, config):
     if config.normalization == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
     scale = (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
-    return x / scale * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
+    gain = weights[f"{name}.weight"] + (1.0 if config.apply_layernorm_1p else 0.0)
+    return x / scale * gain + weights.get(f"{name}.bias", 0.0)
 
 
 def linear(x, weights, name):
@@ -84,15 +85,35 @@ def attention(x, weights, name, config, factors):
 
 def feed_forward(x, weights, name, config):
     up = linear(x, weights, f"{name}.up")
-    if config.activation == "swiglu":
+    if config.activation in GATES:
         gate, value = up.chunk(2, -1)
-        return linear(gate * torch.sigmoid(gate) * value, weights, f"{name}.down")
-    if config.activation == "gelu":
-        active = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
+        if bound := config.activation_func_clamp_value:
+            most = gate.new_tensor(bound)
+            gate = torch.minimum(gate, most)
+            value = torch.maximum(torch.minimum(value, most), -most)
+        active = activate(gate, GATES[config.activation]) * (value + config.glu_linear_offset)
     else:
-        inner = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)
-        active = up * 0.5 * (1 + torch.tanh(inner))
+        active = activate(up, config.activation)
     return linear(active, weights, f"{name}.down")
+
+
+GATES = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "quick_geglu": "quick_gelu",
+    "reglu": "relu",
+}
+
+
+def activate(x, name):
+    if name == "gelu":
+        return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    if name == "gelu_tanh":
+        return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    if name in ("silu", "quick_gelu"):
+        return x / (1 + torch.exp(-x * (1.702 if name == "quick_gelu" else 1.0)))
+    return torch.where(x > 0, x, 0.0) ** (2 if name == "squared_relu" else 1)
 
 
 def no_dropout(sample, layer, site, *channels):
@@ -103,21 +124,40 @@ def no_dropout(sample, layer, site, *channels):
 def straight_line_logits(weights, config, tokens, factors):
     """Returns logits ``[s, v]`` of one sequence ``[s]`` for the unpadded vocabulary."""
     h = config.hidden_size
-    x = weights["embedding.word.weight"][tokens]
+    x = weights["embedding.word.weight"][tokens] * config.embedding_multiplier
     if "embedding.position.weight" in weights:
         x = x + weights["embedding.position.weight"][: len(tokens)]
     x = x * factors(-1, 0, h)
     for i in range(config.num_layers):
-        block = f"layers.{i}"
-        inner = norm(x, weights, f"{block}.attention_norm", config)
+        block, m = f"layers.{i}", config.residual_multiplier
         kept = factors(i, 1, config.num_attention_heads, len(tokens))
-        attended = attention(inner, weights, f"{block}.attention", config, kept)
-        x = x + attended * factors(i, 2, h)
-        inner = norm(x, weights, f"{block}.mlp_norm", config)
-        x = x + feed_forward(inner, weights, f"{block}.mlp", config) * factors(i, 3, h)
-    x = norm(x, weights, "final_norm", config)
+
+        def mix(read, part, i=i, block=block, kept=kept):
+            """Returns what attention or feed-forward layer adds to the stream that it reads."""
+            own = {"shared_norm": "attention"}.get(config.parallel_residual, part)
+            if config.norm_placement in ("pre", "sandwich"):
+                read = norm(read, weights, f"{block}.{own}_norm", config)
+            if part == "attention":
+                y = attention(read, weights, f"{block}.attention", config, kept)
+            else:
+                y = feed_forward(read, weights, f"{block}.mlp", config)
+            if config.norm_placement in ("post", "sandwich"):
+                y = norm(y, weights, f"{block}.{part}_norm_after", config)
+            return y * factors(i, 2 if part == "attention" else 3, h)
+
+        if config.parallel_residual != "none":
+            x = x + m * mix(x, "attention") + m * mix(x, "mlp")
+            continue
+        for part in ("attention", "mlp"):
+            x = x + m * mix(x, part)
+            if config.norm_placement == "sum":
+                x = norm(x, weights, f"{block}.{part}_norm_sum", config)
+    if config.norm_placement != "sum":
+        x = norm(x, weights, "final_norm", config)
     output = weights.get("output.weight", weights["embedding.word.weight"])
-    return x @ output[: config.vocab_size].T
+    logits = x @ output[: config.vocab_size].T / config.logits_scaling
+    bound = config.final_logit_softcapping
+    return bound * torch.tanh(logits / bound) if bound else logits
 
 
 @pytest.fixture

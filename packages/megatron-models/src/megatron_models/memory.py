@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_parallel import AbstractMesh, DataParallelConfig, ParallelLayout, RecomputeConfig
 
 from megatron_models.activations import stack_activations
+from megatron_models.components.embedding.spec import OutputConfig
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.mixer import ExpertParallelism, LayerPass
 from megatron_models.components.saved_bytes import SavedBytes
@@ -122,12 +123,16 @@ def training_memory(
     stack = stack_activations(config, layer_pass, layers=None if layers is None else range(layers))
     ends = 8 * layer_pass.tokens  # the tokens of the embedding
     if layers is None:
-        ends += _end(trunk, layer_pass, saves_logits)
+        bounded = isinstance(config, OutputConfig) and config.final_logit_softcapping > 0
+        ends += _end(trunk, layer_pass, saves_logits, bounded)
     return dataclasses.replace(held, activations=in_flight * (stack + ends))
 
 
-def _end(trunk: TrunkSpec, layer_pass: LayerPass, saves_logits: bool) -> int:
-    """Returns the bytes that the final norm, the output layer and the loss save."""
+def _end(trunk: TrunkSpec, layer_pass: LayerPass, saves_logits: bool, bounded: bool) -> int:
+    """Returns the bytes that the final norm, the output layer and the loss save.
+
+    Logits that are ``bounded`` are saved a second time, for the bound.
+    """
     # The input of the output layer.
     saved = layer_pass.stream_tokens * trunk.width * layer_pass.saved_bytes.activation
     if trunk.final_norm is not None:
@@ -135,7 +140,8 @@ def _end(trunk: TrunkSpec, layer_pass: LayerPass, saves_logits: bool) -> int:
     if trunk.embedding is not None:
         # The label, two flags for it, and probabilities over the vocabulary; or the label alone.
         part = trunk.embedding.padded_vocab_size // layer_pass.tp
-        saved += layer_pass.tokens * (8 + 2 + part * _FP32 if saves_logits else 8)
+        copies = 2 if bounded else 1
+        saved += layer_pass.tokens * (8 + 2 + part * _FP32 * copies if saves_logits else 8)
     return saved
 
 

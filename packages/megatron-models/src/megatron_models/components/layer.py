@@ -24,11 +24,14 @@ from megatron_models.components.rotary.spec import RotarySpec
 
 @dataclass(frozen=True)
 class Sublayer:
-    """A mixer beside the residual stream: ``sum(x + drop(after(mixer(before(x)))))``.
+    """A mixer beside the residual stream: ``sum(x + factor * drop(after(mixer(before(x)))))``.
 
     Each of the three norms ``before``, ``after`` and ``sum`` is optional. ``before`` alone is
     pre-LN (Xiong et al., 2020), ``sum`` alone is post-LN (Vaswani et al., 2017; BERT), ``before``
-    and ``after`` are a sandwich (Ding et al., 2021).
+    and ``after`` are a sandwich (Ding et al., 2021), ``after`` alone is that of OLMo 2.
+
+    Parallel sublayers read the same residual stream, to which the sum of their outputs is added:
+    ``x + attention(before(x)) + mlp(before(x))`` (Wang and Komatsuzaki, 2021; GPT-NeoX).
 
     Attributes:
         name: Name of the mixer in the layer. Its norms are ``<name>_norm``, ``<name>_norm_after``
@@ -38,6 +41,10 @@ class Sublayer:
         norm: Norm of the mixer's input, or None.
         norm_after: Norm of the mixer's output, or None.
         norm_sum: Norm of the residual stream after the addition, or None.
+        multiplier: Factor of the mixer's output.
+        parallel: Whether it reads the same residual stream as the sublayer before it.
+        shares_norm: Whether a parallel sublayer has no norm of its own and reads the normed input
+            of the sublayer before it.
     """
 
     name: str
@@ -46,6 +53,9 @@ class Sublayer:
     norm: NormSpec | None = None
     norm_after: NormSpec | None = None
     norm_sum: NormSpec | None = None
+    multiplier: float = 1.0
+    parallel: bool = False
+    shares_norm: bool = False
 
     @property
     def norms(self) -> dict[str, NormSpec]:
@@ -81,11 +91,16 @@ class Sublayer:
             width: Width of the residual stream.
         """
         saved_bytes, stream = layer_pass.saved_bytes, layer_pass.stream_tokens * width
-        terms = {name: norm.activation_bytes(layer_pass) for name, norm in self.norms.items()}
+        first = f"{self.name}_norm"
+        terms = {
+            name: norm.activation_bytes(layer_pass, shares_input=self.parallel and name == first)
+            for name, norm in self.norms.items()
+        }
         reader = self.mixer.input_saved_by(layer_pass)
         if reader is not None:
             recomputed = self.norm is not None and layer_pass.recompute.selects("layernorm")
-            terms[f"{self.name}.{reader}"] = 0 if recomputed else stream * saved_bytes.activation
+            saved = not recomputed and not self.shares_norm
+            terms[f"{self.name}.{reader}"] = stream * saved_bytes.activation if saved else 0
         for part, size in self.mixer.activations(layer_pass).items():
             terms[f"{self.name}.{part}" if part else self.name] = size
         terms["dropout"] = (
@@ -96,6 +111,22 @@ class Sublayer:
 
 Layer = tuple[Sublayer, ...]
 """The sublayers of one layer, in order."""
+
+
+def parallel_groups(layer: Layer) -> tuple[Layer, ...]:
+    """Returns the sublayers in groups that read the same residual stream."""
+    return _groups(layer, [sublayer.parallel for sublayer in layer])
+
+
+def norm_groups(layer: Layer) -> tuple[Layer, ...]:
+    """Returns parallel sublayers in groups that read the same normed input."""
+    return _groups(layer, [sublayer.shares_norm for sublayer in layer])
+
+
+def _groups(layer: Layer, joined: Sequence[bool]) -> tuple[Layer, ...]:
+    starts = [number for number, joins in enumerate(joined) if not joins or number == 0]
+    ends = [*starts[1:], len(layer)]
+    return tuple(layer[start:end] for start, end in zip(starts, ends, strict=True))
 
 
 def layer_parameters(layer: Layer, sequence_parallel: bool = False) -> Parameters:

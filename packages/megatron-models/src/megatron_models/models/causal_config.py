@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from megatron_models.components.attention.config import AttentionConfig
-from megatron_models.components.embedding.spec import EmbeddingConfig
+from megatron_models.components.embedding.spec import OutputConfig
 from megatron_models.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class CausalConfig(ModelConfig, AttentionConfig, EmbeddingConfig):
+class CausalConfig(ModelConfig, AttentionConfig, OutputConfig):
     """The configuration of a model with causal attention over one vocabulary."""

@@ -52,6 +52,12 @@ ALIASES: Mapping[str, Alias] = {
         "the same as --accumulate-allreduce-grads-in-fp32",
     ),
     "--swiglu": Alias((("model.activation", "swiglu"),), "the same as --activation swiglu"),
+    "--squared-relu": Alias(
+        (("model.activation", "squared_relu"),), "the same as --activation squared_relu"
+    ),
+    "--quick-geglu": Alias(
+        (("model.activation", "quick_geglu"),), "the same as --activation quick_geglu"
+    ),
     "--openai-gelu": Alias(
         (("model.activation", "gelu_tanh"),), "the same as --activation gelu_tanh"
     ),

@@ -1,5 +1,6 @@
 """Token and position embeddings: from token ids ``[b, s]`` to activations ``[s, b, h]``."""
 
+import torch
 from jaxtyping import Float, Int
 from megatron_parallel.tensor_parallel import PLAIN
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ class Embedding(nn.Module):
         self.word = placement.vocab_parallel_embedding(spec.word)
         self.word.sharding["weight"] = spec.word_sharding()
         self.word.product = PLAIN if spec.is_output_weight else None
+        # Rounded, as in Gemma's own code: in bfloat16 the square root of 3072 is 55.5.
+        self.multiplier = torch.tensor(spec.embedding_multiplier, dtype=placement.dtype).item()
         self.position: PositionEmbedding | None = None
         if spec.position() is not None:
             self.position = PositionEmbedding(spec, placement)
@@ -42,6 +45,8 @@ class Embedding(nn.Module):
                 built.
         """
         x: Tensor = self.word(tokens.t(), sequence_parallel=sequence_parallel)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         if self.position is None:
             return x
         length = len(x)

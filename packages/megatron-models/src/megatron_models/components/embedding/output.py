@@ -8,9 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from megatron_parallel import Axis
 from megatron_parallel.collectives import scatter_sequence
-from megatron_parallel.tensor_parallel import OutputLayer, VocabularyLoss
+from megatron_parallel.tensor_parallel import OutputLayer, VocabularyLoss, bound_logits
 from torch import Tensor
 from torch.nn import functional
+
+from megatron_models.components.embedding.spec import OutputConfig
 
 
 def select_tokens(
@@ -56,7 +58,7 @@ def token_losses(
     output: Output,
     x: Float[Tensor, "part b h"],
     labels: Int[Tensor, "b s"],
-    vocab: int,
+    config: OutputConfig,
     loss: VocabularyLoss,
     *,
     label_smoothing: float = 0.0,
@@ -68,15 +70,46 @@ def token_losses(
         output: The output layer.
         x: The stream, or this rank's part of it.
         labels: Token to predict at each index; -100 marks a token without loss.
-        vocab: Size of the vocabulary, without padding.
+        config: Size of the vocabulary, and what is done with the logits.
         loss: Computes the loss, with the output layer.
         label_smoothing: Share of the loss that is spread over all tokens of the vocabulary.
         sequence_parallel: Whether ``x`` is cut. Defaults to how the layer was built.
     """
     label_loss = partial(
-        loss, targets=labels.t(), true_vocab=vocab, label_smoothing=label_smoothing
+        loss,
+        targets=labels.t(),
+        true_vocab=config.vocab_size,
+        label_smoothing=label_smoothing,
+        softcap=config.final_logit_softcapping,
     )
-    return output(x, sequence_parallel=sequence_parallel, loss=label_loss).t()
+    return output(_scaled(x, config), sequence_parallel=sequence_parallel, loss=label_loss).t()
+
+
+def output_logits(
+    output: Output,
+    x: Float[Tensor, "part b h"],
+    config: OutputConfig,
+    tp: Axis,
+    *,
+    sequence_parallel: bool | None = None,
+) -> Float[Tensor, "s b v_part"]:
+    """Returns the logits, those of padding tokens -inf.
+
+    Args:
+        output: The output layer.
+        x: The stream, or this rank's part of it.
+        config: Size of the vocabulary, and what is done with the logits.
+        tp: The axis that cuts the vocabulary.
+        sequence_parallel: Whether ``x`` is cut. Defaults to how the layer was built.
+    """
+    found = output(_scaled(x, config), sequence_parallel=sequence_parallel)
+    bounded = bound_logits(found, config.final_logit_softcapping).to(found.dtype)
+    return mask_padding_logits(bounded, tp, config.vocab_size)
+
+
+def _scaled(x: Tensor, config: OutputConfig) -> Tensor:
+    """Returns the stream divided as the logits are, which are the larger tensor."""
+    return x if config.logits_scaling == 1.0 else x / config.logits_scaling
 
 
 def mask_padding_logits(

@@ -70,12 +70,42 @@ class EmbeddingConfig(PositionConfig):
             unit="tokens",
         ),
     )
+    embedding_multiplier: float = field(
+        default=1.0,
+        metadata=flag(
+            "--embedding-multiplier",
+            "factor of token embeddings, rounded to the dtype of the model (Gemma: square root of "
+            "hidden_size) (our name)",
+            positive=True,
+        ),
+    )
 
     @property
     def padded_vocab_size(self) -> int:
         """Vocabulary size rounded up to a multiple of ``make_vocab_size_divisible_by``."""
         unit = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // unit) * unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig(EmbeddingConfig):
+    """What is done with the logits of a model."""
+
+    logits_scaling: float = field(
+        default=1.0,
+        metadata=flag(
+            "--logits-scaling", "divisor of the logits (Granite) (our name)", positive=True
+        ),
+    )
+    final_logit_softcapping: float = field(
+        default=0.0,
+        metadata=flag(
+            "--final-logit-softcapping",
+            "bound of the logits x, which become bound * tanh(x / bound) (Gemma 2); 0: none (our "
+            "name)",
+            nonnegative=True,
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,24 @@
 """The feed-forward layer: up projection, activation, down projection."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from jaxtyping import Float
-from megatron_kernels import gelu, swiglu
+from megatron_kernels import gelu, glu, pointwise, swiglu
 from torch import Tensor, nn
 
 from megatron_models.components.context import Context
-from megatron_models.components.mlp.spec import Activation, MLPSpec
+from megatron_models.components.mlp.spec import GATES, MLPConfig, MLPSpec
 from megatron_models.placement import Placement
 
 
 class MLP(nn.Module):
-    """``down(activation(up(x)))``. With SwiGLU, ``up`` is gate and up projection, ``(2, f, h)``."""
+    """``down(activation(up(x)))``. If gated, ``up`` is gate and up projection, ``(2, f, h)``."""
 
     def __init__(self, spec: MLPSpec, layer: int, placement: Placement) -> None:
         super().__init__()
-        self.activation = spec.activation
+        self.activate = activation_of(spec)
         self.up = placement.column_parallel_linear(spec.up)
         self.down = placement.row_parallel_linear(spec.down)
 
@@ -23,13 +27,20 @@ class MLP(nn.Module):
     ) -> Float[Tensor, "s b h"]:
         """Transforms each token of the sequence, or of this rank's part of it."""
         cut = None if context is None else context.sequence_parallel
-        y = activate(self.up(x, sequence_parallel=cut), self.activation)
+        y = self.activate(self.up(x, sequence_parallel=cut))
         result: Tensor = self.down(y, sequence_parallel=cut)
         return result
 
 
-def activate(x: Float[Tensor, "..."], activation: Activation) -> Float[Tensor, "... f"]:
-    """Applies an activation by its configured name; ``swiglu`` takes ``[..., 2, f]``."""
-    if activation == "swiglu":
-        return swiglu(x)
-    return gelu(x, "tanh" if activation == "gelu_tanh" else "none")
+def activation_of(config: MLPConfig) -> Callable[[Tensor], Tensor]:
+    """Returns the activation; a gated one maps ``[..., 2, f]`` to ``[..., f]``."""
+    name = config.activation
+    bound, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    if name == "swiglu" and not bound and not offset:
+        return swiglu
+    if name in GATES:
+        return partial(glu, gate=GATES[name], bound=bound, offset=offset)
+    if name in ("gelu", "gelu_tanh"):
+        return partial(gelu, approximate="tanh" if name == "gelu_tanh" else "none")
+    kind: Any = name
+    return partial(pointwise, kind=kind)

@@ -1,7 +1,9 @@
 """The dense feed-forward layer as plain data. Importing this module does not import torch."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Final, Literal, get_args
 
 from megatron_parallel import ParallelLayout
 from megatron_parallel.sharding import Init
@@ -17,8 +19,30 @@ from megatron_models.components.mixer import (
     prefixed,
 )
 from megatron_models.components.stream import StreamConfig
+from megatron_models.errors import ConfigError
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+Activation = Literal[
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "squared_relu",
+    "silu",
+    "quick_gelu",
+    "swiglu",
+    "geglu",
+    "geglu_tanh",
+    "quick_geglu",
+    "reglu",
+]
+Gate = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+GATES: Final[Mapping[str, Gate]] = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "quick_geglu": "quick_gelu",
+    "reglu": "relu",
+}
+"""The activation of the gate of each gated unit (Shazeer, 2020)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +56,8 @@ class MLPConfig(StreamConfig):
         default=0,
         metadata=flag(
             "--ffn-hidden-size",
-            "width of the feed-forward layer; 0: 4 x hidden_size, or with swiglu two thirds of it "
-            "rounded down to a multiple of 64",
+            "width of the feed-forward layer; 0: 4 x hidden_size, or with a gated activation two "
+            "thirds of it rounded down to a multiple of 64",
             positive=True,
             derived=True,
             unit="channels",
@@ -43,8 +67,25 @@ class MLPConfig(StreamConfig):
         default="gelu",
         metadata=flag(
             "--activation",
-            "feed-forward activation: exact GELU, its tanh approximation, or SwiGLU",
+            "feed-forward activation: exact GELU or an approximation (tanh, quick), ReLU, its "
+            "square, SiLU, or a unit that is gated by one of them (swiglu, geglu, ..., reglu)",
             choices=get_args(Activation),
+        ),
+    )
+    activation_func_clamp_value: float = field(
+        default=0.0,
+        metadata=flag(
+            "--activation-func-clamp-value",
+            "gated units: maximum of the gate and of the magnitude of what it multiplies; 0: none "
+            "(gpt-oss has 7)",
+            nonnegative=True,
+        ),
+    )
+    glu_linear_offset: float = field(
+        default=0.0,
+        metadata=flag(
+            "--glu-linear-offset",
+            "gated units: added to what the gate multiplies (gpt-oss has 1)",
         ),
     )
     add_mlp_bias: bool = field(
@@ -62,6 +103,21 @@ class MLPConfig(StreamConfig):
             width = max(64, int(4 * self.hidden_size * 2 / 3) // 64 * 64)
         self._set("ffn_hidden_size", width)
 
+    def _check(self) -> None:
+        super()._check()
+        if not math.isfinite(self.glu_linear_offset):
+            raise ConfigError(
+                "{glu_linear_offset:name} must be a number, not {glu_linear_offset:repr}",
+                vars(self),
+            )
+        for name in ("activation_func_clamp_value", "glu_linear_offset"):
+            if getattr(self, name) and not self.gated:
+                raise ConfigError(
+                    f"{{{name}}} needs a gated activation ({', '.join(GATES)}), not "
+                    "{activation:repr}",
+                    vars(self),
+                )
+
     @property
     def has_mlp_bias(self) -> bool:
         """Whether feed-forward layers and experts have biases."""
@@ -70,7 +126,19 @@ class MLPConfig(StreamConfig):
     @property
     def gated(self) -> bool:
         """Whether the feed-forward layer is gated, so that its first matrix is doubled."""
-        return self.activation == "swiglu"
+        return self.activation in GATES
+
+    @property
+    def activation_saves(self) -> int:
+        """Widths that the activation saves, besides its result: the next projection saves that.
+
+        ReLU saves its result alone. SwiGLU saves both its inputs and the activated gate. Other
+        gated units save their inputs alone.
+        """
+        if self.gated:
+            bounded = self.activation_func_clamp_value or self.glu_linear_offset
+            return 3 if self.activation == "swiglu" and not bounded else 2
+        return 0 if self.activation == "relu" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +177,7 @@ class MLPSpec(MLPConfig, Mixer):
         }
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
-        """Returns input and output of the activation; SwiGLU also saves the activated gate."""
+        """Returns what the activation saves, and its result, which the next projection saves."""
         if layer_pass.recompute.selects("mlp"):
             return {}
         width = (
@@ -118,7 +186,7 @@ class MLPSpec(MLPConfig, Mixer):
             * self.ffn_hidden_size
             * layer_pass.saved_bytes.activation
         )
-        return {"": width * (3 if self.gated else 1), "down": width}
+        return {"": width * self.activation_saves, "down": width}
 
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Returns the first projection."""

@@ -47,7 +47,7 @@ def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
         dispatch = rows * _INDEX + chosen * parts * (_INDEX + wide + hidden * wide)
     else:  # received rows are sorted by expert, and sorted back
         dispatch = 2 * rows * _INDEX + chosen * (2 * _INDEX + hidden * wide)
-    inner = 4 if config.gated else 2  # widths of the activation's input and output
+    inner = config.activation_saves + 1  # and the activation's result
     row = (hidden + config.moe_ffn_hidden_size // cut * inner) * size
     row += 2 * _INDEX if config.has_mlp_bias else 0
     shared = config.moe_shared_expert_intermediate_size // tp * inner * size

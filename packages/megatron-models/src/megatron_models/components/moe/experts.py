@@ -11,7 +11,7 @@ from megatron_parallel.tensor_parallel import add_product_parameters, product_we
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_models.components.mlp.module import activate
+from megatron_models.components.mlp.module import activation_of
 from megatron_models.components.moe.spec import ExpertLinearSpec, MoESpec
 from megatron_models.placement import Placement
 
@@ -21,13 +21,13 @@ class Experts(nn.Module):
 
     def __init__(self, spec: MoESpec, placement: Placement) -> None:
         super().__init__()
-        self.activation = spec.activation
+        self.activate = activation_of(spec)
         self.up = ExpertLinear(spec.experts_up, placement)
         self.down = ExpertLinear(spec.experts_down, placement)
 
     def forward(self, x: Float[Tensor, "m h"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m h"]:
         """Returns the output of each row; ``counts`` are the rows of each expert on this rank."""
-        y: Tensor = self.down(activate(self.up(x, counts), self.activation), counts)
+        y: Tensor = self.down(self.activate(self.up(x, counts)), counts)
         return y
 
 

@@ -11,7 +11,8 @@ from megatron_models.placement import Placement
 class Norm(nn.Module):
     """LayerNorm, or RMSNorm without a bias.
 
-    `initialize_parameters` sets the gain to 1 and the bias to 0.
+    `initialize_parameters` sets the gain to 1 and the bias to 0. With ``apply_layernorm_1p`` the
+    gain is ``1 + weight``.
     """
 
     weight: Tensor
@@ -19,13 +20,14 @@ class Norm(nn.Module):
 
     def __init__(self, spec: NormSpec, placement: Placement) -> None:
         super().__init__()
-        self.epsilon = spec.norm_epsilon
+        self.epsilon, self.zero_centered = spec.norm_epsilon, spec.apply_layernorm_1p
+        self.rms = spec.normalization == "RMSNorm"
         placement.register_parameters(
             self, spec.shardings(placement.sequence_parallel), "weight", "bias"
         )
 
     def forward(self, x: Float[Tensor, "*rows h"]) -> Float[Tensor, "*rows h"]:
         """Normalizes the last dim."""
-        if self.bias is None:
-            return rms_norm(x, self.weight, self.epsilon)
-        return layer_norm(x, self.weight, self.bias, self.epsilon)
+        if self.rms:
+            return rms_norm(x, self.weight, self.epsilon, self.zero_centered)
+        return layer_norm(x, self.weight, self.bias, self.epsilon, self.zero_centered)

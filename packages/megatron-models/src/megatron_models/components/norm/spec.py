@@ -1,7 +1,7 @@
 """Normalization as plain data. Importing this module does not import torch."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from megatron_parallel import Sharding
 from megatron_parallel.sharding import ONES, ZEROS
@@ -9,6 +9,9 @@ from megatron_parallel.sharding import ONES, ZEROS
 from megatron_models.components.fields import flag
 from megatron_models.components.mixer import LayerPass, Parameters, ParameterSpec
 from megatron_models.components.stream import StreamConfig
+from megatron_models.errors import ConfigError
+
+_FP32: Final = 4
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 
@@ -29,6 +32,26 @@ class NormConfig(StreamConfig):
         default=1e-05,
         metadata=flag("--norm-epsilon", "added to the variance in normalization", positive=True),
     )
+    apply_layernorm_1p: bool = field(
+        default=False,
+        metadata=flag(
+            "--apply-layernorm-1p",
+            "gains of norms stored as their difference from 1, which starts at 0 (Gemma)",
+        ),
+    )
+    norm_bias: bool = field(
+        default=True,
+        metadata=flag("--no-norm-bias", "biases of LayerNorm (our name)"),
+    )
+
+    def _check(self) -> None:
+        super()._check()
+        if not self.norm_bias and self.normalization != "LayerNorm":
+            raise ConfigError(
+                "{norm_bias:name} has no effect with {normalization}, which has no bias; leave it "
+                "out",
+                vars(self),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +65,9 @@ class NormSpec(NormConfig):
         so its gradient is a partial sum over these ranks.
         """
         shape, partial = (self.hidden_size,), "tp" if sequence_parallel else None
-        found = {"weight": Sharding(shape, init=ONES, partial=partial)}
-        if self.normalization == "LayerNorm":
+        init = ZEROS if self.apply_layernorm_1p else ONES
+        found = {"weight": Sharding(shape, init=init, partial=partial)}
+        if self.normalization == "LayerNorm" and self.norm_bias:
             found["bias"] = Sharding(shape, init=ZEROS, partial=partial)
         return found
 
@@ -52,13 +76,27 @@ class NormSpec(NormConfig):
         cuts = self.shardings(sequence_parallel)
         return {name: ParameterSpec(sharding) for name, sharding in cuts.items()}
 
-    def activation_bytes(self, layer_pass: LayerPass) -> int:
-        """Returns the bytes saved for the backward pass."""
-        saved_bytes = layer_pass.saved_bytes
+    def activation_bytes(self, layer_pass: LayerPass, *, shares_input: bool = False) -> int:
+        """Returns the bytes saved for the backward pass.
+
+        Args:
+            layer_pass: The micro-batch, how it is cut, and the bytes that operations save.
+            shares_input: Whether another norm saves the same input. Copies of it in another
+                precision are each norm's own.
+        """
+        saved_bytes, channels = layer_pass.saved_bytes, 0
+        norm_input, statistic = saved_bytes.norm_input, saved_bytes.norm_statistic
+        wide = max(saved_bytes.activation, _FP32)
+        if self.apply_layernorm_1p:  # computed in at least float32, with a gain of its own
+            channels, narrow = 1, saved_bytes.activation < wide
+            if narrow:
+                norm_input, statistic = wide, wide if statistic else 0
+                channels += "bias" in self.shardings()
         stream = layer_pass.stream_tokens * self.hidden_size
         statistics = 2 if self.normalization == "LayerNorm" else 1
-        saved = (
-            stream * (saved_bytes.norm_input or saved_bytes.activation)
-            + stream * saved_bytes.normalized_input
-        )
-        return saved + layer_pass.stream_tokens * saved_bytes.norm_statistic * statistics
+        copied = norm_input > saved_bytes.activation
+        of_input = 0 if shares_input and not copied else norm_input or saved_bytes.activation
+        saved = stream * of_input
+        saved += stream * saved_bytes.normalized_input
+        saved += channels * self.hidden_size * wide
+        return saved + layer_pass.stream_tokens * statistic * statistics

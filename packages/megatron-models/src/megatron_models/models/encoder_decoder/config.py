@@ -15,7 +15,7 @@ from megatron_models.components.dropout_sites import (
     EMBEDDING,
     MLP_OUTPUT,
 )
-from megatron_models.components.embedding.spec import EmbeddingConfig, EmbeddingSpec
+from megatron_models.components.embedding.spec import EmbeddingConfig, EmbeddingSpec, OutputConfig
 from megatron_models.components.fields import flag
 from megatron_models.components.layer import Layer, Sublayer, TrunkSpec
 from megatron_models.components.mlp.spec import MLPConfig, MLPSpec
@@ -25,7 +25,7 @@ from megatron_models.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, EmbeddingConfig):
+class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, OutputConfig):
     """The shape of an encoder and a decoder, which differ only in depth.
 
     ``num_layers`` is the depth of the decoder. The embeddings of encoder and decoder and the output

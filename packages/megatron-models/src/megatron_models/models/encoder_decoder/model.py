@@ -14,7 +14,7 @@ from megatron_models.cache import KVCache
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
 from megatron_models.components.embedding.output import (
-    mask_padding_logits,
+    output_logits,
     select_tokens,
     token_losses,
 )
@@ -293,19 +293,19 @@ class EncoderDecoder(DecodingModel):
         whole: bool,
     ) -> Float[Tensor, "..."]:
         """Returns losses or logits; ``whole`` means that the stream is not cut."""
-        cut, vocab = self.sequence_parallel_size > 1 and not whole, self.config.vocab_size
+        cut, config = self.sequence_parallel_size > 1 and not whole, self.config
         if labels is not None:
             if logits_at is not None:
                 raise ConfigError(
                     "labels and logits_at exclude each other: a loss needs all tokens"
                 )
             loss = self.vocabulary_loss
-            return token_losses(output, x, labels, vocab, loss, sequence_parallel=cut)
+            return token_losses(output, x, labels, config, loss, sequence_parallel=cut)
         if logits_at is None:
-            return mask_padding_logits(output(x, sequence_parallel=cut), self.tp, vocab)
+            return output_logits(output, x, config, self.tp, sequence_parallel=cut)
         x = select_tokens(x, logits_at, self.tp if cut else None)
-        logits = output(x, sequence_parallel=cut)[: logits_at.shape[1]]
-        return mask_padding_logits(logits, self.tp, vocab)
+        logits = output_logits(output, x, config, self.tp, sequence_parallel=cut)
+        return logits[: logits_at.shape[1]]
 
     def _tokens(self, name: str, tokens: Tensor | None) -> Tensor:
         """Returns the tokens that this stage embeds."""

@@ -32,7 +32,7 @@ class GPTConfig(GPTFields):
         """Returns one trunk of embedding, layers and final norm, without a prefix."""
         tied = not self.untie_embeddings_and_output_weights
         embedding = self.component(EmbeddingSpec, is_output_weight=tied)
-        norm = self.component(NormSpec)
+        norm = self.component(NormSpec) if self.has_final_norm else None
         return {"": TrunkSpec(embedding, gpt_layers(self), norm, self.hidden_size)}
 
     def output(self) -> EmbeddingConfig | None:

@@ -6,10 +6,9 @@ some layers only (experts, windows, positions) have one place each.
 
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
-from megatron_models.components.layer import Layer, Sublayer
+from megatron_models.components.layer import Layer
 from megatron_models.components.mixer import Mixer
 from megatron_models.components.moe.spec import feed_forward
-from megatron_models.components.norm.spec import NormSpec
 from megatron_models.models.gpt.fields import GPTFields
 
 
@@ -21,11 +20,12 @@ def gpt_layers(config: GPTFields) -> dict[int, Layer]:
 
 
 def gpt_layer(config: GPTFields, number: int) -> Layer:
-    """Returns attention and feed-forward sublayer of a layer, each after its norm (pre-LN)."""
-    norm = config.component(NormSpec)
-    return (
-        Sublayer("attention", attention_mixer(config, number), ATTENTION_OUTPUT, norm),
-        Sublayer("mlp", feed_forward_mixer(config, number), MLP_OUTPUT, norm),
+    """Returns attention and feed-forward sublayer of a layer, with their norms."""
+    return config.residual_layer(
+        (
+            ("attention", attention_mixer(config, number), ATTENTION_OUTPUT),
+            ("mlp", feed_forward_mixer(config, number), MLP_OUTPUT),
+        )
     )
 
 

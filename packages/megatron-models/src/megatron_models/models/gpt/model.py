@@ -23,7 +23,7 @@ from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
 from megatron_models.components.embedding.output import (
     Output,
-    mask_padding_logits,
+    output_logits,
     select_tokens,
     token_losses,
 )
@@ -245,21 +245,21 @@ class GPT(Trunk, CausalModel):
         x = super().forward(x, context, positions)
         if not self.last:
             return x
-        output, vocab, cut = self._output(), self.config.vocab_size, context.sequence_parallel
+        output, config, cut = self._output(), self.config, context.sequence_parallel
         if labels is not None:
             if logits_at is not None:
                 raise ConfigError(
                     "labels and logits_at exclude each other: a loss needs all tokens"
                 )
             smoothed: Any = {"label_smoothing": label_smoothing, "sequence_parallel": cut}
-            return token_losses(output, x, labels, vocab, self.vocabulary_loss, **smoothed)
+            return token_losses(output, x, labels, config, self.vocabulary_loss, **smoothed)
         if logits_at is None:
-            return mask_padding_logits(output(x, sequence_parallel=cut), self.tp, vocab)
+            return output_logits(output, x, config, self.tp, sequence_parallel=cut)
         x = select_tokens(
             x, logits_at, self.tp if self.sequence_parallel_size > 1 and not whole else None
         )
-        logits = output(x, sequence_parallel=cut)[: logits_at.shape[1]]
-        return mask_padding_logits(logits, self.tp, vocab)
+        logits = output_logits(output, x, config, self.tp, sequence_parallel=cut)
+        return logits[: logits_at.shape[1]]
 
     def loss(
         self,
