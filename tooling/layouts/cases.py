@@ -66,6 +66,27 @@ MODELS["biased"] = replace(
     moe_router_bias_update_rate=0.02,
     init_method_std=0.1,  # so that tokens differ and loads are nearly even
 )
+MODELS["grouped"] = replace(
+    MODELS["biased"],
+    moe_router_num_groups=2,
+    moe_router_group_topk=1,
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_add_bias=True,
+    moe_shared_expert_gate=True,
+    moe_input_jitter_eps=0.2,
+    moe_seq_aux_loss_coeff=0.01,
+)
+MODELS["sinkhorn"] = replace(
+    MODELS["moe"],
+    moe_aux_loss_coeff=0.0,
+    moe_router_load_balancing_type="sinkhorn",
+    moe_router_pre_softmax=True,
+    moe_apply_probs_on_input=True,
+    init_method_std=0.1,
+)
+MODELS["step-loss"] = replace(
+    MODELS["moe"], moe_aux_loss_coeff=0.0, moe_global_aux_loss_coeff=0.05, init_method_std=0.1
+)
 MODELS["few"] = replace(
     MODELS["untied"],
     num_query_groups=2,
@@ -78,10 +99,15 @@ MODELS["few"] = replace(
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
 is the same with two KV heads, biases of queries, bounded attention scores and sinks. `moe` has
 biases in its experts, a shared expert, attention sinks and both losses of a router. `biased` is
-`moe` with sigmoid scores and biases of experts, which are state, not parameters.
+`moe` with sigmoid scores and biases of experts, which are state, not parameters. `grouped` is
+`biased` with groups of experts, scaled weights and noise on the inputs of routers. `sinkhorn`
+selects experts by Sinkhorn's algorithm, and `step-loss` balances them over the micro-batches of a
+step.
 """
 
-Model = Literal["tied", "untied", "moe", "moe-gated", "biased", "few"]
+Model = Literal[
+    "tied", "untied", "moe", "moe-gated", "biased", "grouped", "sinkhorn", "step-loss", "few"
+]
 
 SPLITS = {
     1: (range(5),),
@@ -391,6 +417,12 @@ CASES = (
     _case("moe-gated", 2, "sp", "alltoall", "dropout", tp=2, cp=2, ep=2, etp=1),
     _case("moe-gated", 1, "alltoall", "gathered", cp=2, dp=2, ep=4),
     _case("moe-gated", 1, "fsdp", "dropout", cp=2, pp=2, dp=2, ep=2),
+    _case("grouped", 2, "alltoall", dp=2, ep=2),
+    _case("grouped", 2, tp=2),
+    _case("grouped", 2, "sp", "alltoall", tp=2, ep=2, etp=1),
+    _case("grouped", 2, "sp", "alltoall", "selective", tp=2, dp=2, ep=2),
+    _case("sinkhorn", 2, "sp", tp=2, dp=2, ep=2),
+    _case("step-loss", 2, "sp", "uniform", tp=2, pp=2),
     _case("tied", 2, "sharded", "dropout", dp=4, dp_outer=2),
     _case("untied", 2, dp=4, dp_outer=2),
     _case("tied", 2, "fsdp", "dropout", dp=2),

@@ -4,6 +4,7 @@ from typing import Any
 
 import megatron_models.components.moe.losses as losses
 import megatron_models.components.moe.module as moe
+import megatron_models.components.moe.router as router
 import megatron_parallel.data_parallel.plan as plan
 import megatron_parallel.expert_parallel.dispatch as dispatch
 import megatron_parallel.sharding.step_state as state
@@ -110,6 +111,38 @@ def _bias_weighs(mesh: Mesh, replace: Replace) -> None:
 
     if mesh.world_size > 1:
         replace(Router, "_weigh", wrong)
+
+
+@defect("ranks select experts outside the groups of a token", "dp2·ep2·a2a-grouped")
+def _no_groups(mesh: Mesh, replace: Replace) -> None:
+    true = router.best_experts
+    if mesh.world_size > 1:
+        replace(router, "best_experts", lambda ranking, top_k, groups=None: true(ranking, top_k))
+
+
+@defect("the factor on weights is applied twice", "dp2·ep2·a2a-grouped")
+def _scaled_twice(mesh: Mesh, replace: Replace) -> None:
+    true = Router._weigh
+
+    def wrong(self: Router, scores: Tensor, experts: Tensor) -> Tensor:
+        return true(self, scores, experts) * self.spec.moe_router_topk_scaling_factor
+
+    if mesh.world_size > 1:
+        replace(Router, "_weigh", wrong)
+
+
+@defect("every tensor-parallel rank has the noise of the first", "tp2-grouped")
+def _noise_of_first(mesh: Mesh, replace: Replace) -> None:
+    true = MoE._noise
+
+    def wrong(self: MoE, context: Any, cut: bool) -> Any:
+        own = self._own_rows
+        self._own_rows = lambda rows, *more: rows.chunk(self.tp.size)[0]  # type: ignore[method-assign]
+        key = true(self, context, cut)
+        self._own_rows = own  # type: ignore[method-assign]
+        return key
+
+    replace(MoE, "_noise", wrong)
 
 
 # -- denominators and statistics -----------------------------------------------------------------
