@@ -82,6 +82,7 @@ def write(model: Any, folder: Path, **changes: Any) -> Path:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # ids of special tokens are outside small vocabularies
     model.save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

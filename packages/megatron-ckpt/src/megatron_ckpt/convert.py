@@ -12,6 +12,7 @@ from megatron_ckpt.errors import CheckpointError, shorten
 from megatron_ckpt.families import Family, find_compatible_family, find_family
 from megatron_ckpt.foreign_model import ForeignModel, architectures, call_with_path
 from megatron_ckpt.formats.huggingface import CONFIG, GENERATION, INDEX, WEIGHTS
+from megatron_ckpt.formats.quantized import QUANTIZATION
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER
 from megatron_ckpt.formats.special_tokens import (
     TOKENIZER_CONFIG,
@@ -239,6 +240,7 @@ def _write_settings(
             theirs = {}
     dtypes = [entry.dtype for group in groups for entry in group]
     theirs.pop("dtype", None)
+    theirs.pop(QUANTIZATION, None)  # the exported tensors are not quantized
     stored = {"torch_dtype": DTYPES[max(set(dtypes), key=dtypes.count)][0]}
     if not theirs:  # trained here: the ids of special tokens come from the tokenizer
         theirs = dict(special_token_ids(_tokenizer_files(checkpoint)))

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.dtypes import torch_dtype
 from megatron_ckpt.errors import CheckpointError, shorten
-from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
+from megatron_ckpt.formats.quantized import QUANTIZATION, QuantizedTensors, find_scheme
+from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource, TensorSource
 from megatron_ckpt.json_input import Fields, parse_object
 from megatron_ckpt.paths import check_name, locate, read_bytes
 from megatron_ckpt.views import Box
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -38,16 +40,33 @@ def open_folder(folder: Path) -> ModelSource:
     """Returns the model in a folder with ``config.json`` and safetensors."""
     attachments = {f"{TOKENIZER}/{name}": name for name in TOKENIZER_FILES}
     attachments |= {f"{HUGGINGFACE}/{name}": name for name in (CONFIG, GENERATION)}
+    config = _read_json(folder, CONFIG)
+    scheme = find_scheme(config, str(folder / CONFIG))
+    read = {name: value for name, value in config.items() if name != QUANTIZATION}
+
+    def open_tensors(prefix: str) -> TensorSource:
+        stored = SafetensorsFolder(folder, prefix)
+        return stored if scheme is None else QuantizedTensors(stored, scheme, _dtype_of(config))
+
     return ModelSource(
         where=folder / CONFIG,
-        config=_read_json(folder, CONFIG),
-        open_tensors=lambda prefix: SafetensorsFolder(folder, prefix),
+        config=config if scheme is None else read,
+        open_tensors=open_tensors,
         files={
             ours: locate(folder, name)
             for ours, name in attachments.items()
             if (folder / name).exists()
         },
     )
+
+
+def _dtype_of(config: Mapping[str, Any]) -> "torch.dtype":
+    """Returns the dtype that a ``config.json`` names, float32 or float16; else bfloat16."""
+    import torch
+
+    known = {"float32": torch.float32, "float16": torch.float16}
+    name = config.get("dtype", config.get("torch_dtype"))
+    return known.get(name, torch.bfloat16) if isinstance(name, str) else torch.bfloat16
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
