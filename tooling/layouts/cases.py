@@ -94,6 +94,29 @@ MODELS["few"] = replace(
     attn_logit_softcapping=0.3,
     softmax_type="learnable",
 )
+MODELS["scaled"] = GPTConfig(
+    **_SIZES,
+    ffn_hidden_size=48,
+    num_query_groups=4,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    apply_layernorm_1p=True,
+    norm_placement="sandwich",
+    activation="geglu_tanh",
+    add_bias_linear=False,
+    embedding_multiplier=32**0.5,
+    residual_multiplier=0.7,
+    logits_scaling=0.5,
+    final_logit_softcapping=0.4,
+)
+MODELS["parallel"] = GPTConfig(
+    **_SIZES,
+    ffn_hidden_size=96,
+    num_query_groups=4,
+    position_embedding_type="rope",
+    parallel_residual="shared_norm",
+    untie_embeddings_and_output_weights=True,
+)
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
@@ -102,11 +125,23 @@ biases in its experts, a shared expert, attention sinks and both losses of a rou
 `moe` with sigmoid scores and biases of experts, which are state, not parameters. `grouped` is
 `biased` with groups of experts, scaled weights and noise on the inputs of routers. `sinkhorn`
 selects experts by Sinkhorn's algorithm, and `step-loss` balances them over the micro-batches of a
-step.
+step. `scaled` is Gemma's kind: norms around each sublayer with gains of 1 + weight, GeGLU,
+multipliers and bounded logits. `parallel` is Falcon's kind: attention and feed-forward layer read
+one normed input.
 """
 
 Model = Literal[
-    "tied", "untied", "moe", "moe-gated", "biased", "grouped", "sinkhorn", "step-loss", "few"
+    "tied",
+    "untied",
+    "moe",
+    "moe-gated",
+    "biased",
+    "grouped",
+    "sinkhorn",
+    "step-loss",
+    "few",
+    "scaled",
+    "parallel",
 ]
 
 SPLITS = {
@@ -450,6 +485,11 @@ CASES = (
     _case("moe", 2, "lora", "sp", "alltoall", tp=2, ep=2, etp=1),
     _case("moe", 2, "lora", tp=2, dp=2, ep=2, etp=2),
     _case("moe-gated", 1, "lora", "sp", "alltoall", "sharded", tp=2, dp=2, ep=2),
+    _case("scaled", 2, "sp", "dropout", "selective", tp=2),
+    _case("scaled", 2, "few-logits", tp=2, pp=2),
+    _case("scaled", 1, "fsdp", "uniform", cp=2, dp=2),
+    _case("parallel", 2, "sp", "dropout", "selective", tp=2),
+    _case("parallel", 1, "dropout", "zero-bubble", pp=2, dp=2),
     _case("few", 2, "lora", "dropout", tp=4),
     _case("untied", 2, "lora", "sp", "slices", "dropout", tp=2),
     _case("tied", 1, "lora", "sp", "uniform", "gathered", tp=2, pp=2, dp=2),

@@ -16,6 +16,7 @@ from layouts.defects import (  # each enters its defects into the catalogue
     overlap,
     pipelines,
     pools,
+    scales,
     shards,
     tensor,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "pipelines",
     "planted",
     "pools",
+    "scales",
     "shards",
     "tensor",
 ]
