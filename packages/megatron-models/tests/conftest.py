@@ -9,6 +9,7 @@ from jaxtyping import install_import_hook
 
 # Configurations and descriptions check their own values and have no tensors.
 _PARTS = (
+    "latent_attention.module",
     *(f"attention.{name}" for name in ("module", "cross", "context_parallel", "sinks")),
     *("rotary.module", "mlp.module", "moe.module", "moe.router", "moe.experts", "norm.module"),
     *("embedding.module", "embedding.output", "block", "context", "dropout", "stack", "trunk"),
@@ -96,6 +97,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "glu_linear_offset": 1.0,
     },
     "swiglu-oai": {"activation": "swiglu", "activation_func_clamp_value": 0.7},
+    "latent": {
+        "multi_latent_attention": True,
+        "position_embedding_type": "rope",
+        "kv_lora_rank": 10,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+    },
+    "latent-queries": {
+        "multi_latent_attention": True,
+        "position_embedding_type": "rope",
+        "rotary_interleaved": True,
+        "q_lora_rank": 14,
+        "kv_lora_rank": 10,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 2,
+        "v_head_dim": 8,
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+        "normalization": "RMSNorm",
+    },
 }
 
 

@@ -58,8 +58,39 @@ def linear(x, weights, name):
     ).reshape(-1)
 
 
+def latent_attention(x, weights, name, config, factors):
+    """Computes one sequence ``[s, h]`` as DeepSeek-V2, equations 9 to 19, head by head."""
+    plain, rank = config.qk_head_dim, config.kv_lora_rank
+    down = linear(x, weights, f"{name}.kv_down")
+    latent, shared = down[:, :rank], down[:, rank:]
+    queries = x
+    if config.q_lora_rank:
+        queries = linear(x, weights, f"{name}.q_down")
+    if config.qk_layernorm:
+        latent = norm(latent, weights, f"{name}.kv_norm", config)
+        if config.q_lora_rank:
+            queries = norm(queries, weights, f"{name}.q_norm", config)
+    q = "q_up" if config.q_lora_rank else "q"
+    shared = [rotate(key, t, config) for t, key in enumerate(shared)]
+    outputs = []
+    for head in range(config.num_attention_heads):
+        query = queries @ weights[f"{name}.{q}.weight"][head].T
+        key_value = latent @ weights[f"{name}.kv_up.weight"][head].T
+        rows = []
+        for t in range(len(x)):
+            own = torch.cat((query[t, :plain], rotate(query[t, plain:], t, config)))
+            keys = [torch.cat((key_value[i, :plain], shared[i])) for i in range(t + 1)]
+            scores = torch.stack(keys) @ own / math.sqrt(len(own))
+            kept = torch.softmax(scores, 0) * factors[t, head, : t + 1]
+            rows.append(kept @ key_value[: t + 1, plain:])
+        outputs.append(torch.stack(rows))
+    return linear(torch.cat(outputs, -1), weights, f"{name}.out")
+
+
 def attention(x, weights, name, config, factors):
     """Computes one sequence ``[s, h]`` head by head and token by token; factors ``[s, n, s]``."""
+    if config.multi_latent_attention:
+        return latent_attention(x, weights, name, config, factors)
     length, d, m = len(x), config.kv_channels, config.heads_per_group
     fused = linear(x, weights, f"{name}.qkv").view(length, config.num_query_groups, (m + 2) * d)
     outputs = []

@@ -5,6 +5,7 @@ from .cache import CrossKVCache as CrossKVCache
 from .cache import DenseKV as DenseKV
 from .cache import KVCache as KVCache
 from .cache import KVHandle as KVHandle
+from .cache import LatentKV as LatentKV
 from .cache import LatentKVCache as LatentKVCache
 from .cache import StaticKVCache as StaticKVCache
 from .components.dropout import Dropout as Dropout

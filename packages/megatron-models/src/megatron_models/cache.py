@@ -111,6 +111,30 @@ class DenseKV:
         return attention(q, self.k, self.v, mask, scores, query_offset)
 
 
+@dataclass(frozen=True, eq=False)
+class LatentKV:
+    """A `KVHandle` of keys whose first channels are the values."""
+
+    k: Float[Tensor, "t b g d"]
+    value_channels: int
+
+    def attend(
+        self,
+        q: Float[Tensor, "s b n d"],
+        mask: Mask,
+        *,
+        query_offset: int = 0,
+        scores: Scores = PLAIN_SCORES,
+    ) -> Float[Tensor, "s b n dv"]:
+        """Returns `megatron_kernels.attention` over these keys and values.
+
+        Whole keys are the values and the other channels of the result are dropped, since fused
+        kernels need keys and values of equal width.
+        """
+        y = attention(q, self.k, self.k, mask, scores, query_offset)
+        return y[..., : self.value_channels]
+
+
 class StaticKVCache:
     """A cache of fixed size for one batch, allocated once. All sequences have the same length.
 
@@ -193,7 +217,7 @@ class StaticKVCache:
 
     def update_latent(
         self, layer: int, k: Float[Tensor, "t b g d"], value_channels: int
-    ) -> DenseKV:
+    ) -> LatentKV:
         """Writes the new keys in place; returns a handle of views, as `LatentKVCache` describes.
 
         Raises:
@@ -201,8 +225,7 @@ class StaticKVCache:
         """
         new = self._next(layer, len(k))
         self._keys[layer][new] = k
-        keys = self._keys[layer][: new.stop]
-        return DenseKV(keys, keys[..., :value_channels])
+        return LatentKV(self._keys[layer][: new.stop], value_channels)
 
     def _next(self, layer: int, count: int) -> slice:
         """Returns the indices of a layer's next ``count`` tokens, and counts them."""

@@ -13,6 +13,8 @@ from megatron_parallel.tensor_parallel import (
     ColumnParallelLinear,
     ColumnSpec,
     Product,
+    ReplicatedLinear,
+    ReplicatedSpec,
     RowParallelLinear,
     RowSpec,
     VocabParallelEmbedding,
@@ -43,9 +45,10 @@ class Placement:
         cp_comm_type: Attention over context-parallel ranks, one value or one for each layer:
             ``p2p`` (ring), ``a2a`` (heads scattered), ``allgather``, or ``a2a+p2p``.
         products: Products of linear layers by role, with Megatron-Core's names: ``linear_qkv``,
-            ``linear_proj``, ``linear_q`` and ``linear_kv`` of cross-attention, ``linear_fc1`` and
-            ``linear_fc2`` of feed-forward layers and experts, ``output_layer``. Other layers have
-            the plain product. `megatron_parallel.tensor_parallel.freeze_all_but_adapters` then
+            ``linear_proj``, ``linear_q`` and ``linear_kv`` of cross-attention, ``linear_q_proj``,
+            ``linear_q_down_proj``, ``linear_q_up_proj``, ``linear_kv_down_proj`` and
+            ``linear_kv_up_proj`` of latent attention, ``linear_fc1`` and ``linear_fc2`` of
+            feed-forward layers and experts, ``output_layer``. Other layers have the plain product. `megatron_parallel.tensor_parallel.freeze_all_but_adapters` then
             freezes the parameters that are not trained.
         vocabulary_loss: Output layer and loss as one operation. By default the logits of all tokens
             are computed.
@@ -95,6 +98,17 @@ class Placement:
     def row_parallel_linear(self, spec: RowSpec) -> RowParallelLinear:
         """Builds a row-parallel layer."""
         return RowParallelLinear.from_spec(
+            spec,
+            self.mesh,
+            sequence_parallel=self.sequence_parallel,
+            product=self.product(spec.role),
+            dtype=self.dtype,
+            device=self.resolved_device,
+        )
+
+    def replicated_linear(self, spec: ReplicatedSpec) -> ReplicatedLinear:
+        """Builds a linear layer that every tensor-parallel rank holds."""
+        return ReplicatedLinear.from_spec(
             spec,
             self.mesh,
             sequence_parallel=self.sequence_parallel,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
-from megatron_models import DenseKV
+from megatron_models import DenseKV, LatentKV
 from torch import Tensor
 
 
@@ -68,10 +68,10 @@ class SlotCache:
 
     def update_latent(
         self, layer: int, k: Float[Tensor, "t b g d"], value_channels: int
-    ) -> DenseKV:
+    ) -> LatentKV:
         """Writes keys whose first channels are the values; otherwise as `update`."""
         (keys,) = self._write(layer, k)
-        return DenseKV(keys, keys[..., :value_channels])
+        return LatentKV(keys, value_channels)
 
     def _write(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Writes tensors of new tokens, and returns those of the rows of the pass from index 0."""

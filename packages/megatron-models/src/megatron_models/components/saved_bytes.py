@@ -27,6 +27,8 @@ class SavedBytes:
         norm_input: Bytes of an element of a norm's input, if it is saved in another precision.
         dropout_channel_index: Bytes of a channel index that hidden dropout saves.
         dropout_key_index: Bytes of a key index that attention dropout saves, for each head.
+        pads_values: Whether fused attention pads values that are narrower than keys to their width,
+            and saves its padded output too.
     """
 
     activation: int
@@ -40,6 +42,7 @@ class SavedBytes:
     norm_input: int = 0
     dropout_channel_index: int = 0
     dropout_key_index: int = 0
+    pads_values: bool = False
 
     @classmethod
     def paper(cls) -> "SavedBytes":
@@ -80,6 +83,7 @@ class SavedBytes:
             norm_input=wide if rms else 0,
             dropout_channel_index=4 if hidden_dropout else 0,
             dropout_key_index=4 if attention_dropout else 0,
+            pads_values=True,
         )
         return saved_bytes.with_unfused_attention(wide) if attention_dropout else saved_bytes
 

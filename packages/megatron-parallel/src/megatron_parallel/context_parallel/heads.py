@@ -63,17 +63,17 @@ def gather_heads(
 def all_to_all_attention(
     q: Float[Tensor, "part b n d"],
     k: Float[Tensor, "part b g d"],
-    v: Float[Tensor, "part b g d"],
+    v: Float[Tensor, "part b g dv"],
     split: ContextSplit,
     axis: Axis,
     attend: Attend,
-) -> Float[Tensor, "part b n d"]:
+) -> Float[Tensor, "part b n dv"]:
     """Returns attention of this rank's queries over the keys of all ranks of the axis.
 
     Args:
         q: Queries of this rank.
         k: Keys of this rank.
-        v: Values of this rank, with heads as wide as those of the keys.
+        v: Values of this rank.
         split: Split of the sequence over the ranks.
         axis: Context-parallel axis.
         attend: Attention over the whole sequence, in its order, for the `n/ranks` heads from
@@ -89,7 +89,7 @@ def all_to_all_attention(
 def hierarchical_attention(
     q: Float[Tensor, "part b n d"],
     k: Float[Tensor, "part b g d"],
-    v: Float[Tensor, "part b g d"],
+    v: Float[Tensor, "part b g dv"],
     within: ContextSplit,
     plan: RingPlan,
     inner: Axis,
@@ -107,7 +107,7 @@ def hierarchical_attention(
     Args:
         q: Queries of this rank.
         k: Keys of this rank.
-        v: Values of this rank, with heads as wide as those of the keys.
+        v: Values of this rank.
         within: Split of the tokens of a group over its inner ranks, `split.within(...)`.
         plan: Plan of a ring over `split.joined(inner.size)`.
         inner: Axis of near ranks.
@@ -129,10 +129,13 @@ def _scatter_all(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, T
     copies = math.lcm(k.shape[2], axis.size) // k.shape[2]
     if copies > 1:
         k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
-    by_rank = [torch.unflatten(t, 2, (axis.size, -1)) for t in (q, k, v)]
-    sizes = [t.shape[3] for t in by_rank]
-    scattered = scatter_heads(torch.cat(by_rank, 3).flatten(2, 3), axis)
-    first, second, third = torch.split(scattered, sizes, 2)
+    # Heads of values may have another width, so the channels of all heads are joined.
+    by_rank = [torch.unflatten(t, 2, (axis.size, -1)).flatten(3) for t in (q, k, v)]
+    scattered = scatter_heads(torch.cat(by_rank, 3), axis).squeeze(2)
+    parts = torch.split(scattered, [t.shape[3] for t in by_rank], 2)
+    first, second, third = (
+        torch.unflatten(part, 2, (-1, t.shape[3])) for part, t in zip(parts, (q, k, v), strict=True)
+    )
     return first, second, third
 
 

@@ -3,6 +3,7 @@ from .cross_entropy import bound_logits as bound_logits
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .layers import NUM_SLICES as NUM_SLICES
 from .layers import ColumnParallelLinear as ColumnParallelLinear
+from .layers import ReplicatedLinear as ReplicatedLinear
 from .layers import RowParallelLinear as RowParallelLinear
 from .layers import VocabParallelEmbedding as VocabParallelEmbedding
 from .layers import overlap_forward as overlap_forward
@@ -30,6 +31,7 @@ from .product_layers import is_product_layer as is_product_layer
 from .product_layers import merged_parameters as merged_parameters
 from .product_layers import product_weights as product_weights
 from .specs import ColumnSpec as ColumnSpec
+from .specs import ReplicatedSpec as ReplicatedSpec
 from .specs import RowSpec as RowSpec
 from .specs import VocabSpec as VocabSpec
 from .vocabulary_loss import UNFUSED_CROSS_ENTROPY as UNFUSED_CROSS_ENTROPY

@@ -31,7 +31,7 @@ from megatron_parallel.sharding.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from megatron_parallel.tensor_parallel.product import PLAIN, Product
 from megatron_parallel.tensor_parallel.product_layers import add_product_parameters, product_weights
-from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec, VocabSpec
+from megatron_parallel.tensor_parallel.specs import ColumnSpec, ReplicatedSpec, RowSpec, VocabSpec
 from megatron_parallel.tensor_parallel.vocabulary_loss import OutputLayer
 
 NUM_SLICES: Final = 4
@@ -218,6 +218,65 @@ class RowParallelLinear(nn.Module):
         return _repr(self.sharding["weight"], self.axis, self.sequence_parallel)
 
 
+class ReplicatedLinear(nn.Module):
+    """`y = x W^T + b` with the whole weight on every rank of an axis, without communication.
+
+    Maps `[..., in]` to `[..., out]`. With `sequence_parallel`, the input is this rank's part of the
+    sequence, and the gradients of weight and bias are `partial` over the axis: `GradientBuffers`
+    sums them once per step. Without it, all ranks compute the same. Arguments are those of
+    `ColumnParallelLinear`.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: Mesh,
+        *,
+        bias: bool = True,
+        axis: str = "tp",
+        sequence_parallel: bool = False,
+        init: Init = DEFAULT_INIT,
+        product: Product = PLAIN,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        spec = ReplicatedSpec(in_features, out_features, bias, axis, init)
+        self.sharding = spec.shardings(sequence_parallel)
+        self.product = product
+        self.product_parameters = add_product_parameters(self.sharding, product)
+        _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
+
+    @classmethod
+    def from_spec(
+        cls,
+        spec: ReplicatedSpec,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool = False,
+        product: Product = PLAIN,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> "ReplicatedLinear":
+        """Builds the layer that `spec` describes. Other arguments are those of the class."""
+        where: Any = {"mesh": mesh, "dtype": dtype, "device": device}
+        return cls(
+            sequence_parallel=sequence_parallel, product=product, **where, **spec.arguments()
+        )
+
+    def forward(self, x: Float[Tensor, "... in"]) -> Float[Tensor, "... out"]:
+        """Returns the output of the tokens of `x`."""
+        return self.product.forward(x, product_weights(self), self.bias)
+
+    def extra_repr(self) -> str:
+        """Returns the shape of the weight."""
+        return f"{self.sharding['weight'].shape}"
+
+
 class VocabParallelEmbedding(nn.Module):
     """Token embeddings with the vocabulary cut over an axis.
 
@@ -348,7 +407,7 @@ def _cut(
 
 
 def _register(
-    layer: ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding,
+    layer: ColumnParallelLinear | RowParallelLinear | ReplicatedLinear | VocabParallelEmbedding,
     names: tuple[str, ...],
     mesh: Mesh,
     dtype: torch.dtype | None,

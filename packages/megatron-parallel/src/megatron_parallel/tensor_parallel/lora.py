@@ -6,7 +6,8 @@ dropout.
 
 If a layer cuts its outputs, B is cut in the same way, and every rank holds A. The gradient of A is
 partial: each rank computes the part that passes through its part of B. If a layer cuts its inputs,
-A is cut in the same way and the gradient of B is partial. The only additional communication is the
+A is cut in the same way and the gradient of B is partial. In a replicated layer, both gradients are
+partial where that of the weight is. The only additional communication is the
 sum of these small gradients, once a step. Each expert has its own A and B.
 """
 
@@ -63,7 +64,8 @@ class LoRA:
             a = Sharding(a_shape, weight.axis, len(a_shape) - 1, experts=experts, init=init)
             b = Sharding(b_shape, fused_dim=fused, experts=experts, init=ZEROS, partial=weight.axis)
             return {A: a, B: b}
-        a = Sharding(a_shape, experts=experts, init=init, partial=weight.axis)
+        # A replicated weight has a part of its gradient on each rank, or all of it; so have A and B.
+        a = Sharding(a_shape, experts=experts, init=init, partial=weight.axis or weight.partial)
         b = Sharding(
             b_shape,
             weight.axis,
@@ -72,6 +74,7 @@ class LoRA:
             fused,
             experts=experts,
             init=ZEROS,
+            partial=weight.partial,
             spill_dim=weight.spill_dim,
         )
         return {A: a, B: b}

@@ -98,6 +98,35 @@ class RowSpec:
 
 
 @dataclass(frozen=True)
+class ReplicatedSpec:
+    """A linear layer that every rank of an axis holds, weight `(out_features, in_features)`.
+
+    With sequence parallelism, each rank computes its own positions and has a part of the gradient
+    of weight and bias. `role` is as for `ColumnSpec`.
+    """
+
+    in_features: int
+    out_features: int
+    bias: bool = True
+    axis: str = "tp"
+    init: Init = DEFAULT_INIT
+    role: str = ""
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the layer."""
+        return {name: value for name, value in vars(self).items() if name != "role"}
+
+    def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
+        """Returns the shardings of weight and bias."""
+        partial = self.axis if sequence_parallel else None
+        shape = (self.out_features, self.in_features)
+        found = {"weight": Sharding(shape, init=self.init, partial=partial)}
+        if self.bias:
+            found["bias"] = Sharding(shape[:1], weight_decay=False, init=ZEROS, partial=partial)
+        return found
+
+
+@dataclass(frozen=True)
 class VocabSpec:
     """Token embeddings `(num_embeddings, embedding_dim)` with the vocabulary cut.
 

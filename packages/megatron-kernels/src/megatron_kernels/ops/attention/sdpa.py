@@ -36,6 +36,11 @@ def sdpa(
             # attends to all keys here, and its result is dropped. The CPU kernel returns zeros.
             empty = ~allowed.any(-1, keepdim=True)
             allowed = allowed | empty
+    width = v.shape[-1]
+    if q.device.type == "cpu" and width < q.shape[-1]:
+        # The fused CPU kernel takes values as wide as queries only. Otherwise all probabilities
+        # would be materialized.
+        v = functional.pad(v, (0, q.shape[-1] - width))
     # No copies to contiguous memory: the kernel reads strided heads as fast.
     out = functional.scaled_dot_product_attention(
         q.permute(1, 2, 0, 3),
@@ -50,7 +55,7 @@ def sdpa(
     )
     if empty is not None:
         out = out.masked_fill(empty, 0)
-    return out.permute(2, 0, 1, 3)
+    return out.permute(2, 0, 1, 3)[..., :width]
 
 
 def sdpa_unsupported_reason(

@@ -76,6 +76,15 @@ class AttentionConfig(RotaryConfig):
         ),
     )
 
+    qk_layernorm: bool = field(
+        default=False,
+        metadata=flag(
+            "--qk-layernorm",
+            "MLA: a norm of each latent, of the kind of --normalization; other attention does not "
+            "support it yet",
+        ),
+    )
+
     def _fill(self) -> None:
         super()._fill()
         if self.kv_channels == 0 and self.hidden_size % self.num_attention_heads:
@@ -95,6 +104,10 @@ class AttentionConfig(RotaryConfig):
                 "the same number of heads",
                 vars(self),
             )
+        self._check_rotation()
+
+    def _check_rotation(self) -> None:
+        """Refuses a rotation that no pairs of channels fit."""
         self.rotary_spec(self.kv_channels)
 
     @property

@@ -34,6 +34,14 @@ class AttentionSpec(AttentionConfig, Mixer):
 
     module: ClassVar[str] = "megatron_models.components.attention.module:Attention"
 
+    def _check(self) -> None:
+        super()._check()
+        if self.qk_layernorm:
+            raise ConfigError(
+                "{qk_layernorm:name} is supported with multi-latent attention only; leave it out",
+                vars(self),
+            )
+
     @property
     def heads(self) -> int:
         """Number of query heads."""

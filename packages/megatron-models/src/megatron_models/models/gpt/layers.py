@@ -6,6 +6,7 @@ some layers only (experts, windows, positions) have one place each.
 
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
+from megatron_models.components.latent_attention.spec import LatentAttentionSpec
 from megatron_models.components.layer import Layer
 from megatron_models.components.mixer import Mixer
 from megatron_models.components.moe.spec import feed_forward
@@ -32,6 +33,8 @@ def gpt_layer(config: GPTFields, number: int) -> Layer:
 def attention_mixer(config: GPTFields, number: int) -> Mixer:
     """Returns the attention of a layer."""
     del number  # the same in every layer
+    if config.multi_latent_attention:
+        return config.component(LatentAttentionSpec)
     return config.component(AttentionSpec)
 
 
