@@ -32,6 +32,8 @@ SAMPLE = {
     "tp2·sp·pp2·zero-bubble·few-logits-tied",
     "tp2·sp·pp2·lora-untied",
     "tp2·sp·ep2·etp1·a2a·lora-moe",
+    "tp2·sp-latent-dropout",
+    "tp2·sp·cp2·a2a-latent",
 }
 FEW = 3
 """Number of steps of the sample, in which every planted defect is detected."""
@@ -61,6 +63,7 @@ DEFECT_SAMPLE = {
     "the gradient of experts is divided by the ranks that hold them",
     "the micro-batches of a pair receive each other's rows",
     "the gradient of an adapter's A is not summed over ranks",
+    "the gradient of a shared key is not summed over heads of other ranks",
 }
 
 

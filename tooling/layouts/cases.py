@@ -117,10 +117,24 @@ MODELS["parallel"] = GPTConfig(
     parallel_residual="shared_norm",
     untie_embeddings_and_output_weights=True,
 )
+MODELS["latent"] = replace(
+    MODELS["untied"],
+    multi_latent_attention=True,
+    num_query_groups=0,
+    kv_channels=0,
+    q_lora_rank=20,
+    kv_lora_rank=12,
+    qk_head_dim=6,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=6,
+    qk_layernorm=True,
+    add_qkv_bias=True,
+)
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
-is the same with two KV heads, biases of queries, bounded attention scores and sinks. `moe` has
+is the same with two KV heads, biases of queries, bounded attention scores and sinks; `latent`
+has multi-latent attention, latents of queries and biases of projections to latents. `moe` has
 biases in its experts, a shared expert, attention sinks and both losses of a router. `biased` is
 `moe` with sigmoid scores and biases of experts, which are state, not parameters. `grouped` is
 `biased` with groups of experts, scaled weights and noise on the inputs of routers. `sinkhorn`
@@ -142,6 +156,7 @@ Model = Literal[
     "few",
     "scaled",
     "parallel",
+    "latent",
 ]
 
 SPLITS = {
@@ -491,6 +506,15 @@ CASES = (
     _case("parallel", 2, "sp", "dropout", "selective", tp=2),
     _case("parallel", 1, "dropout", "zero-bubble", pp=2, dp=2),
     _case("few", 2, "lora", "dropout", tp=4),
+    _case("latent", 2, "sp", "lora", tp=2),
+    _case("latent", 4, tp=2),
+    _case("latent", 2, "sp", "dropout", tp=2),
+    _case("latent", 2, "dropout", "selective", pp=2),
+    _case("latent", 2, "dropout", cp=2),
+    _case("latent", 2, "sp", "a2a", tp=2, cp=2),
+    _case("latent", 2, "dropout", "a2a+p2p", cp=4),
+    _case("latent", 1, "sp", "dropout", "zero-bubble", tp=2, pp=2, dp=2),
+    _case("latent", 1, "sp", "fsdp", tp=2, dp=2),
     _case("untied", 2, "lora", "sp", "slices", "dropout", tp=2),
     _case("tied", 1, "lora", "sp", "uniform", "gathered", tp=2, pp=2, dp=2),
     _case("untied", 2, "lora", "selective", "dropout", dp=2),

@@ -38,7 +38,10 @@ from layouts.cases import GLOBAL_BATCH, RECOMPUTE, SEQUENCE, SPLITS, Case
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 CLIP = 3.0
-ADAPTERS = LoRAConfig(rank=3, alpha=6.0)
+LATENT_ROLES = tuple(f"linear_{which}_proj" for which in ("q_down", "q_up", "kv_down", "kv_up"))
+ADAPTERS = LoRAConfig(
+    rank=3, alpha=6.0, target_modules=(*LoRAConfig().target_modules, *LATENT_ROLES)
+)
 
 Piece = tuple[str, tuple[int, ...], Tensor]
 """A box of a global tensor: the tensor's name, the box's offsets and values."""

@@ -176,7 +176,9 @@ CUT = replace(FULL[0], distribute_saved_activations=True)
         pytest.param(4, True, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_save_the_bytes_of_the_formula(worker_pool, small, ranks, sequence_parallel):
+def test_ranks_save_the_bytes_of_the_formula(
+    worker_pool, small, model_changes, ranks, sequence_parallel
+):
     gated = {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False}
     rotary = {"position_embedding_type": "rope", "num_query_groups": 2}
     plans = [*SELECTIVE, *FULL] if sequence_parallel else [*SELECTIVE, *FULL, CUT]
@@ -187,6 +189,8 @@ def test_ranks_save_the_bytes_of_the_formula(worker_pool, small, ranks, sequence
             (small(num_layers=8), plans),
             (small(**gated, num_query_groups=2), few),
             (small(num_attention_heads=8, hidden_size=32, **rotary), few),
+            (small(**model_changes["latent"]), few),
+            (small(**model_changes["latent-queries"]), few),
         )
         for dtype, dropout in ((torch.float32, False), (torch.bfloat16, True))
         for plan in chosen

@@ -295,6 +295,13 @@ OTHERS = {
     "moe_global_aux_loss_coeff": 0.5,
     "moe_shared_expert_gate": True,
     "init_method_std": 0.5,
+    "multi_latent_attention": True,
+    "q_lora_rank": 4,
+    "kv_lora_rank": 4,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 4,
+    "qk_layernorm": True,
 }
 #: Fields that need not round-trip in a family, since no layer reads them.
 UNREAD = {"gpt2": gpt2.ROTARY, "llama": (), "mixtral": ("ffn_hidden_size",)}

@@ -31,12 +31,19 @@ def test_estimated_activations_equal_those_that_autograd_saves(config, precision
     model = GPT(config, Placement(Mesh.single(), dtype=getattr(torch, precision)))
     tokens = torch.randint(config.vocab_size, (3, 15))
     saved = saved_for_backward(model, tokens)
+    if config.multi_latent_attention and config.v_head_dim < config.kv_channels:
+        # Fused attention on CPUs pads values, and thus its output, to the width of keys.
+        padding = 2 * config.num_attention_heads * (config.kv_channels - config.v_head_dim)
+        padding += config.num_attention_heads * config.v_head_dim  # the output without padding
+        saved -= config.num_layers * tokens.numel() * padding * model.dtype.itemsize
     estimate = training_memory(config, 15, 3, precision).activations
     if config.normalization == "LayerNorm":
         assert estimate == pytest.approx(saved, rel=0.02)
     else:  # unfused on CPUs, which saves up to two more float32 tensors
-        norms = 2 * config.num_layers + 1
-        assert estimate <= saved <= estimate + norms * tokens.numel() * config.hidden_size * 8
+        widths = (2 * config.num_layers + 1) * config.hidden_size
+        if config.qk_layernorm:
+            widths += config.num_layers * (config.q_lora_rank + config.kv_lora_rank)
+        assert estimate <= saved <= estimate + widths * tokens.numel() * 8
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

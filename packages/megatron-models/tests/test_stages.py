@@ -82,6 +82,7 @@ def test_gradients_are_partial_where_the_sequence_is_cut(config):
     mesh = rank_of(0, tp=1, pp=1)
     cut = collect_shardings(GPT(config, Placement(mesh, sequence_parallel=True)))
     kinds = ("norm.weight", "norm.bias", "position.weight", "out.bias", "down.bias")
+    kinds = (*kinds, "kv_down.weight", "q_down.weight")
     for name, sharding in cut.items():
         assert sharding.partial == ("tp" if name.endswith(kinds) else None), name
     whole = collect_shardings(GPT(config, mesh))

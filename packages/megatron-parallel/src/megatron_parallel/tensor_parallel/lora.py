@@ -64,7 +64,7 @@ class LoRA:
             a = Sharding(a_shape, weight.axis, len(a_shape) - 1, experts=experts, init=init)
             b = Sharding(b_shape, fused_dim=fused, experts=experts, init=ZEROS, partial=weight.axis)
             return {A: a, B: b}
-        # A replicated weight has a part of its gradient on each rank, or all of it; so have A and B.
+        # For a replicated weight, A and B are replicated too, with partial gradients if it has one.
         a = Sharding(a_shape, experts=experts, init=init, partial=weight.axis or weight.partial)
         b = Sharding(
             b_shape,

@@ -85,6 +85,8 @@ class LatentAttention(nn.Module):
     ) -> tuple[Float[Tensor, "part b r"], Float[Tensor, "s b 1 e"]]:
         """Returns the latents of this rank's tokens, and the rotated keys of all tokens."""
         latent, shared_key = self.kv_down(x).split(self.latent_sizes, dim=-1)
+        # A copy: what is saved of a view would keep the channels of the shared key in memory too.
+        latent = latent.contiguous()
         if self.kv_norm is not None:
             latent = self.kv_norm(latent)
         enter = gather_sequence if cut else copy_to_axis
@@ -134,8 +136,8 @@ class LatentAttention(nn.Module):
     ) -> Float[Tensor, "s b n dv"]:
         """Returns attention over cached latents."""
         weight = self.kv_up.product.merged_weight(product_weights(self.kv_up))
-        of_keys, of_values = weight.split(self.key_value_sizes, dim=1)
-        plain, rotated = q.split(self.query_sizes, dim=-1)
+        of_keys, of_values = torch.split(weight, self.key_value_sizes, dim=1)
+        plain, rotated = torch.split(q, self.query_sizes, dim=-1)
         q = torch.cat((torch.einsum("sbnd,ndr->sbnr", plain, of_keys), rotated), -1)
         y = seen.attend(q, context.mask, query_offset=context.offset, scores=self.scores)
         return torch.einsum("sbnr,ndr->sbnd", y, of_values)

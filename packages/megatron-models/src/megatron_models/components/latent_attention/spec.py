@@ -127,6 +127,8 @@ class LatentAttentionSpec(LatentAttentionConfig, NormConfig, Mixer):
         heads, length = self.num_attention_heads // tp, layer_pass.sequence_length
         keys, values = heads * self.kv_channels, heads * self.v_head_dim
         once = not layer_pass.recompute.selects("core_attn")
+        padded = self.v_head_dim < self.kv_channels and saved_bytes.pads_values
+        padded = padded and not saved_bytes.per_score
         core = 0
         if once:
             per_row = saved_bytes.logsumexp + saved_bytes.per_score * length
@@ -134,12 +136,13 @@ class LatentAttentionSpec(LatentAttentionConfig, NormConfig, Mixer):
             core += heads * length * saved_bytes.dropout_key_index
         if once and saved_bytes.qkv_copy:
             core += tokens * (2 * keys + values) * saved_bytes.qkv_copy
-        elif once and saved_bytes.pads_values and not saved_bytes.per_score:
-            padded = self.v_head_dim < self.kv_channels
-            core += tokens * (4 if padded else 3) * keys * size
+        elif once and padded:
+            core += tokens * 4 * keys * size  # values and output as wide as keys
         else:
             core += tokens * (2 * keys + values) * size
         latent = size * layer_pass.stream_tokens
+        if padded and heads == 1:  # the output is a view of the padded one
+            values = 0 if once else keys
         found = {"": core, "out": tokens * values * size}
         for name, norm, rank in (
             ("q", self.q_norm, self.q_lora_rank),
