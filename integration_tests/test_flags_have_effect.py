@@ -173,6 +173,15 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         EXPERTS,
         {"--moe-shared-expert-intermediate-size": "8"},
     ),
+    "model.moe_expert_capacity_factor": (EXPERTS, {"--moe-expert-capacity-factor": "0.5"}),
+    "model.moe_token_drop_policy": (
+        {**EXPERTS, "--moe-expert-capacity-factor": "0.5"},
+        {"--moe-token-drop-policy": "position"},
+    ),
+    "model.moe_pad_expert_input_to_capacity": (
+        {**EXPERTS, "--moe-expert-capacity-factor": "0.5"},
+        {"--moe-pad-expert-input-to-capacity": ""},
+    ),
     "model.moe_layer_freq": (EXPERTS, {"--moe-layer-freq": "[0]+[1]"}),
     "model.moe_router_pre_softmax": (EXPERTS, {"--moe-router-pre-softmax": ""}),
     "model.moe_router_score_function": (EXPERTS, {"--moe-router-score-function": "sigmoid"}),

@@ -87,6 +87,17 @@ MODELS["sinkhorn"] = replace(
 MODELS["step-loss"] = replace(
     MODELS["moe"], moe_aux_loss_coeff=0.0, moe_global_aux_loss_coeff=0.05, init_method_std=0.1
 )
+MODELS["dropping"] = replace(
+    MODELS["moe"],
+    softmax_type="vanilla",
+    moe_expert_capacity_factor=0.7,
+    init_method_std=0.1,  # so that weights differ
+)
+MODELS["earliest"] = replace(
+    MODELS["dropping"],
+    moe_token_drop_policy="position",
+    moe_pad_expert_input_to_capacity=True,
+)
 MODELS["few"] = replace(
     MODELS["untied"],
     num_query_groups=2,
@@ -141,7 +152,8 @@ biases in its experts, a shared expert, attention sinks and both losses of a rou
 selects experts by Sinkhorn's algorithm, and `step-loss` balances them over the micro-batches of a
 step. `scaled` is Gemma's kind: norms around each sublayer with gains of 1 + weight, GeGLU,
 multipliers and bounded logits. `parallel` is Falcon's kind: attention and feed-forward layer read
-one normed input.
+one normed input. The experts of `dropping` and `earliest` have a capacity; those of `earliest` keep
+the earliest tokens and are padded.
 """
 
 Model = Literal[
@@ -153,6 +165,8 @@ Model = Literal[
     "grouped",
     "sinkhorn",
     "step-loss",
+    "dropping",
+    "earliest",
     "few",
     "scaled",
     "parallel",
@@ -454,6 +468,12 @@ CASES = (
     _case("biased", 2, "alltoall", dp=2, ep=2),
     _case("biased", 2, "alltoall", "dropout", "selective", dp=2, ep=2),
     _case("biased", 1, "sp", "alltoall", "sharded", tp=2, pp=2, dp=2, ep=2),
+    _case("dropping", 2, "alltoall", dp=2, ep=2),
+    _case("dropping", 2, "sp", "alltoall", tp=2, cp=2, ep=2, etp=1),
+    _case("dropping", 1, "alltoall", "dropout", "selective", tp=2, pp=2, dp=2, ep=2),
+    _case("earliest", 2, tp=2, dp=2, ep=2),
+    _case("earliest", 2, "alltoall", "dropout", cp=2, dp=2, ep=4),
+    _case("earliest", 2, "sp", "alltoall", tp=4, ep=2, etp=1),
     _case("moe", 1, "alltoall", "dropout", "zero-bubble", pp=2, dp=2, ep=2),
     _case("moe-gated", 1, "sp", "alltoall", "dualpipe-v", tp=2, pp=2, vpp=2, ep=2, etp=1),
     _case("biased", 1, "alltoall", "dropout", "selective", "zb-v", pp=2, vpp=2, dp=2, ep=2),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import megatron_models.components.moe.capacity as capacity
 import megatron_models.components.moe.losses as losses
 import megatron_models.components.moe.module as moe
 import megatron_models.components.moe.router as router
@@ -9,6 +10,7 @@ import megatron_parallel.data_parallel.plan as plan
 import megatron_parallel.expert_parallel.dispatch as dispatch
 import megatron_parallel.sharding.step_state as state
 import torch
+from megatron_models.components.moe.capacity import ExpertCapacity
 from megatron_models.components.moe.module import MoE
 from megatron_models.components.moe.router import Router
 from megatron_models.components.moe.routing import Routing
@@ -143,6 +145,44 @@ def _noise_of_first(mesh: Mesh, replace: Replace) -> None:
         return key
 
     replace(MoE, "_noise", wrong)
+
+
+# -- capacity ------------------------------------------------------------------------------------
+
+
+@defect("the capacity of experts is that of the tokens of one rank", "tp2·dp2·ep2-earliest")
+def _capacity_of_one_rank(mesh: Mesh, replace: Replace) -> None:
+    true = ExpertCapacity.capacity
+    ranks = mesh.axis("tp").size
+    replace(
+        ExpertCapacity,
+        "capacity",
+        lambda self, shape: true(self, (shape[0] // ranks, shape[1])),
+    )
+
+
+@defect(
+    "the earliest tokens are those of the first rank of the sequence",
+    "cp2·dp2·ep4·a2a-earliest-dropout",
+)
+def _earliest_by_rank(mesh: Mesh, replace: Replace) -> None:
+    true = ExpertCapacity._indices
+
+    def wrong(self: ExpertCapacity, *arguments: Any) -> Tensor:
+        found = true(self, *arguments)
+        return torch.arange(len(found)) + len(found) * self.axis.index
+
+    replace(ExpertCapacity, "_indices", wrong)
+
+
+@defect("an expert keeps the smallest weights", "dp2·ep2·a2a-dropping")
+def _smallest_weights(mesh: Mesh, replace: Replace) -> None:
+    true = capacity.kept_choices
+
+    def wrong(experts: Tensor, weights: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return true(experts, -weights, *rest, **options)
+
+    replace(capacity, "kept_choices", wrong)
 
 
 # -- denominators and statistics -----------------------------------------------------------------

@@ -107,7 +107,7 @@ class ContextParallel:
         self._mesh = mesh
         self._axis = axis
         self._comm = comm
-        self._split = split
+        self.split = split
         self._mask = mask
         self._dropout = dropout
 
@@ -131,7 +131,7 @@ class ContextParallel:
                 tensor-parallel rank.
             scores: Scores of the ``n`` heads, as in `megatron_kernels.attention`.
         """
-        comm, axis, split = self._comm[layer], self._axis, self._split
+        comm, axis, split = self._comm[layer], self._axis, self.split
         if comm == "p2p":
             blocks = self._blocks(layer, first_head, scores)
             return ring_attention(q, k, v, self._ring, axis, blocks, sinks=scores.sinks)
@@ -191,24 +191,24 @@ class ContextParallel:
 
     @cached_property
     def _ring(self) -> RingPlan:
-        return plan_ring(self._rules, self._split, self._axis.index, _lower)
+        return plan_ring(self._rules, self.split, self._axis.index, _lower)
 
     @cached_property
     def _hierarchy(self) -> tuple[ContextSplit, RingPlan]:
         inner, outer = self._mesh.axis("cp_inner"), self._mesh.axis("cp_outer")
-        joined = self._split.joined(inner.size)
+        joined = self.split.joined(inner.size)
         plan = plan_ring(self._rules, joined, outer.index, _lower)
-        return self._split.within(inner.size, outer.index), plan
+        return self.split.within(inner.size, outer.index), plan
 
     @cached_property
     def _whole(self) -> Mask:
-        length = self._split.length
-        return self._mask.prepare(length, length, device=self._split.indices.device)
+        length = self.split.length
+        return self._mask.prepare(length, length, device=self.split.indices.device)
 
     @cached_property
     def _gathered(self) -> Mask:
-        indices = torch.arange(self._split.length, device=self._split.indices.device)[None]
-        return _lower(self._rules.block(self._split.indices[self._axis.index], indices)).mask
+        indices = torch.arange(self.split.length, device=self.split.indices.device)[None]
+        return _lower(self._rules.block(self.split.indices[self._axis.index], indices)).mask
 
 
 @dataclass(frozen=True, eq=False)

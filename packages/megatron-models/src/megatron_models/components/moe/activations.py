@@ -8,6 +8,7 @@ the rank's own experts. Either way a rank computes ``n k expert_tp`` rows under 
 over the ranks of ``ep``.
 """
 
+from math import ceil
 from typing import Final
 
 from megatron_models.components.mixer import BytesByPart, LayerPass
@@ -35,6 +36,9 @@ def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
     own = -(-tokens // tp)
     chosen = own * choices
     rows = chosen * cut
+    if factor := config.moe_expert_capacity_factor:
+        even = ceil(rows * factor)
+        rows = even if config.moe_pad_expert_input_to_capacity else min(rows, even)
     # Expert and weight of each choice, and all logits or scores; for lower precisions, float32
     # copies of tokens and weights.
     router = chosen * (_INDEX + wide) + own * config.num_experts * wide

@@ -6,13 +6,14 @@ from functools import cached_property
 
 from megatron_models.components.fields import flag
 from megatron_models.components.mlp.spec import MLPConfig
+from megatron_models.components.moe.capacity_fields import CapacityFields
 from megatron_models.components.moe.router_config import RouterConfig
 from megatron_models.errors import ConfigError
 from megatron_models.layer_pattern import PatternError, layer_pattern
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(RouterConfig, MLPConfig):
+class MoEConfig(CapacityFields, RouterConfig, MLPConfig):
     """Experts, the layers that have them, and the routing of tokens.
 
     ``moe_ffn_hidden_size`` may be left at 0. With experts it is then derived when the configuration
@@ -69,6 +70,12 @@ class MoEConfig(RouterConfig, MLPConfig):
                         vars(self),
                     )
             return
+        if self.moe_expert_capacity_factor and self.moe_router_expert_choice:
+            raise ConfigError(
+                "{moe_expert_capacity_factor} does not work with {moe_router_expert_choice:name}, "
+                "with which every expert selects equally many tokens; leave one of them out",
+                vars(self),
+            )
         if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
             raise ConfigError(
                 "{moe_shared_expert_gate:name} has no effect without a shared expert; set "

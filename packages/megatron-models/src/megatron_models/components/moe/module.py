@@ -5,7 +5,8 @@
 The tokens of a micro-batch are always divided over tensor-parallel ranks inside this layer, with
 or without sequence parallelism. Each rank routes its own tokens, and the ranks of the experts
 (``ep``, ``expert_tp``) need not be those of the dense layers. No token is dropped, so the output of
-a token does not depend on other tokens, unless experts select tokens.
+a token does not depend on other tokens, unless experts have a capacity (`ExpertCapacity`) or select
+tokens.
 """
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from megatron_models.components.context import Context
 from megatron_models.components.mlp.module import MLP
+from megatron_models.components.moe.capacity import ExpertCapacity, pad_rows
 from megatron_models.components.moe.experts import Experts
 from megatron_models.components.moe.losses import RouterLosses
 from megatron_models.components.moe.router import Router
@@ -44,6 +46,7 @@ class MoE(nn.Module):
         self.dispatcher = build_dispatcher(placement.dispatcher, mesh, spec.num_experts, ops)
         self.losses = RouterLosses(spec, layer, mesh)
         self.router = Router(spec, layer, placement)
+        self.capacity = ExpertCapacity(spec, mesh) if spec.moe_expert_capacity_factor else None
         self.experts = Experts(spec, placement)
         self.shared = None if spec.shared is None else MLP(spec.shared, layer, placement)
         self.shared_gate = None
@@ -76,13 +79,22 @@ class MoE(nn.Module):
             routing.experts,
             self.losses.attach(routing, sequences, x.shape[1], context),
         )
+        capacity = None if context.cache is not None else self.capacity  # decoding drops nothing
+        shape = (x.shape[0] * (self.tp.size if cut else 1), x.shape[1])
+        if capacity is not None:
+            experts = capacity.limit(experts, weights, shape, context)
         choices = experts.shape[1]
         if self.spec.moe_apply_probs_on_input:  # each choice is a token of its own
             tokens = (tokens[:, None] * weights[..., None]).to(tokens.dtype).flatten(0, 1)
             experts, weights = experts.view(-1, 1), torch.ones_like(weights).view(-1, 1)
         dispatch = self.dispatcher.dispatch(tokens, experts, weights, context.interleaver)
         shared = self._shared_output(x, context)
-        outputs = self.experts(*dispatch.wait())
+        rows, counts = dispatch.wait()
+        if capacity is not None and self.spec.moe_pad_expert_input_to_capacity:
+            padded = pad_rows(rows, counts, capacity.rows(shape))
+            outputs = self.experts(padded.rows, padded.counts).index_select(0, padded.places)
+        else:
+            outputs = self.experts(rows, counts)
         combined = dispatch.combine(outputs).wait()
         if self.spec.moe_apply_probs_on_input and choices > 1:
             combined = combined.view(-1, choices, combined.shape[1]).sum(1)
