@@ -165,6 +165,13 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--untie-embeddings-and-output-weights": ""},
     ),
     "model.softmax_type": ({}, {"--softmax-type": "off-by-one"}),
+    "model.softmax_scale": ({}, {"--softmax-scale": "0.01"}),
+    "model.sliding_window": ({}, {"--sliding-window": "2"}),
+    "model.attention_chunk_size": ({}, {"--attention-chunk-size": "2"}),
+    "model.window_attn_skip_freq": (
+        {"--sliding-window": "2"},
+        {"--window-attn-skip-freq": "2"},
+    ),
     "model.attn_logit_softcapping": ({}, {"--attn-logit-softcapping": "0.01"}),
     "model.num_experts": ({}, EXPERTS),
     "model.moe_router_topk": (EXPERTS, {"--moe-router-topk": "3"}),

@@ -104,6 +104,9 @@ MODELS["few"] = replace(
     add_qkv_bias=True,
     attn_logit_softcapping=0.3,
     softmax_type="learnable",
+    sliding_window=5,
+    window_attn_skip_freq="2",
+    softmax_scale=0.4,
 )
 MODELS["scaled"] = GPTConfig(
     **_SIZES,

@@ -218,13 +218,13 @@ def test_padding_gives_zeros_and_no_nan_in_any_gradient(backend: str, dtype: tor
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("rule", [{}, {"window": 3}, {"chunk": 3}], ids=str)
 @pytest.mark.parametrize("steps", [[7], [3, 4], [1] * 7, [4, 1, 1, 1]], ids=str)
 def test_attention_step_by_step_with_a_cache_equals_one_pass(
-    steps: list[int], window: int | None, backend: str
+    steps: list[int], rule: dict[str, int], backend: str
 ) -> None:
     q, k, v = (x.detach() for x in inputs())
-    whole = attention(q, k, v, Mask(window=window), backend=backend)
+    whole = attention(q, k, v, Mask(**rule), backend=backend)
     room = torch.full((3, 2, 2, 6), math.nan, dtype=F64)  # unused room of the cache is never read
     cache_k, cache_v = torch.cat((k, room)), torch.cat((v, room))
     at, parts = 0, []
@@ -232,7 +232,7 @@ def test_attention_step_by_step_with_a_cache_equals_one_pass(
         now = slice(at, at + step)
         # The reference multiplies unused keys by zero, which keeps NaN, so it gets only used keys.
         end = at + step if backend == "reference" else None
-        mask = Mask(window=window)
+        mask = Mask(**rule)
         keys, values = cache_k[:end], cache_v[:end]
         parts.append(attention(q[now], keys, values, mask, query_offset=at, backend=backend))
         at += step
@@ -262,6 +262,7 @@ MASKS = [
     Mask(),
     Mask(causal=False),
     Mask(window=3),
+    Mask(chunk=3),
     Mask(prefix=4),
     Mask(document_ids=PADDED),
 ]

@@ -29,6 +29,26 @@ def test_a_window_counts_the_query_itself() -> None:
     assert picture(Mask(window=2, causal=False), 4, 4) == ["xx..", "xxx.", ".xxx", "..xx"]
 
 
+def test_a_chunk_hides_the_chunks_before() -> None:
+    assert picture(Mask(chunk=2), 4, 4) == ["x...", "xx..", "..x.", "..xx"]
+    assert picture(Mask(chunk=3), 2, 5, offset=3) == ["...x.", "...xx"]
+    assert Mask(chunk=4).lower(4, 4) == (None, True)
+    assert Mask(chunk=3).lower(4, 4)[0] is not None
+
+
+def test_a_mask_is_narrowed_by_windows_and_chunks() -> None:
+    mask = Mask(window=3).narrowed(window=2, chunk=3)
+    assert picture(mask, 4, 4) == ["x...", "xx..", ".xx.", "...x"]
+    assert Mask(window=2).narrowed(5).window == 2
+    assert (plain := Mask()).narrowed() is plain
+    with pytest.raises(KernelError, match="chunk is 3 and would become 4"):
+        mask.narrowed(chunk=4)
+    with pytest.raises(KernelError, match="a dense mask cannot be narrowed"):
+        Mask(window=2).prepare(4, 4).narrowed(window=1)
+    with pytest.raises(KernelError, match="chunk is 0"):
+        Mask(chunk=0)
+
+
 def test_all_queries_attend_to_a_prefix() -> None:
     assert picture(Mask(prefix=3), 4, 4) == ["xxx.", "xxx.", "xxx.", "xxxx"]
     each = Mask(prefix=torch.tensor([0, 2])).allowed(2, 2)

@@ -55,6 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling_original_length": 8,
     },
     "linear-scaling": {"position_embedding_type": "rope", "rope_scaling_type": "linear"},
+    "window": {"sliding_window": 4, "softmax_scale": 0.7, "window_attn_skip_freq": "2"},
+    "chunks": {"attention_chunk_size": 4, "window_attn_skip_freq": "[0,1]"},
     "softcap": {"attn_logit_softcapping": 1.5, "num_query_groups": 2},
     "gemma": {
         "position_embedding_type": "rope",

@@ -94,7 +94,7 @@ def test_every_term_equals_the_counted_bytes(config, dtype, dropout):
         last = {n.removeprefix("layers.1."): b for n, b in found.items() if "layers.1" in n}
         last["dropout"] = last.pop("layers.1", 0)
         layer_pass = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
-        terms = layer_activations(config, layer_pass)
+        terms = layer_activations(config, layer_pass, layer=1)
         for one in (last, terms):  # fused attention itself saves its output, which `out` reads
             one["attention"] = one.get("attention", 0) + one.pop("attention.out", 0)
             one["mlp"] = one.get("mlp", 0) + one.pop("mlp.down", 0)
@@ -123,6 +123,19 @@ def test_unfused_attention_saves_scores_and_probabilities(small, knob, dropout, 
         layer_pass = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
         terms = layer_activations(config, layer_pass)
         assert saved == terms["attention"] + terms["attention.out"], plan
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("knob", [{"sliding_window": 3}, {"attention_chunk_size": 4}], ids=str)
+def test_a_window_saves_its_mask_in_each_layer(small, knob, dtype):
+    config = small(num_layers=2, **knob)
+    for dropout in (False, True):
+        found = counted(config, dtype, SELECTIVE[0], dropout).items()
+        parts = ("layers.1.attention", "layers.1.attention.out")
+        saved = sum(size for name, size in found if name in parts)
+        layer_pass = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=SELECTIVE[0])
+        terms = layer_activations(config, layer_pass)
+        assert saved == terms["attention"] + terms["attention.out"], dropout
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])

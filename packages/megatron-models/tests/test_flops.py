@@ -44,6 +44,25 @@ def test_flops_per_sequence_equal_those_of_megatron(config, sequence_length, exp
     assert training_flops(config, sequence_length) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("knob", "pairs"),
+    [
+        ({"sliding_window": 16}, 128 * 16 - 16 * 16 // 2),
+        ({"attention_chunk_size": 16}, 8 * 16 * 16 // 2),
+        ({"sliding_window": 16, "attention_chunk_size": 16}, 8 * 16 * 16 // 2),
+        ({"sliding_window": 500, "attention_chunk_size": 500}, 128 * 128 // 2),
+    ],
+    ids=str,
+)
+def test_windows_count_the_pairs_in_them(knob, pairs):
+    """As in full attention, which has half of the square, half of the diagonal is left out."""
+    config = model(3, 64, 4, 512, window_attn_skip_freq="[1,0,1]", **knob)
+    less = training_flops(model(3, 64, 4, 512), 128) - training_flops(config, 128)
+    of_a_pair = 3 * 2 * 2 * 64  # passes, operations, score and value, channels
+    assert less == 2 * of_a_pair * (128 * 128 // 2 - pairs)
+    assert training_flops(config, 128, tokens=512) == 4 * training_flops(config, 128)
+
+
 def test_flops_grow_with_tokens_and_shrink_with_packing():
     config = model(2, 64, 4, 512)
     one = training_flops(config, 128)

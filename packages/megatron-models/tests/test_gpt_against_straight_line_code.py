@@ -87,7 +87,17 @@ def latent_attention(x, weights, name, config, factors):
     return linear(torch.cat(outputs, -1), weights, f"{name}.out")
 
 
-def attention(x, weights, name, config, factors):
+def first_key(t, layer, config):
+    """Returns the first token that token ``t`` attends to in a layer."""
+    skipped = {"": [], "2": [1, 3, 5], "[0,1]": [0]}[config.window_attn_skip_freq]
+    if layer in skipped:
+        return 0
+    if config.attention_chunk_size:
+        return t - t % config.attention_chunk_size
+    return max(0, t + 1 - config.sliding_window) if config.sliding_window else 0
+
+
+def attention(x, weights, name, config, factors, layer):
     """Computes one sequence ``[s, h]`` head by head and token by token; factors ``[s, n, s]``."""
     if config.multi_latent_attention:
         return latent_attention(x, weights, name, config, factors)
@@ -105,9 +115,10 @@ def attention(x, weights, name, config, factors):
                 query = head[t]
                 if config.position_embedding_type == "rope":
                     query = rotate(query, t, config)
-                scores = keys[: t + 1] @ query / math.sqrt(d)
+                scores = keys[: t + 1] @ query * (config.softmax_scale or 1 / math.sqrt(d))
                 if bound := config.attn_logit_softcapping:
                     scores = bound * torch.tanh(scores / bound)
+                scores[: first_key(t, layer, config)] = -math.inf
                 kept = torch.softmax(scores, 0) * factors[t, len(outputs), : t + 1]
                 rows.append(kept @ values[: t + 1])
             outputs.append(torch.stack(rows))
@@ -169,7 +180,7 @@ def straight_line_logits(weights, config, tokens, factors):
             if config.norm_placement in ("pre", "sandwich"):
                 read = norm(read, weights, f"{block}.{own}_norm", config)
             if part == "attention":
-                y = attention(read, weights, f"{block}.attention", config, kept)
+                y = attention(read, weights, f"{block}.attention", config, kept, i)
             else:
                 y = feed_forward(read, weights, f"{block}.mlp", config)
             if config.norm_placement in ("post", "sandwich"):

@@ -34,6 +34,7 @@ MASKS = {
     "documents": SequenceMask(IDS),
     "full in documents": SequenceMask(IDS, causal=False),
     "window": SequenceMask(window=5),
+    "chunk": SequenceMask(IDS, chunk=6),
     "prefix": SequenceMask(prefix=torch.tensor([3, 7])),
 }
 LAYOUTS = {

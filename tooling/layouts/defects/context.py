@@ -11,7 +11,7 @@ import torch
 from megatron_models.components.dropout import StageDropout
 from megatron_models.components.rotary.module import RotaryTable
 from megatron_parallel import DropoutKey, Mesh
-from megatron_parallel.context_parallel import ContextSplit, RingPlan, SequenceMask
+from megatron_parallel.context_parallel import BlockMask, ContextSplit, RingPlan, SequenceMask
 from megatron_parallel.data_parallel.buffers import ReductionAxes
 from megatron_train import GPTTask, MicroBatch
 from megatron_train.engine import StepEngine
@@ -72,6 +72,16 @@ def _scores_taken_for_plain(mesh: Mesh, replace: Replace) -> None:
         return true(*args[:7], dataclasses.replace(args[7], softcap=0.0), **options)
 
     replace(context_parallel, "attention_backward", wrong)
+
+
+@defect("a window is one token too wide over context-parallel ranks", "cp2-few-dropout")
+def _wide_window(mesh: Mesh, replace: Replace) -> None:
+    def wrong(self: SequenceMask, queries: Tensor, keys: Tensor) -> BlockMask:
+        window = None if self.window is None else self.window + 1
+        return true(dataclasses.replace(self, window=window), queries, keys)
+
+    true = SequenceMask.block
+    replace(SequenceMask, "block", wrong)
 
 
 @defect("the gradient of sinks is not divided by the sum of exponentials", "cp2-few-dropout")

@@ -1,9 +1,9 @@
 """Floating-point operations of a training step, from the configuration alone.
 
 Counts the matrix products of one forward and one backward pass: two operations per multiply-add,
-and twice the forward pass for the backward pass. Causal attention counts half of the square.
-Recomputation, routers, and experts that a token does not use are not counted. This is the numerator
-of model FLOPs utilisation (MFU), as in Megatron-LM.
+and twice the forward pass for the backward pass. Causal attention counts half of the square, a
+window the pairs in it. Recomputation, routers, and experts that a token does not use are not
+counted. This is the numerator of model FLOPs utilisation (MFU), as in Megatron-LM.
 """
 
 from megatron_models.models.model_config import ModelConfig
@@ -32,12 +32,8 @@ def training_flops(
         tokens = sequence_length
     if squared_lengths is None:
         squared_lengths = tokens * sequence_length
-    multiply_adds = config.multiply_adds
-    return (
-        _PASSES
-        * _MULTIPLY_ADD
-        * (tokens * multiply_adds.per_token + multiply_adds.per_squared_length * squared_lengths)
-    )
+    pairs = config.multiply_adds_of_pairs(tokens, squared_lengths)
+    return _PASSES * _MULTIPLY_ADD * (tokens * config.multiply_adds.per_token + pairs)
 
 
 def tokens_per_pair(config: ModelConfig) -> float:

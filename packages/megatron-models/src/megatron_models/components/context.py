@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_models.cache import KVCache
 from megatron_models.components.attention.context_parallel import ContextParallel
+from megatron_models.components.attention.span import EVERYTHING, Span
 from megatron_models.components.dropout import StageDropout
 from megatron_models.components.moe.replay import RouterReplay
 from megatron_models.components.rotary.module import Angles
@@ -26,6 +27,7 @@ class Context:
 
     Attributes:
         mask: Which tokens may attend to which.
+        masks: The mask narrowed to the spans of this stage's mixers, see `mask_of`.
         angles: Cosines and sines of the rotary angles, by the rotation of a mixer.
         cache: Key/value cache, when decoding.
         offset: Number of cached positions before these tokens.
@@ -63,6 +65,17 @@ class Context:
     sequence_parallel: bool | None = None
     router_replay: RouterReplay | None = None
     expert_loads: dict[int, Int[Tensor, " e"]] = field(default_factory=dict)
+    masks: Mapping[Span, Mask] = field(default_factory=dict)
+
+    def mask_of(self, span: Span) -> Mask:
+        """Returns the mask of a layer with this span.
+
+        It is prepared only if it is among `masks`; otherwise each layer narrows `mask` by itself.
+        """
+        if span == EVERYTHING:
+            return self.mask
+        prepared = self.masks.get(span)
+        return self.mask.narrowed(span.window, span.chunk) if prepared is None else prepared
 
     def hidden_dropout(
         self, x: Float[Tensor, "s b h"], layer: int, site: int
@@ -107,7 +120,8 @@ class Context:
         """Returns the tensors that layers share, which count for no single layer."""
         key = None if self.dropout is None else self.dropout.global_dropout.key
         words = [] if key is None else [key.word0, key.word1]
-        masks = [self.mask] if self.cross_mask is None else [self.mask, self.cross_mask]
+        cross = [] if self.cross_mask is None else [self.cross_mask]
+        masks = [self.mask, *self.masks.values(), *cross]
         fields = [value for mask in masks for value in vars(mask).values()]
         tables = [table for angles in self.angles.values() for table in angles]
         shared = (*tables, *fields, *words, self.encoder_output)

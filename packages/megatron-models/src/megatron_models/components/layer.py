@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron_parallel import Sharding
 
+from megatron_models.components.attention.span import Span
 from megatron_models.components.embedding.spec import EmbeddingSpec
 from megatron_models.components.mixer import (
     BytesByPart,
@@ -190,15 +191,13 @@ class TrunkSpec:
         """Returns the multiply-adds of one query-key pair, in all layers together."""
         return sum(mixer.multiply_adds_per_pair() for mixer in self.mixers)
 
-    def multiply_adds_per_squared_length(self) -> int:
-        """Returns the multiply-adds of all pairs of a sequence, divided by its squared length.
+    def multiply_adds_of_pairs(self, tokens: int, squared_lengths: int) -> int:
+        """Returns the multiply-adds of all query-key pairs, with the arguments of `Mixer`."""
+        return sum(mixer.multiply_adds_of_pairs(tokens, squared_lengths) for mixer in self.mixers)
 
-        A causal mixer has half of the pairs.
-        """
-        return sum(
-            mixer.multiply_adds_per_pair() // (1 if mixer.bidirectional else 2)
-            for mixer in self.mixers
-        )
+    def spans(self) -> tuple[Span, ...]:
+        """Returns the spans of mixers, each once."""
+        return tuple(dict.fromkeys(each for mixer in self.mixers for each in mixer.spans()))
 
     def layer_activations(self, number: int, layer_pass: LayerPass) -> BytesByPart:
         """Returns the bytes that one layer saves for one micro-batch, by submodule."""

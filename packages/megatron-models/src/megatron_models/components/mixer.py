@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from megatron_parallel import ParallelLayout, RecomputeConfig, Sharding
 
+from megatron_models.components.attention.span import EVERYTHING, Span
 from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.components.saved_bytes import SavedBytes
 
@@ -228,6 +229,23 @@ class Mixer(ABC):
     def rotations(self) -> tuple[RotarySpec, ...]:
         """Returns the rotations whose angles the module reads. Defaults to none."""
         return ()
+
+    def spans(self) -> tuple[Span, ...]:
+        """Returns the limits of attention whose masks the module reads. Defaults to none."""
+        return ()
+
+    def multiply_adds_of_pairs(self, tokens: int, squared_lengths: int) -> int:
+        """Returns the multiply-adds of all query-key pairs of some documents.
+
+        Args:
+            tokens: Number of tokens.
+            squared_lengths: Sum of the squared lengths of the documents.
+        """
+        each = self.multiply_adds_per_pair()
+        if self.bidirectional:
+            return each * squared_lengths
+        spans = self.spans() or (EVERYTHING,)
+        return each * max(span.pairs(tokens, squared_lengths) for span in spans) // 2
 
     def multiply_adds_per_pair(self) -> int:
         """Returns the multiply-adds of one query-key pair. Defaults to 0."""

@@ -19,6 +19,9 @@ class SavedBytes:
         attention_mask: Bytes for each query and key, shared by all heads and samples: whether the
             query may attend to the key. With documents there is a mask for each sample, which is
             not counted here.
+        window_mask: Bytes for each query and key that fused attention saves in a layer with a
+            window: the mask as a summand, in the precision of the activations. 0 if its kernel
+            computes the window.
         logsumexp: Bytes for each query and head: the log-sum-exp of the scores.
         qkv_copy: Bytes of an element of the copies of queries, keys and values that attention saves
             in a higher precision. 0 if it saves the originals.
@@ -35,6 +38,7 @@ class SavedBytes:
     dropout_mask: int = 0
     per_score: int = 0
     attention_mask: int = 0
+    window_mask: int = 0
     logsumexp: int = 4
     qkv_copy: int = 0
     norm_statistic: int = 4
@@ -77,6 +81,7 @@ class SavedBytes:
         rms = normalization == "RMSNorm"
         saved_bytes = cls(
             activation=activation,
+            window_mask=activation,
             logsumexp=wide,
             norm_statistic=wide if rms else activation,
             normalized_input=wide if rms else 0,

@@ -39,12 +39,10 @@ class MultiplyAdds(NamedTuple):
     Attributes:
         per_token: Multiply-adds of one token with the weights.
         per_pair: Multiply-adds of one query-key pair, in all layers together.
-        per_squared_length: Multiply-adds of all pairs of a sequence, divided by its squared length.
     """
 
     per_token: int
     per_pair: int
-    per_squared_length: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,8 +103,17 @@ class ModelConfig(ComponentConfig, ABC):
         return MultiplyAdds(
             per_token,
             sum(trunk.multiply_adds_per_pair() for trunk in trunks),
-            sum(trunk.multiply_adds_per_squared_length() for trunk in trunks),
         )
+
+    def multiply_adds_of_pairs(self, tokens: int, squared_lengths: int) -> int:
+        """Returns the multiply-adds of all query-key pairs of some documents, in all layers.
+
+        Args:
+            tokens: Number of tokens.
+            squared_lengths: Sum of the squared lengths of the documents.
+        """
+        trunks = self.trunks().values()
+        return sum(trunk.multiply_adds_of_pairs(tokens, squared_lengths) for trunk in trunks)
 
     @cached_property
     def auxiliary_losses(self) -> tuple[str, ...]:

@@ -84,10 +84,10 @@ def plan_ring(
 
 
 def _tiles(mask: SequenceMask, split: ContextSplit) -> int:
-    """Returns the number of tiles per rank: two slices, or more if documents or a window help."""
+    """Returns the number of tiles per rank: two slices, or more if other rules than causal help."""
     tiles = 2
     while (
-        (mask.document_ids is not None or mask.window is not None)
+        (mask.document_ids is not None or mask.window is not None or mask.chunk is not None)
         and split.local_length % (2 * tiles) == 0
         and split.local_length // (2 * tiles) >= SMALLEST_TILE
     ):
@@ -153,6 +153,11 @@ def _by_position(
         some = some & (distance < mask.window)
         widest = torch.maximum(query_high - key_low, key_high - query_low)
         every = every & (widest < mask.window)
+    if mask.chunk is not None:
+        query_first, query_last = query_low // mask.chunk, query_high // mask.chunk
+        key_first, key_last = key_low // mask.chunk, key_high // mask.chunk
+        some = some & (key_first <= query_last) & (query_first <= key_last)
+        every = every & (query_first == key_last) & (key_first == query_last)
     return some, every
 
 

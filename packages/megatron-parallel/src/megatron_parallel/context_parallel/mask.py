@@ -20,6 +20,8 @@ class SequenceMask:
             the index in the sequence.
         causal: Whether a query may only attend to keys at its own position and before.
         window: A query may only attend to keys less than this number of positions away.
+        chunk: A query may only attend to keys of its chunk; positions are cut into chunks of this
+            many.
         prefix: With `causal`, all queries may attend to keys at positions below this; an int or
             `[b]`.
     """
@@ -29,6 +31,7 @@ class SequenceMask:
     causal: bool = True
     window: int | None = None
     prefix: Int[Tensor, " b"] | int | None = None
+    chunk: int | None = None
 
     def block(self, queries: Int[Tensor, "#b s"], keys: Int[Tensor, "#b t"]) -> "BlockMask":
         """Returns the mask for the queries and the keys at these indices."""
@@ -43,6 +46,7 @@ class SequenceMask:
             causal=self.causal,
             window=self.window,
             prefix=self.prefix,
+            chunk=self.chunk,
         )
 
 
@@ -60,6 +64,7 @@ class BlockMask:
         causal: As in `SequenceMask`.
         window: As in `SequenceMask`.
         prefix: As in `SequenceMask`.
+        chunk: As in `SequenceMask`.
         all_allowed: Whether all queries are known to be allowed to attend to all keys.
     """
 
@@ -72,6 +77,7 @@ class BlockMask:
     causal: bool
     window: int | None
     prefix: Int[Tensor, " b"] | int | None
+    chunk: int | None = None
     all_allowed: bool = False
 
     def allowed(self) -> Bool[Tensor, "#b s t"]:
@@ -86,6 +92,8 @@ class BlockMask:
                 allowed = allowed | (key < first)
         if self.window is not None:
             allowed = allowed & ((query - key).abs() < self.window)
+        if self.chunk is not None:
+            allowed = allowed & (query // self.chunk == key // self.chunk)
         if self.query_document_ids is not None and self.key_document_ids is not None:
             ids = self.query_document_ids[:, :, None]
             allowed = allowed & (ids == self.key_document_ids[:, None, :]) & (ids >= 0)

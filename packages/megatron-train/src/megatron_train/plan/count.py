@@ -51,8 +51,8 @@ class Count:
 def count(run: RunSections) -> Count:
     """Returns sizes and costs of a run with a resolved layout."""
     model, length = run.model, run.data.seq_length
-    work = model.multiply_adds
-    pairs = work.per_squared_length * length
+    pairs = model.multiply_adds_of_pairs(length, length**2)
+    tokens = model.multiply_adds.per_token * length
     per_sequence = training_flops(model, length)
     samples = run.batch_sizes.last
     micro_batches = max(1, samples // run.micro_batch_times_data_parallel_size)
@@ -69,7 +69,7 @@ def count(run: RunSections) -> Count:
         parts=_parts(run),
         flops_per_sequence=per_sequence,
         flops_per_step=per_sequence * samples,
-        attention_share=pairs / (pairs + work.per_token),
+        attention_share=pairs / (pairs + tokens),
         memory=memory,
         micro_batches_in_flight=flight,
         memory_unknown=unknown,

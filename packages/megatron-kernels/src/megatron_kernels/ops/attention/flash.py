@@ -73,7 +73,7 @@ def flash_unsupported_reason(
     if v.shape[-1] != q.shape[-1]:
         return f"value heads of {v.shape[-1]} channels differ from query heads of {q.shape[-1]}"
     if not mask.index_only:
-        return "the mask has documents, positions, a prefix or is dense"
+        return "the mask has documents, positions, a prefix, chunks or is dense"
     aligned = query_offset + q.shape[0]
     if (mask.causal and k.shape[0] < aligned) or (
         not mask.causal and mask.window is not None and k.shape[0] != aligned

@@ -21,6 +21,8 @@ class Mask:
             parallelism. Position ids that restart in every document need `document_ids` too.
         causal: Whether a query attends only to keys at its own position and before.
         window: A query attends only to keys less than this many positions away, its own included.
+        chunk: A query attends only to keys of its own chunk: positions are cut into chunks of this
+            many (Llama 4's chunked attention).
         prefix: With `causal`: all queries attend to keys at positions below this number (prefix
             language models). An int, or int32 `[b]`.
         query_document_ids: int32 `[b, s]`, if the queries are not a range of the keys (a block of
@@ -33,6 +35,7 @@ class Mask:
     positions: Int[Tensor, "b t"] | None = None
     causal: bool = True
     window: int | None = None
+    chunk: int | None = None
     prefix: Int[Tensor, " b"] | int | None = None
     query_document_ids: Int[Tensor, "b s"] | None = None
     query_positions: Int[Tensor, "b s"] | None = None
@@ -41,6 +44,8 @@ class Mask:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise KernelError(f"mask: window is {self.window}; use at least 1 (the token itself)")
+        if self.chunk is not None and self.chunk < 1:
+            raise KernelError(f"mask: chunk is {self.chunk}; use at least 1 (the token itself)")
         if self.query_document_ids is not None and self.document_ids is None:
             raise KernelError("mask: query_document_ids needs document_ids")
         if self.query_positions is not None and self.positions is None:
@@ -48,8 +53,8 @@ class Mask:
 
     @property
     def index_only(self) -> bool:
-        """Whether the rules depend on indices alone: no document, position, prefix or tensor."""
-        return self.keys_in_order and self.document_ids is None
+        """Whether only `causal` and `window` limit attention, by the index in the sequence."""
+        return self.keys_in_order and self.document_ids is None and self.chunk is None
 
     @property
     def keys_in_order(self) -> bool:
@@ -59,6 +64,24 @@ class Mask:
             and self.dense is None
             and (self.prefix is None or not self.causal)
         )
+
+    def narrowed(self, window: int | None = None, chunk: int | None = None) -> "Mask":
+        """Returns the mask with further limits; the narrower of two windows counts.
+
+        Raises:
+            KernelError: The mask is dense, or has chunks of another size.
+        """
+        if window is None and chunk is None:
+            return self
+        if self.dense is not None:
+            raise KernelError(
+                "mask: a dense mask cannot be narrowed to a window or chunks; pass it as rules"
+            )
+        if None not in (chunk, self.chunk) and chunk != self.chunk:
+            raise KernelError(f"mask: chunk is {self.chunk} and would become {chunk}; use one size")
+        windows = [each for each in (window, self.window) if each is not None]
+        own = self.chunk if chunk is None else chunk
+        return replace(self, window=min(windows, default=None), chunk=own)
 
     def prepare(
         self, queries: int, keys: int, query_offset: int = 0, *, device: torch.device | str = "cpu"
@@ -75,11 +98,14 @@ class Mask:
     ) -> tuple[Bool[Tensor, "b_or_1 s t"] | None, bool]:
         """Returns the mask tensor for a kernel, or None, and whether None means causal.
 
-        No tensor is needed if the rules depend on indices alone and the window is at least as wide
-        as the sequence: without `causal`, for a single query after all keys, and for queries that
-        are the keys.
+        No tensor is needed if the rules depend on indices alone and window and chunk are at least
+        as wide as the sequence: without `causal`, for a single query after all keys, and for
+        queries that are the keys.
         """
-        wide = self.window is None or self.window >= max(keys, query_offset + queries)
+        end = max(keys, query_offset + queries)
+        if self.positions is None and self.chunk is not None and self.chunk >= end:
+            return replace(self, chunk=None).lower(queries, keys, query_offset, device=device)
+        wide = self.window is None or self.window >= end
         if self.index_only and wide:
             if not self.causal or (queries == 1 and keys <= query_offset + 1):
                 return None, False
@@ -119,7 +145,7 @@ class Mask:
     def _by_position(
         self, queries: int, keys: int, query_offset: int, device: torch.device | str
     ) -> Tensor:
-        """Returns the rules that compare positions: causal, prefix and window."""
+        """Returns the rules that compare positions: causal, prefix, window and chunk."""
         query, key = self._positions(queries, keys, query_offset, device)
         if self.causal:
             allowed = key <= query
@@ -132,6 +158,8 @@ class Mask:
             allowed = torch.ones_like(key, dtype=torch.bool).expand(-1, queries, -1)
         if self.window is not None:
             allowed = allowed & ((query - key).abs() < self.window)
+        if self.chunk is not None:
+            allowed = allowed & (query // self.chunk == key // self.chunk)
         return allowed
 
     def distance(

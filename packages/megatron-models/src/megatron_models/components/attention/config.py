@@ -6,10 +6,12 @@ Importing this module does not import torch.
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from megatron_models.components.attention.span import Span
 from megatron_models.components.fields import flag
 from megatron_models.components.rotary.config import RotaryConfig
 from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.errors import ConfigError
+from megatron_models.layer_pattern import PatternError, layer_pattern
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 
@@ -75,6 +77,42 @@ class AttentionConfig(RotaryConfig):
             nonnegative=True,
         ),
     )
+    softmax_scale: float = field(
+        default=0.0,
+        metadata=flag(
+            "--softmax-scale",
+            "factor of the attention scores; 0: 1 / sqrt(kv_channels) (our name)",
+            nonnegative=True,
+        ),
+    )
+    sliding_window: int = field(
+        default=0,
+        metadata=flag(
+            "--sliding-window",
+            "number of tokens that a token attends to, its own included; 0: all (our name; "
+            "Megatron-LM's --window-size L,R counts the tokens beside it)",
+            nonnegative=True,
+            unit="tokens",
+        ),
+    )
+    attention_chunk_size: int = field(
+        default=0,
+        metadata=flag(
+            "--attention-chunk-size",
+            "a token attends only to tokens of its chunk of this many positions (Llama 4); 0: all "
+            "(our name)",
+            nonnegative=True,
+            unit="tokens",
+        ),
+    )
+    window_attn_skip_freq: str = field(
+        default="",
+        metadata=flag(
+            "--window-attn-skip-freq",
+            "layers without the window or chunks: a number N, every N-th layer, or a pattern like "
+            "([1]*5+[0])*4, in which 1 is a layer with them; empty: none",
+        ),
+    )
 
     qk_layernorm: bool = field(
         default=False,
@@ -109,6 +147,38 @@ class AttentionConfig(RotaryConfig):
     def _check_rotation(self) -> None:
         """Refuses a rotation that no pairs of channels fit."""
         self.rotary_spec(self.kv_channels)
+        if not self.window_attn_skip_freq:
+            return
+        if not (self.sliding_window or self.attention_chunk_size):
+            raise ConfigError(
+                "{window_attn_skip_freq} selects layers without a window, but no layer has one; "
+                "set {sliding_window:name} or {attention_chunk_size:name}",
+                vars(self),
+            )
+        try:
+            _ = self.windowed_layers
+        except PatternError as reason:
+            raise ConfigError(f"{{window_attn_skip_freq:name}}: {reason}", vars(self)) from None
+
+    @property
+    def windowed_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has the window or the chunks.
+
+        As in Megatron-LM, every N-th layer counted from 1 is without them.
+        """
+        text = self.window_attn_skip_freq
+        if not text:
+            return (True,) * self.num_layers
+        if not text.strip().isdigit():
+            return layer_pattern(text, self.num_layers)
+        first, *others = layer_pattern(text, self.num_layers + 1)
+        del first  # the pattern counts from 0
+        return tuple(not skipped for skipped in others)
+
+    @property
+    def span(self) -> Span:
+        """How far the attention of a layer reaches."""
+        return Span(self.sliding_window or None, self.attention_chunk_size or None)
 
     @property
     def query_size(self) -> int:

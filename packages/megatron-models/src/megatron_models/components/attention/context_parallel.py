@@ -31,6 +31,7 @@ from megatron_parallel.context_parallel import (
 from torch import Tensor
 
 from megatron_models.components.attention.config import AttentionConfig
+from megatron_models.components.attention.span import EVERYTHING, Span
 from megatron_models.components.dropout import StageDropout
 from megatron_models.errors import ConfigError
 
@@ -110,6 +111,7 @@ class ContextParallel:
         self.split = split
         self._mask = mask
         self._dropout = dropout
+        self._plans: dict[Span, _Plans] = {}
 
     def attention(
         self,
@@ -119,6 +121,7 @@ class ContextParallel:
         layer: int,
         first_head: int,
         scores: Scores = PLAIN_SCORES,
+        span: Span = EVERYTHING,
     ) -> Float[Tensor, "part b n d"]:
         """Returns attention of this rank's queries over the keys of all ranks.
 
@@ -130,23 +133,25 @@ class ContextParallel:
             first_head: Global number of the first of the ``n`` heads, which are those of this
                 tensor-parallel rank.
             scores: Scores of the ``n`` heads, as in `megatron_kernels.attention`.
+            span: How far the layer's attention reaches.
         """
         comm, axis, split = self._comm[layer], self._axis, self.split
+        plans = self._plans_of(span)
         if comm == "p2p":
             blocks = self._blocks(layer, first_head, scores)
-            return ring_attention(q, k, v, self._ring, axis, blocks, sinks=scores.sinks)
+            return ring_attention(q, k, v, plans.ring, axis, blocks, sinks=scores.sinks)
         if comm == "allgather":
             own = split.indices[axis.index]
-            attend = partial(self._attend, self._gathered, layer, first_head, own, scores)
+            attend = partial(self._attend, plans.gathered, layer, first_head, own, scores)
             return all_gather_attention(q, k, v, split, axis, attend)
         if comm == "a2a":
             heads = q.shape[2] // axis.size
             scores = scores.of_heads(heads * axis.index, heads)
             first_head += heads * axis.index
-            attend = partial(self._attend, self._whole, layer, first_head, None, scores)
+            attend = partial(self._attend, plans.whole, layer, first_head, None, scores)
             return all_to_all_attention(q, k, v, split, axis, attend)
         inner, outer = self._mesh.axis("cp_inner"), self._mesh.axis("cp_outer")
-        within, plan = self._hierarchy
+        within, plan = plans.hierarchy
         heads = q.shape[2] // inner.size
         scores = scores.of_heads(heads * inner.index, heads)
         blocks = self._blocks(layer, first_head + heads * inner.index, scores)
@@ -182,33 +187,49 @@ class ContextParallel:
     def _drops(self) -> bool:
         return self._dropout is not None and self._dropout.global_dropout.attention > 0.0
 
+    def _plans_of(self, span: Span) -> "_Plans":
+        if span not in self._plans:
+            mask = self._mask.narrowed(span.window, span.chunk)
+            self._plans[span] = _Plans(self._mesh, self._axis, self.split, mask)
+        return self._plans[span]
+
+
+@dataclass(frozen=True, eq=False)
+class _Plans:
+    """What the kinds of communication need of one mask, computed for the first layer with it."""
+
+    mesh: Mesh
+    axis: Axis
+    split: ContextSplit
+    mask: Mask
+
     @property
     def _rules(self) -> SequenceMask:
-        mask = self._mask
+        mask = self.mask
         return SequenceMask(
-            mask.document_ids, mask.positions, mask.causal, mask.window, mask.prefix
+            mask.document_ids, mask.positions, mask.causal, mask.window, mask.prefix, mask.chunk
         )
 
     @cached_property
-    def _ring(self) -> RingPlan:
-        return plan_ring(self._rules, self.split, self._axis.index, _lower)
+    def ring(self) -> RingPlan:
+        return plan_ring(self._rules, self.split, self.axis.index, _lower)
 
     @cached_property
-    def _hierarchy(self) -> tuple[ContextSplit, RingPlan]:
-        inner, outer = self._mesh.axis("cp_inner"), self._mesh.axis("cp_outer")
+    def hierarchy(self) -> tuple[ContextSplit, RingPlan]:
+        inner, outer = self.mesh.axis("cp_inner"), self.mesh.axis("cp_outer")
         joined = self.split.joined(inner.size)
         plan = plan_ring(self._rules, joined, outer.index, _lower)
         return self.split.within(inner.size, outer.index), plan
 
     @cached_property
-    def _whole(self) -> Mask:
+    def whole(self) -> Mask:
         length = self.split.length
-        return self._mask.prepare(length, length, device=self.split.indices.device)
+        return self.mask.prepare(length, length, device=self.split.indices.device)
 
     @cached_property
-    def _gathered(self) -> Mask:
+    def gathered(self) -> Mask:
         indices = torch.arange(self.split.length, device=self.split.indices.device)[None]
-        return _lower(self._rules.block(self.split.indices[self._axis.index], indices)).mask
+        return _lower(self._rules.block(self.split.indices[self.axis.index], indices)).mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,6 +255,7 @@ def _lower(block: BlockMask) -> _Lowered:
         positions=block.key_positions,
         causal=block.causal,
         window=block.window,
+        chunk=block.chunk,
         prefix=block.prefix,
         query_document_ids=block.query_document_ids,
         query_positions=block.query_positions,

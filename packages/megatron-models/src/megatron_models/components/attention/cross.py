@@ -30,7 +30,7 @@ class CrossAttention(nn.Module):
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.head_size = spec.kv_channels
         self.ranks_per_group = query_group_ranks(spec, self.tp.size)
-        self.scores = Scores(softcap=spec.attn_logit_softcapping)
+        self.scores = Scores(spec.softmax_scale or None, spec.attn_logit_softcapping)
         self.q = placement.column_parallel_linear(spec.q)
         self.kv = placement.column_parallel_linear(spec.kv)
         self.out = placement.row_parallel_linear(spec.out)

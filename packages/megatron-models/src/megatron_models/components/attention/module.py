@@ -33,7 +33,8 @@ class Attention(nn.Module):
         self.rotation = spec.rotation
         self.head_size, self.heads_by_role = spec.kv_channels, spec.heads_by_role
         self.ranks_per_group = query_group_ranks(spec, self.tp.size)
-        self.scores = Scores(softcap=spec.attn_logit_softcapping)
+        self.span = spec.span
+        self.scores = Scores(spec.softmax_scale or None, spec.attn_logit_softcapping)
         self.qkv = placement.column_parallel_linear(spec.qkv)
         self.sinks = None if spec.softmax_type == "vanilla" else Sinks(spec, placement)
         self.out = placement.row_parallel_linear(spec.out)
@@ -55,7 +56,8 @@ class Attention(nn.Module):
             k = rope(k, *angles, self.rotation.interleaved)
         if context.cache is not None:
             seen = context.cache.update(self.layer, k, v)
-            y = seen.attend(q, context.mask, query_offset=context.offset, scores=self._scores_of(q))
+            mask = context.mask_of(self.span)
+            y = seen.attend(q, mask, query_offset=context.offset, scores=self._scores_of(q))
         else:
             core = partial(self._attend, context)
             y = context.maybe_recompute("core_attn", core, q, k, v)
@@ -67,9 +69,9 @@ class Attention(nn.Module):
         scores = self._scores_of(q)
         if context.context_parallel is not None:
             over_ranks = context.context_parallel.attention
-            return over_ranks(q, k, v, self.layer, self.first_head, scores)
+            return over_ranks(q, k, v, self.layer, self.first_head, scores, self.span)
         drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
-        return attention(q, k, v, context.mask, scores, dropout=drop)
+        return attention(q, k, v, context.mask_of(self.span), scores, dropout=drop)
 
     def _scores_of(self, q: Tensor) -> Scores:
         """Returns the scores of this rank's heads, which are those of ``q``."""

@@ -8,6 +8,7 @@ from megatron_parallel.sharding import Init
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
 from megatron_models.components.attention.config import AttentionConfig
+from megatron_models.components.attention.span import Span
 from megatron_models.components.fields import check_divisible
 from megatron_models.components.mixer import (
     BytesByPart,
@@ -90,6 +91,10 @@ class AttentionSpec(AttentionConfig, Mixer):
         """Returns the rotation of queries and keys, if any."""
         return () if self.rotation is None else (self.rotation,)
 
+    def spans(self) -> tuple[Span, ...]:
+        """Returns the span of the layer."""
+        return (self.span,)
+
     def multiply_adds_per_pair(self) -> int:
         """Returns a multiply-add of each channel for the score, and one for the weighted value."""
         return 2 * self.query_size
@@ -99,9 +104,12 @@ class AttentionSpec(AttentionConfig, Mixer):
         saved_bytes, tp = self._saved_bytes(layer_pass.saved_bytes), layer_pass.tp
         unfused = not layer_pass.recompute.selects("core_attn")
         core = 0
+        narrow = self.span.narrows(layer_pass.sequence_length)
+        if unfused and narrow and not saved_bytes.per_score:
+            core += layer_pass.sequence_length**2 * saved_bytes.window_mask
         if unfused:
             heads = layer_pass.tokens * self.num_attention_heads // tp
-            core = heads * (
+            core += heads * (
                 saved_bytes.logsumexp + saved_bytes.per_score * layer_pass.sequence_length
             )
             core += layer_pass.sequence_length**2 * saved_bytes.attention_mask

@@ -154,7 +154,7 @@ class LatentAttentionConfig(AttentionConfig):
         YaRN scales scores by ``m^2`` with ``m = 0.1 mscale_all_dim ln(factor) + 1``; otherwise m is
         1. Megatron-Core and Hugging Face compute the same.
         """
-        given: float = getattr(self, "softmax_scale", 0.0)
+        given = self.softmax_scale
         if given:
             return given
         magnitude, scaling = 1.0, None if self.rotation is None else self.rotation.scaling

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from megatron_models.components.attention.config import AttentionConfig
+from megatron_models.components.attention.span import EVERYTHING
 from megatron_models.components.attention.spec import AttentionSpec, CrossAttentionSpec
 from megatron_models.components.dropout_sites import (
     ATTENTION_OUTPUT,
@@ -49,6 +50,12 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
         if self.softmax_type != "vanilla":
             raise ConfigError(
                 "an encoder-decoder has no attention sinks: {softmax_type}", vars(self)
+            )
+
+        if self.span != EVERYTHING:
+            raise ConfigError(
+                "an encoder-decoder has no windows: {sliding_window}, {attention_chunk_size}",
+                vars(self),
             )
 
     def trunks(self) -> dict[str, TrunkSpec]:

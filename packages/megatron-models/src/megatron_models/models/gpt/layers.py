@@ -4,6 +4,8 @@ Each function returns the part of one layer, by its global number, so that optio
 some layers only (experts, windows, positions) have one place each.
 """
 
+from typing import Any
+
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron_models.components.latent_attention.spec import LatentAttentionSpec
@@ -32,10 +34,12 @@ def gpt_layer(config: GPTFields, number: int) -> Layer:
 
 def attention_mixer(config: GPTFields, number: int) -> Mixer:
     """Returns the attention of a layer."""
-    del number  # the same in every layer
+    changes: dict[str, Any] = {"window_attn_skip_freq": ""}
+    if not config.windowed_layers[number]:
+        changes |= {"sliding_window": 0, "attention_chunk_size": 0}
     if config.multi_latent_attention:
-        return config.component(LatentAttentionSpec)
-    return config.component(AttentionSpec)
+        return config.component(LatentAttentionSpec, **changes)
+    return config.component(AttentionSpec, **changes)
 
 
 def feed_forward_mixer(config: GPTFields, number: int) -> Mixer:

@@ -19,6 +19,7 @@ from megatron_models.components.attention.context_parallel import (
     ContextParallel,
     check_context_parallel,
 )
+from megatron_models.components.attention.span import EVERYTHING
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
 from megatron_models.components.embedding.output import (
@@ -99,6 +100,7 @@ class GPT(Trunk, CausalModel):
         self.cp = mesh.axis("cp")
         self.cp_comm_type = cp_comm_type
         self.stage, self.first, self.last = plan.stage, plan.first, plan.last
+        self.spans = stage.spans()
         self.rotary = RotaryTables(stage.rotations(), config.max_position_embeddings, placement)
         self.output: ColumnParallelLinear | None = None
         if plan.last and config.output() is not None:
@@ -203,7 +205,7 @@ class GPT(Trunk, CausalModel):
         offset = 0 if cache is None else cache.length
         end = offset + length
         mask = Mask() if mask is None else mask
-        parallel = None
+        parallel, masks = None, {}
         of_parts = cp is not None and positions is not None
         if whole and (cp is not None or split is not None):
             raise ConfigError("cache and split exclude each other: decoding cuts no sequence")
@@ -225,6 +227,13 @@ class GPT(Trunk, CausalModel):
                 positions = mask.query_positions
             elif positions is None and mask.positions is not None:
                 positions = mask.positions[:, offset:end]
+            masks = {
+                span: mask.narrowed(span.window, span.chunk).prepare(
+                    length, end, offset, device=x.device
+                )
+                for span in self.spans
+                if span != EVERYTHING
+            }
             mask = mask.prepare(length, end, offset, device=x.device)
         angles = self.rotary(length, offset, positions)
         padding = self._padding(mask, offset, end, cp if over_ranks else None, split)
@@ -241,6 +250,7 @@ class GPT(Trunk, CausalModel):
             interleaver,
             sequence_parallel=False if whole else None,
             router_replay=router_replay,
+            masks=masks,
         )
         x = super().forward(x, context, positions)
         if not self.last:
