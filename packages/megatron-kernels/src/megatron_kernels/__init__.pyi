@@ -23,8 +23,13 @@ from .ops.norm.rms_norm import rms_norm as rms_norm
 from .ops.rope.frequencies import rope_frequencies as rope_frequencies
 from .ops.rope.frequencies import rope_tables as rope_tables
 from .ops.rope.rope import rope as rope
+from .ops.rope.scaling import DynamicNtkScaling as DynamicNtkScaling
+from .ops.rope.scaling import FactorScaling as FactorScaling
+from .ops.rope.scaling import LengthScaling as LengthScaling
 from .ops.rope.scaling import LinearScaling as LinearScaling
 from .ops.rope.scaling import Llama3Scaling as Llama3Scaling
+from .ops.rope.scaling import LongRopeScaling as LongRopeScaling
+from .ops.rope.scaling import NtkScaling as NtkScaling
 from .ops.rope.scaling import RopeScaling as RopeScaling
 from .ops.rope.scaling import YarnScaling as YarnScaling
 from .ops.softmax.softmax import softmax as softmax

@@ -15,7 +15,7 @@ from megatron_models.components.mixer import Parameters, ParameterSpec, paramete
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 
-PositionEmbedding = Literal["learned_absolute", "rope"]
+PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ class PositionConfig(StreamConfig):
         default="learned_absolute",
         metadata=flag(
             "--position-embedding-type",
-            "learned absolute positions added to the embedding, or rotary positions in attention",
+            "learned absolute positions added to the embedding, rotary positions in attention, or "
+            "none",
             choices=get_args(PositionEmbedding),
         ),
     )
@@ -110,7 +111,7 @@ class OutputConfig(EmbeddingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSpec(EmbeddingConfig):
-    """Token embeddings, plus learned position embeddings unless positions are rotary.
+    """Token embeddings, plus learned position embeddings if the model has them.
 
     Attributes:
         is_output_weight: Whether the token embeddings are the output matrix too.

@@ -104,6 +104,7 @@ class LatentAttentionConfig(AttentionConfig):
             "kv_channels": self.qk_head_dim + self.qk_pos_emb_head_dim,
             "position_embedding_type": "rope",
             "rotary_percent": 1.0,
+            "no_rope_freq": "0",
         }
         for name, value in expected.items():
             if getattr(self, name) != value:

@@ -1,16 +1,25 @@
 """The configuration of rotary positions. Importing this module does not import torch."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatron_kernels import LinearScaling, Llama3Scaling, RopeScaling
+from megatron_kernels import (
+    DynamicNtkScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NtkScaling,
+    YarnScaling,
+)
 
 from megatron_models.components.embedding.spec import PositionConfig
 from megatron_models.components.fields import flag
-from megatron_models.components.rotary.spec import RotarySpec
+from megatron_models.components.rotary.spec import RotaryScaling, RotarySpec
 from megatron_models.errors import ConfigError
+from megatron_models.layer_pattern import PatternError, layer_pattern
 
-RopeScalingType = Literal["none", "linear", "llama3"]
+RopeScalingType = Literal["none", "linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +75,78 @@ class RotaryConfig(PositionConfig):
         default=8192,
         metadata=flag(
             "--rope-scaling-original-length",
-            "llama3: sequence length of the original training",
+            "dynamic, llama3, yarn and longrope: sequence length of the original training",
             positive=True,
             unit="tokens",
+        ),
+    )
+
+    rope_scaling_attention_factor: float = field(
+        default=0.0,
+        metadata=flag(
+            "--rope-scaling-attention-factor",
+            "yarn and longrope: factor of cosines and sines; 0: derived from the other settings "
+            "(our name)",
+            nonnegative=True,
+        ),
+    )
+    rope_scaling_short_factors: str = field(
+        default="",
+        metadata=flag(
+            "--rope-scaling-short-factors",
+            "longrope: divisors of the frequencies up to the original length, separated by commas "
+            "(our name)",
+        ),
+    )
+    rope_scaling_long_factors: str = field(
+        default="",
+        metadata=flag(
+            "--rope-scaling-long-factors",
+            "longrope: divisors of the frequencies beyond the original length, separated by commas "
+            "(our name)",
+        ),
+    )
+    yarn_beta_fast: float = field(
+        default=32.0,
+        metadata=flag(
+            "--yarn-beta-fast",
+            "yarn: frequencies with more periods within the original length are not scaled",
+            positive=True,
+        ),
+    )
+    yarn_beta_slow: float = field(
+        default=1.0,
+        metadata=flag(
+            "--yarn-beta-slow",
+            "yarn: frequencies with fewer periods within the original length are scaled in full",
+            positive=True,
+        ),
+    )
+    yarn_correction_range_round_to_int: bool = field(
+        default=True,
+        metadata=flag(
+            "--yarn-correction-range-round-to-int",
+            "yarn: round the range of frequencies that are scaled in part to whole numbers",
+        ),
+    )
+    mscale: float = field(
+        default=1.0,
+        metadata=flag("--mscale", "yarn: weight of the attention factor", nonnegative=True),
+    )
+    mscale_all_dim: float = field(
+        default=0.0,
+        metadata=flag(
+            "--mscale-all-dim",
+            "yarn: weight of the divisor of the attention factor; 0: no divisor",
+            nonnegative=True,
+        ),
+    )
+    no_rope_freq: str = field(
+        default="0",
+        metadata=flag(
+            "--no-rope-freq",
+            "which layers have no rotary positions: every N-th, counted from 1, or a pattern with "
+            "1 for such layers; 0: none",
         ),
     )
 
@@ -81,13 +159,37 @@ class RotaryConfig(PositionConfig):
 
     def _check(self) -> None:
         super()._check()
-        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
-        rope = self.position_embedding_type == "rope"
-        if rope and self.rope_scaling_type == "llama3" and low >= high:
+        try:
+            unrotated = self.unrotated_layers
+        except PatternError as error:
+            reason = str(error).replace("{", "{{").replace("}", "}}")
+            raise ConfigError(f"{{no_rope_freq:name}}: {reason}", vars(self)) from None
+        if self.position_embedding_type == "rope":
+            self._check_scaling()
+        elif any(unrotated):
             raise ConfigError(
-                "{rope_scaling_low_freq_factor} must be below {rope_scaling_high_freq_factor}",
-                vars(self),
+                "{no_rope_freq} needs rotary positions, not {position_embedding_type}", vars(self)
             )
+
+    def _check_scaling(self) -> None:
+        """Refuses values of the rotary scaling that do not fit together."""
+        for kind, below, above in (
+            ("llama3", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
+            ("yarn", "yarn_beta_slow", "yarn_beta_fast"),
+        ):
+            if self.rope_scaling_type == kind and getattr(self, below) >= getattr(self, above):
+                raise ConfigError(f"{{{below}}} must be below {{{above}}}", vars(self))
+
+    @property
+    def unrotated_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has no rotary positions although the model has."""
+        text = self.no_rope_freq.strip()
+        if text.isdecimal():
+            every = int(text)
+            return tuple(
+                every > 0 and number % every == 0 for number in range(1, self.num_layers + 1)
+            )
+        return layer_pattern(text, self.num_layers)
 
     def rotary_spec(self, head_size: int) -> RotarySpec | None:
         """Returns the rotation of heads of ``head_size`` channels; None without rotary positions.
@@ -104,17 +206,55 @@ class RotaryConfig(PositionConfig):
                 f"gives {channels}; make it even",
                 {**vars(self), "kv_channels": head_size},
             )
-        return RotarySpec(channels, self.rotary_base, self.rotary_interleaved, self._scaling())
+        return RotarySpec(
+            channels, self.rotary_base, self.rotary_interleaved, self._scaling(channels)
+        )
 
-    def _scaling(self) -> RopeScaling | None:
+    def _scaling(self, channels: int) -> RotaryScaling | None:
         """Returns the rule that scales the frequencies, or None."""
-        if self.rope_scaling_type == "linear":
-            return LinearScaling(self.rope_scaling_factor)
-        if self.rope_scaling_type == "llama3":
+        kind, factor = self.rope_scaling_type, self.rope_scaling_factor
+        original = self.rope_scaling_original_length
+        fixed = self.rope_scaling_attention_factor or None
+        if kind == "linear":
+            return LinearScaling(factor)
+        if kind == "ntk":
+            return NtkScaling(factor)
+        if kind == "dynamic":
+            return DynamicNtkScaling(factor, original)
+        if kind == "llama3":
             return Llama3Scaling(
-                factor=self.rope_scaling_factor,
+                factor=factor,
                 low_freq_factor=self.rope_scaling_low_freq_factor,
                 high_freq_factor=self.rope_scaling_high_freq_factor,
-                original_max_position_embeddings=self.rope_scaling_original_length,
+                original_max_position_embeddings=original,
             )
+        if kind == "yarn":
+            return YarnScaling(
+                factor=factor,
+                original_max_position_embeddings=original,
+                beta_fast=self.yarn_beta_fast,
+                beta_slow=self.yarn_beta_slow,
+                mscale=self.mscale,
+                mscale_all_dim=self.mscale_all_dim,
+                truncate=self.yarn_correction_range_round_to_int,
+                fixed_attention_factor=fixed,
+            )
+        if kind == "longrope":
+            short = self._factors("rope_scaling_short_factors", channels)
+            long = self._factors("rope_scaling_long_factors", channels)
+            return LongRopeScaling(short, long, factor, original, fixed)
         return None
+
+    def _factors(self, name: str, channels: int) -> tuple[float, ...]:
+        """Returns the factors of a field, one for each pair of channels."""
+        try:
+            factors = tuple(float(each) for each in getattr(self, name).split(","))
+        except ValueError:
+            factors = ()
+        if len(factors) != channels // 2 or not all(0 < each < math.inf for each in factors):
+            raise ConfigError(
+                f"{{{name}:name}} must be {channels // 2} positive numbers separated by commas, "
+                f"one for each pair of rotated channels, not {{{name}:repr}}",
+                vars(self),
+            )
+        return factors

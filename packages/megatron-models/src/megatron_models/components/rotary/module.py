@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Int
-from megatron_kernels import rope_frequencies, rope_tables
+from megatron_kernels import RopeScaling, rope_frequencies, rope_tables
 from torch import Tensor, nn
 
 from megatron_models.components.rotary.spec import RotarySpec
@@ -17,7 +17,9 @@ Angles = tuple[Tensor, Tensor]
 class RotaryTable(nn.Module):
     """Looks up the cosines and sines of positions. It has no parameters and no stored state.
 
-    The table is float64 for a float64 model and float32 otherwise.
+    The table is float64 for a float64 model and float32 otherwise. If the rule of scaling depends
+    on the length of a sequence, the table is that of the longest sequences, and the angles of
+    others are computed in each pass.
 
     Args:
         rotation: The rotation.
@@ -31,6 +33,7 @@ class RotaryTable(nn.Module):
     def __init__(self, rotation: RotarySpec, positions: int, placement: Placement) -> None:
         super().__init__()
         self.rotation, self.positions = rotation, positions
+        self.scaling = rotation.scaling_at(positions)
         table = torch.float64 if placement.dtype == torch.float64 else torch.float32
         for name in ("cos", "sin"):
             shape = (positions, 1, rotation.channels // 2)
@@ -42,18 +45,43 @@ class RotaryTable(nn.Module):
         """Computes the table on its device. Does nothing on the meta device."""
         if self.cos.is_meta:
             return
-        rotation, scaling = self.rotation, self.rotation.scaling
-        frequencies = rope_frequencies(rotation.channels, rotation.base, scaling=scaling)
-        cos, sin = rope_tables(torch.arange(self.positions), frequencies, self.cos.dtype, scaling)
+        cos, sin = self._compute(torch.arange(self.positions), self.scaling)
         self.cos.copy_(cos)
         self.sin.copy_(sin)
 
-    def forward(self, length: int, offset: int, positions: Int[Tensor, "b s"] | None) -> Angles:
-        """Returns the angles of ``positions``. Defaults to ``offset`` and the following ones."""
+    def forward(
+        self,
+        length: int,
+        offset: int,
+        positions: Int[Tensor, "b s"] | None,
+        context: int | None = None,
+    ) -> Angles:
+        """Returns the angles of ``positions``.
+
+        Args:
+            length: Number of tokens.
+            offset: Position of the first token without ``positions``.
+            positions: The positions. Defaults to ``offset`` and the following ones.
+            context: Length of the whole sequence, by which a rule of scaling may choose. Defaults
+                to the number of positions of the model.
+        """
+        scaling = self.rotation.scaling_at(self.positions if context is None else context)
+        if scaling != self.scaling:
+            if positions is None:
+                positions = torch.arange(offset, offset + length, device=self.cos.device)
+            return self._compute(positions, scaling)
         if positions is None:
             return self.cos[offset : offset + length], self.sin[offset : offset + length]
         index = positions.t()
         return self.cos[index, 0], self.sin[index, 0]
+
+    def _compute(self, positions: Int[Tensor, "..."], scaling: RopeScaling | None) -> Angles:
+        """Returns the angles of positions under a rule."""
+        rotation, device = self.rotation, positions.device
+        frequencies = rope_frequencies(
+            rotation.channels, rotation.base, scaling=scaling, device=device
+        )
+        return rope_tables(positions, frequencies, self.cos.dtype, scaling)
 
 
 class RotaryTables(nn.Module):
@@ -80,8 +108,12 @@ class RotaryTables(nn.Module):
             table.reset()  # type: ignore[operator]
 
     def forward(
-        self, length: int, offset: int, positions: Int[Tensor, "b s"] | None
+        self,
+        length: int,
+        offset: int,
+        positions: Int[Tensor, "b s"] | None,
+        context: int | None = None,
     ) -> dict[RotarySpec, Angles]:
         """Returns the angles by rotation, for the arguments of `RotaryTable`."""
         tables = zip(self.rotations, self.tables, strict=True)
-        return {rotation: table(length, offset, positions) for rotation, table in tables}
+        return {rotation: table(length, offset, positions, context) for rotation, table in tables}

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from megatron_kernels import RopeScaling
+from megatron_kernels import LengthScaling, RopeScaling
+
+RotaryScaling = RopeScaling | LengthScaling
+"""A rule that scales the frequencies, for all lengths or by the length of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -19,4 +22,10 @@ class RotarySpec:
     channels: int
     base: float
     interleaved: bool = False
-    scaling: RopeScaling | None = None
+    scaling: RotaryScaling | None = None
+
+    def scaling_at(self, length: int) -> RopeScaling | None:
+        """Returns the rule for sequences of ``length`` tokens."""
+        if isinstance(self.scaling, LengthScaling):
+            return self.scaling.at(length)
+        return self.scaling

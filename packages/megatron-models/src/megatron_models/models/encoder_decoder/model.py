@@ -346,7 +346,7 @@ class EncoderDecoder(DecodingModel):
             raise ConfigError("dropout and cache exclude each other: decoding has no dropout")
         return Context(
             mask.prepare(length, end, offset, device=x.device),
-            self.rotary(length, offset, positions),
+            self.rotary(length, offset, positions, None if whole else length),
             cache,
             offset,
             self._dropout(dropout, length),

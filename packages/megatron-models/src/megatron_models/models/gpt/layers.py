@@ -34,12 +34,19 @@ def gpt_layer(config: GPTFields, number: int) -> Layer:
 
 def attention_mixer(config: GPTFields, number: int) -> Mixer:
     """Returns the attention of a layer."""
-    changes: dict[str, Any] = {"window_attn_skip_freq": ""}
+    changes: dict[str, Any] = {"window_attn_skip_freq": "", **rotation_changes(config, number)}
     if not config.windowed_layers[number]:
         changes |= {"sliding_window": 0, "attention_chunk_size": 0}
     if config.multi_latent_attention:
         return config.component(LatentAttentionSpec, **changes)
     return config.component(AttentionSpec, **changes)
+
+
+def rotation_changes(config: GPTFields, number: int) -> dict[str, Any]:
+    """Returns the fields of a layer's rotary positions that differ from those of the model."""
+    if config.unrotated_layers[number]:
+        return {"position_embedding_type": "none", "no_rope_freq": "0"}
+    return {}
 
 
 def feed_forward_mixer(config: GPTFields, number: int) -> Mixer:

@@ -235,7 +235,9 @@ class GPT(Trunk, CausalModel):
                 if span != EVERYTHING
             }
             mask = mask.prepare(length, end, offset, device=x.device)
-        angles = self.rotary(length, offset, positions)
+        # Cached keys of one sequence need one rule of scaling, that of the longest sequence.
+        context_length = None if whole else length * cp.size
+        angles = self.rotary(length, offset, positions, context_length)
         padding = self._padding(mask, offset, end, cp if over_ranks else None, split)
         context = Context(
             mask,

@@ -4,6 +4,10 @@ Linear layers are stored transposed ("Conv1D"), and one matrix holds the queries
 the keys, then the values.
 """
 
+from dataclasses import fields
+
+from megatron_models.components.embedding.spec import PositionConfig
+from megatron_models.components.rotary.config import RotaryConfig
 from megatron_models.families.family import UNTIED, Family, Operation, Row
 from megatron_models.families.settings import Constant, Derived, Mapped, Translated, Unused
 
@@ -42,16 +46,12 @@ _ROWS: tuple[Row, ...] = (
 )
 
 _TANH, _EXACT = "gelu_tanh", "gelu"
-ROTARY = (
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rope_scaling_type",
-    "rope_scaling_factor",
-    "rope_scaling_low_freq_factor",
-    "rope_scaling_high_freq_factor",
-    "rope_scaling_original_length",
+ROTARY = tuple(
+    each.name
+    for each in fields(RotaryConfig)
+    if each.name not in {inherited.name for inherited in fields(PositionConfig)}
 )
+"""Fields that learned positions do not read."""
 
 FAMILY = Family(
     name="gpt2",

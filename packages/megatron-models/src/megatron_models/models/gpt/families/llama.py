@@ -86,7 +86,7 @@ def _biases_to_hf(config: GPTConfig) -> dict[str, bool]:
     return {"attention_bias": config.has_qkv_bias, "mlp_bias": config.has_mlp_bias}
 
 
-_BIASES = Custom(
+BIASES = Custom(
     fields=("add_bias_linear", "add_qkv_bias", "add_attention_out_bias", "add_mlp_bias"),
     hf_fields=("attention_bias", "mlp_bias"),
     read=_biases_from_hf,
@@ -121,7 +121,7 @@ FAMILY = Family(
         ),
         "init_method_std": Mapped("initializer_range", absent=0.02),
     },
-    custom=(rope(10000.0), _BIASES),
+    custom=(rope(10000.0), BIASES),
     neutral={"pretraining_tp": (1,)},
     # Notes of programs that wrote such files.
     without_effect=frozenset(

@@ -44,7 +44,14 @@ FAMILY = Family(
         "norm_epsilon": Mapped("rms_norm_eps", absent=1e-5),
         "add_bias_linear": Constant(False),
     },
-    custom=(rope(10000.0),),
+    custom=(
+        rope(
+            10000.0,
+            kinds=("longrope",),
+            percent=1.0,
+            aliases={"su": "longrope", "yarn": "longrope"},  # of older files
+        ),
+    ),
     neutral={
         "attention_bias": (False,),
         "auto_map": (
@@ -54,8 +61,7 @@ FAMILY = Family(
             },
         ),
     },
-    # The first scales the rotation of longer contexts only, and the others belong to training.
-    without_effect=frozenset({"original_max_position_embeddings", "resid_pdrop", "embd_pdrop"}),
+    without_effect=frozenset({"resid_pdrop", "embd_pdrop"}),
     exported_constants={"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     ignored=llama.FAMILY.ignored,
     prefix="model.",

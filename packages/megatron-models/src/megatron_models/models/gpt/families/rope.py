@@ -1,21 +1,100 @@
 """Rotary settings of a ``config.json``, in the formats of transformers 4 and 5."""
 
 import reprlib
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from megatron_models.errors import ConfigError
-from megatron_models.families.settings import Custom, HFConfig
+from megatron_models.families.settings import Custom, HFConfig, unsupported_field
 from megatron_models.models.gpt.config import GPTConfig
 
-_ROPE_KEYS = {
-    *("rope_type", "type", "rope_theta", "factor"),
-    *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+_LLAMA3: Final = {
+    "rope_scaling_factor": "factor",
+    "rope_scaling_low_freq_factor": "low_freq_factor",
+    "rope_scaling_high_freq_factor": "high_freq_factor",
+    "rope_scaling_original_length": "original_max_position_embeddings",
+}
+_YARN: Final = {
+    "rope_scaling_factor": "factor",
+    "rope_scaling_original_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_correction_range_round_to_int": "truncate",
+}
+_FACTORS: Final = {
+    "rope_scaling_short_factors": "short_factor",
+    "rope_scaling_long_factors": "long_factor",
+}
+_MAGNITUDES: Final = ("mscale", "mscale_all_dim")
+_FIXED: Final = "rope_scaling_attention_factor"
+_ORIGINAL: Final = "original_max_position_embeddings"
+
+_FIELDS: Final = (
+    "rotary_base",
+    "rope_scaling_type",
+    *dict.fromkeys((*_LLAMA3, *_YARN, *_FACTORS, *_MAGNITUDES, _FIXED)),
+)
+_EVERY_KIND: Final = frozenset({"rope_type", "type", "rope_theta", *_LLAMA3.values()})
+_KEYS: Final = {
+    "yarn": _EVERY_KIND | {*_YARN.values(), *_MAGNITUDES, "attention_factor"},
+    "longrope": _EVERY_KIND | {*_FACTORS.values(), "attention_factor"},
 }
 
+ALL_KINDS: Final = ("linear", "dynamic", "llama3", "yarn", "longrope")
+"""The types of rotary scaling that transformers computes for every model."""
 
-def _rope_parameters(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+
+@dataclass(frozen=True, kw_only=True)
+class _Rope:
+    """What `rope` takes."""
+
+    base: float
+    percent: float | None
+    kinds: tuple[str, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    base_name: str = "rope_theta"
+    percent_name: str = "partial_rotary_factor"
+
+    def kind(self, given: Mapping[str, Any]) -> str:
+        """Returns the type of scaling. Refuses types that the family does not have."""
+        kind = given.get("rope_type") or given.get("type") or "default"
+        kind = self.aliases.get(kind, kind) if isinstance(kind, str) else kind
+        if kind != "default" and kind not in self.kinds:
+            raise ConfigError(
+                f"rotary scaling of type {reprlib.repr(kind)} is not supported, only "
+                f"{' and '.join(self.kinds) or 'none'}"
+            )
+        return str(kind)
+
+    def read(self, title: str, hf_config: HFConfig) -> dict[str, Any]:
+        """Returns our fields."""
+        given = _rope_parameters(hf_config, self)
+        base = given.get("rope_theta")
+        fields: dict[str, Any] = {"rotary_base": self.base if base is None else base}
+        if self.percent is not None:
+            share = given.get("partial_rotary_factor")
+            fields["rotary_percent"] = self.percent if share is None else share
+        kind = self.kind(given)
+        if kind == "default":
+            return fields
+        return fields | {"rope_scaling_type": kind} | _READERS[kind](title, hf_config, given)
+
+    def write(self, config: GPTConfig) -> dict[str, Any]:
+        """Returns their fields."""
+        found: dict[str, Any] = {self.base_name: config.rotary_base, "rope_scaling": None}
+        if self.percent is not None:
+            found[self.percent_name] = config.rotary_percent
+        kind = config.rope_scaling_type
+        if kind == "none":
+            return found
+        if kind not in self.kinds:
+            known = " or ".join(map(repr, ("none", *self.kinds)))
+            raise unsupported_field("rope_scaling_type", known, kind)
+        return found | {"rope_scaling": {"rope_type": kind} | _WRITERS[kind](config)}
+
+
+def _rope_parameters(hf_config: Mapping[str, Any], names: _Rope) -> Mapping[str, Any]:
     """Returns the rotary settings. Refuses settings that are not supported."""
     given = [hf_config[key] for key in ("rope_parameters", "rope_scaling") if hf_config.get(key)]
     maps = [each for each in given if isinstance(each, Mapping)]
@@ -25,21 +104,24 @@ def _rope_parameters(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
             f"rotary settings are {reprlib.repr(given)}, not one map; give rope_parameters or "
             "rope_scaling"
         )
-    bases = [
-        each["rope_theta"] for each in (hf_config, *maps) if each.get("rope_theta") is not None
-    ]
-    other_bases = [base for base in bases if base != bases[0]]
-    if other_bases:
-        raise ConfigError(
-            f"rope_theta is {reprlib.repr(bases[0])} and {reprlib.repr(other_bases[0])} in the "
-            "rotary settings"
-        )
     settings = bare[0] if bare else {}
-    if bases:
-        settings["rope_theta"] = bases[0]
+    outside = {
+        "rope_theta": hf_config.get(names.base_name),
+        "partial_rotary_factor": hf_config.get(names.percent_name),
+    }
+    for key, value in outside.items():
+        values = [each for each in (value, *(each.get(key) for each in maps)) if each is not None]
+        if others := [each for each in values if each != values[0]]:
+            raise ConfigError(
+                f"{key} is {reprlib.repr(values[0])} and {reprlib.repr(others[0])} in the rotary "
+                "settings"
+            )
+        if values and (key in settings or key == "rope_theta" or names.percent is not None):
+            settings[key] = values[0]
+    known = _KEYS.get(names.kind(settings), _EVERY_KIND)
     for key, value in settings.items():
-        neutral = value is None or (key == "partial_rotary_factor" and value == 1)
-        if key not in _ROPE_KEYS and not neutral:
+        share = key == "partial_rotary_factor" and (names.percent is not None or value == 1)
+        if key not in known and not share and value is not None:
             raise ConfigError(
                 f"rotary settings with {reprlib.repr(key)} = {reprlib.repr(value)} are not "
                 "supported"
@@ -47,51 +129,176 @@ def _rope_parameters(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings
 
 
-_LLAMA3 = {
-    "rope_scaling_low_freq_factor": "low_freq_factor",
-    "rope_scaling_high_freq_factor": "high_freq_factor",
-    "rope_scaling_original_length": "original_max_position_embeddings",
+def _required(title: str, given: Mapping[str, Any], name: str) -> Any:
+    if given.get(name) is None:
+        raise ConfigError(f"the {title} configuration's rotary scaling lacks {name!r}")
+    return given[name]
+
+
+def _original_length(hf_config: HFConfig, given: Mapping[str, Any]) -> Any:
+    """Returns the original length, by default the number of positions.
+
+    A value outside the rotary settings takes precedence, as in transformers.
+    """
+    for each in (hf_config.get(_ORIGINAL), given.get(_ORIGINAL)):
+        if each is not None:
+            return each
+    return hf_config.get("max_position_embeddings")
+
+
+def _stretched(hf_config: HFConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that YaRN and LongRoPE share.
+
+    The factor is by default the ratio of the number of positions to the original length.
+    """
+    original = _original_length(hf_config, given)
+    factor, positions = given.get("factor"), hf_config.get("max_position_embeddings")
+    if factor is None:
+        if type(original) is not int or type(positions) is not int or original < 1:
+            raise ConfigError(
+                "rotary scaling without a factor needs max_position_embeddings and "
+                f"{_ORIGINAL}, not {reprlib.repr(positions)} and {reprlib.repr(original)}"
+            )
+        factor = positions / original
+    fields = {"rope_scaling_original_length": original, "rope_scaling_factor": factor}
+    fixed = given.get("attention_factor")
+    if fixed == 0:
+        raise ConfigError("rotary settings with attention_factor = 0 are not supported")
+    return fields if fixed is None else fields | {_FIXED: fixed}
+
+
+def _read_linear(title: str, hf_config: HFConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope_scaling_factor": _required(title, given, "factor")}
+
+
+def _read_dynamic(title: str, hf_config: HFConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "rope_scaling_factor": _required(title, given, "factor"),
+        "rope_scaling_original_length": hf_config.get("max_position_embeddings"),
+    }
+
+
+def _read_llama3(title: str, hf_config: HFConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    original = hf_config.get(_ORIGINAL)
+    given = given if original is None else {**given, _ORIGINAL: original}
+    return {name: _required(title, given, hf_name) for name, hf_name in _LLAMA3.items()}
+
+
+def _read_yarn(title: str, hf_config: HFConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    fields = _stretched(hf_config, given)
+    for name in ("yarn_beta_fast", "yarn_beta_slow"):
+        if given.get(_YARN[name]):  # transformers takes 0 as absent
+            fields[name] = given[_YARN[name]]
+    if given.get("truncate") is not None:
+        fields["yarn_correction_range_round_to_int"] = given["truncate"]
+    magnitudes = {name: given.get(name) for name in _MAGNITUDES}
+    return fields | (magnitudes if all(magnitudes.values()) else {})
+
+
+def _read_longrope(title: str, hf_config: HFConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    fields = _stretched(hf_config, given)
+    for name, hf_name in _FACTORS.items():
+        factors = _required(title, given, hf_name)
+        if not isinstance(factors, list) or any(type(x) not in (int, float) for x in factors):
+            raise ConfigError(
+                f"{hf_name} of the rotary settings is {reprlib.repr(factors)}, not a list of "
+                "numbers"
+            )
+        fields[name] = ",".join(map(repr, factors))
+    return fields
+
+
+def _write_linear(config: GPTConfig) -> dict[str, Any]:
+    return {"factor": config.rope_scaling_factor}
+
+
+def _write_dynamic(config: GPTConfig) -> dict[str, Any]:
+    original, positions = config.rope_scaling_original_length, config.max_position_embeddings
+    if original != positions:
+        raise unsupported_field("rope_scaling_original_length", repr(positions), original)
+    return {"factor": config.rope_scaling_factor}
+
+
+def _write_llama3(config: GPTConfig) -> dict[str, Any]:
+    return {hf_name: getattr(config, name) for name, hf_name in _LLAMA3.items()}
+
+
+def _write_yarn(config: GPTConfig) -> dict[str, Any]:
+    found = {hf_name: getattr(config, name) for name, hf_name in _YARN.items()}
+    magnitudes = {name: getattr(config, name) for name in _MAGNITUDES}
+    if config.rope_scaling_attention_factor:
+        return found | {"attention_factor": config.rope_scaling_attention_factor}
+    if all(magnitudes.values()):
+        return found | magnitudes
+    if magnitudes != {"mscale": 1.0, "mscale_all_dim": 0.0}:
+        raise unsupported_field(
+            "mscale and mscale_all_dim", "1.0 and 0.0, or both above 0", tuple(magnitudes.values())
+        )
+    return found
+
+
+def _write_longrope(config: GPTConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "factor": config.rope_scaling_factor,
+        _ORIGINAL: config.rope_scaling_original_length,
+    }
+    for name, hf_name in _FACTORS.items():
+        found[hf_name] = [float(each) for each in getattr(config, name).split(",")]
+    fixed = config.rope_scaling_attention_factor
+    return found | ({"attention_factor": fixed} if fixed else {})
+
+
+_READERS: Final[Mapping[str, Callable[[str, HFConfig, Mapping[str, Any]], dict[str, Any]]]] = {
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+}
+_WRITERS: Final[Mapping[str, Callable[[GPTConfig], dict[str, Any]]]] = {
+    "linear": _write_linear,
+    "dynamic": _write_dynamic,
+    "llama3": _write_llama3,
+    "yarn": _write_yarn,
+    "longrope": _write_longrope,
 }
 
 
-def _from_hf(title: str, hf_config: HFConfig, *, base: float) -> dict[str, Any]:
-    scaling = _rope_parameters(hf_config)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    rope_theta = scaling.get("rope_theta")
-    settings: dict[str, Any] = {"rotary_base": base if rope_theta is None else rope_theta}
-    if kind == "default":
-        return settings
-    if kind not in ("linear", "llama3"):
-        raise ConfigError(
-            f"rotary scaling of type {reprlib.repr(kind)} is not supported, only linear and llama3"
-        )
-    read = {"rope_scaling_factor": "factor", **(_LLAMA3 if kind == "llama3" else {})}
-    for field, hf_name in read.items():
-        if scaling.get(hf_name) is None:
-            raise ConfigError(f"the {title} configuration's rotary scaling lacks {hf_name!r}")
-        settings[field] = scaling[hf_name]
-    return settings | {"rope_scaling_type": kind}
-
-
-def _to_hf(config: GPTConfig) -> dict[str, Any]:
-    settings: dict[str, Any] = {"rope_theta": config.rotary_base, "rope_scaling": None}
-    if config.rope_scaling_type == "none":
-        return settings
-    scaling = {"rope_type": config.rope_scaling_type, "factor": config.rope_scaling_factor}
-    if config.rope_scaling_type == "llama3":
-        scaling |= {hf_name: getattr(config, field) for field, hf_name in _LLAMA3.items()}
-    return settings | {"rope_scaling": scaling}
-
-
-def rope(base: float) -> Custom:
-    """Returns the setting of rotary positions over whole heads, with or without scaling.
+def rope(
+    base: float,
+    *,
+    kinds: tuple[str, ...] = ALL_KINDS,
+    percent: float | None = None,
+    aliases: Mapping[str, str] | None = None,
+    base_name: str = "rope_theta",
+    percent_name: str = "partial_rotary_factor",
+) -> Custom:
+    """Returns the setting of rotary positions, with or without scaling.
 
     Args:
         base: Base of a file without one.
+        kinds: Types of scaling that models of the family may have.
+        percent: Rotated fraction of a head in a file without one. None means that the family always
+            rotates whole heads; a file with another fraction is then refused.
+        aliases: Other names of types in the family's files, such as ``{"su": "longrope"}``.
+        base_name: Name of the base outside the rotary settings.
+        percent_name: Name of the rotated fraction outside the rotary settings.
     """
+    names = _Rope(
+        base=base,
+        percent=percent,
+        kinds=kinds,
+        aliases=aliases or {},
+        base_name=base_name,
+        percent_name=percent_name,
+    )
+    share = percent is not None
     return Custom(
-        fields=("rotary_base", "rope_scaling_type", "rope_scaling_factor", *_LLAMA3),
-        hf_fields=("rope_theta", "rope_scaling", "rope_parameters"),
-        read=partial(_from_hf, base=base),
-        write=_to_hf,
+        fields=(*_FIELDS, *(("rotary_percent",) if share else ())),
+        hf_fields=(
+            *(base_name, "rope_scaling", "rope_parameters", _ORIGINAL),
+            *((percent_name,) if share else ()),
+        ),
+        read=names.read,
+        write=names.write,
     )
