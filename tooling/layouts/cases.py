@@ -144,6 +144,13 @@ MODELS["latent"] = replace(
     qk_layernorm=True,
     add_qkv_bias=True,
 )
+MODELS["mtp"] = replace(MODELS["tied"], mtp_num_layers=2, mtp_loss_scaling_factor=0.5)
+MODELS["moe-mtp"] = replace(
+    MODELS["moe"],
+    mtp_num_layers=2,
+    mtp_loss_scaling_factor=0.6,
+    untie_embeddings_and_output_weights=True,
+)
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
@@ -156,7 +163,8 @@ selects experts by Sinkhorn's algorithm, and `step-loss` balances them over the 
 step. `scaled` is Gemma's kind: norms around each sublayer with gains of 1 + weight, GeGLU,
 multipliers and bounded logits. `parallel` is Falcon's kind: attention and feed-forward layer read
 one normed input. The experts of `dropping` and `earliest` have a capacity; those of `earliest` keep
-the earliest tokens and are padded.
+the earliest tokens and are padded. `mtp` is `tied` with two depths of multi-token prediction, and
+`moe-mtp` is `moe` with them and an untied output matrix.
 """
 
 Model = Literal[
@@ -174,6 +182,8 @@ Model = Literal[
     "scaled",
     "parallel",
     "latent",
+    "mtp",
+    "moe-mtp",
 ]
 
 SPLITS = {
@@ -545,5 +555,23 @@ CASES = (
     _case("tied", 1, "lora", "zb-v", pp=4, vpp=2),
     _case("untied", 1, "lora", "dropout", cp=2, dp=2),
     _case("moe", 1, "lora", "alltoall", "combined-1f1b", pp=2, dp=2, ep=2),
+    _case("mtp", 4, "dropout", tp=2),
+    _case("mtp", 2, "sp", "dropout", tp=2),
+    _case("mtp", 2, "dropout", pp=2),
+    _case("mtp", 2, "dropout", cp=2),
+    _case("mtp", 2, "documents", "dropout", cp=4),
+    _case("mtp", 1, "dropout", "zb-v", pp=2, vpp=2),
+    _case("mtp", 2, "zero-bubble", "few-logits", "sp", tp=2, pp=2),
+    _case("mtp", 1, "gathered", "sp", "smooth", tp=2, pp=2, dp=2),
+    _case("mtp", 1, "fsdp", "dropout", pp=2, dp=2),
+    _case("mtp", 1, "dropout", "uniform", pp=2, vpp=2),
+    _case("mtp", 2, "cut", tp=2, pp=2),
+    _case("mtp", 1, "dropout", cp=2, dp=2, room=6),
+    _case("mtp", 1, "sp", "lora", tp=2, pp=2),
+    _case("moe-mtp", 2, "sp", "alltoall", tp=2, ep=2, etp=1),
+    _case("moe-mtp", 2, "alltoall", "dropout", pp=2, dp=2, ep=2),
+    _case("moe-mtp", 1, "alltoall", "combined-1f1b", pp=2, dp=2, ep=2),
+    _case("moe-mtp", 2, "dropout", "selective", cp=2),
+    _case("moe-mtp", 1, "sp", "alltoall", "sharded", tp=2, pp=4, ep=2, etp=1),
 )
 """Layouts of 2, 4 and 8 ranks; the second argument is the number of samples in a micro-batch."""

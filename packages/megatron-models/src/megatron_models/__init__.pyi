@@ -14,6 +14,8 @@ from .components.mixer import Feature as Feature
 from .components.mixer import KVSpec as KVSpec
 from .components.mixer import LayerPass as LayerPass
 from .components.moe.replay import RouterReplay as RouterReplay
+from .components.multi_token.tokens import FutureTokens as FutureTokens
+from .components.multi_token.tokens import shift_within_documents as shift_within_documents
 from .components.saved_bytes import SavedBytes as SavedBytes
 from .errors import ConfigError as ConfigError
 from .families.family import Family as Family

@@ -149,6 +149,7 @@ class TrunkSpec:
         width: Width of the residual stream.
         layer_offset: Added to a layer's number for dropout, which counts over several trunks.
         embedding_site: Number of the dropout site of the embedding.
+        takes_tokens: Whether the embedding, if there is one, embeds the input of this stage.
     """
 
     embedding: EmbeddingSpec | None
@@ -157,6 +158,7 @@ class TrunkSpec:
     width: int
     layer_offset: int = 0
     embedding_site: int = 0
+    takes_tokens: bool = True
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Returns all parameters by name, in the order of the module."""
@@ -223,4 +225,5 @@ class TrunkSpec:
             embedding=self.embedding if first else None,
             layers={number: self.layers[number] for number in layers},
             final_norm=self.final_norm if last else None,
+            takes_tokens=first,
         )

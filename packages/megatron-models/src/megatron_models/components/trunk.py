@@ -29,7 +29,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.tp = placement.mesh.axis("tp")
         self.embedding_site = spec.embedding_site
-        self.embeds = spec.embedding is not None and not spec.embedding.output_only
+        self.embeds = spec.embedding is not None and spec.takes_tokens
         self.embedding = None if spec.embedding is None else Embedding(spec.embedding, placement)
         # Keyed by the global layer number: a stage has the parameter names of the whole model.
         self.layers = nn.ModuleDict(

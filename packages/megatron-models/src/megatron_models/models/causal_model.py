@@ -36,6 +36,10 @@ class CausalModel(DecodingModel):
     ) -> "megatron_parallel.TensorSpec":
         """Returns shape and dtype of the output of a stage that is not the last, in training."""
 
+    def units(self) -> list[nn.Module]:
+        """Returns the modules that fully sharded training gathers one at a time."""
+        return [*self.layers.values()]
+
     def input_shapes(self, decoding_pass: DecodingPass) -> tuple[tuple[int, ...], ...]:
         """Returns the shape of the residual stream; nothing on the first stage."""
         batch, length = decoding_pass.tokens.shape

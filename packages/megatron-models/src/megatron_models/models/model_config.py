@@ -30,6 +30,7 @@ from megatron_models.components.mixer import (
     UnsupportedFeature,
     prefixed,
 )
+from megatron_models.components.multi_token.spec import MultiTokenSpec, multi_token_loss
 from megatron_models.errors import ConfigError
 
 
@@ -76,6 +77,10 @@ class ModelConfig(ComponentConfig, ABC):
         """Returns the configuration of an untied output matrix ``output.weight``, or None."""
         return None
 
+    def multi_token(self) -> tuple[MultiTokenSpec, ...]:
+        """Returns the depths of multi-token prediction ``mtp.0``, ``mtp.1``, ...; often none."""
+        return ()
+
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Returns every parameter by its global name, in the order of the model."""
         found: Parameters = {}
@@ -84,25 +89,31 @@ class ModelConfig(ComponentConfig, ABC):
             found |= prefixed(prefix, own) if prefix else own
         output = self.output()
         if output is not None:
-            found |= prefixed("output", output_parameters(output))
+            passes = 1 + len(self.multi_token())
+            found |= prefixed("output", output_parameters(output, passes))
+        for spec in self.multi_token():
+            found |= prefixed(f"mtp.{spec.depth}", spec.parameters(sequence_parallel))
         return found
 
     def state(self) -> dict[str, Sharding]:
         """Returns all state that is not a parameter, by global name."""
-        return {
+        found = {
             f"{prefix}.{name}" if prefix else name: cut
             for prefix, trunk in self.trunks().items()
             for name, cut in trunk.state().items()
         }
+        for spec in self.multi_token():
+            found |= {f"mtp.{spec.depth}.{name}": cut for name, cut in spec.state().items()}
+        return found
 
     @cached_property
     def multiply_adds(self) -> MultiplyAdds:
         """Multiply-adds of a forward pass, by token and by query-key pair."""
         per_token = sum(spec.multiply_adds for spec in self.parameters().values())
-        trunks = self.trunks().values()
+        parts = self._parts
         return MultiplyAdds(
             per_token,
-            sum(trunk.multiply_adds_per_pair() for trunk in trunks),
+            sum(part.multiply_adds_per_pair() for part in parts),
         )
 
     def multiply_adds_of_pairs(self, tokens: int, squared_lengths: int) -> int:
@@ -112,20 +123,31 @@ class ModelConfig(ComponentConfig, ABC):
             tokens: Number of tokens.
             squared_lengths: Sum of the squared lengths of the documents.
         """
-        trunks = self.trunks().values()
-        return sum(trunk.multiply_adds_of_pairs(tokens, squared_lengths) for trunk in trunks)
+        parts = self._parts
+        return sum(part.multiply_adds_of_pairs(tokens, squared_lengths) for part in parts)
 
     @cached_property
     def auxiliary_losses(self) -> tuple[str, ...]:
         """Names of the auxiliary losses of components, such as routers."""
-        trunks = self.trunks().values()
-        return tuple(dict.fromkeys(name for trunk in trunks for name in trunk.auxiliary_losses()))
+        return tuple(
+            dict.fromkeys(name for part in self._parts for name in part.auxiliary_losses())
+        )
+
+    @cached_property
+    def multi_token_losses(self) -> tuple[str, ...]:
+        """Names of the losses of multi-token prediction, one for each depth."""
+        return tuple(multi_token_loss(spec.depth) for spec in self.multi_token())
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixers of all layers, each once."""
-        found = {id(mixer): mixer for trunk in self.trunks().values() for mixer in trunk.mixers}
+        found = {id(mixer): mixer for part in self._parts for mixer in part.mixers}
         return tuple(found.values())
+
+    @property
+    def _parts(self) -> tuple[TrunkSpec, ...]:
+        """The layers of all trunks and of multi-token prediction."""
+        return (*self.trunks().values(), *(spec.trunk for spec in self.multi_token()))
 
     @cached_property
     def embedding(self) -> EmbeddingSpec:
@@ -141,7 +163,7 @@ class ModelConfig(ComponentConfig, ABC):
 
     @property
     def depth(self) -> int:
-        """Number of layers of all trunks together."""
+        """Number of layers of all trunks together, without those of multi-token prediction."""
         return sum(len(trunk.layers) for trunk in self.trunks().values())
 
     def cached(self, tp: int) -> dict[int, KVSpec]:
@@ -179,12 +201,14 @@ class ModelConfig(ComponentConfig, ABC):
             ConfigError: A component does not fit; the message names fields of configuration and
                 layout.
         """
-        for mixer in self.mixers:
-            mixer.check_layout(layout)
+        parts: tuple[Mixer | MultiTokenSpec, ...] = (*self.mixers, *self.multi_token())
+        for part in parts:
+            part.check_layout(layout)
 
     def unsupported_reason(self, feature: Feature) -> UnsupportedFeature | None:
         """Returns why the model does not support a training feature, or None."""
-        reasons = (mixer.unsupported_reason(feature) for mixer in self.mixers)
+        parts: tuple[Mixer | MultiTokenSpec, ...] = (*self.mixers, *self.multi_token())
+        reasons = (part.unsupported_reason(feature) for part in parts)
         return next((reason for reason in reasons if reason is not None), None)
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,11 +2,20 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
+import torch
 from megatron_ckpt import ModelRecord
 from megatron_kernels import Mask
-from megatron_models import CausalModel, Dropout, config_of, record_of, training_flops
+from megatron_models import (
+    CausalModel,
+    Dropout,
+    FutureTokens,
+    config_of,
+    record_of,
+    shift_within_documents,
+    training_flops,
+)
 from megatron_parallel import Axis, DropoutKey, TensorSpec
 from megatron_parallel.context_parallel import ContextSplit
 from megatron_parallel.mesh import pool_group_name
@@ -16,6 +25,11 @@ from megatron_train.config.run import RunConfig
 from megatron_train.tasks.task import MicroBatch
 
 LOSS = "lm loss"
+
+_FUTURE: Final[Mapping[str, str]] = {
+    name: f"future_{name}" for name in ("tokens", "labels", "loss_mask", "positions")
+}
+"""Fields of sequences, and the same shifted for each depth of multi-token prediction."""
 
 
 class GPTTask:
@@ -63,6 +77,7 @@ class GPTTask:
         self._reset_attention_mask = reset_attention_mask
         self._split_per_document = split_per_document
         self._label_smoothing = label_smoothing
+        self._config = self._stages[0].config
         self._mesh = self._stages[0].mesh
         self._cp = self._mesh.axis("cp")
         self._sequence_length = sequence_length
@@ -70,7 +85,7 @@ class GPTTask:
     @property
     def model_record(self) -> ModelRecord:
         """The model's kind, family and configuration."""
-        return ModelRecord(family=self._family, **record_of(self._stages[0].config))
+        return ModelRecord(family=self._family, **record_of(self._config))
 
     def migrated_config(self, record: ModelRecord) -> dict[str, Any]:
         """Returns the configuration in a checkpoint's record with the current fields."""
@@ -83,20 +98,56 @@ class GPTTask:
 
     @property
     def auxiliary_losses(self) -> Sequence[str]:
-        """Names of the losses of routers, if the model has any."""
-        return self._stages[0].config.auxiliary_losses
+        """Names of the losses of routers and of multi-token prediction, if the model has any."""
+        return (*self._config.auxiliary_losses, *self._config.multi_token_losses)
 
     def fsdp_units(self, stage: nn.Module) -> Sequence[nn.Module]:
         """Returns the blocks of a stage."""
-        return [block for own in self._stages if own is stage for block in own.layers.values()]
+        return [unit for own in self._stages if own is stage for unit in own.units()]
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Returns the number of unmasked tokens; for losses of routers, of non-padding tokens."""
+        """Returns the number of unmasked tokens; for losses of routers, of non-padding tokens.
+
+        For a loss of multi-token prediction, it is the number of tokens with an unmasked label that
+        many tokens later in the same document.
+        """
         counts = {LOSS: sum(float(batch.fields["loss_mask"].double().sum()) for batch in batches)}
-        if self.auxiliary_losses:
+        if self._config.auxiliary_losses:
             routed = float(sum(self._routed(batch) for batch in batches))
-            counts |= dict.fromkeys(self.auxiliary_losses, routed)
+            counts |= dict.fromkeys(self._config.auxiliary_losses, routed)
+        names = self._config.multi_token_losses
+        for batch in batches if names else ():
+            mask = self._shifted(batch.fields, batch.fields["loss_mask"]).double().sum((0, 1))
+            for name, count in zip(names, mask.tolist(), strict=True):
+                counts[name] = counts.get(name, 0.0) + count
         return counts
+
+    def _shifted(self, fields: Mapping[str, Tensor], values: Tensor) -> Tensor:
+        """Returns values of whole sequences, shifted for each depth of multi-token prediction.
+
+        Documents are separate if tokens attend only within their own.
+        """
+        separate = self._reset_attention_mask or self._mesh.layout.hybrid_cp
+        ids = fields["document_ids"] if separate else None
+        return shift_within_documents(values, len(self._config.multi_token_losses), ids)
+
+    def _with_future(self, batch: MicroBatch) -> MicroBatch:
+        """Returns a micro-batch with the fields of multi-token prediction, if the model has it.
+
+        They are shifted before sequences are cut, so that no rank needs tokens of another.
+        """
+        fields = batch.fields
+        if not self._config.multi_token_losses or _FUTURE["tokens"] in fields:
+            return batch
+        values = {name: fields[name] for name in ("tokens", "labels", "loss_mask")}
+        if self._reset_position_ids or self._mesh.layout.hybrid_cp:
+            values["positions"] = fields["positions"]
+        else:
+            tokens = fields["tokens"]
+            indices = torch.arange(tokens.shape[1], device=tokens.device)
+            values["positions"] = indices.expand(tokens.shape)
+        found = {_FUTURE[name]: self._shifted(fields, value) for name, value in values.items()}
+        return batch.with_fields(**found)
 
     def _routed(self, batch: MicroBatch) -> int:
         if self._reset_attention_mask:
@@ -109,6 +160,7 @@ class GPTTask:
         ``document_ids`` and ``sample_ids``, which attention and dropout masks are made from, stay
         whole.
         """
+        batch = self._with_future(batch)
         fields, split = batch.fields, batch.context_split
         if split is None and self._split_per_document:
             split = ContextSplit.per_document(fields["document_ids"], self._cp.size)
@@ -116,7 +168,7 @@ class GPTTask:
             tokens = fields["tokens"]
             split = ContextSplit.zigzag(tokens.shape[1], self._cp.size, tokens.device)
         index = self._context(split.ranks).index
-        sequence_fields = fields.keys() & {"tokens", "labels", "loss_mask", "positions"}
+        sequence_fields = fields.keys() & {*_FUTURE, *_FUTURE.values()}
         own = {name: split.take(fields[name], index) for name in sequence_fields}
         return dataclasses.replace(batch.with_fields(**own), context_split=split)
 
@@ -135,6 +187,11 @@ class GPTTask:
             arguments["labels"] = fields["labels"]
             if iteration is not None:
                 arguments["label_smoothing"] = self._label_smoothing
+                if self._config.multi_token_losses:
+                    known = self._with_future(batch).fields
+                    arguments["future"] = FutureTokens(
+                        **{name: known[field] for name, field in _FUTURE.items()}
+                    )
         uses_pool = self._mesh.layout.hybrid_cp
         if self._reset_position_ids or uses_pool:
             arguments["positions"] = fields["positions"]
@@ -180,7 +237,7 @@ class GPTTask:
 
     def flops(self, batches: Sequence[MicroBatch]) -> float:
         """Returns the FLOPs of a forward and backward pass over the micro-batches."""
-        config, length = self._stages[0].config, self._sequence_length
+        config, length = self._config, self._sequence_length
         if not self._mesh.layout.hybrid_cp:
             length = batches[0].fields["tokens"].shape[1]
         tokens = sum(batch.tokens for batch in batches)

@@ -118,11 +118,16 @@ class EmbeddingSpec(EmbeddingConfig):
         tied_over_stages: Whether another pipeline stage holds them too.
         output_only: Whether this is the last stage, which uses the token embeddings as output
             matrix only.
+        positions_tied_over_stages: Whether another pipeline stage holds the learned positions too.
+        output_passes: Number of times that the output layer runs for each token: once, and once
+            for each depth of multi-token prediction.
     """
 
     is_output_weight: bool = False
     tied_over_stages: bool = False
     output_only: bool = False
+    positions_tied_over_stages: bool = False
+    output_passes: int = 1
 
     @property
     def word(self) -> VocabSpec:
@@ -136,7 +141,8 @@ class EmbeddingSpec(EmbeddingConfig):
             return None
         shape = (self.max_position_embeddings, self.hidden_size)
         partial = "tp" if sequence_parallel else None
-        return Sharding(shape, init=Init(scale=self.init_method_std), partial=partial)
+        init, tied = Init(scale=self.init_method_std), self.positions_tied_over_stages
+        return Sharding(shape, init=init, partial=partial, tied=tied)
 
     def word_sharding(self) -> Sharding:
         """Returns the sharding of the token embeddings."""
@@ -144,7 +150,8 @@ class EmbeddingSpec(EmbeddingConfig):
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Returns the parameters; tied token embeddings have the multiply-adds of the output."""
-        multiply_adds = self.hidden_size * self.padded_vocab_size if self.is_output_weight else 0
+        passes = self.output_passes if self.is_output_weight else 0
+        multiply_adds = passes * self.hidden_size * self.padded_vocab_size
         found = {"word.weight": ParameterSpec(self.word_sharding(), multiply_adds)}
         position = self.position(sequence_parallel)
         if position is not None:
@@ -164,8 +171,13 @@ def output_spec(config: EmbeddingConfig) -> ColumnSpec:
     )
 
 
-def output_parameters(config: EmbeddingConfig) -> Parameters:
-    """Returns the parameters of an untied output matrix; padding counts as multiply-adds."""
+def output_parameters(config: EmbeddingConfig, passes: int = 1) -> Parameters:
+    """Returns the parameters of an untied output matrix; padding counts as multiply-adds.
+
+    Args:
+        config: The model's configuration.
+        passes: Number of times that the matrix is used for each token.
+    """
     found = parameters_of(output_spec(config), False)
-    multiply_adds = config.hidden_size * config.padded_vocab_size
+    multiply_adds = passes * config.hidden_size * config.padded_vocab_size
     return {name: replace(spec, multiply_adds=multiply_adds) for name, spec in found.items()}

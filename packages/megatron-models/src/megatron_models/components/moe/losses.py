@@ -50,7 +50,7 @@ class RouterLosses:
         self.coefficients = spec.balancing_losses
         self.z = spec.moe_z_loss_coeff
         self.layer = layer
-        self.layers = sum(spec.moe_layers)
+        self.layers = spec.layers_with_experts or sum(spec.moe_layers)
         self.axis = mesh.axis("tp_cp" if mesh.layout.cp > 1 else "tp")
         self.data = mesh.axis("dp")
 

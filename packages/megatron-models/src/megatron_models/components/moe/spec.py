@@ -96,7 +96,14 @@ class ExpertLinearSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec(MoEConfig, Mixer):
-    """Feed-forward layers of which each token uses a few, and an optional shared one."""
+    """Feed-forward layers of which each token uses a few, and an optional shared one.
+
+    Attributes:
+        layers_with_experts: Number of layers over which reported losses are means, with those of
+            multi-token prediction. 0: those of ``moe_layer_freq``.
+    """
+
+    layers_with_experts: int = 0
 
     module: ClassVar[str] = "megatron_models.components.moe.module:MoE"
     recompute_name: ClassVar[str | None] = "moe"
@@ -229,8 +236,14 @@ class MoESpec(MoEConfig, Mixer):
         return (*names, Z_LOSS) if self.moe_z_loss_coeff else tuple(names)
 
 
-def feed_forward(config: MoEConfig, experts: bool) -> MLPSpec | MoESpec:
-    """Returns the feed-forward sublayer of a layer, with experts or without."""
+def feed_forward(config: MoEConfig, experts: bool, layers: int) -> MLPSpec | MoESpec:
+    """Returns the feed-forward sublayer of a layer, with experts or without.
+
+    Args:
+        config: The model's configuration.
+        experts: Whether this layer has experts.
+        layers: Number of the model's layers with experts.
+    """
     if experts:
-        return config.component(MoESpec)
+        return config.component(MoESpec, layers_with_experts=layers)
     return config.component(MLPSpec)

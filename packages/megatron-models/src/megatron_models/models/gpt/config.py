@@ -8,9 +8,10 @@ from typing import ClassVar
 
 from megatron_models.components.embedding.spec import EmbeddingConfig, EmbeddingSpec
 from megatron_models.components.layer import TrunkSpec
+from megatron_models.components.multi_token.spec import MultiTokenSpec
 from megatron_models.components.norm.spec import NormSpec
 from megatron_models.models.gpt.fields import GPTFields
-from megatron_models.models.gpt.layers import gpt_layers
+from megatron_models.models.gpt.layers import gpt_layers, multi_token_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,15 @@ class GPTConfig(GPTFields):
     def trunks(self) -> dict[str, TrunkSpec]:
         """Returns one trunk of embedding, layers and final norm, without a prefix."""
         tied = not self.untie_embeddings_and_output_weights
-        embedding = self.component(EmbeddingSpec, is_output_weight=tied)
+        passes = 1 + self.mtp_num_layers
+        embedding = self.component(EmbeddingSpec, is_output_weight=tied, output_passes=passes)
         norm = self.component(NormSpec) if self.has_final_norm else None
         return {"": TrunkSpec(embedding, gpt_layers(self), norm, self.hidden_size)}
 
     def output(self) -> EmbeddingConfig | None:
         """Returns the configuration itself if the output matrix is untied, else None."""
         return self if self.untie_embeddings_and_output_weights else None
+
+    def multi_token(self) -> tuple[MultiTokenSpec, ...]:
+        """Returns the depths of multi-token prediction."""
+        return multi_token_layers(self)

@@ -12,6 +12,9 @@ from megatron_models.components.latent_attention.spec import LatentAttentionSpec
 from megatron_models.components.layer import Layer
 from megatron_models.components.mixer import Mixer
 from megatron_models.components.moe.spec import feed_forward
+from megatron_models.components.multi_token.config import MultiTokenConfig
+from megatron_models.components.multi_token.spec import MultiTokenSpec
+from megatron_models.components.norm.spec import NormSpec
 from megatron_models.models.gpt.fields import GPTFields
 
 
@@ -30,6 +33,16 @@ def gpt_layer(config: GPTFields, number: int) -> Layer:
             ("mlp", feed_forward_mixer(config, number), MLP_OUTPUT),
         )
     )
+
+
+def multi_token_layers(config: GPTFields) -> tuple[MultiTokenSpec, ...]:
+    """Returns the depths of multi-token prediction; their layers equal the last of the model."""
+    depths = range(config.mtp_num_layers)
+    if not depths:
+        return ()
+    own, norm = config.component(MultiTokenConfig), config.component(NormSpec)
+    layer = gpt_layer(config, config.num_layers - 1)
+    return tuple(MultiTokenSpec(own, depth, layer, norm) for depth in depths)
 
 
 def attention_mixer(config: GPTFields, number: int) -> Mixer:
@@ -51,4 +64,5 @@ def rotation_changes(config: GPTFields, number: int) -> dict[str, Any]:
 
 def feed_forward_mixer(config: GPTFields, number: int) -> Mixer:
     """Returns the feed-forward layer of a layer, dense or with experts."""
-    return feed_forward(config, config.moe_layers[number])
+    layers = sum(config.moe_layers) + config.mtp_num_layers * config.moe_layers[-1]
+    return feed_forward(config, config.moe_layers[number], layers)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
@@ -12,7 +11,7 @@ from megatron_parallel import AuxiliaryLosses, Axis, Mesh, RecomputeConfig, init
 from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.pipeline import PassInterleaver
 from megatron_parallel.tensor_parallel import NUM_SLICES, ColumnParallelLinear, overlap_forward
-from torch import Tensor, device
+from torch import Tensor, device, nn
 
 from megatron_models.cache import KVCache
 from megatron_models.components.attention.context_parallel import (
@@ -31,6 +30,8 @@ from megatron_models.components.embedding.output import (
 from megatron_models.components.embedding.spec import output_spec
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.moe.replay import RouterReplay
+from megatron_models.components.multi_token.module import MultiTokenPrediction
+from megatron_models.components.multi_token.tokens import FutureTokens
 from megatron_models.components.rotary.module import RotaryTables
 from megatron_models.components.trunk import Trunk
 from megatron_models.errors import ConfigError
@@ -46,7 +47,8 @@ class GPT(Trunk, CausalModel):
     On a mesh with ``pp=1`` it is the whole model. Otherwise it is one stage: the first stage has
     the embedding, the last has the final norm and the output layer. All stages have the parameter
     names of the whole model. A tied weight is ``embedding.word.weight`` on the first and on the
-    last stage.
+    last stage. With multi-token prediction the last stage has its layers, and holds the whole
+    embedding like the first.
 
     Initial weights depend on the seed and each parameter's global name, not on the layout. On the
     meta device the model has no values; call `initialize` after moving it with ``to_empty``.
@@ -65,6 +67,7 @@ class GPT(Trunk, CausalModel):
         first: Whether it takes tokens.
         last: Whether it returns logits and losses.
         layers: The blocks, by global layer number.
+        mtp: The layers of multi-token prediction on the last stage, or None.
 
     Raises:
         LayoutError: Query groups, feed-forward width or heads do not divide over the tensor axis,
@@ -98,13 +101,19 @@ class GPT(Trunk, CausalModel):
             placement.sequence_parallel_size,
         )
         self.cp = mesh.axis("cp")
-        self.cp_comm_type = cp_comm_type
+        # The layers of multi-token prediction communicate like the last of the model.
+        self.cp_comm_type = (*cp_comm_type, *cp_comm_type[-1:] * config.mtp_num_layers)
         self.stage, self.first, self.last = plan.stage, plan.first, plan.last
-        self.spans = stage.spans()
-        self.rotary = RotaryTables(stage.rotations(), config.max_position_embeddings, placement)
+        multi_token = config.multi_token() if plan.last else ()
+        parts = (stage, *(spec.trunk for spec in multi_token))
+        rotations = dict.fromkeys(rotation for part in parts for rotation in part.rotations())
+        self.rotary = RotaryTables(tuple(rotations), config.max_position_embeddings, placement)
+        self.reads_padding = any(mixer.reads_padding for part in parts for mixer in part.mixers)
+        self.spans = tuple(dict.fromkeys(span for part in parts for span in part.spans()))
         self.output: ColumnParallelLinear | None = None
         if plan.last and config.output() is not None:
             self.output = placement.column_parallel_linear(output_spec(config))
+        self.mtp = MultiTokenPrediction(multi_token, placement) if multi_token else None
         self.num_slices = NUM_SLICES if placement.tp_comm_overlap else 1
         overlap_forward(self, self.num_slices)
         if placement.resolved_device.type != "meta":
@@ -150,6 +159,7 @@ class GPT(Trunk, CausalModel):
         label_smoothing: float = 0.0,
         logits_at: Int[Tensor, "b k"] | None = None,
         router_replay: RouterReplay | None = None,
+        future: FutureTokens | None = None,
     ) -> Float[Tensor, "..."]:
         """Runs this stage.
 
@@ -187,6 +197,9 @@ class GPT(Trunk, CausalModel):
             logits_at: Indices among these tokens whose logits are computed, 0 to s - 1, ``k`` for
                 each sequence. Defaults to all. Only the last stage reads them. Excludes labels.
             router_replay: Records or replays the experts of each token. Defaults to neither.
+            future: Tokens and labels of multi-token prediction on this rank, whose losses are
+                added to ``auxiliary_losses``. Only the last stage reads them. Defaults to no such
+                losses.
 
         Returns:
             Activations shaped like the ``x`` of a later stage. From the last stage the loss of each
@@ -263,8 +276,17 @@ class GPT(Trunk, CausalModel):
                 raise ConfigError(
                     "labels and logits_at exclude each other: a loss needs all tokens"
                 )
-            smoothed: Any = {"label_smoothing": label_smoothing, "sequence_parallel": cut}
-            return token_losses(output, x, labels, config, self.vocabulary_loss, **smoothed)
+            losses = partial(
+                token_losses,
+                output,
+                config=config,
+                loss=self.vocabulary_loss,
+                label_smoothing=label_smoothing,
+                sequence_parallel=cut,
+            )
+            if future is not None and self.mtp is not None and self.embedding is not None:
+                x = self.mtp.attach_losses(x, future, self.embedding, context, losses)
+            return losses(x, labels)
         if logits_at is None:
             return output_logits(output, x, config, self.tp, sequence_parallel=cut)
         x = select_tokens(
@@ -272,6 +294,10 @@ class GPT(Trunk, CausalModel):
         )
         logits = output_logits(output, x, config, self.tp, sequence_parallel=cut)
         return logits[: logits_at.shape[1]]
+
+    def units(self) -> list[nn.Module]:
+        """Returns the layers, with those of multi-token prediction."""
+        return [*super().units(), *(self.mtp or ())]
 
     def loss(
         self,
@@ -365,8 +391,8 @@ def gpt_chunks(
 ) -> list[GPT]:
     """Builds this rank's stages, one `GPT` for each of its ``vpp`` model chunks.
 
-    If the first and the last stage are both on this rank (a pipeline in a V), a tied weight is one
-    parameter of both. Arguments and errors are those of `GPT`.
+    If the first and the last stage are both on this rank (a pipeline in a V), embeddings of both
+    are the same parameters. Arguments and errors are those of `GPT`.
     """
     placement = Placement.resolve(placement)
     numbers = range(placement.mesh.layout.vpp)
@@ -374,19 +400,27 @@ def gpt_chunks(
     first, last = chunks[0], chunks[-1]
     if first.first and not first.last and last.last and first.embedding and last.embedding:
         last.embedding.word = first.embedding.word
+        if last.embedding.position is not None:
+            last.embedding.position = first.embedding.position
     return chunks
 
 
 def _of_stage(config: GPTConfig, plan: StagePlan) -> TrunkSpec:
-    """Returns one stage of the trunk. The first and the last stage hold a tied weight."""
-    trunk, tied = config.trunk(), config.output() is None
+    """Returns one stage of the trunk.
+
+    The first and the last stage both hold a tied weight, and with multi-token prediction the whole
+    embedding.
+    """
+    trunk, tied, embeds_again = config.trunk(), config.output() is None, config.mtp_num_layers > 0
     stage = trunk.stage(plan.layers, first=plan.first, last=plan.last)
-    if trunk.embedding is None or not (plan.first or (plan.last and tied)):
+    on_last = tied or embeds_again
+    if trunk.embedding is None or not (plan.first or (plan.last and on_last)):
         return stage
     embedding = replace(
         trunk.embedding,
         is_output_weight=plan.last and tied,
-        tied_over_stages=tied and plan.count > 1,
-        output_only=not plan.first,
+        tied_over_stages=on_last and plan.count > 1,
+        positions_tied_over_stages=embeds_again and plan.count > 1,
+        output_only=not (plan.first or embeds_again),
     )
     return replace(stage, embedding=embedding)

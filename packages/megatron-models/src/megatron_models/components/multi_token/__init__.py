@@ -1,0 +1,1 @@
+"""Multi-token prediction: layers after the last one that predict further tokens."""
