@@ -256,6 +256,11 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {**EXPERTS, "--moe-shared-expert-intermediate-size": "8"},
         {"--moe-shared-expert-gate": ""},
     ),
+    "model.mtp_num_layers": ({}, {"--mtp-num-layers": "1"}),
+    "model.mtp_loss_scaling_factor": (
+        {"--mtp-num-layers": "1"},
+        {"--mtp-loss-scaling-factor": "0.7"},
+    ),
     "model.moe_z_loss_coeff": (EXPERTS, {"--moe-z-loss-coeff": "1"}),
     "model.init_method_std": ({}, {"--init-method-std": "0.1"}),
     "data.seq_length": ({}, {"--seq-length": "8"}),

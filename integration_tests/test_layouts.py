@@ -35,6 +35,8 @@ SAMPLE = {
     "tp2·sp·ep2·etp1·a2a·lora-moe",
     "tp2·sp-latent-dropout",
     "tp2·sp·cp2·a2a-latent",
+    "tp2·sp·ep2·etp1·a2a-moe-mtp",
+    "pp2-mtp-dropout",
 }
 FEW = 3
 """Number of steps of the sample, in which every planted defect is detected."""
@@ -66,6 +68,8 @@ DEFECT_SAMPLE = {
     "the micro-batches of a pair receive each other's rows",
     "the gradient of an adapter's A is not summed over ranks",
     "the gradient of a shared key is not summed over heads of other ranks",
+    "every depth is divided by the labels of the main loss",
+    "later tokens are those of a rank's slice of the sequence",
 }
 
 

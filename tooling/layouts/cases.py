@@ -572,6 +572,7 @@ CASES = (
     _case("moe-mtp", 2, "alltoall", "dropout", pp=2, dp=2, ep=2),
     _case("moe-mtp", 1, "alltoall", "combined-1f1b", pp=2, dp=2, ep=2),
     _case("moe-mtp", 2, "dropout", "selective", cp=2),
+    _case("moe-mtp", 1, "zero-bubble", "dropout", pp=2, dp=2, ep=2),
     _case("moe-mtp", 1, "sp", "alltoall", "sharded", tp=2, pp=4, ep=2, etp=1),
 )
 """Layouts of 2, 4 and 8 ranks; the second argument is the number of samples in a micro-batch."""

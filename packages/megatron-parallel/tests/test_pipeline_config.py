@@ -37,7 +37,7 @@ def test_a_layout_string_gives_the_layers_of_every_stage(
         ("Et|ELtt", "E (embedding) must occur once"),
         ("Et|tL", "has 2 layers ('t'), but the model has 3"),
         ("Et|t|tL", "has 3 stages, which is not a multiple of pp=2"),
-        ("Ett|tmL", "has multi-token prediction ('m'), but the model has none"),
+        ("Ett|tmL", "has 1 layers of multi-token prediction ('m'), but the model has 0"),
         ("Ett|dL", "has 'd': use E, t, m and L"),
         ("Ett|(tL", "has '('"),
     ],
@@ -46,6 +46,19 @@ def test_an_invalid_layout_string_is_refused_with_its_numbers(text: str, message
     with pytest.raises(LayoutError) as refused:
         parse_pipeline_layout(text, 3, 2)
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_layers_of_multi_token_prediction_stand_before_the_output_layer() -> None:
+    assert sizes(parse_pipeline_layout("Ett|tm*2L", 3, 2, 2)) == [2, 1]
+    assert sizes(parse_pipeline_layout("Ettt|mL", 3, 2, 1)) == [3, 0]
+    for text, message in (
+        ("Ett|tL", "has 0 layers of multi-token prediction ('m'), but the model has 1"),
+        ("Ettm|tL", "m (multi-token prediction) must stand just before L"),
+        ("Ett|mtL", "m (multi-token prediction) must stand just before L"),
+    ):
+        with pytest.raises(LayoutError) as refused:
+            parse_pipeline_layout(text, 3, 2, 1)
+        assert message in str(refused.value)
 
 
 def test_layers_that_do_not_divide_are_refused_or_laid_out_unevenly_but_never_dropped() -> None:

@@ -125,6 +125,11 @@ def training_memory(
     if layers is None:
         bounded = isinstance(config, OutputConfig) and config.final_logit_softcapping > 0
         ends += _end(trunk, layer_pass, saves_logits, bounded)
+        for spec in config.multi_token():
+            ends += sum(spec.activations(layer_pass).values())
+            # Each depth has its own final norm in `activations`.
+            head = dataclasses.replace(trunk, final_norm=None)
+            ends += _end(head, layer_pass, saves_logits, bounded)
     return dataclasses.replace(held, activations=in_flight * (stack + ends))
 
 

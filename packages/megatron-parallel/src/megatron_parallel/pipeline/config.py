@@ -129,8 +129,15 @@ class PipelineConfig:
         """Returns the requested schedule, or the default one of the layout."""
         return COMBINED if self.overlap_experts else self.schedule or default_schedule(layout)
 
-    def stage_layers(self, num_layers: int, layout: ParallelLayout) -> tuple[range, ...]:
+    def stage_layers(
+        self, num_layers: int, layout: ParallelLayout, multi_token_layers: int = 0
+    ) -> tuple[range, ...]:
         """Returns the global layer indices of every stage.
+
+        Args:
+            num_layers: Number of layers of the model.
+            layout: The parallel sizes.
+            multi_token_layers: Number of layers of multi-token prediction, which `stages` names.
 
         Raises:
             LayoutError: The layers cannot be split as requested; the error names the numbers.
@@ -144,7 +151,7 @@ class PipelineConfig:
                     f"{pp * vpp} stages",
                     vars(self),
                 )
-            return parse_pipeline_layout(self.stages, num_layers, pp)
+            return parse_pipeline_layout(self.stages, num_layers, pp, multi_token_layers)
         if layout.stage_mapping == "v" and (self.first is not None or self.last is not None):
             raise LayoutError(
                 "in a V the first and the last stage are on one rank, so {first:name} and "

@@ -18,7 +18,9 @@ def count_stages(text: str) -> int:
     return len(_unrolled(text).split("|"))
 
 
-def parse_pipeline_layout(text: str, num_layers: int, pp: int) -> tuple[range, ...]:
+def parse_pipeline_layout(
+    text: str, num_layers: int, pp: int, multi_token_layers: int = 0
+) -> tuple[range, ...]:
     """Returns the global layer indices of every stage, in the order of the model.
 
     A stage may have none.
@@ -27,10 +29,12 @@ def parse_pipeline_layout(text: str, num_layers: int, pp: int) -> tuple[range, .
         text: As for Megatron's `--pipeline-model-parallel-layout`.
         num_layers: Number of layers of the model.
         pp: Number of pipeline ranks; it must divide the number of stages.
+        multi_token_layers: Number of layers of multi-token prediction. They are on the last stage,
+            just before the output layer.
 
     Raises:
-        LayoutError: The text has an unknown character, numbers that do not fit, multi-token
-            prediction, an embedding outside of the first stage or an output layer outside of the
+        LayoutError: The text has an unknown character, numbers that do not fit, an embedding
+            outside of the first stage, or an output layer or multi-token prediction outside of the
             last.
     """
     unrolled = _unrolled(text)
@@ -38,13 +42,21 @@ def parse_pipeline_layout(text: str, num_layers: int, pp: int) -> tuple[range, .
     where = f"pipeline layout {text!r}"
     if len(stages) % pp:
         raise LayoutError(f"{where} has {len(stages)} stages, which is not a multiple of pp={pp}")
-    if "m" in unrolled:
-        raise LayoutError(f"{where} has multi-token prediction ('m'), but the model has none")
+    depths = unrolled.count("m")
+    if depths != multi_token_layers:
+        raise LayoutError(
+            f"{where} has {depths} layers of multi-token prediction ('m'), but the model has "
+            f"{multi_token_layers}"
+        )
     for letter, name, index, end in (("E", "embedding", 0, "first"), ("L", "loss", -1, "last")):
         if unrolled.count(letter) != 1 or stages[index][index : index + 1 or None] != letter:
             raise LayoutError(
                 f"{where}: {letter} ({name}) must occur once, at the outer end of the {end} stage"
             )
+    if not stages[-1].endswith("m" * depths + "L"):
+        raise LayoutError(
+            f"{where}: m (multi-token prediction) must stand just before L, on the last stage"
+        )
     sizes = [stage.count("t") for stage in stages]
     if sum(sizes) != num_layers:
         raise LayoutError(f"{where} has {sum(sizes)} layers ('t'), but the model has {num_layers}")

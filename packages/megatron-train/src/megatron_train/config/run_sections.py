@@ -167,7 +167,9 @@ class RunSections:
     @property
     def layer_split(self) -> tuple[range, ...]:
         """The global layer numbers of each pipeline stage."""
-        return self.pipeline.stage_layers(self.model.depth, self.layout)
+        return self.pipeline.stage_layers(
+            self.model.depth, self.layout, len(self.model.multi_token())
+        )
 
     @property
     def data_parallel_size(self) -> int:

@@ -98,16 +98,16 @@ def _parts(run: RunSections) -> dict[str, int]:
             part = inner[0]
         if spec.sharding.experts:
             part = "experts"
-        elif "_norm" in part:
+        elif "norm" in part:
             part = "norms"
         found[part] = found.get(part, 0) + spec.numel
     return found
 
 
 def _words(name: str) -> list[str]:
-    """Returns the modules of a parameter, without the number of its layer."""
+    """Returns the modules of a parameter in its layer, also in one of multi-token prediction."""
     words = name.split(".")[:-1]
-    return [word for word in words if not word.isdecimal() and word != "layers"]
+    return [w for w in words if not w.isdecimal() and w not in ("layers", "mtp", "layer")]
 
 
 def format_count(run: RunSections, found: Count) -> Iterator[str]:

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from jaxtyping import Float
-from megatron_parallel.collectives import gather_from_axis, scatter_sequence
+from megatron_parallel.collectives import gather_from_axis, scatter_to_axis
 from megatron_parallel.recompute import ShardSavedTensors, activation_checkpoint
 from torch import Tensor, nn
 
@@ -50,7 +50,7 @@ class MultiTokenLayer(nn.Module):
         y = self.eh_proj(torch.cat((self.enorm(embedding), self.hnorm(x)), -1))
         y = gather_from_axis(y, self.tp)
         if self.sequence_parallel:
-            y = scatter_sequence(y, self.tp)
+            y = scatter_to_axis(y, self.tp, dim=0)
         stream: Tensor = self.final_norm(self.layer(y, context))
         return stream
 
@@ -70,15 +70,20 @@ class MultiTokenPrediction(nn.ModuleList):
 
     def attach_losses(
         self,
+        losses: Float[Tensor, "b s"],
         x: Float[Tensor, "part b h"],
         future: FutureTokens,
         embedding: Embedding,
         context: Context,
         token_losses: TokenLosses,
-    ) -> Float[Tensor, "part b h"]:
-        """Returns the stream with the losses of all depths attached.
+    ) -> Float[Tensor, "b s"]:
+        """Returns the model's losses with those of all depths attached.
+
+        They are attached at the end of the graph, so that no use of the output layer is an input of
+        another: a split backward pass would run the nodes between them twice.
 
         Args:
+            losses: The loss of each token.
             x: The stream after the model's final norm.
             future: Tokens and labels of all depths.
             embedding: The model's embedding.
@@ -97,21 +102,19 @@ class MultiTokenPrediction(nn.ModuleList):
                 f"future tokens have {future.depths} depths, but mtp_num_layers is {len(self)}; "
                 "shift them by as many depths as the model predicts"
             )
-        stream = x
         for spec, module, depth in zip(self.specs, self, _depths(future), strict=True):
             tokens, labels, mask, positions = depth
             embedded = embedding(tokens, positions, 0, context.sequence_parallel)
             embedded = context.hidden_dropout(embedded, spec.number, EMBEDDING)
-            stream = self._advance(module, stream, embedded, context)
-            losses = token_losses(stream, labels)
-            x = collected.attach(
-                x,
+            x = self._advance(module, x, embedded, context)
+            losses = collected.attach(
+                losses,
                 multi_token_loss(spec.depth),
-                (losses * mask).sum(),
+                (token_losses(x, labels) * mask).sum(),
                 spec.config.mtp_loss_scaling_factor / len(self),
                 replicated=(self.tp,),
             )
-        return x
+        return losses
 
     def _advance(
         self, module: nn.Module, stream: Tensor, embedded: Tensor, context: Context

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 
@@ -39,16 +39,14 @@ def shift_within_documents(
     Args:
         t: Values of whole sequences, in their order.
         depths: Largest shift.
-        document_ids: Equal ids are one document. Defaults to one document for each row.
+        document_ids: Neighbours with equal ids are one document. Defaults to one document for each
+            row.
     """
-    return torch.stack([_shift(t, k, document_ids) for k in range(1, depths + 1)], -1)
-
-
-def _shift(t: Tensor, by: int, document_ids: Tensor | None) -> Tensor:
-    found = torch.zeros_like(t)
-    found[:, :-by] = t[:, by:]
-    if document_ids is None:
-        return found
-    inside: Bool[Tensor, "b s"] = torch.zeros_like(t, dtype=torch.bool)
-    inside[:, :-by] = document_ids[:, by:] == document_ids[:, :-by]
-    return found.masked_fill_(~inside, 0)
+    number = torch.ones_like(t, dtype=torch.int64)  # of the document in its row
+    if document_ids is not None:
+        number[:, 1:] += (document_ids[:, 1:] != document_ids[:, :-1]).cumsum(1)
+    found = t.new_zeros(*t.shape, depths)
+    for by in range(1, min(depths, t.shape[1] - 1) + 1):
+        inside = number[:, by:] == number[:, :-by]
+        found[:, :-by, by - 1] = t[:, by:].masked_fill(~inside, 0)
+    return found

@@ -276,7 +276,7 @@ class GPT(Trunk, CausalModel):
                 raise ConfigError(
                     "labels and logits_at exclude each other: a loss needs all tokens"
                 )
-            losses = partial(
+            losses_of = partial(
                 token_losses,
                 output,
                 config=config,
@@ -284,9 +284,10 @@ class GPT(Trunk, CausalModel):
                 label_smoothing=label_smoothing,
                 sequence_parallel=cut,
             )
-            if future is not None and self.mtp is not None and self.embedding is not None:
-                x = self.mtp.attach_losses(x, future, self.embedding, context, losses)
-            return losses(x, labels)
+            losses = losses_of(x, labels)
+            if future is None or self.mtp is None or self.embedding is None:
+                return losses
+            return self.mtp.attach_losses(losses, x, future, self.embedding, context, losses_of)
         if logits_at is None:
             return output_logits(output, x, config, self.tp, sequence_parallel=cut)
         x = select_tokens(

@@ -1,0 +1,160 @@
+"""Multi-token prediction equals that of megatron-core, which runs here on a CPU in one process."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron_models import GPT, FutureTokens, GPTConfig, Placement, shift_within_documents
+from megatron_parallel import AuxiliaryLosses, Mesh
+from torch import Tensor, distributed
+
+LENGTH, VOCABULARY, HIDDEN = 12, 50, 16
+CONFIG = GPTConfig(
+    num_layers=2,
+    hidden_size=HIDDEN,
+    num_attention_heads=2,
+    vocab_size=VOCABULARY,
+    make_vocab_size_divisible_by=1,
+    max_position_embeddings=LENGTH,
+    untie_embeddings_and_output_weights=True,
+    mtp_num_layers=2,
+    mtp_loss_scaling_factor=0.6,
+)
+_LAYER = {
+    "attention_norm": "input_layernorm",
+    "attention.qkv": "self_attention.linear_qkv",
+    "attention.out": "self_attention.linear_proj",
+    "mlp_norm": "pre_mlp_layernorm",
+    "mlp.up": "mlp.linear_fc1",
+    "mlp.down": "mlp.linear_fc2",
+}
+_ENDS = {
+    "embedding.word": "embedding.word_embeddings",
+    "embedding.position": "embedding.position_embeddings",
+    "final_norm": "decoder.final_layernorm",
+    "output": "output_layer",
+}
+
+
+def name_in_megatron(name: str) -> str:
+    """Returns Megatron's name of one of our parameters."""
+    module, _, kind = name.rpartition(".")
+    if module in _ENDS:
+        return f"{_ENDS[module]}.{kind}"
+    if module.startswith("layers."):
+        _, number, inner = module.split(".", 2)
+        return f"decoder.layers.{number}.{_LAYER[inner]}.{kind}"
+    _, number, inner = module.split(".", 2)
+    if inner.startswith("layer."):
+        inner = f"transformer_layer.{_LAYER[inner.removeprefix('layer.')]}"
+    inner = inner.replace("final_norm", "final_layernorm")
+    return f"mtp.layers.{number}.{inner}.{kind}"
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """Makes megatron-core's models run on a CPU, in a job of one process."""
+    model = pytest.importorskip("megatron.core.models.gpt.gpt_model")
+    specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
+    mtp = pytest.importorskip("megatron.core.transformer.multi_token_prediction")
+    state = pytest.importorskip("megatron.core.parallel_state")
+    config = pytest.importorskip("megatron.core.transformer.transformer_config")
+    tracker = SimpleNamespace(fork=lambda *names: nullcontext(), add=lambda *seed: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and hasattr(module, "get_cuda_rng_tracker"):
+            monkeypatch.setattr(module, "get_cuda_rng_tracker", lambda *options: tracker)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
+    state.initialize_model_parallel()
+    try:
+        yield SimpleNamespace(model=model, specs=specs, mtp=mtp, config=config)
+    finally:
+        state.destroy_model_parallel()
+        distributed.destroy_process_group()
+
+
+def drawn() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
+    mask = (torch.rand(2, LENGTH, generator=generator) < 0.7).float()
+    return text[:, :-1], text[:, 1:], mask
+
+
+def test_losses_and_every_gradient_equal_megatrons(megatron: SimpleNamespace) -> None:
+    """Compares in float32, in which their vocabulary loss always computes."""
+    settings = megatron.config.TransformerConfig(
+        num_layers=CONFIG.num_layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=CONFIG.num_attention_heads,
+        mtp_num_layers=CONFIG.mtp_num_layers,
+        mtp_loss_scaling_factor=CONFIG.mtp_loss_scaling_factor,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    spec = megatron.specs.get_gpt_layer_local_spec()
+    theirs = megatron.model.GPTModel(
+        settings,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        mtp_block_spec=megatron.specs.get_gpt_mtp_block_spec(settings, spec, False),
+    )
+    ours = GPT(CONFIG, Placement(Mesh.single()))
+    found = dict(theirs.named_parameters())
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            noise = 0.3 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise + ("norm.weight" in name))
+            other = found[name_in_megatron(name)]
+            other.copy_(parameter.view(other.shape))
+    tokens, labels, mask = drawn()
+    positions = torch.arange(LENGTH).expand(2, -1)
+    blocked = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+    megatron.mtp.MTPLossLoggingHelper.tracker.clear()
+    expected = theirs(tokens, positions, blocked, labels=labels, loss_mask=mask)
+    ((expected * mask).sum() / mask.sum()).backward()
+
+    values = (tokens, labels, mask, positions)
+    future = FutureTokens(*(shift_within_documents(value, 2) for value in values))
+    counts = future.loss_mask.sum((0, 1)).tolist()
+    names = CONFIG.multi_token_losses
+    losses = AuxiliaryLosses(dict(zip(names, counts, strict=True)))
+    loss = ours(tokens, labels=labels, auxiliary_losses=losses, future=future)
+    ((loss * mask).sum() / mask.sum()).backward()
+
+    torch.testing.assert_close(loss, expected, rtol=0, atol=2e-5)
+    reported = megatron.mtp.MTPLossLoggingHelper.tracker["values"]
+    for name, count, value in zip(names, counts, reported, strict=True):
+        mean = torch.as_tensor(losses.sums[name]) / count
+        torch.testing.assert_close(mean.float(), value, rtol=0, atol=1e-5)
+    assert {name_in_megatron(name) for name, _ in ours.named_parameters()} == set(found)
+    for name, parameter in ours.named_parameters():
+        other = found[name_in_megatron(name)].grad
+        assert other is not None and parameter.grad is not None and other.abs().max() > 1e-4
+        own = parameter.grad.view(other.shape)
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_values_shift_inside_packed_documents_like_megatrons(megatron: SimpleNamespace) -> None:
+    packed = pytest.importorskip("megatron.core.packed_seq_params")
+    bounds = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
+    ids = torch.repeat_interleave(torch.tensor([7, 3, 7]), bounds.diff())[None]
+    parameters = packed.PackedSeqParams(cu_seqlens_q=bounds)
+    tokens = drawn()[0][:1] + 1
+    ours = shift_within_documents(tokens, 3, ids)
+    theirs = tokens
+    for depth in range(3):
+        theirs, _ = megatron.mtp.roll_tensor(theirs, packed_seq_params=parameters)
+        assert torch.equal(ours[..., depth], theirs)
+    assert (ours == 0).sum() == (1 + 1 + 1) + (2 + 1 + 2) + (3 + 1 + 3)
