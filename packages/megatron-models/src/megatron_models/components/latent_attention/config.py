@@ -149,6 +149,16 @@ class LatentAttentionConfig(AttentionConfig):
         return super().rotation
 
     @property
+    def has_query_latent(self) -> bool:
+        """Whether queries come from a latent of their own."""
+        return self.q_lora_rank > 0
+
+    @property
+    def has_query_latent_bias(self) -> bool:
+        """Whether the projection to the latent of queries has a bias."""
+        return self.has_query_latent and self.add_qkv_bias
+
+    @property
     def latent_softmax_scale(self) -> float:
         """Factor of attention scores: ``m^2 / sqrt(kv_channels)``, or ``softmax_scale`` if set.
 
