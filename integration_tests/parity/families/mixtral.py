@@ -1,7 +1,7 @@
 """Mixtral: Llama's attention and a mixture of experts with softmax over the selected logits."""
 
 from families.case import FamilyCase
-from families.draws import heads, merged, rope, sizes
+from families.draws import heads, merged, optional, rope, sizes
 from hypothesis import strategies as st
 
 CASE = FamilyCase(
@@ -25,6 +25,7 @@ CASE = FamilyCase(
         sizes(num_experts_per_tok=st.sampled_from((1, 2, 3)), num_local_experts=st.just(5)),
         heads(),
         rope("default", "linear", "llama3"),
+        optional(sliding_window=st.sampled_from((None, 5, 40))),
     ),
-    refused=frozenset({"hidden_act", "rope_parameters", "sliding_window"}),
+    refused=frozenset({"hidden_act", "rope_parameters"}),
 )

@@ -1,7 +1,8 @@
 """Phi-3: Llama with fused projections."""
 
 from families.case import FamilyCase
-from families.draws import heads, merged, rope, sizes
+from families.draws import heads, merged, optional, rope, sizes
+from hypothesis import strategies as st
 
 CASE = FamilyCase(
     family="phi3",
@@ -19,8 +20,13 @@ CASE = FamilyCase(
         # transformers' default is outside this vocabulary
         "pad_token_id": 0,
     },
-    draws=merged(sizes(), heads(head_dim=False), rope("default")),
-    refused=frozenset({"hidden_act", "sliding_window"}),
+    draws=merged(
+        sizes(),
+        heads(head_dim=False),
+        rope("default"),
+        optional(sliding_window=st.sampled_from((None, 5, 40))),
+    ),
+    refused=frozenset({"hidden_act"}),
     others={
         "rope_parameters": (
             {"rope_type": "default", "rope_theta": 500.0},

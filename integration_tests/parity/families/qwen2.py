@@ -1,7 +1,8 @@
 """Qwen2: Llama with biases of queries, keys and values."""
 
 from families.case import FamilyCase
-from families.draws import heads, merged, rope, sizes
+from families.draws import heads, merged, optional, rope, sizes
+from hypothesis import strategies as st
 
 CASE = FamilyCase(
     family="qwen2",
@@ -17,7 +18,16 @@ CASE = FamilyCase(
         "vocab_size": 150,
         "max_position_embeddings": 64,
     },
-    draws=merged(sizes(), heads(), rope("default", "linear", "llama3")),
-    refused=frozenset({"hidden_act", "layer_types", "rope_parameters", "sliding_window"}),
-    others={"layer_types": (["sliding_attention"] * 5,)},
+    draws=merged(
+        sizes(),
+        heads(),
+        rope("default", "linear", "llama3"),
+        optional(
+            use_sliding_window=st.booleans(),
+            sliding_window=st.sampled_from((5, 40)),
+            max_window_layers=st.sampled_from((0, 1)),
+        ),
+    ),
+    refused=frozenset({"hidden_act", "layer_types", "rope_parameters"}),
+    others={"layer_types": (["sliding_attention"] * 5, ["full_attention"] * 5)},
 )

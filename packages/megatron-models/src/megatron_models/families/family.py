@@ -164,7 +164,9 @@ class Family:
                 its value.
         """
         self._refuse_unknown(hf_config)
-        refuse_windows(self.title, hf_config)
+        own = {name for rule in self.custom for name in rule.hf_fields}
+        others = {name: value for name, value in hf_config.items() if name not in own}
+        refuse_windows(self.title, others)
         fields: dict[str, Any] = {}
         for name, setting in self.settings.items():
             fields |= setting.read(self.title, name, hf_config)

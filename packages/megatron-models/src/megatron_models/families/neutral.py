@@ -161,7 +161,8 @@ WINDOW_FIELDS = frozenset({*WINDOWS, "use_sliding_window", "layer_types", "max_w
 def refuse_windows(title: str, hf_config: HFConfig) -> None:
     """Refuses windows that hide any of the positions, in all layers or in some.
 
-    A window as long as the number of positions hides nothing, since no sequence is longer.
+    A family that maps a field does not pass it. A window as long as the number of positions hides
+    nothing, since no sequence is longer.
     """
     key = "n_positions" if "n_positions" in hf_config else "max_position_embeddings"
     positions, whole = hf_config.get(key), ["full_attention"]

@@ -10,6 +10,7 @@ from megatron_models.families.settings import Constant, Custom, Mapped, Unused, 
 from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.models.gpt.families import llama
 from megatron_models.models.gpt.families.rope import rope
+from megatron_models.models.gpt.families.windows import windows
 
 _MOE = "model.layers.{i}.block_sparse_moe"
 _EXPERT = f"{_MOE}.experts.{{e}}"
@@ -61,6 +62,7 @@ FAMILY = Family(
     },
     custom=(
         rope(1e6),
+        windows(listed=False),
         Custom(("moe_layer_freq",), (), read=lambda title, hf_config: {}, write=_every_layer),
     ),
     neutral={
@@ -82,7 +84,7 @@ FAMILY = Family(
     without_effect=frozenset(
         {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
     ),
-    exported_constants={"attention_dropout": 0.0, "sliding_window": None},
+    exported_constants={"attention_dropout": 0.0},
     ignored=llama.FAMILY.ignored,
     prefix="model.",
 )

@@ -8,6 +8,7 @@ from megatron_models.families.family import UNTIED, Family, Operation, Row
 from megatron_models.families.settings import Constant, Mapped
 from megatron_models.models.gpt.families import llama
 from megatron_models.models.gpt.families.rope import rope
+from megatron_models.models.gpt.families.windows import windows
 
 _QKV: Operation = (
     "interleave_qkv",
@@ -51,6 +52,7 @@ FAMILY = Family(
             percent=1.0,
             aliases={"su": "longrope", "yarn": "longrope"},  # of older files
         ),
+        windows(listed=False),
     ),
     neutral={
         "attention_bias": (False,),
