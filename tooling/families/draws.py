@@ -89,6 +89,16 @@ def rope(*kinds: str) -> Settings:
     return st.fixed_dictionaries({"rope_parameters": st.one_of(each)})
 
 
+def partly_rotated(settings: Settings, *fractions: float) -> Settings:
+    """Returns the strategy of rotary settings that rotate one of the fractions of a head."""
+
+    def fields(drawn: tuple[dict[str, Any], float]) -> dict[str, Any]:
+        given, fraction = drawn
+        return {"rope_parameters": given["rope_parameters"] | {"partial_rotary_factor": fraction}}
+
+    return st.tuples(settings, st.sampled_from(fractions)).map(fields)
+
+
 def drawn(strategy: Settings, count: int) -> list[dict[str, Any]]:
     """Returns ``count`` draws, the same in every run.
 

@@ -30,7 +30,15 @@ CASE = FamilyCase(
                 "layer_norm_epsilon": st.sampled_from((1e-6, 1e-5, 1e-2)),
                 "tie_word_embeddings": st.booleans(),
                 "activation_function": st.sampled_from(
-                    ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
+                    (
+                        "gelu_new",
+                        "gelu_pytorch_tanh",
+                        "gelu_fast",
+                        "gelu",
+                        "quick_gelu",
+                        "relu",
+                        "silu",
+                    )
                 ),
             }
         ),
@@ -46,5 +54,5 @@ CASE = FamilyCase(
             "add_cross_attention",
         }
     ),
-    others={"activation_function": ("gelu", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu")},
+    others={"activation_function": ("gelu", "gelu_fast", "quick_gelu", "relu2", "mish")},
 )

@@ -169,7 +169,7 @@ def test_rope_parameters_of_transformers_5_are_read_too():
     ("family", "change", "words"),
     [
         (gpt2.FAMILY, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        (gpt2.FAMILY, {"activation_function": "relu"}, "relu"),
+        (gpt2.FAMILY, {"activation_function": "mish"}, "mish"),
         (gpt2.FAMILY, {"n_layer": None}, "n_layer"),
         (llama.FAMILY, {"hidden_act": "gelu"}, "hidden_act"),
         (llama.FAMILY, {"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "axial"),

@@ -64,6 +64,16 @@ class ResidualConfig(NormConfig):
         """Whether a norm follows the last layer."""
         return self.norm_placement != "sum"
 
+    @property
+    def has_sequential_sublayers(self) -> bool:
+        """Whether the feed-forward layer reads the sum that attention was added to."""
+        return self.parallel_residual == "none"
+
+    @property
+    def has_parallel_norms(self) -> bool:
+        """Whether parallel sublayers have one norm each."""
+        return self.parallel_residual == "two_norms"
+
     def residual_layer(self, parts: Sequence[tuple[str, Mixer, int]]) -> Layer:
         """Returns a layer of sublayers.
 

@@ -10,6 +10,7 @@ from megatron_models.components.embedding.spec import PositionConfig
 from megatron_models.components.rotary.config import RotaryConfig
 from megatron_models.families.family import UNTIED, Family, Operation, Row
 from megatron_models.families.settings import Constant, Derived, Mapped, Translated, Unused
+from megatron_models.models.gpt.families.activations import activation
 
 _TRANSPOSE: Operation = ("transpose", {})
 _QKV: Operation = (
@@ -45,7 +46,6 @@ _ROWS: tuple[Row, ...] = (
     ("output.weight", ("lm_head.weight",), (_VOCAB,), UNTIED),
 )
 
-_TANH, _EXACT = "gelu_tanh", "gelu"
 ROTARY = tuple(
     each.name
     for each in fields(RotaryConfig)
@@ -74,16 +74,7 @@ FAMILY = Family(
         **dict.fromkeys(ROTARY, Unused()),
         "normalization": Constant("LayerNorm"),
         "norm_epsilon": Mapped("layer_norm_epsilon", absent=1e-5),
-        "activation": Translated(
-            "activation_function",
-            (
-                ("gelu_new", _TANH),
-                ("gelu_pytorch_tanh", _TANH),
-                ("gelu_fast", _TANH),
-                ("gelu", _EXACT),
-            ),
-            absent="gelu_new",
-        ),
+        "activation": activation("activation_function", absent="gelu_new"),
         "add_bias_linear": Constant(True),
         "untie_embeddings_and_output_weights": Translated(
             "tie_word_embeddings", ((True, False), (False, True)), absent=True
