@@ -189,6 +189,11 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {},
         {"--untie-embeddings-and-output-weights": ""},
     ),
+    "model.qk_layernorm": ({}, {"--qk-layernorm": ""}),
+    "model.qk_layernorm_scope": (
+        {"--qk-layernorm": "", "--normalization": "RMSNorm"},
+        {"--qk-layernorm-scope": "projection"},
+    ),
     "model.softmax_type": ({}, {"--softmax-type": "off-by-one"}),
     "model.softmax_scale": ({}, {"--softmax-scale": "0.01"}),
     "model.sliding_window": ({}, {"--sliding-window": "2"}),

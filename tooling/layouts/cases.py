@@ -107,6 +107,8 @@ MODELS["few"] = replace(
     sliding_window=5,
     window_attn_skip_freq="2",
     softmax_scale=0.4,
+    qk_layernorm=True,
+    qk_layernorm_scope="projection",
 )
 MODELS["scaled"] = GPTConfig(
     **_SIZES,
@@ -122,6 +124,7 @@ MODELS["scaled"] = GPTConfig(
     residual_multiplier=0.7,
     logits_scaling=0.5,
     final_logit_softcapping=0.4,
+    qk_layernorm=True,
 )
 MODELS["parallel"] = GPTConfig(
     **_SIZES,
@@ -154,13 +157,14 @@ MODELS["moe-mtp"] = replace(
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
-is the same with two KV heads, biases of queries, bounded attention scores and sinks; `latent`
+is the same with two KV heads, biases of queries, bounded attention scores, sinks, and norms of
+whole projections of queries and keys; `latent`
 has multi-latent attention, latents of queries and biases of projections to latents. `moe` has
 biases in its experts, a shared expert, attention sinks and both losses of a router. `biased` is
 `moe` with sigmoid scores and biases of experts, which are state, not parameters. `grouped` is
 `biased` with groups of experts, scaled weights and noise on the inputs of routers. `sinkhorn`
 selects experts by Sinkhorn's algorithm, and `step-loss` balances them over the micro-batches of a
-step. `scaled` is Gemma's kind: norms around each sublayer with gains of 1 + weight, GeGLU,
+step. `scaled` is Gemma's kind: norms of each sublayer and head with gains of 1 + weight, GeGLU,
 multipliers and bounded logits. `parallel` is Falcon's kind: attention and feed-forward layer read
 one normed input. The experts of `dropping` and `earliest` have a capacity; those of `earliest` keep
 the earliest tokens and are padded. `mtp` is `tied` with two depths of multi-token prediction, and

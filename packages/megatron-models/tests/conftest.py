@@ -99,6 +99,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "glu_linear_offset": 1.0,
     },
     "swiglu-oai": {"activation": "swiglu", "activation_func_clamp_value": 0.7},
+    "norms-of-heads": {
+        "qk_layernorm": True,
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+    },
+    "norms-of-heads-1p": {
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "apply_layernorm_1p": True,
+        "num_query_groups": 1,
+    },
+    "norms-of-projections": {
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "projection",
+        "num_query_groups": 2,
+        "normalization": "RMSNorm",
+        "norm_placement": "post",
+        "position_embedding_type": "rope",
+    },
     "latent": {
         "multi_latent_attention": True,
         "position_embedding_type": "rope",

@@ -98,6 +98,9 @@ def test_every_term_equals_the_counted_bytes(config, dtype, dropout):
         for one in (last, terms):  # fused attention itself saves its output, which `out` reads
             one["attention"] = one.get("attention", 0) + one.pop("attention.out", 0)
             one["mlp"] = one.get("mlp", 0) + one.pop("mlp.down", 0)
+            for norm in ("q_norm", "k_norm"):  # they save the projection that they share
+                if not config.multi_latent_attention:
+                    one["attention"] += one.pop(f"attention.{norm}", 0)
             if config.norm_placement in ("post", "sum"):  # checkpoints save the stream itself
                 one["dropout"] += one.pop("mlp.up", 0)
         assert {n: b for n, b in last.items() if b} == {n: b for n, b in terms.items() if b}, plan

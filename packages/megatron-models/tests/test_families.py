@@ -318,6 +318,7 @@ OTHERS = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 4,
     "qk_layernorm": True,
+    "qk_layernorm_scope": "projection",
 }
 #: Fields that need not round-trip in a family, since no layer reads them.
 UNREAD = {"gpt2": gpt2.ROTARY, "llama": (), "mixtral": ("ffn_hidden_size",)}

@@ -97,6 +97,19 @@ def first_key(t, layer, config):
     return max(0, t + 1 - config.sliding_window) if config.sliding_window else 0
 
 
+def normed_head(fused, weights, name, config, group, i):
+    """Returns head ``i`` of a group ``[s, d]``, normalized; the last head is the key."""
+    d, m = config.kv_channels, config.heads_per_group
+    part, is_key = f"{name}.{'k_norm' if i == m else 'q_norm'}", i == m
+    own = fused[:, group, i * d : (i + 1) * d]
+    if config.qk_layernorm_scope == "head":
+        return norm(own, weights, part, config)
+    rows = fused[:, :, m * d : (m + 1) * d] if is_key else fused[:, :, : m * d]
+    whole = norm(rows.flatten(1), weights, part, config)
+    first = (group if is_key else group * m + i) * d
+    return whole[:, first : first + d]
+
+
 def attention(x, weights, name, config, factors, layer):
     """Computes one sequence ``[s, h]`` head by head and token by token; factors ``[s, n, s]``."""
     if config.multi_latent_attention:
@@ -107,6 +120,9 @@ def attention(x, weights, name, config, factors, layer):
     for group in range(config.num_query_groups):
         parts = fused[:, group].split(d, dim=-1)
         queries, keys, values = parts[:m], parts[m], parts[m + 1]
+        if config.qk_layernorm:
+            heads = [normed_head(fused, weights, name, config, group, i) for i in range(m + 1)]
+            queries, keys = heads[:m], heads[m]
         if config.position_embedding_type == "rope":
             keys = torch.stack([rotate(key, t, config) for t, key in enumerate(keys)])
         for head in queries:

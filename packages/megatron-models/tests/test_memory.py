@@ -38,10 +38,14 @@ def test_estimated_activations_equal_those_that_autograd_saves(config, precision
         saved -= config.num_layers * tokens.numel() * padding * model.dtype.itemsize
     estimate = training_memory(config, 15, 3, precision).activations
     if config.normalization == "LayerNorm":
+        if config.qk_layernorm and precision == "bfloat16":
+            # CPUs save statistics in bfloat16, not in float32; a head has only few channels.
+            statistics = 2 * (config.num_attention_heads + config.num_query_groups)
+            saved += config.num_layers * tokens.numel() * statistics * 2
         assert estimate == pytest.approx(saved, rel=0.02)
     else:  # unfused on CPUs, which saves up to two more float32 tensors
         widths = (2 * config.num_layers + 1) * config.hidden_size
-        if config.qk_layernorm:
+        if config.qk_layernorm and config.multi_latent_attention:
             widths += config.num_layers * (config.q_lora_rank + config.kv_lora_rank)
         assert estimate <= saved <= estimate + widths * tokens.numel() * 8
 

@@ -1,9 +1,12 @@
-"""Defects of gains of 1 + weight, multipliers and bounded logits."""
+"""Defects of gains of 1 + weight, norms of heads, multipliers and bounded logits."""
 
+from dataclasses import replace as replaced
 from typing import Any
 
 import megatron_models.components.norm.module as norm
 from megatron_kernels import rms_norm
+from megatron_models.components.attention import qk_norm
+from megatron_models.components.attention.qk_norm_spec import QKNormSpec
 from megatron_models.components.block import Block
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import LinearCrossEntropy
@@ -15,6 +18,33 @@ from layouts.defects.catalogue import Replace, defect
 @defect("a norm forgets that its gain is 1 + weight", "tp2·sp·selective-scaled-dropout")
 def _gain_without_one(mesh: Mesh, replace: Replace) -> None:
     replace(norm, "rms_norm", lambda x, weight, eps, zero_centered: rms_norm(x, weight, eps))
+
+
+@defect("the mean square of a projection is that of the rank's heads", "tp4-few-dropout")
+def _square_of_own_heads(mesh: Mesh, replace: Replace) -> None:
+    replace(qk_norm, "all_reduce", lambda x, axis: x * axis.size)
+
+
+@defect("the backward pass of a projection's norm sums own heads", "tp4-few-dropout")
+def _backward_of_own_heads(mesh: Mesh, replace: Replace) -> None:
+    true = qk_norm._RMSNormOverRanks.backward
+
+    def wrong(ctx: Any, *grads: Tensor) -> Any:
+        ctx.axis = Mesh.single().axis("tp")
+        return true(ctx, *grads)
+
+    replace(qk_norm._RMSNormOverRanks, "backward", staticmethod(wrong))
+
+
+@defect("gains of heads have the gradient of a rank's heads", "tp2·pp2·few-logits-scaled")
+def _gain_of_own_heads(mesh: Mesh, replace: Replace) -> None:
+    true = QKNormSpec.shardings
+
+    def wrong(self: QKNormSpec, sequence_parallel: bool = False) -> Any:
+        cuts = true(self, sequence_parallel).items()
+        return {name: replaced(cut, partial=None) for name, cut in cuts}
+
+    replace(QKNormSpec, "shardings", wrong)
 
 
 @defect("the residual multiplier is applied twice", "tp2·sp·selective-scaled-dropout")

@@ -14,6 +14,7 @@ from megatron_models.errors import ConfigError
 from megatron_models.layer_pattern import PatternError, layer_pattern
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+QKNormScope = Literal["head", "projection"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +119,18 @@ class AttentionConfig(RotaryConfig):
         default=False,
         metadata=flag(
             "--qk-layernorm",
-            "MLA: a norm of each latent, of the kind of --normalization; other attention does not "
-            "support it yet",
+            "norms of queries and keys before rotary positions, of the kind of --normalization; "
+            "with multi-latent attention, norms of the latents",
+        ),
+    )
+    qk_layernorm_scope: QKNormScope = field(
+        default="head",
+        metadata=flag(
+            "--qk-layernorm-scope",
+            "what --qk-layernorm normalizes: each head, with one gain of kv_channels for all heads "
+            "(head, as in Qwen3), or the channels of all heads together (projection, as in OLMo 2) "
+            "(our name)",
+            choices=get_args(QKNormScope),
         ),
     )
 
@@ -140,6 +151,11 @@ class AttentionConfig(RotaryConfig):
             raise ConfigError(
                 "{num_attention_heads} is not a multiple of {num_query_groups}; every group needs "
                 "the same number of heads",
+                vars(self),
+            )
+        if self.qk_layernorm_scope != "head" and not self.qk_layernorm:
+            raise ConfigError(
+                "{qk_layernorm_scope} has no effect without {qk_layernorm:name}; leave it out",
                 vars(self),
             )
         self._check_rotation()

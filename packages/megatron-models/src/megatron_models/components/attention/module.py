@@ -9,6 +9,7 @@ from megatron_parallel import Axis
 from megatron_parallel.collectives import gather_sequence
 from torch import Tensor, nn
 
+from megatron_models.components.attention.qk_norm import QKNorm
 from megatron_models.components.attention.sinks import Sinks
 from megatron_models.components.attention.spec import AttentionSpec, query_group_ranks
 from megatron_models.components.context import Context
@@ -36,6 +37,12 @@ class Attention(nn.Module):
         self.span = spec.span
         self.scores = Scores(spec.softmax_scale or None, spec.attn_logit_softcapping)
         self.qkv = placement.column_parallel_linear(spec.qkv)
+        norms = spec.qk_norms()
+        self.q_norm = self.k_norm = None
+        if norms:
+            group = self.tp.index * spec.num_query_groups // self.tp.size
+            self.q_norm = QKNorm(norms["q_norm"], placement, self.first_head, 1)
+            self.k_norm = QKNorm(norms["k_norm"], placement, group, self.ranks_per_group)
         self.sinks = None if spec.softmax_type == "vanilla" else Sinks(spec, placement)
         self.out = placement.row_parallel_linear(spec.out)
 
@@ -87,7 +94,12 @@ class Attention(nn.Module):
         q, k, v = fused.split(self.heads_by_role, dim=3)
         if self.ranks_per_group > 1:
             q = q.chunk(self.ranks_per_group, dim=3)[self.tp.index % self.ranks_per_group]
-        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        return (
+            q if self.q_norm is None else self.q_norm(q),
+            k if self.k_norm is None else self.k_norm(k),
+            v,
+        )
 
 
 def gather_query_group(

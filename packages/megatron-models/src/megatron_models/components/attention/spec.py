@@ -8,6 +8,7 @@ from megatron_parallel.sharding import Init
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
 from megatron_models.components.attention.config import AttentionConfig
+from megatron_models.components.attention.qk_norm_spec import QKNormSpec
 from megatron_models.components.attention.span import Span
 from megatron_models.components.fields import check_divisible
 from megatron_models.components.mixer import (
@@ -20,26 +21,28 @@ from megatron_models.components.mixer import (
     parameters_of,
     prefixed,
 )
+from megatron_models.components.norm.spec import NormConfig
 from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.components.saved_bytes import SavedBytes
 from megatron_models.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec(AttentionConfig, Mixer):
+class AttentionSpec(AttentionConfig, NormConfig, Mixer):
     """Self-attention with query groups: fused projection, attention, output projection.
 
     The rows of the fused weight ``(g, (n/g + 2) * d, h)`` are, for each group, those of its query
-    heads, then its key, then its value.
+    heads, then its key, then its value. Queries and keys may be normalized (Henry et al. 2020).
     """
 
     module: ClassVar[str] = "megatron_models.components.attention.module:Attention"
 
     def _check(self) -> None:
         super()._check()
-        if self.qk_layernorm:
+        if self.qk_layernorm_scope == "projection" and self.normalization != "RMSNorm":
             raise ConfigError(
-                "{qk_layernorm:name} is supported with multi-latent attention only; leave it out",
+                "{qk_layernorm_scope} needs {normalization:name} 'RMSNorm', not "
+                "{normalization:repr}",
                 vars(self),
             )
 
@@ -47,6 +50,19 @@ class AttentionSpec(AttentionConfig, Mixer):
     def heads(self) -> int:
         """Number of query heads."""
         return self.num_attention_heads
+
+    def qk_norms(self) -> dict[str, QKNormSpec]:
+        """Returns the norms of queries and keys by name; empty without them."""
+        if not self.qk_layernorm:
+            return {}
+        whole = self.qk_layernorm_scope == "projection"
+        heads = {"q_norm": self.num_attention_heads, "k_norm": self.num_query_groups}
+        return {
+            name: self.component(
+                QKNormSpec, hidden_size=self.kv_channels * (count if whole else 1), whole=whole
+            )
+            for name, count in heads.items()
+        }
 
     @property
     def heads_by_role(self) -> tuple[int, int, int]:
@@ -75,10 +91,14 @@ class AttentionSpec(AttentionConfig, Mixer):
         return {"weight": Sharding((self.num_attention_heads,), "tp", 0, init=init)}
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Returns the parameters of projections and sinks."""
+        """Returns the parameters of projections, norms and sinks."""
+        norms: Parameters = {}
+        for name, norm in self.qk_norms().items():
+            norms |= prefixed(name, norm.parameters(sequence_parallel))
         sinks = {name: ParameterSpec(sharding) for name, sharding in self.sinks().items()}
         return {
             **prefixed("qkv", parameters_of(self.qkv, sequence_parallel)),
+            **norms,
             **prefixed("sinks", sinks),
             **prefixed("out", parameters_of(self.out, sequence_parallel)),
         }
@@ -120,6 +140,7 @@ class AttentionSpec(AttentionConfig, Mixer):
                 * saved_bytes.dropout_key_index
             )
             core += self._saved_sinks(saved_bytes) // tp
+        core += self._saved_norms(layer_pass.tokens, tp, saved_bytes)
         return {
             "": core + self._query_key_value(layer_pass.tokens, tp, saved_bytes, unfused),
             "out": layer_pass.tokens * self.query_size // tp * saved_bytes.activation,
@@ -150,6 +171,18 @@ class AttentionSpec(AttentionConfig, Mixer):
         learned = self.softmax_type == "learnable" and saved_bytes.activation == wide
         return 0 if self.softmax_type == "vanilla" or learned else self.num_attention_heads * wide
 
+    def _saved_norms(self, tokens: int, tp: int, saved_bytes: SavedBytes) -> int:
+        """Returns the bytes that the norms of queries and keys save on one rank."""
+        heads, groups = self.num_attention_heads // tp, self.groups_on_rank(tp)
+        shapes = {"q_norm": (heads, heads == groups or groups == 1), "k_norm": (groups, True)}
+        found = 0
+        for name, norm in self.qk_norms().items():
+            count, is_view = shapes[name]
+            found += norm.saved_of_heads(
+                tokens, count * self.kv_channels, saved_bytes, shares_input=is_view
+            )
+        return found
+
     def _query_key_value(self, tokens: int, tp: int, saved_bytes: SavedBytes, unfused: bool) -> int:
         """Returns the bytes of one rank's fused projection and of reordered copies.
 
@@ -157,9 +190,13 @@ class AttentionSpec(AttentionConfig, Mixer):
         """
         heads, groups = self.num_attention_heads // tp, self.groups_on_rank(tp)
         if saved_bytes.qkv_copy and unfused:
-            return tokens * (heads + 2 * groups) * self.kv_channels * saved_bytes.qkv_copy
+            copied = tokens * (heads + 2 * groups) * self.kv_channels * saved_bytes.qkv_copy
+            if all(norm.copies_input(saved_bytes) for norm in self.qk_norms().values()):
+                return copied
+            rows = groups * (self.heads_per_group + 2)
+            return copied + tokens * rows * self.kv_channels * saved_bytes.activation
         copies = 0
-        if self.rotary_dim:
+        if self.rotary_dim or self.qk_layernorm:
             copies = heads + groups
         elif heads > groups and (groups > 1 or (unfused and saved_bytes.per_score)):
             copies = heads

@@ -8,6 +8,7 @@ from megatron_parallel.sharding import ONES, ZEROS
 
 from megatron_models.components.fields import flag
 from megatron_models.components.mixer import LayerPass, Parameters, ParameterSpec
+from megatron_models.components.saved_bytes import SavedBytes
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 
@@ -84,19 +85,22 @@ class NormSpec(NormConfig):
             shares_input: Whether another norm saves the same input. Copies of it in another
                 precision are each norm's own.
         """
-        saved_bytes, channels = layer_pass.saved_bytes, 0
-        norm_input, statistic = saved_bytes.norm_input, saved_bytes.norm_statistic
+        return self.saved(layer_pass.stream_tokens, layer_pass.saved_bytes, shares_input)
+
+    def saved(self, rows: int, saved_bytes: SavedBytes, shares_input: bool = False) -> int:
+        """Returns the bytes saved for ``rows`` vectors of ``hidden_size`` channels."""
+        channels, norm_input, statistic = 0, saved_bytes.norm_input, saved_bytes.norm_statistic
         wide = max(saved_bytes.activation, _FP32)
         if self.apply_layernorm_1p:  # computed in at least float32, with a gain of its own
             channels, narrow = 1, saved_bytes.activation < wide
             if narrow:
                 norm_input, statistic = wide, wide if statistic else 0
                 channels += "bias" in self.shardings()
-        stream = layer_pass.stream_tokens * self.hidden_size
+        stream = rows * self.hidden_size
         statistics = 2 if self.normalization == "LayerNorm" else 1
         copied = norm_input > saved_bytes.activation
         of_input = 0 if shares_input and not copied else norm_input or saved_bytes.activation
         saved = stream * of_input
         saved += stream * saved_bytes.normalized_input
         saved += channels * self.hidden_size * wide
-        return saved + layer_pass.stream_tokens * statistic * statistics
+        return saved + rows * statistic * statistics

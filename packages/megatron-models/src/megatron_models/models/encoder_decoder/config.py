@@ -51,7 +51,12 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
             raise ConfigError(
                 "an encoder-decoder has no attention sinks: {softmax_type}", vars(self)
             )
-
+        if self.qk_layernorm:
+            raise ConfigError(
+                "an encoder-decoder has no norms of queries and keys; leave out "
+                "{qk_layernorm:name}",
+                vars(self),
+            )
         if self.span != EVERYTHING:
             raise ConfigError(
                 "an encoder-decoder has no windows: {sliding_window}, {attention_chunk_size}",
