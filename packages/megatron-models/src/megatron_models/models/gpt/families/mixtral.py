@@ -41,6 +41,9 @@ def _every_layer(config: GPTConfig) -> dict[str, object]:
     return {}
 
 
+#: Refuses models with dense layers.
+EVERY_LAYER = Custom(("moe_layer_freq",), (), read=lambda title, hf_config: {}, write=_every_layer)
+
 FAMILY = Family(
     name="mixtral",
     kind="gpt",
@@ -63,7 +66,7 @@ FAMILY = Family(
     custom=(
         rope(1e6),
         windows(listed=False),
-        Custom(("moe_layer_freq",), (), read=lambda title, hf_config: {}, write=_every_layer),
+        EVERY_LAYER,
     ),
     neutral={
         "attention_bias": (False,),
