@@ -32,6 +32,7 @@ POOL4 = (
     "--nproc-per-node 4 --context-parallel-size 2 --hybrid-context-parallel "
     "--max-seqlen-per-dp-cp-rank 8 --cp-comm-type p2p a2a"
 )
+UNTIED = "--untie-embeddings-and-output-weights"
 EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
 EP2 = "--nproc-per-node 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 COMBINED = f"{EP2} --overlap-moe-expert-parallel-comm"
@@ -55,6 +56,13 @@ def steps(folder: Path) -> dict[int, tuple[float, float]]:
         pytest.param(DOCUMENTS, (POOL2, DP2, POOL4, "", POOL1), id="pool", marks=pytest.mark.slow),
         pytest.param(
             EXPERTS, (EP2, TP2_EP2, PP2, "", COMBINED), id="experts", marks=pytest.mark.slow
+        ),
+        pytest.param(f"{EXPERTS} --mtp-num-layers 1", (TP2, PP2), id="multi-token"),
+        pytest.param(
+            f"--sliding-window 8 {EXPERTS} {UNTIED} --mtp-num-layers 2",
+            (EP2, PP2, CP2, TP2),
+            id="multi-token-windows",
+            marks=pytest.mark.slow,
         ),
     ],
 )
