@@ -54,6 +54,7 @@ BASE: Words = {
     "--save": "out",
 }
 ROPE: Words = {"--position-embedding-type": "rope"}
+TEMPERATURE: Words = {**ROPE, "--no-rope-freq": "2", "--attn-temperature-scale": "5"}
 EXPERTS: Words = {"--num-experts": "4"}
 PRE_SOFTMAX: Words = {**EXPERTS, "--moe-router-pre-softmax": ""}
 GROUPS: Words = {"--moe-router-num-groups": "2", "--moe-router-group-topk": "1"}
@@ -195,6 +196,15 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--qk-layernorm-scope": "projection"},
     ),
     "model.softmax_type": ({}, {"--softmax-type": "off-by-one"}),
+    "model.qk_l2_norm": (ROPE, {"--qk-l2-norm": ""}),
+    "model.attn_temperature_scale": (
+        {**TEMPERATURE, "--attn-temperature-floor": "1"},
+        {"--attn-temperature-scale": "1"},
+    ),
+    "model.attn_temperature_floor": (
+        TEMPERATURE,
+        {"--attn-temperature-floor": "1"},
+    ),
     "model.softmax_scale": ({}, {"--softmax-scale": "0.01"}),
     "model.sliding_window": ({}, {"--sliding-window": "2"}),
     "model.attention_chunk_size": ({}, {"--attention-chunk-size": "2"}),

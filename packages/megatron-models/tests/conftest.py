@@ -10,7 +10,10 @@ from jaxtyping import install_import_hook
 # Configurations and descriptions check their own values and have no tensors.
 _PARTS = (
     "latent_attention.module",
-    *(f"attention.{name}" for name in ("module", "cross", "context_parallel", "sinks")),
+    *(
+        f"attention.{name}"
+        for name in ("module", "cross", "context_parallel", "sinks", "temperature")
+    ),
     *("rotary.module", "mlp.module", "moe.module", "moe.router", "moe.experts", "norm.module"),
     *("embedding.module", "embedding.output", "block", "context", "dropout", "stack", "trunk"),
 )
@@ -57,6 +60,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "linear-scaling": {"position_embedding_type": "rope", "rope_scaling_type": "linear"},
     "window": {"sliding_window": 4, "softmax_scale": 0.7, "window_attn_skip_freq": "2"},
     "chunks": {"attention_chunk_size": 4, "window_attn_skip_freq": "[0,1]"},
+    "llama4": {
+        "position_embedding_type": "rope",
+        "rotary_interleaved": True,
+        "no_rope_freq": "2",
+        "normalization": "RMSNorm",
+        "norm_epsilon": 0.01,
+        "activation": "swiglu",
+        "num_query_groups": 2,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "qk_l2_norm": True,
+        "attention_chunk_size": 4,
+        "window_attn_skip_freq": "2",
+        "attn_temperature_scale": 0.4,
+        "attn_temperature_floor": 3,
+    },
     "softcap": {"attn_logit_softcapping": 1.5, "num_query_groups": 2},
     "gemma": {
         "position_embedding_type": "rope",

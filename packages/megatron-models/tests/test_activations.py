@@ -141,6 +141,27 @@ def test_a_window_saves_its_mask_in_each_layer(small, knob, dtype):
         assert saved == terms["attention"] + terms["attention.out"], dropout
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize(
+    "knob",
+    [
+        {"qk_l2_norm": True, "position_embedding_type": "rope"},
+        {"attn_temperature_scale": 0.5, "position_embedding_type": "none"},
+    ],
+    ids=["qk_l2_norm", "attn_temperature_scale"],
+)
+def test_an_option_of_attention_saves_the_bytes_of_the_formula(small, knob, dropout, dtype):
+    config = small(num_layers=2, normalization="RMSNorm", num_query_groups=2, **knob)
+    for plan in SELECTIVE[:2]:
+        found = counted(config, dtype, plan, dropout).items()
+        parts = ("layers.1.attention", "layers.1.attention.out")
+        saved = sum(size for name, size in found if name in parts)
+        layer_pass = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
+        terms = layer_activations(config, layer_pass)
+        assert saved == terms["attention"] + terms["attention.out"], plan
+
+
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
 def test_layer_stacks_save_the_bytes_of_the_formula(small, dropout):
     config = small(num_layers=8)

@@ -110,6 +110,18 @@ def normed_head(fused, weights, name, config, group, i):
     return whole[:, first : first + d]
 
 
+def turned(head, position, layer, config):
+    """Returns a query or key as the layer compares it."""
+    if config.position_embedding_type != "rope":
+        return head
+    if config.no_rope_freq == "2" and layer % 2:
+        return head
+    head = rotate(head, position, config)
+    if config.qk_l2_norm:
+        head = head / (head.square().mean() + config.norm_epsilon).sqrt()
+    return head
+
+
 def attention(x, weights, name, config, factors, layer):
     """Computes one sequence ``[s, h]`` head by head and token by token; factors ``[s, n, s]``."""
     if config.multi_latent_attention:
@@ -123,14 +135,14 @@ def attention(x, weights, name, config, factors, layer):
         if config.qk_layernorm:
             heads = [normed_head(fused, weights, name, config, group, i) for i in range(m + 1)]
             queries, keys = heads[:m], heads[m]
-        if config.position_embedding_type == "rope":
-            keys = torch.stack([rotate(key, t, config) for t, key in enumerate(keys)])
+        keys = torch.stack([turned(key, t, layer, config) for t, key in enumerate(keys)])
         for head in queries:
             rows = []
             for t in range(length):
-                query = head[t]
-                if config.position_embedding_type == "rope":
-                    query = rotate(query, t, config)
+                query = turned(head[t], t, layer, config)
+                if config.attn_temperature_scale and layer % 2:
+                    steps = math.floor((t + 1) / config.attn_temperature_floor)
+                    query = query * (config.attn_temperature_scale * math.log(1 + steps) + 1)
                 scores = keys[: t + 1] @ query * (config.softmax_scale or 1 / math.sqrt(d))
                 if bound := config.attn_logit_softcapping:
                     scores = bound * torch.tanh(scores / bound)

@@ -48,6 +48,7 @@ class Context:
         router_replay: Records or replays the experts of each token.
         expert_loads: Selections of experts by layer, as the forward pass counted them for the
             global load-balancing loss. Recomputation reads them.
+        positions: Positions of this rank's tokens. None means ``offset`` and the following ones.
     """
 
     mask: Mask
@@ -66,6 +67,13 @@ class Context:
     router_replay: RouterReplay | None = None
     expert_loads: dict[int, Int[Tensor, " e"]] = field(default_factory=dict)
     masks: Mapping[Span, Mask] = field(default_factory=dict)
+    positions: Int[Tensor, "b_or_1 s"] | None = None
+
+    def token_positions(self, length: int, device: torch.device) -> Int[Tensor, "s b_or_1"]:
+        """Returns the positions of this rank's ``length`` tokens."""
+        if self.positions is not None:
+            return self.positions.t()
+        return torch.arange(self.offset, self.offset + length, device=device)[:, None]
 
     def mask_of(self, span: Span) -> Mask:
         """Returns the mask of a layer with this span.

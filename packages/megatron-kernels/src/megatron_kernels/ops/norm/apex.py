@@ -53,7 +53,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
 
 
 def rms_norm_unsupported_reason(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False
 ) -> str | None:
     """Returns why Apex does not support these arguments, such as no CUDA or two dtypes."""
+    if weight is None:
+        return "needs a gain"
     return _unsupported_reason(x, weight, zero_centered)

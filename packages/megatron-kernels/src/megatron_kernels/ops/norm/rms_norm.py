@@ -11,26 +11,27 @@ from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
-def reference(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+def reference(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
     """Computes the definition, with the mean square in at least float32."""
     values = upcast(x)
     normal = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return (normal * gain_of(weight, zero_centered)).to(x.dtype)
+    scaled = normal if weight is None else normal * gain_of(weight, zero_centered)
+    return scaled.to(x.dtype)
 
 
-def fused(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+def fused(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
     """Calls `F.rms_norm`, in at least float32 if the gain is `1 + weight`."""
-    if not zero_centered:
-        return functional.rms_norm(x, weight.shape, weight, eps)
+    if weight is None or not zero_centered:
+        return functional.rms_norm(x, x.shape[-1:], weight, eps)
     gain = gain_of(weight, zero_centered)
     return functional.rms_norm(upcast(x), weight.shape, gain, eps).to(x.dtype)
 
 
 def fused_unsupported_reason(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False
 ) -> str | None:
     """Returns that dtypes differ, which torch's kernel does not support."""
-    if weight.dtype == x.dtype:
+    if weight is None or weight.dtype == x.dtype:
         return None
     return f"x is {x.dtype}, weight {weight.dtype}; they must agree"
 
@@ -42,7 +43,7 @@ def fused_unsupported_reason(
 )
 def rms_norm(
     x: Float[Tensor, "*rows h"],
-    weight: Float[Tensor, " h"],
+    weight: Float[Tensor, " h"] | None,
     eps: float = 1e-5,
     zero_centered: bool = False,
     *,
@@ -52,7 +53,7 @@ def rms_norm(
 
     Args:
         x: Input `[..., h]`.
-        weight: Gain `[h]`.
+        weight: Gain `[h]`. None means 1.
         eps: Added to the mean square.
         zero_centered: Whether the gain is `1 + weight`, as in Gemma.
         backend: "auto" or the name of one backend.

@@ -4,7 +4,7 @@ Importing this module does not import torch.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from megatron_models.components.attention.span import Span
 from megatron_models.components.fields import flag
@@ -12,6 +12,9 @@ from megatron_models.components.rotary.config import RotaryConfig
 from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.errors import ConfigError
 from megatron_models.layer_pattern import PatternError, layer_pattern
+
+TEMPERATURE_FLOOR: Final = 8192
+"""Default of ``attn_temperature_floor``, that of Llama 4."""
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 QKNormScope = Literal["head", "projection"]
@@ -134,6 +137,34 @@ class AttentionConfig(RotaryConfig):
         ),
     )
 
+    qk_l2_norm: bool = field(
+        default=False,
+        metadata=flag(
+            "--qk-l2-norm",
+            "divide each head's queries and keys by their root mean square after rotary positions "
+            "(Llama 4); not in layers without rotary positions",
+        ),
+    )
+    attn_temperature_scale: float = field(
+        default=0.0,
+        metadata=flag(
+            "--attn-temperature-scale",
+            "in layers without rotary positions, multiply the queries at position p by "
+            "scale * ln(1 + floor((p + 1) / floor)) + 1 (Llama 4); 0: no such factor (our name)",
+            nonnegative=True,
+        ),
+    )
+    attn_temperature_floor: int = field(
+        default=TEMPERATURE_FLOOR,
+        metadata=flag(
+            "--attn-temperature-floor",
+            "number of positions after which the factor of --attn-temperature-scale changes (our "
+            "name)",
+            positive=True,
+            unit="tokens",
+        ),
+    )
+
     def _fill(self) -> None:
         super()._fill()
         if self.kv_channels == 0 and self.hidden_size % self.num_attention_heads:
@@ -159,6 +190,40 @@ class AttentionConfig(RotaryConfig):
                 vars(self),
             )
         self._check_rotation()
+        self._check_unrotated()
+
+    def _check_unrotated(self) -> None:
+        """Refuses options of layers with or without rotary positions that no layer has."""
+        rotary = self.position_embedding_type == "rope"
+        if self.qk_l2_norm and not rotary:
+            raise ConfigError(
+                "{qk_l2_norm:name} needs rotary positions, not {position_embedding_type}",
+                vars(self),
+            )
+        if self.qk_l2_norm and self.qk_layernorm:
+            raise ConfigError(
+                "{qk_l2_norm:name} and {qk_layernorm:name} exclude each other; choose one",
+                vars(self),
+            )
+        if not self.attn_temperature_scale:
+            if self.attn_temperature_floor != TEMPERATURE_FLOOR:
+                raise ConfigError(
+                    "{attn_temperature_floor} has no effect without {attn_temperature_scale:name}; "
+                    "leave it out",
+                    vars(self),
+                )
+        elif rotary and not any(self.unrotated_layers):
+            raise ConfigError(
+                "{attn_temperature_scale} needs layers without rotary positions; set "
+                "{no_rope_freq:name}",
+                vars(self),
+            )
+        elif self.position_embedding_type == "learned_absolute":
+            raise ConfigError(
+                "{attn_temperature_scale} is not supported with {position_embedding_type}; use "
+                "'rope' or 'none'",
+                vars(self),
+            )
 
     def _check_rotation(self) -> None:
         """Refuses a rotation that no pairs of channels fit."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from jaxtyping import Float
-from megatron_kernels import Scores, attention, rope
+from megatron_kernels import Scores, attention, rms_norm, rope
 from megatron_parallel import Axis
 from megatron_parallel.collectives import gather_sequence
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_models.components.attention.qk_norm import QKNorm
 from megatron_models.components.attention.sinks import Sinks
 from megatron_models.components.attention.spec import AttentionSpec, query_group_ranks
+from megatron_models.components.attention.temperature import query_factors
 from megatron_models.components.context import Context
 from megatron_models.components.dropout_sites import ATTENTION_PROBABILITIES
 from megatron_models.placement import Placement
@@ -35,6 +36,8 @@ class Attention(nn.Module):
         self.head_size, self.heads_by_role = spec.kv_channels, spec.heads_by_role
         self.ranks_per_group = query_group_ranks(spec, self.tp.size)
         self.span = spec.span
+        self.l2_epsilon = spec.norm_epsilon if spec.qk_l2_norm else None
+        self.temperature = (spec.attn_temperature_scale, spec.attn_temperature_floor)
         self.scores = Scores(spec.softmax_scale or None, spec.attn_logit_softcapping)
         self.qkv = placement.column_parallel_linear(spec.qkv)
         norms = spec.qk_norms()
@@ -61,6 +64,11 @@ class Attention(nn.Module):
             angles = context.angles[self.rotation]
             q = rope(q, *angles, self.rotation.interleaved)
             k = rope(k, *angles, self.rotation.interleaved)
+        if self.l2_epsilon is not None:
+            q, k = rms_norm(q, None, self.l2_epsilon), rms_norm(k, None, self.l2_epsilon)
+        if self.temperature[0]:
+            positions = context.token_positions(q.shape[0], q.device)
+            q = (q * query_factors(positions, *self.temperature, q.dtype)).to(q.dtype)
         if context.cache is not None:
             seen = context.cache.update(self.layer, k, v)
             mask = context.mask_of(self.span)

@@ -141,6 +141,9 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
             )
             core += self._saved_sinks(saved_bytes) // tp
         core += self._saved_norms(layer_pass.tokens, tp, saved_bytes)
+        core += self._saved_l2_norms(layer_pass.tokens, tp, saved_bytes)
+        if self.attn_temperature_scale:  # one factor for each position
+            core += layer_pass.sequence_length * max(saved_bytes.activation, 4)
         return {
             "": core + self._query_key_value(layer_pass.tokens, tp, saved_bytes, unfused),
             "out": layer_pass.tokens * self.query_size // tp * saved_bytes.activation,
@@ -183,6 +186,14 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
             )
         return found
 
+    def _saved_l2_norms(self, tokens: int, tp: int, saved_bytes: SavedBytes) -> int:
+        """Returns the bytes of norms without gains on one rank, if norms are those of RMSNorm."""
+        if not self.qk_l2_norm:
+            return 0
+        heads = self.num_attention_heads // tp + self.groups_on_rank(tp)
+        of_input = saved_bytes.norm_input or saved_bytes.activation
+        return tokens * heads * (self.kv_channels * of_input + saved_bytes.norm_statistic)
+
     def _query_key_value(self, tokens: int, tp: int, saved_bytes: SavedBytes, unfused: bool) -> int:
         """Returns the bytes of one rank's fused projection and of reordered copies.
 
@@ -198,7 +209,9 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
         copies = 0
         if self.rotary_dim or self.qk_layernorm:
             copies = heads + groups
-        elif heads > groups and (groups > 1 or (unfused and saved_bytes.per_score)):
+        elif self.attn_temperature_scale or (
+            heads > groups and (groups > 1 or (unfused and saved_bytes.per_score))
+        ):
             copies = heads
         fused = groups * (self.heads_per_group + 2)
         return tokens * (fused + copies) * self.kv_channels * saved_bytes.activation

@@ -4,7 +4,7 @@ Importing this module does not import torch.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.components.attention.span import EVERYTHING
@@ -23,6 +23,9 @@ from megatron_models.components.mlp.spec import MLPConfig, MLPSpec
 from megatron_models.components.norm.spec import NormConfig, NormSpec
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
+
+_UNSUPPORTED: Final = ("qk_layernorm", "qk_l2_norm", "attn_temperature_scale")
+"""Fields of self-attention that cross-attention does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +54,11 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
             raise ConfigError(
                 "an encoder-decoder has no attention sinks: {softmax_type}", vars(self)
             )
-        if self.qk_layernorm:
-            raise ConfigError(
-                "an encoder-decoder has no norms of queries and keys; leave out "
-                "{qk_layernorm:name}",
-                vars(self),
-            )
+        for name in _UNSUPPORTED:
+            if getattr(self, name):
+                raise ConfigError(
+                    f"an encoder-decoder does not support {{{name}:name}}; leave it out", vars(self)
+                )
         if self.span != EVERYTHING:
             raise ConfigError(
                 "an encoder-decoder has no windows: {sliding_window}, {attention_chunk_size}",

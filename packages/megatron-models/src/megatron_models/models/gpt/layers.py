@@ -6,6 +6,7 @@ some layers only (experts, windows, positions) have one place each.
 
 from typing import Any
 
+from megatron_models.components.attention.config import TEMPERATURE_FLOOR
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron_models.components.latent_attention.spec import LatentAttentionSpec
@@ -56,9 +57,11 @@ def attention_mixer(config: GPTFields, number: int) -> Mixer:
 
 
 def rotation_changes(config: GPTFields, number: int) -> dict[str, Any]:
-    """Returns the fields of a layer's rotary positions that differ from those of the model."""
+    """Returns the fields of a layer with or without rotary positions that differ from the model."""
     if config.unrotated_layers[number]:
-        return {"position_embedding_type": "none", "no_rope_freq": "0"}
+        return {"position_embedding_type": "none", "no_rope_freq": "0", "qk_l2_norm": False}
+    if config.position_embedding_type == "rope":
+        return {"attn_temperature_scale": 0.0, "attn_temperature_floor": TEMPERATURE_FLOOR}
     return {}
 
 

@@ -266,6 +266,7 @@ class GPT(Trunk, CausalModel):
             sequence_parallel=False if whole else None,
             router_replay=router_replay,
             masks=masks,
+            positions=positions,
         )
         x = super().forward(x, context, positions)
         if not self.last:
