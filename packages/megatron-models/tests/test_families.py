@@ -107,6 +107,15 @@ def test_families_are_found_by_their_entry_points():
     assert found["mixtral"] is mixtral.FAMILY
 
 
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 4}])
+def test_every_family_names_what_it_cannot_express(changes, small):
+    config = small(**changes, softmax_type="learnable")
+    for entry in entry_points(group="megatron.families"):
+        family = entry.load()
+        if family.kind == "gpt" and "softmax_type" not in family.settings:
+            assert any("softmax_type" in found for found in family.differences(config)), entry.name
+
+
 @pytest.mark.parametrize(("family", "theirs"), CASES)
 def test_rows_cover_every_parameter_exactly_once(family, theirs):
     config = family.config_from_hf(theirs)

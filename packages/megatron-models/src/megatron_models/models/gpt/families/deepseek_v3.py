@@ -130,7 +130,7 @@ def _layers_from_hf(title: str, hf_config: HFConfig, *, dense: int) -> dict[str,
 
 
 def _layers_to_hf(config: GPTConfig) -> dict[str, int]:
-    first = config.moe_layers.index(True)
+    first = config.moe_layers.index(True) if any(config.moe_layers) else 0
     expected = (False,) * first + (True,) * (config.num_layers - first)
     if config.moe_layers != expected:
         raise unsupported_field("moe_layers", repr(expected), config.moe_layers)
