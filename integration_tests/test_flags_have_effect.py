@@ -135,6 +135,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "model.make_vocab_size_divisible_by": ({}, {"--make-vocab-size-divisible-by": "512"}),
     "model.position_embedding_type": ({}, ROPE),
     "model.rotary_base": (ROPE, {"--rotary-base": "10"}),
+    "model.rotary_base_local": (
+        ROPE | {"--sliding-window": "4"},
+        {"--rotary-base-local": "10"},
+    ),
     "model.rotary_percent": (ROPE, {"--rotary-percent": "0.5"}),
     "model.rotary_interleaved": (ROPE, {"--rotary-interleaved": ""}),
     "model.rope_scaling_type": (ROPE, {"--rope-scaling-type": "linear"}),

@@ -106,6 +106,7 @@ MODELS["few"] = replace(
     softmax_type="learnable",
     sliding_window=5,
     window_attn_skip_freq="2",
+    rotary_base_local=100.0,
     softmax_scale=0.4,
     qk_layernorm=True,
     qk_layernorm_scope="projection",

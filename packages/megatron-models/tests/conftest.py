@@ -59,6 +59,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "linear-scaling": {"position_embedding_type": "rope", "rope_scaling_type": "linear"},
     "window": {"sliding_window": 4, "softmax_scale": 0.7, "window_attn_skip_freq": "2"},
+    "local-base": {
+        "position_embedding_type": "rope",
+        "rotary_base_local": 50.0,
+        "rope_scaling_type": "linear",
+        "sliding_window": 4,
+        "window_attn_skip_freq": "2",
+    },
     "chunks": {"attention_chunk_size": 4, "window_attn_skip_freq": "[0,1]"},
     "llama4": {
         "position_embedding_type": "rope",

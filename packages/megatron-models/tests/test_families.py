@@ -250,6 +250,7 @@ OTHERS = {
     "make_vocab_size_divisible_by": 64,
     "position_embedding_type": ("rope", "learned_absolute"),
     "rotary_base": 1e3,
+    "rotary_base_local": 1e2,
     "rotary_percent": 0.5,
     "rotary_interleaved": True,
     "rope_scaling_type": ("linear", "none"),

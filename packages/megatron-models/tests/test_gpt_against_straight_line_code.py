@@ -4,6 +4,7 @@ Dropout is a factor for each element: 0, or 1 / (1 - p).
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -87,10 +88,21 @@ def latent_attention(x, weights, name, config, factors):
     return linear(torch.cat(outputs, -1), weights, f"{name}.out")
 
 
+def is_windowed(layer, config):
+    return layer not in {"": [], "2": [1, 3, 5], "[0,1]": [0]}[config.window_attn_skip_freq]
+
+
+def rotation(layer, config):
+    """Returns the configuration of a layer's rotation."""
+    if config.rotary_base_local and is_windowed(layer, config):
+        base = config.rotary_base_local
+        return replace(config, rotary_base=base, rotary_base_local=0.0, rope_scaling_type="none")
+    return config
+
+
 def first_key(t, layer, config):
     """Returns the first token that token ``t`` attends to in a layer."""
-    skipped = {"": [], "2": [1, 3, 5], "[0,1]": [0]}[config.window_attn_skip_freq]
-    if layer in skipped:
+    if not is_windowed(layer, config):
         return 0
     if config.attention_chunk_size:
         return t - t % config.attention_chunk_size
@@ -116,7 +128,7 @@ def turned(head, position, layer, config):
         return head
     if config.no_rope_freq == "2" and layer % 2:
         return head
-    head = rotate(head, position, config)
+    head = rotate(head, position, rotation(layer, config))
     if config.qk_l2_norm:
         head = head / (head.square().mean() + config.norm_epsilon).sqrt()
     return head

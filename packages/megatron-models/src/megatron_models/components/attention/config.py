@@ -189,6 +189,12 @@ class AttentionConfig(RotaryConfig):
                 "{qk_layernorm_scope} has no effect without {qk_layernorm:name}; leave it out",
                 vars(self),
             )
+        if self.rotary_base_local and self.span == Span():
+            raise ConfigError(
+                "{rotary_base_local} is the base of layers with a window, but no layer has one; "
+                "set {sliding_window:name} or {attention_chunk_size:name}, or leave it at 0",
+                vars(self),
+            )
         self._check_rotation()
         self._check_unrotated()
 

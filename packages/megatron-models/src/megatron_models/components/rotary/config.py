@@ -30,6 +30,15 @@ class RotaryConfig(PositionConfig):
         default=10000.0,
         metadata=flag("--rotary-base", "base of the rotary frequencies (theta)", positive=True),
     )
+    rotary_base_local: float = field(
+        default=0.0,
+        metadata=flag(
+            "--rotary-base-local",
+            "base of layers with a window or chunks, whose frequencies are then not scaled "
+            "(Gemma 3, OLMo-3); 0: the base and the scaling of the other layers (our name)",
+            nonnegative=True,
+        ),
+    )
     rotary_percent: float = field(
         default=1.0,
         metadata=flag(
@@ -169,6 +178,12 @@ class RotaryConfig(PositionConfig):
         elif any(unrotated):
             raise ConfigError(
                 "{no_rope_freq} needs rotary positions, not {position_embedding_type}", vars(self)
+            )
+        elif self.rotary_base_local:
+            raise ConfigError(
+                "{rotary_base_local} needs rotary positions, not {position_embedding_type}; leave "
+                "it at 0",
+                vars(self),
             )
 
     def _check_scaling(self) -> None:

@@ -58,11 +58,18 @@ def attention_mixer(config: GPTFields, number: int) -> Mixer:
 
 def rotation_changes(config: GPTFields, number: int) -> dict[str, Any]:
     """Returns the fields of a layer with or without rotary positions that differ from the model."""
+    changes: dict[str, Any] = {"rotary_base_local": 0.0}
     if config.unrotated_layers[number]:
-        return {"position_embedding_type": "none", "no_rope_freq": "0", "qk_l2_norm": False}
+        return changes | {
+            "position_embedding_type": "none",
+            "no_rope_freq": "0",
+            "qk_l2_norm": False,
+        }
     if config.position_embedding_type == "rope":
-        return {"attn_temperature_scale": 0.0, "attn_temperature_floor": TEMPERATURE_FLOOR}
-    return {}
+        changes |= {"attn_temperature_scale": 0.0, "attn_temperature_floor": TEMPERATURE_FLOOR}
+    if config.rotary_base_local and config.windowed_layers[number]:
+        changes |= {"rotary_base": config.rotary_base_local, "rope_scaling_type": "none"}
+    return changes
 
 
 def feed_forward_mixer(config: GPTFields, number: int) -> Mixer:
