@@ -226,11 +226,12 @@ def _write_llama3(config: GPTConfig) -> dict[str, Any]:
 def _write_yarn(config: GPTConfig) -> dict[str, Any]:
     found = {hf_name: getattr(config, name) for name, hf_name in _YARN.items()}
     magnitudes = {name: getattr(config, name) for name in _MAGNITUDES}
-    if config.rope_scaling_attention_factor:
-        return found | {"attention_factor": config.rope_scaling_attention_factor}
+    fixed = config.rope_scaling_attention_factor
+    if fixed:
+        found["attention_factor"] = fixed
     if all(magnitudes.values()):
         return found | magnitudes
-    if magnitudes != {"mscale": 1.0, "mscale_all_dim": 0.0}:
+    if not fixed and magnitudes != {"mscale": 1.0, "mscale_all_dim": 0.0}:
         raise unsupported_field(
             "mscale and mscale_all_dim", "1.0 and 0.0, or both above 0", tuple(magnitudes.values())
         )
