@@ -161,6 +161,14 @@ def test_rotary_settings_in_both_formats_may_have_the_base_in_one():
             llama.FAMILY.config_from_hf(bare | both | {"rope_scaling": older | {"factor": 2.0}})
 
 
+def test_a_given_attention_factor_of_yarn_takes_precedence_over_magnitudes():
+    fixed = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3}
+    scaling = fixed | {"mscale": 0.7, "mscale_all_dim": 0.4}
+    config = llama.FAMILY.config_from_hf(LLAMA | {"rope_scaling": scaling})
+    assert config == llama.FAMILY.config_from_hf(LLAMA | {"rope_scaling": fixed})
+    assert llama.FAMILY.config_from_hf(llama.FAMILY.config_to_hf(config)) == config
+
+
 def test_a_mask_value_in_low_precision_is_read():
     bound = {kind: arguments for _, kind, arguments in gpt2.FAMILY.ignored}["at_most"]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

@@ -192,7 +192,8 @@ def _read_yarn(title: str, hf_config: HFConfig, given: Mapping[str, Any]) -> dic
     if given.get("truncate") is not None:
         fields["yarn_correction_range_round_to_int"] = given["truncate"]
     magnitudes = {name: given.get(name) for name in _MAGNITUDES}
-    return fields | (magnitudes if all(magnitudes.values()) else {})
+    derived = _FIXED not in fields  # a given attention factor takes precedence over both
+    return fields | (magnitudes if derived and all(magnitudes.values()) else {})
 
 
 def _read_longrope(title: str, hf_config: HFConfig, given: Mapping[str, Any]) -> dict[str, Any]:
