@@ -5,18 +5,9 @@ here.
 """
 
 from megatron_models.families.family import UNTIED, Family, Operation, Row, Where
-from megatron_models.families.settings import (
-    Constant,
-    Custom,
-    Derived,
-    HFConfig,
-    Mapped,
-    Translated,
-    unsupported_field,
-    unsupported_hf_field,
-)
-from megatron_models.models.gpt.config import GPTConfig
+from megatron_models.families.settings import Constant, Derived, Mapped, Translated
 from megatron_models.models.gpt.families.activations import activation
+from megatron_models.models.gpt.families.biases import attention_bias
 from megatron_models.models.gpt.families.rope import rope
 
 #: Of a matrix and of a vector whose rows are grouped by key and value.
@@ -66,23 +57,6 @@ _ROWS: tuple[Row, ...] = (
 )
 
 
-def _biases_from_hf(title: str, hf_config: HFConfig) -> dict[str, bool]:
-    attention = hf_config.get("attention_bias", True)
-    if not isinstance(attention, bool):
-        raise unsupported_hf_field(title, "attention_bias", attention, [False, True])
-    return {"add_bias_linear": attention, "add_mlp_bias": not attention}
-
-
-def _biases_to_hf(config: GPTConfig) -> dict[str, bool]:
-    if not config.has_mlp_bias:
-        raise unsupported_field("has_mlp_bias", "True", config.has_mlp_bias)
-    if config.has_qkv_bias != config.has_attention_out_bias:
-        raise unsupported_field(
-            "has_qkv_bias", repr(config.has_attention_out_bias), config.has_qkv_bias
-        )
-    return {"attention_bias": config.has_qkv_bias}
-
-
 FAMILY = Family(
     name="gpt_neox",
     kind="gpt",
@@ -114,15 +88,7 @@ FAMILY = Family(
     },
     custom=(
         rope(10000.0, percent=0.25, base_name="rotary_emb_base", percent_name="rotary_pct"),
-        Custom(
-            fields=(
-                *("add_bias_linear", "add_qkv_bias", "add_attention_out_bias"),
-                "add_mlp_bias",
-            ),
-            hf_fields=("attention_bias",),
-            read=_biases_from_hf,
-            write=_biases_to_hf,
-        ),
+        attention_bias(absent=True, mlp=True),
     ),
     # Older names of dropout rates.
     without_effect=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),
