@@ -98,6 +98,58 @@ def test_norms_and_temperatures_of_llama_4(layer):
     torch.testing.assert_close(run(model, layer, x), expected, rtol=1e-5, atol=1e-6)
 
 
+def with_alibi(heads: int, **changes: Any) -> GPT:
+    config = GPTConfig(
+        num_layers=1,
+        hidden_size=H,
+        num_attention_heads=heads,
+        vocab_size=32,
+        max_position_embeddings=S,
+        position_embedding_type="alibi",
+        **changes,
+    )
+    return GPT(config, Placement(Mesh.single(), dtype=torch.float32))
+
+
+def copy_fused(ours: Attention, theirs: nn.Module) -> None:
+    """Copies projections whose rows are query, key and value of each head, as ours are."""
+    with torch.no_grad():
+        for own, other in ((ours.qkv, theirs.query_key_value), (ours.out, theirs.dense)):
+            own.weight.copy_(other.weight.view_as(own.weight))
+            own.bias.copy_(other.bias.view_as(own.bias))
+
+
+@pytest.mark.parametrize("heads", [4, 6, 3])
+def test_biases_of_bloom(heads):
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    config = bloom.BloomConfig(hidden_size=H, n_head=heads, n_layer=1)
+    torch.manual_seed(heads)
+    theirs = bloom.BloomAttention(config, 0).eval()
+    model = with_alibi(heads)
+    copy_fused(model.layers["0"].attention, theirs)
+    x = draw()
+    alibi = bloom.build_alibi_tensor(torch.ones(B, S), heads, torch.float32)
+    expected = theirs(x, torch.zeros_like(x), alibi, causal())[0]
+    torch.testing.assert_close(run(model, 0, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scaled_biases_of_falcon():
+    """Falcon rounds slopes to bfloat16, which 4 heads do not show."""
+    falcon = pytest.importorskip("transformers.models.falcon.modeling_falcon")
+    config = falcon.FalconConfig(
+        hidden_size=H, num_attention_heads=4, alibi=True, multi_query=False, bias=True
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(5)
+    theirs = falcon.FalconAttention(config, 0).eval()
+    model = with_alibi(4, scale_alibi=True)
+    copy_fused(model.layers["0"].attention, theirs)
+    x = draw()
+    alibi = falcon.build_alibi_tensor(torch.ones(B, S), 4, torch.float32)
+    expected = theirs(x, alibi, causal())[0]
+    torch.testing.assert_close(run(model, 0, x), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_options_apply_to_the_layers_that_have_them():
     model = gpt(
         position_embedding_type="rope",

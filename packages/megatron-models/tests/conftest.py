@@ -12,7 +12,7 @@ _PARTS = (
     "latent_attention.module",
     *(
         f"attention.{name}"
-        for name in ("module", "cross", "context_parallel", "sinks", "temperature")
+        for name in ("module", "cross", "context_parallel", "sinks", "temperature", "alibi")
     ),
     *("rotary.module", "mlp.module", "moe.module", "moe.router", "moe.experts", "norm.module"),
     *("embedding.module", "embedding.output", "block", "context", "dropout", "stack", "trunk"),
@@ -82,6 +82,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_attn_skip_freq": "2",
         "attn_temperature_scale": 0.4,
         "attn_temperature_floor": 3,
+    },
+    "alibi": {"position_embedding_type": "alibi", "num_query_groups": 2, "softmax_scale": 0.7},
+    "scaled-alibi": {
+        "position_embedding_type": "alibi",
+        "scale_alibi": True,
+        "num_attention_heads": 6,
+        "num_query_groups": 3,
+        "sliding_window": 5,
     },
     "softcap": {"attn_logit_softcapping": 1.5, "num_query_groups": 2},
     "gemma": {

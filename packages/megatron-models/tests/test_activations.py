@@ -148,8 +148,9 @@ def test_a_window_saves_its_mask_in_each_layer(small, knob, dtype):
     [
         {"qk_l2_norm": True, "position_embedding_type": "rope"},
         {"attn_temperature_scale": 0.5, "position_embedding_type": "none"},
+        {"position_embedding_type": "alibi"},
     ],
-    ids=["qk_l2_norm", "attn_temperature_scale"],
+    ids=["qk_l2_norm", "attn_temperature_scale", "alibi"],
 )
 def test_an_option_of_attention_saves_the_bytes_of_the_formula(small, knob, dropout, dtype):
     config = small(num_layers=2, normalization="RMSNorm", num_query_groups=2, **knob)

@@ -134,6 +134,14 @@ def turned(head, position, layer, config):
     return head
 
 
+def alibi_slope(head, config):
+    """Returns the slope of a head by the rule of the paper's code."""
+    power = 2 ** math.floor(math.log2(config.num_attention_heads))
+    slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-8 * i / (2 * power)) for i in range(1, 2 * power + 1)][::2]
+    return slopes[head] / (math.sqrt(config.kv_channels) if config.scale_alibi else 1.0)
+
+
 def attention(x, weights, name, config, factors, layer):
     """Computes one sequence ``[s, h]`` head by head and token by token; factors ``[s, n, s]``."""
     if config.multi_latent_attention:
@@ -158,6 +166,9 @@ def attention(x, weights, name, config, factors, layer):
                 scores = keys[: t + 1] @ query * (config.softmax_scale or 1 / math.sqrt(d))
                 if bound := config.attn_logit_softcapping:
                     scores = bound * torch.tanh(scores / bound)
+                if config.position_embedding_type == "alibi":
+                    slope = alibi_slope(len(outputs), config)
+                    scores = scores + slope * (torch.arange(t + 1) - t)
                 scores[: first_key(t, layer, config)] = -math.inf
                 kept = torch.softmax(scores, 0) * factors[t, len(outputs), : t + 1]
                 rows.append(kept @ values[: t + 1])

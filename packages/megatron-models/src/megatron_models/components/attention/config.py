@@ -137,6 +137,14 @@ class AttentionConfig(RotaryConfig):
         ),
     )
 
+    scale_alibi: bool = field(
+        default=False,
+        metadata=flag(
+            "--scale-alibi",
+            "multiply the biases of alibi by the factor of the attention scores, as in Falcon (our "
+            "name)",
+        ),
+    )
     qk_l2_norm: bool = field(
         default=False,
         metadata=flag(
@@ -195,6 +203,11 @@ class AttentionConfig(RotaryConfig):
                 "set {sliding_window:name} or {attention_chunk_size:name}, or leave it at 0",
                 vars(self),
             )
+        if self.scale_alibi and not self.has_alibi:
+            raise ConfigError(
+                "{scale_alibi:name} has no effect with {position_embedding_type}; leave it out",
+                vars(self),
+            )
         self._check_rotation()
         self._check_unrotated()
 
@@ -224,7 +237,7 @@ class AttentionConfig(RotaryConfig):
                 "{no_rope_freq:name}",
                 vars(self),
             )
-        elif self.position_embedding_type == "learned_absolute":
+        elif self.position_embedding_type not in ("rope", "none"):
             raise ConfigError(
                 "{attn_temperature_scale} is not supported with {position_embedding_type}; use "
                 "'rope' or 'none'",
@@ -293,6 +306,11 @@ class AttentionConfig(RotaryConfig):
     def rotary_dim(self) -> int:
         """Rotated channels of a head; 0 without rotary positions."""
         return 0 if self.rotation is None else self.rotation.channels
+
+    @property
+    def has_alibi(self) -> bool:
+        """Whether attention scores have linear biases by distance (Press et al. 2022)."""
+        return self.position_embedding_type == "alibi"
 
     @property
     def has_qkv_bias(self) -> bool:

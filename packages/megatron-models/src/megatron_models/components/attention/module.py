@@ -9,6 +9,7 @@ from megatron_parallel import Axis
 from megatron_parallel.collectives import gather_sequence
 from torch import Tensor, nn
 
+from megatron_models.components.attention.alibi import alibi_slopes
 from megatron_models.components.attention.qk_norm import QKNorm
 from megatron_models.components.attention.sinks import Sinks
 from megatron_models.components.attention.spec import AttentionSpec, query_group_ranks
@@ -39,6 +40,10 @@ class Attention(nn.Module):
         self.l2_epsilon = spec.norm_epsilon if spec.qk_l2_norm else None
         self.temperature = (spec.attn_temperature_scale, spec.attn_temperature_floor)
         self.scores = Scores(spec.softmax_scale or None, spec.attn_logit_softcapping)
+        self.alibi_factor = 0.0
+        if spec.has_alibi:
+            scale = spec.softmax_scale or spec.kv_channels**-0.5
+            self.alibi_factor = scale if spec.scale_alibi else 1.0
         self.qkv = placement.column_parallel_linear(spec.qkv)
         norms = spec.qk_norms()
         self.q_norm = self.k_norm = None
@@ -90,7 +95,12 @@ class Attention(nn.Module):
 
     def _scores_of(self, q: Tensor) -> Scores:
         """Returns the scores of this rank's heads, which are those of ``q``."""
-        return self.scores if self.sinks is None else replace(self.scores, sinks=self.sinks(q))
+        scores = self.scores
+        if self.alibi_factor:
+            heads = (self.tp.size * q.shape[2], self.first_head, q.shape[2])
+            slopes = alibi_slopes(*heads, device=q.device, dtype=q.dtype)
+            scores = replace(scores, slopes=slopes * self.alibi_factor)
+        return scores if self.sinks is None else replace(scores, sinks=self.sinks(q))
 
     def _project(
         self, x: Float[Tensor, "part b h"], cut: bool | None

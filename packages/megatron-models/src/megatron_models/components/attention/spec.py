@@ -158,15 +158,14 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
         check_heads(self, layout.tp)
 
     def _saved_bytes(self, saved_bytes: SavedBytes) -> SavedBytes:
-        """Returns the saved bytes with unfused attention, if sinks or bounded scores need it.
+        """Returns the saved bytes with unfused attention, if the scores need it.
 
         A bound saves the hyperbolic tangents too.
         """
         if self.attn_logit_softcapping:
             return saved_bytes.with_unfused_attention(max(saved_bytes.activation, 4))
-        return (
-            saved_bytes if self.softmax_type == "vanilla" else saved_bytes.with_unfused_attention()
-        )
+        plain = self.softmax_type == "vanilla" and not self.has_alibi
+        return saved_bytes if plain else saved_bytes.with_unfused_attention()
 
     def _saved_sinks(self, saved_bytes: SavedBytes) -> int:
         """Returns the bytes of all sinks; learned sinks of enough precision are parameters."""

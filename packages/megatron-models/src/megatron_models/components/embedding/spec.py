@@ -15,7 +15,7 @@ from megatron_models.components.mixer import Parameters, ParameterSpec, paramete
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 
-PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class PositionConfig(StreamConfig):
         default="learned_absolute",
         metadata=flag(
             "--position-embedding-type",
-            "learned absolute positions added to the embedding, rotary positions in attention, or "
-            "none",
+            "learned absolute positions added to the embedding, rotary positions in attention, "
+            "linear biases of attention by distance (alibi), or none",
             choices=get_args(PositionEmbedding),
         ),
     )
