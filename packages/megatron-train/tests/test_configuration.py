@@ -411,11 +411,6 @@ TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
         (f"{POOL} --cp-comm-type a2a+p2p", 2, "--cp-comm-type a2a+p2p does not work with"),
         (f"{POOL} --cp-comm-type p2p a2a p2p", 2, "--cp-comm-type has 3 values for --num-layers 2"),
         (
-            f"{POOL} --softmax-type learnable",
-            2,
-            "--hybrid-context-parallel does not work with --softmax-type learnable",
-        ),
-        (
             f"{POOL} --cp-comm-type p2p a2a",
             4,
             "--num-attention-heads 2 / --tensor-model-parallel-size 1 = 2 heads over all 4 ranks",

@@ -89,8 +89,8 @@ class ModelKind:
         bases = [
             base for base in reversed(self.config.__mro__) if ".components." in base.__module__
         ]
-        names = (base.__name__.removesuffix("Config") for base in bases)
-        return tuple(name for name in names if name != "Component")
+        names = [base.__name__ for base in bases if base.__name__.endswith("Config")]
+        return tuple(name.removesuffix("Config") for name in names if name != "ComponentConfig")
 
 
 def model_kinds() -> dict[str, ModelKind]:
