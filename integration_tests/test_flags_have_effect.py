@@ -200,6 +200,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--qk-layernorm-scope": "projection"},
     ),
     "model.softmax_type": ({}, {"--softmax-type": "off-by-one"}),
+    "model.attention_output_gate": ({}, {"--attention-output-gate": ""}),
     "model.scale_alibi": ({"--position-embedding-type": "alibi"}, {"--scale-alibi": ""}),
     "model.qk_l2_norm": (ROPE, {"--qk-l2-norm": ""}),
     "model.attn_temperature_scale": (

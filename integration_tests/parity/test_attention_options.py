@@ -98,6 +98,42 @@ def test_norms_and_temperatures_of_llama_4(layer):
     torch.testing.assert_close(run(model, layer, x), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_output_gates_of_qwen3_next():
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    config = qwen.Qwen3NextConfig(
+        hidden_size=H,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=D,
+        num_hidden_layers=1,
+        partial_rotary_factor=1.0,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+        },
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(8)
+    theirs = qwen.Qwen3NextAttention(config, 0)
+    angles = qwen.Qwen3NextRotaryEmbedding(config)(torch.zeros(()), torch.arange(S)[None])
+    model = gpt(
+        position_embedding_type="rope",
+        attention_output_gate=True,
+        qk_layernorm=True,
+        apply_layernorm_1p=True,
+        norm_epsilon=config.rms_norm_eps,
+    )
+    ours = model.layers["0"].attention
+    copy_projections(ours, theirs)
+    with torch.no_grad():
+        for own, other in ((ours.q_norm, theirs.q_norm), (ours.k_norm, theirs.k_norm)):
+            own.weight.copy_(other.weight.normal_(std=0.3))
+    x = draw()
+    expected, _ = theirs(x, angles, causal())
+    torch.testing.assert_close(run(model, 0, x), expected, rtol=1e-5, atol=1e-6)
+
+
 def with_alibi(heads: int, **changes: Any) -> GPT:
     config = GPTConfig(
         num_layers=1,

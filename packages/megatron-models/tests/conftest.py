@@ -83,6 +83,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "attn_temperature_scale": 0.4,
         "attn_temperature_floor": 3,
     },
+    "gated": {
+        "attention_output_gate": True,
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+    },
+    "gated-heads": {"attention_output_gate": True},
     "alibi": {"position_embedding_type": "alibi", "num_query_groups": 2, "softmax_scale": 0.7},
     "scaled-alibi": {
         "position_embedding_type": "alibi",

@@ -149,15 +149,17 @@ def test_a_window_saves_its_mask_in_each_layer(small, knob, dtype):
         {"qk_l2_norm": True, "position_embedding_type": "rope"},
         {"attn_temperature_scale": 0.5, "position_embedding_type": "none"},
         {"position_embedding_type": "alibi"},
+        {"attention_output_gate": True},
+        {"attention_output_gate": True, "num_query_groups": 4, "qk_layernorm": True},
     ],
-    ids=["qk_l2_norm", "attn_temperature_scale", "alibi"],
+    ids=["qk_l2_norm", "attn_temperature_scale", "alibi", "attention_output_gate", "all heads"],
 )
 def test_an_option_of_attention_saves_the_bytes_of_the_formula(small, knob, dropout, dtype):
-    config = small(num_layers=2, normalization="RMSNorm", num_query_groups=2, **knob)
+    config = small(**{"num_layers": 2, "normalization": "RMSNorm", "num_query_groups": 2} | knob)
     for plan in SELECTIVE[:2]:
         found = counted(config, dtype, plan, dropout).items()
-        parts = ("layers.1.attention", "layers.1.attention.out")
-        saved = sum(size for name, size in found if name in parts)
+        own = [f"layers.1.attention{part}" for part in ("", ".out", ".q_norm", ".k_norm")]
+        saved = sum(size for name, size in found if name in own)
         layer_pass = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
         terms = layer_activations(config, layer_pass)
         assert saved == terms["attention"] + terms["attention.out"], plan

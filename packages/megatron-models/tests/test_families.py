@@ -258,6 +258,7 @@ OTHERS = {
     "make_vocab_size_divisible_by": 64,
     "position_embedding_type": ("rope", "learned_absolute", "alibi"),
     "scale_alibi": True,
+    "attention_output_gate": True,
     "rotary_base": 1e3,
     "rotary_base_local": 1e2,
     "rotary_percent": 0.5,

@@ -147,7 +147,9 @@ def attention(x, weights, name, config, factors, layer):
     if config.multi_latent_attention:
         return latent_attention(x, weights, name, config, factors)
     length, d, m = len(x), config.kv_channels, config.heads_per_group
-    fused = linear(x, weights, f"{name}.qkv").view(length, config.num_query_groups, (m + 2) * d)
+    fused = linear(x, weights, f"{name}.qkv").view(length, config.num_query_groups, -1)
+    if config.attention_output_gate:  # cut out the rows of gates
+        fused, gates = torch.cat((fused[..., : m * d], fused[..., 2 * m * d :]), -1), fused
     outputs = []
     for group in range(config.num_query_groups):
         parts = fused[:, group].split(d, dim=-1)
@@ -173,6 +175,9 @@ def attention(x, weights, name, config, factors, layer):
                 kept = torch.softmax(scores, 0) * factors[t, len(outputs), : t + 1]
                 rows.append(kept @ values[: t + 1])
             outputs.append(torch.stack(rows))
+            if config.attention_output_gate:
+                first = (m + (len(outputs) - 1) % m) * d
+                outputs[-1] = outputs[-1] / (1 + torch.exp(-gates[:, group, first : first + d]))
     return linear(torch.cat(outputs, -1), weights, f"{name}.out")
 
 

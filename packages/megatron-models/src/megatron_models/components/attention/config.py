@@ -137,6 +137,14 @@ class AttentionConfig(RotaryConfig):
         ),
     )
 
+    attention_output_gate: bool = field(
+        default=False,
+        metadata=flag(
+            "--attention-output-gate",
+            "multiply the output of each head by the sigmoid of a gate, which the QKV projection "
+            "computes too (Qwen3-Next)",
+        ),
+    )
     scale_alibi: bool = field(
         default=False,
         metadata=flag(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import torch
 from jaxtyping import Float
 from megatron_kernels import Scores, attention, rms_norm, rope
 from megatron_parallel import Axis
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         `Context` carries what all layers of a pass share: mask, rotary tables, cache, dropout keys.
         """
         cut = context.sequence_parallel
-        q, k, v = self._project(x, cut)
+        q, k, v, gate = self._project(x, cut)
         if self.rotation is not None:
             angles = context.angles[self.rotation]
             q = rope(q, *angles, self.rotation.interleaved)
@@ -78,14 +79,19 @@ class Attention(nn.Module):
             seen = context.cache.update(self.layer, k, v)
             mask = context.mask_of(self.span)
             y = seen.attend(q, mask, query_offset=context.offset, scores=self._scores_of(q))
+            y = gated(y, *gate)
         else:
             core = partial(self._attend, context)
-            y = context.maybe_recompute("core_attn", core, q, k, v)
+            y = context.maybe_recompute("core_attn", core, q, k, v, *gate)
         result: Tensor = self.out(y.flatten(2), sequence_parallel=cut)
         return result
 
-    def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns attention without a cache, over the keys of all context-parallel ranks."""
+    def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor, *gate: Tensor) -> Tensor:
+        """Returns gated attention without a cache."""
+        return gated(self._over_all_keys(context, q, k, v), *gate)
+
+    def _over_all_keys(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns attention over the keys of all context-parallel ranks."""
         scores = self._scores_of(q)
         if context.context_parallel is not None:
             over_ranks = context.context_parallel.attention
@@ -104,20 +110,39 @@ class Attention(nn.Module):
 
     def _project(
         self, x: Float[Tensor, "part b h"], cut: bool | None
-    ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "s b g d"], Float[Tensor, "s b g d"]]:
+    ) -> tuple[
+        Float[Tensor, "s b n d"],
+        Float[Tensor, "s b g d"],
+        Float[Tensor, "s b g d"],
+        list[Float[Tensor, "s b g m d"]],
+    ]:
+        """Returns queries, keys, values, and the gates of the heads of each group, if any."""
         fused = self.qkv(x, sequence_parallel=cut)
         if self.ranks_per_group > 1:
             fused = gather_query_group(fused, self.tp, self.ranks_per_group)
         fused = fused.unflatten(-1, (-1, self.head_size))
-        q, k, v = fused.split(self.heads_by_role, dim=3)
+        *of_heads, k, v = fused.split(self.heads_by_role, dim=3)
         if self.ranks_per_group > 1:
-            q = q.chunk(self.ranks_per_group, dim=3)[self.tp.index % self.ranks_per_group]
+            number = self.tp.index % self.ranks_per_group
+            of_heads = [x.chunk(self.ranks_per_group, dim=3)[number] for x in of_heads]
+        q, *gate = of_heads
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         return (
             q if self.q_norm is None else self.q_norm(q),
             k if self.k_norm is None else self.k_norm(k),
             v,
+            gate,
         )
+
+
+def gated(
+    y: Float[Tensor, "s b n d"], gate: Float[Tensor, "s b g m d"] | None = None
+) -> Float[Tensor, "s b n d"]:
+    """Returns the output of heads times the sigmoid of their gates, in at least float32."""
+    if gate is None:
+        return y
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return (y * torch.sigmoid(gate.to(wide)).flatten(2, 3)).to(y.dtype)
 
 
 def gather_query_group(

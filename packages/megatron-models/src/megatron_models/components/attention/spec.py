@@ -32,7 +32,9 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
     """Self-attention with query groups: fused projection, attention, output projection.
 
     The rows of the fused weight ``(g, (n/g + 2) * d, h)`` are, for each group, those of its query
-    heads, then its key, then its value. Queries and keys may be normalized (Henry et al. 2020).
+    heads, then its key, then its value. With ``attention_output_gate``, the rows of the gates of
+    its heads follow those of the query heads. Queries and keys may be normalized (Henry et al.
+    2020).
     """
 
     module: ClassVar[str] = "megatron_models.components.attention.module:Attention"
@@ -65,9 +67,10 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
         }
 
     @property
-    def heads_by_role(self) -> tuple[int, int, int]:
-        """Heads of one group in the fused projection: queries, key, value."""
-        return (self.heads_per_group, 1, 1)
+    def heads_by_role(self) -> tuple[int, ...]:
+        """Heads of one group in the fused projection: queries, gates if any, key, value."""
+        gates = (self.heads_per_group,) if self.attention_output_gate else ()
+        return (self.heads_per_group, *gates, 1, 1)
 
     @property
     def qkv(self) -> ColumnSpec:
@@ -140,6 +143,10 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
                 * saved_bytes.dropout_key_index
             )
             core += self._saved_sinks(saved_bytes) // tp
+        if unfused and self.attention_output_gate:
+            # The output of attention, and the sigmoid of the gates in at least float32.
+            each = saved_bytes.activation + max(saved_bytes.activation, 4)
+            core += layer_pass.tokens * self.query_size // tp * each
         core += self._saved_norms(layer_pass.tokens, tp, saved_bytes)
         core += self._saved_l2_norms(layer_pass.tokens, tp, saved_bytes)
         if self.attn_temperature_scale:  # one factor for each position
@@ -203,7 +210,7 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
             copied = tokens * (heads + 2 * groups) * self.kv_channels * saved_bytes.qkv_copy
             if all(norm.copies_input(saved_bytes) for norm in self.qk_norms().values()):
                 return copied
-            rows = groups * (self.heads_per_group + 2)
+            rows = groups * sum(self.heads_by_role)
             return copied + tokens * rows * self.kv_channels * saved_bytes.activation
         copies = 0
         if self.rotary_dim or self.qk_layernorm:
@@ -212,7 +219,7 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
             heads > groups and (groups > 1 or (unfused and saved_bytes.per_score))
         ):
             copies = heads
-        fused = groups * (self.heads_per_group + 2)
+        fused = groups * sum(self.heads_by_role)
         return tokens * (fused + copies) * self.kv_channels * saved_bytes.activation
 
 

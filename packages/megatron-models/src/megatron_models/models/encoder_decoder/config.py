@@ -24,7 +24,13 @@ from megatron_models.components.norm.spec import NormConfig, NormSpec
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
 
-_UNSUPPORTED: Final = ("qk_layernorm", "qk_l2_norm", "attn_temperature_scale", "has_alibi")
+_UNSUPPORTED: Final = (
+    "attention_output_gate",
+    "qk_layernorm",
+    "qk_l2_norm",
+    "attn_temperature_scale",
+    "has_alibi",
+)
 """Fields of self-attention that cross-attention does not have."""
 
 
