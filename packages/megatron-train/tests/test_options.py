@@ -106,3 +106,15 @@ def test_numbers_must_be_finite(value):
     for option in numbers:
         with pytest.raises(TrainError, match=f"^{option.flag} needs a finite number, got "):
             option.coerce(value, option.flag)
+
+
+def test_empty_text_is_the_value_of_an_option_whose_default_is_empty():
+    @dataclass
+    class Section:
+        pattern: str = ""
+        name: str = "x"
+
+    pattern, name = options_of(Section, "s")
+    assert pattern.coerce("", "a.yaml: s.pattern") == ""
+    with pytest.raises(TrainError, match=r"s\.name needs text, got ''"):
+        name.coerce("", "a.yaml: s.name")

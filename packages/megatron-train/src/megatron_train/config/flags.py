@@ -289,7 +289,7 @@ def describe(option: Option) -> str:
         notes.append(f"default {option.derived_default}")
     elif option.required:
         notes.append("required")
-    elif option.kind != "switch" and option.default is not None:
+    elif option.kind != "switch" and option.default not in (None, ""):
         notes.append(f"default {option.default_text}")
     elif option.kind == "switch" and option.default is True and option.flag_value():
         notes.append(f"on unless {option.opposite}")

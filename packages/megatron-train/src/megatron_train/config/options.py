@@ -110,6 +110,8 @@ class Option:
 
     def _coerce_one(self, value: Any, origin: str) -> Any:
         result = _read(self.kind, value)
+        if value == "" and self.default == "":  # stands for no value
+            return value
         if result is None:
             raise TrainError(f"{origin} needs {self._wanted()}, got {short_repr(value)}")
         if isinstance(result, float) and not math.isfinite(result):
