@@ -99,6 +99,18 @@ def partly_rotated(settings: Settings, *fractions: float) -> Settings:
     return st.tuples(settings, st.sampled_from(fractions)).map(fields)
 
 
+def rope_by_layer(*kinds: str) -> Settings:
+    """Returns the strategy of `rope` for layers without a window, and of a base for the others."""
+
+    def fields(drawn: tuple[dict[str, Any], float]) -> dict[str, Any]:
+        given, base = drawn
+        windowed = {"rope_type": "default", "rope_theta": base}
+        layers = {"full_attention": given["rope_parameters"], "sliding_attention": windowed}
+        return {"rope_parameters": layers}
+
+    return st.tuples(rope(*kinds), st.sampled_from((100.0, 1e4))).map(fields)
+
+
 def drawn(strategy: Settings, count: int) -> list[dict[str, Any]]:
     """Returns ``count`` draws, the same in every run.
 

@@ -22,7 +22,9 @@ def their_config(case: FamilyCase, changes: dict[str, Any]) -> Any:
     import transformers
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return getattr(transformers, case.config_class)(**plain, **(dict(case.settings) | changes))
+    # A copy: transformers adds defaults to maps that it is given.
+    settings = copy.deepcopy(dict(case.settings) | changes)
+    return getattr(transformers, case.config_class)(**plain, **settings)
 
 
 def their_model(case: FamilyCase, changes: dict[str, Any], *, seed: int = 1) -> Any:
