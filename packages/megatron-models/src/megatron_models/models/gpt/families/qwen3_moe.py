@@ -20,7 +20,8 @@ from megatron_models.families.settings import (
 )
 from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.models.gpt.families import llama
-from megatron_models.models.gpt.families.qwen3 import ATTENTION_BIASES, ATTENTION_ROWS
+from megatron_models.models.gpt.families.biases import attention_bias
+from megatron_models.models.gpt.families.qwen3 import ATTENTION_ROWS
 from megatron_models.models.gpt.families.rope import rope
 from megatron_models.models.gpt.families.windows import windows
 
@@ -121,7 +122,6 @@ FAMILY = Family(
     settings={
         **llama.FAMILY.settings,
         "num_query_groups": Mapped("num_key_value_heads", absent=4, null=0),
-        "add_bias_linear": Constant(False),
         "qk_layernorm": Constant(True),
         "moe_ffn_hidden_size": Mapped("moe_intermediate_size", absent=768),
         "moe_router_topk": Mapped("num_experts_per_tok", absent=8),
@@ -132,7 +132,7 @@ FAMILY = Family(
     custom=(
         rope(10000.0),
         windows(absent=4096, switch=False, listed=False),
-        ATTENTION_BIASES,
+        attention_bias(absent=False, mlp=False),
         EXPERTS,
         LAYERS,
     ),
