@@ -35,6 +35,8 @@ SAMPLE = {
     "tp2·sp·ep2·etp1·a2a·lora-moe",
     "tp2·sp-latent-dropout",
     "tp2·sp·cp2·a2a-latent",
+    "tp2·sp·cp2·a2a-gated",
+    "cp2-unrotated-dropout",
     "tp2·sp·ep2·etp1·a2a-moe-mtp",
     "pp2-mtp-dropout",
 }
@@ -68,6 +70,8 @@ DEFECT_SAMPLE = {
     "the micro-batches of a pair receive each other's rows",
     "the gradient of an adapter's A is not summed over ranks",
     "the gradient of a shared key is not summed over heads of other ranks",
+    "distances of linear biases are between indices of slices",
+    "ranks that share a group have the gates of its first heads",
     "every depth is divided by the labels of the main loss",
     "later tokens are those of a rank's slice of the sequence",
 }

@@ -135,6 +135,22 @@ MODELS["parallel"] = GPTConfig(
     parallel_residual="shared_norm",
     untie_embeddings_and_output_weights=True,
 )
+MODELS["gated"] = GPTConfig(
+    **_SIZES,
+    ffn_hidden_size=96,
+    num_query_groups=2,
+    position_embedding_type="alibi",
+    attention_output_gate=True,
+    attention_chunk_size=5,
+    window_attn_skip_freq="2",
+)
+MODELS["unrotated"] = replace(
+    MODELS["untied"],
+    no_rope_freq="2",
+    qk_l2_norm=True,
+    attn_temperature_scale=3.0,
+    attn_temperature_floor=2,
+)
 MODELS["latent"] = replace(
     MODELS["untied"],
     multi_latent_attention=True,
@@ -167,9 +183,11 @@ biases in its experts, a shared expert, attention sinks and both losses of a rou
 selects experts by Sinkhorn's algorithm, and `step-loss` balances them over the micro-batches of a
 step. `scaled` is Gemma's kind: norms of each sublayer and head with gains of 1 + weight, GeGLU,
 multipliers and bounded logits. `parallel` is Falcon's kind: attention and feed-forward layer read
-one normed input. The experts of `dropping` and `earliest` have a capacity; those of `earliest` keep
-the earliest tokens and are padded. `mtp` is `tied` with two depths of multi-token prediction, and
-`moe-mtp` is `moe` with them and an untied output matrix.
+one normed input. `gated` has gates of the output of attention, linear biases by distance and
+chunks. `unrotated` is Llama 4's kind: norms of rotated queries and keys, and layers without rotary
+positions, whose queries grow with the position. The experts of `dropping` and `earliest` have a
+capacity; those of `earliest` keep the earliest tokens and are padded. `mtp` is `tied` with two
+depths of multi-token prediction, and `moe-mtp` is `moe` with them and an untied output matrix.
 """
 
 Model = Literal[
@@ -187,6 +205,8 @@ Model = Literal[
     "scaled",
     "parallel",
     "latent",
+    "gated",
+    "unrotated",
     "mtp",
     "moe-mtp",
 ]
@@ -545,6 +565,14 @@ CASES = (
     _case("parallel", 1, "dropout", "zero-bubble", pp=2, dp=2),
     _case("few", 2, "lora", "dropout", tp=4),
     _case("latent", 2, "sp", "lora", tp=2),
+    _case("gated", 2, "sp", "dropout", tp=2),
+    _case("gated", 2, "selective", tp=4),
+    _case("gated", 2, "dropout", cp=2),
+    _case("gated", 2, "sp", "a2a", tp=2, cp=2),
+    _case("gated", 2, "dropout", "zero-bubble", pp=2),
+    _case("unrotated", 2, "sp", tp=2),
+    _case("unrotated", 2, "dropout", cp=2),
+    _case("unrotated", 2, "dropout", "selective", pp=2),
     _case("latent", 4, tp=2),
     _case("latent", 2, "sp", "dropout", tp=2),
     _case("latent", 2, "dropout", "selective", pp=2),
