@@ -23,7 +23,7 @@ from megatron_models.families.settings import (
 )
 from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.models.gpt.families import llama
-from megatron_models.models.gpt.families.qwen3 import ATTENTION_BIASES
+from megatron_models.models.gpt.families.biases import attention_bias
 from megatron_models.models.gpt.families.qwen3_moe import pattern
 from megatron_models.models.gpt.families.rope import rope
 from megatron_models.models.gpt.families.smollm3 import NO_ROPE
@@ -177,7 +177,6 @@ FAMILY = Family(
         "num_query_groups": Mapped("num_key_value_heads", absent=8, null=0),
         "kv_channels": Mapped("head_dim", absent=128, null=0),
         "norm_epsilon": Mapped("rms_norm_eps", absent=1e-5),
-        "add_bias_linear": Constant(False),
         "rotary_interleaved": Constant(True),
         "qk_l2_norm": Translated("use_qk_norm", ((True, True), (False, False)), absent=True),
         "ffn_hidden_size": Mapped("intermediate_size_mlp", absent=16384),
@@ -201,7 +200,7 @@ FAMILY = Family(
             read=_temperature_from_hf,
             write=_temperature_to_hf,
         ),
-        ATTENTION_BIASES,
+        attention_bias(absent=False, mlp=False),
         Custom(
             ("moe_layer_freq",),
             ("moe_layers", "interleave_moe_layer_step"),
