@@ -18,6 +18,8 @@ CASE = FamilyCase(
         "vocab_size": 150,
         "max_position_embeddings": 64,
         "no_rope_layers": [1, 0, 1, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 7,
         "pad_token_id": 0,
     },
     draws=merged(
@@ -27,13 +29,12 @@ CASE = FamilyCase(
             hidden_act=st.sampled_from(("silu", "swish")),
             no_rope_layers=st.sampled_from((None, [0, 1, 1, 0, 1], [1, 1, 1, 1, 1])),
             no_rope_layer_interval=st.sampled_from((2, 3)),
+            use_sliding_window=st.booleans(),
+            sliding_window=st.sampled_from((None, 5, 40)),
         ),
         rope("default", "linear", "yarn"),
     ),
-    refused=frozenset(
-        {"hidden_act", "rope_parameters", "no_rope_layers", "layer_types"}
-        | {"sliding_window", "use_sliding_window"}
-    ),
+    refused=frozenset({"hidden_act", "rope_parameters", "no_rope_layers"}),
     others={
         "num_hidden_layers": (2, 4),
         "layer_types": (["sliding_attention"] * 5,),

@@ -1,17 +1,19 @@
 """SmolLM3: Llama with layers that have no rotary positions (Yang et al., 2025).
 
 Files list the layers with rotary positions as 1 in ``no_rope_layers``, which is the opposite of its
-name and of Megatron-LM's pattern.
+name and of Megatron-LM's pattern. A window, if any, is that of the layers without positions.
 """
 
 import dataclasses
 import reprlib
+from collections.abc import Sequence
 
 from megatron_models.errors import ConfigError
 from megatron_models.families.settings import Custom, HFConfig, Mapped, Translated
 from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.models.gpt.families import llama
 from megatron_models.models.gpt.families.rope import rope
+from megatron_models.models.gpt.families.windows import except_every, windows
 
 _INTERVAL = 4
 """Every so many layers, one has no rotary positions in a file that lists none."""
@@ -62,6 +64,15 @@ NO_ROPE = Custom(
     write=_rotated_to_hf,
 )
 
+
+def _without_positions(hf_config: HFConfig, count: int) -> Sequence[bool]:
+    """Returns which layers have no rotary positions; `NO_ROPE` has checked the fields."""
+    rotated = hf_config.get("no_rope_layers")
+    if rotated is None:
+        rotated = except_every(_INTERVAL, "no_rope_layer_interval")(hf_config, count)
+    return [not each for each in rotated[:count]]
+
+
 FAMILY = dataclasses.replace(
     llama.FAMILY,
     name="smollm3",
@@ -75,7 +86,14 @@ FAMILY = dataclasses.replace(
             "tie_word_embeddings", ((True, False), (False, True), (None, True)), absent=True
         ),
     },
-    custom=(rope(2e6), llama.BIASES, NO_ROPE),
+    custom=(
+        rope(2e6),
+        llama.BIASES,
+        NO_ROPE,
+        windows(
+            _without_positions, switch=False, reads=("no_rope_layers", "no_rope_layer_interval")
+        ),
+    ),
     neutral={},
     without_effect=frozenset({"pretraining_tp"}),
 )
