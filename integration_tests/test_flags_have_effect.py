@@ -693,6 +693,7 @@ ALIAS_CONTEXTS: dict[str, Words] = {
     "--moe-layer-recompute": EXPERTS,
 }
 ALIAS_VALUES = {
+    "--window-size": "1,0",
     "--rotary-seq-len-interpolation-factor": "2",
     "--layernorm-epsilon": "0.1",
     "--persistent-save-interval": "2",

@@ -158,11 +158,28 @@ def settings(words, capsys):
             {"rope_scaling_type": "linear", "rope_scaling_factor": "2.0"},
         ),
         ("--position-embedding-type rope --use-rope-scaling", {"rope_scaling_type": "llama3"}),
+        ("--window-size 127,0", {"sliding_window": "128"}),
+        ("--window-size (3,0)", {"sliding_window": "4"}),
+        ("--window-size=-1,-1", {"sliding_window": "0"}),
         ("--sequence-parallel", {"sequence_parallel": "false"}),
     ],
 )
 def test_aliases_set_their_settings(words, found, capsys):
     assert found.items() <= settings(words, capsys).items()
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("5,2", "'5,2': causal attention has no tokens after its own; use 5,0"),
+        ("5,-1", "'5,-1': causal attention has no tokens after its own; use 5,0"),
+        ("5", "'5' is not two numbers of tokens L,R"),
+        ("a,0", "'a,0' is not two numbers of tokens L,R"),
+    ],
+)
+def test_windows_of_megatron_reach_back_only(value, reason, capsys):
+    found = settings(f"--window-size {value}", capsys)
+    assert reason in found
 
 
 def test_flags_without_effect_in_a_run_are_noted(capsys):

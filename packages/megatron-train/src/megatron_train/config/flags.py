@@ -1,14 +1,14 @@
 """Command-line flags generated from options."""
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_train import _command
 from megatron_train.config.options import Option
 from megatron_train.config.values import GivenValue, Values
-from megatron_train.errors import UsageError, collect_errors
+from megatron_train.errors import TrainError, UsageError, collect_errors
 
 if TYPE_CHECKING:
     from megatron_train.megatron_lm.table import MegatronFlag
@@ -30,11 +30,13 @@ class Alias:
         sets: Pairs of an option's key and its value; `FLAG_VALUE` stands for the flag's value.
         help: One line of help.
         weak: Whether a value given for the option itself overrides the alias.
+        convert: Converts the flag's value to that of the option. It raises `TrainError`.
     """
 
     sets: tuple[tuple[str, Any], ...]
     help: str
     weak: bool = False
+    convert: Callable[[str], str] = str
 
     @property
     def takes_value(self) -> bool:
@@ -42,7 +44,26 @@ class Alias:
         return any(value is FLAG_VALUE for _, value in self.sets)
 
 
+def _window_tokens(text: str) -> str:
+    """Returns the tokens of a window, from Megatron-LM's numbers of tokens on both sides."""
+    before, comma, after = text.strip().removeprefix("(").removesuffix(")").partition(",")
+    try:
+        left, right = int(before), int(after)
+    except ValueError:
+        left, right = -2, 0
+    if not comma or left < -1:
+        raise TrainError(f"{text!r} is not two numbers of tokens L,R; use for example 127,0")
+    if right not in (0, -1) or (right == -1 and left != -1):
+        raise TrainError(f"{text!r}: causal attention has no tokens after its own; use {left},0")
+    return str(left + 1)
+
+
 ALIASES: Mapping[str, Alias] = {
+    "--window-size": Alias(
+        (("model.sliding_window", FLAG_VALUE),),
+        "the same as --sliding-window L+1, for L,0; -1 for L means no window",
+        convert=_window_tokens,
+    ),
     "--grad-reduce-in-bf16": Alias(
         (("data_parallel.accumulate_allreduce_grads_in_fp32", False),),
         "the same as --no-accumulate-allreduce-grads-in-fp32",
@@ -204,7 +225,10 @@ class _StoreAlias(argparse.Action):
     ) -> None:
         prefix = _WEAK if self.const.weak else _PREFIX
         for key, value in self.const.sets:
-            stored = values if value is FLAG_VALUE else value
+            try:
+                stored = self.const.convert(values) if value is FLAG_VALUE else value
+            except TrainError as error:
+                raise argparse.ArgumentError(self, str(error)) from None
             setattr(namespace, prefix + key, (stored, option_string or ""))
 
 
