@@ -24,6 +24,22 @@ KINDS = {
         "untie_embeddings_and_output_weights": True,
         "num_query_groups": 2,
     },
+    "window": {
+        "position_embedding_type": "alibi",
+        "sliding_window": 4,
+        "attention_output_gate": True,
+        "softmax_type": "off-by-one",
+    },
+    "llama4": {
+        "position_embedding_type": "rope",
+        "no_rope_freq": "2",
+        "normalization": "RMSNorm",
+        "qk_l2_norm": True,
+        "attention_chunk_size": 5,
+        "window_attn_skip_freq": "2",
+        "attn_temperature_scale": 0.5,
+        "attn_temperature_floor": 3,
+    },
 }
 
 
