@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from megatron_models import ConfigError
-from megatron_models.models.gpt.families import llama
+from megatron_models.models.gpt.families import llama, llama4
 from megatron_models.models.gpt.families.windows import (
     every_layer,
     except_every,
@@ -114,3 +114,11 @@ def test_a_family_without_types_of_layers_refuses_layers_that_differ():
     config = family("mixed").config_from_hf(THEIRS)
     with pytest.raises(ConfigError, match="window_attn_skip_freq = '', this one has '3'"):
         family("all").config_to_hf(config)
+
+
+def test_layers_of_llama_4_have_chunks_or_no_positions():
+    """A file without lists of layers has an interval, as every file of the model once had."""
+    theirs = {**THEIRS, "no_rope_layer_interval": 2, "attention_chunk_size": 8}
+    config = llama4.FAMILY.config_from_hf(theirs)
+    assert windowed(config, "attention_chunk_size") == [8, None, 8, None]
+    assert config.unrotated_layers == (False, True, False, True)
