@@ -144,7 +144,7 @@ def round_trip(case: FamilyCase, changes: dict[str, Any], folder: Path) -> float
     names = checkpoint.tensors
     same(*({n: c.read_tensor(n) for n in names} for c in (checkpoint, again)), "imported again")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        exported, attn_implementation="eager", experts_implementation="eager"
+        exported, attn_implementation=case.attention, experts_implementation="eager"
     )
     if type(loaded).__name__ != case.model_class:
         raise ValueError(f"transformers loads {type(loaded).__name__}")

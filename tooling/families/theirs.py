@@ -18,10 +18,10 @@ Larger weights would enlarge the rounding of float32 from layer to layer.
 
 
 def their_config(case: FamilyCase, changes: dict[str, Any]) -> Any:
-    """Returns transformers' configuration with plain attention and experts."""
+    """Returns transformers' configuration with the case's attention and plain experts."""
     import transformers
 
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    plain = {"attn_implementation": case.attention, "experts_implementation": "eager"}
     # A copy: transformers adds defaults to maps that it is given.
     settings = copy.deepcopy(dict(case.settings) | changes)
     return getattr(transformers, case.config_class)(**plain, **settings)
