@@ -2,8 +2,9 @@
 
 Almazrouei et al., 2023. The rows of ``query_key_value`` are grouped by key and value, as here.
 Models have one of three layers: one norm before both sublayers (7B), a norm before each
-(``new_decoder_architecture``, 40B and 180B), or attention before the feed-forward layer. ALiBi is
-not supported.
+(``new_decoder_architecture``, 40B and 180B), or attention before the feed-forward layer (1B).
+Positions are rotary or ALiBi. transformers rounds the biases of ALiBi to bfloat16, which changes
+those of more than 8 heads or of a number that is no power of two; here they are not rounded.
 """
 
 import reprlib
@@ -121,6 +122,34 @@ _LAYERS = Custom(
     write=_layers_to_hf,
 )
 
+
+def _positions_from_hf(title: str, hf_config: HFConfig) -> dict[str, object]:
+    alibi = hf_config.get("alibi")
+    if alibi not in (None, False, True):
+        raise unsupported_hf_field(title, "alibi", alibi, [False, True])
+    return {
+        "position_embedding_type": "alibi" if alibi else "rope",
+        "scale_alibi": bool(alibi),
+    }
+
+
+def _positions_to_hf(config: GPTConfig) -> dict[str, bool]:
+    if config.position_embedding_type not in ("rope", "alibi"):
+        raise unsupported_field(
+            "position_embedding_type", "'rope' or 'alibi'", config.position_embedding_type
+        )
+    if config.scale_alibi != config.has_alibi:
+        raise unsupported_field("scale_alibi", repr(config.has_alibi), config.scale_alibi)
+    return {"alibi": config.has_alibi}
+
+
+_POSITIONS = Custom(
+    fields=("position_embedding_type", "scale_alibi"),
+    hf_fields=("alibi",),
+    read=_positions_from_hf,
+    write=_positions_to_hf,
+)
+
 FAMILY = Family(
     name="falcon",
     kind="gpt",
@@ -137,7 +166,6 @@ FAMILY = Family(
         "ffn_hidden_size": Mapped("ffn_hidden_size", absent=0, null=0),
         "vocab_size": Mapped("vocab_size"),
         "max_position_embeddings": Mapped("max_position_embeddings", absent=2048),
-        "position_embedding_type": Constant("rope"),
         "normalization": Constant("LayerNorm"),
         "norm_epsilon": Mapped("layer_norm_epsilon", absent=1e-5),
         "activation": activation("activation", absent="gelu"),
@@ -147,9 +175,8 @@ FAMILY = Family(
         ),
         "init_method_std": Mapped("initializer_range", absent=0.02),
     },
-    custom=(rope(10000.0), _LAYERS),
-    neutral={"alibi": (False,)},
-    exported_constants={"attention_dropout": 0.0, "hidden_dropout": 0.0, "alibi": False},
+    custom=(rope(10000.0), _LAYERS, _POSITIONS),
+    exported_constants={"attention_dropout": 0.0, "hidden_dropout": 0.0},
     ignored=(
         (
             "lm_head.weight",
