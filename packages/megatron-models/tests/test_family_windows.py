@@ -117,8 +117,13 @@ def test_a_family_without_types_of_layers_refuses_layers_that_differ():
 
 
 def test_layers_of_llama_4_have_chunks_or_no_positions():
-    """A file without lists of layers has an interval, as every file of the model once had."""
-    theirs = {**THEIRS, "no_rope_layer_interval": 2, "attention_chunk_size": 8}
+    """A file without lists of layers has an interval."""
+    theirs = {
+        **THEIRS,
+        "num_key_value_heads": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 8,
+    }
     config = llama4.FAMILY.config_from_hf(theirs)
     assert windowed(config, "attention_chunk_size") == [8, None, 8, None]
     assert config.unrotated_layers == (False, True, False, True)
