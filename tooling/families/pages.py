@@ -126,6 +126,9 @@ def _fixed(family: Family) -> Iterator[str]:
     if rows:
         yield "These fields are accepted with the values that have no effect:\n"
         yield table(("`config.json`", "accepted"), rows)
+    for name, fields in family.if_absent.items():
+        shown = ", ".join(f"`{key}` = {_value(value)}" for key, value in fields.items())
+        yield f"A file without any `{name}` is read with {shown}.\n"
     if family.without_effect:
         yield f"These have no effect with any value: {_code(*sorted(family.without_effect))}.\n"
     if family.exported_constants:
@@ -142,6 +145,11 @@ def _tensors(family: Family) -> str:
         "## Tensors\n\nOperations are applied from left to right on import, from right to left on "
         "export.\n`{i}` is the number of a layer, `{e}` that of an expert.\n\n"
     )
+    if any("{m}" in name for row in family.rows for name in row[1]):
+        text += (
+            "`{m}` is a depth of multi-token prediction in our names, from 0 on. In the file it is "
+            "the number of its layer,\nafter the layers of the model.\n\n"
+        )
     text += table(("our parameter", "tensor in the file", "operations", "only if"), rows)
     if family.ignored:
         names = "".join(f"- `{name}`: {check}\n" for name, check, _ in family.ignored)

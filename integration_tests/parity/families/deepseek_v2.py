@@ -43,7 +43,7 @@ CASE = FamilyCase(
             topk_method=st.sampled_from(("greedy", "group_limited_greedy")),
             topk_group=st.sampled_from((1, 2)),
         ),
-        rope("default", "linear", "llama3"),
+        rope("default", "linear", "yarn"),
     ),
     refused=frozenset(
         {

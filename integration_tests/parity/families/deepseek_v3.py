@@ -21,6 +21,7 @@ SETTINGS = {
     "n_group": 4,
     "topk_group": 2,
     "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
     "vocab_size": 150,
     "max_position_embeddings": 64,
 }
@@ -43,7 +44,7 @@ CASE = FamilyCase(
             norm_topk_prob=st.booleans(),
             topk_group=st.sampled_from((1, 2)),
         ),
-        rope("default", "linear", "llama3"),
+        rope("default", "linear", "yarn"),
     ),
     refused=frozenset(
         {
@@ -54,7 +55,7 @@ CASE = FamilyCase(
                 "rms_norm_eps",
                 "hidden_act",
             ),
-            *("rope_parameters", "pretraining_tp", "num_nextn_predict_layers"),
+            *("rope_parameters", "pretraining_tp"),
         }
     ),
     others={"n_routed_experts": (12,), "n_group": (2,), "qk_rope_head_dim": (6,)},

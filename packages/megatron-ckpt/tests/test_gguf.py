@@ -60,6 +60,7 @@ FAMILY = SimpleNamespace(
     ignored=(),
     prefix="model.",
     defers_to=(),
+    if_absent={},
     active_rows=rows,
     config_from_hf=lambda values: Config(values["num_hidden_layers"], dict(values)),
     kind="same",

@@ -43,6 +43,10 @@ class Family(Protocol):
         """The names of families that are preferred for a model that they can express, too."""
 
     @property
+    def if_absent(self) -> Mapping[str, Mapping[str, Any]]:
+        """Patterns of foreign tensors, and the settings that hold for a file without them."""
+
+    @property
     def config_from_hf(self) -> Callable[[Mapping[str, Any]], Any]:
         """A function that returns the model configuration for a ``config.json``."""
 

@@ -1,7 +1,7 @@
 """A model in Hugging Face's format or in a GGUF file, loaded without writing a checkpoint."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from megatron_ckpt.families import detect_family, find_family
 from megatron_ckpt.formats.huggingface import CONFIG
 from megatron_ckpt.formats.opening import open_source
 from megatron_ckpt.json_input import Fields
-from megatron_ckpt.ops.ignored import check_ignored
+from megatron_ckpt.ops.ignored import check_ignored, matches
 from megatron_ckpt.ops.interpreter import check_source
 from megatron_ckpt.ops.rows import Row, expand
 from megatron_ckpt.paths import read_bytes
@@ -77,6 +77,8 @@ class ForeignModel:
         config = call_with_path(source.where, kind.config_from_hf, source.config)
         self._tensors = source.open_tensors(kind.prefix)
         meta = self._meta = self._tensors.meta()
+        if changes := _absent(kind.if_absent, meta):
+            config = call_with_path(source.where, kind.config_from_hf, {**source.config, **changes})
         rows = expand(kind.active_rows(config), config, len(meta))
         check_source(rows, meta, ignored=[entry[0] for entry in kind.ignored])
         check_ignored(rows, config, self._tensors, kind.ignored)
@@ -151,6 +153,15 @@ class ForeignModel:
                 box = Box(tuple(view.offsets), tuple(view.lengths))
                 view.tensor.detach().copy_(row.read_box(name, box, meta, get))
                 progress(box.numel * self.tensors[name].item_size)
+
+
+def _absent(if_absent: Mapping[str, Mapping[str, Any]], names: Collection[str]) -> dict[str, Any]:
+    """Returns the settings of a file without the tensors that its ``config.json`` counts."""
+    changes: dict[str, Any] = {}
+    for pattern, settings in if_absent.items():
+        if not any(matches(pattern, name) for name in names):
+            changes |= settings
+    return changes
 
 
 def architectures(config: Mapping[str, Any], where: Path) -> tuple[str, ...]:

@@ -66,7 +66,14 @@ class Row:
         for op, inputs in zip(self.ops, stages[:-1], strict=True):
             shapes = [tuple(tensor.shape) for tensor in inputs]
             get = _reader(op, shapes, get)
-        return get(self.ours.index(name), box)
+        try:
+            return get(self.ours.index(name), box)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(
+                f"{' + '.join(self.theirs)} <-> {' + '.join(self.ours)}: {error}"
+            ) from error
 
     def _run(self, op: Op, call: Any, held: Sequence["Tensor"]) -> list["Tensor"]:
         try:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ Row = (
 theirs to ours, and the condition of rows that only some models or layers have."""
 
 EXPERT = "{e}"
+DEPTH = "{m}"
 UNTIED: Where = {"if": "$untie_embeddings_and_output_weights"}
 """The condition of the row of an output matrix."""
 
@@ -56,7 +57,8 @@ class Family:
 
     Operations are reversible: a row is read from left to right for import and from right to left
     for export. ``{i}`` in a name is the global layer number, ``{e}`` in a foreign name the number
-    of an expert.
+    of an expert. ``{m}`` is a depth of multi-token prediction: its number in our names, and in
+    foreign names that of its layer, which follows the layers of the model.
 
     Settings are closed on both sides. On export, a field of ours without a setting must have its
     default, so a family refuses fields that were added to a configuration later. On import, a field
@@ -82,6 +84,8 @@ class Family:
         prefix: Start of foreign names that files written from the headless class leave out.
         defers_to: Names of families that are preferred for a model trained here that they can
             express, too.
+        if_absent: Patterns of foreign tensors that a file may leave out although its
+            ``config.json`` counts them, and for each the fields of theirs that then hold.
     """
 
     name: str
@@ -99,6 +103,7 @@ class Family:
     ignored: tuple[Ignored, ...] = ()
     prefix: str = ""
     defers_to: tuple[str, ...] = ()
+    if_absent: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def config_version(self) -> int:
@@ -192,17 +197,35 @@ class Family:
                 raise unsupported_hf_field(self.title, name, value, list(neutral[name]))
 
     def active_rows(self, config: ModelConfig) -> tuple[Row, ...]:
-        """Returns the rows of a model of ``config``, with names for each expert."""
+        """Returns the rows of a model of ``config``, with names for each expert and depth."""
+        experts, first = getattr(config, "num_experts", 0), getattr(config, "num_layers", 0)
+        depths = range(getattr(config, "mtp_num_layers", 0))
+        layers = tuple(str(first + depth) for depth in depths)
         rows: list[Row] = []
+        own: list[tuple[Names, tuple[str, ...]]]
         for names, hf_names, *rest in self.rows:
-            expanded = _expand_experts(hf_names, getattr(config, "num_experts", 0))
-            if expanded:  # empty for rows of experts in a model without experts
-                rows.append((names, expanded, *rest))
+            if DEPTH in "".join(names):
+                own = [(_replaced(names, str(m)), (layers[m],)) for m in depths]
+            else:
+                own = [(names, layers)]
+            for ours, numbers in own:
+                theirs = _expand(_expand(hf_names, DEPTH, numbers), EXPERT, range(experts))
+                if theirs:  # empty for rows of experts in a model without experts
+                    rows.append((ours, theirs, *rest))
         return tuple(rows)
 
 
-def _expand_experts(names: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Returns names with ``{e}`` for every expert: all of expert 0, all of expert 1, ..."""
-    if not any(EXPERT in name for name in names):
+def _replaced(names: Names, depth: str) -> Names:
+    if isinstance(names, str):
+        return names.replace(DEPTH, depth)
+    return tuple(name.replace(DEPTH, depth) for name in names)
+
+
+def _expand(names: tuple[str, ...], word: str, numbers: Iterable[object]) -> tuple[str, ...]:
+    """Returns names with a word such as ``{e}`` for every expert: all of expert 0, of 1, ..."""
+    if not any(word in name for name in names):
         return names
-    return tuple(name.replace(EXPERT, str(e)) for e in range(count) for name in names)
+    return (
+        *(name for name in names if word not in name),
+        *(name.replace(word, str(n)) for n in numbers for name in names if word in name),
+    )

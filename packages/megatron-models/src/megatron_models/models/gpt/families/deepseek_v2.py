@@ -68,7 +68,7 @@ FAMILY = Family(
         "moe_router_pre_softmax": Constant(True),
     },
     custom=(
-        rope(10000.0),
+        rope(10000.0, latent=True),
         deepseek_v3.attention(None),
         deepseek_v3.dense_layers(0),
         deepseek_v3.shared_experts(2, 1407),
@@ -80,6 +80,7 @@ FAMILY = Family(
         ),
     ),
     neutral={
+        "auto_map": deepseek_v3.released_code("V2"),
         "scoring_func": ("softmax",),
         "norm_topk_prob": (False,),
         "moe_layer_freq": (1,),

@@ -1,8 +1,12 @@
 """DeepSeek-V3: multi-latent attention and sigmoid routing with biases (DeepSeek-AI, 2024).
 
 Files hold the matrices of each expert separately. The norms of latents have an epsilon of 1e-6 for
-every ``rms_norm_eps``, so other values are refused. Layers for the prediction of several tokens are
-not part of the model, as in transformers.
+every ``rms_norm_eps``, so other values are refused.
+
+``num_nextn_predict_layers`` counts the depths of multi-token prediction. transformers counts them
+in every ``config.json`` but writes no tensors of them; such a file is read as a model without them.
+A file with their tensors repeats the embedding and the output matrix at each depth; copies that
+differ are refused.
 """
 
 from functools import partial
@@ -31,6 +35,7 @@ _VOCAB: Operation = ("slice_rows", {"rows": "$vocab_size"})
 _LATENT: Where = {"if": "$has_query_latent"}
 _EXPERTS: Where = {"if": "$moe_layers"}
 _WORDS = {False: "no", True: "yes"}
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 _DENSE: Where = {"unless": "$moe_layers"}
 
 
@@ -116,6 +121,55 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+def _of_depth(row: Row) -> Row:
+    """Returns the row of multi-token prediction for that of a layer with experts."""
+    ours, theirs, operations, *rest = row
+    where = rest[0] if rest else {}
+    return (
+        "".join(ours).replace("layers.{i}.", "mtp.{m}.layer."),
+        tuple(name.replace("{i}", "{m}") for name in theirs),
+        operations,
+        {} if where == _EXPERTS else where,
+    )
+
+
+_BIASES: Row = (
+    "layers.{i}.mlp.router.expert_bias",
+    (f"{_MLP}.gate.e_score_correction_bias",),
+    (),
+    _EXPERTS,
+)
+_EMBEDDING, _HEAD = (
+    "model.layers.{m}.embed_tokens.weight",
+    "model.layers.{m}.shared_head.head.weight",
+)
+_TIED: Operation = ("tie", {})
+
+#: Embedding and output matrix with their copies in the layers of multi-token prediction.
+_SHARED_ROWS: tuple[Row, ...] = (
+    ("embedding.word.weight", ("model.embed_tokens.weight", _EMBEDDING), (_TIED, _VOCAB), UNTIED),
+    (
+        "embedding.word.weight",
+        ("model.embed_tokens.weight", _EMBEDDING, _HEAD),
+        (_TIED, _VOCAB),
+        {"unless": "$untie_embeddings_and_output_weights"},
+    ),
+    ("output.weight", ("lm_head.weight", _HEAD), (_TIED, _VOCAB), UNTIED),
+)
+_DEPTH_ROWS: tuple[Row, ...] = (
+    *(
+        (f"mtp.{{m}}.{ours}.weight", (f"model.layers.{{m}}.{theirs}.weight",), ())
+        for ours, theirs in (
+            ("enorm", "enorm"),
+            ("hnorm", "hnorm"),
+            ("eh_proj", "eh_proj"),
+            ("final_norm", "shared_head.norm"),
+        )
+    ),
+    *(_of_depth(row) for row in (*ROWS, _BIASES) if "{i}" in row[0] and row[3:] != (_DENSE,)),
+)
+
+
 def _integer(title: str, hf_config: HFConfig, name: str, default: int) -> int:
     found = hf_config.get(name, default)
     if type(found) is not int or found < 0:
@@ -127,6 +181,22 @@ def _layers_from_hf(title: str, hf_config: HFConfig, *, dense: int) -> dict[str,
     count = _integer(title, hf_config, "num_hidden_layers", 0)
     first = min(_integer(title, hf_config, "first_k_dense_replace", dense), count)
     return {"moe_layer_freq": f"[0]*{first}+[1]*{count - first}" if first else "1"}
+
+
+def _depths_from_hf(title: str, hf_config: HFConfig) -> dict[str, int]:
+    given = {name: _integer(title, hf_config, name, 1) for name in _COUNTS if name in hf_config}
+    count = next(iter(given.values()), 1)  # transformers counts one if the file counts none
+    for name, other in given.items():
+        if other != count:
+            raise unsupported_hf_field(title, name, other, [count])
+    dense = _integer(title, hf_config, "first_k_dense_replace", 3)
+    if count and dense >= _integer(title, hf_config, "num_hidden_layers", 0):
+        return {}  # their layers have experts, unlike all layers of this model
+    return {"mtp_num_layers": count}
+
+
+def _depths_to_hf(config: GPTConfig) -> dict[str, int]:
+    return {_COUNTS[0]: config.mtp_num_layers}
 
 
 def _layers_to_hf(config: GPTConfig) -> dict[str, int]:
@@ -269,6 +339,23 @@ def _groups_to_hf(config: GPTConfig) -> dict[str, int]:
     return {"n_group": config.moe_router_num_groups, "topk_group": config.moe_router_group_topk}
 
 
+def released_code(version: str) -> tuple[dict[str, str] | None, ...]:
+    """Returns the values of ``auto_map`` in released files, whose code computes the same.
+
+    Args:
+        version: The version in names of classes, such as "V3".
+    """
+    names = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    modules = {"AutoConfig": "configuration_deepseek"}
+    return (
+        None,
+        {
+            auto: f"{modules.get(auto, 'modeling_deepseek')}.Deepseek{version}{name}"
+            for auto, name in names.items()
+        },
+    )
+
+
 SETTINGS = {
     **{
         name: setting
@@ -305,13 +392,10 @@ FAMILY = Family(
     architectures=("DeepseekV3ForCausalLM",),
     model_type="deepseek_v3",
     rows=(
-        *ROWS,
-        (
-            "layers.{i}.mlp.router.expert_bias",
-            (f"{_MLP}.gate.e_score_correction_bias",),
-            (),
-            _EXPERTS,
-        ),
+        *_SHARED_ROWS,
+        *(row for row in ROWS if row[0] not in ("embedding.word.weight", "output.weight")),
+        _BIASES,
+        *_DEPTH_ROWS,
     ),
     settings={
         **SETTINGS,
@@ -325,7 +409,7 @@ FAMILY = Family(
         "moe_router_enable_expert_bias": Constant(True),
     },
     custom=(
-        rope(10000.0),
+        rope(10000.0, latent=True),
         attention(128),
         Custom(
             ("qk_pos_emb_head_dim",),
@@ -342,14 +426,15 @@ FAMILY = Family(
             _normalization_from_hf,
             _normalization_to_hf,
         ),
+        Custom(("mtp_num_layers",), _COUNTS, _depths_from_hf, _depths_to_hf),
     ),
+    if_absent={"model.layers.{i}.eh_proj.weight": dict.fromkeys(_COUNTS, 0)},
     neutral={
+        "auto_map": released_code("V3"),
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
         "pretraining_tp": (1,),
-        "num_nextn_predict_layers": (0, 1),
-        "num_mtp_layers": (0, 1),
     },
     without_effect=WITHOUT_EFFECT,
     exported_constants={"attention_dropout": 0.0},

@@ -1,5 +1,6 @@
 """Rotary settings of a ``config.json``, in the formats of transformers 4 and 5."""
 
+import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class _Rope:
     base: float
     percent: float | None
     kinds: tuple[str, ...]
+    latent: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)
     base_name: str = "rope_theta"
     percent_name: str = "partial_rotary_factor"
@@ -78,7 +80,8 @@ class _Rope:
         kind = self.kind(given)
         if kind == "default":
             return fields
-        return fields | {"rope_scaling_type": kind} | _READERS[kind](title, hf_config, given)
+        fields |= {"rope_scaling_type": kind} | _READERS[kind](title, hf_config, given)
+        return _scaled_scores(fields, given) if kind == "yarn" and self.latent else fields
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
         """Returns their fields."""
@@ -192,8 +195,25 @@ def _read_yarn(title: str, hf_config: HFConfig, given: Mapping[str, Any]) -> dic
     if given.get("truncate") is not None:
         fields["yarn_correction_range_round_to_int"] = given["truncate"]
     magnitudes = {name: given.get(name) for name in _MAGNITUDES}
-    derived = _FIXED not in fields  # a given attention factor takes precedence over both
-    return fields | (magnitudes if derived and all(magnitudes.values()) else {})
+    if _FIXED not in fields and all(magnitudes.values()):
+        return fields | magnitudes
+    return fields
+
+
+def _scaled_scores(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of YaRN for latent attention, whose scores ``mscale_all_dim`` scales.
+
+    It does so without ``mscale``, or beside an attention factor, too.
+    """
+    if not given.get("mscale_all_dim") or "mscale_all_dim" in fields:
+        return fields
+    fields = {_FIXED: _attention_factor(fields["rope_scaling_factor"])} | fields
+    return fields | {"mscale_all_dim": given["mscale_all_dim"]}
+
+
+def _attention_factor(factor: Any) -> float:
+    """Returns YaRN's factor of cosines and sines without ``mscale`` and ``mscale_all_dim``."""
+    return 0.1 * math.log(factor) + 1.0 if type(factor) in (int, float) and factor > 1 else 1.0
 
 
 def _read_longrope(title: str, hf_config: HFConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,6 +250,8 @@ def _write_yarn(config: GPTConfig) -> dict[str, Any]:
     fixed = config.rope_scaling_attention_factor
     if fixed:
         found["attention_factor"] = fixed
+    if fixed and config.mscale_all_dim:  # mscale has no effect beside a fixed factor
+        return found | {"mscale_all_dim": config.mscale_all_dim}
     if all(magnitudes.values()):
         return found | magnitudes
     if not fixed and magnitudes != {"mscale": 1.0, "mscale_all_dim": 0.0}:
@@ -271,6 +293,7 @@ def rope(
     *,
     kinds: tuple[str, ...] = ALL_KINDS,
     percent: float | None = None,
+    latent: bool = False,
     aliases: Mapping[str, str] | None = None,
     base_name: str = "rope_theta",
     percent_name: str = "partial_rotary_factor",
@@ -282,6 +305,7 @@ def rope(
         kinds: Types of scaling that models of the family may have.
         percent: Rotated fraction of a head in a file without one. None means that the family always
             rotates whole heads; a file with another fraction is then refused.
+        latent: Whether attention is multi-latent, whose scores YaRN scales.
         aliases: Other names of types in the family's files, such as ``{"su": "longrope"}``.
         base_name: Name of the base outside the rotary settings.
         percent_name: Name of the rotated fraction outside the rotary settings.
@@ -290,6 +314,7 @@ def rope(
         base=base,
         percent=percent,
         kinds=kinds,
+        latent=latent,
         aliases=aliases or {},
         base_name=base_name,
         percent_name=percent_name,
