@@ -40,6 +40,16 @@ KINDS = {
         "attn_temperature_scale": 0.5,
         "attn_temperature_floor": 3,
     },
+    "latent": {
+        "position_embedding_type": "rope",
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 5,
+    },
 }
 
 

@@ -34,7 +34,7 @@ def without_cache(model: GPT, prompt: list[int], params: SamplingParams) -> tupl
     return tuple(tokens[len(prompt) :])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "window", "llama4"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "window", "llama4", "latent"])
 @pytest.mark.parametrize(
     "params",
     [GREEDY, SamplingParams(max_new_tokens=12, seed=3, top_p=0.95)],

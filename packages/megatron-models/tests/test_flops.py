@@ -68,6 +68,28 @@ def test_windows_count_the_pairs_in_them(knob, pairs):
     assert training_flops(config, 128, tokens=512) == 4 * training_flops(config, 128)
 
 
+@pytest.mark.parametrize("rank", [0, 1536])
+def test_latent_attention_counts_the_terms_of_megatron_without_norms(rank):
+    """Megatron-LM adds one multiply-add for each channel of a latent, for its norm."""
+    hidden, heads, length, layers = 2048, 16, 4096, 3
+    latent = {
+        "multi_latent_attention": True,
+        "position_embedding_type": "rope",
+        "q_lora_rank": rank,
+        "kv_lora_rank": 512,
+        "v_head_dim": 96,
+    }
+    plain = training_flops(model(layers, hidden, heads, 512), length)
+    own = training_flops(model(layers, hidden, heads, 512, **latent), length)
+    queries = heads * (128 + 64)
+    of_queries = rank * (hidden + queries) if rank else hidden * queries
+    of_keys_values = 512 * (hidden + heads * (128 + 96)) + hidden * 64
+    of_pairs = length // 2 * (queries + heads * 96)
+    token = of_queries + of_keys_values + heads * 96 * hidden + of_pairs
+    usual = 4 * hidden * hidden + length * hidden
+    assert own - plain == 3 * 2 * length * layers * (token - usual)
+
+
 def test_flops_grow_with_tokens_and_shrink_with_packing():
     config = model(2, 64, 4, 512)
     one = training_flops(config, 128)
