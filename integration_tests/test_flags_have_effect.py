@@ -443,6 +443,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     ),
     "logging.log_interval": ({}, {"--log-interval": "1"}),
     "logging.log_throughput": ({}, {"--log-throughput": ""}),
+    "logging.moe_per_layer_logging": (EXPERTS, {"--moe-per-layer-logging": ""}),
     "logging.tensorboard_dir": ({}, {"--tensorboard-dir": "board"}),
     "logging.progress": ({}, {"--no-progress": ""}),
 }

@@ -79,8 +79,7 @@ def test_an_interval_starts_empty_and_adds_every_step():
     assert vars(interval) == {
         **dict.fromkeys(("steps", "skipped", "nan", "tokens"), 0),
         **dict.fromkeys(("seconds", "flops"), 0.0),
-        "sums": {},
-        "denominators": {},
+        **{name: {} for name in ("sums", "denominators", "counts")},
     }
     for report in (REPORT, NAN, REPORT):
         interval.add(report)

@@ -9,6 +9,8 @@ from .cache import LatentKV as LatentKV
 from .cache import LatentKVCache as LatentKVCache
 from .cache import StaticKVCache as StaticKVCache
 from .components.dropout import Dropout as Dropout
+from .components.measure import Measure as Measure
+from .components.measure import counter_of as counter_of
 from .components.mixer import ExpertParallelism as ExpertParallelism
 from .components.mixer import Feature as Feature
 from .components.mixer import KVSpec as KVSpec

@@ -14,13 +14,15 @@ The reported value is the sum over all ranks of the job. Ranks with equal activa
 values, for example tensor-parallel ranks outside the tensor-parallel layers. A layer names these
 axes in ``replicated``, and only the first rank of each axis counts the value. The loss of a router
 is not replicated: each rank computes it for its own tokens.
+
+Layers may also count, for reports, what no gradient depends on (`AuxiliaryLosses.count`).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 from torch.autograd import Function
 
@@ -33,16 +35,23 @@ class AuxiliaryLosses:
 
     Args:
         denominators: Denominator of each loss, for the global batch, by name of the loss.
+        counters: Number of values that are counted under each name. Defaults to no counters.
 
     Attributes:
         sums: Sum of the values attached so far, by name of the loss, without coefficients: float64
             scalars, to be summed over all ranks of the job. The backward pass adds a value, once
             for each forward pass that is not a recomputation. A replicated value is added only on
             the first rank of its axes.
+        counts: Sum of the values counted so far, by name: float64 vectors, to be summed over all
+            ranks of the job. None under a name that no layer of this rank has counted.
     """
 
-    def __init__(self, denominators: Mapping[str, float]) -> None:
+    def __init__(
+        self, denominators: Mapping[str, float], counters: Mapping[str, int] | None = None
+    ) -> None:
         self._denominators = dict(denominators)
+        self._counters = dict(counters or {})
+        self.counts: dict[str, Tensor | None] = dict.fromkeys(self._counters)
         self.sums: dict[str, float | Tensor] = dict.fromkeys(self._denominators, 0.0)
         self._running_sums: dict[str, Tensor] = {}
 
@@ -88,6 +97,27 @@ class AuxiliaryLosses:
         total = x.detach().clone() if before is None else before + x.detach()
         self._running_sums[name] = total
         return total
+
+    def counts_under(self, name: str) -> bool:
+        """Returns whether values are counted under a name."""
+        return name in self._counters
+
+    def count(self, name: str, values: Float64[Tensor, " values"]) -> None:
+        """Adds values, without gradient, to those counted under a name.
+
+        A recomputed forward pass must not call it again, and only one of several ranks with the
+        same values may.
+
+        Raises:
+            LayoutError: There is no such counter, or it has another number of values.
+        """
+        if self._counters.get(name) != len(values):
+            raise LayoutError(
+                f"{len(values)} values cannot be counted as {name!r}: there are counters of "
+                f"{self._counters}"
+            )
+        before = self.counts[name]
+        self.counts[name] = values.detach() if before is None else before + values.detach()
 
     def _add(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums[name] + value.double()

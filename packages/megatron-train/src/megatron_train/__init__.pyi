@@ -17,6 +17,7 @@ from .tasks.kinds import TaskData as TaskData
 from .tasks.kinds import TaskKind as TaskKind
 from .tasks.kinds import find_task_kind as find_task_kind
 from .tasks.kinds import task_kinds as task_kinds
+from .tasks.task import CountingTask as CountingTask
 from .tasks.task import MicroBatch as MicroBatch
 from .tasks.task import PreparingTask as PreparingTask
 from .tasks.task import Task as Task

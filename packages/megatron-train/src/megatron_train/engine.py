@@ -32,7 +32,7 @@ from megatron_parallel.pipeline import default_schedule
 from torch import Tensor, nn
 
 from megatron_train.errors import TrainError
-from megatron_train.tasks.task import MicroBatch, PreparingTask, Task
+from megatron_train.tasks.task import CountingTask, MicroBatch, PreparingTask, Task
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class StepEngine:
     Attributes:
         stages: This rank's stages with their parameters, gradients and shards.
         fusion: Weights with fused gradient accumulation, and reasons why others have none.
+        counts: What layers counted in the last step over the global batch (`CountingTask`), by name
+            of the counter: float64 vectors on the device, equal on all ranks.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class StepEngine:
             chunks = [torch.compile(stage, dynamic=False) for stage in chunks]  # type: ignore[misc]
         self._iteration: int | None = None
         self._auxiliary_losses: AuxiliaryLosses | None = None
+        self.counts: dict[str, Float64[Tensor, " values"]] = {}
         self._pipeline = PipelineEngine(
             mesh,
             chunks,
@@ -181,14 +184,33 @@ class StepEngine:
         """
         self._iteration = iteration
         auxiliary = {name: denominators[name] for name in self.task.auxiliary_losses}
-        self._auxiliary_losses = AuxiliaryLosses(auxiliary) if auxiliary else None
+        counters = self.task.counters if isinstance(self.task, CountingTask) else {}
+        self._auxiliary_losses = None
+        if auxiliary or counters:
+            self._auxiliary_losses = AuxiliaryLosses(auxiliary, counters)
         outer = {name: denominators[name] for name in self.task.losses}
         found = self._pipeline.run([self._weighed(batch) for batch in batches], outer)
         self.stages.finish()
         sums = self._summed(found, self._data, "loss sums")
-        if self._auxiliary_losses is not None:  # replicated values are counted on one rank
+        if auxiliary and self._auxiliary_losses:  # replicated values are counted on one rank
             sums |= self._summed(self._auxiliary_losses.sums, "world", "auxiliary loss sums")
+        self.counts = self._counted_values(self._auxiliary_losses, counters)
         return sums
+
+    def _counted_values(
+        self, collected: AuxiliaryLosses | None, counters: Mapping[str, int]
+    ) -> dict[str, Float64[Tensor, " values"]]:
+        """Sums what layers counted over all ranks; a rank has zeros for layers of other stages."""
+        if collected is None or not counters:
+            return {}
+        zeros = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
+        own = [
+            zeros.expand(size) if (held := collected.counts[name]) is None else held
+            for name, size in counters.items()
+        ]
+        total = torch.cat(own)
+        all_reduce(total, self.mesh.axis("world"), purpose="counts of layers")
+        return dict(zip(counters, torch.split(total, [*counters.values()]), strict=True))
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, Float64[Tensor, ""]]:
         """Returns the sum of each loss over the unmasked tokens of all ranks, without gradients."""

@@ -10,7 +10,7 @@ requests to stop) is equal on all ranks.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class StepReport:
         samples: Number of samples in the step.
         tokens: Number of tokens in the step, including masked ones.
         flops: FLOPs of the forward and backward pass.
+        counts: What layers counted over the global batch, by name (`CountingTask`).
     """
 
     iteration: int
@@ -58,6 +59,7 @@ class StepReport:
     samples: int
     tokens: int
     flops: float
+    counts: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def losses(self) -> dict[str, float]:
@@ -214,6 +216,7 @@ class Trainer:
             samples=totals.samples,
             tokens=totals.tokens,
             flops=totals.flops,
+            counts={name: values.tolist() for name, values in self.engine.counts.items()},
         )
 
     def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> dict[str, float]:

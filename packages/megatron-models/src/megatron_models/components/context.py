@@ -48,6 +48,8 @@ class Context:
         router_replay: Records or replays the experts of each token.
         expert_loads: Selections of experts by layer, as the forward pass counted them for the
             global load-balancing loss. Recomputation reads them.
+        counted_layers: Layers whose routing this pass has counted for reports. A recomputation does
+            not count again.
         positions: Positions of this rank's tokens. None means ``offset`` and the following ones.
     """
 
@@ -66,6 +68,7 @@ class Context:
     sequence_parallel: bool | None = None
     router_replay: RouterReplay | None = None
     expert_loads: dict[int, Int[Tensor, " e"]] = field(default_factory=dict)
+    counted_layers: set[int] = field(default_factory=set)
     masks: Mapping[Span, Mask] = field(default_factory=dict)
     positions: Int[Tensor, "b_or_1 s"] | None = None
 

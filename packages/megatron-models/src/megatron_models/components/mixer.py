@@ -6,7 +6,7 @@ Importing this module does not import torch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import ClassVar, Literal, NamedTuple, Protocol
@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 from megatron_parallel import ParallelLayout, RecomputeConfig, Sharding
 
 from megatron_models.components.attention.span import EVERYTHING, Span
+from megatron_models.components.measure import Measure
 from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.components.saved_bytes import SavedBytes
 
@@ -275,6 +276,18 @@ class Mixer(ABC):
 
     def auxiliary_losses(self) -> tuple[str, ...]:
         """Returns the names of the mixer's auxiliary losses. Defaults to none."""
+        return ()
+
+    def counters(self) -> int:
+        """Returns the number of values that the mixer counts for reports. Defaults to 0."""
+        return 0
+
+    def measures(self, counts: Sequence[float]) -> tuple[Measure, ...]:
+        """Returns what a report shows of the values that the mixer counted. Defaults to nothing.
+
+        Args:
+            counts: Sums over the global batches of one or several steps.
+        """
         return ()
 
 

@@ -134,6 +134,17 @@ class ModelConfig(ComponentConfig, ABC):
         )
 
     @cached_property
+    def counting_layers(self) -> dict[int, Mixer]:
+        """The mixers that count values for reports, by global number of the layer."""
+        return {
+            part.layer_offset + number: sublayer.mixer
+            for part in self._parts
+            for number, layer in part.layers.items()
+            for sublayer in layer
+            if sublayer.mixer.counters()
+        }
+
+    @cached_property
     def multi_token_losses(self) -> tuple[str, ...]:
         """Names of the losses of multi-token prediction, one for each depth."""
         return tuple(multi_token_loss(spec.depth) for spec in self.multi_token())

@@ -11,7 +11,8 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import TrainingLine
 from megatron_train.metrics.peak import Peak
-from megatron_train.saved_values import read_value
+from megatron_train.saved_values import read_value, short_repr
+from megatron_train.tasks.task import worst_layers
 from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class IntervalSums:
     flops: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     denominators: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, report: "StepReport") -> None:
         """Adds one step; the losses of a step that is not finite are left out of the sums."""
@@ -45,6 +47,9 @@ class IntervalSums:
             if report.finite:
                 self.sums[name] += report.sums[name]
                 self.denominators[name] += report.denominators[name]
+        for name, values in report.counts.items() if report.finite else ():
+            before = self.counts.get(name, [0.0] * len(values))
+            self.counts[name] = [one + other for one, other in zip(before, values, strict=True)]
 
     def losses(self) -> dict[str, float]:
         """Returns each loss per unmasked token of the interval; NaN if no step was finite."""
@@ -114,12 +119,14 @@ class LogLine(Callback):
             tokens_per_second=done.tokens / done.seconds,
             teraflops=rate / 1e12 if self._throughput else None,
             mfu=rate / self._peak.flops_per_second if self._peak else None,
+            worst_layers=worst_layers(trainer.task, done.counts),
         )
 
     def state(self) -> dict[str, Any]:
         """Returns the sums of the unfinished interval, without its times."""
         whole = asdict(self._interval)
-        return {name: whole[name] for name in ("skipped", "nan", "sums", "denominators")}
+        counted = ("counts",) if self._interval.counts else ()
+        return {name: whole[name] for name in ("skipped", "nan", "sums", "denominators", *counted)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the sums of an unfinished interval.
@@ -141,4 +148,17 @@ class LogLine(Callback):
             nan=read_value(state, "nan", int),
             sums=sums,
             denominators=denominators,
+            counts=_read_counts(state),
         )
+
+
+def _read_counts(state: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Returns the saved counts of layers; the state has none if no layer counted."""
+    saved = read_value(state, "counts", dict) if "counts" in state else {}
+    for name, values in saved.items():
+        if not isinstance(values, list) or not all(isinstance(each, float) for each in values):
+            raise TrainError(
+                f"the saved state is damaged: the counts of {short_repr(name)} are "
+                f"{short_repr(values)}"
+            )
+    return saved

@@ -9,6 +9,7 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics import plot, records
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.event_file import EventFile
+from megatron_train.tasks.task import layer_values
 from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Recorder(Callback):
                 "updated": report.updated,
                 "seconds": report.seconds,
                 "tokens": report.tokens,
+                **_finite(layer_values(trainer.task, report.counts)),
             }
         )
 
@@ -105,6 +107,7 @@ class TensorBoard(Callback):
             "grad-norm": report.grad_norm,
             "batch-size": float(report.samples),
             "tokens-per-second": report.tokens / report.seconds,
+            **layer_values(trainer.task, report.counts),
         }
         self._write(report.iteration, scalars)
 

@@ -14,6 +14,7 @@ from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.options import flags_of
 from megatron_train.config.placement import PlacementConfig
 from megatron_train.config.run_sections import RunSections
+from megatron_train.config.sections import LoggingConfig
 from megatron_train.errors import TrainError
 
 
@@ -43,6 +44,19 @@ def check_features(run: RunSections) -> None:
     """
     for feature, asked in _features(run):
         _refuse(run.model, feature, f"{asked} does not work with {{setting}}: {{why}}")
+
+
+def check_per_layer_logging(model: ModelConfig, logging: LoggingConfig) -> None:
+    """Refuses reports of experts for a model without experts.
+
+    Raises:
+        TrainError: The message names the flag.
+    """
+    if logging.moe_per_layer_logging and not model.counting_layers:
+        raise TrainError(
+            "--moe-per-layer-logging has no effect without experts; leave it out or set "
+            "--num-experts"
+        )
 
 
 def check_initial_weights(model: ModelConfig, checkpoint: CheckpointConfig) -> None:

@@ -27,6 +27,7 @@ from megatron_train.config.model_checks import (
     check_features,
     check_initial_weights,
     check_model_layout,
+    check_per_layer_logging,
 )
 from megatron_train.config.options import flags_of, options_of
 from megatron_train.config.products import PLAIN, check_product
@@ -60,6 +61,7 @@ class RunConfig(RunSections):
             lambda: check_model_layout(self.model, self.layout, self.placement),
             lambda: check_features(self),
             lambda: check_initial_weights(self.model, self.checkpoint),
+            lambda: check_per_layer_logging(self.model, self.logging),
             self._check_evaluation,
             self._check_schedules,
             lambda: refuse_unread_settings(self.task, "data", self.data),

@@ -246,6 +246,11 @@ class LoggingConfig:
 
     log_interval: int = setting(100, "steps between log lines", unit="steps")
     log_throughput: bool = setting(False, "add throughput per GPU (TFLOP/s/GPU) to the log line")
+    moe_per_layer_logging: bool = setting(
+        False,
+        "report load, router entropy and dropped share of each layer with experts: the worst layer "
+        "on the log line, all layers in metrics.jsonl and TensorBoard",
+    )
     tensorboard_dir: str | None = setting(None, "folder for TensorBoard event files", unit="path")
     progress: bool = setting(True, "show a progress bar if standard error is a terminal (our name)")
 

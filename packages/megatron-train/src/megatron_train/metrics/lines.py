@@ -7,7 +7,7 @@ every resume counts twice, and it leaves out negative losses.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 
@@ -17,7 +17,8 @@ class TrainingLine:
 
     ``milliseconds`` is the mean time of a step. ``losses`` are the losses per token over the
     interval. ``teraflops`` is TFLOP/s per device. ``mfu`` is the fraction of the device's peak
-    (0.25 is 25 %). The last two are None if they are unknown.
+    (0.25 is 25 %). These two are None if they are unknown. ``worst_layers`` has
+    values of one layer with the number of that layer.
     """
 
     iteration: int
@@ -34,6 +35,7 @@ class TrainingLine:
     teraflops: float | None = None
     mfu: float | None = None
     loss_scale: float = 1.0
+    worst_layers: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     def render(self, now: datetime) -> str:
         """Returns the line."""
@@ -56,6 +58,8 @@ class TrainingLine:
         ]
         if self.mfu is not None:
             fields.append(f"MFU: {100 * self.mfu:.1f} %")
+        for name, (value, layer) in self.worst_layers.items():
+            fields.append(f"{name}: {value:.4g} (layer {layer})")
         return " | ".join(fields) + " |"
 
 

@@ -4,6 +4,7 @@ The page is one file and loads nothing from other places.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from html import escape
@@ -19,6 +20,8 @@ from megatron_train.metrics.records import FILE_NAME, Records, read_records
 from megatron_train.report.chart import Curve, Point, format_number, line_chart
 
 CONFIG_FILE = "config.yaml"
+_OF_LAYER = re.compile(r"(?P<name>moe/.+)_layer_\d+")
+"""Names of measures of one layer."""
 _NOT_LOSSES = frozenset(
     {
         *("kind", "iteration", "consumed_samples", "learning_rate", "grad_norm", "updated"),
@@ -48,12 +51,14 @@ def write_report(run: Path, output: Path) -> None:
 def render_page(name: str, records: Records, configuration: str) -> str:
     """Returns the report page as HTML."""
     marks = [e["iteration"] for e in records.events if e["event"] == "start" and e["iteration"]]
-    losses = [key for key in (records.train or [{}])[-1] if key not in _NOT_LOSSES]
+    keys = [key for key in (records.train or [{}])[-1] if key not in _NOT_LOSSES]
+    losses = [key for key in keys if not _OF_LAYER.fullmatch(key)]
     charts = [_loss_chart(records, loss, marks) for loss in losses]
     for title, key in (("Learning rate", "learning_rate"), ("Gradient norm", "grad_norm")):
         charts.append(
             line_chart(title, [Curve(title.lower(), finite_points(records.train, key))], marks)
         )
+    charts += _layer_charts(records, keys, marks)
     charts.append(_throughput_chart(records, marks))
     style = files("megatron_train.report").joinpath("page.css").read_text(encoding="utf-8")
     script = files("megatron_train.report").joinpath("page.js").read_text(encoding="utf-8")
@@ -99,6 +104,26 @@ def _loss_chart(records: Records, loss: str, marks: Sequence[float]) -> str:
         Curve("validation", finite_points(records.validation, loss), "second", dots=True),
     ]
     return line_chart(f"{loss} (nats per token)", lines, marks)
+
+
+def _layer_charts(records: Records, keys: Sequence[str], marks: Sequence[float]) -> list[str]:
+    """Returns a chart for each measure of layers, with its range over the layers of each step."""
+    layers: dict[str, list[str]] = {}
+    for key in keys:
+        if (match := _OF_LAYER.fullmatch(key)) is not None:
+            layers.setdefault(match["name"], []).append(key)
+    charts = []
+    for name, of_layers in layers.items():
+        curves = [Curve(key, finite_points(records.train, key), "faint") for key in of_layers]
+        by_step: dict[float, list[float]] = {}
+        for curve in curves:
+            for step, value in curve.points:
+                by_step.setdefault(step, []).append(value)
+        for what, style, pick in (("largest", "first", max), ("smallest", "second", min)):
+            points = [(step, pick(values)) for step, values in sorted(by_step.items())]
+            curves.append(Curve(f"{what} of {len(of_layers)} layers", points, style))
+        charts.append(line_chart(name.replace("_", " "), curves, marks))
+    return charts
 
 
 def _throughput_chart(records: Records, marks: Sequence[float]) -> str:

@@ -11,7 +11,9 @@ from megatron_models import (
     CausalModel,
     Dropout,
     FutureTokens,
+    Measure,
     config_of,
+    counter_of,
     record_of,
     shift_within_documents,
     training_flops,
@@ -49,6 +51,7 @@ class GPTTask:
             (`ParallelLayout.hybrid_cp`, `megatron_train.document_pool`).
         label_smoothing: Share of the training loss that is spread over all tokens of the
             vocabulary. Megatron-LM has it in its loss function but has no flag for it.
+        per_layer_logging: Whether layers with experts count their load for reports.
     """
 
     losses = (LOSS,)
@@ -67,6 +70,7 @@ class GPTTask:
         split_per_document: bool = False,
         sequence_length: int | None = None,
         label_smoothing: float = 0.0,
+        per_layer_logging: bool = False,
     ) -> None:
         self._stages = tuple(stages)
         self._family = family
@@ -78,6 +82,7 @@ class GPTTask:
         self._split_per_document = split_per_document
         self._label_smoothing = label_smoothing
         self._config = self._stages[0].config
+        self._counting = self._config.counting_layers if per_layer_logging else {}
         self._mesh = self._stages[0].mesh
         self._cp = self._mesh.axis("cp")
         self._sequence_length = sequence_length
@@ -100,6 +105,19 @@ class GPTTask:
     def auxiliary_losses(self) -> Sequence[str]:
         """Names of the losses of routers and of multi-token prediction, if the model has any."""
         return (*self._config.auxiliary_losses, *self._config.multi_token_losses)
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """The number of values that each layer with experts counts; empty unless asked for."""
+        return {counter_of(layer): mixer.counters() for layer, mixer in self._counting.items()}
+
+    def measures(self, counts: Mapping[str, Sequence[float]]) -> Mapping[int, Sequence[Measure]]:
+        """Returns load, entropy and dropped share of each layer with experts."""
+        return {
+            layer: mixer.measures(counts[counter_of(layer)])
+            for layer, mixer in self._counting.items()
+            if counter_of(layer) in counts
+        }
 
     def fsdp_units(self, stage: nn.Module) -> Sequence[nn.Module]:
         """Returns the blocks of a stage."""
@@ -257,4 +275,5 @@ def gpt_task(run: RunConfig, stages: Sequence[nn.Module], family: str | None) ->
         reset_attention_mask=data.reset_attention_mask,
         split_per_document=run.placement.context_parallel_split == "per_document",
         sequence_length=data.seq_length,
+        per_layer_logging=run.logging.moe_per_layer_logging,
     )

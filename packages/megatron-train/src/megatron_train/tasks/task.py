@@ -5,12 +5,14 @@ them sums over tokens and the denominators that these sums are divided by.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from megatron_ckpt import ModelRecord
+from megatron_models import Measure
 from megatron_parallel import TensorSpec
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
@@ -165,3 +167,50 @@ class PreparingTask(Protocol):
             batches: The micro-batches as they were read.
             iteration: Number of the step, from 1; None in an evaluation.
         """
+
+
+@runtime_checkable
+class CountingTask(Protocol):
+    """A task whose layers count values for reports, such as the load of experts.
+
+    In a training step, layers add their counts to the argument ``auxiliary_losses`` of stages
+    (`megatron_parallel.AuxiliaryLosses.count`).
+    """
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """The number of values under each name that layers count under; empty counts nothing."""
+
+    def measures(self, counts: Mapping[str, Sequence[float]]) -> Mapping[int, Sequence[Measure]]:
+        """Returns what reports show of each layer, by number of the layer.
+
+        Args:
+            counts: Values by name, summed over the global batches of one or several steps.
+        """
+
+
+def layer_values(task: Task, counts: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns the measures of each layer by their names in files: ``<measure>_layer_<number>``."""
+    if not counts or not isinstance(task, CountingTask):
+        return {}
+    return {
+        f"{measure.name}_layer_{layer}": measure.value
+        for layer, found in task.measures(counts).items()
+        for measure in found
+    }
+
+
+def worst_layers(task: Task, counts: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, int]]:
+    """Returns the worst value of each measure with its layer, by title of the measure."""
+    if not counts or not isinstance(task, CountingTask):
+        return {}
+    found: dict[str, tuple[float, int]] = {}
+    for layer, measures in task.measures(counts).items():
+        for measure in measures:
+            if not math.isfinite(measure.value):
+                continue
+            sign = 1 if measure.worst == "largest" else -1
+            before = found.get(measure.title)
+            if before is None or sign * measure.value > sign * before[0]:
+                found[measure.title] = measure.value, layer
+    return found

@@ -22,7 +22,7 @@ counted.
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from megatron_parallel import AuxiliaryLosses, Axis, Mesh, all_reduce
 from torch import Tensor
 from torch.nn import functional
@@ -133,6 +133,28 @@ def load_balancing_loss(
         load = all_reduce((members @ choices).long(), axis, purpose=_COUNTS)
     total = load.sum(1, keepdim=True).clamp(min=1)  # selections of the group, k for each token
     return logits.shape[1] * (load.to(logits.dtype) / total * probabilities).sum()
+
+
+def routing_counts(
+    routing: Routing, kept: Int[Tensor, "n k"], function: ScoreFunction
+) -> Float64[Tensor, " counts"]:
+    """Returns what `megatron_models.components.moe.measures` describes, for this rank's tokens.
+
+    Args:
+        routing: Routing of this rank's tokens.
+        kept: Experts of the routing, with -1 for those that dropped the token.
+        function: Function from logits to scores.
+    """
+    logits, experts = routing.logits.detach(), routing.experts
+    chosen = experts.new_zeros(logits.shape[1] + 1)
+    chosen.index_add_(0, (experts + 1).flatten(), torch.ones_like(experts).flatten())
+    shares = scores_of(logits, function)
+    if function != "softmax":
+        shares = normalized(shares)
+    routed = routing.unrestricted_experts[:, :1] >= 0
+    probabilities = shares.double().masked_fill(~routed, 0.0).sum(0)
+    dropped = (experts >= 0).sum() - (kept >= 0).sum()
+    return torch.cat([chosen[1:].double(), probabilities, dropped[None].double()])
 
 
 def z_loss(routing: Routing) -> Float[Tensor, ""]:

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_models.components.context import Context
+from megatron_models.components.measure import counter_of
 from megatron_models.components.mlp.module import MLP
 from megatron_models.components.moe.capacity import ExpertCapacity, pad_rows
 from megatron_models.components.moe.experts import Experts
-from megatron_models.components.moe.losses import RouterLosses
+from megatron_models.components.moe.losses import RouterLosses, routing_counts
 from megatron_models.components.moe.router import Router
+from megatron_models.components.moe.routing import Routing
 from megatron_models.components.moe.spec import MoESpec
 from megatron_models.errors import ConfigError
 from megatron_models.placement import Placement
@@ -83,6 +85,7 @@ class MoE(nn.Module):
         shape = (x.shape[0] * (self.tp.size if cut else 1), x.shape[1])
         if capacity is not None:
             experts = capacity.limit(experts, weights, shape, context)
+        self._count(routing, experts, context)
         choices = experts.shape[1]
         if self.spec.moe_apply_probs_on_input:  # each choice is a token of its own
             tokens = (tokens[:, None] * weights[..., None]).to(tokens.dtype).flatten(0, 1)
@@ -181,6 +184,16 @@ class MoE(nn.Module):
         length, batch = x.shape[0] * (self.tp.size if cut else 1), x.shape[1]
         rows = every[: length * batch].view(length, batch, -1)
         replay.record(self.layer, rows.transpose(0, 1).contiguous())
+
+    def _count(self, routing: Routing, kept: Int[Tensor, "n k"], context: Context) -> None:
+        """Counts the routing for reports, once in a pass."""
+        collected, name = context.auxiliary_losses, counter_of(self.layer)
+        if collected is None or not collected.counts_under(name):
+            return
+        if self.layer not in context.counted_layers:
+            function = self.spec.moe_router_score_function
+            collected.count(name, routing_counts(routing, kept, function))
+            context.counted_layers.add(self.layer)
 
     def _all_tokens(
         self, y: Float[Tensor, "n h"], like: Float[Tensor, "part b h"], cut: bool

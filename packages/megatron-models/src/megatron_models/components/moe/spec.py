@@ -3,7 +3,7 @@
 Importing this module does not import torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
@@ -11,6 +11,7 @@ from megatron_parallel import ParallelLayout, Sharding
 from megatron_parallel.sharding import ZEROS, Init
 
 from megatron_models.components.fields import check_divisible
+from megatron_models.components.measure import Measure
 from megatron_models.components.mixer import (
     BytesByPart,
     Feature,
@@ -26,6 +27,7 @@ from megatron_models.components.mixer import (
 from megatron_models.components.mlp.spec import MLPSpec
 from megatron_models.components.moe.activations import expert_activations
 from megatron_models.components.moe.config import MoEConfig
+from megatron_models.components.moe.measures import routing_measures
 
 LOAD_BALANCING: Final[Mapping[str, str]] = {
     "aux_loss": "load_balancing_loss",
@@ -229,6 +231,14 @@ class MoESpec(MoEConfig, Mixer):
             return UnsupportedFeature("{moe_router_topk}", _NO_ROUTER_GRADIENT)
         why = _REFUSED.get(feature)
         return None if why is None else UnsupportedFeature("{num_experts:name}", why)
+
+    def counters(self) -> int:
+        """Returns the number of values of `routing_counts`."""
+        return 2 * self.num_experts + 1
+
+    def measures(self, counts: Sequence[float]) -> tuple[Measure, ...]:
+        """Returns load of the experts, entropy of the router, and share of dropped selections."""
+        return routing_measures(counts, self.num_experts)
 
     def auxiliary_losses(self) -> tuple[str, ...]:
         """Returns the names of the router's losses."""

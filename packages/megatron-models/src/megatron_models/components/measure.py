@@ -1,0 +1,24 @@
+"""What layers report about a step beside losses. Importing this module does not import torch."""
+
+from typing import Literal, NamedTuple
+
+
+class Measure(NamedTuple):
+    """One value that describes a layer.
+
+    Attributes:
+        name: Name in files, such as ``moe/expert_load``.
+        title: Name in the log line.
+        value: The value; NaN if there was nothing to measure.
+        worst: Which of the values of several layers the log line shows.
+    """
+
+    name: str
+    title: str
+    value: float
+    worst: Literal["largest", "smallest"]
+
+
+def counter_of(layer: int) -> str:
+    """Returns the name under which a layer counts values (`megatron_parallel.AuxiliaryLosses`)."""
+    return f"layer {layer}"
