@@ -54,6 +54,14 @@ BASE: Words = {
     "--save": "out",
 }
 ROPE: Words = {"--position-embedding-type": "rope"}
+LATENT = ROPE | {
+    "--multi-latent-attention": "",
+    "--normalization": "RMSNorm",
+    "--kv-lora-rank": "8",
+    "--qk-head-dim": "8",
+    "--qk-pos-emb-head-dim": "4",
+    "--v-head-dim": "8",
+}
 TEMPERATURE: Words = {**ROPE, "--no-rope-freq": "2", "--attn-temperature-scale": "5"}
 EXPERTS: Words = {"--num-experts": "4"}
 PRE_SOFTMAX: Words = {**EXPERTS, "--moe-router-pre-softmax": ""}
@@ -194,6 +202,12 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {},
         {"--untie-embeddings-and-output-weights": ""},
     ),
+    "model.multi_latent_attention": (ROPE, {"--multi-latent-attention": ""}),
+    "model.q_lora_rank": (LATENT, {"--q-lora-rank": "4"}),
+    "model.kv_lora_rank": (LATENT, {"--kv-lora-rank": "4"}),
+    "model.qk_head_dim": (LATENT, {"--qk-head-dim": "4"}),
+    "model.qk_pos_emb_head_dim": (LATENT, {"--qk-pos-emb-head-dim": "8"}),
+    "model.v_head_dim": (LATENT, {"--v-head-dim": "4"}),
     "model.qk_layernorm": ({}, {"--qk-layernorm": ""}),
     "model.qk_layernorm_scope": (
         {"--qk-layernorm": "", "--normalization": "RMSNorm"},
