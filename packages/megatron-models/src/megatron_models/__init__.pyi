@@ -44,3 +44,7 @@ from .parameters import stored_shapes as stored_shapes
 from .placement import Placement as Placement
 from .record import config_of as config_of
 from .record import record_of as record_of
+from .upcycling.config import UPCYCLING_REFUSED as UPCYCLING_REFUSED
+from .upcycling.config import expert_weight_sum as expert_weight_sum
+from .upcycling.config import upcycled_config as upcycled_config
+from .upcycling.weights import upcycled_weights as upcycled_weights

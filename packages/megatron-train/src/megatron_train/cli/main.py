@@ -19,6 +19,7 @@ from megatron_train.cli import (
     recipes,
     schedule,
     tasks,
+    upcycle,
 )
 from megatron_train.cli import report as report_page
 from megatron_train.cli.failure import failure_report
@@ -37,6 +38,7 @@ def build_parser() -> Parser:
     pretrain.add_command(commands)
     finetune.add_command(commands)
     merge.add_command(commands)
+    upcycle.add_command(commands)
     recipes.add_command(commands)
     models.add_command(commands)
     tasks.add_command(commands)

@@ -1,0 +1,1 @@
+"""A mixture of experts from a dense model."""
