@@ -225,6 +225,14 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         TEMPERATURE,
         {"--attn-temperature-floor": "1"},
     ),
+    "model.heterogeneous_layers_config_encoded_json": (
+        {},
+        {"--heterogeneous-layers-config-encoded-json": '[{"attention": {"no_op": true}}, {}]'},
+    ),
+    "model.layer_modules": (
+        {},
+        {"--layer-modules": "mlp=megatron_models.components.linear.spec:LinearSpec"},
+    ),
     "model.softmax_scale": ({}, {"--softmax-scale": "0.01"}),
     "model.sliding_window": ({}, {"--sliding-window": "2"}),
     "model.attention_chunk_size": ({}, {"--attention-chunk-size": "2"}),

@@ -39,6 +39,7 @@ SAMPLE = {
     "cp2-unrotated-dropout",
     "tp2·sp·ep2·etp1·a2a-moe-mtp",
     "pp2-mtp-dropout",
+    "tp2·sp-mixed-dropout",
 }
 FEW = 3
 """Number of steps of the sample, in which every planted defect is detected."""
@@ -74,6 +75,7 @@ DEFECT_SAMPLE = {
     "ranks that share a group have the gates of its first heads",
     "every depth is divided by the labels of the main loss",
     "later tokens are those of a rank's slice of the sequence",
+    "the heads of every layer are numbered as if it had all",
 }
 
 

@@ -1,5 +1,6 @@
 """The cases of the proof: layouts, and the models and batches that they train."""
 
+import json
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -171,6 +172,21 @@ MODELS["moe-mtp"] = replace(
     mtp_loss_scaling_factor=0.6,
     untie_embeddings_and_output_weights=True,
 )
+MODELS["mixed"] = replace(
+    MODELS["moe"],
+    heterogeneous_layers_config_encoded_json=json.dumps(
+        [
+            {"attention": {"no_op": True}, "mlp": {"kind": "dense", "ffn_hidden_size": 64}},
+            {
+                "attention": {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8},
+                "mlp": {"moe_ffn_hidden_size": 16, "moe_router_topk": 3},
+            },
+            {"attention": {"replace_with_linear": True}, "mlp": {"kind": "moe"}},
+            {"attention": {"num_query_groups": 8}, "mlp": {"replace_with_linear": True}},
+            {"mlp": {"no_op": True}},
+        ]
+    ),
+)
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
@@ -188,6 +204,8 @@ chunks. `unrotated` is Llama 4's kind: norms of rotated queries and keys, and la
 positions, whose queries grow with the position. The experts of `dropping` and `earliest` have a
 capacity; those of `earliest` keep the earliest tokens and are padded. `mtp` is `tied` with two
 depths of multi-token prediction, and `moe-mtp` is `moe` with them and an untied output matrix.
+The layers of `mixed` differ in heads, widths and kinds; some lack a sublayer or have a linear layer
+in its place.
 """
 
 Model = Literal[
@@ -209,6 +227,7 @@ Model = Literal[
     "unrotated",
     "mtp",
     "moe-mtp",
+    "mixed",
 ]
 
 SPLITS = {
@@ -601,6 +620,14 @@ CASES = (
     _case("mtp", 2, "cut", tp=2, pp=2),
     _case("mtp", 1, "dropout", cp=2, dp=2, room=6),
     _case("mtp", 1, "sp", "lora", tp=2, pp=2),
+    _case("mixed", 4, tp=2),
+    _case("mixed", 2, "sp", "dropout", tp=2),
+    _case("mixed", 2, "dropout", "selective", pp=2),
+    _case("mixed", 2, "a2a", "dropout", cp=2),
+    _case("mixed", 2, "sp", "alltoall", tp=2, ep=2, etp=1),
+    _case("mixed", 1, "fsdp", "alltoall", dp=2, ep=2),
+    _case("mixed", 1, "dropout", "uniform", pp=4),
+    _case("mixed", 2, "sp", "zero-bubble", tp=2, pp=2),
     _case("moe-mtp", 2, "sp", "alltoall", tp=2, ep=2, etp=1),
     _case("moe-mtp", 2, "alltoall", "dropout", pp=2, dp=2, ep=2),
     _case("moe-mtp", 1, "alltoall", "combined-1f1b", pp=2, dp=2, ep=2),

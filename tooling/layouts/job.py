@@ -182,8 +182,9 @@ def watch_routes(stages: Sequence[GPT], mesh: Mesh) -> Routes:
 
     for stage in stages:
         for name, block in stage.layers.items():
-            if isinstance(block.mlp, MoE):
-                watch(int(name), block.mlp.router)
+            mixer = getattr(block, "mlp", None)  # a layer may lack it
+            if isinstance(mixer, MoE):
+                watch(int(name), mixer.router)
     return routes
 
 

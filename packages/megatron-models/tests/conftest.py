@@ -14,7 +14,15 @@ _PARTS = (
         f"attention.{name}"
         for name in ("module", "cross", "context_parallel", "sinks", "temperature", "alibi")
     ),
-    *("rotary.module", "mlp.module", "moe.module", "moe.router", "moe.experts", "norm.module"),
+    *(
+        "rotary.module",
+        "mlp.module",
+        "linear.module",
+        "moe.module",
+        "moe.router",
+        "moe.experts",
+        "norm.module",
+    ),
     *("embedding.module", "embedding.output", "block", "context", "dropout", "stack", "trunk"),
 )
 _CHECKED = [
@@ -100,6 +108,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_query_groups": 3,
         "sliding_window": 5,
+    },
+    "heterogeneous": {
+        "position_embedding_type": "rope",
+        "heterogeneous_layers_config_encoded_json": '[{"attention": {"num_attention_heads": 2, '
+        '"num_query_groups": 1, "kv_channels": 10}, "mlp": {"replace_with_linear": true}}, '
+        '{"attention": {"no_op": true}, "mlp": {"ffn_hidden_size": 28}}]',
+    },
+    "heterogeneous-parallel": {
+        "parallel_residual": "two_norms",
+        "activation": "swiglu",
+        "heterogeneous_layers_config_encoded_json": '{"block_configs": [{"attention": '
+        '{"replace_with_linear": true}, "ffn": {"ffn_hidden_size": 52}}, {"attention": '
+        '{"n_heads_in_group": 2}, "ffn": {"no_op": true}}]}',
     },
     "softcap": {"attn_logit_softcapping": 1.5, "num_query_groups": 2},
     "gemma": {

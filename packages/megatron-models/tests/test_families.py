@@ -344,6 +344,8 @@ OTHERS = {
     "v_head_dim": 4,
     "qk_layernorm": True,
     "qk_layernorm_scope": "projection",
+    "heterogeneous_layers_config_encoded_json": '[{"attention": {"no_op": true}}, {}]',
+    "layer_modules": "attention=megatron_models.components.linear.spec:LinearSpec",
 }
 #: Fields that need not round-trip in a family, since no layer reads them.
 UNREAD = {"gpt2": gpt2.ROTARY, "llama": (), "mixtral": ("ffn_hidden_size",)}

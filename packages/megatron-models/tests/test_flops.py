@@ -138,6 +138,12 @@ TINY = {
         "num_query_groups": 2,
         "untie_embeddings_and_output_weights": True,
     },
+    "heterogeneous": {
+        "heterogeneous_layers_config_encoded_json": '[{"attention": {"no_op": true}}, '
+        '{"attention": {"num_query_groups": 2}, "mlp": {"replace_with_linear": true}}, '
+        '{"attention": {"num_attention_heads": 2, "num_query_groups": 1}, '
+        '"mlp": {"ffn_hidden_size": 96}}]',
+    },
     "parallel": {"parallel_residual": "two_norms", "activation": "squared_relu"},
     "sinks": {"softmax_type": "learnable", "num_query_groups": 1},
     "bounded": GATED

@@ -3,6 +3,7 @@
 Dropout is a factor for each element: 0, or 1 / (1 - p).
 """
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -219,6 +220,28 @@ def no_dropout(sample, layer, site, *channels):
     return torch.ones((), dtype=torch.float64).expand(9, *channels)
 
 
+def own_config(config, layer):
+    """Returns the configuration of one layer, and how each sublayer is replaced."""
+    text = config.heterogeneous_layers_config_encoded_json
+    if not text:
+        return config, {"attention": {}, "mlp": {}}
+    blocks = json.loads(text)
+    block = (blocks["block_configs"] if isinstance(blocks, dict) else blocks)[layer]
+    parts = {"attention": block["attention"], "mlp": block.get("mlp", block.get("ffn"))}
+    sizes = {
+        key: value
+        for part in parts.values()
+        for key, value in part.items()
+        if key in ("num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
+    }
+    if "n_heads_in_group" in parts["attention"]:
+        sizes["num_query_groups"] = (
+            config.num_attention_heads // parts["attention"]["n_heads_in_group"]
+        )
+    changed = replace(config, heterogeneous_layers_config_encoded_json="", **sizes)
+    return changed, parts
+
+
 def straight_line_logits(weights, config, tokens, factors):
     """Returns logits ``[s, v]`` of one sequence ``[s]`` for the unpadded vocabulary."""
     h = config.hidden_size
@@ -228,14 +251,19 @@ def straight_line_logits(weights, config, tokens, factors):
     x = x * factors(-1, 0, h)
     for i in range(config.num_layers):
         block, m = f"layers.{i}", config.residual_multiplier
-        kept = factors(i, 1, config.num_attention_heads, len(tokens))
+        own, replaced = own_config(config, i)
+        kept = factors(i, 1, own.num_attention_heads, len(tokens))
 
-        def mix(read, part, i=i, block=block, kept=kept):
+        def mix(read, part, i=i, block=block, kept=kept, config=own, replaced=replaced):
             """Returns what attention or feed-forward layer adds to the stream that it reads."""
+            if replaced[part].get("no_op"):
+                return 0.0
             own = {"shared_norm": "attention"}.get(config.parallel_residual, part)
             if config.norm_placement in ("pre", "sandwich"):
                 read = norm(read, weights, f"{block}.{own}_norm", config)
-            if part == "attention":
+            if replaced[part].get("replace_with_linear"):
+                y = linear(read, weights, f"{block}.{part}.linear")
+            elif part == "attention":
                 y = attention(read, weights, f"{block}.attention", config, kept, i)
             else:
                 y = feed_forward(read, weights, f"{block}.mlp", config)

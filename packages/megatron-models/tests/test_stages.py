@@ -81,7 +81,10 @@ def test_only_a_weight_that_two_stages_hold_is_tied_over_stages(small):
 def test_gradients_are_partial_where_the_sequence_is_cut(config):
     mesh = rank_of(0, tp=1, pp=1)
     cut = collect_shardings(GPT(config, Placement(mesh, sequence_parallel=True)))
-    kinds = ("position.weight", "out.bias", "down.bias", "kv_down.weight", "q_down.weight")
+    kinds = (
+        *("position.weight", "out.bias", "down.bias", "kv_down.weight", "q_down.weight"),
+        *("linear.weight", "linear.bias"),
+    )
 
     def of_heads(name):  # each rank has some of the heads, with or without a cut sequence
         norms = (".attention.q_norm.", ".attention.k_norm.")
@@ -116,6 +119,10 @@ def test_stages_decode_with_caches_of_their_own_layers(config, scramble):
         stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
         layers = map(int, stage.layers)
         options = {"dtype": torch.float64, "layers": layers}
+        if not any(int(number) in config.cached(1) for number in stage.layers):
+            with pytest.raises(ConfigError, match=r"layer \d caches nothing; use layers of \["):
+                StaticKVCache(config, stage.mesh, 2, 12, **options)
+            return
         caches.append(StaticKVCache(config, stage.mesh, 2, 12, **options))
     tokens = draw(config, 2, 12)
     steps = []

@@ -148,12 +148,12 @@ class StaticKVCache:
         dtype: Dtype of keys and values.
         device: Device of keys and values. Defaults to the mesh's device.
         layers: Numbers of the cached layers, ``map(int, stage.layers)`` for a pipeline stage.
-            Defaults to all. The decoder of an encoder-decoder counts from ``encoder_num_layers``
-            on.
+            Layers that cache nothing are skipped. Defaults to all. The decoder of an
+            encoder-decoder counts from ``encoder_num_layers`` on.
 
     Raises:
-        ConfigError: There are more positions than the model has, no layers, or a layer that caches
-            nothing.
+        ConfigError: There are more positions than the model has, a layer does not exist, or no
+            layer caches anything.
     """
 
     def __init__(
@@ -168,12 +168,17 @@ class StaticKVCache:
     ) -> None:
         config.embedding.check_sequence_length(max_length)
         known = config.cached(mesh.axis("tp").size)
-        served = list(known if layers is None else layers)
-        if not served:
+        wanted = list(known if layers is None else layers)
+        if not wanted:
             raise ConfigError("a cache needs at least one layer; layers is empty")
-        if unknown := [layer for layer in served if layer not in known]:
+        if unknown := [layer for layer in wanted if not 0 <= layer < config.depth]:
             raise ConfigError(
-                f"layer {unknown[0]} caches nothing; use layers of {reprlib.repr(list(known))}"
+                f"the model has no layer {unknown[0]}; use layers of {reprlib.repr(list(known))}"
+            )
+        served = [layer for layer in wanted if layer in known]
+        if not served:
+            raise ConfigError(
+                f"layer {wanted[0]} caches nothing; use layers of {reprlib.repr(list(known))}"
             )
         self._max_length = max_length
         where = device or mesh.device

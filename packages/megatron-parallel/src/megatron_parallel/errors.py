@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 
 class FieldError(ValueError):
@@ -36,6 +36,14 @@ class FieldError(ValueError):
         return self._message.format_map(
             {name: _Field(name, value, names.get(name)) for name, value in self._fields.items()}
         )
+
+    def prefixed(self, words: str) -> Self:
+        """Returns the error with words before its message.
+
+        Args:
+            words: Text without braces, such as the number of a layer.
+        """
+        return type(self)(f"{words}{self._message}", self._fields)
 
 
 _LONGEST_VALUE = 200  # characters; values from a damaged file may have any number

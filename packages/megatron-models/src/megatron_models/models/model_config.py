@@ -181,14 +181,24 @@ class ModelConfig(ComponentConfig, ABC):
         """Returns what each layer of the last trunk, which decodes, caches on one of ``tp`` ranks.
 
         Layers are numbered as for dropout: over all trunks. Those that cache nothing are left out.
+
+        Raises:
+            ConfigError: A mixer attends to other tokens and caches nothing, so it cannot decode.
         """
         *_, trunk = self.trunks().values()
-        return {
-            trunk.layer_offset + number: found
-            for number, layer in trunk.layers.items()
-            for sublayer in layer
-            if (found := sublayer.mixer.cached(tp)) is not None
-        }
+        cached = {}
+        for number, layer in trunk.layers.items():
+            for sublayer in layer:
+                found = sublayer.mixer.cached(tp)
+                if found is not None:
+                    cached[trunk.layer_offset + number] = found
+                elif sublayer.mixer.multiply_adds_per_pair():
+                    raise ConfigError(
+                        f"layer {number} cannot decode with a cache: its {sublayer.name}, "
+                        f"{type(sublayer.mixer).__name__}, attends to other tokens and does not "
+                        "define Mixer.cached"
+                    )
+        return cached
 
     @property
     def attention_heads(self) -> int:

@@ -72,11 +72,14 @@ def _check_hierarchy(run: RunSections) -> None:
 
 
 def _check_heads(run: RunSections) -> None:
-    layout, heads = run.layout, run.model.attention_heads
+    layout = run.layout
+    of_layers = sorted({mixer.heads for mixer in run.model.mixers if mixer.heads})
     sizes = {"a2a": layout.cp, "a2a+p2p": (layout.hierarchical_cp or (1,))[0]}
     for comm_type in dict.fromkeys(run.placement.cp_comm_type):
         ranks = sizes.get(comm_type, 1)
-        if heads // layout.tp % ranks:
+        for heads in of_layers:
+            if heads // layout.tp % ranks == 0:
+                continue
             raise TrainError(
                 f"--cp-comm-type {comm_type} cannot scatter --num-attention-heads {heads} / "
                 f"--tensor-model-parallel-size {layout.tp} = {heads // layout.tp} heads over "

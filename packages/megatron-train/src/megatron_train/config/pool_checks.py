@@ -34,14 +34,14 @@ def check_pool_run(run: RunSections) -> None:
     _check_capacity(run, max_tokens)
     _check_settings(run)
     ways = set(run.placement.cp_comm_type)
-    heads, ranks = run.model.attention_heads // run.layout.tp, run.layout.pool
-    if "a2a" in ways and heads % ranks:
-        raise TrainError(
-            f"--cp-comm-type a2a cannot scatter --num-attention-heads "
-            f"{run.model.attention_heads} / --tensor-model-parallel-size {run.layout.tp} = "
-            f"{heads} heads over all {ranks} ranks of {POOL_FLAG}; use p2p or allgather, or "
-            "change one of them"
-        )
+    tp, ranks = run.layout.tp, run.layout.pool
+    for heads in sorted({mixer.heads for mixer in run.model.mixers}):
+        if "a2a" in ways and heads // tp % ranks:
+            raise TrainError(
+                f"--cp-comm-type a2a cannot scatter --num-attention-heads {heads} / "
+                f"--tensor-model-parallel-size {tp} = {heads // tp} heads over all {ranks} ranks "
+                f"of {POOL_FLAG}; use p2p or allgather, or change one of them"
+            )
 
 
 def _check_capacity(run: RunSections, max_tokens: int) -> None:

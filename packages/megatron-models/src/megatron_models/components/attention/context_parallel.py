@@ -30,9 +30,9 @@ from megatron_parallel.context_parallel import (
 )
 from torch import Tensor
 
-from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.components.attention.span import EVERYTHING, Span
 from megatron_models.components.dropout import StageDropout
+from megatron_models.components.mixer import Mixer
 from megatron_models.errors import ConfigError
 
 CP_COMM_TYPES: Final = ("p2p", "a2a", "allgather", "a2a+p2p")
@@ -40,12 +40,13 @@ CP_COMM_TYPES: Final = ("p2p", "a2a", "allgather", "a2a+p2p")
 
 
 def check_context_parallel(
-    config: AttentionConfig, layout: ParallelLayout, comm: str | Sequence[str]
+    mixers: Sequence[Mixer], num_layers: int, layout: ParallelLayout, comm: str | Sequence[str]
 ) -> tuple[str, ...]:
     """Returns the communication of each layer's attention, by layer number.
 
     Args:
-        config: The model's configuration.
+        mixers: The mixers of all layers, whose heads may differ.
+        num_layers: Number of layers.
         layout: The parallel sizes.
         comm: One of `CP_COMM_TYPES` for all layers, or one for each.
 
@@ -59,21 +60,23 @@ def check_context_parallel(
         raise ConfigError(
             f"cp_comm_type {unknown[0]!r} is not known; use one of {', '.join(CP_COMM_TYPES)}"
         )
-    if len(given) not in (1, config.num_layers):
+    if len(given) not in (1, num_layers):
         raise ConfigError(
-            f"{len(given)} values of cp_comm_type for {config.num_layers} layers; give one for all "
+            f"{len(given)} values of cp_comm_type for {num_layers} layers; give one for all "
             "or one for each"
         )
-    heads = config.num_attention_heads // layout.tp
+    numbers = sorted({mixer.heads // layout.tp for mixer in mixers if mixer.heads})
     if ranks > 1 and "a2a" in given:
-        check_heads(heads, ranks)
+        for heads in numbers:
+            check_heads(heads, ranks)
     if ranks > 1 and "a2a+p2p" in given:
         if layout.hierarchical_cp is None:
             raise ConfigError(
                 "cp_comm_type 'a2a+p2p' needs the layout's hierarchical_cp, two sizes"
             )
-        check_heads(heads, layout.hierarchical_cp[0])
-    return given * config.num_layers if len(given) == 1 else given
+        for heads in numbers:
+            check_heads(heads, layout.hierarchical_cp[0])
+    return given * num_layers if len(given) == 1 else given
 
 
 class ContextParallel:

@@ -244,16 +244,3 @@ class MoESpec(MoEConfig, Mixer):
         """Returns the names of the router's losses."""
         names = [LOAD_BALANCING[kind] for kind in self.balancing_losses]
         return (*names, Z_LOSS) if self.moe_z_loss_coeff else tuple(names)
-
-
-def feed_forward(config: MoEConfig, experts: bool, layers: int) -> MLPSpec | MoESpec:
-    """Returns the feed-forward sublayer of a layer, with experts or without.
-
-    Args:
-        config: The model's configuration.
-        experts: Whether this layer has experts.
-        layers: Number of the model's layers with experts.
-    """
-    if experts:
-        return config.component(MoESpec, layers_with_experts=layers)
-    return config.component(MLPSpec)

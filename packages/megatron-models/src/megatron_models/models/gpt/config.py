@@ -29,6 +29,11 @@ class GPTConfig(GPTFields):
 
     kind: ClassVar[str] = "gpt"
 
+    def _check(self) -> None:
+        super()._check()
+        if self.blocks or self.layer_modules:
+            gpt_layers(self)
+
     def trunks(self) -> dict[str, TrunkSpec]:
         """Returns one trunk of embedding, layers and final norm, without a prefix."""
         tied = not self.untie_embeddings_and_output_weights

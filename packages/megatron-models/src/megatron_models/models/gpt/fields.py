@@ -7,15 +7,17 @@ Importing this module does not import torch. Field names are the flags of Megatr
 from dataclasses import dataclass, field
 
 from megatron_models.components.fields import flag
+from megatron_models.components.heterogeneous.config import HeterogeneousConfig
 from megatron_models.components.latent_attention.config import LatentAttentionConfig
-from megatron_models.components.moe.config import MoEConfig
 from megatron_models.components.multi_token.config import MultiTokenConfig
 from megatron_models.components.residual import ResidualConfig
 from megatron_models.models.causal_config import CausalConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTFields(MultiTokenConfig, MoEConfig, ResidualConfig, LatentAttentionConfig, CausalConfig):
+class GPTFields(
+    HeterogeneousConfig, MultiTokenConfig, ResidualConfig, LatentAttentionConfig, CausalConfig
+):
     """The fields that the layers of a GPT model are made from."""
 
     untie_embeddings_and_output_weights: bool = field(

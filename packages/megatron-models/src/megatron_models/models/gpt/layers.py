@@ -12,7 +12,8 @@ from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPU
 from megatron_models.components.latent_attention.spec import LatentAttentionSpec
 from megatron_models.components.layer import Layer
 from megatron_models.components.mixer import Mixer
-from megatron_models.components.moe.spec import feed_forward
+from megatron_models.components.mlp.spec import MLPSpec
+from megatron_models.components.moe.spec import MoESpec
 from megatron_models.components.multi_token.config import MultiTokenConfig
 from megatron_models.components.multi_token.spec import MultiTokenSpec
 from megatron_models.components.norm.spec import NormSpec
@@ -27,12 +28,16 @@ def gpt_layers(config: GPTFields) -> dict[int, Layer]:
 
 
 def gpt_layer(config: GPTFields, number: int) -> Layer:
-    """Returns attention and feed-forward sublayer of a layer, with their norms."""
+    """Returns attention and feed-forward sublayer of a layer, with their norms.
+
+    A layer may lack one of them.
+    """
+    sublayers = (
+        ("attention", attention_mixer(config, number), ATTENTION_OUTPUT),
+        ("mlp", feed_forward_mixer(config, number), MLP_OUTPUT),
+    )
     return config.residual_layer(
-        (
-            ("attention", attention_mixer(config, number), ATTENTION_OUTPUT),
-            ("mlp", feed_forward_mixer(config, number), MLP_OUTPUT),
-        )
+        [(name, mixer, site) for name, mixer, site in sublayers if mixer is not None]
     )
 
 
@@ -46,14 +51,13 @@ def multi_token_layers(config: GPTFields) -> tuple[MultiTokenSpec, ...]:
     return tuple(MultiTokenSpec(own, depth, layer, norm) for depth in depths)
 
 
-def attention_mixer(config: GPTFields, number: int) -> Mixer:
-    """Returns the attention of a layer."""
+def attention_mixer(config: GPTFields, number: int) -> Mixer | None:
+    """Returns the attention of a layer, or None if it has none."""
     changes: dict[str, Any] = {"window_attn_skip_freq": "", **rotation_changes(config, number)}
     if not config.windowed_layers[number]:
         changes |= {"sliding_window": 0, "attention_chunk_size": 0}
-    if config.multi_latent_attention:
-        return config.component(LatentAttentionSpec, **changes)
-    return config.component(AttentionSpec, **changes)
+    usual = LatentAttentionSpec if config.multi_latent_attention else AttentionSpec
+    return config.own_mixer(number, "attention", usual, changes)
 
 
 def rotation_changes(config: GPTFields, number: int) -> dict[str, Any]:
@@ -72,7 +76,9 @@ def rotation_changes(config: GPTFields, number: int) -> dict[str, Any]:
     return changes
 
 
-def feed_forward_mixer(config: GPTFields, number: int) -> Mixer:
-    """Returns the feed-forward layer of a layer, dense or with experts."""
+def feed_forward_mixer(config: GPTFields, number: int) -> Mixer | None:
+    """Returns the feed-forward layer of a layer, dense or with experts, or None if it has none."""
+    if not config.moe_layers[number]:
+        return config.own_mixer(number, "mlp", MLPSpec, {})
     layers = sum(config.moe_layers) + config.mtp_num_layers * config.moe_layers[-1]
-    return feed_forward(config, config.moe_layers[number], layers)
+    return config.own_mixer(number, "mlp", MoESpec, {"layers_with_experts": layers})

@@ -89,7 +89,9 @@ class GPT(Trunk, CausalModel):
         placement = Placement.resolve(placement)
         mesh = placement.mesh
         placement.recompute.check(mesh.layout, sequence_parallel=placement.sequence_parallel)
-        cp_comm_type = check_context_parallel(config, mesh.layout, placement.cp_comm_type)
+        cp_comm_type = check_context_parallel(
+            config.mixers, config.num_layers, mesh.layout, placement.cp_comm_type
+        )
         plan = plan_stage(config, mesh.layout, mesh.axis("pp").index, chunk, split)
         stage = _of_stage(config, plan)
         super().__init__(stage, placement)

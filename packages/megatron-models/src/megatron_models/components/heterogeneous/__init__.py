@@ -1,0 +1,1 @@
+"""Layers that differ one by one, and replaced mixers."""

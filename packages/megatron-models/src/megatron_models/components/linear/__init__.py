@@ -1,0 +1,1 @@
+"""A linear layer that replaces a sublayer."""
