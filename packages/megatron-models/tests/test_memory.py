@@ -47,6 +47,9 @@ def test_estimated_activations_equal_those_that_autograd_saves(config, precision
         widths = (2 * config.num_layers + 1) * config.hidden_size
         if config.qk_layernorm and config.multi_latent_attention:
             widths += config.num_layers * (config.q_lora_rank + config.kv_lora_rank)
+        elif config.qk_layernorm:
+            heads = config.num_attention_heads + config.num_query_groups
+            widths += config.num_layers * heads * config.kv_channels
         assert estimate <= saved <= estimate + widths * tokens.numel() * 8
 
 
