@@ -227,7 +227,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     ),
     "model.heterogeneous_layers_config_encoded_json": (
         {},
-        {"--heterogeneous-layers-config-encoded-json": '[{"attention": {"no_op": true}}, {}]'},
+        {"--heterogeneous-layers-config-encoded-json": '[{"attention":{"no_op":true}},{}]'},
     ),
     "model.layer_modules": (
         {},
