@@ -91,7 +91,7 @@ class NotRun:
 
 def check_nox(text: str) -> None:
     """Checks that the nox session exists."""
-    session = text.rsplit(maxsplit=1)[-1]
+    session = text.partition("nox -s ")[2].split()[0]
     defined = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
     assert session in defined, f"noxfile.py has no session {session!r}"
 
@@ -133,13 +133,35 @@ def check_file(text: str) -> None:
     assert os.access(path, os.X_OK), f"{path} is not executable"
 
 
+def check_python_file(text: str) -> None:
+    """Checks that the script exists."""
+    assert (ROOT / text.split()[1]).is_file(), f"there is no {text.split()[1]}"
+
+
+def check_tests(text: str) -> None:
+    """Checks that the files of tests exist."""
+    for word in text.split()[1:]:
+        assert (ROOT / word).is_file() or word in ("-k", "NAME"), f"there is no {word}"
+
+
 def check_nothing(text: str) -> None:
     """Checks nothing: the command is not of this project."""
 
 
+FAMILY = f"({'|'.join(path.stem for path in sorted((ROOT / 'docs/families').glob('*.md')))})"
+"""Matches the name of a family with a page of its own."""
+
 NOT_RUN = (
     NotRun(r"megatron-train config from-megatron .*", "the script is Megatron-LM's", check_parsed),
     NotRun(r"(pip install nox && )?nox -s \w+", "minutes of work; CI runs it", check_nox),
+    NotRun(r"nox -s \w+ -- .*", "up to an hour of work", check_nox),
+    NotRun(r"pytest \S.* -k NAME", "NAME stands for a new family", check_tests),
+    NotRun(r"python tooling/generated_docs.py", "nox -s docs runs it", check_python_file),
+    NotRun(
+        rf"megatron-(infer|ckpt|train) .*\b{FAMILY}(-hf|-talks|-exported)\b.*",
+        "the folder is the reader's; integration_tests/parity/test_families.py converts one",
+        check_parsed,
+    ),
     NotRun(r"pip install [^&]*", "needs an index; `nox -s build` installs the wheels", check_pip),
     NotRun(r"python3 -m venv .venv && .*", "makes an environment", check_nothing),
     NotRun(r"torchrun --nnodes .*", "needs several machines", check_torchrun),

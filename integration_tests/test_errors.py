@@ -64,7 +64,7 @@ def prepared(tmp_path_factory):
     (folder / "megatron" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     (folder / "no-checkpoint").mkdir()
     (folder / "huggingface").mkdir()
-    (folder / "huggingface" / "config.json").write_text('{"architectures": ["FalconForCausalLM"]}')
+    (folder / "huggingface" / "config.json").write_text('{"architectures": ["BloomForCausalLM"]}')
     (folder / "file").write_text("a file where a folder is wanted")
     with contextlib.chdir(folder):
         assert call(f"{TRAIN} {DATA} --save trained") == 0
@@ -312,7 +312,7 @@ MISTAKES = {
     ),
     "a published model of another kind": (
         "megatron-ckpt convert --from-hf huggingface converted",
-        ["FalconForCausalLM"],
+        ["BloomForCausalLM"],
     ),
     "not a checkpoint": ("megatron-ckpt verify no-checkpoint", ["no-checkpoint"]),
     "not a dataset": ("megatron-data verify foreign", ["foreign.idx"]),

@@ -132,8 +132,13 @@ def test_the_tutorials_quote_the_code(tutorial):
     assert len(blocks) > 5
     for name, code in blocks:
         assert code in (STRANGER / name).read_text(), name
-    (entries,) = re.findall(r"```toml\n(.*?)```", text, re.S)
-    assert entries in (STRANGER / "pyproject.toml").read_text()
+    packages = STRANGER.parents[1] / "packages"
+    projects = [STRANGER / "pyproject.toml", packages / "megatron-models" / "pyproject.toml"]
+    tables = re.findall(r"```toml\n\[(.*?)\]\n(.*?)```", text, re.S)
+    assert tables
+    for title, lines in tables:
+        written = [path.read_text() for path in projects if title in path.read_text()]
+        assert all(any(line in text for text in written) for line in lines.splitlines()), title
 
 
 def test_it_is_listed_and_no_package_mentions_it():

@@ -28,12 +28,12 @@ _CONVERT = """\
 A folder with `config.json` and safetensors is read without a conversion. A checkpoint is the start
 of a training.
 
-```sh
-megatron-infer generate --load {name}-folder --prompt "Once upon a time"
-megatron-ckpt convert --from-hf {name}-folder runs/{name}
-megatron-train finetune gpt --pretrained-checkpoint runs/{name} --seq-length 256 \\
+```console
+$ megatron-infer generate --load {name}-hf --prompt "Once upon a time"
+$ megatron-ckpt convert --from-hf {name}-hf runs/{name}
+$ megatron-train finetune gpt --pretrained-checkpoint runs/{name} --seq-length 256 \\
     --micro-batch-size 8 --train-iters 100 --data-path talks --save runs/{name}-talks
-megatron-ckpt convert --to-hf runs/{name} {name}-exported --family {name}
+$ megatron-ckpt convert --to-hf runs/{name} {name}-exported --family {name}
 ```
 """
 

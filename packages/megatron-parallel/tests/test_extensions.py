@@ -5,8 +5,10 @@ from importlib.metadata import EntryPoint
 import megatron_parallel.extensions as extensions
 import pytest
 from megatron_parallel.extensions import Extensions
+from megatron_parallel.tensor_parallel.product_kinds import ProductKind
 
 GROUP = "some.group"
+KIND = "megatron_parallel.tensor_parallel.lora_config:KIND"
 SHAPES = Extensions(GROUP, "shape", KeyError, builtin={"circle": "math:tau"})
 
 
@@ -33,6 +35,21 @@ def test_builtin_objects_and_those_of_other_distributions_are_found(bring):
 def test_a_builtin_name_is_found_without_a_search(monkeypatch):
     monkeypatch.setattr(extensions, "entry_points", None)
     assert "circle" in SHAPES
+
+
+def test_all_objects_are_loaded_with_one_search(monkeypatch):
+    """A search reads the files of all installed distributions."""
+    point, searches = EntryPoint("other", KIND, GROUP), []
+    monkeypatch.setattr(extensions, "entry_points", lambda group: searches.append(group) or [point])
+    products = Extensions(GROUP, "product", KeyError, builtin={"lora": KIND})
+    with pytest.raises(
+        KeyError, match=r"entry point 'other' of some.group is .*not a ProductKind of"
+    ):
+        products.load_instances(ProductKind)
+    assert searches == [GROUP]
+    monkeypatch.setattr(extensions, "entry_points", lambda group: searches.append(group) or [])
+    assert list(products.load_instances(ProductKind)) == ["lora"]
+    assert searches == [GROUP] * 2
 
 
 def test_a_name_that_cannot_be_loaded_is_reported_in_one_line(bring):

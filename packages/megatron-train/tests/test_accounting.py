@@ -198,7 +198,7 @@ def test_numbers_of_a_log_line(ranks):
         console, 4, peak=peak, throughput=True, listeners=[lambda *call: calls.append(call)]
     )
     mesh = SimpleNamespace(world_size=ranks)
-    trainer = SimpleNamespace(train_iters=8, engine=SimpleNamespace(mesh=mesh))
+    trainer = SimpleNamespace(train_iters=8, task=None, engine=SimpleNamespace(mesh=mesh))
     inexact = report(3, sums={"lm loss": 30.0, "z loss": 8.0}, seconds=1.5, tokens=20, flops=16e12)
     clipped = report(4, updated=False, grad_norm=2.5, learning_rate=0.125, samples=6)
     for one in (report(1), skipped(2), inexact, clipped):
@@ -229,7 +229,7 @@ def test_numbers_of_a_log_line(ranks):
 def test_an_unfinished_interval_of_the_log_line_is_kept_without_its_times():
     """Checks that counts and sums continue after a resume, and rates cover the new process."""
     trainer = SimpleNamespace(
-        train_iters=8, engine=SimpleNamespace(mesh=SimpleNamespace(world_size=1))
+        train_iters=8, task=None, engine=SimpleNamespace(mesh=SimpleNamespace(world_size=1))
     )
     first, second = (LogLine(Lines(), 4, peak=None) for _ in range(2))
     for one in (report(1, seconds=100.0), skipped(2), report(3, updated=False)):
@@ -265,7 +265,7 @@ def test_a_trainer_restores_the_state_of_each_callback(make_trainer):
 
 
 def test_records_contain_exact_numbers(tmp_path):
-    trainer = SimpleNamespace(iteration=2, stopped=None)
+    trainer = SimpleNamespace(iteration=2, stopped=None, task=None)
     recorder = Recorder(tmp_path, {"layout": "1 rank"}, Console())
     recorder.on_start(trainer)
     recorder.on_step(trainer, report(3, sums={"lm loss": 1.0, "z loss": 3.0}, updated=False))

@@ -18,6 +18,7 @@ from megatron_train.config.values import GivenValue, Values
 
 VOCABULARY = {"gpt2-124m": 50257, "megatron-gpt-345m": 50257, "gpt3-175b": 50257}
 VOCABULARY |= {"llama-tiny": 1024, "smollm2-135m": 49152, "llama3.2-1b": 128256}
+VOCABULARY |= {"deepseek-tiny": 2048, "mistral-tiny": 2048}
 
 # With the published vocabulary, as counted by the models' authors, by transformers or by hand.
 PARAMETERS = {
@@ -27,6 +28,11 @@ PARAMETERS = {
     "llama-tiny": 1_771_200,
     "smollm2-135m": 134_515_008,
     "llama3.2-1b": 1_235_814_400,
+    # Embeddings 2 * 2_048 * 128, attention 35_920 a layer, dense MLP 147_456, experts with router
+    # and shared expert 332_800, norms 256; the depth of MTP is one such layer and 33_152.
+    "deepseek-tiny": 2_217_104,
+    # Embeddings 2 * 2_048 * 128, four layers of 49_152 + 147_456 + 256, final norm 128.
+    "mistral-tiny": 1_311_872,
 }
 
 

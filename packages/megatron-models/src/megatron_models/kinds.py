@@ -95,7 +95,7 @@ class ModelKind:
 
 def model_kinds() -> dict[str, ModelKind]:
     """Returns every installed kind by name, including those of other distributions."""
-    return {name: find_kind(name) for name in KINDS.entries()}
+    return KINDS.load_instances(ModelKind)
 
 
 def find_kind(name: str) -> ModelKind:

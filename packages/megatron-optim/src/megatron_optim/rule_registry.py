@@ -47,7 +47,7 @@ class UpdateRuleKind:
 
 def update_rules() -> dict[str, UpdateRuleKind]:
     """Returns all installed update rules by name, including those of other distributions."""
-    return {name: find_rule(name) for name in RULES.entries()}
+    return RULES.load_instances(UpdateRuleKind)
 
 
 def find_rule(name: str) -> UpdateRuleKind:

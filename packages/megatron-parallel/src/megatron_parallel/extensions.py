@@ -94,14 +94,7 @@ class Extensions:
         Raises:
             ValueError: No object has that name, or it cannot be imported.
         """
-        entry = self.find(name)
-        try:
-            return entry.load()
-        except (ImportError, AttributeError) as error:
-            raise self.error(
-                f"the {self.what} {name!r} is {entry.value}, which cannot be imported: {error}; "
-                "repair or uninstall the distribution that provides it"
-            ) from error
+        return self._import(self.find(name))
 
     def load_instance(self, name: str, cls: type[Described]) -> Described:
         """Imports and returns the object of that name, which must be a `cls`.
@@ -110,13 +103,33 @@ class Extensions:
             ValueError: As for `load`, or the object is not a `cls` with the name of its entry
                 point.
         """
-        found = self.load(name)
-        if not isinstance(found, cls) or found.name != name:
+        return self._instance(self.find(name), cls)
+
+    def load_instances(self, cls: type[Described]) -> dict[str, Described]:
+        """Imports and returns all objects by name, sorted. Searches once.
+
+        Raises:
+            ValueError: As for `entries` and `load_instance`.
+        """
+        return {name: self._instance(entry, cls) for name, entry in self.entries().items()}
+
+    def _instance(self, entry: EntryPoint, cls: type[Described]) -> Described:
+        found = self._import(entry)
+        if not isinstance(found, cls) or found.name != entry.name:
             raise self.error(
-                f"the entry point {name!r} of {self.group} is {self.find(name).value}, which is "
+                f"the entry point {entry.name!r} of {self.group} is {entry.value}, which is "
                 f"not a {cls.__name__} of that name"
             )
         return found
+
+    def _import(self, entry: EntryPoint) -> Any:
+        try:
+            return entry.load()
+        except (ImportError, AttributeError) as error:
+            raise self.error(
+                f"the {self.what} {entry.name!r} is {entry.value}, which cannot be imported: "
+                f"{error}; repair or uninstall the distribution that provides it"
+            ) from error
 
     def unknown_name_message(self, name: str, shown: str | None = None) -> str:
         """Returns an error message for an unknown name, which lists the known ones.

@@ -19,7 +19,8 @@ from megatron_data.datasets.fim import FillInTheMiddle
 from megatron_data.datasets.gpt import GPTDatasetConfig, TokenSource
 from megatron_data.datasets.paths import Blend, parse_data_path, parse_per_split
 from megatron_data.datasets.pool import DatasetPool
-from megatron_data.datasets.split import DEFAULT_SPLIT, SPLITS, Interval, parse_split
+from megatron_data.datasets.split import DEFAULT_SPLIT, Interval, parse_split
+from megatron_data.datasets.split_names import SPLITS
 from megatron_data.errors import DataError
 from megatron_data.sources.block_cache import StorageCache
 

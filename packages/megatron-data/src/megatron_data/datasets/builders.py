@@ -17,7 +17,8 @@ from megatron_data.datasets.fim import FillInTheMiddle
 from megatron_data.datasets.gpt import GPTDataset, GPTDatasetConfig, TokenSource
 from megatron_data.datasets.paths import Blend
 from megatron_data.datasets.pool import DatasetPool
-from megatron_data.datasets.split import Interval, SplitName, count_tokens, sequence_range
+from megatron_data.datasets.split import Interval, count_tokens, sequence_range
+from megatron_data.datasets.split_names import SplitName
 from megatron_data.errors import DataError, EmptySplitError
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.order.blend import GreedyBlend, normalize

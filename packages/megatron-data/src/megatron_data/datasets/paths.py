@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_data.datasets.split import SPLITS, SplitName
+from megatron_data.datasets.split_names import SPLITS, SplitName
 from megatron_data.errors import DataError
 from megatron_data.files import AtomicFile, read_json, read_text
 from megatron_data.sources.streams import split_suffix

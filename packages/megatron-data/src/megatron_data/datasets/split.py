@@ -2,15 +2,14 @@
 
 import re
 from itertools import accumulate, pairwise
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import numpy as np
 
+from megatron_data.datasets.split_names import SPLITS
 from megatron_data.errors import DataError
 from megatron_data.indexed.reader import IndexedDataset
 
-SplitName: TypeAlias = Literal["train", "valid", "test"]
-SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 DEFAULT_SPLIT = "969,30,1"
 
 Interval: TypeAlias = tuple[float, float]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from megatron_models import ModelKind, find_kind, model_kinds
 from megatron_optim import OptimizerConfig, update_rules
 from megatron_parallel.extensions import Section
-from megatron_parallel.tensor_parallel.product_kinds import PRODUCTS, find_product
+from megatron_parallel.tensor_parallel.product_kinds import PRODUCTS, ProductKind
 
 from megatron_train.config.fields import flag_of
 from megatron_train.config.products import PLAIN
@@ -204,9 +204,9 @@ def _extensions(kind: str, selected: SelectedExtensions) -> Iterator[_Extension]
     for name, rule in update_rules().items():
         if selected.rule in (None, name):
             yield _Extension.of("--optimizer", "update rule", rule)
-    for name in PRODUCTS.entries():
+    for name, product in PRODUCTS.load_instances(ProductKind).items():
         if selected.product in (None, name):
-            yield _Extension.of("--linear-product", "product", find_product(name))
+            yield _Extension.of("--linear-product", "product", product)
 
 
 def _trains(task: str, kind: ModelKind) -> bool:

@@ -101,7 +101,7 @@ class TaskKind:
 
 def task_kinds() -> dict[str, TaskKind]:
     """Returns every installed kind of task by name, including those of other distributions."""
-    return {name: find_task_kind(name) for name in TASKS.entries()}
+    return TASKS.load_instances(TaskKind)
 
 
 def find_task_kind(name: str) -> TaskKind:
