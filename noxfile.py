@@ -277,17 +277,21 @@ def layouts(session: nox.Session) -> None:
     """Checks that every layout equals one rank in float64 and that planted defects are detected.
 
     Counts the communication of each layout, too. `-- --write docs/parallelism.md` writes the tables
-    into the documentation.
+    into the documentation. With `--only PATTERN` or `--missing` (rows that the page lacks) it runs
+    these proofs alone.
     """
     install(session, *EDITABLE)
     env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
-    for module in (
+    modules = [
         "layouts",
         "layouts.traffic",
         "layouts.balance",
         "layouts.pooled",
         "layouts.activations",
-    ):
+    ]
+    if {"--only", "--missing"} & set(session.posargs):
+        modules = modules[:1]
+    for module in modules:
         session.run("python", "-m", module, *session.posargs, env=env)
 
 
