@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layouts.output import publish
+from layouts.output import Table, publish
 from layouts.proof import LIMIT as LAYOUT_LIMIT
 from layouts.proof import STEPS
 from megatron_models import ConfigError
@@ -38,7 +38,10 @@ DRAWN: tuple[tuple[str, Measure, int, float, str], ...] = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Proves every family; returns 0 if all errors are within their limits."""
+    """Proves families; returns 0 if all errors are within their limits.
+
+    The page of `--write` keeps the rows of families that are not named.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="page to put the table into")
     parser.add_argument("family", nargs="*", help="families to prove; all by default")
@@ -46,36 +49,40 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # as in the workers
     chosen = [cases()[name] for name in arguments.family] or list(cases().values())
     started = time.monotonic()
-    table = Table()
+    proofs = Proofs()
     with WorkerPool(max_ranks=4, collective_timeout=60, timeout=300) as pool:
-        for case in tqdm(chosen, unit="family", disable=None):
-            table.add(case, pool)
+        for case in (bar := tqdm(chosen, unit="family", disable=None)):
+            bar.set_postfix_str(case.family)
+            proofs.add(case, pool)
+    if arguments.family and arguments.write is not None:
+        proofs.keep(arguments.write.read_text())
     minutes = (time.monotonic() - started) / 60
-    text = table.text() + f"\nMeasured in {minutes:.0f} minutes with torch {torch.__version__}"
+    text = f"{proofs.text()}\nMeasured in {minutes:.0f} minutes with torch {torch.__version__}"
     import transformers
 
-    text += f" and transformers {transformers.__version__}.\n"
-    return publish("families", text, table.failed, arguments.write)
+    text += f" and transformers {transformers.__version__}"
+    text += f": {len(chosen)} families, the others before.\n" if arguments.family else ".\n"
+    return publish("families", text, proofs.failed, arguments.write)
 
 
-class Table:
+class Proofs:
     """The rows of the table, the reasons of refusals, and the checks that failed."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
-        self._rows: list[list[str]] = []
-        self._refusals: list[str] = []
+        checks = (name for name, *_ in DRAWN)
+        self._table = Table(
+            ("family", *checks, *ranks.AXES, "decode", "real weights"),
+            [(name,) for name in cases()],
+        )
+        self._refusals: dict[str, list[str]] = {}
 
     def add(self, case: FamilyCase, pool: WorkerPool) -> None:
         """Measures one family."""
-        over: Callable[..., Callable[[], float]] = partial(partial, worst)
+        self._refusals[case.family] = []
         row = [
-            self._cell(case, "logits", over(parity.logits, case, DRAWS), parity.LIMIT),
-            self._cell(case, "bf16", over(parity.bfloat16, case, DRAWS), parity.RATIO_LIMIT, ".2f"),
-            self._cell(case, "gradients", over(parity.gradients, case, DRAWS), parity.LIMIT),
-            self._cell(
-                case, "round trip", over(parity.round_trip, case, ROUND_TRIPS), parity.LIMIT
-            ),
+            self._cell(case, name, partial(worst, measure, case, count), limit, form)
+            for name, measure, count, limit, form in DRAWN
         ]
         for axis in ranks.AXES:
             row.append(self._cell(case, axis, partial(of_layout, pool, case, axis), LAYOUT_LIMIT))
@@ -84,17 +91,23 @@ class Table:
         )
         real = self._cell(case, "real weights", partial(logits_of_real_weights, case), 1e-3)
         row.append(real if real == DASH or case.weights is None else f"{case.weights[0]}: {real}")
-        self._rows.append([case.family, *row])
+        self._table.rows[(case.family,)] = row
+
+    def keep(self, page: str) -> None:
+        """Takes rows and refusals of families that were not measured from a page."""
+        self._table.rows = self._table.rows_of(page) | self._table.rows
+        kept = self._refusals.copy()
+        for line in page.splitlines():
+            name, comma, _ = line.removeprefix("- ").partition(", ")
+            if line.startswith("- ") and comma and name in cases() and name not in kept:
+                self._refusals.setdefault(name, []).append(line)
 
     def text(self) -> str:
         """Returns the table, then the reasons of what is refused."""
-        drawn_ones = (name for name, *_ in DRAWN)
-        header = ("family", *drawn_ones, *ranks.AXES, "decode", "real weights")
-        lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in self._rows]
-        if self._refusals:
-            lines += ["", *self._refusals]
-        return "\n".join(lines) + "\n"
+        reasons = [line for name in cases() for line in self._refusals.get(name, ())]
+        return self._table.text() + "".join(
+            f"{line}\n" for line in (["", *reasons] if reasons else [])
+        )
 
     def _cell(
         self,
@@ -112,7 +125,7 @@ class Table:
             if reason is None:
                 self.failed.append(f"{case.family}: {what}: {error}")
                 return "failed"
-            self._refusals.append(f"- {case.family}, {what}: {reason}")
+            self._refusals[case.family].append(f"- {case.family}, {what}: {reason}")
             return REFUSED
         except Exception as error:  # noqa: BLE001 - one failure must not end the other proofs
             self.failed.append(f"{case.family}: {what}: {type(error).__name__}: {error}")
