@@ -81,6 +81,7 @@ GROWING: Words = {
     "--end-weight-decay": "5",
     "--weight-decay-incr-style": "linear",
 }
+MUP: Words = {"--use-mup": ""}
 LORA: Words = {"--linear-product": "lora"}
 SAMPLES: Words = {"--train-iters": None, "--train-samples": "16"}
 BY_SPLIT: Words = {
@@ -305,6 +306,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--mtp-loss-scaling-factor": "0.7"},
     ),
     "model.moe_z_loss_coeff": (EXPERTS, {"--moe-z-loss-coeff": "1"}),
+    "model.use_mup": ({}, MUP),
+    "model.mup_base_hidden_size": (MUP, {"--mup-base-hidden-size": "4"}),
+    "model.mup_base_head_dim": (MUP, {"--mup-base-head-dim": "4"}),
+    "model.mup_attn_scale_power": (MUP, {"--mup-attn-scale-power": "0.5"}),
     "model.init_method_std": ({}, {"--init-method-std": "0.1"}),
     "data.seq_length": ({}, {"--seq-length": "8"}),
     "data.data_path": ({}, {"--data-path": "other"}),
@@ -718,6 +723,8 @@ ALIAS_CONTEXTS: dict[str, Words] = {
 ALIAS_VALUES = {
     "--window-size": "1,0",
     "--rotary-seq-len-interpolation-factor": "2",
+    "--mup-embedding-mult": "2",
+    "--mup-output-mult": "0.5",
     "--layernorm-epsilon": "0.1",
     "--persistent-save-interval": "2",
 }

@@ -40,6 +40,7 @@ SAMPLE = {
     "tp2·sp·ep2·etp1·a2a-moe-mtp",
     "pp2-mtp-dropout",
     "tp2·sp-mixed-dropout",
+    "tp2·pp2-mup",
 }
 FEW = 3
 """Number of steps of the sample, in which every planted defect is detected."""
@@ -76,6 +77,7 @@ DEFECT_SAMPLE = {
     "every depth is divided by the labels of the main loss",
     "later tokens are those of a rank's slice of the sequence",
     "the heads of every layer are numbered as if it had all",
+    "the last stage forgets the learning rates of its widths",
 }
 
 

@@ -265,6 +265,16 @@ def test_bf16_trains_and_resumes_bit_for_bit(corpus, train, whole):
     assert all(bf16[step] == pytest.approx(fp32[step], abs=0.05) for step in fp32)
 
 
+def test_a_run_with_mup_resumes_bit_for_bit_and_only_with_the_same_base(corpus, train, whole):
+    words = f"{ALWAYS} --use-mup --mup-base-hidden-size"
+    train(f"{words} 4 --save mup")
+    train(f"{words} 4 --save mup-stopped --exit-interval 5")
+    printed = train(f"{words} 8 --save mup-stopped --load mup-stopped", status=1)
+    assert "mup_base_hidden_size" in printed or "--mup-base-hidden-size" in printed
+    train(f"{words} 4 --save mup-stopped --load mup-stopped")
+    assert losses(corpus / "mup-stopped") == losses(corpus / "mup") != losses(corpus / "whole")
+
+
 def test_accumulation_equals_one_big_batch_in_float64(corpus, train):
     train(f"{ALWAYS} --float64 --eod-mask-loss --micro-batch-size 2 --save parts")
     train(f"{ALWAYS} --float64 --eod-mask-loss --micro-batch-size 8 --save big")

@@ -187,6 +187,7 @@ MODELS["mixed"] = replace(
         ]
     ),
 )
+MODELS["mup"] = replace(MODELS["moe"], use_mup=True, mup_base_hidden_size=8, mup_base_head_dim=2.0)
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
@@ -205,7 +206,7 @@ positions, whose queries grow with the position. The experts of `dropping` and `
 capacity; those of `earliest` keep the earliest tokens and are padded. `mtp` is `tied` with two
 depths of multi-token prediction, and `moe-mtp` is `moe` with them and an untied output matrix.
 The layers of `mixed` differ in heads, widths and kinds; some lack a sublayer or have a linear layer
-in its place.
+in its place. `mup` is `moe` with maximal update parametrization from a width of 8.
 """
 
 Model = Literal[
@@ -228,6 +229,7 @@ Model = Literal[
     "mtp",
     "moe-mtp",
     "mixed",
+    "mup",
 ]
 
 SPLITS = {
@@ -628,6 +630,9 @@ CASES = (
     _case("mixed", 1, "fsdp", "alltoall", dp=2, ep=2),
     _case("mixed", 1, "dropout", "uniform", pp=4),
     _case("mixed", 2, "sp", "zero-bubble", tp=2, pp=2),
+    _case("mup", 2, tp=2, pp=2),
+    _case("mup", 1, "sp", "dropout", "sharded", tp=2, pp=2, dp=2),
+    _case("mup", 2, "fsdp", "alltoall", dp=2, ep=2),
     _case("moe-mtp", 2, "sp", "alltoall", tp=2, ep=2, etp=1),
     _case("moe-mtp", 2, "alltoall", "dropout", pp=2, dp=2, ep=2),
     _case("moe-mtp", 1, "alltoall", "combined-1f1b", pp=2, dp=2, ep=2),

@@ -120,7 +120,9 @@ def build_trainer(
     )
     make_asymmetric(engine)
     optimizer = Recording(
-        engine.stages, OptimizerConfig(lr=learning_rate, weight_decay=0.1, clip_grad=CLIP)
+        engine.stages,
+        OptimizerConfig(lr=learning_rate, weight_decay=0.1, clip_grad=CLIP),
+        case.config.width_ratios(),
     )
     return Trainer(
         engine=engine,

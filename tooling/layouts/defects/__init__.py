@@ -23,6 +23,7 @@ from layouts.defects import (  # each enters its defects into the catalogue
     scales,
     shards,
     tensor,
+    widths,
 )
 from layouts.defects.catalogue import DEFECTS, Defect, planted
 
@@ -48,4 +49,5 @@ __all__ = [
     "scales",
     "shards",
     "tensor",
+    "widths",
 ]

@@ -17,4 +17,6 @@ from .update_rule import MAIN_SUFFIX as MAIN_SUFFIX
 from .update_rule import StateTensor as StateTensor
 from .update_rule import UpdateRule as UpdateRule
 from .update_rule import build_rules as build_rules
+from .update_rule import check_width_rules as check_width_rules
 from .update_rule import needs_matrices as needs_matrices
+from .width import WidthRatio as WidthRatio

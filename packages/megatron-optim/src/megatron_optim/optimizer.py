@@ -17,6 +17,7 @@ from megatron_optim.errors import OptimError
 from megatron_optim.mixed_precision import MainParameters
 from megatron_optim.param_groups import ParameterGroup, build_parameter_groups
 from megatron_optim.update_rule import MAIN_SUFFIX, build_rules
+from megatron_optim.width import WidthRatio
 
 
 class StepResult(NamedTuple):
@@ -45,10 +46,13 @@ class Optimizer:
             Parameters that do not require a gradient are left out. If the trainable has shards,
             only the shards of this rank are updated and have state (`megatron_optim.distributed`).
         config: The settings.
+        widths: The ratios of inputs and outputs of parameters, by global name, over those in the
+            model that the learning rate was chosen for (`megatron_optim.WidthRatio`). Parameters
+            without an entry have the same sizes.
 
     Raises:
-        OptimError: No parameter requires a gradient, a parameter has two names, or its dtype cannot
-            be trained.
+        OptimError: No parameter requires a gradient, a parameter has two names, its dtype cannot be
+            trained, or the update rule has no learning rates for other widths.
 
     Attributes:
         config: The settings.
@@ -57,7 +61,12 @@ class Optimizer:
         skipped_steps: The number of steps skipped because a gradient was not finite.
     """
 
-    def __init__(self, trainable: Trainable, config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        trainable: Trainable,
+        config: OptimizerConfig,
+        widths: Mapping[str, tuple[float, float]] | None = None,
+    ) -> None:
         _require_distinct(trainable)
         self.config = config
         self.steps = 0
@@ -70,7 +79,10 @@ class Optimizer:
         self.state_names = tuple(
             dict.fromkeys(state_tensor.name for rule in rules for state_tensor in rule.state)
         )
-        self._groups = build_parameter_groups(tensors, trainable.table, trainable.mesh, *rules)
+        ratios = {name: WidthRatio(*sizes) for name, sizes in (widths or {}).items()}
+        self._groups = build_parameter_groups(
+            tensors, trainable.table, trainable.mesh, *rules, ratios
+        )
         # Allocated here, so that a checkpoint can be loaded before the first step.
         self._state: dict[str, dict[str, Tensor]] = {}
         for group in self._groups:
@@ -116,7 +128,7 @@ class Optimizer:
         scale_gradients(gradients.values(), scale)
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         for group in self._groups:
-            rate = lr if decoupled_lr is None or not group.decoupled else decoupled_lr
+            rate = group.learning_rate(lr, decoupled_lr)
             self._update(group, gradients, rate, decay if group.decays else 0.0)
         self._main.copy_main_to_model()
         self.steps += 1

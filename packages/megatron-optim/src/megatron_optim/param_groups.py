@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_optim.errors import OptimError
 from megatron_optim.update_rule import UpdateRule
+from megatron_optim.width import SAME_WIDTH, WidthRatio
 
 
 class ParameterGroup(NamedTuple):
@@ -20,6 +21,7 @@ class ParameterGroup(NamedTuple):
             learning rate.
         names: Their global names.
         matrices: For a rule that needs matrices, the shape in which the rule gets each parameter.
+        lr_factor: Factor of the learning rate, for the width of the parameters.
     """
 
     rule: UpdateRule
@@ -27,6 +29,13 @@ class ParameterGroup(NamedTuple):
     decoupled: bool
     names: tuple[str, ...]
     matrices: Mapping[str, tuple[int, ...]]
+    lr_factor: float = 1.0
+
+    def learning_rate(self, lr: float, decoupled_lr: float | None) -> float:
+        """Returns the learning rate of the group; a decoupled one is absolute."""
+        if self.decoupled and decoupled_lr is not None:
+            return decoupled_lr
+        return self.lr_factor * lr
 
 
 def parameter_groups(
@@ -59,6 +68,7 @@ def build_parameter_groups(
     mesh: Mesh,
     rule: UpdateRule,
     fallback: UpdateRule,
+    widths: Mapping[str, WidthRatio],
 ) -> tuple[ParameterGroup, ...]:
     """Returns the groups of parameters, those with weight decay first.
 
@@ -69,26 +79,30 @@ def build_parameter_groups(
         rule: The rule of all parameters, or, if it needs matrices, of the matrices between the
             token embedding and the output layer.
         fallback: The rule of the other parameters.
+        widths: The widths of parameters over those in the model of the learning rate. Parameters
+            without an entry have the same width.
 
     Raises:
-        OptimError: A parameter is missing from the table, or this rank has only a shard of a matrix
-            that the rule needs whole.
+        OptimError: A parameter is missing from the table, this rank has only a shard of a matrix
+            that the rule needs whole, or a rule has no learning rates for other widths.
     """
     require_shardings(tensors, table)
-    found: dict[tuple[bool, bool, bool], list[str]] = {}
+    found: dict[tuple[bool, bool, bool, WidthRatio], list[str]] = {}
     for name in tensors:
-        sharding = table[name]
-        key = sharding.weight_decay, rule.handles(sharding), sharding.vocabulary
+        sharding, width = table[name], widths.get(name, SAME_WIDTH)
+        key = sharding.weight_decay, rule.handles(sharding), sharding.vocabulary, width
         found.setdefault(key, []).append(name)
     groups = []
-    for (decays, own, decoupled), names in sorted(found.items(), reverse=True):
+    for (decays, own, decoupled, width), names in sorted(found.items(), reverse=True):
         matrices = (
             {name: _matrix_shape(name, tensors[name], table[name], mesh) for name in names}
             if own and rule.needs == "matrices"
             else {}
         )
-        updating = rule if own else fallback
-        groups.append(ParameterGroup(updating, decays, decoupled, tuple(names), matrices))
+        updating, factor = rule if own else fallback, 1.0
+        if width != SAME_WIDTH:
+            updating, factor = updating.for_width(width)
+        groups.append(ParameterGroup(updating, decays, decoupled, tuple(names), matrices, factor))
     return tuple(groups)
 
 

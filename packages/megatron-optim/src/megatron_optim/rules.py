@@ -6,6 +6,8 @@ implementation elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch.optim.sgd import sgd
 
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.update_rule import StateTensor, UpdateRule
+from megatron_optim.width import WidthRatio
 
 FUSED_DEVICES = ("cpu", "cuda")
 
@@ -25,6 +28,15 @@ class AdamW(UpdateRule):
     """
 
     state = (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
+
+    def for_width(self, width: WidthRatio) -> tuple[Self, float]:
+        """Divides learning rate and ``adam_eps`` by the ratio of the inputs, as Megatron-LM does.
+
+        Gradients of a matrix shrink with its width, so that epsilon must too. Weight decay is part
+        of the update and is divided likewise.
+        """
+        config = replace(self.config, adam_eps=self.config.adam_eps / width.inputs)
+        return type(self)(config), 1 / width.inputs
 
     def update(
         self,
@@ -71,6 +83,10 @@ class SGD(UpdateRule):
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
         self.state = (StateTensor("momentum_buffer"),) if config.sgd_momentum else ()
+
+    def for_width(self, width: WidthRatio) -> tuple[Self, float]:
+        """Multiplies the learning rate by the ratio of the outputs over that of the inputs."""
+        return self, width.outputs / width.inputs
 
     def update(
         self,

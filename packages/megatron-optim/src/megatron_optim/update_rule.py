@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from megatron_parallel import Sharding
 
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
 from megatron_optim.rule_registry import RULES, UpdateRuleKind, find_rule
+from megatron_optim.width import WidthRatio
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +78,25 @@ class UpdateRule(ABC):
         """
         return self.needs == "elements" or sharding.hidden_matrix
 
+    def for_width(self, width: WidthRatio) -> tuple[Self, float]:
+        """Returns the rule for parameters of another width, and the factor of their learning rate.
+
+        With them, the learning rate that is best for one width is best for all (maximal update
+        parametrization, Yang et al. 2022, "Tensor Programs V", table 8). The rule returned differs
+        in settings such as the epsilon of Adam, and has the same ``state``. The method is called
+        when the optimizer is constructed, unless the width is the same.
+
+        Args:
+            width: Sizes of the parameters over those in the model of the learning rate.
+
+        Raises:
+            OptimError: The rule does not override this method.
+        """
+        raise OptimError(
+            f"the update rule {type(self).__name__} has no learning rates for other widths of a "
+            "model (maximal update parametrization); use adam or sgd, or leave the widths out"
+        )
+
     @abstractmethod
     def update(
         self,
@@ -134,6 +154,16 @@ def needs_matrices(config: OptimizerConfig) -> bool:
     ``DataParallelConfig(whole_matrices=True)``.
     """
     return build_rules(config)[0].needs == "matrices"
+
+
+def check_width_rules(config: OptimizerConfig) -> None:
+    """Refuses an update rule that has no learning rates for other widths of a model.
+
+    Raises:
+        OptimError: The rule or its fallback does not override `UpdateRule.for_width`.
+    """
+    for rule in build_rules(config):
+        rule.for_width(WidthRatio(2.0, 2.0))
 
 
 def _class_of(kind: UpdateRuleKind) -> type[UpdateRule]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from megatron_data import Tokenizer
 from megatron_models import Placement, find_kind
-from megatron_optim import Optimizer, needs_matrices
+from megatron_optim import Optimizer, check_width_rules, needs_matrices
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import freeze_all_but_adapters
 
@@ -41,6 +41,9 @@ def build_trainer(
         TrainError: The model does not support --cross-entropy-fusion-impl linear.
     """
     training, placement, products = config.training, config.placement, products_of(config)
+    widths = config.model.width_ratios()
+    if widths:
+        check_width_rules(config.optimizer)
     stages = find_kind(config.model.kind).build(
         config.model,
         Placement(
@@ -76,7 +79,7 @@ def build_trainer(
         group_size=config.pipeline.group_size,
         per_token=training.calculate_per_token_loss,
     )
-    optimizer = Optimizer(engine.stages, config.optimizer)
+    optimizer = Optimizer(engine.stages, config.optimizer, widths)
     return Trainer(
         engine=engine,
         optimizer=optimizer,

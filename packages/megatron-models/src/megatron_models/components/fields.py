@@ -90,7 +90,7 @@ class ComponentConfig:
         An override calls `super`, since models have several bases.
         """
 
-    def _set(self, name: str, value: int) -> None:
+    def _set(self, name: str, value: float) -> None:
         """Sets a field that is 0."""
         if getattr(self, name) == 0:
             object.__setattr__(self, name, value)

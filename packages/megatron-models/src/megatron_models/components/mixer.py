@@ -33,12 +33,19 @@ class ParameterSpec:
         active_fraction: Fraction of the parameter that one token uses, as ``(numerator,
             denominator)``: for experts, the top-k over the number of experts.
         role: Role of a linear layer's weight, which selects its product. Empty otherwise.
+        looked_up: Whether tokens look up a row of the parameter, as in an embedding.
     """
 
     sharding: Sharding
     multiply_adds: int = 0
     active_fraction: tuple[int, int] = (1, 1)
     role: str = ""
+    looked_up: bool = False
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether it is a matrix whose inputs and outputs both grow with the width of a model."""
+        return self.sharding.hidden_matrix and not self.looked_up
 
     @property
     def numel(self) -> int:

@@ -106,6 +106,15 @@ class ModelConfig(ComponentConfig, ABC):
             found |= {f"mtp.{spec.depth}.{name}": cut for name, cut in spec.state().items()}
         return found
 
+    def width_ratios(self) -> dict[str, tuple[float, float]]:
+        """Returns the sizes of parameters over those in the model of the learning rate.
+
+        Each pair has the ratios of inputs and outputs, by global name. An optimizer derives the
+        learning rate of the parameter from it (`megatron_optim.WidthRatio`). Parameters without an
+        entry have the same sizes. Defaults to none.
+        """
+        return {}
+
     @cached_property
     def multiply_adds(self) -> MultiplyAdds:
         """Multiply-adds of a forward pass, by token and by query-key pair."""

@@ -58,11 +58,27 @@ def _window_tokens(text: str) -> str:
     return str(left + 1)
 
 
+def _inverse(text: str) -> str:
+    """Returns 1 / X, the divisor that stands for a factor."""
+    try:
+        return repr(1 / float(text))
+    except (ValueError, ZeroDivisionError):
+        raise TrainError(f"{text!r} is not a number other than 0; use for example 0.25") from None
+
+
 ALIASES: Mapping[str, Alias] = {
     "--window-size": Alias(
         (("model.sliding_window", FLAG_VALUE),),
         "the same as --sliding-window L+1, for L,0; -1 for L means no window",
         convert=_window_tokens,
+    ),
+    "--mup-embedding-mult": Alias(
+        (("model.embedding_multiplier", FLAG_VALUE),), "the same as --embedding-multiplier"
+    ),
+    "--mup-output-mult": Alias(
+        (("model.logits_scaling", FLAG_VALUE),),
+        "the same as --logits-scaling 1/X",
+        convert=_inverse,
     ),
     "--grad-reduce-in-bf16": Alias(
         (("data_parallel.accumulate_allreduce_grads_in_fp32", False),),

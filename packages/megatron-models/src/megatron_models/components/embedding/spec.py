@@ -152,10 +152,11 @@ class EmbeddingSpec(EmbeddingConfig):
         """Returns the parameters; tied token embeddings have the multiply-adds of the output."""
         passes = self.output_passes if self.is_output_weight else 0
         multiply_adds = passes * self.hidden_size * self.padded_vocab_size
-        found = {"word.weight": ParameterSpec(self.word_sharding(), multiply_adds)}
+        word = ParameterSpec(self.word_sharding(), multiply_adds, looked_up=True)
+        found = {"word.weight": word}
         position = self.position(sequence_parallel)
         if position is not None:
-            found["position.weight"] = ParameterSpec(position)
+            found["position.weight"] = ParameterSpec(position, looked_up=True)
         return found
 
 

@@ -152,11 +152,12 @@ class HeterogeneousConfig(MoEConfig, AttentionConfig):
         if part.no_op:
             return None
         try:
-            if part.replace_with_linear:
-                return self.component(LinearSpec)
             kind = usual
-            if part.module:
+            if part.replace_with_linear:
+                kind = LinearSpec
+            elif part.module:
                 kind = _mixer_kind(part.module)
+            if kind is not usual:
                 names = {each.name for each in dataclasses.fields(kind)}
                 changes = {key: value for key, value in changes.items() if key in names}
             _check_changes(kind, part)

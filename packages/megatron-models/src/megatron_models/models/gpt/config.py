@@ -49,3 +49,7 @@ class GPTConfig(GPTFields):
     def multi_token(self) -> tuple[MultiTokenSpec, ...]:
         """Returns the depths of multi-token prediction."""
         return multi_token_layers(self)
+
+    def width_ratios(self) -> dict[str, tuple[float, float]]:
+        """Returns the ratios of maximal update parametrization."""
+        return self.ratios_of(self.parameters())

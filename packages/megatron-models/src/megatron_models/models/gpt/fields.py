@@ -10,13 +10,19 @@ from megatron_models.components.fields import flag
 from megatron_models.components.heterogeneous.config import HeterogeneousConfig
 from megatron_models.components.latent_attention.config import LatentAttentionConfig
 from megatron_models.components.multi_token.config import MultiTokenConfig
+from megatron_models.components.mup.config import MupConfig
 from megatron_models.components.residual import ResidualConfig
 from megatron_models.models.causal_config import CausalConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTFields(
-    HeterogeneousConfig, MultiTokenConfig, ResidualConfig, LatentAttentionConfig, CausalConfig
+    MupConfig,
+    HeterogeneousConfig,
+    MultiTokenConfig,
+    ResidualConfig,
+    LatentAttentionConfig,
+    CausalConfig,
 ):
     """The fields that the layers of a GPT model are made from."""
 

@@ -46,14 +46,19 @@ def multi_token_layers(config: GPTFields) -> tuple[MultiTokenSpec, ...]:
     depths = range(config.mtp_num_layers)
     if not depths:
         return ()
-    own, norm = config.component(MultiTokenConfig), config.component(NormSpec)
+    own = config.component(MultiTokenConfig, **config.hidden_init)
+    norm = config.component(NormSpec)
     layer = gpt_layer(config, config.num_layers - 1)
     return tuple(MultiTokenSpec(own, depth, layer, norm) for depth in depths)
 
 
 def attention_mixer(config: GPTFields, number: int) -> Mixer | None:
     """Returns the attention of a layer, or None if it has none."""
-    changes: dict[str, Any] = {"window_attn_skip_freq": "", **rotation_changes(config, number)}
+    changes: dict[str, Any] = {
+        "window_attn_skip_freq": "",
+        **rotation_changes(config, number),
+        **config.hidden_init,
+    }
     if not config.windowed_layers[number]:
         changes |= {"sliding_window": 0, "attention_chunk_size": 0}
     usual = LatentAttentionSpec if config.multi_latent_attention else AttentionSpec
@@ -79,6 +84,7 @@ def rotation_changes(config: GPTFields, number: int) -> dict[str, Any]:
 def feed_forward_mixer(config: GPTFields, number: int) -> Mixer | None:
     """Returns the feed-forward layer of a layer, dense or with experts, or None if it has none."""
     if not config.moe_layers[number]:
-        return config.own_mixer(number, "mlp", MLPSpec, {})
+        return config.own_mixer(number, "mlp", MLPSpec, dict(config.hidden_init))
     layers = sum(config.moe_layers) + config.mtp_num_layers * config.moe_layers[-1]
-    return config.own_mixer(number, "mlp", MoESpec, {"layers_with_experts": layers})
+    changes = {"layers_with_experts": layers, **config.hidden_init}
+    return config.own_mixer(number, "mlp", MoESpec, changes)

@@ -1,0 +1,1 @@
+"""Maximal update parametrization: initial weights, factors and learning rates by width."""

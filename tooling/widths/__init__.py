@@ -1,0 +1,1 @@
+"""Checks of maximal update parametrization: sizes of activations, and best learning rates."""
