@@ -1,6 +1,6 @@
 """Measures the final loss of models of several widths at several learning rates.
 
-    python tooling/widths/transfer.py OUT.json [--steps 120] [--widths 128 256 512 1024]
+    python tooling/widths/transfer.py OUT.json [--widths 128 256 512 1024] [--exponents -12 ... -7]
 
 Each width is trained with the standard and with maximal update parametrization, on one thread. The
 file is written after every run, and runs that it has are skipped. `picture.py` draws it.
@@ -18,8 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from widths.training import BASE, Training, final_loss, model_config
 
-EXPONENTS = range(-12, -6)
-"""Learning rates are powers of 2."""
 SIZE, LENGTH = 8, 32
 
 
@@ -28,6 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument(
+        "--exponents", type=int, nargs="+", default=range(-12, -6), help="of learning rates 2^N"
+    )
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512, 1024])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -35,7 +36,7 @@ def main() -> None:
     known = {(run["width"], run["mup"], run["lr"]) for run in done}
     for width in arguments.widths:
         for mup in (False, True):
-            for lr in (2.0**exponent for exponent in EXPONENTS):
+            for lr in (2.0**exponent for exponent in arguments.exponents):
                 if (width, mup, lr) in known or (mup and width == BASE):
                     continue  # at the base width both parametrizations are the same
                 start = time.process_time()

@@ -119,5 +119,5 @@ def test_a_rule_without_learning_rates_for_widths_is_refused(
             check_width_rules(config)
     monkeypatch.setattr("megatron_optim.optimizer.build_rules", lambda _: (rules[1], usual))
     Optimizer(TrainableParameters(start(), TABLE, mesh), config)
-    with pytest.raises(OptimError, match="use adam or sgd, or leave the widths out"):
+    with pytest.raises(OptimError, match=r"\(--use-mup\) needs; use adam or sgd, or leave it out"):
         Optimizer(TrainableParameters(start(), TABLE, mesh), config, WIDTHS)

@@ -94,7 +94,8 @@ class UpdateRule(ABC):
         """
         raise OptimError(
             f"the update rule {type(self).__name__} has no learning rates for other widths of a "
-            "model (maximal update parametrization); use adam or sgd, or leave the widths out"
+            "model, as maximal update parametrization (--use-mup) needs; use adam or sgd, or leave "
+            "it out"
         )
 
     @abstractmethod
