@@ -8,6 +8,8 @@ import pytest
 from megatron_models.errors import ConfigError
 from megatron_models.models.gpt.config import GPTConfig
 
+ROPE = {"position_embedding_type": "rope"}
+
 
 def test_unset_sizes_are_derived_as_in_megatron(small):
     plain = small(ffn_hidden_size=0)
@@ -84,6 +86,21 @@ def test_a_sequence_longer_than_the_positions_is_refused_with_both_numbers(small
     config.check_sequence_length(16)
     with pytest.raises(ConfigError, match=r"17 .* 16"):
         config.check_sequence_length(17)
+
+
+@pytest.mark.parametrize(
+    ("changes", "unused"),
+    [
+        ({}, []),
+        ({"rotary_base": 5.0, "yarn_beta_fast": 8.0}, ["rotary_base", "yarn_beta_fast"]),
+        ({**ROPE, "rotary_base": 5.0, "rope_scaling_factor": 2.0}, ["rope_scaling_factor"]),
+        ({**ROPE, "rope_scaling_type": "linear", "rope_scaling_factor": 2.0}, []),
+        ({**ROPE, "rope_scaling_type": "ntk", "mscale": 2.0}, ["mscale"]),
+        ({**ROPE, "rope_scaling_type": "yarn", "mscale": 2.0}, []),
+    ],
+)
+def test_settings_of_a_rotation_that_is_not_there_are_named(small, changes, unused):
+    assert list(small(**changes).unused_fields()) == unused
 
 
 def test_json_round_trip(config):

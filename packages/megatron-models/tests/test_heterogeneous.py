@@ -147,7 +147,10 @@ def test_multi_token_layers_equal_the_last_layer(layers):
         ('[{}, {"mlp": {"ffn_hiden_size": 8}}]', "layer 1, mlp: .* mean 'ffn_hidden_size'"),
         ('[{}, {"mlp": {"ffn_hidden_size": 8.5}}]', "layer 1, mlp: .* an integer, not 8.5"),
         ('[{}, {"mlp": {"ffn_hidden_size": -8}}]', "layer 1, mlp: .* positive number, not -8"),
-        ('[{}, {"mlp": {"ffn_mult": -1}}]', "ffn_mult must be a positive number, not -1"),
+        (
+            '[{}, {"mlp": {"ffn_mult": -1}}]',
+            "ffn_mult must be a positive .*, not -1",
+        ),
         ('[{}, {"mlp": {"moe_router_topk": 1}}]', "moe_router_topk needs a layer of kind moe"),
         ('[{"mlp": {"kind": "sparse"}}, {}]', "kind is 'sparse'; kinds of mlp are dense and moe"),
         ('[{"attention": {"no_op": 1}}, {}]', "no_op must be true or false, not 1"),

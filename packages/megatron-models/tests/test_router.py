@@ -173,11 +173,14 @@ def test_a_replay_that_does_not_fit_is_refused(small):
         ({"moe_router_bias_update_rate": 0.5}, "0.5 has no effect without a bias; add"),
         ({**SINKHORN}, "softmax over all experts; add moe_router_pre_softmax"),
         ({**SINKHORN, "moe_router_topk": 1}, "set moe_router_score_function sigmoid"),
-        ({**SINKHORN, **PRE, "moe_seq_aux_loss_coeff": 0.1}, "set moe_aux_loss_coeff to 0"),
+        (
+            {**SINKHORN, **PRE, "moe_seq_aux_loss_coeff": 0.1},
+            "coeff 0.1 does not work with",
+        ),
         ({**SINKHORN, **PRE, **GROUPS}, "moe_router_num_groups 4 has no effect with"),
         ({**SINKHORN, **CHOICE}, "exclude each other"),
         ({"moe_router_expert_choice": True}, "needs scores of all experts; add"),
-        ({**CHOICE, "moe_aux_loss_coeff": 0.1}, "load is even; set moe_aux_loss_coeff to 0"),
+        ({**CHOICE, "moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff 0.1 has no effect with"),
         (
             {"moe_router_load_balancing_type": "seq_aux_loss", "moe_seq_aux_loss_coeff": 0.1},
             "moe_seq_aux_loss_coeff 0.1 is the weight of the loss that",

@@ -45,7 +45,8 @@ def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
         return tuple(layer % value == 0 for layer in range(num_layers))
     if len(value) != num_layers:
         raise PatternError(
-            f"the pattern {shown} has {len(value)} layers, but the model has {num_layers}"
+            f"the pattern {shown} has {len(value)} layers, but the model has {num_layers}; give "
+            "one number for each layer"
         )
     return tuple(bool(each) for each in value)
 

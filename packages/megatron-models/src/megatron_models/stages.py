@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from megatron_parallel import ParallelLayout
+from megatron_parallel.nearest import nearest_multiples
 from megatron_parallel.pipeline import split_layers
 
 from megatron_models.components.stream import StreamConfig
@@ -150,7 +151,7 @@ def sequence_shard_length(length: int, parts: int) -> int:
     if length % parts:
         raise ConfigError(
             f"a sequence of {length} tokens cannot be divided over {parts} "
-            f"sequence-parallel ranks; use a multiple of {parts}"
+            f"sequence-parallel ranks; use {nearest_multiples(length, parts)} tokens"
         )
     return length // parts
 
@@ -166,7 +167,7 @@ def _even_split(half: str, layers: int, stages: int) -> tuple[range, ...]:
     """Returns the layers of each stage of an evenly divided side."""
     if layers % stages:
         raise ConfigError(
-            f"the {half}'s {layers} layers do not divide evenly over its {stages} stages; change "
-            "the layers or encoder_stages"
+            f"the {half}'s {layers} layers do not divide evenly over its {stages} stages; use "
+            f"{nearest_multiples(layers, stages)} layers or other encoder_stages"
         )
     return split_layers(layers, stages)

@@ -14,6 +14,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from megatron_parallel.nearest import nearest_divisors, nearest_multiples
+
 from megatron_models.errors import ConfigError
 
 Config = TypeVar("Config", bound="ComponentConfig")
@@ -95,6 +97,15 @@ class ComponentConfig:
         if getattr(self, name) == 0:
             object.__setattr__(self, name, value)
 
+    def unused_fields(self) -> dict[str, str]:
+        """Returns fields with other values than their defaults that have no effect, and why.
+
+        Such values are accepted, since published models and checkpoints have them. A program shows
+        them to its user. The reason follows "has no effect" and names fields in braces. An override
+        adds to the result of `super`.
+        """
+        return {}
+
     def component(self, kind: type[Config], **changes: Any) -> Config:
         """Returns a component's own configuration with this model's values.
 
@@ -120,11 +131,15 @@ def check_divisible(
         what: Text before the field in the message.
 
     Raises:
-        ConfigError: The size is not divisible; the message names both fields and their values.
+        ConfigError: The size is not divisible; the message names both fields, their values and the
+            nearest ones that fit.
     """
-    if getattr(config, field) % parts:
+    size: int = getattr(config, field)
+    if size % parts:
         raise ConfigError(
-            f"{{{axis}}} cannot cut {what}{{{field}}} into {parts} equal parts; change one of them",
+            f"{{{axis}}} cannot cut {what}{{{field}}} into {parts} equal parts; use "
+            f"{{{axis}:name}} {nearest_divisors(size, parts)}, or {{{field}:name}} "
+            f"{nearest_multiples(size, parts)}",
             {**vars(config), axis: parts},
         )
 
@@ -158,14 +173,32 @@ def _check_range(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> No
     name, value, checks = entry.name, getattr(config, entry.name), entry.metadata
     largest = checks.get("maximum", _LARGEST)
     if entry.type is int and value > largest:
-        raise ConfigError(f"{{{name}:name}} is {{{name}:repr}}, more than {largest}", vars(config))
+        raise ConfigError(
+            f"{{{name}:name}} is {{{name}:repr}}, more than {largest}; use {largest} or less",
+            vars(config),
+        )
     if value == 0 and checks.get("derived"):
         return
     if checks.get("positive") and not (value > 0 and math.isfinite(value)):
         raise ConfigError(
-            f"{{{name}:name}} must be a positive number, not {{{name}:repr}}", vars(config)
+            f"{{{name}:name}} must be a positive number, not {{{name}:repr}}; {_nearest(entry, 1)}",
+            vars(config),
         )
     if checks.get("nonnegative") and not (value >= 0 and math.isfinite(value)):
         raise ConfigError(
-            f"{{{name}:name}} must be a number of at least 0, not {{{name}:repr}}", vars(config)
+            f"{{{name}:name}} must be a number of at least 0, not {{{name}:repr}}; "
+            f"{_nearest(entry, 0)}",
+            vars(config),
         )
+
+
+def _nearest(entry: "dataclasses.Field[Any]", smallest: int) -> str:
+    """Returns the smallest integer that a field accepts, or the default of a number."""
+    if entry.type is float and entry.default is not dataclasses.MISSING:
+        return f"the default is {entry.default!r}"
+    return f"use {smallest} or more"
+
+
+def literal(text: object) -> str:
+    """Returns text for a `ConfigError` with fields, whose braces are printed as they are."""
+    return str(text).replace("{", "{{").replace("}", "}}")

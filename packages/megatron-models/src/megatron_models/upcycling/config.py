@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from megatron_parallel.nearest import nearest_divisors, nearest_multiples
+
 from megatron_models.components.moe.config import MoEConfig
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
@@ -52,7 +54,7 @@ def upcycled_config(
     if not 1 <= granularity <= dense.ffn_hidden_size or dense.ffn_hidden_size % granularity:
         raise ConfigError(
             f"a granularity of {granularity} does not divide {{ffn_hidden_size}}; use "
-            f"{_divisor(dense.ffn_hidden_size, granularity)}",
+            f"{nearest_divisors(dense.ffn_hidden_size, granularity)}",
             vars(dense),
         )
     values = {**changes, "moe_ffn_hidden_size": dense.ffn_hidden_size // granularity}
@@ -65,7 +67,7 @@ def upcycled_config(
         if size % granularity:
             raise ConfigError(
                 f"a granularity of {granularity} does not divide {text}; use a multiple of "
-                f"{granularity}",
+                f"{granularity}, such as {nearest_multiples(size, granularity)}",
                 vars(found),
             )
     return found
@@ -80,8 +82,3 @@ def expert_weight_sum(config: ModelConfig) -> tuple[float, bool]:
         return factor, True
     scores = {"softmax": 1 / config.num_experts, "sigmoid": 0.5, "sqrtsoftplus": math.log(2) ** 0.5}
     return factor * config.moe_router_topk * scores[config.moe_router_score_function], False
-
-
-def _divisor(number: int, near: int) -> int:
-    """Returns the divisor of a number that is nearest to a value."""
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - near))

@@ -27,6 +27,7 @@ from megatron_parallel.mesh.group_names import (
     group_kind,
     pool_group_name,
 )
+from megatron_parallel.nearest import nearest_divisors, nearest_multiples
 
 AXES: Final = ("tp", "cp", "ep", "dp", "pp")
 
@@ -157,14 +158,17 @@ class ParallelLayout:
         if self.stage_mapping not in ("loop", "v"):
             raise LayoutError("{stage_mapping:=} is neither 'loop' nor 'v'", vars(self))
         if self.stage_mapping == "v" and self.vpp != 2:
-            raise LayoutError("{stage_mapping:=} has 2 chunks per rank, but {vpp:=}", vars(self))
+            raise LayoutError(
+                "{stage_mapping:=} has 2 chunks per rank, but {vpp:=}: use 2", vars(self)
+            )
         self._check_order()
         self._check_hierarchy()
         self._check_pool()
         if self.dp is not None and self.dp * self.cp % self.dp_outer:
             raise LayoutError(
                 f"{{dp_outer:=}} does not divide dp {self.dp} x cp {self.cp} = "
-                f"{self.dp * self.cp} data-parallel ranks: use a divisor",
+                f"{self.dp * self.cp} data-parallel ranks: use "
+                f"{nearest_divisors(self.dp * self.cp, self.dp_outer)}",
                 vars(self),
             )
         if self.dp is not None and self.has_expert_parallelism:
@@ -189,7 +193,8 @@ class ParallelLayout:
             return
         if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != self.cp:
             raise LayoutError(
-                "{hierarchical_cp:=} must be two sizes, inner and outer, whose product is {cp:=}",
+                "{hierarchical_cp:=} must be two sizes, inner and outer, whose product is {cp:=}, "
+                f"such as {_two_sizes(self.cp)}",
                 vars(self),
             )
 
@@ -225,7 +230,7 @@ class ParallelLayout:
         if world_size % model:
             raise LayoutError(
                 f"world size {world_size} is not a multiple of {product}: "
-                f"use {_nearest_multiples(world_size, model)} ranks or change a degree"
+                f"use {nearest_multiples(world_size, model)} ranks or change a degree"
             )
         dp = world_size // model
         if self.dp is not None and self.dp != dp:
@@ -280,7 +285,7 @@ class ParallelLayout:
         if self.world_size % experts:
             raise LayoutError(
                 f"world size {self.world_size} is not a multiple of {product}: "
-                f"use {_nearest_multiples(self.world_size, experts)} ranks or change a degree"
+                f"use {nearest_multiples(self.world_size, experts)} ranks or change a degree"
             )
         sizes = {"tp": self.expert_tp, "cp": 1, "ep": self.ep, "pp": self.pp}
         sizes["dp"] = self.world_size // experts
@@ -437,6 +442,7 @@ def stages_of(stage_mapping: StageMapping, pp: int, vpp: int, index: int) -> tup
     )
 
 
-def _nearest_multiples(number: int, step: int) -> str:
-    below = number // step * step
-    return f"{below} or {below + step}" if below else str(step)
+def _two_sizes(cp: int) -> str:
+    """Returns two sizes of context parallelism with a product, for an error."""
+    inner = next((size for size in range(2, cp) if cp % size == 0), 1)
+    return f"{inner} {cp // inner}"

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.layout import stages_of
+from megatron_parallel.nearest import nearest, nearest_multiples
 
 
 def split_layers(
@@ -90,18 +91,24 @@ def _with_given_ends(
     requested = ", ".join(f"{name}={size}" for name, size in named.items())
     for name, size in named.items():
         if size < 0 or size % vpp:
-            raise LayoutError(f"{name}={size} layers cannot be split over vpp={vpp} chunks")
+            raise LayoutError(
+                f"{name}={size} layers cannot be split over vpp={vpp} chunks: use "
+                f"{nearest_multiples(size, vpp)}"
+            )
     between, rest = pp - len(named), num_layers - sum(named.values())
     if between < 0:
         raise LayoutError(f"{requested}: pp={pp} has one rank, both first and last; leave them out")
     stages = between * vpp
     if rest < 0 or (rest > 0 if stages == 0 else rest % stages or rest == 0):
+        given_layers, count = num_layers - rest, max(rest // (stages or 1), 0)
+        valid = [given_layers + stages * each for each in (count, count + 1) if each or not stages]
         raise LayoutError(
             f"{num_layers} layers with {requested} leave {rest} for the other {between} ranks of "
             f"the pipeline ({between} x vpp {vpp} = {stages} stages), which is not a positive "
-            f"multiple of {stages}"
+            f"multiple of {stages}: use {nearest(valid, num_layers)} layers or other sizes"
             if stages
-            else f"{num_layers} layers are not {requested}: pp={pp} has no other stage"
+            else f"{num_layers} layers are not {requested}: pp={pp} has no other stage; use "
+            f"{nearest(valid, num_layers)} layers or other sizes"
         )
     inner = rest // stages if stages else 0
     per_rank = [inner] * pp

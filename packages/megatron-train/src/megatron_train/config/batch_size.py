@@ -10,6 +10,8 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Final
 
+from megatron_parallel.nearest import nearest_multiples
+
 from megatron_train.errors import TrainError
 from megatron_train.saved_values import MAX_INTEGER, short_repr
 
@@ -147,7 +149,8 @@ class BatchSizeSchedule:
                 times = f" times {ranks} data parallel ranks" if ranks > 1 else ""
                 raise TrainError(
                     f"{self._named(size)} is not a multiple of --micro-batch-size "
-                    f"{micro_batch_size}{times}; change one of them"
+                    f"{micro_batch_size}{times}; use "
+                    f"{nearest_multiples(size, micro_batch_size * ranks)}"
                 )
 
     def at(self, consumed: int) -> int:

@@ -1,5 +1,9 @@
 """Checks of settings for context parallelism."""
 
+from math import lcm
+
+from megatron_parallel.nearest import nearest_multiples
+
 from megatron_train.config.pool_checks import check_pool_run
 from megatron_train.config.run_sections import RunSections
 from megatron_train.errors import TrainError
@@ -32,13 +36,14 @@ def check_context_parallel(run: RunSections) -> None:
     if length % slices:
         raise TrainError(
             f"--seq-length {length} cannot be split into 2 x {layout.cp} equal slices for "
-            f"--context-parallel-size {layout.cp}; use a multiple of {slices}"
+            f"--context-parallel-size {layout.cp}; use {nearest_multiples(length, slices)}"
         )
     if placement.sequence_parallel and length // layout.cp % layout.tp:
         raise TrainError(
             f"--seq-length {length} with --context-parallel-size {layout.cp} leaves "
             f"{length // layout.cp} tokens on a rank, which --sequence-parallel cannot split into "
-            f"{layout.tp} equal slices; change one of them"
+            f"{layout.tp} equal slices; use --seq-length "
+            f"{nearest_multiples(length, lcm(slices, layout.cp * layout.tp))}"
         )
     if split == "per_document" and not run.data.reset_attention_mask:
         raise TrainError(

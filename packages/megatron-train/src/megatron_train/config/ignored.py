@@ -1,5 +1,8 @@
 """Settings that have no effect in a run and are accepted with a note."""
 
+from megatron_models import ConfigError
+
+from megatron_train.config.options import flags_of
 from megatron_train.config.run import RunConfig
 from megatron_train.config.values import Values
 
@@ -23,6 +26,11 @@ def settings_without_effect(config: RunConfig, values: Values) -> list[str]:
             f"--data-cache-path has no effect with --sample-order {order}, which has no index to "
             "cache"
         )
+    flags = flags_of(type(config.model))
+    for name, why in config.model.unused_fields().items():
+        if f"model.{name}" in values.given:
+            error = ConfigError(f"{{{name}}} has no effect {why}", vars(config.model))
+            lines.append(error.format_message(flags))
     family = values.get("checkpoint.model_family")
     if family is not None and config.checkpoint.model_family is None:
         from megatron_ckpt import find_family

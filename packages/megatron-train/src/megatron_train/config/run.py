@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from megatron_optim import OptimError, find_rule
 from megatron_parallel import ParallelLayout, RecomputeConfig
 from megatron_parallel.errors import FieldError
+from megatron_parallel.nearest import nearest_multiples
 from megatron_parallel.pipeline import check_micro_batches, find_schedule_kind
 
 from megatron_train.config.context_parallel_checks import check_context_parallel
@@ -130,7 +131,8 @@ class RunConfig(RunSections):
         if placement.sequence_parallel and self.data.seq_length % layout.tp:
             raise TrainError(
                 f"--seq-length {self.data.seq_length} cannot be split into {layout.tp} equal "
-                "slices for --sequence-parallel; change one of them"
+                "slices for --sequence-parallel; use "
+                f"{nearest_multiples(self.data.seq_length, layout.tp)}"
             )
         if placement.tp_comm_overlap and not placement.sequence_parallel:
             raise TrainError(

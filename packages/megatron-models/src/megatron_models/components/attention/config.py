@@ -6,8 +6,10 @@ Importing this module does not import torch.
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
+from megatron_parallel.nearest import nearest_divisors, nearest_multiples
+
 from megatron_models.components.attention.span import Span
-from megatron_models.components.fields import flag
+from megatron_models.components.fields import flag, literal
 from megatron_models.components.rotary.config import RotaryConfig
 from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.errors import ConfigError
@@ -185,8 +187,9 @@ class AttentionConfig(RotaryConfig):
         super()._fill()
         if self.kv_channels == 0 and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
-                "{hidden_size} is not a multiple of {num_attention_heads}; change one of them or "
-                "set {kv_channels:name}",
+                "{hidden_size} is not a multiple of {num_attention_heads}; use {hidden_size:name} "
+                f"{nearest_multiples(self.hidden_size, self.num_attention_heads)}, or set "
+                "{kv_channels:name}",
                 vars(self),
             )
         self._set("num_query_groups", self.num_attention_heads)
@@ -197,7 +200,8 @@ class AttentionConfig(RotaryConfig):
         if self.num_attention_heads % self.num_query_groups:
             raise ConfigError(
                 "{num_attention_heads} is not a multiple of {num_query_groups}; every group needs "
-                "the same number of heads",
+                "the same number of heads; use {num_query_groups:name} "
+                f"{nearest_divisors(self.num_attention_heads, self.num_query_groups)}",
                 vars(self),
             )
         if self.qk_layernorm_scope != "head" and not self.qk_layernorm:
@@ -264,9 +268,17 @@ class AttentionConfig(RotaryConfig):
                 vars(self),
             )
         try:
-            _ = self.windowed_layers
-        except PatternError as reason:
+            windowed = self.windowed_layers
+        except PatternError as error:
+            reason = literal(error)
             raise ConfigError(f"{{window_attn_skip_freq:name}}: {reason}", vars(self)) from None
+        if not any(windowed):
+            name = "sliding_window" if self.sliding_window else "attention_chunk_size"
+            raise ConfigError(
+                f"{{window_attn_skip_freq}} leaves no layer with {{{name}}}; set {{{name}:name}} "
+                "to 0, or leave {window_attn_skip_freq:name} out for a window in every layer",
+                vars(self),
+            )
 
     @property
     def windowed_layers(self) -> tuple[bool, ...]:

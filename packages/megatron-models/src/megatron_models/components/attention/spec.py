@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_parallel import LayoutError, ParallelLayout, Sharding
+from megatron_parallel.nearest import divisors, nearest
 from megatron_parallel.sharding import Init
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
@@ -301,9 +302,13 @@ def check_heads(config: AttentionConfig, tp: int) -> None:
         ConfigError: The sizes do not fit; the message names the fields.
     """
     check_divisible(config, "num_attention_heads", "tp", tp)
-    if config.num_query_groups % tp and tp % config.num_query_groups:
+    groups = config.num_query_groups
+    if groups % tp and tp % groups:
+        sizes = divisors(config.num_attention_heads)
+        fitting = [size for size in sizes if not (groups % size and size % groups)]
         raise ConfigError(
-            "{tp} and {num_query_groups}: one must be a multiple of the other; change one of them",
+            "{tp} and {num_query_groups}: one must be a multiple of the other; use {tp:name} "
+            f"{nearest(fitting, tp)}",
             {**vars(config), "tp": tp},
         )
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from megatron_parallel.nearest import nearest_divisors
+
 from megatron_models.errors import ConfigError
 
 ATTENTION_FIELDS: Final = ("num_attention_heads", "num_query_groups", "kv_channels")
@@ -160,6 +162,13 @@ def _check_keys(name: str, given: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: unknown key {reprlib.repr(key)}; {hint}")
 
 
+def _divisors(heads: Any, each: Any) -> str:
+    """Returns the heads of a group that are next to an invalid value."""
+    if type(heads) is not int or type(each) is not int or heads < 1:
+        return "an integer that does"
+    return nearest_divisors(heads, each)
+
+
 def _derive(given: dict[str, Any], where: str, heads: int, hidden_size: int) -> None:
     """Replaces sizes in the units of Nemotron-NAS by fields."""
     for key, name in (("n_heads_in_group", "num_query_groups"), ("ffn_mult", "ffn_hidden_size")):
@@ -171,14 +180,15 @@ def _derive(given: dict[str, Any], where: str, heads: int, hidden_size: int) -> 
         if type(each) is not int or type(own) is not int or each < 1 or own % each:
             raise ConfigError(
                 f"{where}: n_heads_in_group is {reprlib.repr(each)}, which does not divide the "
-                f"heads ({reprlib.repr(own)})"
+                f"heads ({reprlib.repr(own)}); use {_divisors(own, each)}"
             )
         given["num_query_groups"] = own // each
     if "ffn_mult" in given:
         factor = given.pop("ffn_mult")
         if type(factor) not in (int, float) or not 0 < factor < 2**20:
             raise ConfigError(
-                f"{where}: ffn_mult must be a positive number, not {reprlib.repr(factor)}"
+                f"{where}: ffn_mult must be a positive number below 2^20, not "
+                f"{reprlib.repr(factor)}; 4 is usual"
             )
         width = int(2 * factor * hidden_size / 3)
         given["ffn_hidden_size"] = -(-width // _MULTIPLE) * _MULTIPLE

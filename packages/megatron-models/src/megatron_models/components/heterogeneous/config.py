@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from megatron_models.components.attention.config import AttentionConfig
-from megatron_models.components.fields import ComponentConfig, flag
+from megatron_models.components.fields import ComponentConfig, flag, literal
 from megatron_models.components.heterogeneous.blocks import (
     DENSE_FIELDS,
     EXPERT_FIELDS,
@@ -72,8 +72,13 @@ class HeterogeneousConfig(MoEConfig, AttentionConfig):
                 "0 or give a layer the kind moe",
                 vars(self),
             )
-        if not self.num_experts and any(block.mlp.experts for block in self.blocks):
-            raise ConfigError("a layer of kind moe needs {num_experts:name}", vars(self))
+        for number, block in enumerate(self.blocks):
+            if block.mlp.experts and not self.num_experts:
+                raise ConfigError(
+                    f"layer {number}, mlp: the kind moe needs {{num_experts:name}} of at least 1, "
+                    "not 0; set it or use the kind dense",
+                    vars(self),
+                )
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -84,9 +89,8 @@ class HeterogeneousConfig(MoEConfig, AttentionConfig):
         try:
             return read_blocks(text, self.hidden_size, self.num_attention_heads)
         except ConfigError as error:
-            reason = str(error).replace("{", "{{").replace("}", "}}")
             raise ConfigError(
-                f"{{heterogeneous_layers_config_encoded_json:name}}: {reason}", vars(self)
+                f"{{heterogeneous_layers_config_encoded_json:name}}: {literal(error)}", vars(self)
             ) from None
 
     @cached_property

@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from megatron_parallel.nearest import nearest_multiples
+
 from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.components.fields import flag
 from megatron_models.components.rotary.config import RotaryConfig
@@ -118,13 +120,14 @@ class LatentAttentionConfig(AttentionConfig):
                 self._refuse_change(AttentionConfig, name, "is not supported with")
         if self.qk_pos_emb_head_dim % 2:
             raise ConfigError(
-                "rotary positions rotate pairs of channels: {qk_pos_emb_head_dim} must be even",
+                "rotary positions rotate pairs of channels, but {qk_pos_emb_head_dim} is odd; use "
+                f"{nearest_multiples(self.qk_pos_emb_head_dim, 2)}",
                 vars(self),
             )
         if self.v_head_dim > self.kv_channels:
             raise ConfigError(
                 "{v_head_dim} is more than the channels of a query head, {qk_head_dim} + "
-                "{qk_pos_emb_head_dim}; reduce it",
+                f"{{qk_pos_emb_head_dim}}; use {self.kv_channels} or less",
                 vars(self),
             )
 
@@ -138,7 +141,9 @@ class LatentAttentionConfig(AttentionConfig):
             )
 
     def _check_rotation(self) -> None:
-        if not self.multi_latent_attention:
+        if self.multi_latent_attention:
+            self.rotary_spec(self.qk_pos_emb_head_dim)
+        else:
             super()._check_rotation()
 
     @property

@@ -107,7 +107,8 @@ class MLPConfig(StreamConfig):
         super()._check()
         if not math.isfinite(self.glu_linear_offset):
             raise ConfigError(
-                "{glu_linear_offset:name} must be a number, not {glu_linear_offset:repr}",
+                "{glu_linear_offset:name} must be a finite number, not {glu_linear_offset:repr}; "
+                "the default is 0.0",
                 vars(self),
             )
         for name in ("activation_func_clamp_value", "glu_linear_offset"):

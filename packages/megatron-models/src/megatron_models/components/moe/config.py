@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron_models.components.fields import flag
+from megatron_models.components.fields import flag, literal
 from megatron_models.components.mlp.spec import MLPConfig
 from megatron_models.components.moe.capacity_fields import CapacityFields
 from megatron_models.components.moe.router_config import RouterConfig
@@ -66,7 +66,8 @@ class MoEConfig(CapacityFields, RouterConfig, MLPConfig):
             for entry in dataclasses.fields(MoEConfig):
                 if entry.name.startswith("moe_") and getattr(self, entry.name) != entry.default:
                     raise ConfigError(
-                        f"{{{entry.name}}} has no effect without experts; set {{num_experts:name}}",
+                        f"{{{entry.name}}} has no effect without experts; set "
+                        f"{{num_experts:name}}, or leave it at {entry.default!r}",
                         vars(self),
                     )
             return
@@ -74,6 +75,12 @@ class MoEConfig(CapacityFields, RouterConfig, MLPConfig):
             raise ConfigError(
                 "{moe_expert_capacity_factor} does not work with {moe_router_expert_choice:name}, "
                 "with which every expert selects equally many tokens; leave one of them out",
+                vars(self),
+            )
+        if self.moe_expert_capacity_factor > self.num_experts:
+            raise ConfigError(
+                "{moe_expert_capacity_factor} exceeds {num_experts}, with which an expert accepts "
+                f"every selection of all tokens; use at most {self.num_experts}, or 0 for no limit",
                 vars(self),
             )
         if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
@@ -88,10 +95,13 @@ class MoEConfig(CapacityFields, RouterConfig, MLPConfig):
         try:
             pattern = layer_pattern(self.moe_layer_freq, self.num_layers)
         except PatternError as error:
-            reason = str(error).replace("{", "{{").replace("}", "}}")
-            raise ConfigError(f"{{moe_layer_freq:name}}: {reason}", vars(self)) from None
+            raise ConfigError(f"{{moe_layer_freq:name}}: {literal(error)}", vars(self)) from None
         if not any(pattern):
-            raise ConfigError("{moe_layer_freq} selects no layer for experts", vars(self))
+            raise ConfigError(
+                "{moe_layer_freq} selects no layer for experts; use 1 for all layers, or "
+                "{num_experts:name} 0",
+                vars(self),
+            )
 
     @cached_property
     def moe_layers(self) -> tuple[bool, ...]:

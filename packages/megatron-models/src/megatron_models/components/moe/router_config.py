@@ -5,6 +5,8 @@ Importing this module does not import torch.
 
 from dataclasses import dataclass
 
+from megatron_parallel.nearest import nearest_divisors
+
 from megatron_models.components.moe.router_fields import RouterFields
 from megatron_models.errors import ConfigError
 
@@ -25,14 +27,19 @@ class RouterConfig(RouterFields):
         if not self.num_experts:
             return
         if not 1 <= self.moe_router_topk <= self.num_experts:
-            raise self._error("{moe_router_topk} must lie between 1 and {num_experts}")
+            nearest = min(max(self.moe_router_topk, 1), self.num_experts)
+            raise self._error(
+                f"{{moe_router_topk}} must lie between 1 and {{num_experts}}; use {nearest}"
+            )
         self._check_scores()
         self._check_bias()
         self._check_groups()
         self._check_selection()
         self._check_losses()
         if self.moe_input_jitter_eps >= 1:
-            raise self._error("{moe_input_jitter_eps} must be below 1, so that no input is 0")
+            raise self._error(
+                "{moe_input_jitter_eps} must be below 1, so that no input is 0; 0.01 is usual"
+            )
 
     def _check_scores(self) -> None:
         if self.moe_router_score_function != "softmax" and self.moe_router_pre_softmax:
@@ -90,18 +97,21 @@ class RouterConfig(RouterFields):
         if self.num_experts % groups:
             raise self._error(
                 "{moe_router_num_groups} does not divide {num_experts}; use "
-                f"{_nearest_divisor(self.num_experts, groups)}"
+                f"{nearest_divisors(self.num_experts, groups)}"
             )
         if chosen >= groups:
+            fewer = f"{groups - 1} or no groups" if groups > 1 else "no groups"
             raise self._error(
                 "{moe_router_group_topk} must be less than {moe_router_num_groups}, or groups have "
-                f"no effect; use {groups - 1} or no groups"
+                f"no effect; use {fewer}"
             )
         size = self.num_experts // groups
         if chosen * size < self.moe_router_topk:
+            enough = -(-self.moe_router_topk // size)
+            use = f"{enough} groups" if enough < groups else "no groups"
             raise self._error(
                 f"{{moe_router_group_topk}} groups of {size} experts have fewer experts than "
-                f"{{moe_router_topk}}; use {-(-self.moe_router_topk // size)} groups"
+                f"{{moe_router_topk}}; use {use}, or {{moe_router_topk:name}} {chosen * size}"
             )
         if self.moe_router_group_score_topk > size:
             raise self._error(
@@ -131,10 +141,10 @@ class RouterConfig(RouterFields):
                 "{moe_router_expert_choice:name} needs scores of all experts; add "
                 "{moe_router_pre_softmax:name}"
             )
-        if self.balancing_losses:
+        if given := self._loss_coefficients:
             raise self._error(
-                "load-balancing losses have no effect with {moe_router_expert_choice:name}, whose "
-                "load is even; set {moe_aux_loss_coeff:name} to 0"
+                f"{given[0]} has no effect with {{moe_router_expert_choice:name}}, whose load is "
+                "even; set it to 0"
             )
         if self.moe_apply_probs_on_input:
             raise self._error(
@@ -144,10 +154,9 @@ class RouterConfig(RouterFields):
 
     def _check_sinkhorn(self) -> None:
         """Refuses other weights than Megatron-LM's, so that they need no field of their own."""
-        if self.balancing_losses:
+        if given := self._loss_coefficients:
             raise self._error(
-                "load-balancing losses do not work with {moe_router_load_balancing_type}; set "
-                "{moe_aux_loss_coeff:name} to 0"
+                f"{given[0]} does not work with {{moe_router_load_balancing_type}}; set it to 0"
             )
         softmax = self.moe_router_pre_softmax
         sigmoid = self.moe_router_score_function == "sigmoid"
@@ -166,8 +175,8 @@ class RouterConfig(RouterFields):
         kind = self.moe_router_load_balancing_type
         if self.moe_aux_loss_coeff and kind == "none":
             raise self._error(
-                "{moe_aux_loss_coeff} has no effect with {moe_router_load_balancing_type}; change "
-                "one of them"
+                "{moe_aux_loss_coeff} has no effect with {moe_router_load_balancing_type}; set it "
+                "to 0, or {moe_router_load_balancing_type:name} to aux_loss"
             )
         for own in ("seq_aux_loss", "global_aux_loss"):
             if kind == own and getattr(self, f"moe_{own}_coeff"):
@@ -177,11 +186,11 @@ class RouterConfig(RouterFields):
                     "{moe_aux_loss_coeff:name}"
                 )
 
+    @property
+    def _loss_coefficients(self) -> list[str]:
+        """The fields of load-balancing losses that are not 0, in braces."""
+        names = (f"moe_{kind}aux_loss_coeff" for kind in ("", "seq_", "global_"))
+        return [f"{{{name}}}" for name in names if getattr(self, name)]
+
     def _error(self, message: str) -> ConfigError:
         return ConfigError(message, vars(self))
-
-
-def _nearest_divisor(number: int, near: int) -> int:
-    """Returns the divisor of a number that is nearest to a value."""
-    divisors = (d for d in range(1, number + 1) if number % d == 0)
-    return min(divisors, key=lambda divisor: abs(divisor - near))

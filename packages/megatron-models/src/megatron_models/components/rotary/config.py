@@ -1,8 +1,10 @@
 """The configuration of rotary positions. Importing this module does not import torch."""
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from megatron_kernels import (
     DynamicNtkScaling,
@@ -12,14 +14,38 @@ from megatron_kernels import (
     NtkScaling,
     YarnScaling,
 )
+from megatron_parallel.nearest import nearest_multiples
 
 from megatron_models.components.embedding.spec import PositionConfig
-from megatron_models.components.fields import flag
+from megatron_models.components.fields import flag, literal
 from megatron_models.components.rotary.spec import RotaryScaling, RotarySpec
 from megatron_models.errors import ConfigError
 from megatron_models.layer_pattern import PatternError, layer_pattern
 
 RopeScalingType = Literal["none", "linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
+
+_LENGTH: Final = ("rope_scaling_factor", "rope_scaling_original_length")
+_SCALINGS: Final[Mapping[RopeScalingType, tuple[str, ...]]] = {
+    "none": (),
+    "linear": ("rope_scaling_factor",),
+    "ntk": ("rope_scaling_factor",),
+    "dynamic": _LENGTH,
+    "llama3": (*_LENGTH, "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
+    "yarn": (
+        *(*_LENGTH, "rope_scaling_attention_factor", "yarn_beta_fast", "yarn_beta_slow"),
+        *("yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
+    ),
+    "longrope": (
+        *(*_LENGTH, "rope_scaling_attention_factor"),
+        *("rope_scaling_short_factors", "rope_scaling_long_factors"),
+    ),
+}
+"""The fields that each scaling reads."""
+_UNSCALED: Final = frozenset(
+    {"rotary_base", "rotary_percent", "rotary_interleaved", "rope_scaling_type"}
+)
+_OWN: Final = _UNSCALED.union(*_SCALINGS.values())
+"""All fields of a rotation, apart from those that select layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +189,9 @@ class RotaryConfig(PositionConfig):
         super()._fill()
         if not 0 < self.rotary_percent <= 1:
             raise ConfigError(
-                "{rotary_percent:name} must lie in (0, 1], not {rotary_percent:repr}", vars(self)
+                "{rotary_percent:name} must lie in (0, 1], not {rotary_percent:repr}; use 1.0 to "
+                "rotate all channels",
+                vars(self),
             )
 
     def _check(self) -> None:
@@ -171,13 +199,14 @@ class RotaryConfig(PositionConfig):
         try:
             unrotated = self.unrotated_layers
         except PatternError as error:
-            reason = str(error).replace("{", "{{").replace("}", "}}")
-            raise ConfigError(f"{{no_rope_freq:name}}: {reason}", vars(self)) from None
+            raise ConfigError(f"{{no_rope_freq:name}}: {literal(error)}", vars(self)) from None
         if self.position_embedding_type == "rope":
             self._check_scaling()
         elif any(unrotated):
             raise ConfigError(
-                "{no_rope_freq} needs rotary positions, not {position_embedding_type}", vars(self)
+                "{no_rope_freq} needs rotary positions, not {position_embedding_type}; leave it at "
+                "0",
+                vars(self),
             )
         elif self.rotary_base_local:
             raise ConfigError(
@@ -193,7 +222,23 @@ class RotaryConfig(PositionConfig):
             ("yarn", "yarn_beta_slow", "yarn_beta_fast"),
         ):
             if self.rope_scaling_type == kind and getattr(self, below) >= getattr(self, above):
-                raise ConfigError(f"{{{below}}} must be below {{{above}}}", vars(self))
+                raise ConfigError(
+                    f"{{{below}}} must be below {{{above}}}; use a smaller one, such as "
+                    f"{getattr(self, above) / 4:g}",
+                    vars(self),
+                )
+
+    def unused_fields(self) -> dict[str, str]:
+        """Returns settings of a rotation or of a scaling that the model does not have."""
+        used, why = frozenset[str](), "with {position_embedding_type}"
+        if self.position_embedding_type == "rope":
+            why = "with {rope_scaling_type}"
+            used = _UNSCALED | frozenset(_SCALINGS[self.rope_scaling_type])
+        found = super().unused_fields()
+        for entry in dataclasses.fields(RotaryConfig):
+            if entry.name in _OWN - used and getattr(self, entry.name) != entry.default:
+                found[entry.name] = why
+        return found
 
     @property
     def unrotated_layers(self) -> tuple[bool, ...]:
@@ -218,7 +263,8 @@ class RotaryConfig(PositionConfig):
         if channels < 2 or channels % 2:
             raise ConfigError(
                 "rotary positions rotate pairs of channels, but {kv_channels} x {rotary_percent} "
-                f"gives {channels}; make it even",
+                f"gives {channels}; make it even and positive, such as "
+                f"{nearest_multiples(channels, 2)}",
                 {**vars(self), "kv_channels": head_size},
             )
         return RotarySpec(
@@ -269,7 +315,8 @@ class RotaryConfig(PositionConfig):
         if len(factors) != channels // 2 or not all(0 < each < math.inf for each in factors):
             raise ConfigError(
                 f"{{{name}:name}} must be {channels // 2} positive numbers separated by commas, "
-                f"one for each pair of rotated channels, not {{{name}:repr}}",
+                f"one for each pair of rotated channels, not {{{name}:repr}}; 1 does not change a "
+                "pair",
                 vars(self),
             )
         return factors

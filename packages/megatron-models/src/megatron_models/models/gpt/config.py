@@ -11,7 +11,12 @@ from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.multi_token.spec import MultiTokenSpec
 from megatron_models.components.norm.spec import NormSpec
 from megatron_models.models.gpt.fields import GPTFields
-from megatron_models.models.gpt.layers import gpt_layers, multi_token_layers
+from megatron_models.models.gpt.layers import (
+    different_layers,
+    gpt_layer,
+    gpt_layers,
+    multi_token_layers,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +36,8 @@ class GPTConfig(GPTFields):
 
     def _check(self) -> None:
         super()._check()
-        if self.blocks or self.layer_modules:
-            gpt_layers(self)
+        for number in different_layers(self):
+            gpt_layer(self, number)
 
     def trunks(self) -> dict[str, TrunkSpec]:
         """Returns one trunk of embedding, layers and final norm, without a prefix."""

@@ -27,6 +27,17 @@ def gpt_layers(config: GPTFields) -> dict[int, Layer]:
     return {number: known.setdefault(layer, layer) for number, layer in enumerate(layers)}
 
 
+def different_layers(config: GPTFields) -> list[int]:
+    """Returns the first number of each layer that may differ from the others, for checks."""
+    if config.blocks:
+        return list(range(config.num_layers))
+    options = zip(config.windowed_layers, config.unrotated_layers, config.moe_layers, strict=True)
+    first: dict[tuple[bool, ...], int] = {}
+    for number, key in enumerate(options):
+        first.setdefault(key, number)
+    return list(first.values())
+
+
 def gpt_layer(config: GPTFields, number: int) -> Layer:
     """Returns attention and feed-forward sublayer of a layer, with their norms.
 

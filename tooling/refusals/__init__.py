@@ -1,0 +1,1 @@
+"""Wrong configurations, and a process without torch that refuses them."""
