@@ -718,6 +718,8 @@ ALIAS_CONTEXTS: dict[str, Words] = {
     "--grad-reduce-in-fp32": {"--bf16": "", f"--no-{FP32[2:]}": ""},
     "--use-rope-scaling": {**ROPE, "--seq-length": "64", "--rope-scaling-original-length": "8"},
     "--rotary-seq-len-interpolation-factor": ROPE,
+    "--rotary-scaling-factor": YARN,
+    "--yarn-original-max-position-embeddings": {**ROPE, "--rope-scaling-type": "yarn"},
     "--moe-layer-recompute": EXPERTS,
 }
 ALIAS_VALUES = {
@@ -725,6 +727,8 @@ ALIAS_VALUES = {
     "--rotary-seq-len-interpolation-factor": "2",
     "--mup-embedding-mult": "2",
     "--mup-output-mult": "0.5",
+    "--rotary-scaling-factor": "2",
+    "--yarn-original-max-position-embeddings": "64",
     "--layernorm-epsilon": "0.1",
     "--persistent-save-interval": "2",
 }

@@ -183,7 +183,7 @@ def test_windows_of_megatron_reach_back_only(value, reason, capsys):
 
 
 def test_flags_without_effect_in_a_run_are_noted(capsys):
-    words = f"{RUN} --sequence-parallel --data-cache-path c --print-config"
+    words = f"{RUN} --sequence-parallel --data-cache-path c --rotary-base 5 --print-config"
     lines = printed(["pretrain", "gpt", *words.split()], capsys, 0).err.splitlines()
     assert [line.split(" has no effect with ") for line in lines] == [
         [
@@ -194,7 +194,25 @@ def test_flags_without_effect_in_a_run_are_noted(capsys):
             "megatron-train: note: --data-cache-path",
             "--sample-order stateless, which has no index to cache",
         ],
+        [
+            "megatron-train: note: --rotary-base 5.0",
+            "--position-embedding-type learned_absolute",
+        ],
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--moe-router-load-balancing-type aux_loss seq_aux_loss", "--moe-seq-aux-loss-coeff"),
+        ("--moe-aux-loss-coeff 0.1 0.2", "--moe-global-aux-loss-coeff"),
+    ],
+)
+def test_lists_of_losses_are_refused_with_a_remedy(words, remedy, capsys):
+    flag, _, values = words.partition(" ")
+    error = printed(["pretrain", "gpt", *f"{RUN} {words} --seed 2".split()], capsys, 2).err
+    assert f"{flag} takes one value, not {values}; give" in error and remedy in error
+    assert error.count("\n") == 1
 
 
 def test_all_unusable_settings_are_reported_together(capsys, tmp_path):

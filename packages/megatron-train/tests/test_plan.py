@@ -121,6 +121,22 @@ def test_errors_are_one_line(words, status, message, capsys):
     assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
+@pytest.mark.parametrize(
+    "method", [{"quant_method": "mxfp4"}, {"quant_method": "fp8", "weight_block_size": [128, 128]}]
+)
+def test_a_quantization_that_is_read_does_not_change_the_model(method, capsys, hf):
+    plain = planned(capsys, *hf(LLAMA3_8B), "--seq-length", "16")
+    quantized = {**LLAMA3_8B, "quantization_config": method}
+    assert planned(capsys, *hf(quantized), "--seq-length", "16") == plain
+
+
+def test_an_unknown_quantization_is_refused(capsys, hf):
+    words = hf({**LLAMA3_8B, "quantization_config": {"quant_method": "awq"}})
+    assert main(["plan", "gpt", "--count", "--seq-length", "16", *words]) == 1
+    error = capsys.readouterr().err
+    assert "quantization_config" in error and "awq" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("content", ["[", "[]", '{"architectures": ["Strange"]}'])
 def test_a_strange_config_is_refused_in_one_line(content, capsys, tmp_path):
     file = tmp_path / "config.json"

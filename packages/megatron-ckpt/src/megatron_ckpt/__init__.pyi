@@ -12,6 +12,7 @@ from .families import detect_family as detect_family
 from .families import find_family as find_family
 from .foreign_model import ForeignModel as ForeignModel
 from .foreign_model import is_foreign_model as is_foreign_model
+from .formats.quantized import without_quantization as without_quantization
 from .ops.interpreter import apply_rows as apply_rows
 from .store.checkpoint import Checkpoint as Checkpoint
 from .store.checkpoint import LoadedState as LoadedState

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.dtypes import torch_dtype
 from megatron_ckpt.errors import CheckpointError, shorten
-from megatron_ckpt.formats.quantized import QUANTIZATION, QuantizedTensors, find_scheme
+from megatron_ckpt.formats.quantized import QuantizedTensors, find_scheme, without_quantization
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource, TensorSource
 from megatron_ckpt.json_input import Fields, parse_object
 from megatron_ckpt.paths import check_name, locate, read_bytes
@@ -42,7 +42,6 @@ def open_folder(folder: Path) -> ModelSource:
     attachments |= {f"{HUGGINGFACE}/{name}": name for name in (CONFIG, GENERATION)}
     config = _read_json(folder, CONFIG)
     scheme = find_scheme(config, str(folder / CONFIG))
-    read = {name: value for name, value in config.items() if name != QUANTIZATION}
 
     def open_tensors(prefix: str) -> TensorSource:
         stored = SafetensorsFolder(folder, prefix)
@@ -50,7 +49,7 @@ def open_folder(folder: Path) -> ModelSource:
 
     return ModelSource(
         where=folder / CONFIG,
-        config=config if scheme is None else read,
+        config=without_quantization(config, str(folder / CONFIG)),
         open_tensors=open_tensors,
         files={
             ours: locate(folder, name)

@@ -134,6 +134,23 @@ def find_scheme(config: Mapping[str, Any], where: str) -> Scheme | None:
     return BlockFp8(*size)
 
 
+def without_quantization(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Returns the settings in a ``config.json`` that describe the model, without its quantization.
+
+    A quantization of an unknown kind remains, so that a family refuses it.
+
+    Args:
+        config: Content of the file.
+        where: The file, for errors.
+
+    Raises:
+        CheckpointError: The size of blocks is not two positive integers.
+    """
+    if find_scheme(config, where) is None:
+        return config
+    return {name: value for name, value in config.items() if name != QUANTIZATION}
+
+
 class QuantizedTensors(Mapping[str, "Tensor"]):
     """The tensors of a folder, with each quantized one in place of those that it is stored as.
 

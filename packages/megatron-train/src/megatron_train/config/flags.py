@@ -109,6 +109,13 @@ ALIASES: Mapping[str, Alias] = {
     "--use-rope-scaling": Alias(
         (("model.rope_scaling_type", "llama3"),), "the same as --rope-scaling-type llama3"
     ),
+    "--rotary-scaling-factor": Alias(
+        (("model.rope_scaling_factor", FLAG_VALUE),), "the same as --rope-scaling-factor"
+    ),
+    "--yarn-original-max-position-embeddings": Alias(
+        (("model.rope_scaling_original_length", FLAG_VALUE),),
+        "the same as --rope-scaling-original-length",
+    ),
     "--rotary-seq-len-interpolation-factor": Alias(
         (("model.rope_scaling_type", "linear"), ("model.rope_scaling_factor", FLAG_VALUE)),
         "the same as --rope-scaling-type linear --rope-scaling-factor X",
@@ -132,6 +139,15 @@ ALIASES: Mapping[str, Alias] = {
 }
 """Flags that set other options."""
 
+ONE_VALUE: Mapping[str, str] = {
+    "--moe-router-load-balancing-type": "give one of them, and the weights of the other losses "
+    "with --moe-seq-aux-loss-coeff and --moe-global-aux-loss-coeff",
+    "--moe-aux-loss-coeff": "give the weight of the loss that --moe-router-load-balancing-type "
+    "names, and those of other losses with --moe-seq-aux-loss-coeff and "
+    "--moe-global-aux-loss-coeff",
+}
+"""Flags that take a list in Megatron-LM and one value here, and what to give instead."""
+
 _WITHOUT_EFFECT = "without_effect"
 
 
@@ -152,14 +168,18 @@ class Parser(_command.Parser):
 
         Options of Megatron-LM that have no effect here become options of this parser.
         """
+        lines = [
+            f"{flag} takes one value, not {' '.join(values)}; {ONE_VALUE[flag]}"
+            for flag, *values in _lists(words)
+            if flag in ONE_VALUE and flag in self._option_string_actions and values[1:]
+        ]
         unknown_options = self.find_unknown_options(words)
         if not unknown_options:
-            return []
+            return lines
         from megatron_train.megatron_lm.table import megatron_flags
 
         table = megatron_flags()
         known = (*self._option_string_actions, *table)
-        lines = []
         for index in unknown_options:
             name, equals, value = words[index].partition("=")
             flag = table.get(name)
@@ -186,6 +206,16 @@ class Parser(_command.Parser):
             default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
         )
+
+
+def _lists(words: Sequence[str]) -> list[list[str]]:
+    """Returns each flag of a command line with the words up to the next flag."""
+    found: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            found.append([])
+        found[-1].append(word)
+    return [words for words in found if words]
 
 
 class _WithoutEffect(argparse.Action):

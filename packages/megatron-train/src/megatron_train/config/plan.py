@@ -82,7 +82,7 @@ def _world_size(namespace: argparse.Namespace) -> int | None:
 
 def _hf_values(path: Path, kind: str) -> Values:
     """Returns the model of a ``config.json`` as values."""
-    from megatron_ckpt import CheckpointError, detect_family
+    from megatron_ckpt import CheckpointError, detect_family, without_quantization
 
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -93,7 +93,7 @@ def _hf_values(path: Path, kind: str) -> Values:
         raise TrainError(f"--hf-config {file}: not JSON: {error}") from None
     try:
         family = detect_family(content.get("architectures") or [])
-        config: Any = family.config_from_hf(content)
+        config: Any = family.config_from_hf(without_quantization(content, str(file)))
     except (CheckpointError, ConfigError, AttributeError) as error:
         raise TrainError(f"--hf-config {file}: {error}") from None
     if family.kind != kind:
