@@ -1,11 +1,14 @@
 """A router replay makes a second pass on several ranks use the experts of the first."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from megatron_models import GPT, GPTConfig, Placement, RouterReplay
-from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel import Mesh, ParallelLayout, RecomputeConfig
+from megatron_parallel.collectives import all_gather
+from megatron_parallel.context_parallel import ContextSplit
 from megatron_parallel.testing import WorkerPool
 
 MODEL = GPTConfig(
@@ -21,23 +24,55 @@ MODEL = GPTConfig(
     init_method_std=0.3,
 )
 TOKENS = torch.arange(24).view(2, 12) * 7 % 50
+UNIFORM = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
+SELECTIVE = RecomputeConfig(granularity="selective", modules=("moe",))
 
 
-def observed(mesh: Mesh, config: GPTConfig, seed: int, given: Any, options: Any) -> Any:
-    """Returns the experts that a pass used, and its losses.
+@dataclass
+class Pass:
+    """What one pass computed on a rank: experts by layer, losses of its tokens, gradients."""
+
+    experts: dict[int, torch.Tensor]
+    losses: torch.Tensor | None
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def observed(mesh: Mesh, config: GPTConfig, seed: int, given: Any, options: Any) -> Pass:
+    """Runs a forward pass, and with options for it a backward pass.
 
     Args:
         mesh: Mesh of this rank.
         config: The model.
         seed: Seed of the weights.
-        given: Experts to replay; None to record.
+        given: Experts of all tokens to replay; None to record.
         options: Of the placement.
     """
     model = GPT(config, Placement(mesh, dtype=torch.float64, **options), seed=seed)
+    cp, pp = mesh.axis("cp"), mesh.axis("pp")
+    split = ContextSplit.zigzag(TOKENS.shape[1], cp.size)
+    tokens = split.take(TOKENS, cp.index)
+    if given is not None:
+        given = {layer: split.take(experts, cp.index) for layer, experts in given.items()}
     used = RouterReplay(given)
-    with torch.no_grad():
-        losses = model(TOKENS, labels=TOKENS, router_replay=used)
-    return used.experts, losses
+    with torch.set_grad_enabled("recompute" in options):
+        if model.first and model.last:
+            losses = model(tokens, labels=tokens, router_replay=used)
+        else:
+            losses = staged(model, tokens, pp, used)
+    if losses is not None and losses.requires_grad:
+        losses.sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return Pass(used.experts, losses.detach(), gradients)
+    return Pass(used.experts, losses)
+
+
+def staged(model: GPT, tokens: Any, pp: Any, used: RouterReplay) -> torch.Tensor | None:
+    """Returns the losses on the second of two stages, and None on the first."""
+    sent = torch.zeros(tokens.shape[1], len(tokens), MODEL.hidden_size, dtype=torch.float64)
+    if model.first:
+        sent = model(tokens, router_replay=used)
+    received = all_gather(sent, pp).chunk(2)[0]
+    return model(received, labels=tokens, router_replay=used) if model.last else None
 
 
 @pytest.mark.parametrize(
@@ -49,26 +84,62 @@ def observed(mesh: Mesh, config: GPTConfig, seed: int, given: Any, options: Any)
             {"sequence_parallel": True, "dispatcher": "alltoall"},
             id="tp2-sp-ep2",
         ),
+        pytest.param({"cp": 2}, {}, id="cp2"),
+        pytest.param({"cp": 2, "ep": 2}, {"dispatcher": "alltoall"}, id="cp2-ep2"),
+        pytest.param({"pp": 2}, {}, id="pp2"),
+        pytest.param({"tp": 2, "cp": 2}, {"sequence_parallel": True}, id="tp2-sp-cp2"),
     ],
 )
 def test_ranks_replay_what_one_rank_recorded(
     worker_pool: WorkerPool, layout: dict[str, int], options: dict[str, Any]
 ) -> None:
-    recorded, _ = observed(Mesh.single(), MODEL, 1, None, {})
-    free, expected_free = observed(Mesh.single(), MODEL, 2, None, {})
-    assert not all(torch.equal(free[layer], recorded[layer]) for layer in recorded)
-    _, expected = observed(Mesh.single(), MODEL, 2, recorded, {})
-    assert not torch.allclose(expected, expected_free)
+    recorded = observed(Mesh.single(), MODEL, 1, None, {}).experts
+    free = observed(Mesh.single(), MODEL, 2, None, {})
+    assert not all(torch.equal(free.experts[layer], recorded[layer]) for layer in recorded)
+    expected = observed(Mesh.single(), MODEL, 2, recorded, {}).losses
+    assert expected is not None and free.losses is not None
+    assert not torch.allclose(expected, free.losses)
     degrees = ParallelLayout(**layout, dp=1)
-    for experts, _ in worker_pool.run_mesh(degrees, observed, MODEL, 1, None, options):
-        assert all(torch.equal(experts[layer], recorded[layer]) for layer in recorded)
-    for _, losses in worker_pool.run_mesh(degrees, observed, MODEL, 2, recorded, options):
-        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-12)
+    split = ContextSplit.zigzag(TOKENS.shape[1], degrees.cp)
+    parts = [split.take(expected, rank) for rank in range(degrees.cp)]
+    found = worker_pool.run_mesh(degrees, observed, MODEL, 1, None, options)
+    assert {layer for each in found for layer in each.experts} == recorded.keys()
+    for rank, each in enumerate(found):
+        part = degrees.coordinates(rank).cp
+        for layer, experts in each.experts.items():
+            assert torch.equal(experts, split.take(recorded[layer], part))
+    found = worker_pool.run_mesh(degrees, observed, MODEL, 2, recorded, options)
+    assert any(each.losses is not None for each in found)
+    for rank, each in enumerate(found):
+        if each.losses is not None:
+            part = parts[degrees.coordinates(rank).cp]
+            torch.testing.assert_close(each.losses, part, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [UNIFORM, SELECTIVE], ids=["uniform", "selective"])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}], ids=["tp2", "cp2"])
+def test_a_recomputation_replays_too(
+    worker_pool: WorkerPool, layout: dict[str, int], recompute: RecomputeConfig
+) -> None:
+    """Experts that differ from the router's own are used in the recomputed pass as well."""
+    recorded = observed(Mesh.single(), MODEL, 1, None, {}).experts
+    degrees = ParallelLayout(**layout, dp=1)
+    for given in (recorded, None):
+        saved, again = (
+            worker_pool.run_mesh(degrees, observed, MODEL, 2, given, {"recompute": plan})
+            for plan in (RecomputeConfig(), recompute)
+        )
+        for one, other in zip(saved, again, strict=True):
+            torch.testing.assert_close(other.losses, one.losses, rtol=0, atol=1e-12)
+            torch.testing.assert_close(other.gradients, one.gradients, rtol=0, atol=1e-11)
+            assert one.experts.keys() == other.experts.keys() == recorded.keys()
+            assert all(torch.equal(one.experts[n], other.experts[n]) for n in recorded)
 
 
 def test_layers_have_experts_of_their_own(worker_pool: WorkerPool) -> None:
     """A replay off by one layer gives other losses."""
-    recorded, expected = observed(Mesh.single(), MODEL, 1, None, {})
-    shifted = {0: recorded[1], 1: recorded[0]}
-    _, losses = observed(Mesh.single(), MODEL, 1, shifted, {})
-    assert not torch.allclose(losses, expected)
+    first = observed(Mesh.single(), MODEL, 1, None, {})
+    shifted = {0: first.experts[1], 1: first.experts[0]}
+    losses = observed(Mesh.single(), MODEL, 1, shifted, {}).losses
+    assert losses is not None and first.losses is not None
+    assert not torch.allclose(losses, first.losses)
