@@ -1,16 +1,12 @@
 """Multi-token prediction equals that of megatron-core, which runs here on a CPU in one process."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron_models import GPT, FutureTokens, GPTConfig, Placement, shift_within_documents
 from megatron_parallel import AuxiliaryLosses, Mesh
-from torch import Tensor, distributed
+from torch import Tensor
 
 LENGTH, VOCABULARY, HIDDEN = 12, 50, 16
 CONFIG = GPTConfig(
@@ -53,31 +49,6 @@ def name_in_megatron(name: str) -> str:
         inner = f"transformer_layer.{_LAYER[inner.removeprefix('layer.')]}"
     inner = inner.replace("final_norm", "final_layernorm")
     return f"mtp.layers.{number}.{inner}.{kind}"
-
-
-@pytest.fixture
-def megatron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """Makes megatron-core's models run on a CPU, in a job of one process."""
-    model = pytest.importorskip("megatron.core.models.gpt.gpt_model")
-    specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
-    mtp = pytest.importorskip("megatron.core.transformer.multi_token_prediction")
-    state = pytest.importorskip("megatron.core.parallel_state")
-    config = pytest.importorskip("megatron.core.transformer.transformer_config")
-    tracker = SimpleNamespace(fork=lambda *names: nullcontext(), add=lambda *seed: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and hasattr(module, "get_cuda_rng_tracker"):
-            monkeypatch.setattr(module, "get_cuda_rng_tracker", lambda *options: tracker)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
-    )
-    state.initialize_model_parallel()
-    try:
-        yield SimpleNamespace(model=model, specs=specs, mtp=mtp, config=config)
-    finally:
-        state.destroy_model_parallel()
-        distributed.destroy_process_group()
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
