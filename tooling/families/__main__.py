@@ -21,7 +21,7 @@ from tqdm import tqdm
 from families import parity, ranks
 from families.case import FamilyCase, cases
 from families.draws import drawn
-from families.real import logits_of_real_weights
+from families.real import REAL_MODELS, logits_of_real_weights
 
 DRAWS, ROUND_TRIPS = 25, 5
 REFUSED, DASH = "refused", "\N{EN DASH}"
@@ -89,8 +89,9 @@ class Proofs:
         row.append(
             self._cell(case, "decode", partial(ranks.decoding, pool, case), ranks.DECODE_LIMIT)
         )
-        real = self._cell(case, "real weights", partial(logits_of_real_weights, case), 1e-3)
-        row.append(real if real == DASH or case.weights is None else f"{case.weights[0]}: {real}")
+        with tempfile.TemporaryDirectory() as folder:
+            measure = partial(logits_of_real_weights, case, Path(folder))
+            row.append(titled(case, self._cell(case, "real weights", measure, 1e-3)))
         self._table.rows[(case.family,)] = row
 
     def keep(self, page: str) -> None:
@@ -135,6 +136,14 @@ class Proofs:
         if not found <= limit:
             self.failed.append(f"{case.family}: {what}: {found:.1e} is above {limit:.0e}")
         return format(found, form)
+
+
+def titled(case: FamilyCase, cell: str) -> str:
+    """Returns the cell of real weights with the name of the model, if there is one."""
+    model = REAL_MODELS.get(case.family)
+    if model is None:
+        return cell
+    return f"{model.title}: {'not installed' if cell == DASH else cell}"
 
 
 def worst(measure: Measure, case: FamilyCase, count: int) -> float:

@@ -37,8 +37,6 @@ class FamilyCase:
         others: Other values of fields, besides `families.fields.OTHERS`.
         attention: Implementation of attention in transformers that is compared.
         words: Parts of the errors of fields that the error does not name.
-        weights: Name, package and file of real weights that a package carries; transformers reads
-            the file, too.
     """
 
     family: str
@@ -51,7 +49,6 @@ class FamilyCase:
     others: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     attention: str = "eager"
     words: Mapping[str, str] = field(default_factory=dict)
-    weights: tuple[str, str, str] | None = None
 
     @property
     def represents(self) -> bool:

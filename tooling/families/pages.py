@@ -20,6 +20,8 @@ from megatron_models.families.settings import (
 )
 from megatron_models.kinds import find_kind
 
+from families.real import REAL_MODELS
+
 DISTRIBUTION = "megatron-models"
 
 _CONVERT = """\
@@ -70,6 +72,7 @@ def page(family: Family, about: str) -> str:
         about.replace("``", "`") + "\n",
         f"The family `{family.name}` reads {names} (`model_type` is `{family.model_type}`).\n"
         "[The table of families](../families.md) shows how it is proven.\n",
+        *_real(family),
         _CONVERT.format(name=family.name),
         _settings(family),
         *_fixed(family),
@@ -83,6 +86,18 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Returns a table in Markdown."""
     lines = [header, ("---",) * len(header), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _real(family: Family) -> Iterator[str]:
+    model = REAL_MODELS.get(family.name)
+    if model is not None:
+        names = [f"`{name}`" for name in model.requirements]
+        noun = "the package" if len(names) == 1 else "the packages"
+        yield (
+            f"**Real weights**: {model.title} ({model.license}), a GGUF file in {noun}\n"
+            f"{', '.join(names)}, generates the greedy\ntext of `transformers` on one rank and on "
+            "several (`integration_tests/parity/test_real_models.py`).\n"
+        )
 
 
 def _settings(family: Family) -> str:

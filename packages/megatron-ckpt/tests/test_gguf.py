@@ -319,6 +319,45 @@ def test_the_tokenizer_is_written_as_hugging_faces_files(tmp_path):
     assert content["post_processor"]["single"][0]["SpecialToken"]["id"] == "<s>"
 
 
+SENTENCE_PIECE = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.scores": [0.0] * VOCAB,
+    "tokenizer.ggml.merges": None,
+}
+
+
+def test_pairs_of_a_sentence_piece_model_are_ordered_by_the_score_of_their_union(tmp_path):
+    words = ["<u>", "a", "b", "c", "ab", "bc", "abc", "<0x00>"]
+    words += [f"x{i}" for i in range(VOCAB - len(words))]
+    scores = [0.0, 0.0, 0.0, 0.0, -3.0, -1.0, -2.0, 0.0]
+    metadata = SENTENCE_PIECE | {
+        "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.scores": scores + [-9.0] * (VOCAB - len(scores)),
+        "tokenizer.ggml.token_type": [2, 1, 1, 1, 1, 1, 1, 6, *[4] * (VOCAB - len(scores))],
+        "tokenizer.ggml.unknown_token_id": np.uint32(0),
+        "tokenizer.ggml.bos_token_id": np.uint32(1),
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+    def definition(name, **more):
+        path = write(tmp_path / f"{name}.gguf", more=metadata | more)
+        made = Checkpoint(import_hf(path, tmp_path / name))
+        return json.loads(made.read_file("tokenizer/tokenizer.json"))
+
+    content = definition("default")
+    model = content["model"]
+    assert model["merges"] == [["b", "c"], ["ab", "c"], ["a", "bc"], ["a", "b"]]
+    assert (model["unk_token"], model["byte_fallback"]) == ("<u>", True)
+    assert content["post_processor"] is None
+    assert len(content["added_tokens"]) == VOCAB - len(scores)
+    steps = [step["type"] for step in content["normalizer"]["normalizers"]]
+    assert steps == ["Prepend", "Replace"]
+    assert content["decoder"]["decoders"][-1]["type"] == "Strip"
+    content = definition("plain", **{"tokenizer.ggml.add_space_prefix": False})
+    assert [step["type"] for step in content["normalizer"]["normalizers"]] == ["Replace"]
+    assert content["decoder"]["decoders"][-1]["type"] == "Fuse"
+
+
 EXPERTS = {"expert_count": np.uint32(8)}
 WRONG = {
     "expert_count is 8": {"llama": EXPERTS},
@@ -334,10 +373,20 @@ WRONG = {
     r"no row uses tensor 'blk.2.attn_norm.weight'": {
         "weights": tensors() | {"blk.2.attn_norm.weight": np.ones(HIDDEN, np.float32)}
     },
-    "architecture 'falcon'; supported architectures of GGUF files are llama": {"name": "falcon"},
+    "architecture 'falcon'; supported architectures of GGUF files are gemma3, llama": {
+        "name": "falcon"
+    },
     "one of 3 parts; join them": {"more": {"split.count": np.uint32(3)}},
     "no metadata 'tokenizer.ggml.model'": {"tokenizer": False},
     "the tokenizer is of kind 'bert'": {"more": {"tokenizer.ggml.model": "bert"}},
+    "no metadata 'tokenizer.ggml.scores'": {"more": {"tokenizer.ggml.model": "llama"}},
+    "40 tokens but 2 scores": {"more": SENTENCE_PIECE | {"tokenizer.ggml.scores": [0.0, 1.0]}},
+    "a token of 300 characters; the limit is 256": {
+        "more": SENTENCE_PIECE | {"tokenizer.ggml.tokens": ["a" * 300, *map(str, range(39))]}
+    },
+    "tokenizer.ggml.tokens is not a list of str values": {
+        "more": SENTENCE_PIECE | {"tokenizer.ggml.tokens": list(range(40))}
+    },
     r"pre 'smolm' \(nearest: 'smollm'\)": {"more": {"tokenizer.ggml.pre": "smolm"}},
     "bos_token_id is 99, but the vocabulary has 40 tokens": {
         "more": {"tokenizer.ggml.bos_token_id": np.uint32(99)}

@@ -55,6 +55,17 @@ class GGUFFile:
             raise CheckpointError(f"{self.path} has no metadata {key!r}: the model is incomplete")
         return self.get(key)
 
+    def listed(self, key: str, kind: type[T]) -> list[T]:
+        """Returns the value of a key that has to be a list of one type, such as ``str``.
+
+        Raises:
+            CheckpointError: The file does not have the key, or its value is another one.
+        """
+        value = self.require(key)
+        if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+            raise CheckpointError(f"{self.path}: {key} is not a list of {kind.__name__} values")
+        return value
+
     def keys(self) -> Iterator[str]:
         """Yields the metadata keys."""
         yield from self._reader.fields

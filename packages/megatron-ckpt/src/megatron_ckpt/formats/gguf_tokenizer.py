@@ -2,14 +2,16 @@
 
 `tokenizer.json` is written as plain data, so the library `tokenizers` is not needed. Byte-level BPE
 (``tokenizer.ggml.model`` is ``gpt2``) is supported, with the pre-tokenizers that models of the
-supported architectures use.
+supported architectures use, and the BPE of SentencePiece (``llama``).
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_ckpt.errors import CheckpointError, did_you_mean
 from megatron_ckpt.formats.gguf_file import GGUFFile
+from megatron_ckpt.formats.gguf_sentence_piece import sentence_piece_bpe
 
 _KEY = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
@@ -49,35 +51,21 @@ def tokenizer_files(file: GGUFFile) -> dict[str, bytes]:
     Raises:
         CheckpointError: The kind of tokenizer is not supported.
     """
-    kind = file.require(f"{_KEY}model")
-    if kind != "gpt2":
+    model = file.require(f"{_KEY}model")
+    if model not in _KINDS:
         raise CheckpointError(
-            f"{file.path}: the tokenizer is of kind {kind!r}; only byte-level BPE ('gpt2') is "
-            "supported in GGUF files; import the safetensors of the model"
+            f"{file.path}: the tokenizer is of kind {model!r}; only byte-level BPE ('gpt2') and "
+            "SentencePiece's BPE ('llama') are supported in GGUF files; import the safetensors of "
+            "the model"
         )
-    tokens: list[str] = file.require(f"{_KEY}tokens")
-    content = _byte_level_bpe(file, tokens)
-    settings = _settings(file, tokens)
-    content["post_processor"] = _post_processor(settings, tokens)
-    return {
-        "tokenizer.json": (json.dumps(content, ensure_ascii=False) + "\n").encode(),
-        "tokenizer_config.json": (
-            json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-        ).encode(),
-    }
-
-
-def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
-    pre = file.require(f"{_KEY}pre")
-    if pre not in _SPLITS:
-        raise CheckpointError(
-            f"{file.path}: unknown {_KEY}pre {pre!r}{did_you_mean(pre, _SPLITS)}; known are "
-            f"{', '.join(_SPLITS)}"
-        )
-    kinds: list[int] = file.get(f"{_KEY}token_type", [1] * len(tokens))
+    tokens = file.listed(f"{_KEY}tokens", str)
+    kinds = [1] * len(tokens)
+    if file.get(f"{_KEY}token_type") is not None:
+        kinds = file.listed(f"{_KEY}token_type", int)
     if len(kinds) != len(tokens):
         raise CheckpointError(f"{file.path} has {len(tokens)} tokens but {len(kinds)} token types")
-    return {
+    settings = _settings(file, tokens)
+    content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -86,8 +74,29 @@ def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
             for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
             if kind in (_CONTROL, _USER_DEFINED)
         ],
+        **_KINDS[model](file, tokens, kinds),
+    }
+    content["post_processor"] = _post_processor(settings, tokens) or content["post_processor"]
+    return {
+        "tokenizer.json": (json.dumps(content, ensure_ascii=False) + "\n").encode(),
+        "tokenizer_config.json": (
+            json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        ).encode(),
+    }
+
+
+def _byte_level_bpe(file: GGUFFile, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
+    """Returns the parts of ``tokenizer.json`` that determine how text is split."""
+    pre = file.require(f"{_KEY}pre")
+    if pre not in _SPLITS:
+        raise CheckpointError(
+            f"{file.path}: unknown {_KEY}pre {pre!r}{did_you_mean(pre, _SPLITS)}; known are "
+            f"{', '.join(_SPLITS)}"
+        )
+    return {
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": _SPLITS[pre]},
+        "post_processor": {**_BYTE_LEVEL, "use_regex": True},
         "decoder": {**_BYTE_LEVEL, "use_regex": True},
         "model": {
             "type": "BPE",
@@ -109,6 +118,9 @@ def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
     }
 
 
+_KINDS = {"gpt2": _byte_level_bpe, "llama": sentence_piece_bpe}
+
+
 def _added_token(number: int, token: str, kind: int) -> dict[str, Any]:
     return {
         "id": number,
@@ -116,7 +128,7 @@ def _added_token(number: int, token: str, kind: int) -> dict[str, Any]:
         "single_word": False,
         "lstrip": False,
         "rstrip": False,
-        "normalized": False,
+        "normalized": False,  # also those of spaces, which llama.cpp writes without their symbol
         "special": kind == _CONTROL,
     }
 
@@ -143,12 +155,12 @@ def _settings(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _post_processor(settings: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """Returns the post-processor, which adds tokens around a text if the file asks for it."""
+def _post_processor(settings: dict[str, Any], tokens: list[str]) -> dict[str, Any] | None:
+    """Returns the post-processor that adds tokens around a text, or None if the file adds none."""
     wanted = [role for role in ("bos", "eos") if settings.get(f"add_{role}_token")]
     around = {role: settings[f"{role}_token"] for role in wanted if f"{role}_token" in settings}
     if not around:
-        return {**_BYTE_LEVEL, "use_regex": True}
+        return None
 
     def piece(role: str) -> list[dict[str, Any]]:
         token = around.get(role)

@@ -9,7 +9,10 @@ from types import MappingProxyType
 from typing import Final
 
 from megatron_ckpt.formats.gguf_architectures.architecture import Architecture
+from megatron_ckpt.formats.gguf_architectures.gemma3 import GEMMA3
 from megatron_ckpt.formats.gguf_architectures.llama import LLAMA
 
-ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType({"llama": LLAMA})
+ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
+    {"gemma3": GEMMA3, "llama": LLAMA}
+)
 """Architectures by their name in the metadata ``general.architecture``."""
