@@ -30,21 +30,23 @@ def main() -> None:
         "--exponents", type=int, nargs="+", default=range(-12, -6), help="of learning rates 2^N"
     )
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512, 1024])
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     done = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
-    known = {(run["width"], run["mup"], run["lr"]) for run in done}
+    known = {(run["width"], run["mup"], run["lr"], run.get("seed", 0)) for run in done}
     for width in arguments.widths:
         for mup in (False, True):
             for lr in (2.0**exponent for exponent in arguments.exponents):
-                if (width, mup, lr) in known or (mup and width == BASE):
+                if (width, mup, lr, arguments.seed) in known or (mup and width == BASE):
                     continue  # at the base width both parametrizations are the same
                 start = time.process_time()
-                training = Training(model_config(width, mup=mup), size=SIZE, length=LENGTH)
-                loss = final_loss(training, lr, arguments.steps)
-                done.append(
-                    {"width": width, "mup": mup, "lr": lr, "steps": arguments.steps, "loss": loss}
+                training = Training(
+                    model_config(width, mup=mup), seed=arguments.seed, size=SIZE, length=LENGTH
                 )
+                run = {"width": width, "mup": mup, "lr": lr, "seed": arguments.seed}
+                loss = final_loss(training, lr, arguments.steps)
+                done.append({**run, "steps": arguments.steps, "loss": loss})
                 arguments.output.write_text(json.dumps(done, indent=1) + "\n")
                 print(f"{done[-1]} {time.process_time() - start:.0f} s", flush=True)
 
