@@ -254,7 +254,8 @@ GATHERED = DataParallelConfig(
 RECOMPUTE = {
     "": RecomputeConfig(),
     "selective": RecomputeConfig(
-        granularity="selective", modules=("core_attn", "mlp", "moe", "layernorm")
+        granularity="selective",
+        modules=("core_attn", "mlp", "moe", "layernorm", "mla_up_proj"),
     ),
     "uniform": RecomputeConfig(granularity="full", method="uniform", num_layers=2),
     "block": RecomputeConfig(granularity="full", method="block", num_layers=1),
@@ -599,6 +600,7 @@ CASES = (
     _case("latent", 2, "dropout", "selective", pp=2),
     _case("latent", 2, "dropout", cp=2),
     _case("latent", 2, "sp", "a2a", tp=2, cp=2),
+    _case("latent", 2, "sp", "dropout", "selective", tp=2, cp=2),
     _case("latent", 2, "dropout", "a2a+p2p", cp=4),
     _case("latent", 1, "sp", "dropout", "zero-bubble", tp=2, pp=2, dp=2),
     _case("latent", 1, "sp", "fsdp", tp=2, dp=2),

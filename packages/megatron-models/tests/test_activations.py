@@ -28,7 +28,7 @@ from megatron_parallel.recompute import count_saved_activations
 from torch.nn import functional
 
 S, B = 12, 3
-MODULES = ("core_attn", "mlp", "layernorm")
+MODULES = ("core_attn", "mlp", "layernorm", "mla_up_proj")
 SELECTIVE = [
     RecomputeConfig(),
     *(RecomputeConfig(granularity="selective", modules=(module,)) for module in MODULES),
@@ -89,7 +89,7 @@ def of_cpu(config: GPTConfig, dtype: torch.dtype, dropout: bool) -> SavedBytes:
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
 def test_every_term_equals_the_counted_bytes(config, dtype, dropout):
     config = replace(config, num_layers=2)
-    for plan in (SELECTIVE[0], SELECTIVE[-1]):
+    for plan in (SELECTIVE[0], *SELECTIVE[-2:]):
         found = counted(config, dtype, plan, dropout)
         last = {n.removeprefix("layers.1."): b for n, b in found.items() if "layers.1" in n}
         last["dropout"] = last.pop("layers.1", 0)

@@ -50,6 +50,32 @@ def test_recomputation_with_dropout_is_bit_identical(small, plan):
         assert saved.nbytes < everything.nbytes
 
 
+@pytest.mark.parametrize("queries", [0, 14], ids=["direct queries", "latent queries"])
+@pytest.mark.parametrize("others", [(), ("core_attn",), ("layernorm",), ("core_attn", "layernorm")])
+def test_queries_keys_and_values_are_projected_again_from_latents(small, others, queries):
+    """Compares results bit by bit, and bytes with those of the same plan without the module."""
+    config = small(
+        num_layers=3,
+        multi_latent_attention=True,
+        position_embedding_type="rope",
+        qk_layernorm=True,
+        q_lora_rank=queries,
+        kv_lora_rank=10,
+        qk_head_dim=6,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=8,
+    )
+    kept_all, everything = trained(config, RecomputeConfig())
+    before = everything
+    if others:
+        _, before = trained(config, RecomputeConfig(granularity="selective", modules=others))
+    plan = RecomputeConfig(granularity="selective", modules=("mla_up_proj", *others))
+    recomputed, saved = trained(config, plan)
+    for ours, truth in zip(recomputed, kept_all, strict=True):
+        assert torch.equal(ours, truth)
+    assert saved.nbytes < before.nbytes
+
+
 def of_layers(config, plan):
     """Returns the bytes that the layers of a model save, without embedding and loss."""
     model = GPT(config, Placement(Mesh.single(), recompute=plan))

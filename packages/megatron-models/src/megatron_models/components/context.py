@@ -1,6 +1,7 @@
 """State that all layers of one forward pass share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -9,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
 from megatron_parallel import AuxiliaryLosses, RecomputeConfig
 from megatron_parallel.pipeline import PassInterleaver
-from megatron_parallel.recompute import activation_checkpoint, discard_output
+from megatron_parallel.recompute import activation_checkpoint, discard_output, discard_outputs
 from torch import Tensor
 
 from megatron_models.cache import KVCache
@@ -110,6 +111,18 @@ class Context:
         if self.recompute.selects(module):
             return activation_checkpoint(function, *inputs)
         return function(*inputs)
+
+    def maybe_discard(
+        self,
+        module: str,
+        outputs: Sequence[Float[Tensor, "..."]],
+        recompute: Callable[..., Sequence[Tensor]],
+        *inputs: Float[Tensor, "..."],
+    ) -> AbstractContextManager[None]:
+        """Returns a context that saves ``inputs`` for ``outputs`` if ``module`` is recomputed."""
+        if self.recompute.selects(module):
+            return discard_outputs(outputs, recompute, *inputs)
+        return nullcontext()
 
     def apply_norm(
         self,

@@ -1,5 +1,6 @@
 from .checkpointing import activation_checkpoint as activation_checkpoint
 from .checkpointing import discard_output as discard_output
+from .checkpointing import discard_outputs as discard_outputs
 from .config import RECOMPUTED_MODULES as RECOMPUTED_MODULES
 from .config import LayerGroup as LayerGroup
 from .config import RecomputeConfig as RecomputeConfig

@@ -9,7 +9,7 @@ axis. The recomputation stops as soon as it has all tensors that autograd needs,
 (the last reduction of a layer, for instance) are not repeated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -58,25 +58,50 @@ def discard_output(y: Float[Tensor, "..."], recompute: Callable[[], Tensor]) -> 
         y: The tensor: contiguous, in memory of its own. Views of it are discarded, too.
         recompute: Returns `y` again, without gradients; the inputs that it uses stay alive.
     """
+    with discard_outputs((y,), lambda: (recompute(),)):
+        yield
+
+
+@contextmanager
+def discard_outputs(
+    outputs: Sequence[Float[Tensor, "..."]],
+    recompute: Callable[..., Sequence[Tensor]],
+    *inputs: Float[Tensor, "..."],
+) -> Iterator[None]:
+    """Discards several tensors, as `discard_output` does; one recomputation returns all of them.
+
+    Args:
+        outputs: The tensors: contiguous, each in memory of its own.
+        recompute: Returns them again from `inputs`, without gradients.
+        *inputs: Its arguments, which are saved as operations outside the block save theirs.
+    """
     if not torch.is_grad_enabled():
         yield
         return
     outer = _compat.active_saved_tensors_hooks()
     put, take = outer or (lambda t: t.detach(), lambda t: t)
-    storage = y.untyped_storage()._cdata
+    held = [put(t) for t in inputs]
+    number_of = {t.untyped_storage()._cdata: number for number, t in enumerate(outputs)}
+    ready: dict[int, Tensor] = {}
+    discarded = set[int]()
 
     def pack(t: Tensor) -> Any:
-        if t.untyped_storage()._cdata == storage:
-            return None, (t.shape, t.stride(), t.storage_offset())
-        return put(t), None
+        number = number_of.get(t.untyped_storage()._cdata)
+        if number is None:
+            return put(t), None
+        discarded.add(number)
+        return number, (t.shape, t.stride(), t.storage_offset())
 
     def unpack(packed: Any) -> Tensor:
         other, view = packed
         if view is None:
             saved: Tensor = take(other)
             return saved
-        with torch.no_grad():
-            return recompute().as_strided(*view)
+        if other not in ready:
+            with torch.no_grad():
+                found = recompute(*map(take, held))
+            ready.update((number, found[number]) for number in discarded)
+        return ready.pop(other).as_strided(*view)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

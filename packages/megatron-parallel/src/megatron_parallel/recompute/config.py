@@ -15,7 +15,7 @@ from megatron_parallel.mesh.layout import ParallelLayout
 Granularity = Literal["selective", "full"]
 Method = Literal["uniform", "block"]
 
-RECOMPUTED_MODULES: Final = ("core_attn", "mlp", "moe", "layernorm")
+RECOMPUTED_MODULES: Final = ("core_attn", "mlp", "moe", "layernorm", "mla_up_proj")
 """Parts of a layer that selective recomputation supports.
 
 | module | what is saved |
@@ -24,6 +24,7 @@ RECOMPUTED_MODULES: Final = ("core_attn", "mlp", "moe", "layernorm")
 | `mlp` | the normalised input of the feed-forward layer |
 | `moe` | the same for a layer with experts; tokens are dispatched again, too |
 | `layernorm` | the input of each norm; its output is recomputed for the layer that reads it |
+| `mla_up_proj` | the latents of multi-latent attention; queries, keys and values are recomputed |
 """
 
 
@@ -110,10 +111,11 @@ class RecomputeConfig:
                 raise self._error(f"{{modules:name}} {module} is unknown: use {known}")
         if self.cpu_offloading_num_layers < 0:
             raise self._error("{cpu_offloading_num_layers} is negative: use 0 or more")
-        if self.cpu_offloading_num_layers and self.selects("layernorm"):
+        discards = self._discarding
+        if self.cpu_offloading_num_layers and discards:
             raise self._error(
-                "{cpu_offloading_num_layers:name} cannot offload what {modules:name} layernorm "
-                "saves: leave out one of them"
+                f"{{cpu_offloading_num_layers:name}} cannot offload what {{modules:name}} "
+                f"{discards} saves: leave out one of them"
             )
 
     def _refuse_what_is_about_whole_layers(self) -> None:
@@ -133,11 +135,16 @@ class RecomputeConfig:
     def hooks_field(self) -> str | None:
         """The field that needs hooks on saved tensors, which compiled code ignores; or None."""
         hooks = {
-            "modules": self.selects("layernorm"),
+            "modules": self._discarding is not None,
             "distribute_saved_activations": self.distribute_saved_activations,
             "cpu_offloading_num_layers": self.cpu_offloading_num_layers > 0,
         }
         return next((field for field, given in hooks.items() if given), None)
+
+    @property
+    def _discarding(self) -> str | None:
+        """The first selected module that discards tensors which other operations save, or None."""
+        return next((name for name in ("layernorm", "mla_up_proj") if self.selects(name)), None)
 
     def selects(self, module: str) -> bool:
         """Returns whether selective recomputation applies to a part of a layer."""

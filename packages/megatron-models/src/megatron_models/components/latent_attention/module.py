@@ -1,5 +1,7 @@
 """Multi-latent attention: latents, projections by head, rotary positions, attention."""
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from megatron_kernels import Scores, attention, rope
@@ -57,26 +59,36 @@ class LatentAttention(nn.Module):
         """
         cut = context.sequence_parallel
         cut = self.sequence_parallel if cut is None else cut
-        q = self._queries(x, context, cut)
+        query_latent = self._query_latent(x)
+        q = self._queries(query_latent, context, cut)
         latent, shared_key = self._latents(x, context, cut)
         seen = None if context.cache is None else self._cached(context, latent, shared_key)
         if seen is not None and context.offset > 0:
             y = self._absorbed(q, seen, context)
         else:
             k, v = self._keys_values(latent, shared_key, cut)
-            y = context.maybe_recompute("core_attn", lambda *t: self._attend(context, *t), q, k, v)
+
+            def project(query: Tensor, latent: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+                return self._queries(query, context, cut), *self._keys_values(latent, key, cut)
+
+            with context.maybe_discard(
+                "mla_up_proj", (q, k, v), project, query_latent, latent, shared_key
+            ):
+                y = context.maybe_recompute("core_attn", partial(self._attend, context), q, k, v)
         result: Tensor = self.out(y.flatten(2), sequence_parallel=cut)
         return result
 
-    def _queries(
-        self, x: Float[Tensor, "part b h"], context: Context, cut: bool
-    ) -> Float[Tensor, "s b n d"]:
-        """Returns the queries of this rank's heads."""
+    def _query_latent(self, x: Float[Tensor, "part b h"]) -> Float[Tensor, "part b r"]:
+        """Returns the latents of queries, or ``x`` if queries have none."""
         if self.q_down is not None:
             x = self.q_down(x)
-        if self.q_norm is not None:
-            x = self.q_norm(x)
-        q = getattr(self, self.q_name)(x, sequence_parallel=cut)
+        return x if self.q_norm is None else self.q_norm(x)
+
+    def _queries(
+        self, latent: Float[Tensor, "part b r"], context: Context, cut: bool
+    ) -> Float[Tensor, "s b n d"]:
+        """Returns the queries of this rank's heads."""
+        q = getattr(self, self.q_name)(latent, sequence_parallel=cut)
         plain, rotated = q.split(self.query_sizes, dim=-1)
         return torch.cat((plain, self._rotate(rotated, context)), -1)
 

@@ -129,17 +129,19 @@ class LatentAttentionSpec(LatentAttentionConfig, NormConfig, Mixer):
         once = not layer_pass.recompute.selects("core_attn")
         padded = self.v_head_dim < self.kv_channels and saved_bytes.pads_values
         padded = padded and not saved_bytes.per_score
-        core = 0
+        latents_only = layer_pass.recompute.selects("mla_up_proj")
+        projected = 0 if latents_only else 2 * keys + values
+        core = tokens * self.qk_pos_emb_head_dim * size * latents_only
         if once:
             per_row = saved_bytes.logsumexp + saved_bytes.per_score * length
-            core = tokens * heads * per_row + length**2 * saved_bytes.attention_mask
+            core += tokens * heads * per_row + length**2 * saved_bytes.attention_mask
             core += heads * length * saved_bytes.dropout_key_index
         if once and saved_bytes.qkv_copy:
             core += tokens * (2 * keys + values) * saved_bytes.qkv_copy
-        elif once and padded:
-            core += tokens * 4 * keys * size  # values and output as wide as keys
+        elif once and padded:  # values and output are as wide as keys
+            core += tokens * (2 if latents_only else 4) * keys * size
         else:
-            core += tokens * (2 * keys + values) * size
+            core += tokens * projected * size
         latent = size * layer_pass.stream_tokens
         if padded and heads == 1:  # the output is a view of the padded one
             values = 0 if once else keys
