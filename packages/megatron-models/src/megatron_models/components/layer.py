@@ -165,8 +165,11 @@ class TrunkSpec:
         found: Parameters = {}
         if self.embedding is not None:
             found |= prefixed("embedding", self.embedding.parameters(sequence_parallel))
+        known: dict[int, Parameters] = {}  # by layer: equal layers are one object
         for number, layer in self.layers.items():
-            found |= prefixed(f"layers.{number}", layer_parameters(layer, sequence_parallel))
+            if id(layer) not in known:
+                known[id(layer)] = layer_parameters(layer, sequence_parallel)
+            found |= prefixed(f"layers.{number}", known[id(layer)])
         if self.final_norm is not None:
             found |= prefixed("final_norm", self.final_norm.parameters(sequence_parallel))
         return found

@@ -4,6 +4,7 @@ Importing this module does not import torch.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, Literal, get_args
 
 from megatron_parallel.nearest import nearest_divisors, nearest_multiples
@@ -280,7 +281,7 @@ class AttentionConfig(RotaryConfig):
                 vars(self),
             )
 
-    @property
+    @cached_property
     def windowed_layers(self) -> tuple[bool, ...]:
         """Whether each layer has the window or the chunks.
 

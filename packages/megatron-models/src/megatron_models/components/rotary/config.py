@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, Literal, get_args
 
 from megatron_kernels import (
@@ -240,7 +241,7 @@ class RotaryConfig(PositionConfig):
                 found[entry.name] = why
         return found
 
-    @property
+    @cached_property
     def unrotated_layers(self) -> tuple[bool, ...]:
         """For each layer, whether it has no rotary positions although the model has."""
         text = self.no_rope_freq.strip()

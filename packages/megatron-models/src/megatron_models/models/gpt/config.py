@@ -12,7 +12,7 @@ from megatron_models.components.multi_token.spec import MultiTokenSpec
 from megatron_models.components.norm.spec import NormSpec
 from megatron_models.models.gpt.fields import GPTFields
 from megatron_models.models.gpt.layers import (
-    different_layers,
+    first_alike,
     gpt_layer,
     gpt_layers,
     multi_token_layers,
@@ -36,7 +36,7 @@ class GPTConfig(GPTFields):
 
     def _check(self) -> None:
         super()._check()
-        for number in different_layers(self):
+        for number in sorted(set(first_alike(self))):
             gpt_layer(self, number)
 
     def trunks(self) -> dict[str, TrunkSpec]:

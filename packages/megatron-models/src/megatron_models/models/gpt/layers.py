@@ -23,19 +23,25 @@ from megatron_models.models.gpt.fields import GPTFields
 def gpt_layers(config: GPTFields) -> dict[int, Layer]:
     """Returns the layers of a model by number. Equal layers are one object."""
     known: dict[Layer, Layer] = {}
-    layers = (gpt_layer(config, number) for number in range(config.num_layers))
-    return {number: known.setdefault(layer, layer) for number, layer in enumerate(layers)}
+    found = {}
+    for number in set(first := first_alike(config)):
+        layer = gpt_layer(config, number)
+        found[number] = known.setdefault(layer, layer)
+    return {number: found[alike] for number, alike in enumerate(first)}
 
 
-def different_layers(config: GPTFields) -> list[int]:
-    """Returns the first number of each layer that may differ from the others, for checks."""
-    if config.blocks:
-        return list(range(config.num_layers))
-    options = zip(config.windowed_layers, config.unrotated_layers, config.moe_layers, strict=True)
-    first: dict[tuple[bool, ...], int] = {}
-    for number, key in enumerate(options):
-        first.setdefault(key, number)
-    return list(first.values())
+def first_alike(config: GPTFields) -> list[int]:
+    """Returns for each layer the number of the first one with the same options.
+
+    Few layers of a model differ. So the cost of a check of all layers does not depend on their
+    number.
+    """
+    own = [repr(block) for block in config.blocks] or [""] * config.num_layers
+    options = zip(
+        config.windowed_layers, config.unrotated_layers, config.moe_layers, own, strict=True
+    )
+    first: dict[tuple[bool, bool, bool, str], int] = {}
+    return [first.setdefault(key, number) for number, key in enumerate(options)]
 
 
 def gpt_layer(config: GPTFields, number: int) -> Layer:
