@@ -10,6 +10,7 @@ from megatron_parallel.recompute import (
     activation_checkpoint,
     count_saved_activations,
     discard_output,
+    discard_outputs,
 )
 from torch import nn
 
@@ -111,6 +112,39 @@ def test_an_output_is_recomputed_for_its_reader_alone():
     again, x.grad = x.grad, None
     run(forget=False).backward()
     assert torch.equal(again, x.grad)
+
+
+def test_outputs_are_recomputed_together_from_inputs_that_outer_hooks_save():
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    linear = nn.Linear(8, 8).double()
+    calls = []
+
+    def project(rows):
+        calls.append(torch.is_grad_enabled())
+        y = linear(rows)
+        return y * 2, y + 3, y - 1  # operations that save nothing
+
+    def run():
+        h = x * 1.5
+        a, b, unread = project(h)
+        with discard_outputs((a, b, unread), project, h):
+            product = a * b
+        return product.sum() + unread.sum()
+
+    with count_saved_activations(linear) as kept:
+        loss = run()
+    # The matrix product saves its input, which is the input of the recomputation too.
+    assert kept.shapes == [(3, 8)]
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert calls == [True, False, False]  # once for both factors of each backward pass
+    y = linear(x * 1.5)
+    (truth,) = torch.autograd.grad((2 * y * (y + 3) + y - 1).sum(), x)
+    torch.testing.assert_close(first, truth, rtol=1e-12, atol=1e-12)
+    assert torch.equal(first, second)
+    with torch.no_grad():
+        run()
+    assert len(calls) == 4
 
 
 def test_every_activation_is_offloaded_once_and_reloaded_on_use():
