@@ -41,6 +41,7 @@ SAMPLE = {
     "pp2-mtp-dropout",
     "tp2·sp-mixed-dropout",
     "tp2·pp2-mup",
+    "tp3·selective·ep3·etp1·a2a-thirds-dropout",
 }
 FEW = 3
 """Number of steps of the sample, in which every planted defect is detected."""
@@ -77,6 +78,7 @@ DEFECT_SAMPLE = {
     "every depth is divided by the labels of the main loss",
     "later tokens are those of a rank's slice of the sequence",
     "the heads of every layer are numbered as if it had all",
+    "tokens that fill the last rank are routed",
     "the last stage forgets the learning rates of its widths",
 }
 
@@ -92,7 +94,7 @@ def one_thread():
 
 def test_the_cases_cover_every_feature():
     assert len(BY_TITLE) == len(CASES) >= 40
-    assert {case.layout.world_size for case in CASES} == {2, 4, 8}
+    assert {case.layout.world_size for case in CASES} == {2, 3, 4, 6, 8}
     assert {defect.case for defect in DEFECTS.values()} <= set(BY_TITLE)
     assert len(DEFECTS) >= 60
     assert set(BY_TITLE) >= SAMPLE | IN_FLOAT32 and set(DEFECTS) >= DEFECT_SAMPLE

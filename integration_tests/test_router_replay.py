@@ -137,9 +137,11 @@ def test_a_recomputation_replays_too(
 
 
 def test_layers_have_experts_of_their_own(worker_pool: WorkerPool) -> None:
-    """A replay off by one layer gives other losses."""
+    """A replay off by one layer gives other losses; that of the layers gives the same."""
     first = observed(Mesh.single(), MODEL, 1, None, {})
     shifted = {0: first.experts[1], 1: first.experts[0]}
     losses = observed(Mesh.single(), MODEL, 1, shifted, {}).losses
-    assert losses is not None and first.losses is not None
+    again = observed(Mesh.single(), MODEL, 1, first.experts, {}).losses
+    assert losses is not None and first.losses is not None and again is not None
     assert not torch.allclose(losses, first.losses)
+    assert torch.equal(again, first.losses)

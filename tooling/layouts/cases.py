@@ -85,6 +85,24 @@ MODELS["sinkhorn"] = replace(
     moe_apply_probs_on_input=True,
     init_method_std=0.1,
 )
+MODELS["choosing"] = replace(
+    MODELS["moe"],
+    moe_aux_loss_coeff=0.0,
+    moe_router_expert_choice=True,
+    moe_router_pre_softmax=True,
+    init_method_std=0.1,
+)
+MODELS["forced"] = replace(MODELS["moe"], moe_router_force_load_balancing=True)
+MODELS["thirds"] = replace(
+    MODELS["moe"],
+    hidden_size=36,
+    num_attention_heads=6,
+    num_query_groups=3,
+    kv_channels=6,
+    num_experts=6,
+    moe_shared_expert_intermediate_size=18,
+    init_method_std=0.1,
+)
 MODELS["step-loss"] = replace(
     MODELS["moe"], moe_aux_loss_coeff=0.0, moe_global_aux_loss_coeff=0.05, init_method_std=0.1
 )
@@ -198,8 +216,13 @@ biases in its experts, a shared expert, attention sinks and both losses of a rou
 `moe` with sigmoid scores and biases of experts, which are state, not parameters. `grouped` is
 `biased` with groups of experts, scaled weights and noise on the inputs of routers. `sinkhorn`
 selects experts by Sinkhorn's algorithm, and `step-loss` balances them over the micro-batches of a
-step. `scaled` is Gemma's kind: norms of each sublayer and head with gains of 1 + weight, GeGLU,
-multipliers and bounded logits. `parallel` is Falcon's kind: attention and feed-forward layer read
+step; data-parallel ranks count the selections of each other, so a layout with them cannot equal one
+rank (integration_tests/test_global_balancing.py). The experts of `choosing` select tokens; without
+dropout, equal tokens at the beginnings of documents would be chosen between by rounding. Those of
+`forced` get tokens in turn, by their index on a context-parallel rank, so a layout with such ranks
+is another model. `thirds` is `moe` for three ranks, which do not divide its tokens. `scaled` is
+Gemma's kind: norms of each sublayer and head with gains of 1 + weight, GeGLU, multipliers and
+bounded logits. `parallel` is Falcon's kind: attention and feed-forward layer read
 one normed input. `gated` has gates of the output of attention, linear biases by distance and
 chunks. `unrotated` is Llama 4's kind: norms of rotated queries and keys, and layers without rotary
 positions, whose queries grow with the position. The experts of `dropping` and `earliest` have a
@@ -217,6 +240,9 @@ Model = Literal[
     "biased",
     "grouped",
     "sinkhorn",
+    "choosing",
+    "forced",
+    "thirds",
     "step-loss",
     "dropping",
     "earliest",
@@ -553,6 +579,14 @@ CASES = (
     _case("grouped", 2, "sp", "alltoall", "selective", tp=2, dp=2, ep=2),
     _case("sinkhorn", 2, "sp", tp=2, dp=2, ep=2),
     _case("step-loss", 2, "sp", "uniform", tp=2, pp=2),
+    _case("choosing", 2, "sp", "alltoall", "dropout", tp=2, ep=2, etp=1),
+    _case("choosing", 2, "alltoall", "dropout", "selective", cp=2, dp=2, ep=2),
+    _case("choosing", 1, "dropout", tp=2, pp=2),
+    _case("forced", 2, "sp", "alltoall", tp=2, ep=2, etp=1),
+    _case("forced", 2, "dropout", tp=2, pp=2),
+    _case("thirds", 2, tp=3),
+    _case("thirds", 2, "alltoall", "dropout", "selective", tp=3, ep=3, etp=1),
+    _case("thirds", 1, "alltoall", "zero-bubble", tp=3, pp=2, ep=3, etp=1),
     _case("tied", 2, "sharded", "dropout", dp=4, dp_outer=2),
     _case("untied", 2, dp=4, dp_outer=2),
     _case("tied", 2, "fsdp", "dropout", dp=2),
@@ -642,4 +676,7 @@ CASES = (
     _case("moe-mtp", 1, "zero-bubble", "dropout", pp=2, dp=2, ep=2),
     _case("moe-mtp", 1, "sp", "alltoall", "sharded", tp=2, pp=4, ep=2, etp=1),
 )
-"""Layouts of 2, 4 and 8 ranks; the second argument is the number of samples in a micro-batch."""
+"""Layouts of 2, 4 and 8 ranks, and of 3 and 6, which do not divide the tokens of a micro-batch.
+
+The second argument is the number of samples in a micro-batch.
+"""

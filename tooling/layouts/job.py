@@ -175,6 +175,11 @@ def watch_routes(stages: Sequence[GPT], mesh: Mesh) -> Routes:
             if torch._C._current_graph_task_id() >= 0:
                 return  # recomputed in a backward pass
             number = next(numbers) * dp.size + dp.index
+            if SEQUENCE % tp.size:  # tokens are divided, not indices, and the last rank is filled
+                rows = len(routing.experts)
+                real, first = rows * tp.size // SEQUENCE * SEQUENCE, rows * tp.index
+                routes[layer, number, first] = routing.experts[: max(real - first, 0)]
+                return
             experts = routing.experts.view(len(own), -1, routing.experts.shape[1])
             slices = torch.tensor_split(experts, starts[1:])
             for start, part in zip(starts, slices, strict=True):
