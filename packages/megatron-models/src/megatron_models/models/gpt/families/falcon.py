@@ -3,8 +3,10 @@
 Almazrouei et al., 2023. The rows of ``query_key_value`` are grouped by key and value, as here.
 Models have one of three layers: one norm before both sublayers (7B), a norm before each
 (``new_decoder_architecture``, 40B and 180B), or attention before the feed-forward layer (1B).
-Positions are rotary or ALiBi. transformers rounds the biases of ALiBi to bfloat16, which changes
-those of more than 8 heads or of a number that is no power of two; here they are not rounded.
+Positions are rotary or ALiBi. In models of every dtype, transformers rounds the slopes of ALiBi and
+the positions of keys to bfloat16 before it multiplies them. This changes the slopes of more than 8
+heads or of a number that is no power of two, and gives neighbouring keys from position 256 on the
+same bias. Here nothing is rounded: biases depend on the distance of query and key only.
 """
 
 import reprlib
