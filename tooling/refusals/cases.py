@@ -289,6 +289,16 @@ BLOCK = {
         "mtp_loss_scaling_factor 0.3 has no effect without mtp_num_layers; set it to 1 or more",
         {"mtp_num_layers": 1},
     ),
+    "a base width without its parametrization": Case(
+        {"mup_base_hidden_size": 12},
+        "mup_base_hidden_size 12 has no effect without use_mup; leave it out",
+        _absent(mup_base_hidden_size=None),
+    ),
+    "a power of scores above 2": Case(
+        {"use_mup": True, "mup_attn_scale_power": 3.0},
+        "mup_attn_scale_power is 3.0, more than 2; use 2 or less",
+        {"mup_attn_scale_power": 2.0},
+    ),
 }
 
 ROUTER = {

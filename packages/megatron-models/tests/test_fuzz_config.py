@@ -40,7 +40,10 @@ def test_model_records(fuzz_count):
         if config.num_layers < 1000:
             parameter_shapes(config)
 
-    seeds = [config.to_json().encode() for config in (plain, sparse)]
+    latent = {"multi_latent_attention": True, "position_embedding_type": "rope", "use_mup": True}
+    latent |= {"rope_scaling_type": "yarn", "rope_scaling_original_length": 8}
+    wide = GPTConfig(num_layers=2, max_position_embeddings=16, **sizes, **latent)
+    seeds = [config.to_json().encode() for config in (plain, sparse, wide)]
     fuzz(read, seeds, ConfigError, count=fuzz_count, mutate=mutate_json)
 
 

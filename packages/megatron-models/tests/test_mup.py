@@ -129,6 +129,7 @@ def test_a_family_exports_the_factors_or_refuses_them() -> None:
         ({"mup_attn_scale_power": 0.5}, "mup_attn_scale_power 0.5 has no effect without use_mup"),
         ({**MUP, "mup_base_hidden_size": -1}, "mup_base_hidden_size must be a positive number"),
         ({**MUP, "mup_base_head_dim": -1.0}, "mup_base_head_dim must be a number of at least 0"),
+        ({**MUP, "mup_attn_scale_power": 1e300}, "mup_attn_scale_power is 1e.300, more than 2"),
         (
             {
                 **MUP,

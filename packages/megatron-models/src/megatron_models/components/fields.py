@@ -44,7 +44,7 @@ def flag(
         positive: The value must be finite and above 0.
         nonnegative: The value must be finite and at least 0.
         derived: 0 stands for a value that is derived from other fields.
-        maximum: The largest integer allowed.
+        maximum: The largest number allowed.
         no_effect: The value has no effect on what a model computes, such as weights of training
             losses or padding in memory. A family need not express it.
         objective: The value affects training losses only. A checkpoint's weights work with any
@@ -171,8 +171,8 @@ def _check_type(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> Non
 def _check_range(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> None:
     """Refuses integers and sizes outside their range."""
     name, value, checks = entry.name, getattr(config, entry.name), entry.metadata
-    largest = checks.get("maximum", _LARGEST)
-    if entry.type is int and value > largest:
+    largest = checks.get("maximum", _LARGEST if entry.type is int else math.inf)
+    if entry.type in (int, float) and value > largest:
         raise ConfigError(
             f"{{{name}:name}} is {{{name}:repr}}, more than {largest}; use {largest} or less",
             vars(config),

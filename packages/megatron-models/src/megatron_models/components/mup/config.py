@@ -69,6 +69,7 @@ class MupConfig(HeterogeneousConfig, LatentAttentionConfig, OutputConfig):
             "power of kv_channels that attention scores are divided by: 1 with maximal update "
             "parametrization, 0.5 without",
             nonnegative=True,
+            maximum=2,
             no_effect=True,
         ),
     )
