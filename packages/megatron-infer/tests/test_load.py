@@ -254,6 +254,29 @@ def test_a_model_record_allocates_no_memory_without_tensors(save: Save, tmp_path
         load_model(tmp_path / "run")
 
 
+def test_a_model_whose_experts_choose_tokens_is_refused_before_its_weights_are_read(
+    save: Save, tmp_path: Path
+) -> None:
+    choice = {"num_experts": 4, "moe_router_expert_choice": True, "moe_router_pre_softmax": True}
+    save(config={**KINDS_GPT2, **choice, "hidden_size": 32, "num_layers": 2})
+    with pytest.raises(InferError, match="cannot generate: moe_router_expert_choice lets experts"):
+        load_model(tmp_path / "run")
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(
+    save: Save, tmp_path: Path, worker_pool: WorkerPool
+) -> None:
+    save()
+
+    def load(mesh: Mesh) -> str:
+        with pytest.raises(LayoutError) as caught:
+            load_model(tmp_path / "run", mesh=mesh)
+        return str(caught.value)
+
+    for message in worker_pool.run_mesh(ParallelLayout(tp=3, dp=1), load):
+        assert "tp 3 cannot cut num_attention_heads" in message and "use tp " in message
+
+
 def test_a_checkpoint_without_a_tokenizer_takes_token_ids(save: Save, tmp_path: Path) -> None:
     model = save(tokenizer=None)
     loaded = load_model(tmp_path / "run", tokenizer=None)

@@ -16,6 +16,7 @@ import torch
 from megatron_ckpt import Checkpoint, ForeignModel, ModelRecord, find_checkpoint, is_foreign_model
 from megatron_data import DataError, Tokenizer, load_tokenizer
 from megatron_models import (
+    ConfigError,
     DecodingModel,
     ModelConfig,
     ModelKind,
@@ -24,7 +25,7 @@ from megatron_models import (
     find_kind,
     stored_shapes,
 )
-from megatron_parallel import Mesh, View, collect_shardings, parameter_views
+from megatron_parallel import LayoutError, Mesh, View, collect_shardings, parameter_views
 from megatron_parallel.memory import is_out_of_memory
 
 from megatron_infer.engine.generate import stop_tokens
@@ -135,7 +136,7 @@ def load_model(
     Raises:
         CheckpointError: There is no such checkpoint or model, or it is damaged.
         InferError: The checkpoint has no record of its model, no tokenizer or a tokenizer that does
-            not match; or memory is too small.
+            not match; the model cannot decode; or memory is too small.
         LayoutError: The model cannot be sharded in this layout, or ranks found different
             checkpoints.
     """
@@ -146,6 +147,7 @@ def load_model(
         raise InferError(f"{source.path} has no record of its model; save it with a model record")
     kind = _decoding_kind(source, source.model)
     config = config_of(source.model)
+    _check_decoding(source, config, mesh)
     vocabulary = config.embedding.vocab_size
     if tokenizer == "stored":
         tokenizer = _open_tokenizer(source)
@@ -195,6 +197,17 @@ def _decoding_kind(source: Source, record: ModelRecord) -> ModelKind:
             f"{source.path} holds a model of kind {kind.name!r}, which does not generate text"
         )
     return kind
+
+
+def _check_decoding(source: Source, config: ModelConfig, mesh: Mesh) -> None:
+    """Refuses a model that cannot decode, or that the mesh cannot shard."""
+    if (refusal := config.unsupported_reason("decode")) is not None:
+        line = f"the model cannot generate: {refusal.setting} {refusal.reason}"
+        raise InferError(f"{source.path}: {ConfigError(line, vars(config))}")
+    try:
+        config.check_layout(mesh.layout)
+    except ConfigError as error:
+        raise LayoutError(f"{source.path}: {error}") from None
 
 
 def _empty_stages(

@@ -154,13 +154,15 @@ class LayerPass:
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
 
-Feature = Literal["compile", "split_backward", "fully_shard", "document_pool", "from_scratch"]
-"""A training feature that a component may not support: compilation, split backward passes, fully
-sharded parameters, a pool of ranks that share documents, or training from random weights."""
+Feature = Literal[
+    "compile", "split_backward", "fully_shard", "document_pool", "from_scratch", "decode"
+]
+"""What a component may not support: compilation, split backward passes, fully sharded parameters, a
+pool of ranks that share documents, training from random weights, or decoding with a cache."""
 
 
 class UnsupportedFeature(NamedTuple):
-    """Why a component does not support a training feature.
+    """Why a component does not support a feature.
 
     Attributes:
         setting: The configuration field that causes it, in braces.

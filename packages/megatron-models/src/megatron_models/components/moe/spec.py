@@ -45,6 +45,7 @@ _REFUSED: Final[Mapping[Feature, str]] = {
     "compile": "the number of tokens of an expert changes from step to step; leave one out",
     "document_pool": "routers balance experts over micro-batches of whole samples",
 }
+_CHOOSES_LATER_TOKENS: Final = "lets experts select among later tokens too; use another router"
 _NO_ROUTER_GRADIENT: Final = (
     "gives the router no gradient of the loss, since the weight of the only expert is always 1; "
     "add {moe_router_pre_softmax:name}"
@@ -229,6 +230,10 @@ class MoESpec(MoEConfig, Mixer):
             if not one or not (self.softmax_of_selected or self.normalizes_weights):
                 return None
             return UnsupportedFeature("{moe_router_topk}", _NO_ROUTER_GRADIENT)
+        if feature == "decode":
+            if not self.moe_router_expert_choice:
+                return None
+            return UnsupportedFeature("{moe_router_expert_choice:name}", _CHOOSES_LATER_TOKENS)
         why = _REFUSED.get(feature)
         return None if why is None else UnsupportedFeature("{num_experts:name}", why)
 
