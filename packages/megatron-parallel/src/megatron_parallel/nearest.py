@@ -31,4 +31,4 @@ def nearest_divisors(whole: int, number: int) -> str:
 def divisors(whole: int) -> list[int]:
     """Returns the divisors of a positive number, in any order."""
     small = [each for each in range(1, isqrt(whole) + 1) if whole % each == 0]
-    return [*small, *(whole // each for each in small)]
+    return [*small, *(whole // each for each in small if each * each != whole)]
