@@ -320,7 +320,7 @@ def _add(group: Any, option: Option) -> None:
         )
         return
     metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else _metavar(option)
-    if len(metavar) > _LONGEST_CHOICES:
+    if len(metavar) * (1 + option.repeated) > _LONGEST_CHOICES:  # argparse shows it twice
         metavar, text = "KIND", f"{', '.join(map(str, option.choices))}: {text}"
     group.add_argument(
         option.flag, nargs="+" if option.repeated else None, metavar=metavar, help=text, **keep
