@@ -90,11 +90,13 @@ def main() -> int:
             except Exception as error:  # noqa: BLE001 - one failure must not end an hour of proofs
                 failed.append(f"{row.title}: {error}")
     minutes = (time.monotonic() - started) / 60
-    text = f"Measured in {minutes:.1f} minutes with torch {torch.__version__} on Gloo."
+    torch_version = f"with torch {torch.__version__} on Gloo"
+    text = f"Measured in {minutes:.1f} minutes {torch_version}."
     if len(chosen) < len(every):
         for table in tables:
             table.rows = table.rows_of(page) | table.rows
-        text = f"{len(chosen)} of {len(every)} rows, the others before. {text}"
+        rows = f"{len(chosen)} of {len(every)} rows in {minutes:.1f} minutes"
+        text = f"Measured in several runs {torch_version}; the last one measured {rows}."
     text = f"{tables[0].text()}\n{tables[1].text()}\n{text}\n"
     return publish("layouts", text, failed, arguments.write)
 
