@@ -20,7 +20,9 @@ from megatron_parallel import (
     ParallelLayout,
     ParameterBuffers,
     Sharding,
+    TrainableParameters,
 )
+from megatron_parallel.data_parallel import ParameterShards
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.fully_sharded import _extra_axes
 from megatron_parallel.testing import WorkerError, WorkerPool
@@ -602,3 +604,15 @@ def test_a_late_gradient_is_refused_before_it_spoils_a_sum(worker_pool: WorkerPo
 
     with pytest.raises(WorkerError, match="pass last=True only to the last backward pass"):
         worker_pool.run_mesh(ParallelLayout(dp=2), careless)
+
+
+def test_shards_without_gradients_of_shards_are_refused(single: Mesh) -> None:
+    """A rank that updates shards cannot read the gradients that autograd leaves on parameters."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    table = {"weight": Sharding((2,))}
+    shards = [ParameterShards.__new__(ParameterShards)]  # refused before it is read
+    with pytest.raises(LayoutError, match="shards of parameters need shards of gradients: pass "):
+        TrainableParameters({"weight": weight}, table, single, shards=shards)
+    plain = TrainableParameters({"weight": weight}, table, single)
+    assert plain.gradients()["weight"] is weight.grad

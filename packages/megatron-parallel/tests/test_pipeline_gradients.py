@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_parallel import LayoutError, Mesh, ParallelLayout, Sharding
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, Sharding, TrainableChunks
 from megatron_parallel.pipeline import BackwardPass, ChunkGradients, PipelineEngine
 from megatron_parallel.testing import WorkerPool
 from torch import nn
@@ -73,6 +73,33 @@ def test_a_shared_parameter_is_reduced_after_the_last_pass_of_both_stages(
 ) -> None:
     found, _ = worker_pool.run_mesh(V2, shared_by_both_ends, split)
     assert found == [False, True, [[2.0, 2.0]]]
+
+
+class Weighted(nn.Linear):
+    """A linear layer with the sharding of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1, bias=False)
+        self.sharding = TABLE
+
+
+def sums_of_two_steps(mesh: Mesh) -> list[Any]:
+    """Returns the summed gradients of two steps; the input of a rank is its number plus 1."""
+    chunk = Weighted()
+    trainable = TrainableChunks([chunk], mesh)
+    found = []
+    for step in (1, 2):
+        with trainable.around_backward(BackwardPass(0, 0, last=True)):
+            chunk(torch.full((1, 2), step * (mesh.rank + 1.0))).sum().backward()
+        trainable.finish()
+        found.append(trainable.gradients()["weight"].tolist())
+        trainable.zero()
+    return found
+
+
+def test_chunks_have_the_gradients_of_all_ranks_after_finish(worker_pool: WorkerPool) -> None:
+    for found in worker_pool.run_mesh(ParallelLayout(dp=2), sums_of_two_steps):
+        assert found == [[[3.0, 3.0]], [[6.0, 6.0]]]
 
 
 def engine(mesh: Mesh, schedule: str) -> PipelineEngine:

@@ -178,6 +178,11 @@ def test_a_damaged_state_is_refused_in_one_line(make_trainer):
             made().load_state({**state, "iteration": wrong})
     with pytest.raises(TrainError, match="the saved state is damaged: 3 holds no 'sums'"):
         made().load_state({**state, "callbacks": {"log_line": 3}})
+    saved = state["callbacks"]["log_line"]
+    for wrong in (None, [1], ["x"], [[1.0]]):
+        counts = {**saved, "counts": {"layer": [1.0], "load": wrong}}
+        with pytest.raises(TrainError, match="is damaged: the counts of 'load' are "):
+            made().load_state({**state, "callbacks": {"log_line": counts}})
 
 
 def test_fuzzed_states_continue_or_are_refused(make_trainer, fuzz_count):

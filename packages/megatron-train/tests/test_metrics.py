@@ -16,7 +16,13 @@ from megatron_train.metrics.append_only_file import AppendOnlyFile
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.event_file import EventFile
 from megatron_train.metrics.lines import TrainingLine, evaluation_lines
-from megatron_train.metrics.peak import Peak, data_sheet_peak, device_peak, measured_peak
+from megatron_train.metrics.peak import (
+    Peak,
+    assumed_cpu_peak,
+    data_sheet_peak,
+    device_peak,
+    measured_peak,
+)
 from megatron_train.metrics.plot import plot_losses, running_mean
 from megatron_train.metrics.records import Records, RecordWriter, read_records
 from tensorboard.backend.event_processing import event_accumulator
@@ -97,6 +103,12 @@ def test_a_peak_is_measured_for_unlisted_gpus_but_not_for_a_cpu():
     assert peak is not None and peak.flops_per_second > 1e6
     assert peak.source == "measured 64x64 fp32 matrix product"
     assert device_peak(torch.device("cpu"), torch.float32) is None
+
+
+def test_the_assumed_peak_of_a_cpu_grows_with_its_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert assumed_cpu_peak(torch.float32).flops_per_second == 4 * 100e9
+    assert assumed_cpu_peak(torch.bfloat16).flops_per_second == 4 * 1000e9
 
 
 def test_a_measured_peak_is_that_of_the_fastest_of_five_products(monkeypatch):
