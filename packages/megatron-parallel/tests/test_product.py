@@ -1,6 +1,7 @@
 """Products of layers: gradients by autograd and by `dgrad` and `wgrad`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -224,6 +225,13 @@ def test_one_matrix_is_cut_like_the_weight_and_the_other_has_a_partial_gradient(
 def test_invalid_adapters_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(LayoutError, match=f"^{next(iter(settings))} "):
         LoRAConfig(**settings)
+
+
+def test_kinds_and_settings_of_products_cannot_be_changed() -> None:
+    """Several runs of a process share them."""
+    for shared, name in ((find_product("lora"), "name"), (LoRAConfig(), "rank")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(shared, name, "other")
 
 
 def test_products_are_found_by_name() -> None:
