@@ -27,7 +27,7 @@ ALLOWED = {
     "megatron-data": {"lazy_loader", "orjson"},
     "megatron-ckpt": {"lazy_loader"},
     # Compiled parts of PyYAML register their runtime as modules.
-    "megatron-train": {"lazy_loader", "orjson", "numpy", "yaml", "cython_runtime", "_cython_"},
+    "megatron-train": {"lazy_loader", "orjson", "yaml", "cython_runtime", "_cython_"},
     "megatron-infer": {"lazy_loader"},
     "megatron-kernels": {"lazy_loader"},
 }

@@ -18,7 +18,7 @@ from .build_sft import build_sft_datasets as build_sft_datasets
 from .conversation_lines import ConversationLines as ConversationLines
 from .conversation_lines import ConversationLinesDataset as ConversationLinesDataset
 from .fim import FillInTheMiddle as FillInTheMiddle
-from .fim import FIMConfig as FIMConfig
+from .fim_config import FIMConfig as FIMConfig
 from .gpt import GPTDataset as GPTDataset
 from .gpt import GPTDatasetConfig as GPTDatasetConfig
 from .gpt import TokenSource as TokenSource

@@ -9,77 +9,17 @@ and the second variant of SPM, with the options of Megatron's `--fim-data`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_data.datasets.fim_config import FIMConfig
 from megatron_data.errors import DataError
 from megatron_data.order.permutation import hash_integers
 from megatron_data.tokenizers.protocol import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_BYTES = 4  # bytes of a character in UTF-8
-
-
-@dataclass(frozen=True)
-class FIMConfig:
-    """Configuration of fill-in-the-middle.
-
-    Raises:
-        DataError: A rate is not between 0 and 1.
-    """
-
-    rate: float = field(
-        default=0.5,
-        metadata={"help": "fraction of documents that are rearranged", "flag": "--fim-rate"},
-    )
-    spm_rate: float = field(
-        default=0.5,
-        metadata={
-            "help": "fraction of the rearranged documents with the suffix first",
-            "flag": "--fim-spm-rate",
-        },
-    )
-    split_sample: str | None = field(
-        default=None,
-        metadata={
-            "help": "token between fragments, such as files, that are rearranged one by one",
-            "flag": "--fim-split-sample",
-        },
-    )
-    fragment_rate: float = field(
-        default=0.5,
-        metadata={
-            "help": "fraction of the fragments of a chosen document that are rearranged",
-            "flag": "--fim-fragment-rate",
-        },
-    )
-    no_prefix: str | None = field(
-        default=None,
-        metadata={
-            "help": "leave documents that begin with this text unchanged",
-            "flag": "--fim-no-prefix",
-        },
-    )
-    prefix_token: str = field(
-        default="<fim_prefix>",
-        metadata={"help": "token before the prefix", "flag": "--fim-prefix-token"},
-    )
-    middle_token: str = field(
-        default="<fim_middle>",
-        metadata={"help": "token before the middle", "flag": "--fim-middle-token"},
-    )
-    suffix_token: str = field(
-        default="<fim_suffix>",
-        metadata={"help": "token before the suffix", "flag": "--fim-suffix-token"},
-    )
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            rate = getattr(self, option.name)
-            if isinstance(rate, float | int) and not 0 <= rate <= 1:
-                raise DataError(f"{option.metadata['flag']} {rate} is not a rate; give 0 to 1")
 
 
 class FillInTheMiddle:

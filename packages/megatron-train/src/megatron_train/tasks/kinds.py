@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_data import Datasets, Tokenizer
-from megatron_data.datasets import Dataset
 from megatron_models.lookup import import_object
 from megatron_parallel.extensions import Section
 
 from megatron_train.config.run import RunConfig
 from megatron_train.tasks.registry import TASKS
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # datasets import numpy, which --help does not need
+    from megatron_data import Datasets, Tokenizer
+    from megatron_data.datasets import Dataset
     from torch import Tensor, nn
 
     from megatron_train.tasks.task import MicroBatch, Task
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class TaskData(Protocol):
     """The source of a run's samples."""
 
-    def datasets(self, sizes: Sequence[int]) -> Datasets:
+    def datasets(self, sizes: Sequence[int]) -> "Datasets":
         """Returns the datasets for training, validation and test.
 
         Args:
@@ -49,7 +49,7 @@ class TaskData(Protocol):
         checkpoint with different values is refused.
         """
 
-    def read(self, dataset: Dataset, samples: Sequence[int]) -> "Mapping[str, Tensor]":
+    def read(self, dataset: "Dataset", samples: Sequence[int]) -> "Mapping[str, Tensor]":
         """Reads samples by their numbers; the first dim of each field is the sample."""
 
     def micro_batch(self, fields: "Mapping[str, Tensor]") -> "MicroBatch":
@@ -91,7 +91,7 @@ class TaskKind:
         make: Callable[..., Task] = import_object(self.task, f"the task {self.name!r}")
         return make(run, stages, family)
 
-    def open_data(self, run: RunConfig, tokenizer: Tokenizer | None) -> TaskData:
+    def open_data(self, run: RunConfig, tokenizer: "Tokenizer | None") -> TaskData:
         """Returns the source of the run's samples."""
         make: Callable[..., TaskData] = import_object(
             self.data, f"the data of the task {self.name!r}"
