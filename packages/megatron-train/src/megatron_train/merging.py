@@ -1,13 +1,12 @@
 """Merges the parameters of products, such as adapters, into the weights of a checkpoint."""
 
 from pathlib import Path
-from typing import Any
 
-from megatron_ckpt import CheckpointStore, View, find_checkpoint
+from megatron_ckpt import find_checkpoint
 from megatron_models import config_of
 from torch import Tensor
 
-from megatron_train.config.from_checkpoint import TOKENIZER_FOLDER
+from megatron_train.derived_checkpoint import empty_store, read_weights, save_derived
 from megatron_train.errors import TrainError
 from megatron_train.product_record import build_recorded_products
 
@@ -32,18 +31,11 @@ def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
         LayoutError: The product of the checkpoint is not installed.
     """
     checkpoint = find_checkpoint(load)
-    store = CheckpointStore(Path(save))
-    if (other := store.latest_checkpoint()) is not None:
-        raise TrainError(
-            f"--save {save} already has a checkpoint ({other.path}); give a folder without "
-            "checkpoints"
-        )
+    store = empty_store(save)
     if checkpoint.model is None:
         raise TrainError(f"{checkpoint.path} has no record of its model; give another checkpoint")
     products = build_recorded_products(checkpoint.values().get("run"), checkpoint.path)
-    weights_by_name = {
-        n: checkpoint.read_tensor(n) for n, r in checkpoint.tensors.items() if r.group == "model"
-    }
+    weights_by_name = read_weights(checkpoint)
     merged_weights: dict[str, Tensor] = {}
     merged = set[str]()
     for name, spec in config_of(checkpoint.model).parameters().items():
@@ -63,9 +55,4 @@ def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
         for name, weight in weights_by_name.items()
         if name not in merged and name not in merged_weights
     }
-    weights_to_save = merged_weights | unchanged
-    state: dict[str, Any] = {name: [View.whole(t)] for name, t in weights_to_save.items()}
-    files: dict[str, bytes | Path] = {}
-    if any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in checkpoint.manifest.files):
-        files[TOKENIZER_FOLDER] = checkpoint.verified_folder(TOKENIZER_FOLDER)
-    return store.save(checkpoint.iteration, state, model=checkpoint.model, files=files)
+    return save_derived(store, checkpoint, merged_weights | unchanged, checkpoint.model)

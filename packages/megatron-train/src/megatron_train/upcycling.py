@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ckpt import CheckpointStore, ModelRecord, View, find_checkpoint, find_family
+from megatron_ckpt import ModelRecord, find_checkpoint, find_family
 from megatron_models import (
     ConfigError,
     expert_weight_sum,
@@ -14,9 +14,10 @@ from megatron_models import (
     upcycled_weights,
 )
 
-from megatron_train.config.from_checkpoint import TOKENIZER_FOLDER, model_of
+from megatron_train.config.from_checkpoint import model_of
 from megatron_train.config.options import flags_of
 from megatron_train.config.products import PLAIN
+from megatron_train.derived_checkpoint import empty_store, read_weights, save_derived
 from megatron_train.errors import TrainError
 from megatron_train.product_record import recorded_product
 
@@ -62,12 +63,7 @@ def upcycle_checkpoint(
         CheckpointError: The checkpoint cannot be read, or there is no such family.
     """
     checkpoint = find_checkpoint(load)
-    store = CheckpointStore(Path(save))
-    if (other := store.latest_checkpoint()) is not None:
-        raise TrainError(
-            f"--save {save} already has a checkpoint ({other.path}); give a folder without "
-            "checkpoints"
-        )
+    store = empty_store(save)
     dense = model_of(checkpoint, "--load")
     if (product := recorded_product(checkpoint.values().get("run"))) != PLAIN:
         raise TrainError(
@@ -87,15 +83,8 @@ def upcycle_checkpoint(
             f"--model-family {family}: models of this family have {'; '.join(differences)}; leave "
             "it out or change the model"
         )
-    weights = {
-        n: checkpoint.read_tensor(n) for n, r in checkpoint.tensors.items() if r.group == "model"
-    }
-    made = upcycled_weights(weights, config, granularity, seed)
-    state: dict[str, Any] = {name: [View.whole(weight)] for name, weight in made.items()}
-    files: dict[str, bytes | Path] = {}
-    if any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in checkpoint.manifest.files):
-        files[TOKENIZER_FOLDER] = checkpoint.verified_folder(TOKENIZER_FOLDER)
+    made = upcycled_weights(read_weights(checkpoint), config, granularity, seed)
     kept = None if differences else wanted
     record = ModelRecord(family=kept, **record_of(config))
-    path = store.save(checkpoint.iteration, state, model=record, files=files)
+    path = save_derived(store, checkpoint, made, record)
     return Upcycled(path, expert_weight_sum(config)[1], held if differences else None)

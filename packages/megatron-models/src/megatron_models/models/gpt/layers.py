@@ -22,12 +22,13 @@ from megatron_models.models.gpt.fields import GPTFields
 
 def gpt_layers(config: GPTFields) -> dict[int, Layer]:
     """Returns the layers of a model by number. Equal layers are one object."""
+    alike = first_alike(config)
     known: dict[Layer, Layer] = {}
-    found = {}
-    for number in set(first := first_alike(config)):
-        layer = gpt_layer(config, number)
-        found[number] = known.setdefault(layer, layer)
-    return {number: found[alike] for number, alike in enumerate(first)}
+    found: dict[int, Layer] = {}
+    for first in sorted(set(alike)):
+        layer = gpt_layer(config, first)
+        found[first] = known.setdefault(layer, layer)
+    return {number: found[first] for number, first in enumerate(alike)}
 
 
 def first_alike(config: GPTFields) -> list[int]:
