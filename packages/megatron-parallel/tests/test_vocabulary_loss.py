@@ -42,6 +42,13 @@ def labels() -> Tensor:
     return found.index_put((torch.tensor([2]), torch.tensor([1])), torch.tensor(IGNORE_INDEX))
 
 
+def set_bias(part: Tensor, mesh: Mesh) -> None:
+    """Fills this rank's part of a bias of the vocabulary, without the padding."""
+    whole, tp = nn.functional.pad(drawn(4, VOCAB), (0, PADDED - VOCAB)), mesh.axis("tp")
+    with torch.no_grad():
+        part.copy_(whole.chunk(tp.size)[tp.index])
+
+
 def step(
     mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str, softcap: float = 0.0
 ) -> dict[str, Any]:
@@ -51,7 +58,7 @@ def step(
         H,
         VOCAB,
         mesh,
-        bias=False,
+        bias=how == "biased",
         padded=PADDED,
         sequence_parallel=cut,
         init=Init("normal", 1.0),
@@ -61,6 +68,8 @@ def step(
     initialize_parameters(layer, seed=1, mesh=mesh)
     if how == "lora":
         nn.init.constant_(layer.lora_b, 0.5)
+    if layer.bias is not None:
+        set_bias(layer.bias, mesh)
     freeze_all_but_adapters([layer], [product])
     table = collect_shardings(layer)
     buffers = GradientBuffers(layer.named_parameters(), table, mesh, DataParallelConfig())
@@ -83,7 +92,7 @@ def step(
     return {"losses": losses.detach(), "x": x.grad, "gradients": gradients}
 
 
-@pytest.mark.parametrize("how", ["plain", "fused", "lora"])
+@pytest.mark.parametrize("how", ["plain", "biased", "fused", "lora"])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "smoothing", "softcap"), [(5, 0.0, 0.0), (4, 0.2, 0.7), (100, 0.0, 0.0)]
@@ -97,7 +106,7 @@ def test_linear_cross_entropy_on_ranks_equals_the_unfused_loss_of_one(
     cut: bool,
     how: str,
 ) -> None:
-    alone = "lora" if how == "lora" else "plain"
+    alone = "plain" if how == "fused" else how
     truth = step(single, UNFUSED_CROSS_ENTROPY, False, smoothing, alone, softcap)
     layout = ParallelLayout(tp=2, dp=1)
     found = worker_pool.run_mesh(
@@ -112,12 +121,16 @@ def test_linear_cross_entropy_on_ranks_equals_the_unfused_loss_of_one(
     close(torch.cat([r["x"] for r in found]) if cut else found[0]["x"], truth["x"])
 
 
-def test_the_unfused_loss_equals_torch(single: Mesh) -> None:
-    found = step(single, LinearCrossEntropy(3), False, 0.1, "plain")
+@pytest.mark.parametrize("how", ["plain", "biased"])
+def test_the_unfused_loss_equals_torch(single: Mesh, how: str) -> None:
+    found = step(single, LinearCrossEntropy(3), False, 0.1, how)
+    biased = how == "biased"
     layer = ColumnParallelLinear(
-        H, VOCAB, single, bias=False, init=Init("normal", 1.0), dtype=torch.float64
+        H, VOCAB, single, bias=biased, init=Init("normal", 1.0), dtype=torch.float64
     )
     initialize_parameters(layer, seed=1, mesh=single)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias).data += drawn(4, VOCAB)
     losses = nn.functional.cross_entropy(
         layer(drawn(1, S, B, H)).flatten(0, 1),
         labels().flatten(),
@@ -150,12 +163,6 @@ def test_logits_are_computed_for_one_slice_at_a_time(single: Mesh, loss: Any, ro
     assert largest.elements == max(rows * PADDED, PADDED * H)
 
 
-def test_what_cannot_be_is_refused(single: Mesh) -> None:
+def test_slices_without_tokens_are_refused() -> None:
     with pytest.raises(LayoutError, match="tokens_per_slice=0 is not a number of tokens"):
         LinearCrossEntropy(0)
-    layer = ColumnParallelLinear(H, VOCAB, single)
-    with pytest.raises(LayoutError, match="cannot have a bias"):
-        layer(
-            torch.zeros(1, 1, H),
-            loss=partial(UNFUSED_CROSS_ENTROPY, targets=labels(), true_vocab=VOCAB),
-        )

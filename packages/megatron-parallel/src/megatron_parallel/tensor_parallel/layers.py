@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_parallel.collectives.operations import reduce_from_axis, scatter_sequence
-from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.sharding import DEFAULT_INIT, Init, Sharding
@@ -125,18 +124,12 @@ class ColumnParallelLinear(nn.Module):
             sequence_parallel: Whether the input is cut in this call. Defaults to the setting of the
                 layer.
             loss: Function of input and layer, such as a `VocabularyLoss`, whose result is returned
-                instead of the output. Needs a layer without a bias.
-
-        Raises:
-            LayoutError: `loss` is given for a layer with a bias.
+                instead of the output. Needs outputs with one dim.
         """
         cut = _cut(self, sequence_parallel), self.num_slices
         if loss is not None:
-            if self.bias is not None:
-                raise LayoutError(
-                    "an output layer with a loss cannot have a bias: build it without one"
-                )
-            return loss(x, OutputLayer(product_weights(self), self.axis, *cut, self.product))
+            weights = product_weights(self)
+            return loss(x, OutputLayer(weights, self.axis, *cut, self.product, self.bias))
         return column_parallel_linear(
             x, self.weight, self.bias, self.axis, *cut, self.product, product_weights(self)[1:]
         )
@@ -362,6 +355,7 @@ class VocabParallelEmbedding(nn.Module):
         *,
         sequence_parallel: bool | None = None,
         loss: Callable[[Tensor, OutputLayer], Tensor] | None = None,
+        bias: Float[Tensor, " part"] | None = None,
     ) -> Float[Tensor, "..."]:
         """Returns this rank's part of the logits, as an output layer with tied weights, or a loss.
 
@@ -373,11 +367,12 @@ class VocabParallelEmbedding(nn.Module):
             sequence_parallel: Whether the input is cut in this call. Defaults to the setting of the
                 layer.
             loss: As for `ColumnParallelLinear`.
+            bias: This rank's part of a bias of the logits. Defaults to none.
         """
-        cut = _cut(self, sequence_parallel), num_slices
+        cut, product = (_cut(self, sequence_parallel), num_slices), self.product or PLAIN
         if loss is not None:
-            return loss(x, OutputLayer((self.weight,), self.axis, *cut, self.product or PLAIN))
-        return column_parallel_linear(x, self.weight, None, self.axis, *cut, self.product or PLAIN)
+            return loss(x, OutputLayer((self.weight,), self.axis, *cut, product, bias))
+        return column_parallel_linear(x, self.weight, bias, self.axis, *cut, product)
 
     def extra_repr(self) -> str:
         """Returns the global shape of the weight and how it is cut."""

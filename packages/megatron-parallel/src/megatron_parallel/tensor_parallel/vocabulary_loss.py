@@ -26,7 +26,7 @@ from megatron_parallel.tensor_parallel.product import Product, Weights, weight_g
 
 
 class OutputLayer(NamedTuple):
-    """A column-parallel output layer without a bias, as argument of a loss.
+    """A column-parallel output layer, as argument of a loss.
 
     Attributes:
         weights: This rank's part of the weights, see `Weights`.
@@ -34,6 +34,7 @@ class OutputLayer(NamedTuple):
         sequence_parallel: Whether the input is cut along dim 0.
         num_slices: As for `column_parallel_linear`.
         product: Product that the layer computes.
+        bias: This rank's part of the bias of the logits, `[vocabulary / n]`. Defaults to none.
     """
 
     weights: Weights
@@ -41,6 +42,7 @@ class OutputLayer(NamedTuple):
     sequence_parallel: bool
     num_slices: int
     product: Product
+    bias: Tensor | None = None
 
 
 @runtime_checkable
@@ -81,7 +83,7 @@ def unfused_cross_entropy(
     """Returns the losses, computed from the logits of all tokens."""
     weight, *added_weights = layer.weights
     options = layer.axis, layer.sequence_parallel, layer.num_slices, layer.product
-    logits = column_parallel_linear(x, weight, None, *options, tuple(added_weights))
+    logits = column_parallel_linear(x, weight, layer.bias, *options, tuple(added_weights))
     return vocab_parallel_cross_entropy(
         logits,
         targets,
@@ -132,7 +134,8 @@ class LinearCrossEntropy:
         options = _Options(
             layer, targets, true_vocab, label_smoothing, softcap, self.tokens_per_slice
         )
-        losses: Tensor = _LinearCrossEntropy.apply(x, *layer.weights, options)  # type: ignore[no-untyped-call]
+        inputs = (x, *layer.weights, layer.bias, options)
+        losses: Tensor = _LinearCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
         return losses
 
 
@@ -157,11 +160,17 @@ class _Options(NamedTuple):
             softcap=self.softcap,
         )
 
-    def gradient(self, rows: Tensor, weights: Weights, targets: Tensor, upstream: Tensor) -> Tensor:
+    def gradient(
+        self,
+        rows: Tensor,
+        bias: Tensor | None,
+        weights: Weights,
+        targets: Tensor,
+        upstream: Tensor,
+    ) -> Tensor:
         """Returns the gradient of the logits of one slice, computing the logits again."""
-        logits = self.layer.product.forward(
-            rows, weights
-        )  # without gradients, as in every backward pass
+        # Without gradients, as in every backward pass.
+        logits = self.layer.product.forward(rows, weights, bias)
         with torch.enable_grad():
             losses = self.losses(logits.requires_grad_(), targets)
         (found,) = torch.autograd.grad(losses, logits, upstream)
@@ -176,36 +185,39 @@ class _Options(NamedTuple):
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        *weights, options = rest
-        ctx.save_for_backward(x, *weights)
+        *weights, bias, options = rest
+        ctx.save_for_backward(x, *weights, bias)
         ctx.options = options
         slices = (
             torch.split(t, options.tokens_per_slice)
             for t in (options.rows(x), options.targets.flatten())
         )
         losses = [
-            options.losses(options.layer.product.forward(rows, weights), targets)
+            options.losses(options.layer.product.forward(rows, weights, bias), targets)
             for rows, targets in zip(*slices, strict=True)
         ]
         return torch.cat(losses).view(options.targets.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *weights, bias = ctx.saved_tensors
         options: _Options = ctx.options
         product, axis = options.layer.product, options.layer.axis
         needs_x, requests = _compat.gradient_wanted(ctx, 0), weight_gradient_requests(ctx, weights)
         whole = options.rows(x)
         dx = torch.empty_like(whole) if needs_x else None
+        dbias, needs_bias = None, _compat.gradient_wanted(ctx, 1 + len(weights))
         dweights: list[Tensor | None] = [None] * len(weights)
         split = (whole, options.targets.flatten(), grads[0].flatten())
         start = 0
         for rows, targets, upstream in zip(
             *(torch.split(t, options.tokens_per_slice) for t in split), strict=True
         ):
-            dlogits = options.gradient(rows, weights, targets, upstream)
+            dlogits = options.gradient(rows, bias, weights, targets, upstream)
             if dx is not None:
                 dx[start : start + len(rows)] = product.dgrad(dlogits, weights)
+            if needs_bias:
+                dbias = _added(dbias, dlogits.sum(0))
             if any(requests):
                 found = product.wgrad(dlogits, rows, weights, requests)
                 dweights = [_added(*pair) for pair in zip(dweights, found, strict=True)]
@@ -214,7 +226,7 @@ class _LinearCrossEntropy(Function):
         if dx is not None and axis.size > 1:
             summed = start_reduce_scatter if options.layer.sequence_parallel else start_all_reduce
             dx = summed(dx.view(-1, *x.shape[1:]), axis).wait()
-        return None if dx is None else dx.view(x.shape), *dweights, None
+        return None if dx is None else dx.view(x.shape), *dweights, dbias, None
 
 
 def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:

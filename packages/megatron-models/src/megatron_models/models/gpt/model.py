@@ -1,26 +1,18 @@
 """GPT: a decoder-only transformer, whole or as one pipeline stage."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
-import megatron_parallel
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import AuxiliaryLosses, Axis, Mesh, RecomputeConfig, initialize_parameters
-from megatron_parallel.context_parallel import ContextSplit, check_length
+from megatron_parallel import AuxiliaryLosses, Axis, Mesh
+from megatron_parallel.context_parallel import ContextSplit
 from megatron_parallel.pipeline import PassInterleaver
 from megatron_parallel.tensor_parallel import NUM_SLICES, ColumnParallelLinear, overlap_forward
-from torch import Tensor, device, nn
+from torch import Tensor, nn
 
 from megatron_models.cache import KVCache
-from megatron_models.components.attention.context_parallel import (
-    ContextParallel,
-    check_context_parallel,
-)
-from megatron_models.components.attention.span import EVERYTHING
-from megatron_models.components.context import Context
-from megatron_models.components.dropout import Dropout, StageDropout
+from megatron_models.components.dropout import Dropout
 from megatron_models.components.embedding.output import (
     Output,
     output_logits,
@@ -28,20 +20,23 @@ from megatron_models.components.embedding.output import (
     token_losses,
 )
 from megatron_models.components.embedding.spec import output_spec
-from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.moe.replay import RouterReplay
 from megatron_models.components.multi_token.module import MultiTokenPrediction
 from megatron_models.components.multi_token.tokens import FutureTokens
-from megatron_models.components.rotary.module import RotaryTables
-from megatron_models.components.trunk import Trunk
 from megatron_models.errors import ConfigError
 from megatron_models.models.causal_model import CausalModel
 from megatron_models.models.gpt.config import GPTConfig
+from megatron_models.models.trunk_model import (
+    PassOptions,
+    TrunkModel,
+    share_embeddings,
+    trunk_stage,
+)
 from megatron_models.placement import Placement
-from megatron_models.stages import StagePlan, plan_stage, sequence_shard_length
+from megatron_models.stages import plan_stage
 
 
-class GPT(Trunk, CausalModel):
+class GPT(TrunkModel, CausalModel):
     """A decoder-only transformer, cut over the tensor-parallel and pipeline axes of a mesh.
 
     On a mesh with ``pp=1`` it is the whole model. Otherwise it is one stage: the first stage has
@@ -77,6 +72,8 @@ class GPT(Trunk, CausalModel):
             ``cp_comm_type`` is unknown.
     """
 
+    config: GPTConfig
+
     def __init__(
         self,
         config: GPTConfig,
@@ -88,30 +85,15 @@ class GPT(Trunk, CausalModel):
     ) -> None:
         placement = Placement.resolve(placement)
         mesh = placement.mesh
-        placement.recompute.check(mesh.layout, sequence_parallel=placement.sequence_parallel)
-        cp_comm_type = check_context_parallel(
-            config.mixers, config.num_layers, mesh.layout, placement.cp_comm_type
-        )
         plan = plan_stage(config, mesh.layout, mesh.axis("pp").index, chunk, split)
-        stage = _of_stage(config, plan)
-        super().__init__(stage, placement)
-        self.config: GPTConfig = config
-        self.mesh, self.dtype = mesh, placement.dtype
-        self.recompute, self.vocabulary_loss = placement.recompute, placement.vocabulary_loss
-        self.sequence_parallel, self.sequence_parallel_size = (
-            placement.sequence_parallel,
-            placement.sequence_parallel_size,
-        )
-        self.cp = mesh.axis("cp")
-        # The layers of multi-token prediction communicate like the last of the model.
-        self.cp_comm_type = (*cp_comm_type, *cp_comm_type[-1:] * config.mtp_num_layers)
-        self.stage, self.first, self.last = plan.stage, plan.first, plan.last
         multi_token = config.multi_token() if plan.last else ()
-        parts = (stage, *(spec.trunk for spec in multi_token))
-        rotations = dict.fromkeys(rotation for part in parts for rotation in part.rotations())
-        self.rotary = RotaryTables(tuple(rotations), config.max_position_embeddings, placement)
-        self.reads_padding = any(mixer.reads_padding for part in parts for mixer in part.mixers)
-        self.spans = tuple(dict.fromkeys(span for part in parts for span in part.spans()))
+        stage = trunk_stage(
+            config.trunk(),
+            plan,
+            tied_output=config.output() is None,
+            embeds_again=config.mtp_num_layers > 0,
+        )
+        super().__init__(config, placement, plan, stage, [spec.trunk for spec in multi_token])
         self.output: ColumnParallelLinear | None = None
         if plan.last and config.output() is not None:
             self.output = placement.column_parallel_linear(output_spec(config))
@@ -120,30 +102,6 @@ class GPT(Trunk, CausalModel):
         overlap_forward(self, self.num_slices)
         if placement.resolved_device.type != "meta":
             self.initialize(seed)
-
-    def initialize(self, seed: int) -> None:
-        """Initializes every parameter, and computes the rotary tables."""
-        initialize_parameters(self, seed=seed, mesh=self.mesh)
-        self.rotary.reset()
-
-    def stage_output_spec(
-        self, batch_size: int, sequence_length: int
-    ) -> "megatron_parallel.TensorSpec":
-        """Returns shape and dtype of the output of a stage that is not the last.
-
-        Args:
-            batch_size: Sequences of the micro-batch.
-            sequence_length: Length of the whole sequence, in tokens.
-
-        Raises:
-            LayoutError: Context parallelism cannot cut the length.
-            ConfigError: Sequence parallelism cannot cut the length.
-        """
-        if self.cp.size > 1:
-            check_length(sequence_length, self.cp.size)
-        part = sequence_shard_length(sequence_length // self.cp.size, self.sequence_parallel_size)
-        # Looked up here, since it imports torch's pipelining and compiler, which takes seconds.
-        return megatron_parallel.TensorSpec((part, batch_size, self.config.hidden_size), self.dtype)
 
     def forward(  # type: ignore[override]
         self,
@@ -216,61 +174,18 @@ class GPT(Trunk, CausalModel):
                 other ranks; a later stage gets tokens or the first stage activations.
         """
         whole = cache is not None
-        length = self._sequence_length(x, whole)
-        offset = 0 if cache is None else cache.length
-        end = offset + length
-        mask = Mask() if mask is None else mask
-        parallel, masks = None, {}
-        of_parts = cp is not None and positions is not None
-        if whole and (cp is not None or split is not None):
-            raise ConfigError("cache and split exclude each other: decoding cuts no sequence")
-        cp = cp or self.cp
-        over_ranks = cp.size > 1 and not whole
-        if not of_parts:
-            self.config.check_sequence_length(length * cp.size if over_ranks else end)
-        if over_ranks:
-            split = self._split(split, length, cp, x.device)
-            own = split.indices[cp.index]
-            dropped = self._dropout(dropout, cache, own)
-            parallel = ContextParallel(self.mesh, cp, self.cp_comm_type, split, mask, dropped)
-            if positions is None:
-                positions = mask.positions
-                positions = own if positions is None else split.take(positions, cp.index)
-        else:
-            dropped = self._dropout(dropout, cache)
-            if positions is None and mask.query_positions is not None:
-                positions = mask.query_positions
-            elif positions is None and mask.positions is not None:
-                positions = mask.positions[:, offset:end]
-            masks = {
-                span: mask.narrowed(span.window, span.chunk).prepare(
-                    length, end, offset, device=x.device
-                )
-                for span in self.spans
-                if span != EVERYTHING
-            }
-            mask = mask.prepare(length, end, offset, device=x.device)
-        # Cached keys of one sequence need one rule of scaling, that of the longest sequence.
-        context_length = None if whole else length * cp.size
-        angles = self.rotary(length, offset, positions, context_length)
-        padding = self._padding(mask, offset, end, cp if over_ranks else None, split)
-        context = Context(
-            mask,
-            angles,
-            cache,
-            offset,
-            dropped,
-            parallel,
-            RecomputeConfig() if whole else self.recompute,  # recomputation would add keys twice
-            padding,
-            auxiliary_losses,
-            interleaver,
-            sequence_parallel=False if whole else None,
-            router_replay=router_replay,
-            masks=masks,
+        options = PassOptions(
             positions=positions,
+            dropout=dropout,
+            cache=cache,
+            split=split,
+            cp=cp,
+            auxiliary_losses=auxiliary_losses,
+            interleaver=interleaver,
+            router_replay=router_replay,
         )
-        x = super().forward(x, context, positions)
+        context = self.prepare(x, Mask() if mask is None else mask, options)
+        x = super().forward(x, context, context.positions)
         if not self.last:
             return x
         output, config, cut = self._output(), self.config, context.sequence_parallel
@@ -326,56 +241,6 @@ class GPT(Trunk, CausalModel):
             tokens, labels=labels, positions=positions, mask=mask, dropout=dropout, split=split
         )
 
-    def _padding(
-        self, mask: Mask, offset: int, end: int, cp: Axis | None, split: ContextSplit | None
-    ) -> Bool[Tensor, "s b"] | None:
-        """Returns which tokens are padding; None if the mask has none or no router reads it."""
-        if mask.document_ids is None or not self.reads_padding:
-            return None
-        if mask.query_document_ids is not None:
-            ids = mask.query_document_ids
-        elif split is not None and cp is not None:
-            ids = split.take(mask.document_ids, cp.index)
-        else:
-            ids = mask.document_ids[:, offset:end]
-        return (ids < 0).t()
-
-    def _sequence_length(self, x: Tensor, whole: bool) -> int:
-        """Returns the tokens of this tensor-parallel group, from tokens or activations."""
-        if x.is_floating_point() == self.first:
-            expected = "tokens [b, s]" if self.first else "activations [s, b, h]"
-            raise ConfigError(f"stage {self.stage} takes {expected}, not {x.dtype} {list(x.shape)}")
-        parts = 1 if whole else self.sequence_parallel_size
-        if self.first:
-            length = x.shape[1]
-            sequence_shard_length(length, parts)
-            return length
-        return x.shape[0] * parts
-
-    @staticmethod
-    def _split(split: ContextSplit | None, part: int, cp: Axis, on: device) -> ContextSplit:
-        """Returns the indices of each context-parallel rank; this rank holds `part` of them."""
-        ranks = cp.size
-        if split is None:
-            split = ContextSplit.zigzag(part * ranks, ranks, on)
-        if (split.ranks, split.local_length) != (ranks, part):
-            raise ConfigError(
-                f"{part} tokens on one of {ranks} context-parallel ranks do not fit a split "
-                f"into {split.ranks} parts of {split.local_length}"
-            )
-        return split
-
-    def _dropout(
-        self, dropout: Dropout | None, cache: KVCache | None, indices: Tensor | None = None
-    ) -> StageDropout | None:
-        if dropout is None:
-            return None
-        if cache is not None:
-            raise ConfigError("dropout and cache exclude each other: decoding has no dropout")
-        return StageDropout.from_dropout(
-            dropout, self.tp if self.sequence_parallel else None, indices
-        )
-
     def _output(self) -> Output:
         """Returns the output layer, or the token embeddings that it is tied to."""
         if self.output is not None:
@@ -401,30 +266,5 @@ def gpt_chunks(
     placement = Placement.resolve(placement)
     numbers = range(placement.mesh.layout.vpp)
     chunks = [GPT(config, placement, chunk=chunk, split=split, seed=seed) for chunk in numbers]
-    first, last = chunks[0], chunks[-1]
-    if first.first and not first.last and last.last and first.embedding and last.embedding:
-        last.embedding.word = first.embedding.word
-        if last.embedding.position is not None:
-            last.embedding.position = first.embedding.position
+    share_embeddings(chunks)
     return chunks
-
-
-def _of_stage(config: GPTConfig, plan: StagePlan) -> TrunkSpec:
-    """Returns one stage of the trunk.
-
-    The first and the last stage both hold a tied weight, and with multi-token prediction the whole
-    embedding.
-    """
-    trunk, tied, embeds_again = config.trunk(), config.output() is None, config.mtp_num_layers > 0
-    stage = trunk.stage(plan.layers, first=plan.first, last=plan.last)
-    on_last = tied or embeds_again
-    if trunk.embedding is None or not (plan.first or (plan.last and on_last)):
-        return stage
-    embedding = replace(
-        trunk.embedding,
-        is_output_weight=plan.last and tied,
-        tied_over_stages=on_last and plan.count > 1,
-        positions_tied_over_stages=embeds_again and plan.count > 1,
-        output_only=not (plan.first or embeds_again),
-    )
-    return replace(stage, embedding=embedding)
