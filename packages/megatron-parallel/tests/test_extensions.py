@@ -1,5 +1,8 @@
 """Extensions are found by name, and invalid ones are reported in one line."""
 
+import os
+import sys
+from importlib import metadata
 from importlib.metadata import EntryPoint
 
 import megatron_parallel.extensions as extensions
@@ -50,6 +53,30 @@ def test_all_objects_are_loaded_with_one_search(monkeypatch):
     monkeypatch.setattr(extensions, "entry_points", lambda group: searches.append(group) or [])
     assert list(products.load_instances(ProductKind)) == ["lora"]
     assert searches == [GROUP] * 2
+
+
+def test_installed_distributions_are_searched_again_only_after_a_change(tmp_path, monkeypatch):
+    def install(name):
+        folder = tmp_path / f"{name}-1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\n")
+        (folder / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = math:pi\n")
+
+    searches, search = [], metadata.entry_points
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda **which: searches.append(1) or search(**which)
+    )
+    install("square")
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(3):
+        assert list(SHAPES.entries()) == ["circle", "square"]
+    assert searches == [1]
+    install("triangle")
+    os.utime(tmp_path, (1, 1))  # also where the clock of the file system is coarse
+    assert list(SHAPES.entries()) == ["circle", "square", "triangle"]
+    assert searches == [1, 1]
+    sys.path.remove(str(tmp_path))
+    assert list(SHAPES.entries()) == ["circle"]
 
 
 def test_a_name_that_cannot_be_loaded_is_reported_in_one_line(bring):

@@ -6,10 +6,38 @@ for them. This module does not import torch.
 """
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib import metadata
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+
+def entry_points(group: str) -> EntryPoints:
+    """Returns the entry points of a group, of all installed distributions.
+
+    A search reads a file of every distribution, which takes milliseconds. It is repeated only after
+    the import path or one of its folders has changed, as on installation of a distribution.
+    """
+    return _entry_points(group, tuple((entry, _modified(entry)) for entry in sys.path))
+
+
+@lru_cache(maxsize=64)
+def _entry_points(group: str, path: tuple[tuple[str, int | None], ...]) -> EntryPoints:
+    """Returns the entry points of a group; ``path`` is the import path with times of change."""
+    del path
+    return metadata.entry_points(group=group)
+
+
+def _modified(entry: str) -> int | None:
+    """Returns the time of the last change of a folder, in nanoseconds; None if there is none."""
+    try:
+        return Path(entry).stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 class Named(Protocol):
