@@ -33,6 +33,10 @@ from .ops.rope.scaling import NtkScaling as NtkScaling
 from .ops.rope.scaling import RopeScaling as RopeScaling
 from .ops.rope.scaling import YarnScaling as YarnScaling
 from .ops.softmax.softmax import softmax as softmax
+from .ops.ssm.causal_conv import CausalConvOutput as CausalConvOutput
+from .ops.ssm.causal_conv import causal_conv as causal_conv
+from .ops.ssm.documents import DocumentNumbers as DocumentNumbers
+from .ops.ssm.documents import number_documents as number_documents
 from .registry import Backend as Backend
 from .registry import BackendChoice as BackendChoice
 from .registry import Op as Op

@@ -27,6 +27,7 @@ from megatron_kernels.ops.norm.rms_norm import rms_norm
 from megatron_kernels.ops.rope.frequencies import rope_frequencies, rope_tables
 from megatron_kernels.ops.rope.rope import rope
 from megatron_kernels.ops.softmax.softmax import softmax
+from megatron_kernels.ops.ssm.causal_conv import causal_conv
 from megatron_kernels.registry import Op
 
 
@@ -166,6 +167,23 @@ def _unpermute(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(len(order), 7), order, draw.normal(9, 2))
 
 
+def _some_documents(draw: InputGenerator) -> torch.Tensor:
+    """Returns ids of two sequences: three documents, and one that ends before the padding."""
+    return torch.tensor([[4] * 2 + [7] * 1 + [5] * 8, [0] * 8 + [-1] * 3], device=draw.device)
+
+
+def _causal_conv(
+    draw: InputGenerator, *, documents: bool = False, state: bool = False
+) -> tuple[Any, ...]:
+    return (
+        draw.normal(11, 2, 6),
+        draw.normal(6, 4),
+        draw.normal(6),
+        _some_documents(draw) if documents else None,
+        draw.normal(2, 3, 6) if state else None,
+    )
+
+
 CASES = (
     Case(layer_norm, "", partial(_norm, bias=True)),
     Case(layer_norm, "no bias", _norm_without_bias),
@@ -199,4 +217,7 @@ CASES = (
     Case(grouped_matmul, "one group", partial(_grouped, counts=(0, 0, 8))),
     Case(permute, "", _permute),
     Case(unpermute, "", _unpermute),
+    Case(causal_conv, "", _causal_conv),
+    Case(causal_conv, "state", partial(_causal_conv, state=True)),
+    Case(causal_conv, "documents and state", partial(_causal_conv, documents=True, state=True)),
 )

@@ -31,7 +31,7 @@ class Result:
         backend: Name of the backend.
         dtype: Dtype of the inputs.
         unsupported_reason: Why the backend does not support the case; None if it does.
-        error: Error of the output.
+        error: Largest error of the outputs.
         gradient_error: Largest error of the gradients.
     """
 
@@ -72,17 +72,29 @@ def check_backend(case: Case, backend: Backend, dtype: torch.dtype, device: torc
         return Result(name, case.label, backend.name, dtype, unsupported_reason, 0.0, 0.0)
     exact = tuple(_in_float64(value) for value in arguments)
     expected, actual = _run(reference, exact), _run(backend, arguments)
-    errors = [_deviation(a, e) for a, e in zip(actual, expected, strict=True)]
-    return Result(name, case.label, backend.name, dtype, None, errors[0], max(errors[1:]))
+    outputs, gradients = (
+        max(_deviation(a, e) for a, e in zip(found, known, strict=True))
+        for found, known in zip(actual, expected, strict=True)
+    )
+    return Result(name, case.label, backend.name, dtype, None, outputs, gradients)
 
 
-def _run(backend: Backend, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Returns the output, then the gradients of a weighted sum of the output."""
-    out: Tensor = backend.run(*arguments)
+def _run(
+    backend: Backend, arguments: tuple[Any, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Returns the outputs, and the gradients of a weighted sum of them."""
+    found = backend.run(*arguments)
+    outputs = found if isinstance(found, tuple) else (found,)
     leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
-    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64, device=out.device)
-    gradient = weights.reshape(out.shape).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+    weights = [_weights(out) for out in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, weights)
+    return tuple(out.detach() for out in outputs), gradients
+
+
+def _weights(out: Tensor) -> Tensor:
+    """Returns different weights for all elements of an output."""
+    steps = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64, device=out.device)
+    return steps.reshape(out.shape).to(out.dtype)
 
 
 def _in_float64(value: Any) -> Any:

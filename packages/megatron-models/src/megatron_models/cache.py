@@ -1,12 +1,12 @@
-"""Key/value caches for decoding.
+"""Caches for decoding: keys and values of attention, and the state of recurrent layers.
 
 A layer passes its new keys and values to the cache and gets a handle, which computes attention. The
-storage (a dense tensor, pages, quantized values) is private to the cache. State of another type,
-such as that of a recurrent layer, needs another protocol, which a cache may implement too.
+storage (a dense tensor, pages, quantized values) is private to the cache. A recurrent layer reads
+its state, and writes the state after the new tokens (`StateCache`).
 """
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -16,9 +16,12 @@ from megatron_kernels import PLAIN_SCORES, Mask, Scores, attention
 from megatron_parallel import Mesh
 from torch import Tensor
 
-from megatron_models.components.mixer import KVSpec
+from megatron_models.components.mixer import KVSpec, StateSpec, StateTensor
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
+
+State = Mapping[str, Float[Tensor, "b ..."]]
+"""Recurrent state of sequences by name, as a `StateSpec` describes it."""
 
 KeysValues = tuple[Float[Tensor, "t b g d"], Float[Tensor, "t b g d"]]
 """Keys and values of tokens, for this rank's query groups."""
@@ -92,6 +95,35 @@ class CrossKVCache(KVCache, Protocol):
         ...
 
 
+@runtime_checkable
+class StateCache(KVCache, Protocol):
+    """A cache that also stores the state of recurrent layers, one state for each sequence.
+
+    A state stands for all tokens of a sequence so far. It cannot be cut back to fewer tokens, and
+    sequences with a common prefix share it only if both have exactly its tokens.
+    """
+
+    def read_state(self, layer: int) -> State | None:
+        """Returns the state of the sequences of this pass before their new tokens.
+
+        It is zero for a sequence without earlier tokens. None means that no sequence has any.
+
+        Args:
+            layer: Number of the layer in the model.
+        """
+        ...
+
+    def write_state(self, layer: int, state: State, tokens: int) -> None:
+        """Stores the state after the new tokens.
+
+        Args:
+            layer: Number of the layer in the model.
+            state: State of each sequence of this pass.
+            tokens: Number of new tokens, including padding.
+        """
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class DenseKV:
     """A `KVHandle` of keys and values in two tensors, which may be views of a cache."""
@@ -145,8 +177,8 @@ class StaticKVCache:
         mesh: The model's mesh. Each tensor-parallel rank stores its own key/value heads.
         batch_size: Number of sequences.
         max_length: Capacity in tokens, at most the model's number of positions.
-        dtype: Dtype of keys and values.
-        device: Device of keys and values. Defaults to the mesh's device.
+        dtype: Dtype of keys, values and states; of a precise state at least float32.
+        device: Device of the memory. Defaults to the mesh's device.
         layers: Numbers of the cached layers, ``map(int, stage.layers)`` for a pipeline stage.
             Layers that cache nothing are skipped. Defaults to all. The decoder of an
             encoder-decoder counts from ``encoder_num_layers`` on.
@@ -188,12 +220,21 @@ class StaticKVCache:
                 max_length, batch_size, spec.groups, channels, dtype=dtype, device=where
             )
 
-        self._keys = {layer: store(known[layer], known[layer].key_channels) for layer in served}
-        self._values = {
-            layer: store(known[layer], known[layer].value_channels)
-            for layer in served
-            if not known[layer].values_in_keys
-        }
+        def state(tensor: StateTensor) -> Tensor:
+            wide = torch.promote_types(dtype, torch.float32) if tensor.precise else dtype
+            return torch.empty(batch_size, *tensor.shape, dtype=wide, device=where)
+
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._states: dict[int, dict[str, Tensor]] = {}
+        for layer in served:
+            spec = known[layer]
+            if isinstance(spec, StateSpec):
+                self._states[layer] = {name: state(tensor) for name, tensor in spec.tensors}
+                continue
+            self._keys[layer] = store(spec, spec.key_channels)
+            if not spec.values_in_keys:
+                self._values[layer] = store(spec, spec.value_channels)
         self._filled = dict.fromkeys(served, 0)
         self._encoded: dict[int, DenseKV] = {}
 
@@ -232,6 +273,20 @@ class StaticKVCache:
         self._keys[layer][new] = k
         return LatentKV(self._keys[layer][: new.stop], value_channels)
 
+    def read_state(self, layer: int) -> State | None:
+        """Returns the state of a layer, or None before the first tokens."""
+        return self._states[layer] if self._filled[layer] else None
+
+    def write_state(self, layer: int, state: State, tokens: int) -> None:
+        """Overwrites the state of a layer, as `StateCache` describes.
+
+        Raises:
+            ConfigError: The tokens are more than the positions of the cache.
+        """
+        self._next(layer, tokens)
+        for name, stored in self._states[layer].items():
+            stored.copy_(state[name])
+
     def _next(self, layer: int, count: int) -> slice:
         """Returns the indices of a layer's next ``count`` tokens, and counts them."""
         start = self._filled[layer]
@@ -259,7 +314,17 @@ class StaticKVCache:
         return self._encoded[layer]
 
     def truncate(self, length: int) -> None:
-        """Removes all positions from ``length`` on; 0 empties the cache for another batch."""
+        """Removes all positions from ``length`` on; 0 empties the cache for another batch.
+
+        Raises:
+            ConfigError: A layer has a state of more tokens, which cannot be cut back.
+        """
+        seen = max((self._filled[layer] for layer in self._states), default=0)
+        if 0 < length < seen:
+            raise ConfigError(
+                f"the state of a recurrent layer stands for {seen} tokens and cannot be cut back "
+                f"to {length}; use 0 and decode the sequence again"
+            )
         self._filled = {layer: min(filled, length) for layer, filled in self._filled.items()}
         if length == 0:
             self._encoded.clear()

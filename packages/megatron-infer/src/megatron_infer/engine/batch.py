@@ -1,10 +1,10 @@
 """Decoding of a batch of token sequences of different lengths.
 
 Prompts first run through the model (prefill), with shorter ones padded on the right, where a causal
-model does not attend. Every later step feeds the newest token of each running sequence. Each
-sequence starts at the beginning of its cache slot and ends independently. The result of a request
-therefore does not depend on the others in the batch, except for rounding in matrix products of
-another size.
+model does not attend. Padding does not enter the state of recurrent layers. Every later step feeds
+the newest token of each running sequence. Each sequence starts at the beginning of its cache slot
+and ends independently. The result of a request therefore does not depend on the others in the
+batch, except for rounding in matrix products of another size.
 
 All ranks of a sharded model run the same steps with the same tokens (`LocalStages`). The rank with
 the last stage chooses the next tokens and broadcasts them.
@@ -209,7 +209,18 @@ class Batch:
             None if self._scoring else self._ends(new).unsqueeze(-1),
             source,
             source_padding,
+            self._padding(new, width),
         )
+
+    def _padding(
+        self, tokens: Sequence[Sequence[int]], width: int
+    ) -> Bool[Tensor, "rows width"] | None:
+        """Returns which new tokens are padding; None if all rows have as many."""
+        lengths = [len(row) for row in tokens]
+        if min(lengths) == width:
+            return None
+        real = torch.tensor(lengths, device=self._device).unsqueeze(-1)
+        return torch.arange(width, device=self._device) >= real
 
     def _padded(self, tokens: Sequence[Sequence[int]], width: int) -> Int[Tensor, "rows width"]:
         padded = [[*row, *[0] * (width - len(row))] for row in tokens]

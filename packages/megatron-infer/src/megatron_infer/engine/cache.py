@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
-from megatron_models import DenseKV, LatentKV
+from megatron_models import DenseKV, LatentKV, State
 from torch import Tensor
 
 
@@ -17,9 +17,11 @@ class SlotCache:
     are compared causally, and new tokens overwrite these entries.
 
     Memory for a layer is allocated at its first `update`, with the shapes, dtype and device of its
-    keys and values. A cache therefore works for any layers that a rank has.
+    keys and values. A cache therefore works for any layers that a rank has. A recurrent layer has
+    one state in each slot, which is zero for a sequence that starts.
 
-    Implements the protocols ``KVCache``, ``LatentKVCache`` and ``CrossKVCache`` of megatron-models.
+    Implements the protocols ``KVCache``, ``LatentKVCache``, ``CrossKVCache`` and ``StateCache`` of
+    megatron-models.
 
     Args:
         slots: The number of requests.
@@ -34,12 +36,18 @@ class SlotCache:
         self._count, self._device = slots, device
         self._capacity = {"own": max_length, "source": max_source}
         self._stores: dict[tuple[str, int], tuple[Tensor, ...]] = {}
+        self._states: dict[int, dict[str, Tensor]] = {}
         self.begin_pass(range(slots), [0] * slots)
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The numbers of the layers that the cache has keys and values of."""
         return tuple(layer for kind, layer in self._stores if kind == "own")
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that the cache has states of."""
+        return tuple(self._states)
 
     def begin_pass(self, slots: Sequence[int], starts: Sequence[int]) -> None:
         """Assigns the rows of the next pass to slots.
@@ -50,6 +58,7 @@ class SlotCache:
         self._slots = torch.tensor(slots, device=self._device)
         self._starts = torch.tensor(starts, device=self._device)
         self._length = max(starts)
+        self._all_start = not any(starts)
         self._indices: Tensor | None = None  # of the new tokens, equal for all layers
 
     @property
@@ -100,6 +109,25 @@ class SlotCache:
         for stored, new_part in zip(stores, new, strict=True):
             stored[: len(new_part), self._slots] = new_part
         return DenseKV(*new)
+
+    def read_state(self, layer: int) -> State | None:
+        """Returns the state of the rows of the pass, zero for those that start; None if all do."""
+        if self._all_start:
+            return None
+        begun = self._starts > 0
+        return {
+            name: store[self._slots] * begun.view(-1, *[1] * (store.dim() - 1))
+            for name, store in self._states[layer].items()
+        }
+
+    def write_state(self, layer: int, state: State, tokens: int) -> None:
+        """Overwrites the state of the rows of the pass."""
+        del tokens  # `begin_pass` sets where the next ones are
+        stores = self._states.setdefault(layer, {})
+        for name, new in state.items():
+            if name not in stores:
+                stores[name] = new.new_zeros(self._count, *new.shape[1:])
+            stores[name][self._slots] = new
 
     def _store(self, kind: str, layer: int, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Returns the memory for the tensors of a layer, which the first call allocates."""

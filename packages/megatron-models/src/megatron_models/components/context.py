@@ -52,6 +52,10 @@ class Context:
         counted_layers: Layers whose routing this pass has counted for reports. A recomputation does
             not count again.
         positions: Positions of this rank's tokens. None means ``offset`` and the following ones.
+        document_ids: Document of each token of the whole sequence, -1 for padding, for layers that
+            pass a state from token to token. None if there is one document, or no such layer.
+        continues: Whether the first new token of a sequence is of the document of the last cached
+            one. None if all are.
     """
 
     mask: Mask
@@ -72,6 +76,8 @@ class Context:
     counted_layers: set[int] = field(default_factory=set)
     masks: Mapping[Span, Mask] = field(default_factory=dict)
     positions: Int[Tensor, "b_or_1 s"] | None = None
+    document_ids: Int[Tensor, "b s"] | None = None
+    continues: Bool[Tensor, " b"] | None = None
 
     def token_positions(self, length: int, device: torch.device) -> Int[Tensor, "s b_or_1"]:
         """Returns the positions of this rank's ``length`` tokens."""
@@ -148,5 +154,5 @@ class Context:
         masks = [self.mask, *self.masks.values(), *cross]
         fields = [value for mask in masks for value in vars(mask).values()]
         tables = [table for angles in self.angles.values() for table in angles]
-        shared = (*tables, *fields, *words, self.encoder_output)
+        shared = (*tables, *fields, *words, self.encoder_output, self.document_ids)
         return [t for t in shared if isinstance(t, torch.Tensor)]

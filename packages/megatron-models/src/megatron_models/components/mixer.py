@@ -191,6 +191,36 @@ class KVSpec:
     values_in_keys: bool = False
 
 
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a recurrent state, for one sequence on one rank.
+
+    Attributes:
+        shape: Shape of the state of one sequence.
+        precise: Whether it has at least float32. Otherwise it has the dtype of the model.
+    """
+
+    shape: tuple[int, ...]
+    precise: bool = False
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """The recurrent state that a mixer keeps of each sequence when decoding, on one rank.
+
+    Its size does not depend on the number of tokens.
+
+    Attributes:
+        tensors: Name and description of each tensor.
+    """
+
+    tensors: tuple[tuple[str, StateTensor], ...]
+
+
+CacheSpec = KVSpec | StateSpec
+"""What a mixer caches when decoding."""
+
+
 class Mixer(ABC):
     """A sublayer between a norm and the residual stream, as plain data.
 
@@ -207,6 +237,9 @@ class Mixer(ABC):
 
     reads_padding: ClassVar[bool] = False
     """Whether its module needs to know which tokens are padding."""
+
+    recurrent: ClassVar[bool] = False
+    """Whether it passes a state from token to token, and so needs the document of each token."""
 
     bidirectional: ClassVar[bool] = False
     """Whether tokens attend to later tokens too, so that all query-key pairs count."""
@@ -232,7 +265,7 @@ class Mixer(ABC):
         """Number of attention heads. Defaults to 0."""
         return 0
 
-    def cached(self, tp: int) -> KVSpec | None:
+    def cached(self, tp: int) -> CacheSpec | None:
         """Returns what one of ``tp`` tensor-parallel ranks caches in decoding. Defaults to None."""
         return None
 

@@ -14,9 +14,9 @@ class CausalModel(DecodingModel):
     """A model, or a stage of one, that continues texts token by token.
 
     Decoding calls it with tokens ``[b, s]`` or the stream of the previous stage, and with these
-    keywords: ``positions``, ``mask``, ``cache``, and ``logits_at`` ``[b, k]``, the indices of the
-    tokens whose logits are computed: for a long prompt only the last one. With a cache the stream
-    is ``[s, b, h]`` on every rank, since the sequence is not cut.
+    keywords: ``positions``, ``mask``, ``cache``, ``padding`` ``[b, s]``, and ``logits_at``
+    ``[b, k]``, the indices of the tokens whose logits are computed: for a long prompt only the last
+    one. With a cache the stream is ``[s, b, h]`` on every rank, since the sequence is not cut.
 
     Attributes:
         config: The model's configuration.
@@ -56,5 +56,6 @@ class CausalModel(DecodingModel):
             mask=decoding_pass.mask,
             cache=decoding_pass.cache,
             logits_at=decoding_pass.logits_at,
+            padding=decoding_pass.padding,
         )
         return (output,)

@@ -28,6 +28,8 @@ class DecodingPass:
         positions: Positions of the new tokens. Defaults to those after ``cache.length``.
         mask: Mask of cached and new tokens together. Defaults to causal.
         logits_at: Indices of the new tokens whose logits are computed. Defaults to all.
+        padding: True for new tokens that are padding, which follows the tokens of a sequence. It
+            does not enter the state of recurrent layers. Defaults to no padding.
         source: Tokens of the encoder, in the first pass of these sequences, if the model reads a
             source.
         source_padding: True for padding of the source; in every pass, if the model reads a source.
@@ -41,6 +43,7 @@ class DecodingPass:
     logits_at: Int[Tensor, "b k"] | None = None
     source: Int[Tensor, "b t"] | None = None
     source_padding: Bool[Tensor, "b t"] | None = None
+    padding: Bool[Tensor, "b s"] | None = None
 
 
 class DecodingModel(nn.Module, ABC):

@@ -23,8 +23,8 @@ from megatron_models.components.embedding.spec import (
 from megatron_models.components.fields import ComponentConfig
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.mixer import (
+    CacheSpec,
     Feature,
-    KVSpec,
     Mixer,
     Parameters,
     UnsupportedFeature,
@@ -186,7 +186,7 @@ class ModelConfig(ComponentConfig, ABC):
         """Number of layers of all trunks together, without those of multi-token prediction."""
         return sum(len(trunk.layers) for trunk in self.trunks().values())
 
-    def cached(self, tp: int) -> dict[int, KVSpec]:
+    def cached(self, tp: int) -> dict[int, CacheSpec]:
         """Returns what each layer of the last trunk, which decodes, caches on one of ``tp`` ranks.
 
         Layers are numbered as for dropout: over all trunks. Those that cache nothing are left out.

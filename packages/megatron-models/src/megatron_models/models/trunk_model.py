@@ -46,6 +46,7 @@ class PassOptions:
     auxiliary_losses: AuxiliaryLosses | None = None
     interleaver: PassInterleaver | None = None
     router_replay: RouterReplay | None = None
+    padding: Bool[Tensor, "b s"] | None = None
 
 
 class TrunkModel(Trunk):
@@ -98,7 +99,9 @@ class TrunkModel(Trunk):
         parts = (stage, *further)
         rotations = dict.fromkeys(rotation for part in parts for rotation in part.rotations())
         self.rotary = RotaryTables(tuple(rotations), config.max_position_embeddings, placement)
-        self.reads_padding = any(mixer.reads_padding for part in parts for mixer in part.mixers)
+        mixers = [mixer for part in parts for mixer in part.mixers]
+        self.reads_padding = any(mixer.reads_padding for mixer in mixers)
+        self.recurrent = any(mixer.recurrent for mixer in mixers)
         self.spans = tuple(dict.fromkeys(span for part in parts for span in part.spans()))
 
     def initialize(self, seed: int) -> None:
@@ -179,6 +182,8 @@ class TrunkModel(Trunk):
             mask = mask.prepare(length, end, offset, device=x.device)
         # Cached keys of one sequence need one rule of scaling, that of the longest sequence.
         context_length = None if whole else length * cp.size
+        all_of_row = length * cp.size if over_ranks else end
+        documents = self._documents(mask, offset, all_of_row, options.padding)
         return Context(
             mask,
             self.rotary(length, offset, positions, context_length),
@@ -194,6 +199,8 @@ class TrunkModel(Trunk):
             router_replay=options.router_replay,
             masks=masks,
             positions=positions,
+            document_ids=documents,
+            continues=_continues(mask, offset, documents),
         )
 
     def _padding(
@@ -209,6 +216,18 @@ class TrunkModel(Trunk):
         else:
             ids = mask.document_ids[:, offset:end]
         return (ids < 0).t()
+
+    def _documents(
+        self, mask: Mask, offset: int, end: int, padding: Bool[Tensor, "b s"] | None
+    ) -> Int[Tensor, "b s"] | None:
+        """Returns the document of each token of the sequence; None if no layer reads it."""
+        if not self.recurrent:
+            return None
+        if padding is not None:
+            return -padding.int()
+        if mask.query_document_ids is not None:
+            return mask.query_document_ids
+        return None if mask.document_ids is None else mask.document_ids[:, offset:end]
 
     def _sequence_length(self, x: Tensor, whole: bool) -> int:
         """Returns the tokens of this tensor-parallel group, from tokens or activations."""
@@ -245,6 +264,16 @@ class TrunkModel(Trunk):
         return StageDropout.from_dropout(
             dropout, self.tp if self.sequence_parallel else None, indices
         )
+
+
+def _continues(
+    mask: Mask, offset: int, documents: Int[Tensor, "b s"] | None
+) -> Bool[Tensor, " b"] | None:
+    """Returns whether the first new token is of the document of the last cached one."""
+    ids = mask.document_ids
+    if documents is None or ids is None or offset == 0:
+        return None
+    return ids[:, offset - 1] == documents[:, 0]
 
 
 def trunk_stage(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
 from megatron_parallel import AuxiliaryLosses, Axis, Mesh
 from megatron_parallel.context_parallel import ContextSplit
@@ -120,6 +120,7 @@ class GPT(TrunkModel, CausalModel):
         logits_at: Int[Tensor, "b k"] | None = None,
         router_replay: RouterReplay | None = None,
         future: FutureTokens | None = None,
+        padding: Bool[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "..."]:
         """Runs this stage.
 
@@ -160,6 +161,8 @@ class GPT(TrunkModel, CausalModel):
             future: Tokens and labels of multi-token prediction on this rank, whose losses are
                 added to ``auxiliary_losses``. Only the last stage reads them. Defaults to no such
                 losses.
+            padding: True for padding after the tokens of a sequence, with a cache and without
+                document ids in the mask. Defaults to none, or to that of the document ids.
 
         Returns:
             Activations shaped like the ``x`` of a later stage. From the last stage the loss of each
@@ -183,6 +186,7 @@ class GPT(TrunkModel, CausalModel):
             auxiliary_losses=auxiliary_losses,
             interleaver=interleaver,
             router_replay=router_replay,
+            padding=padding,
         )
         context = self.prepare(x, Mask() if mask is None else mask, options)
         x = super().forward(x, context, context.positions)

@@ -1,0 +1,1 @@
+"""Operations with a recurrent state: state-space models and linear attention."""
