@@ -1,6 +1,7 @@
 """Initial values: equal for every layout, determined by seed and name, and fixed."""
 
 from hashlib import blake2b
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,29 @@ def test_blocks_differ_and_have_the_requested_distribution(single: Mesh) -> None
     flat = torch.empty(512, 512)
     uniform_(flat, seed=1, name="u", sharding=Sharding((512, 512)), bound=0.1, mesh=single)
     assert flat.abs().max() <= 0.1 and abs(flat.std().item() / (0.1 / 3**0.5) - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("init", "undo", "shape"),
+    [
+        (Init("log_uniform", 16.0, 1.0), torch.exp, lambda x: (x - 1) / 15),
+        (
+            Init("inverse_softplus", 0.1, 0.001),
+            nn.functional.softplus,
+            lambda x: 1 + torch.log10(x / 0.1) / 2,
+        ),
+    ],
+    ids=["logarithm", "inverse softplus"],
+)
+def test_decays_and_steps_are_distributed_within_their_bounds(
+    init: Init, undo: Any, shape: Any, single: Mesh
+) -> None:
+    values = torch.empty(64, 512)
+    initialize(values, seed=1, name="a", sharding=Sharding((64, 512)), mesh=single, init=init)
+    found = undo(values)
+    assert init.low * 0.999 <= found.min() and found.max() <= init.scale * 1.001
+    uniform = shape(found).flatten().sort().values
+    assert (uniform - torch.linspace(0, 1, len(uniform))).abs().max() < 0.02
 
 
 def test_the_format_is_pinned(single: Mesh) -> None:

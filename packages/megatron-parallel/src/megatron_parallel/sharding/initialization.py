@@ -136,17 +136,27 @@ def _draw(
     generator = Generator(device="cpu")
     for box, local in pieces:
         for number, block in _blocks(sharding, box):
-            values = torch.empty(block.lengths, dtype=torch.float32)
             generator.manual_seed(_block_seed(*key, number))
-            if init.kind == "normal":
-                values.normal_(0.0, init.scale, generator=generator)
-            else:
-                values.uniform_(-init.scale, init.scale, generator=generator)
+            values = _values(init, block.lengths, generator)
             overlap = block.intersection(box)
             source = overlap.shifted(tuple(-offset for offset in block.offsets))
             moves = zip(local.offsets, box.offsets, strict=True)
             target = overlap.shifted(tuple(mine - ours for mine, ours in moves))
             param[target.slices].copy_(values[source.slices])
+
+
+def _values(init: Init, shape: tuple[int, ...], generator: Generator) -> Tensor:
+    """Returns the initial values of one block."""
+    values = torch.empty(shape, dtype=torch.float32)
+    if init.kind == "normal":
+        return values.normal_(0.0, init.scale, generator=generator)
+    if init.kind == "log_uniform":
+        return values.uniform_(init.low, init.scale, generator=generator).log_()
+    if init.kind == "inverse_softplus":
+        low, high = math.log(init.low), math.log(init.scale)
+        steps = values.uniform_(low, high, generator=generator).exp_()
+        return steps + torch.log(-torch.expm1(-steps))
+    return values.uniform_(-init.scale, init.scale, generator=generator)
 
 
 def _blocks(sharding: Sharding, box: Box) -> Iterator[tuple[int, Box]]:

@@ -97,12 +97,16 @@ class Init:
 
     Attributes:
         kind: Normal with standard deviation `scale`, uniform in `[-scale, scale)`, or the constant
-            `scale`.
+            `scale`. `log_uniform` is the logarithm of a uniform number in `[low, scale)`.
+            `inverse_softplus` is the number whose softplus is in `[low, scale)`, with a uniform
+            logarithm: decays and time steps of recurrent layers (Gu and Dao 2023).
         scale: See `kind`.
+        low: See `kind`. Other kinds do not read it.
     """
 
-    kind: Literal["normal", "uniform", "constant"] = "normal"
+    kind: Literal["normal", "uniform", "constant", "log_uniform", "inverse_softplus"] = "normal"
     scale: float = 0.02
+    low: float = 0.0
 
 
 DEFAULT_INIT = Init()
