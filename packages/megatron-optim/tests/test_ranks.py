@@ -103,7 +103,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(worker_pool: WorkerPoo
         assert [skipped for _, skipped in results] == [False, True, False]
 
 
-TIED = Sharding((7, 3), tied=True)
+TIED = Sharding((7, 3), tied="embedding")
 PIPELINE = {"embedding": TIED, "0.gain": Sharding((5,)), "1.gain": Sharding((5,))}
 
 
@@ -160,7 +160,7 @@ def test_twenty_steps_on_gradient_buffers_equal_one_rank(
 
 
 def test_counting_a_tied_weight_on_both_stages_is_detected(worker_pool: WorkerPool) -> None:
-    twice = dataclasses.replace(TIED, tied=False)
+    twice = dataclasses.replace(TIED, tied=None)
     right, _ = pipeline_steps(Mesh.single(), times=1)
     layout = ParallelLayout(pp=2, dp=1)
     wrong = worker_pool.run_mesh(layout, pipeline_steps, twice, 1)[0][0]

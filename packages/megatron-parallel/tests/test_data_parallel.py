@@ -250,7 +250,7 @@ def tied_step(mesh: Mesh) -> tuple[Tensor, Tensor, list[str]]:
     stage, sample = mesh.axis("pp").index, mesh.axis("dp").index
     tied = nn.Parameter(torch.arange(1.0, 6.0, dtype=torch.float64))
     own = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    shardings = {"embedding": Sharding((5,), tied=True), "own": Sharding((2,))}
+    shardings = {"embedding": Sharding((5,), tied="embedding"), "own": Sharding((2,))}
     buffers = GradientBuffers({"embedding": tied, "own": own}, shardings, mesh)
     for number in range(2):
         buffers.begin(last=number == 1)
@@ -284,6 +284,39 @@ def test_a_tied_weight_is_summed_over_both_stages(
     assert torch.equal(results[0][0], results[-1][0])
 
 
+def shared_step(mesh: Mesh) -> dict[str, Tensor]:
+    """Uses three weights: of the stages 0 and 1, of 0, 2 and 3, and of 2 and 3."""
+    stage, sample = mesh.axis("pp").index, mesh.axis("dp").index
+    holders = {"low": (0, 1), "ends": (0, 2, 3), "high": (2, 3)}
+    axes = {name: mesh.add_stage_group(stages) for name, stages in holders.items()}
+    assert mesh.add_stage_group((1,)) is None
+    assert mesh.add_stage_group((1, 0)) == axes["low"]  # creates nothing
+    own = {
+        name: nn.Parameter(torch.arange(1.0, 4.0, dtype=torch.float64))
+        for name, stages in holders.items()
+        if stage in stages
+    }
+    table = {name: Sharding((3,), tied=axes[name]) for name in own}
+    buffers = GradientBuffers(own, table, mesh)
+    buffers.begin(last=True)
+    sum((weight ** (stage + 1)).sum() * (1 + sample) for weight in own.values()).backward()
+    buffers.finish()
+    assert {name: sharding.replica(mesh) // 2 for name, sharding in table.items()} == {
+        name: holders[name].index(stage) for name in own
+    }
+    return buffers.gradients()
+
+
+def test_any_stages_can_share_weights(worker_pool: WorkerPool) -> None:
+    x = torch.arange(1.0, 4.0, dtype=torch.float64)
+    powers = [(stage + 1) * x**stage * 3 for stage in range(4)]  # samples with factors 1 and 2
+    truth = {"low": (0, 1), "ends": (0, 2, 3), "high": (2, 3)}
+    for rank, gradients in enumerate(worker_pool.run_mesh(ParallelLayout(pp=4, dp=2), shared_step)):
+        assert gradients.keys() == {name for name, own in truth.items() if rank // 2 in own}
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, sum(powers[stage] for stage in truth[name]))
+
+
 def test_a_tied_weight_summed_twice_shows(worker_pool: WorkerPool) -> None:
     def twice(mesh: Mesh) -> Tensor:
         with patch.object(Bucket, "reduce_extra_axes", _twice(Bucket.reduce_extra_axes)):
@@ -305,7 +338,7 @@ def _twice(function: Callable[[Any], None]) -> Callable[[Any], None]:
 def test_copies_of_a_tied_weight_are_numbered_over_both_stages() -> None:
     """The norm counts, and a checkpoint writes, copy 0 alone."""
     layout = ParallelLayout(tp=2, dp=2, pp=3)
-    cut, whole = Sharding((8, 2), "tp", 0, tied=True), Sharding((8,), tied=True)
+    cut, whole = Sharding((8, 2), "tp", 0, tied="embedding"), Sharding((8,), tied="embedding")
     plain = Sharding((8, 2), "tp", 0)
     copies = [cut.replica(Mesh(layout, rank)) for rank in range(12)]
     assert [copies[rank] for rank in (0, 2, 8, 10)] == [0, 1, 2, 3]
@@ -498,7 +531,10 @@ def test_fully_sharded_gradients_of_tied_weights_are_summed_over_their_stages() 
     for partial in (None, "tp"):
         one = () if partial is None else (partial,)
         assert _extra_axes(Sharding((4, 2), partial=partial)) == one
-        assert _extra_axes(Sharding((4, 2), partial=partial, tied=True)) == (*one, "embedding")
+        assert _extra_axes(Sharding((4, 2), partial=partial, tied="embedding")) == (
+            *one,
+            "embedding",
+        )
 
 
 def test_gradients_of_experts_are_summed_over_ranks_with_the_same_experts() -> None:

@@ -38,10 +38,10 @@ def test_parameters_come_in_backward_order_and_buckets_close_when_full() -> None
 
 def test_a_tied_weight_has_a_bucket_of_its_own() -> None:
     parameters = tensors(embedding=30, a=10, b=10)
-    plans = plan(parameters, 10**6, embedding=Sharding((30,), tied=True))
+    plans = plan(parameters, 10**6, embedding=Sharding((30,), tied="embedding"))
     assert names(plans) == [["b", "a"], ["embedding"]]
-    assert [bucket.tied for bucket in plans] == [False, True]
-    alone = plan(tensors(embedding=30), 10**6, embedding=Sharding((30,), tied=True))
+    assert [bucket.tied for bucket in plans] == [None, "embedding"]
+    alone = plan(tensors(embedding=30), 10**6, embedding=Sharding((30,), tied="embedding"))
     assert alone == plans[1:]  # the other stage, with other neighbours, has an equal bucket
 
 
@@ -53,8 +53,8 @@ def test_partial_gradients_of_all_layers_share_a_bucket() -> None:
     assert [bucket.partial for bucket in plans] == [None, None, None, "tp"]
     in_two = names(plan(parameters, 100, **partial))
     assert [n for n in in_two if "norm" in n[0]] == [["norm2", "norm1"], ["norm0"]]
-    both = plan(tensors(w=10), 100, w=Sharding((10,), partial="tp", tied=True))
-    assert [(bucket.partial, bucket.tied) for bucket in both] == [("tp", True)]
+    both = plan(tensors(w=10), 100, w=Sharding((10,), partial="tp", tied="embedding"))
+    assert [(bucket.partial, bucket.tied) for bucket in both] == [("tp", "embedding")]
 
 
 def test_axes_and_dtypes_do_not_mix() -> None:

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron_parallel import (
+    AbstractMesh,
     CollectiveError,
     LayoutError,
     Mesh,
@@ -127,6 +129,31 @@ def test_a_mesh_without_groups_has_coordinates_and_cannot_communicate() -> None:
         mesh.axis("embedding")
     with pytest.raises(LayoutError, match="axis 'tp' of 2 ranks has no process group"):
         all_reduce(torch.ones(1), mesh.axis("tp"))
+
+
+def test_stages_that_share_parameters_have_an_axis() -> None:
+    layout = ParallelLayout(tp=2, pp=4).resolve(16)  # 2 replicas
+    inside, outside = Mesh(layout, 9), Mesh(layout, 5)
+    for mesh in (inside, outside):
+        assert mesh.add_stage_group((3, 0, 2)) == "stages_0_2_3"
+    assert inside.axis("stages_0_2_3").ranks == (1, 9, 13)
+    assert inside.axis("stages_0_2_3").index == 1
+    assert not outside.has_axis("stages_0_2_3")
+    assert AbstractMesh(layout, 9).axis("stages_0_2_3").size == 3
+    assert AbstractMesh(layout, 9).has_axis("stages_0_2_3")
+    assert not AbstractMesh(layout, 5).has_axis("stages_0_2_3")
+    with pytest.raises(LayoutError, match="pipeline rank 4 does not exist: pp=4"):
+        inside.add_stage_group((0, 4))
+
+
+def test_stages_of_a_mesh_of_some_ranks_cannot_share_parameters_without_a_group() -> None:
+    job = SimpleNamespace(world_size=8, number=0, enter=lambda: None)
+    mesh = Mesh(ParallelLayout(pp=4).resolve(4), 1, job=job)  # type: ignore[arg-type]
+    assert mesh.add_stage_group(range(4)) == "stages_0_1_2_3"  # the group of the axis pp
+    with pytest.raises(
+        LayoutError, match=r"pipeline ranks \[0, 1, 3\] of a mesh with 4 of 8 ranks"
+    ):
+        mesh.add_stage_group((0, 1, 3))
 
 
 @pytest.mark.slow  # the integration tests also start ranks like this, by a command of the README

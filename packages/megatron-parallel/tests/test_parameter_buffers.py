@@ -190,7 +190,10 @@ def test_a_stage_waits_for_tied_weights_before_anything_runs() -> None:
     events: list[str] = []
     model = Stage(events)
     mesh = Mesh(ParallelLayout(dp=2, pp=2), 0, groups={(0, 1): object()})
-    tied = {n: Sharding((WIDTH, WIDTH), tied="emb" in n) for n, _ in model.named_parameters()}
+    tied = {
+        n: Sharding((WIDTH, WIDTH), tied="embedding" if "emb" in n else None)
+        for n, _ in model.named_parameters()
+    }
     buffers = GradientBuffers(model.named_parameters(), tied, mesh, OVERLAPPED)
     shards = ParameterBuffers(model, buffers, tied)
     with slow_collectives(model, events):

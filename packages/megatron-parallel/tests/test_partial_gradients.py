@@ -154,7 +154,7 @@ def test_a_tied_weight_may_be_partial_too(
 
     def step(mesh: Mesh) -> float:
         weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        sharding = Sharding((1,), partial="tp", tied=True)
+        sharding = Sharding((1,), partial="tp", tied="embedding")
         buffers = GradientBuffers({"w": weight}, {"w": sharding}, mesh)
         (weight * 10.0**mesh.rank).sum().backward()
         buffers.finish()

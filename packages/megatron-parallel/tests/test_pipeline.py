@@ -386,7 +386,7 @@ def buffered(
         around_backward=lambda backward: held[0].around_backward(backward),
     )
     table = {
-        name: Sharding(tuple(p.shape), tied=tied and "embedding" in name)
+        name: Sharding(tuple(p.shape), tied="embedding" if tied and "embedding" in name else None)
         for name, p in stage_parameters(engine.chunks).items()
     }
     gradients = make(mesh, engine.chunks, table, DataParallelConfig(ddp_bucket_size=50))

@@ -244,7 +244,7 @@ def test_partial_and_tied_gradients_are_summed_over_their_axes_too(worker_pool: 
     def act(mesh: Mesh) -> None:
         weights = {name: nn.Parameter(torch.ones(100, dtype=torch.float64)) for name in "tnm"}
         norm = Sharding((100,), partial="tp")
-        table = {"t": Sharding((100,), tied=True), "n": norm, "m": norm}
+        table = {"t": Sharding((100,), tied="embedding"), "n": norm, "m": norm}
         buffers = GradientBuffers(weights, table, mesh)
         sum(weights.values()).sum().backward()
         buffers.finish()

@@ -272,8 +272,8 @@ def _extra_axes(plan: BucketPlan, axes: ReductionAxes, mesh: Mesh) -> list[Axis]
                     "summed twice"
                 )
         extra_axes.append(partial)
-    if plan.tied and mesh.has_axis("embedding"):
-        extra_axes.append(mesh.axis("embedding"))
+    if plan.tied is not None and mesh.has_axis(plan.tied):
+        extra_axes.append(mesh.axis(plan.tied))
     return extra_axes
 
 

@@ -131,7 +131,8 @@ class FullySharded:
         """
         if self._finished:
             raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
-        for axis in ("tp", "embedding"):
+        tied = (self._table[name].tied for name in reversed(self._parameters))
+        for axis in ("tp", *dict.fromkeys(name for name in tied if name is not None)):
             names = [name for name in self._parameters if axis in _extra_axes(self._table[name])]
             if names and self._mesh.has_axis(axis) and self._mesh.axis(axis).size > 1:
                 self._sum(names, axis)
@@ -289,7 +290,7 @@ def _check_parameters(named: Mapping[str, Parameter], table: Mapping[str, Shardi
     for name in named:
         if name not in table:
             raise LayoutError(f"parameter {name!r} is not in the sharding table")
-        unknown = set(_extra_axes(table[name])) - {"tp", "embedding"}
+        unknown = set(_extra_axes(table[name])) - {"tp", table[name].tied}
         if unknown:
             raise LayoutError(f"the gradient of {name!r} is partial over axis {unknown.pop()!r}")
 
@@ -297,7 +298,7 @@ def _check_parameters(named: Mapping[str, Parameter], table: Mapping[str, Shardi
 def _extra_axes(sharding: Sharding) -> tuple[str, ...]:
     """Returns the axes over which a gradient is summed after the data axis."""
     partial = () if sharding.partial is None else (sharding.partial,)
-    return (*partial, "embedding") if sharding.tied else partial
+    return partial if sharding.tied is None else (*partial, sharding.tied)
 
 
 def _reduce_dtype(named: Mapping[str, Parameter]) -> torch.dtype | None:

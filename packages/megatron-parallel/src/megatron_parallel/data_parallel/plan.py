@@ -85,7 +85,7 @@ class BucketPlan:
         num_shards: Number of shards of the bucket: the size of the axis.
         axis: Mesh axis over which the gradients are summed.
         partial: Axis over which they are summed after that, if they are partial (`Sharding`).
-        tied: Whether the bucket holds a weight that the first and the last pipeline stage share.
+        tied: Axis of the pipeline ranks that share the bucket's weight (`Sharding`), if any.
         dtype: Dtype of the main gradients.
         parameter_dtype: Dtype of the parameters.
         device: Device of the parameters.
@@ -97,7 +97,7 @@ class BucketPlan:
     num_shards: int
     axis: str
     partial: str | None
-    tied: bool
+    tied: str | None
     dtype: torch.dtype
     parameter_dtype: torch.dtype
     device: torch.device
@@ -205,7 +205,7 @@ def plan_buckets(
             device=parameter.device,
             whole=whole_matrices and sharding.hidden_matrix,
         )
-        if kind.tied:
+        if kind.tied is not None:
             close(_Filling(kind).add(name, parameter, index))
             continue
         bucket = filling.get(kind)
@@ -227,7 +227,7 @@ class _Kind(NamedTuple):
 
     axis: str
     partial: str | None
-    tied: bool
+    tied: str | None
     dtype: torch.dtype
     parameter_dtype: torch.dtype
     device: torch.device

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_parallel.mesh.group_names import canonical_group_name
+from megatron_parallel.mesh.group_names import canonical_group_name, group_kind
 from megatron_parallel.mesh.layout import ParallelLayout
 
 
@@ -41,6 +41,5 @@ class AbstractMesh:
     def has_axis(self, name: str) -> bool:
         """Returns whether the rank is in a group of that name."""
         canonical = canonical_group_name(name)
-        return canonical in self.layout.group_names and bool(
-            self.layout.group_of(canonical, self.rank)
-        )
+        known = canonical in self.layout.group_names or group_kind(canonical).grid == "stages"
+        return known and bool(self.layout.group_of(canonical, self.rank))

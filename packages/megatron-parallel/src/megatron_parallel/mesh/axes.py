@@ -97,24 +97,30 @@ class MeshBase:
         self._ledger = Ledger()
         self._watchdog = self._watch()
         self._axes: dict[str, Axis] = {}
-        number = str(0 if job is None else job.number)
         for name, ranks in members.items():
             if ranks:
-                group = self._groups.get(ranks)
-                index = ranks.index(rank)
-                self._axes[name] = Axis(
-                    name, ranks, index, group, len(ranks), self._ledger, number, self._watchdog
-                )
+                self._add_axis(name, ranks)
         if job is not None:
             job.enter()
+
+    def _add_axis(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Adds an axis of this rank, whose group exists if it has several ranks."""
+        number = str(0 if self._job is None else self._job.number)
+        group, index = self._groups.get(ranks), ranks.index(self.rank)
+        self._axes[name] = Axis(
+            name, ranks, index, group, len(ranks), self._ledger, number, self._watchdog
+        )
 
     def _watch(self) -> Watchdog | None:
         """Returns a watchdog for devices whose host does not wait for collectives itself."""
         mark = marker_factory(self.device)
         if mark is None or not self._groups:
             return None
-        groups = list(self._groups.values())
-        return Watchdog(mark, lambda: _compat.abort_groups(groups), self.timeout.total_seconds())
+
+        def abort() -> None:
+            _compat.abort_groups(list(self._groups.values()))
+
+        return Watchdog(mark, abort, self.timeout.total_seconds())
 
     def axis(self, name: str) -> Axis:
         """Returns this rank's axis of that name.
@@ -130,7 +136,7 @@ class MeshBase:
     def has_axis(self, name: str) -> bool:
         """Returns whether this rank is in a group of that name.
 
-        Only the first and the last stage are in a group `embedding`.
+        Only some pipeline ranks are in a group `embedding`, or in one that a model adds.
         """
         return self._canonical(name) in self._axes
 

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from megatron_parallel.errors import LayoutError
@@ -11,8 +12,9 @@ class GroupKind(NamedTuple):
     """Definition of the groups of one name.
 
     Attributes:
-        grid: `dense`, `expert`, `stages` (first and last stage of a pipeline), or one of `NESTED`.
-        axes: Axes of that grid along which the ranks of a group differ.
+        grid: `dense`, `expert`, `stages` (some ranks of a pipeline), or one of `NESTED`.
+        axes: Axes of that grid along which the ranks of a group differ. For `stages` its pipeline
+            ranks: numbers, `first`, or `last` for the rank of the last stage.
         purpose: One line on the use of the group.
         size: Ranks in a group of a pool.
     """
@@ -52,18 +54,25 @@ GROUPS: Final = {
     ),
     "world": GroupKind("dense", ("tp", "cp", "dp", "pp"), "every rank"),
 }
-"""Definitions of all groups except those of a pool, see `pool_group_name`."""
+"""Definitions of all groups, except those of a pool (`pool_group_name`) and those that a model adds
+(`stage_group_name`)."""
 
 NESTED: Final = {"nested cp": ("cp",), "nested dp": ("dp", "cp"), "pool": ("dp", "cp")}
 """Axes whose groups are split again: into inner and outer groups, or into groups of one size."""
 
 _ALIASES: Final = {"tp_pp": "model", "tp_ep": "expert_tp_ep", "tp_ep_pp": "expert_tp_ep_pp"}
 _POOL: Final = "hybrid_cp_"
+_STAGES: Final = "stages_"
 
 
 def pool_group_name(size: int) -> str:
     """Returns the name of the groups of `size` neighbouring ranks of a pool."""
     return f"{_POOL}{size}"
+
+
+def stage_group_name(pipeline_ranks: Iterable[int]) -> str:
+    """Returns the name of the groups of some pipeline ranks: `stages_0_2` for ranks 0 and 2."""
+    return _STAGES + "_".join(map(str, sorted(set(pipeline_ranks))))
 
 
 def group_kind(name: str) -> GroupKind:
@@ -80,6 +89,9 @@ def group_kind(name: str) -> GroupKind:
         return GroupKind(
             "pool", (), "documents of a pool that are cut over this number of ranks", size
         )
+    if re.fullmatch(rf"{_STAGES}\d+(_\d+)*", name):
+        holders = tuple(name.removeprefix(_STAGES).split("_"))
+        return GroupKind("stages", holders, "holders of parameters that these pipeline ranks share")
     known = [*GROUPS, *_ALIASES, *(pool_group_name(2**power) for power in range(1, 4))]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"

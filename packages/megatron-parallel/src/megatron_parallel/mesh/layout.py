@@ -324,8 +324,9 @@ class ParallelLayout:
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """Returns all groups of one name, each a tuple of ascending ranks.
 
-        Each rank is in exactly one of them, except for `embedding` and `position_embedding`, which
-        contain only the pipeline ranks that hold these parameters.
+        Each rank is in exactly one of them, except for `embedding`, `position_embedding` and the
+        groups of a model (`Mesh.add_stage_group`), which contain only the pipeline ranks that hold
+        these parameters.
 
         Raises:
             LayoutError: The layout has no group of that name.
@@ -410,8 +411,11 @@ class ParallelLayout:
 
     def _holders(self, pipeline: tuple[int, ...], which: tuple[str, ...]) -> tuple[int, ...]:
         last = self.pipeline_rank_of(self.pp * self.vpp - 1)
-        ends = {"first": pipeline[0], "last": pipeline[last]}
-        return tuple(dict.fromkeys(ends[end] for end in which))
+        ends = {"first": 0, "last": last}
+        numbers = [ends[name] if name in ends else int(name) for name in which]
+        if max(numbers) >= self.pp:
+            raise LayoutError(f"pipeline rank {max(numbers)} does not exist: pp={self.pp}")
+        return tuple(dict.fromkeys(pipeline[number] for number in numbers))
 
     # -- text ----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ global mesh.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Final
 
@@ -19,7 +19,7 @@ from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import MeshBase
 from megatron_parallel.mesh.devices import local_device
 from megatron_parallel.mesh.grid import Grid
-from megatron_parallel.mesh.group_names import canonical_group_name
+from megatron_parallel.mesh.group_names import canonical_group_name, stage_group_name
 from megatron_parallel.mesh.job import Groups, Job
 from megatron_parallel.mesh.layout import ParallelLayout
 
@@ -46,7 +46,8 @@ class Mesh(MeshBase):
         groups: Groups | None = None,
         job: Job | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout, self._first_rank = layout, first_rank
+        self._stage_groups: set[str] = set()
         members = {
             name: _shifted(layout.group_of(name, rank - first_rank), first_rank)
             for name in layout.group_names
@@ -99,6 +100,46 @@ class Mesh(MeshBase):
             raise
         groups = job.create_groups(_groups_of(resolved))
         return cls(resolved, job.rank, job.device, timeout=timeout, groups=groups, job=job)
+
+    def add_stage_group(self, pipeline_ranks: Iterable[int]) -> str | None:
+        """Adds an axis of pipeline ranks that all hold some parameters (`Sharding.tied`).
+
+        A model calls this when it is built. All ranks of the job call it with the same pipeline
+        ranks, in the same order, since it creates process groups. A second call with the same ones
+        does nothing.
+
+        Args:
+            pipeline_ranks: Coordinates on the axis `pp`.
+
+        Returns:
+            The name of the axis, which only the ranks in such a group have; None for one pipeline
+            rank, which shares nothing.
+
+        Raises:
+            LayoutError: A pipeline rank does not exist, or the mesh has only some ranks of the job
+                and process groups are missing.
+            CollectiveError: A rank does not create the groups within the time-out.
+        """
+        holders = set(pipeline_ranks)
+        name = stage_group_name(holders)
+        sets = [_shifted(ranks, self._first_rank) for ranks in self.layout.groups(name)]
+        if len(holders) == 1:
+            return None
+        if self._job is not None and name not in self._stage_groups:
+            present = {_shifted(ranks, self._first_rank) for ranks in _groups_of(self.layout)}
+            missing = [ranks for ranks in sets if ranks not in present]
+            if missing and self._job.world_size != self.world_size:
+                raise LayoutError(
+                    f"pipeline ranks {sorted(holders)} of a mesh with {self.world_size} of "
+                    f"{self._job.world_size} ranks of the job cannot share parameters; use pp 2 or "
+                    "a mesh of all ranks"
+                )
+            self._groups |= self._job.create_groups(missing) if missing else {}
+        self._stage_groups.add(name)
+        for ranks in sets:
+            if self.rank in ranks:
+                self._add_axis(name, ranks)
+        return name
 
     def _canonical(self, name: str) -> str:
         return name if name in self._axes else canonical_group_name(name)

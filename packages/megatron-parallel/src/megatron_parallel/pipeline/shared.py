@@ -37,29 +37,35 @@ def stage_parameters(chunks: Iterable[nn.Module]) -> dict[str, Parameter]:
     return found
 
 
-def sum_tied_gradient(parameter: Parameter, mesh: Mesh) -> None:
-    """Sums, in place, the gradients of a parameter that the first and the last stage both hold.
+def sum_tied_gradient(parameter: Parameter, mesh: Mesh, axis: str = "embedding") -> None:
+    """Sums, in place, the gradients of a parameter that several stages hold.
 
     Every rank that holds the parameter calls this once per step, after the last backward pass. It
-    does nothing on one stage, on ranks of inner stages, and where one rank has both stages.
-    Afterwards both copies have the whole gradient, so that equal optimizers keep them equal. The
+    does nothing on one stage, on ranks without the axis, and where one rank has all these stages.
+    Afterwards all copies have the whole gradient, so that equal optimizers keep them equal. The
     gradient norm counts it once.
+
+    Args:
+        parameter: The parameter.
+        mesh: The mesh of this rank.
+        axis: Axis of the pipeline ranks that hold it (`Sharding.tied`). Defaults to those of the
+            first and the last stage.
     """
-    if not _is_tied_over_stages(mesh):
+    if not _is_tied_over_stages(mesh, axis):
         return
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    all_reduce(parameter.grad, mesh.axis("embedding"), purpose="tied gradient")
+    all_reduce(parameter.grad, mesh.axis(axis), purpose="tied gradient")
 
 
-def copy_tied_parameter(parameter: Parameter, mesh: Mesh) -> None:
-    """Overwrites the last stage's copy of a tied parameter with the first stage's.
+def copy_tied_parameter(parameter: Parameter, mesh: Mesh, axis: str = "embedding") -> None:
+    """Overwrites other stages' copies of a tied parameter with that of the first one.
 
     Not needed after `initialize_parameters` or after loading a checkpoint: both use the global
-    name, so the copies are equal.
+    name, so the copies are equal. Arguments are those of `sum_tied_gradient`.
     """
-    if _is_tied_over_stages(mesh):
-        broadcast(parameter.data, mesh.axis("embedding"), purpose="tied parameter")
+    if _is_tied_over_stages(mesh, axis):
+        broadcast(parameter.data, mesh.axis(axis), purpose="tied parameter")
 
 
 def broadcast_from_last_stage(
@@ -71,5 +77,5 @@ def broadcast_from_last_stage(
     return broadcast(t, mesh.axis("pp"), source=last, purpose=purpose)
 
 
-def _is_tied_over_stages(mesh: Mesh) -> bool:
-    return mesh.has_axis("embedding") and mesh.axis("embedding").size > 1
+def _is_tied_over_stages(mesh: Mesh, axis: str) -> bool:
+    return mesh.has_axis(axis) and mesh.axis(axis).size > 1

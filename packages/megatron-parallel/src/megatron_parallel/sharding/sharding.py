@@ -160,8 +160,9 @@ class Sharding:
             have none.
         weight_decay: Whether weight decay applies. Defaults to whether there is a `matrix`.
         init: Initial values.
-        tied: Whether the first and the last pipeline stage both hold the parameter (tied
-            embeddings). Its gradient is the sum over both, and it counts once.
+        tied: Axis of the pipeline ranks whose stages all hold the parameter: `embedding` for the
+            first and the last stage, or one of `Mesh.add_stage_group`. Its gradient is the sum over
+            the axis, and it counts once.
         partial: Axis whose ranks all hold the parameter but see different parts of the same
             samples, so that the gradient is the sum over the axis (norms and biases in
             sequence-parallel regions). `GradientBuffers` computes this sum.
@@ -185,7 +186,7 @@ class Sharding:
     matrix: tuple[int, int] | None = None
     weight_decay: bool = cast(bool, _DERIVED)
     init: Init = DEFAULT_INIT
-    tied: bool = False
+    tied: str | None = None
     partial: str | None = None
     spill_dim: int | None = None
     vocabulary: bool = False
@@ -387,8 +388,8 @@ class Sharding:
             raise LayoutError(f"replicas of {kind} cut over axis {self.axis!r} have no numbers")
         names = axes.shard if sharded else axes.whole
         replica_axes = [mesh.axis(name) for name in names if mesh.has_axis(name)]
-        if self.tied and mesh.has_axis("embedding"):
-            replica_axes.insert(0, mesh.axis("embedding"))
+        if self.tied is not None and mesh.has_axis(self.tied):
+            replica_axes.insert(0, mesh.axis(self.tied))
         number = 0
         for axis in replica_axes:
             number = number * axis.size + axis.index

@@ -116,6 +116,7 @@ class EmbeddingSpec(EmbeddingConfig):
     Attributes:
         is_output_weight: Whether the token embeddings are the output matrix too.
         tied_over_stages: Whether another pipeline stage holds them too.
+        tied_axis: Axis of the pipeline ranks of these stages (`Sharding.tied`).
         output_only: Whether this is the last stage, which uses the token embeddings as output
             matrix only.
         positions_tied_over_stages: Whether another pipeline stage holds the learned positions too.
@@ -125,6 +126,7 @@ class EmbeddingSpec(EmbeddingConfig):
 
     is_output_weight: bool = False
     tied_over_stages: bool = False
+    tied_axis: str = "embedding"
     output_only: bool = False
     positions_tied_over_stages: bool = False
     output_passes: int = 1
@@ -141,12 +143,14 @@ class EmbeddingSpec(EmbeddingConfig):
             return None
         shape = (self.max_position_embeddings, self.hidden_size)
         partial = "tp" if sequence_parallel else None
-        init, tied = Init(scale=self.init_method_std), self.positions_tied_over_stages
+        init = Init(scale=self.init_method_std)
+        tied = self.tied_axis if self.positions_tied_over_stages else None
         return Sharding(shape, init=init, partial=partial, tied=tied)
 
     def word_sharding(self) -> Sharding:
         """Returns the sharding of the token embeddings."""
-        return replace(self.word.shardings()["weight"], tied=self.tied_over_stages)
+        tied = self.tied_axis if self.tied_over_stages else None
+        return replace(self.word.shardings()["weight"], tied=tied)
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Returns the parameters; tied token embeddings have the multiply-adds of the output."""
