@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from megatron_parallel.testing import WorkerPool
+from megatron_train.cli import main
 from megatron_train.metrics import peak, plot
 from preloaded import Preloaded
 
@@ -88,6 +90,32 @@ def plain_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(peak, "measured_peak", lambda *_: peak.Peak(1e11, "a constant"))
     monkeypatch.setattr(plot, "plot_losses", lambda records, loss, path: path.write_bytes(b""))
+
+
+@pytest.fixture
+def train_in(
+    plain_runs: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Path], Callable[..., str]]]:
+    """Returns a function that changes to a folder and returns a `megatron-train` to call there.
+
+    This takes the words of a command and its exit status, 0 by default. It runs the command in this
+    process and returns what the command prints.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(words: str, status: int = 0) -> str:
+        found = main(words.split())
+        printed = "".join(capfd.readouterr())
+        assert found == status, printed
+        return printed
+
+    def enter(folder: Path) -> Callable[..., str]:
+        monkeypatch.chdir(folder)
+        return run
+
+    yield enter
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

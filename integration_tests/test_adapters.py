@@ -23,16 +23,10 @@ RANKS = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
 
 
 @pytest.fixture
-def train(tmp_path, capfd, monkeypatch, plain_runs):
+def train(train_in, tmp_path):
     """Returns a function that runs `pretrain gpt` and returns its output."""
-    monkeypatch.chdir(tmp_path)
-
-    def start(words: str, status: int = 0) -> str:
-        assert main(f"{TRAIN} {words}".split()) == status
-        printed = capfd.readouterr()
-        return printed.out + printed.err
-
-    return start
+    run = train_in(tmp_path)
+    return lambda words, status=0: run(f"{TRAIN} {words}", status)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from megatron_ckpt import find_checkpoint
 from megatron_data import IndexedDataset, IndexedDatasetBuilder
 from megatron_train import read_records
@@ -17,19 +16,10 @@ TRAIN = f"pretrain gpt {DATA} {LENGTH} --no-progress --lr 1e-3"
 
 
 @pytest.fixture
-def train(corpus, capsys, monkeypatch, plain_runs):
+def train(train_in, corpus):
     """Returns a function that runs `pretrain gpt` in this process and returns its output."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.chdir(corpus)
-
-    def start(words: str, status: int = 0) -> str:
-        assert main(f"{TRAIN} {words}".split()) == status
-        printed = capsys.readouterr()
-        return printed.out + printed.err
-
-    yield start
-    torch.set_num_threads(threads)
+    run = train_in(corpus)
+    return lambda words, status=0: run(f"{TRAIN} {words}", status)
 
 
 @pytest.fixture
@@ -171,23 +161,22 @@ def test_the_last_share_of_a_split_is_the_test_set(corpus, train):
     assert tested("--data-path train_text_document --split 9,1", "without") == []
 
 
-def test_a_split_without_test_set_prints_one_line(corpus, train, capsys):
+def test_a_split_without_test_set_prints_one_line(corpus, train_in):
+    call = train_in(corpus)
     words = f"{SIZES} --train-iters 1 --micro-batch-size 4 --eval-iters 1 --no-progress"
     words += " --data-path valid_text_document --tokenizer-model tokenizer"
-    assert main(f"pretrain gpt {words}".split()) == 0  # 60 documents: 58, 2, 0
+    printed = call(f"pretrain gpt {words}")  # 60 documents: 58, 2, 0
     assert (
-        capsys.readouterr().out.count(
+        printed.count(
             "no test after the last step: test split of valid_text_document (0 of 60 sequences): "
             "the split holds no token\n"
         )
         == 1
     )
-    assert main(f"pretrain gpt {words} --split 1000,1,0".split()) == 1
     assert (
         "valid split of valid_text_document (0 of 60 sequences): the split holds no token; "
         "enlarge it, as with --split 8,2,0, or skip evaluation with --eval-iters 0"
-        in capsys.readouterr().err
-    )
+    ) in call(f"pretrain gpt {words} --split 1000,1,0", 1)
 
 
 def test_ranks_start_with_the_weights_of_one_rank(corpus, train, base, command, preloaded):

@@ -11,7 +11,6 @@ from megatron_data.torch import read_batch
 from megatron_models import Placement, config_of, find_kind
 from megatron_parallel import Mesh
 from megatron_train import read_records
-from megatron_train.cli import main
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 BASE = f"{SIZES} --activation gelu_tanh --model-family gpt2 --max-position-embeddings 48"
@@ -22,19 +21,9 @@ TUNE = f"finetune gpt {RUN} --seq-length 32 --pretrained-checkpoint"
 
 
 @pytest.fixture
-def start(corpus, capsys, monkeypatch, plain_runs):
+def start(train_in, corpus):
     """Returns a function that runs a command in this process and returns its output."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.chdir(corpus)
-
-    def run(words: str, status: int = 0) -> str:
-        assert main(words.split()) == status
-        printed = capsys.readouterr()
-        return printed.out + printed.err
-
-    yield run
-    torch.set_num_threads(threads)
+    return train_in(corpus)
 
 
 @pytest.fixture

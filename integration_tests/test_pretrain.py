@@ -8,12 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from megatron_ckpt import find_checkpoint
 from megatron_data import load_tokenizer
 from megatron_models import GPTConfig
 from megatron_train import read_records
-from megatron_train.cli import main
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 LENGTH = "--micro-batch-size 4 --global-batch-size 8 --train-iters 12"
@@ -39,19 +37,9 @@ def pretrain(corpus, run_command):
 
 
 @pytest.fixture
-def train(corpus, capsys, monkeypatch, plain_runs):
+def train(train_in, corpus):
     """Returns a function that runs `pretrain gpt` in this process and returns its output."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.chdir(corpus)
-
-    def start(words: str, status: int = 0) -> str:
-        assert main(words.split()) == status
-        printed = capsys.readouterr()
-        return printed.out + printed.err
-
-    yield start
-    torch.set_num_threads(threads)
+    return train_in(corpus)
 
 
 @pytest.fixture(scope="module")

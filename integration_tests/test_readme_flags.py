@@ -9,9 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from megatron_data import train_bpe
-from megatron_train.cli import main
 from megatron_train.config.run_sections import run_options
 from megatron_train.megatron_lm.table import megatron_flags
 
@@ -74,19 +72,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def call(folder, capsys, monkeypatch, plain_runs):
+def call(train_in, folder):
     """Returns a function that runs megatron-train in the folder and returns its output."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.chdir(folder)
-
-    def start(words: str, status: int = 0) -> str:
-        assert main(words.split()) == status
-        printed = capsys.readouterr()
-        return printed.out + printed.err
-
-    yield start
-    torch.set_num_threads(threads)
+    return train_in(folder)
 
 
 def shown(printed: str) -> dict[str, str]:

@@ -11,7 +11,6 @@ from megatron_models.components.moe.router import Router
 from megatron_parallel import Mesh, ParallelLayout, RecomputeConfig
 from megatron_parallel.testing import WorkerPool
 from megatron_train import read_records
-from megatron_train.cli import main
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tasks.task import MicroBatch, layer_values, worst_layers
@@ -155,16 +154,9 @@ PART = re.compile(r"(expert load|router entropy|dropped share): (\S+) \(layer (\
 
 
 @pytest.fixture
-def start(plain_runs, tmp_path, monkeypatch, capsys):
+def start(train_in, tmp_path):
     """Returns a function that runs a command in this process and returns what it prints."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(words: str, status: int = 0) -> str:
-        assert main(words.split()) == status
-        printed = capsys.readouterr()
-        return printed.out + printed.err
-
-    return run
+    return train_in(tmp_path)
 
 
 def reported(printed: str) -> list[tuple[str, str, str]]:

@@ -4,13 +4,11 @@ import json
 import random
 
 import pytest
-import torch
 from megatron_data import IndexedDataset, tokenize_conversations
 from megatron_data.datasets import conversation_lines
 from megatron_data.tokenizers.chat import ChatTemplate
 from megatron_data.tokenizers.loading import load_tokenizer
 from megatron_train import read_records
-from megatron_train.cli import main
 
 TRAIN = (
     "pretrain gpt --sft --reset-position-ids --reset-attention-mask --tokenizer-model tokenizer "
@@ -42,18 +40,10 @@ def talks(corpus):
 
 
 @pytest.fixture
-def train(talks, capsys, monkeypatch, plain_runs):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.chdir(talks)
-
-    def start(words, status=0):
-        assert main(f"{TRAIN} {words}".split()) == status
-        printed = capsys.readouterr()
-        return printed.out + printed.err
-
-    yield start
-    torch.set_num_threads(threads)
+def train(train_in, talks):
+    """Returns a function that runs `megatron-train` and returns its output."""
+    run = train_in(talks)
+    return lambda words, status=0: run(f"{TRAIN} {words}", status)
 
 
 def losses(talks, save):

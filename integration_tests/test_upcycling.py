@@ -7,7 +7,6 @@ import torch
 from megatron_ckpt import find_checkpoint
 from megatron_infer import load_model
 from megatron_train import read_records
-from megatron_train.cli import main
 
 SIZES = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
 TUNE = "finetune gpt --seq-length 16 --pretrained-checkpoint"
@@ -23,16 +22,9 @@ LLAMA = (
 
 
 @pytest.fixture
-def start(plain_runs, tmp_path, monkeypatch, capsys):
+def start(train_in, tmp_path):
     """Returns a function that runs a command in this process and returns what it prints."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(words: str, status: int = 0) -> str:
-        assert main(words.split()) == status
-        printed = capsys.readouterr()
-        return printed.out + printed.err
-
-    return run
+    return train_in(tmp_path)
 
 
 def logits(folder: str) -> torch.Tensor:
