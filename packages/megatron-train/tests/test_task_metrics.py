@@ -8,6 +8,7 @@ import torch
 from megatron_optim import Optimizer, OptimizerConfig
 from megatron_parallel import Mesh
 from megatron_train.callbacks.evaluation import Evaluation
+from megatron_train.callbacks.log_line import IntervalSums
 from megatron_train.engine import StepEngine
 from megatron_train.metrics.console import Console
 from megatron_train.tasks.task import MicroBatch
@@ -108,3 +109,43 @@ def test_a_loss_may_have_the_name_of_a_field(make_trainer):
     assert report.losses == {"text": pytest.approx(loss.item(), rel=1e-14)}
     assert (report.samples, report.tokens) == (4, 16)
     assert report.grad_norm == pytest.approx(float(gradient.norm()), rel=1e-14)
+
+
+class Summarizing(Accurate):
+    """Reports the squared share of correct predictions, which is no mean over tokens."""
+
+    tallies = ("accuracy",)
+
+    def summaries(self, sums):
+        return {"squared hits": sums["accuracy"] ** 2}
+
+
+def test_summaries_are_computed_from_the_sums_of_a_whole_evaluation(make_trainer, make_steps):
+    trainer, out = trainer_of(make_trainer, Summarizing()), io.StringIO()
+    steps = [next(make_steps(2, 2)(0)), next(make_steps(1, 1)(9))]
+    weight = trainer.task.stages[0].weight.detach()
+    batches = [batch for step in steps for batch in step]
+    count = sum(float(batch.fields["loss_mask"].sum()) for batch in batches)
+    hits = hits_by_hand(weight, batches) * count
+    found = trainer.evaluate(steps)
+    assert found.keys() == {"lm loss", "squared hits"}
+    assert found["squared hits"] == pytest.approx(hits**2, rel=1e-14)
+    trainer.callbacks = [Evaluation(Console(out), lambda: steps, trainer.train_iters)]
+    trainer.iteration = trainer.train_iters
+    trainer.callbacks[0].on_step(trainer, type("Report", (), {"iteration": trainer.train_iters}))
+    assert f"squared hits value: {hits**2:.6E} |" in out.getvalue()
+    assert "squared hits PPL" not in out.getvalue()
+
+
+def test_a_step_and_a_log_line_report_summaries_instead_of_tallies(make_trainer):
+    trainer = trainer_of(make_trainer, Summarizing())
+    batches = next(trainer.micro_batches(0))
+    count = sum(float(batch.fields["loss_mask"].sum()) for batch in batches)
+    hits = hits_by_hand(trainer.task.stages[0].weight.detach().clone(), batches) * count
+    report = trainer.step(iter([batches]))
+    assert report.losses.keys() == {"lm loss", "squared hits"}
+    assert report.losses["squared hits"] == pytest.approx(hits**2, rel=1e-14)
+    interval = IntervalSums()
+    for _ in range(2):
+        interval.add(report)
+    assert interval.losses(trainer.task)["squared hits"] == pytest.approx(4 * hits**2, rel=1e-14)

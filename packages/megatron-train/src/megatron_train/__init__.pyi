@@ -20,6 +20,7 @@ from .tasks.kinds import task_kinds as task_kinds
 from .tasks.task import CountingTask as CountingTask
 from .tasks.task import MicroBatch as MicroBatch
 from .tasks.task import PreparingTask as PreparingTask
+from .tasks.task import SummarizingTask as SummarizingTask
 from .tasks.task import Task as Task
 from .trainer import Callback as Callback
 from .trainer import StepReport as StepReport

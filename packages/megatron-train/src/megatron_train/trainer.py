@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.saved_values import read_value
-from megatron_train.tasks.task import MicroBatch, Task
+from megatron_train.tasks.task import MicroBatch, Task, reported_values
 
 MAX_NAN_STEPS = 10
 """Maximum number of consecutive steps without a finite loss and gradient."""
@@ -45,6 +45,7 @@ class StepReport:
         tokens: Number of tokens in the step, including masked ones.
         flops: FLOPs of the forward and backward pass.
         counts: What layers counted over the global batch, by name (`CountingTask`).
+        task: Task of the step, which may summarize its sums (`SummarizingTask`).
     """
 
     iteration: int
@@ -60,11 +61,12 @@ class StepReport:
     tokens: int
     flops: float
     counts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    task: Task | None = None
 
     @property
     def losses(self) -> dict[str, float]:
-        """The mean of each loss per unmasked token, and of each metric."""
-        return {name: self.sums[name] / self.denominators[name] for name in self.sums}
+        """What is reported of the step: means per unmasked token or sample, and summaries."""
+        return reported_values(self.task, self.sums, self.denominators)
 
 
 class Callback:
@@ -217,10 +219,14 @@ class Trainer:
             tokens=totals.tokens,
             flops=totals.flops,
             counts={name: values.tolist() for name, values in self.engine.counts.items()},
+            task=self.task,
         )
 
     def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> dict[str, float]:
-        """Returns the mean of each loss and metric over all micro-batches; changes no state."""
+        """Returns what is reported of all micro-batches together; changes no state.
+
+        Means whose denominator is 0 are left out.
+        """
         totals: dict[str, float] = {}
         counts: dict[str, float] = {}
         for stage in self.task.stages:
@@ -233,7 +239,8 @@ class Trainer:
                 counts[name] = counts.get(name, 0.0) + count
         for stage in self.task.stages:
             stage.train()
-        return {name: totals[name] / counts[name] for name in totals if counts[name]}
+        found = reported_values(self.task, totals, counts)
+        return {name: value for name, value in found.items() if counts.get(name, 1.0)}
 
     # -- position of the run -------------------------------------------------------------------
 

@@ -15,6 +15,9 @@ from .build_ict import build_ict_datasets as build_ict_datasets
 from .build_sentences import build_bert_datasets as build_bert_datasets
 from .build_sentences import build_t5_datasets as build_t5_datasets
 from .build_sft import build_sft_datasets as build_sft_datasets
+from .classification import ClassificationDataset as ClassificationDataset
+from .classification import build_classification_datasets as build_classification_datasets
+from .classification import split_rows as split_rows
 from .conversation_lines import ConversationLines as ConversationLines
 from .conversation_lines import ConversationLinesDataset as ConversationLinesDataset
 from .fim import FillInTheMiddle as FillInTheMiddle
@@ -25,6 +28,10 @@ from .gpt import TokenSource as TokenSource
 from .hugging_face import hugging_face_inputs as hugging_face_inputs
 from .ict import ICTDataset as ICTDataset
 from .ict import ICTDatasetConfig as ICTDatasetConfig
+from .labelled_texts import LabelledText as LabelledText
+from .labelled_texts import TextColumns as TextColumns
+from .labelled_texts import label_names as label_names
+from .labelled_texts import read_labelled_texts as read_labelled_texts
 from .masking import MaskingConfig as MaskingConfig
 from .masking import WordPieces as WordPieces
 from .masks import CumulativeLengths as CumulativeLengths

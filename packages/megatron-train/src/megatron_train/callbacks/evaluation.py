@@ -42,7 +42,7 @@ class Evaluation(Callback):
             return
         losses = trainer.evaluate(self._batches())
         label = f"iteration {report.iteration}"
-        for line in evaluation_lines(label, losses, trainer.task.metrics):
+        for line in evaluation_lines(label, losses, trainer.task.losses):
             self._console.print_line(line)
         for listener in self._listeners:
             listener(report.iteration, losses)
@@ -73,7 +73,7 @@ class TestSetEvaluation(Callback):
             return
         losses = trainer.evaluate(self._batches())
         label = f"iteration {report.iteration} on test set"
-        for line in evaluation_lines(label, losses, trainer.task.metrics):
+        for line in evaluation_lines(label, losses, trainer.task.losses):
             self._console.print_line(line)
         for listener in self._listeners:
             listener(report.iteration, losses)

@@ -1,6 +1,5 @@
 """The callback that prints the training log line."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -12,7 +11,7 @@ from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import TrainingLine
 from megatron_train.metrics.peak import Peak
 from megatron_train.saved_values import read_value, short_repr
-from megatron_train.tasks.task import worst_layers
+from megatron_train.tasks.task import Task, reported_values, worst_layers
 from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
@@ -51,12 +50,9 @@ class IntervalSums:
             before = self.counts.get(name, [0.0] * len(values))
             self.counts[name] = [one + other for one, other in zip(before, values, strict=True)]
 
-    def losses(self) -> dict[str, float]:
-        """Returns each loss per unmasked token of the interval; NaN if no step was finite."""
-        return {
-            name: total / self.denominators[name] if self.denominators[name] else math.nan
-            for name, total in self.sums.items()
-        }
+    def losses(self, task: Task | None) -> dict[str, float]:
+        """Returns what is reported of the interval; a mean is NaN if no step was finite."""
+        return reported_values(task, self.sums, self.denominators)
 
 
 class LogLine(Callback):
@@ -112,7 +108,7 @@ class LogLine(Callback):
             milliseconds=1000 * done.seconds / done.steps,
             learning_rate=report.learning_rate,
             global_batch_size=report.samples,
-            losses=done.losses(),
+            losses=done.losses(trainer.task),
             grad_norm=report.grad_norm,
             skipped=done.skipped,
             nan=done.nan,

@@ -120,6 +120,17 @@ def extension_checks(kind: str, selected: SelectedExtensions) -> list[Check]:
     return [check for extension in _extensions(kind, selected) for check in extension.checks]
 
 
+def derived_by_task(values: Values, kind: str) -> Values:
+    """Returns the given values with those that the task of the run derives from them.
+
+    A task that is not installed derives nothing; `check_task` refuses it.
+    """
+    name: str = values.get("training.task") or default_task(kind)
+    derive = getattr(TASKS.load(name), "derive", None) if name in TASKS else None
+    found: Values = values if derive is None else derive(values)
+    return found
+
+
 def check_task(kind: str, task: str) -> None:
     """Refuses a task that cannot train models of ``kind``.
 

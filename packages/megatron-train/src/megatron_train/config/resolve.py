@@ -9,6 +9,7 @@ from megatron_data.datasets import is_conversation_file
 from megatron_parallel.pipeline import count_stages
 
 from megatron_train.config.data import DATA_PATHS, DataConfig
+from megatron_train.config.extensions import derived_by_task
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags, implied_flags
 from megatron_train.config.from_checkpoint import (
@@ -123,9 +124,10 @@ def world_size_from_environment() -> int:
 def derive(
     values: Values, kind: str = DEFAULT_KIND, tokenizers: TokenizerCache | None = None
 ) -> Values:
-    """Adds values that follow from others: positions, vocabulary, the checkpoint's model."""
+    """Adds values that follow from others: of the checkpoint's model, the task, the tokenizer."""
     if values.get("checkpoint.use_checkpoint_args"):
         values = _with_model_of_checkpoint(values, kind)
+    values = derived_by_task(values, kind)
     seq_length = values.get("data.seq_length")
     if seq_length is not None:
         values = values.with_derived("model.max_position_embeddings", seq_length, "--seq-length")

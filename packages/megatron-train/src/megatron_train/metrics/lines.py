@@ -64,19 +64,19 @@ class TrainingLine:
 
 
 def evaluation_lines(
-    label: str, losses: Mapping[str, float], metrics: Collection[str] = ()
+    label: str, values: Mapping[str, float], losses: Collection[str] | None = None
 ) -> list[str]:
-    """Returns the lines of an evaluation: losses with their perplexities between two rules.
+    """Returns the lines of an evaluation: values, and perplexities of losses, between two rules.
 
     Args:
         label: Position in the run, such as ``iteration 100``.
-        losses: Mean values by name.
-        metrics: Names of values that are not losses and have no perplexity.
+        values: Values by name.
+        losses: Names of the values that are losses; others have no perplexity. Defaults to all.
     """
     text = f" validation loss at {label} | "
-    for name, value in losses.items():
+    for name, value in values.items():
         text += f"{name} value: {value:.6E} | "
-        if name not in metrics:
+        if losses is None or name in losses:
             text += f"{name} PPL: {math.exp(min(20.0, value)):.6E} | "
     rule = "-" * (len(text) + 1)
     return [rule, text, rule]

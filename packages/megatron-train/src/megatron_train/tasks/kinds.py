@@ -12,6 +12,7 @@ from megatron_models.lookup import import_object
 from megatron_parallel.extensions import Section
 
 from megatron_train.config.run import RunConfig
+from megatron_train.config.values import Values
 from megatron_train.tasks.registry import TASKS
 
 if TYPE_CHECKING:  # datasets import numpy, which --help does not need
@@ -73,6 +74,9 @@ class TaskKind:
             sections of configuration files; ``run.section(Config)`` returns their values.
         supported_settings: Keys of the optional settings that the task reads, such as
             ``data.reset_position_ids``. Optional settings that are not listed are refused.
+        derive: Returns the given values with others that follow from them, such as a default
+            tokenizer or a number of classes, by `Values.with_derived`. It is called after all
+            flags and files are read, and before the vocabulary is. Defaults to None.
         checks: Functions of the run that raise a `TrainError` if settings contradict each other.
             The message is one line and names the flags. They run before any communication.
     """
@@ -85,6 +89,7 @@ class TaskKind:
     sections: tuple[Section, ...] = ()
     supported_settings: tuple[str, ...] = ()
     checks: tuple[Callable[[RunConfig], None], ...] = ()
+    derive: Callable[[Values], Values] | None = None
 
     def build(self, run: RunConfig, stages: "Sequence[nn.Module]", family: str | None) -> "Task":
         """Returns the task of a run on this rank."""

@@ -189,6 +189,48 @@ class CountingTask(Protocol):
         """
 
 
+@runtime_checkable
+class SummarizingTask(Protocol):
+    """A task that reports values which are no means over samples, such as an F1 score.
+
+    They are computed from sums over all samples of a log line's interval or of an evaluation, so
+    that they do not depend on batches or ranks.
+    """
+
+    @property
+    def tallies(self) -> Sequence[str]:
+        """Names of those `Task.metrics` that only `summaries` reads and that are not reported."""
+
+    def summaries(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Returns further values to report by name.
+
+        Args:
+            sums: Sum of each loss and metric over the samples.
+        """
+
+
+def reported_values(
+    task: object, sums: Mapping[str, float], denominators: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns the mean of each loss and metric, and the summaries of a `SummarizingTask`.
+
+    Values with a denominator of 0 are NaN.
+
+    Args:
+        task: The task that the sums are of, or None for means alone.
+        sums: Sums by name.
+        denominators: Denominator of each sum.
+    """
+    means = {
+        name: total / denominators[name] if denominators[name] else math.nan
+        for name, total in sums.items()
+    }
+    if isinstance(task, SummarizingTask):
+        kept = {name: mean for name, mean in means.items() if name not in task.tallies}
+        return kept | dict(task.summaries(sums))
+    return means
+
+
 def layer_values(task: Task, counts: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Returns the measures of each layer by their names in files: ``<measure>_layer_<number>``."""
     if not counts or not isinstance(task, CountingTask):
