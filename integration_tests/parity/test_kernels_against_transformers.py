@@ -1,4 +1,4 @@
-"""Rotary embedding and RMSNorm equal those of transformers' Llama."""
+"""Rotary embedding and RMSNorm equal those of transformers' Llama, the delta rule Qwen3-Next's."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from megatron_kernels import (
     Llama3Scaling,
     RopeScaling,
     YarnScaling,
+    gated_delta_rule,
     rms_norm,
     rope,
     rope_frequencies,
@@ -18,6 +19,7 @@ from megatron_kernels import (
 transformers = pytest.importorskip("transformers")
 llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
+QWEN3_NEXT = "transformers.models.qwen3_next.modeling_qwen3_next"
 HEAD = 32
 LENGTH = 300
 
@@ -92,3 +94,35 @@ def test_rms_norm_and_its_gradients_equal_llamas(backend: str) -> None:
     ours = torch.autograd.grad(found, inputs, weights)
     for got, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(
+    "name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"]
+)
+def test_the_gated_delta_rule_and_its_gradients_equal_qwen3_nexts(name: str, backend: str) -> None:
+    theirs = getattr(pytest.importorskip(QWEN3_NEXT), name)
+    draw = torch.Generator().manual_seed(7)
+    q, k = (torch.randn(LENGTH, 2, 2, 16, generator=draw) for _ in range(2))
+    v = torch.randn(LENGTH, 2, 4, 8, generator=draw)
+    decay = -torch.rand(LENGTH, 2, 4, generator=draw)
+    beta = torch.rand(LENGTH, 2, 4, generator=draw)
+    state = torch.randn(2, 4, 16, 8, generator=draw)
+    given = [x.requires_grad_() for x in (q, k, v, decay, beta, state)]
+    found = gated_delta_rule(*given[:5], None, state, True, backend=backend)
+    y, last = theirs(
+        *(x.transpose(0, 1) for x in given[:3]),
+        g=decay.transpose(0, 1),
+        beta=beta.transpose(0, 1),
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    torch.testing.assert_close(found.output, y.transpose(0, 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.state, last, rtol=1e-4, atol=1e-5)
+    ours, expected = (
+        torch.autograd.grad(out.square().sum() + end.sum(), given)
+        for out, end in ((found.output, found.state), (y, last))
+    )
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

@@ -37,6 +37,8 @@ from .ops.ssm.causal_conv import CausalConvOutput as CausalConvOutput
 from .ops.ssm.causal_conv import causal_conv as causal_conv
 from .ops.ssm.documents import DocumentNumbers as DocumentNumbers
 from .ops.ssm.documents import number_documents as number_documents
+from .ops.ssm.gated_delta_rule import GatedDeltaRuleOutput as GatedDeltaRuleOutput
+from .ops.ssm.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from .registry import Backend as Backend
 from .registry import BackendChoice as BackendChoice
 from .registry import Op as Op

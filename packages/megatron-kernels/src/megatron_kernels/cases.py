@@ -28,6 +28,7 @@ from megatron_kernels.ops.rope.frequencies import rope_frequencies, rope_tables
 from megatron_kernels.ops.rope.rope import rope
 from megatron_kernels.ops.softmax.softmax import softmax
 from megatron_kernels.ops.ssm.causal_conv import causal_conv
+from megatron_kernels.ops.ssm.gated_delta_rule import gated_delta_rule
 from megatron_kernels.registry import Op
 
 
@@ -184,6 +185,22 @@ def _causal_conv(
     )
 
 
+def _gated_delta_rule(
+    draw: InputGenerator, *, documents: bool = False, state: bool = False
+) -> tuple[Any, ...]:
+    decay = draw.normal(11, 2, 4)
+    return (
+        draw.normal(11, 2, 2, 5),
+        draw.normal(11, 2, 2, 5, mean=0.1),
+        draw.normal(11, 2, 4, 3),
+        (-decay.detach().abs()).requires_grad_(),
+        draw.normal(11, 2, 4, mean=0.5).detach().sigmoid().requires_grad_(),
+        _some_documents(draw) if documents else None,
+        draw.normal(2, 4, 5, 3) if state else None,
+        True,
+    )
+
+
 CASES = (
     Case(layer_norm, "", partial(_norm, bias=True)),
     Case(layer_norm, "no bias", _norm_without_bias),
@@ -220,4 +237,11 @@ CASES = (
     Case(causal_conv, "", _causal_conv),
     Case(causal_conv, "state", partial(_causal_conv, state=True)),
     Case(causal_conv, "documents and state", partial(_causal_conv, documents=True, state=True)),
+    Case(gated_delta_rule, "", _gated_delta_rule),
+    Case(gated_delta_rule, "state", partial(_gated_delta_rule, state=True)),
+    Case(
+        gated_delta_rule,
+        "documents and state",
+        partial(_gated_delta_rule, documents=True, state=True),
+    ),
 )
