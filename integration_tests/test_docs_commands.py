@@ -127,21 +127,14 @@ def check_parsed(text: str) -> None:
     sys.modules[module].build_parser().parse_args(words)
 
 
-def check_file(text: str) -> None:
-    """Checks that the script exists and is executable."""
-    path = ROOT / text.rsplit(maxsplit=1)[-1]
-    assert os.access(path, os.X_OK), f"{path} is not executable"
-
-
-def check_python_file(text: str) -> None:
-    """Checks that the script exists."""
-    assert (ROOT / text.split()[1]).is_file(), f"there is no {text.split()[1]}"
-
-
-def check_tests(text: str) -> None:
-    """Checks that the files of tests exist."""
-    for word in text.split()[1:]:
-        assert (ROOT / word).is_file() or word in ("-k", "NAME"), f"there is no {word}"
+def check_files(text: str) -> None:
+    """Checks that the named files exist, and that a script that starts the line is executable."""
+    words = [word for word in text.split() if "/" in word and "=" not in word]
+    assert words, text
+    for word in words:
+        assert (ROOT / word).is_file(), f"there is no {word}"
+        run_directly = text.rsplit(maxsplit=1)[-1] == word and word.endswith(".sh")
+        assert not run_directly or os.access(ROOT / word, os.X_OK), f"{word} is not executable"
 
 
 def check_nothing(text: str) -> None:
@@ -155,8 +148,8 @@ NOT_RUN = (
     NotRun(r"megatron-train config from-megatron .*", "the script is Megatron-LM's", check_parsed),
     NotRun(r"(pip install nox && )?nox -s \w+", "minutes of work; CI runs it", check_nox),
     NotRun(r"nox -s \w+ -- .*", "up to an hour of work", check_nox),
-    NotRun(r"pytest \S.* -k NAME", "NAME stands for a new family", check_tests),
-    NotRun(r"python tooling/generated_docs.py", "nox -s docs runs it", check_python_file),
+    NotRun(r"pytest \S.* -k NAME", "NAME stands for a new family", check_files),
+    NotRun(r"python tooling/generated_docs.py", "nox -s docs runs it", check_files),
     NotRun(
         rf"megatron-(infer|ckpt|train) .*\b{FAMILY}(-hf|-talks|-exported)\b.*",
         "the folder is the reader's; integration_tests/parity/test_families.py converts one",
@@ -165,7 +158,7 @@ NOT_RUN = (
     NotRun(r"pip install [^&]*", "needs an index; `nox -s build` installs the wheels", check_pip),
     NotRun(r"python3 -m venv .venv && .*", "makes an environment", check_nothing),
     NotRun(r"torchrun --nnodes .*", "needs several machines", check_torchrun),
-    NotRun(r"PYTHON=\S+ tooling/gpu.sh", "needs a GPU", check_file),
+    NotRun(r"PYTHON=\S+ tooling/gpu.sh", "needs a GPU", check_files),
     NotRun(
         r"megatron-data .* s3://.*",
         "needs S3; integration_tests/parity/test_s3.py runs such commands",

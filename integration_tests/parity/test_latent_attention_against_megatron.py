@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_models import GPT, GPTConfig, Placement
+from megatron_names import name_in_megatron
 from megatron_parallel import Mesh
 from torch import Tensor, nn
 
@@ -48,34 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
     "direct queries, YaRN": YARN,
     "latent queries, YaRN": {"q_lora_rank": 14, **YARN},
 }
-_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attention.linear_q_proj",
-    "attention.q_down": "self_attention.linear_q_down_proj",
-    "attention.q_norm": "self_attention.q_layernorm",
-    "attention.q_up": "self_attention.linear_q_up_proj",
-    "attention.kv_down": "self_attention.linear_kv_down_proj",
-    "attention.kv_norm": "self_attention.kv_layernorm",
-    "attention.kv_up": "self_attention.linear_kv_up_proj",
-    "attention.out": "self_attention.linear_proj",
-    "mlp_norm": "pre_mlp_layernorm",
-    "mlp.up": "mlp.linear_fc1",
-    "mlp.down": "mlp.linear_fc2",
-}
-_ENDS = {
-    "embedding.word": "embedding.word_embeddings",
-    "final_norm": "decoder.final_layernorm",
-    "output": "output_layer",
-}
-
-
-def name_in_megatron(name: str) -> str:
-    """Returns Megatron's name of one of our parameters."""
-    module, _, kind = name.rpartition(".")
-    if module in _ENDS:
-        return f"{_ENDS[module]}.{kind}"
-    _, number, inner = module.split(".", 2)
-    return f"decoder.layers.{number}.{_LAYER[inner]}.{kind}"
 
 
 def build_theirs(megatron: SimpleNamespace, config: GPTConfig) -> nn.Module:

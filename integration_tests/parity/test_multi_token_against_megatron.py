@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron_models import GPT, FutureTokens, GPTConfig, Placement, shift_within_documents
+from megatron_names import name_in_megatron
 from megatron_parallel import AuxiliaryLosses, Mesh
 from torch import Tensor
 
@@ -20,35 +21,6 @@ CONFIG = GPTConfig(
     mtp_num_layers=2,
     mtp_loss_scaling_factor=0.6,
 )
-_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "self_attention.linear_qkv",
-    "attention.out": "self_attention.linear_proj",
-    "mlp_norm": "pre_mlp_layernorm",
-    "mlp.up": "mlp.linear_fc1",
-    "mlp.down": "mlp.linear_fc2",
-}
-_ENDS = {
-    "embedding.word": "embedding.word_embeddings",
-    "embedding.position": "embedding.position_embeddings",
-    "final_norm": "decoder.final_layernorm",
-    "output": "output_layer",
-}
-
-
-def name_in_megatron(name: str) -> str:
-    """Returns Megatron's name of one of our parameters."""
-    module, _, kind = name.rpartition(".")
-    if module in _ENDS:
-        return f"{_ENDS[module]}.{kind}"
-    if module.startswith("layers."):
-        _, number, inner = module.split(".", 2)
-        return f"decoder.layers.{number}.{_LAYER[inner]}.{kind}"
-    _, number, inner = module.split(".", 2)
-    if inner.startswith("layer."):
-        inner = f"transformer_layer.{_LAYER[inner.removeprefix('layer.')]}"
-    inner = inner.replace("final_norm", "final_layernorm")
-    return f"mtp.layers.{number}.{inner}.{kind}"
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
