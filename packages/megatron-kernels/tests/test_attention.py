@@ -184,6 +184,52 @@ def test_slopes_subtract_the_distance_in_positions() -> None:
     assert "torch: it does not support slopes" in choice.reason
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(document_ids=PADDED, window=3)])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_bias_is_added_to_the_scores_and_gets_a_gradient(
+    mask: Mask, backend: str, batch: int
+) -> None:
+    q, k, v = inputs()
+    bias = torch.randn(batch, 4, 7, 7, dtype=F64, requires_grad=True)
+    keys, values = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    products = 0.3 * torch.einsum("sbnd,tbnd->bnst", q, keys) + bias
+    allowed = mask.allowed(7, 7)[:, None]
+    p = products.masked_fill(~allowed, -torch.inf).softmax(-1)
+    p = torch.where(allowed.any(-1, keepdim=True), p, 0.0)
+    expected = torch.einsum("bnst,tbnd->sbnd", p, values)
+    found = attention(q, k, v, mask, Scores(0.3, bias=bias), backend=backend)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v, bias))
+    ours = torch.autograd.grad((found * weights).sum(), (q, k, v, bias))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_bias_follows_new_queries_and_room_in_a_cache() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    bias = torch.randn(1, 4, 7, 7, dtype=F64)
+    whole = attention(q, k, v, Mask(), Scores(bias=bias))
+    for backend in BACKENDS:
+        new = attention(
+            q[3:5], k, v, Mask(), Scores(bias=bias[:, :, 3:5]), query_offset=3, backend=backend
+        )
+        torch.testing.assert_close(new, whole[3:5])
+
+
+def test_flash_attn_reports_that_it_has_no_bias_and_other_shapes_are_refused() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    choice = attention.explain(q, k, v, Mask(), Scores(bias=torch.zeros(1, 4, 7, 7)))
+    assert choice.backend == "torch" and "flash_attn: it does not support a bias" in choice.reason
+    for shape in ((1, 2, 7, 7), (3, 4, 7, 7), (1, 4, 7, 6)):
+        with pytest.raises(
+            KernelError, match=r"bias has shape .*; these scores need \[2, 4, 7, 7\]"
+        ):
+            attention(q, k, v, Mask(), Scores(bias=torch.zeros(shape)))
+    assert Scores(bias=torch.zeros(1, 4, 7, 7)).of_heads(1, 2).bias.shape == (1, 2, 7, 7)
+
+
 def test_slopes_and_sinks_of_other_heads_are_refused_and_blocks_refuse_sinks() -> None:
     q, k, v = inputs()
     with pytest.raises(KernelError, match=r"slopes have shape \[2\]; 4 heads need \[4\]"):

@@ -38,8 +38,8 @@ def attention(
         v: Values `[t, b, g, dv]`, usually dv = d.
         mask: Which queries may attend to which keys. A query that may attend to nothing (padding)
             gets zeros.
-        scores: Scale, soft-cap, linear biases and sinks. Defaults to q k^T / sqrt(d). flash-attn
-            supports all but sinks, torch only a scale, the reference everything.
+        scores: Scale, soft-cap, biases and sinks. Defaults to q k^T / sqrt(d). flash-attn supports
+            all but sinks and a bias, torch a scale and a bias, the reference everything.
         query_offset: Index of the first query among the keys: the number of tokens that a key-value
             cache held before these. Keys after the last query may be unused room of a cache.
         dropout: Applied to the probabilities `[b, n, s, t]` (float32; float64 for float64) before
@@ -51,11 +51,12 @@ def attention(
         `[s, b, n, dv]` in the dtype of `q`; its memory need not be contiguous.
 
     Raises:
-        KernelError: n is not a multiple of g, or slopes or sinks are not one for each head.
+        KernelError: n is not a multiple of g, slopes or sinks are not one for each head, or a bias
+            is not one for each score.
     """
     if q.shape[2] % k.shape[2]:
         raise KernelError(
             f"attention: {q.shape[2]} heads do not divide over {k.shape[2]} query groups"
         )
-    scores.check_heads(q.shape[2])
+    scores.check_shapes(q.shape[1], q.shape[2], q.shape[0], k.shape[0])
     return attention.run(backend, q, k, v, mask, scores, query_offset, dropout)

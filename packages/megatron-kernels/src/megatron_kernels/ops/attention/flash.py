@@ -64,6 +64,8 @@ def flash_unsupported_reason(
         return "it supports only its own dropout"
     if scores.sinks is not None:
         return "it does not support sinks"
+    if scores.bias is not None:
+        return "it does not support a bias"
     if not q.is_cuda:
         return f"needs a CUDA tensor, q is on {q.device.type}"
     if q.dtype not in (torch.float16, torch.bfloat16):

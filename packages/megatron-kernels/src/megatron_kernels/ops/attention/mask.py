@@ -169,8 +169,17 @@ class Mask:
 
         Arguments and errors are those of `allowed`.
         """
+        return self.relative_positions(queries, keys, query_offset, device=device).abs()
+
+    def relative_positions(
+        self, queries: int, keys: int, query_offset: int = 0, *, device: torch.device | str = "cpu"
+    ) -> Int[Tensor, "b_or_1 s t"]:
+        """Returns the position of each key minus that of the query.
+
+        Arguments and errors are those of `allowed`.
+        """
         query, key = self._positions(queries, keys, query_offset, device)
-        return (query - key).abs()
+        return key - query
 
     def _positions(
         self, queries: int, keys: int, query_offset: int, device: torch.device | str

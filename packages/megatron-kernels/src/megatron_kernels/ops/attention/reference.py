@@ -1,6 +1,6 @@
 """Attention in plain torch, and the pair of block functions for ring attention.
 
-    scores = cap(scale * q k^T) - slope * distance      p = softmax of the allowed      out = p v
+    scores = cap(scale * q k^T) + bias - slope * distance    p = softmax of the allowed    out = p v
 
 A block pass also returns lse, the log-sum-exp of each row. Passes over disjoint sets of keys are
 combined by weighting each `out` with exp(lse - logaddexp of all lse). The backward pass takes the
@@ -51,7 +51,7 @@ def attention_forward(
         k: Keys `[t, b, g, d]`; each of the g groups serves n/g heads.
         v: Values `[t, b, g, dv]`.
         mask: Which queries may attend to which keys of this block.
-        scores: Scale, soft-cap and linear biases, as in `attention`. Sinks belong to a whole row:
+        scores: Scale, soft-cap and biases, as in `attention`. Sinks belong to a whole row:
             they are one more block, whose out is zero and whose lse is the sink.
         query_offset: Index of the first query among the keys.
         dropout: Applied to the block's probabilities `[b, n, s, t]`: a product with a mask that is
@@ -163,6 +163,8 @@ def _masked(
     if scores.slopes is not None:
         distance = mask.distance(*extent, device=q.device)[:, None, None]
         capped = capped - _by_head(scores.slopes, k)[..., None] * distance
+    if scores.bias is not None:
+        capped = capped + upcast(scores.bias).reshape(-1, *capped.shape[1:])
     allowed = mask.allowed(*extent, device=q.device)
     return capped.masked_fill(~allowed[:, None, None], -math.inf)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,18 +25,31 @@ def sdpa(
     nothing for a single query. All other masks become a boolean tensor.
     """
     end = query_offset + q.shape[0]
+    bias = scores.bias
     if k.shape[0] > end and mask.causal and mask.keys_in_order:
         # No query attends to keys after the last query, so unused room of a cache costs nothing.
         k, v = k[:end], v[:end]
+        bias = None if bias is None else bias[..., :end]
     allowed, is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
+    if is_causal and bias is not None:
+        allowed, is_causal = (
+            mask.allowed(q.shape[0], k.shape[0], query_offset, device=q.device),
+            False,
+        )
     empty = None
     if allowed is not None:
         allowed = allowed[:, None]
-        if q.device.type != "cpu" and not mask.index_only:
-            # Not every CUDA kernel returns zeros for a row that may attend to nothing. Such a row
-            # attends to all keys here, and its result is dropped. The CPU kernel returns zeros.
+        if (q.device.type != "cpu" or bias is not None) and not mask.index_only:
+            # Not every CUDA kernel, and none with a bias, returns zeros for a row that may attend
+            # to nothing. Such a row attends to all keys here, and its result is dropped. The CPU
+            # kernel returns zeros.
             empty = ~allowed.any(-1, keepdim=True)
             allowed = allowed | empty
+    added = allowed
+    if bias is not None:
+        added = bias.to(q.dtype)
+        if allowed is not None:
+            added = added.masked_fill(~allowed, -torch.inf)
     width = v.shape[-1]
     if q.device.type == "cpu" and width < q.shape[-1]:
         # The fused CPU kernel takes values as wide as queries only. Otherwise all probabilities
@@ -46,7 +60,7 @@ def sdpa(
         q.permute(1, 2, 0, 3),
         k.permute(1, 2, 0, 3),
         v.permute(1, 2, 0, 3),
-        attn_mask=allowed,
+        attn_mask=added,
         is_causal=is_causal,
         scale=scores.scale,
         # Faster than repeating keys and values for the heads of their group: forward and backward
