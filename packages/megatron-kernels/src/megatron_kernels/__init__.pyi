@@ -39,6 +39,8 @@ from .ops.ssm.documents import DocumentNumbers as DocumentNumbers
 from .ops.ssm.documents import number_documents as number_documents
 from .ops.ssm.gated_delta_rule import GatedDeltaRuleOutput as GatedDeltaRuleOutput
 from .ops.ssm.gated_delta_rule import gated_delta_rule as gated_delta_rule
+from .ops.ssm.ssd_scan import SsdOutput as SsdOutput
+from .ops.ssm.ssd_scan import ssd_scan as ssd_scan
 from .registry import Backend as Backend
 from .registry import BackendChoice as BackendChoice
 from .registry import Op as Op

@@ -29,6 +29,7 @@ from megatron_kernels.ops.rope.rope import rope
 from megatron_kernels.ops.softmax.softmax import softmax
 from megatron_kernels.ops.ssm.causal_conv import causal_conv
 from megatron_kernels.ops.ssm.gated_delta_rule import gated_delta_rule
+from megatron_kernels.ops.ssm.ssd_scan import ssd_scan
 from megatron_kernels.registry import Op
 
 
@@ -201,6 +202,23 @@ def _gated_delta_rule(
     )
 
 
+def _ssd_scan(
+    draw: InputGenerator, *, documents: bool = False, state: bool = False, chunk_size: int = 4
+) -> tuple[Any, ...]:
+    return (
+        draw.normal(11, 2, 4, 3),
+        draw.normal(11, 2, 4),
+        (-draw.normal(4).exp()).detach().requires_grad_(),
+        draw.normal(11, 2, 2, 5),
+        draw.normal(11, 2, 2, 5, mean=0.2),
+        draw.normal(4),
+        draw.normal(4, mean=-1),
+        _some_documents(draw) if documents else None,
+        draw.normal(2, 4, 3, 5) if state else None,
+        chunk_size,
+    )
+
+
 CASES = (
     Case(layer_norm, "", partial(_norm, bias=True)),
     Case(layer_norm, "no bias", _norm_without_bias),
@@ -244,4 +262,7 @@ CASES = (
         "documents and state",
         partial(_gated_delta_rule, documents=True, state=True),
     ),
+    Case(ssd_scan, "", _ssd_scan),
+    Case(ssd_scan, "state, one chunk", partial(_ssd_scan, state=True, chunk_size=32)),
+    Case(ssd_scan, "documents and state", partial(_ssd_scan, documents=True, state=True)),
 )
