@@ -119,6 +119,18 @@ def test_llama_tiny_warms_up_and_decays_in_a_run_of_any_length():
         assert schedule.at(samples) == 0
 
 
+def test_settings_for_another_kind_of_model_are_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "bert.yaml").write_text("kind: bert\nmodel: {num_layers: 2}\n")
+    words = ["pretrain", "gpt", "--config", str(tmp_path / "bert.yaml"), "--vocab-size", "9"]
+    assert main(words) == 1
+    line = capsys.readouterr().err
+    assert "bert.yaml is for models of kind bert, not gpt; " in line and line.count("\n") == 1
+    assert main(["recipes", "diff", "llama-tiny", str(tmp_path / "bert.yaml")]) == 1
+    assert "compare settings of one kind" in capsys.readouterr().err
+    (tmp_path / "gpt.yaml").write_text("kind: gpt\nmodel: {num_layers: 2}\n")
+    assert main(["config", "check", str(tmp_path / "gpt.yaml")]) == 0
+
+
 def test_an_unknown_recipe_is_refused_with_the_nearest_name(capsys):
     assert main(["recipes", "show", "llama-tinny"]) == 1
     captured = capsys.readouterr().err

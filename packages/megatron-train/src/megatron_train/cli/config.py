@@ -98,6 +98,6 @@ def _shown(option: Option) -> str:
 
 def _check(arguments: argparse.Namespace) -> int:
     for name in arguments.file:
-        values = read_file(Path(name), run_options(arguments.model))
+        values = read_file(Path(name), run_options(arguments.model), arguments.model)
         sys.stdout.write(f"{name}: {len(values.given)} settings, all valid\n")
     return 0

@@ -12,7 +12,6 @@ from megatron_train.config.recipes import (
     recipe_names,
     recipe_text,
 )
-from megatron_train.config.run_sections import run_options
 
 _EXAMPLE = """\
 example:
@@ -58,7 +57,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    rows = compare_recipes(arguments.one, arguments.other, run_options())
+    rows = compare_recipes(arguments.one, arguments.other)
     table = [("", arguments.one, arguments.other)] + [
         (key, _shown(one), _shown(other)) for key, one, other in rows
     ]

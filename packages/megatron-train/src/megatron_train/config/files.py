@@ -16,8 +16,11 @@ from megatron_train.saved_values import short_repr
 _ABOUT = "about"
 """Key of a file that is not a section but a description of the file."""
 
+_KIND = "kind"
+"""Key of a file that is not a section but the kind of model that its settings are for."""
 
-_MOST_BYTES = 1 << 20
+
+MOST_BYTES = 1 << 20
 _LONGEST_REASON = 400
 _DEEPEST = 20
 
@@ -45,31 +48,46 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_file(path: Path, options: Sequence[Option]) -> Values:
+def read_file(path: Path, options: Sequence[Option], kind: str | None = None) -> Values:
     """Reads the settings in the YAML file ``path``.
+
+    Args:
+        path: Path of the file.
+        options: All settings of a run.
+        kind: Kind of the model. Defaults to None, which accepts files for every kind.
 
     Raises:
         TrainError: The file is not YAML or has no sections, or a section or key is unknown or a
-            value invalid; the message names the file, the key and the nearest known key.
+            value invalid; the message names the file, the key and the nearest known key. Or the
+            file is for another kind of model.
     """
     with path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
         raise TrainError(
-            f"{path} is larger than {_MOST_BYTES} bytes, the maximum for a configuration file; "
+            f"{path} is larger than {MOST_BYTES} bytes, the maximum for a configuration file; "
             "give a YAML file of settings"
         )
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise TrainError(f"{path} is not YAML: {error}") from error
-    return parse_settings(text, str(path), options)
+    return parse_settings(text, str(path), options, kind)
 
 
-def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
+def parse_settings(
+    text: str, name: str, options: Sequence[Option], kind: str | None = None
+) -> Values:
     """Reads the settings in YAML ``text``; errors and origins name it ``name``."""
     document = _load(text, name)
     document.pop(_ABOUT, None)
+    own = document.pop(_KIND, None)
+    if own is not None and kind is not None and own != kind:
+        other = short_repr(own).strip("'")
+        raise TrainError(
+            f"{name} is for models of kind {other}, not {kind}; give another, or use "
+            f"megatron-train pretrain {other}"
+        )
     given: dict[str, GivenValue] = {}
     errors: list[str] = []
     for section, content in document.items():
@@ -89,6 +107,12 @@ def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
 def file_description(text: str) -> str:
     """Returns the description under ``about`` in one line; empty if there is none."""
     return " ".join(str(_load(text, "recipe").get(_ABOUT, "")).split())
+
+
+def file_kind(text: str) -> str | None:
+    """Returns the kind of model that a file of settings names; None if it names none."""
+    found = _load(text, "recipe").get(_KIND)
+    return None if found is None else str(found)
 
 
 def _load(text: str, name: str) -> dict[Any, Any]:

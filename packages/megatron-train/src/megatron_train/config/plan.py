@@ -41,11 +41,11 @@ def resolve_plan(namespace: argparse.Namespace) -> RunSections:
     options = run_options(kind)
     values = Values()
     if namespace.recipe is not None:
-        values = recipe_values(namespace.recipe, options)
+        values = recipe_values(namespace.recipe, options, kind)
     if namespace.hf_config is not None:
         values = values.updated(_hf_values(Path(namespace.hf_config), kind))
     if namespace.config is not None:
-        values = values.updated(read_file(Path(namespace.config), options))
+        values = values.updated(read_file(Path(namespace.config), options, kind))
     values = with_flags(values, namespace, kind)
     values = derive(values, kind)
     for key, value in _ASSUMED.items():

@@ -46,9 +46,9 @@ def resolve(
     options = run_options(kind)
     values = Values()
     if namespace.recipe is not None:
-        values = recipe_values(namespace.recipe, options)
+        values = recipe_values(namespace.recipe, options, kind)
     if namespace.config is not None:
-        values = values.updated(read_file(Path(namespace.config), options))
+        values = values.updated(read_file(Path(namespace.config), options, kind))
     return complete(values, namespace, kind, world_size, tokenizers)
 
 

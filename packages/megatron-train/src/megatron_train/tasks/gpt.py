@@ -5,25 +5,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
-from megatron_ckpt import ModelRecord
 from megatron_kernels import Mask
 from megatron_models import (
     CausalModel,
     Dropout,
     FutureTokens,
     Measure,
-    config_of,
     counter_of,
-    record_of,
     shift_within_documents,
     training_flops,
 )
-from megatron_parallel import Axis, DropoutKey, TensorSpec
+from megatron_parallel import Axis, DropoutKey
 from megatron_parallel.context_parallel import ContextSplit
 from megatron_parallel.mesh import pool_group_name
 from torch import Tensor, nn
 
 from megatron_train.config.run import RunConfig
+from megatron_train.tasks.staged import StagedTask
 from megatron_train.tasks.task import MicroBatch
 
 LOSS = "lm loss"
@@ -34,7 +32,7 @@ _FUTURE: Final[Mapping[str, str]] = {
 """Fields of sequences, and the same shifted for each depth of multi-token prediction."""
 
 
-class GPTTask:
+class GPTTask(StagedTask):
     """Predicts each next token; the loss is the cross entropy over the unmasked tokens.
 
     Args:
@@ -72,34 +70,21 @@ class GPTTask:
         label_smoothing: float = 0.0,
         per_layer_logging: bool = False,
     ) -> None:
-        self._stages = tuple(stages)
-        self._family = family
-        self._seed = seed
-        self._hidden_dropout = hidden_dropout
-        self._attention_dropout = attention_dropout
+        super().__init__(
+            stages,
+            family,
+            seed=seed,
+            hidden_dropout=hidden_dropout,
+            attention_dropout=attention_dropout,
+        )
         self._reset_position_ids = reset_position_ids
         self._reset_attention_mask = reset_attention_mask
         self._split_per_document = split_per_document
         self._label_smoothing = label_smoothing
-        self._config = self._stages[0].config
+        self._config = stages[0].config
         self._counting = self._config.counting_layers if per_layer_logging else {}
-        self._mesh = self._stages[0].mesh
         self._cp = self._mesh.axis("cp")
         self._sequence_length = sequence_length
-
-    @property
-    def model_record(self) -> ModelRecord:
-        """The model's kind, family and configuration."""
-        return ModelRecord(family=self._family, **record_of(self._config))
-
-    def migrated_config(self, record: ModelRecord) -> dict[str, Any]:
-        """Returns the configuration in a checkpoint's record with the current fields."""
-        return config_of(record).to_dict()
-
-    @property
-    def stages(self) -> Sequence[CausalModel]:
-        """This rank's stages of the model."""
-        return self._stages
 
     @property
     def auxiliary_losses(self) -> Sequence[str]:
@@ -118,10 +103,6 @@ class GPTTask:
             for layer, mixer in self._counting.items()
             if counter_of(layer) in counts
         }
-
-    def fsdp_units(self, stage: nn.Module) -> Sequence[nn.Module]:
-        """Returns the blocks of a stage."""
-        return [unit for own in self._stages if own is stage for unit in own.units()]
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Returns the number of unmasked tokens; for losses of routers, of non-padding tokens.
@@ -197,7 +178,7 @@ class GPTTask:
 
         The first stage gets tokens, the last one labels, and all of them mask and dropout.
         """
-        module = next(one for one in self._stages if one.stage == stage)
+        module = self._stage(stage)
         fields, arguments = batch.fields, dict[str, Any]()
         if module.first:
             arguments["x"] = fields["tokens"]
@@ -219,35 +200,21 @@ class GPTTask:
             arguments["split"] = batch.context_split
             if uses_pool:
                 arguments["cp"] = self._context(batch.context_split.ranks)
-        noisy = self._hidden_dropout or self._attention_dropout or module.config.uses_noise
-        if iteration is not None and noisy:
-            arguments["dropout"] = self._dropout(batch, iteration)
-        return arguments
+        return arguments | self._dropout(batch, iteration)
 
     def _context(self, ranks: int) -> Axis:
         """Returns the axis that a micro-batch is split over; in a pool, the group of `ranks`."""
         uses_pool = self._mesh.layout.hybrid_cp
         return self._mesh.axis(pool_group_name(ranks)) if uses_pool else self._cp
 
-    def _dropout(self, batch: MicroBatch, iteration: int) -> Dropout:
+    def _dropout(self, batch: MicroBatch, iteration: int | None) -> dict[str, Dropout]:
         """Returns the dropout of a step; rows of a pool drop what their samples would drop."""
+        if not self._drops(iteration) or not self._mesh.layout.hybrid_cp:
+            return super()._dropout(batch, iteration)
+        samples, indices = batch.fields["sample_ids"].t(), batch.fields["indices_in_sample"]
+        key = DropoutKey.for_tokens(self._seed, iteration or 0, samples, indices.t())
         rates = self._hidden_dropout, self._attention_dropout
-        if self._mesh.layout.hybrid_cp:
-            samples, indices = batch.fields["sample_ids"].t(), batch.fields["indices_in_sample"]
-            key = DropoutKey.for_tokens(self._seed, iteration, samples, indices.t())
-            return Dropout(key, *rates, indices, self._sequence_length)
-        key = DropoutKey.for_batch(
-            seed=self._seed,
-            iteration=iteration,
-            samples=batch.fields["sample_ids"],
-            positions=batch.fields["tokens"].shape[1] * self._cp.size,
-        )
-        return Dropout(key, *rates)
-
-    def stage_output_spec(self, batch: MicroBatch, stage: int) -> TensorSpec:
-        """Returns shape and dtype of the activations between two stages."""
-        samples, length = batch.fields["tokens"].shape
-        return self._stages[0].stage_output_spec(samples, length * self._cp.size)
+        return {"dropout": Dropout(key, *rates, indices, self._sequence_length)}
 
     def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         """Returns the cross entropy ``[b, s]`` summed over the unmasked tokens."""
