@@ -54,6 +54,7 @@ BASE: Words = {
     "--save": "out",
 }
 ROPE: Words = {"--position-embedding-type": "rope"}
+LINEAR = {"--experimental-attention-variant": "gated_delta_net", "--linear-attention-freq": "2"}
 LATENT = ROPE | {
     "--multi-latent-attention": "",
     "--normalization": "RMSNorm",
@@ -209,6 +210,13 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "model.qk_head_dim": (LATENT, {"--qk-head-dim": "4"}),
     "model.qk_pos_emb_head_dim": (LATENT, {"--qk-pos-emb-head-dim": "8"}),
     "model.v_head_dim": (LATENT, {"--v-head-dim": "4"}),
+    "model.experimental_attention_variant": ({}, LINEAR),
+    "model.linear_attention_freq": (LINEAR, {"--linear-attention-freq": "[0,1]"}),
+    "model.linear_conv_kernel_dim": (LINEAR, {"--linear-conv-kernel-dim": "2"}),
+    "model.linear_key_head_dim": (LINEAR, {"--linear-key-head-dim": "4"}),
+    "model.linear_value_head_dim": (LINEAR, {"--linear-value-head-dim": "4"}),
+    "model.linear_num_key_heads": (LINEAR, {"--linear-num-key-heads": "8"}),
+    "model.linear_num_value_heads": (LINEAR, {"--linear-num-value-heads": "16"}),
     "model.qk_layernorm": ({}, {"--qk-layernorm": ""}),
     "model.qk_layernorm_scope": (
         {"--qk-layernorm": "", "--normalization": "RMSNorm"},

@@ -41,6 +41,7 @@ SAMPLE = {
     "pp2-mtp-dropout",
     "tp2·sp-mixed-dropout",
     "tp2·pp2-mup",
+    "tp2·sp-delta-dropout",
     "tp3·selective·ep3·etp1·a2a-thirds-dropout",
 }
 FEW = 3
@@ -80,6 +81,7 @@ DEFECT_SAMPLE = {
     "the heads of every layer are numbered as if it had all",
     "tokens that fill the last rank are routed",
     "the last stage forgets the learning rates of its widths",
+    "the states of gated delta nets pass document ends",
 }
 
 

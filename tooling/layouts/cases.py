@@ -206,6 +206,16 @@ MODELS["mixed"] = replace(
     ),
 )
 MODELS["mup"] = replace(MODELS["moe"], use_mup=True, mup_base_hidden_size=8, mup_base_head_dim=2.0)
+MODELS["delta"] = replace(
+    MODELS["untied"],
+    attention_output_gate=True,
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="3",
+    linear_key_head_dim=4,
+    linear_value_head_dim=6,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+)
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
@@ -229,7 +239,8 @@ positions, whose queries grow with the position. The experts of `dropping` and `
 capacity; those of `earliest` keep the earliest tokens and are padded. `mtp` is `tied` with two
 depths of multi-token prediction, and `moe-mtp` is `moe` with them and an untied output matrix.
 The layers of `mixed` differ in heads, widths and kinds; some lack a sublayer or have a linear layer
-in its place. `mup` is `moe` with maximal update parametrization from a width of 8.
+in its place. `mup` is `moe` with maximal update parametrization from a width of 8. `delta` is
+Qwen3-Next's kind: gated delta nets in all layers but the third, which has gated attention.
 """
 
 Model = Literal[
@@ -256,6 +267,7 @@ Model = Literal[
     "moe-mtp",
     "mixed",
     "mup",
+    "delta",
 ]
 
 SPLITS = {
@@ -669,6 +681,13 @@ CASES = (
     _case("mup", 2, tp=2, pp=2),
     _case("mup", 1, "sp", "dropout", "sharded", tp=2, pp=2, dp=2),
     _case("mup", 2, "fsdp", "alltoall", dp=2, ep=2),
+    _case("delta", 4, tp=2),
+    _case("delta", 2, "sp", "dropout", tp=2),
+    _case("delta", 2, "sp", "selective", tp=4),
+    _case("delta", 2, "dropout", pp=2),
+    _case("delta", 1, "dropout", "uniform", pp=4),
+    _case("delta", 1, "sp", "zero-bubble", "sharded", tp=2, pp=2, dp=2),
+    _case("delta", 1, "fsdp", "dropout", tp=2, dp=2),
     _case("moe-mtp", 2, "sp", "alltoall", tp=2, ep=2, etp=1),
     _case("moe-mtp", 2, "alltoall", "dropout", pp=2, dp=2, ep=2),
     _case("moe-mtp", 1, "alltoall", "combined-1f1b", pp=2, dp=2, ep=2),

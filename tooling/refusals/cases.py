@@ -29,6 +29,10 @@ LATENT: Mapping[str, Any] = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 8,
 }
+LINEAR: Mapping[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": "2",
+}
 TEMPERATURE: Mapping[str, Any] = {"attn_temperature_scale": 0.5}
 
 
@@ -232,6 +236,48 @@ ROTARY = {
         {"rotary_base_local": 50.0, "sliding_window": 4},
         "rotary_base_local 50.0 needs rotary positions, not|leave it at 0",
         {"rotary_base_local": 0.0},
+    ),
+}
+
+VARIANTS = {
+    "heads of a variant that no layer has": Case(
+        {"linear_num_key_heads": 8},
+        "linear_num_key_heads 8 has no effect without experimental_attention_variant "
+        "'gated_delta_net'; leave it at 16",
+        {"linear_num_key_heads": 16},
+    ),
+    "layers of a variant that the model lacks": Case(
+        {"linear_attention_freq": "2"},
+        "linear_attention_freq 2 has no effect without|leave it at ''",
+        {"linear_attention_freq": ""},
+    ),
+    "a variant without layers": Case(
+        {**LINEAR, "linear_attention_freq": ""},
+        "gated_delta_net needs layers with linear attention; set linear_attention_freq, such as 4",
+        {"linear_attention_freq": "4"},
+    ),
+    "too few layers in the pattern of a variant": Case(
+        {**LINEAR, "linear_attention_freq": "[1,0]"},
+        "linear_attention_freq: the pattern [1,0] has 2 layers, but the model has 4",
+        {"linear_attention_freq": "[1,0]*2"},
+    ),
+    "value heads of a gated delta net": Case(
+        {**LINEAR, "linear_num_value_heads": 40},
+        "linear_num_value_heads 40 is not a multiple of linear_num_key_heads 16|use "
+        "linear_num_value_heads 32 or 48",
+        {"linear_num_value_heads": 48},
+    ),
+    "key heads of a gated delta net over ranks": Case(
+        {**LINEAR, "num_attention_heads": 6, "ffn_hidden_size": 48, "vocab_size": 60},
+        "tp 3 cannot cut linear_num_key_heads 16 into 3 equal parts",
+        {"linear_num_key_heads": 18, "linear_num_value_heads": 36},
+        layout={"tp": 3},
+    ),
+    "a gated delta net over context-parallel ranks": Case(
+        LINEAR,
+        "cp 2 cannot cut a gated delta net, whose state passes from token to token; use cp 1",
+        layout={"cp": 2},
+        fixed_layout={},
     ),
 }
 
@@ -723,6 +769,7 @@ CASES: Mapping[str, Case] = {
         "types": TYPES,
         "attention": ATTENTION,
         "rotary": ROTARY,
+        "variants": VARIANTS,
         "latents": LATENTS,
         "block": BLOCK,
         "router": ROUTER,

@@ -10,6 +10,7 @@ from jaxtyping import install_import_hook
 # Configurations and descriptions check their own values and have no tensors.
 _PARTS = (
     "latent_attention.module",
+    "gated_delta_net.module",
     *(
         f"attention.{name}"
         for name in ("module", "cross", "context_parallel", "sinks", "temperature", "alibi")
@@ -203,6 +204,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "add_qkv_bias": True,
         "normalization": "RMSNorm",
+    },
+    "gated-delta-net": {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": "[0,1]",
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "normalization": "RMSNorm",
+        "apply_layernorm_1p": True,
     },
 }
 

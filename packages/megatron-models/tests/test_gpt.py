@@ -54,7 +54,8 @@ def test_planned_counts_and_shapes_equal_those_of_the_built_model(config, mesh):
 
 def test_weight_decay_is_for_matrices_only(config, mesh):
     for name, sharding in collect_shardings(GPT(config, mesh)).items():
-        assert sharding.weight_decay == (not name.endswith("bias") and "norm" not in name), name
+        vector = name.endswith(("bias", "A_log")) or "norm" in name
+        assert sharding.weight_decay == (not vector), name
 
 
 def test_initial_weights_follow_the_configuration_and_the_seed(small, mesh):
@@ -138,6 +139,12 @@ def test_a_truncated_cache_continues_from_the_truncation(model):
         model(draw(model.config, 1, 8, seed=2), cache=cache)
         cache.truncate(0)
         model(tokens[:, :6], cache=cache)
+        if model.recurrent:
+            with pytest.raises(
+                ConfigError, match="stands for 6 tokens and cannot be cut back to 3"
+            ):
+                cache.truncate(3)
+            return
         cache.truncate(3)
         rest = model(tokens[:, 3:], cache=cache)
         torch.testing.assert_close(rest, model(tokens)[3:], rtol=0, atol=1e-12)
@@ -156,8 +163,8 @@ def test_cached_sequences_of_different_lengths_are_padded_on_the_left(model):
         last = model(rows[:, 5:], mask=mask, cache=cache)[0]
         torch.testing.assert_close(last[0], model(long)[-1, 0], rtol=0, atol=1e-12)
         torch.testing.assert_close(last[1], model(short)[-1, 0], rtol=0, atol=1e-12)
-        if model.config.span != EVERYTHING or model.config.has_alibi:
-            return  # windows and biases need the position of every key
+        if model.config.span != EVERYTHING or model.config.has_alibi or model.recurrent:
+            return  # windows and biases need the position of every key; states are not cut back
         cache.truncate(5)
         blank = torch.cat(
             [positions[:, :5], positions[:, :1]], 1

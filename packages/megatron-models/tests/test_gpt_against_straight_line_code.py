@@ -89,6 +89,43 @@ def latent_attention(x, weights, name, config, factors):
     return linear(torch.cat(outputs, -1), weights, f"{name}.out")
 
 
+def gated_delta_net(x, weights, name, config):
+    """Computes one sequence ``[s, h]`` as Yang et al. 2024, equation 10, head by head."""
+    served = config.linear_num_value_heads // config.linear_num_key_heads
+    key, value = config.linear_key_head_dim, config.linear_value_head_dim
+    own, outputs = {each: weights[f"{name}.{each}"] for each in ("A_log", "dt_bias")}, []
+    for group, filters in enumerate(weights[f"{name}.conv_weight"]):
+        fused = x @ weights[f"{name}.in_proj.weight"][group].T
+        mixed, rest = fused.split((2 * key + served * value, served * (value + 2)), -1)
+        convolved = torch.zeros_like(mixed)
+        for t in range(len(x)):
+            for back in range(min(t + 1, config.linear_conv_kernel_dim)):
+                convolved[t] = convolved[t] + filters[:, -1 - back] * mixed[t - back]
+        convolved = activate(convolved, "silu")
+        lengths = [
+            (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+            for each in (convolved[:, :key], convolved[:, key : 2 * key])
+        ]
+        queries = convolved[:, :key] / lengths[0] / math.sqrt(key)
+        keys = convolved[:, key : 2 * key] / lengths[1]
+        for i in range(served):
+            head = group * served + i
+            values = convolved[:, 2 * key + i * value :][:, :value]
+            gate = rest[:, i * value : (i + 1) * value]
+            beta = torch.sigmoid(rest[:, served * value + i])
+            step = torch.log1p(torch.exp(rest[:, served * (value + 1) + i] + own["dt_bias"][head]))
+            decay, state, rows = torch.exp(-torch.exp(own["A_log"][head]) * step), 0.0, []
+            for t in range(len(x)):
+                old = decay[t] * (torch.eye(key) - beta[t] * torch.outer(keys[t], keys[t]))
+                state = old @ (state + torch.zeros(key, value)) if t else 0.0
+                state = state + beta[t] * torch.outer(keys[t], values[t])
+                rows.append(queries[t] @ state)
+            y = torch.stack(rows)
+            y = y / (y.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
+            outputs.append(y * weights[f"{name}.norm.weight"] * activate(gate, "silu"))
+    return linear(torch.cat(outputs, -1), weights, f"{name}.out_proj")
+
+
 def is_windowed(layer, config):
     return layer not in {"": [], "2": [1, 3, 5], "[0,1]": [0]}[config.window_attn_skip_freq]
 
@@ -145,6 +182,8 @@ def alibi_slope(head, config):
 
 def attention(x, weights, name, config, factors, layer):
     """Computes one sequence ``[s, h]`` head by head and token by token; factors ``[s, n, s]``."""
+    if config.linear_layers[layer]:
+        return gated_delta_net(x, weights, name, config)
     if config.multi_latent_attention:
         return latent_attention(x, weights, name, config, factors)
     length, d, m = len(x), config.kv_channels, config.heads_per_group

@@ -25,10 +25,16 @@ CHECKING = (
     "components/moe/capacity_fields.py",
     *(
         f"components/{name}/config.py"
-        for name in ("attention", "heterogeneous", "latent_attention", "moe", "multi_token")
+        for name in (
+            *("attention", "attention_variant", "gated_delta_net", "heterogeneous"),
+            *("latent_attention", "moe", "multi_token"),
+        )
     ),
     "components/rotary/config.py",
-    *(f"components/{name}/spec.py" for name in ("norm", "mlp", "latent_attention", "moe")),
+    *(
+        f"components/{name}/spec.py"
+        for name in ("gated_delta_net", "norm", "mlp", "latent_attention", "moe")
+    ),
     "models/gpt/config.py",
     "models/gpt/fields.py",
     "models/gpt/layers.py",

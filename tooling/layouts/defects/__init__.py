@@ -7,6 +7,7 @@ has none. The proof must find every defect (`integration_tests/test_layouts.py`)
 from layouts.defects import (  # each enters its defects into the catalogue
     adapters,
     context,
+    deltas,
     dropout,
     experts,
     gradients,
@@ -33,6 +34,7 @@ __all__ = [
     "Defect",
     "adapters",
     "context",
+    "deltas",
     "dropout",
     "experts",
     "gradients",

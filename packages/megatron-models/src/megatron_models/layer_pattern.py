@@ -51,6 +51,26 @@ def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool(each) for each in value)
 
 
+def skipping_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Returns for each layer whether a pattern selects it; a number names the others.
+
+    >>> skipping_pattern("2", 4)
+    (True, False, True, False)
+
+    Args:
+        text: A number N, for all but every N-th layer counted from 1, or lists as for
+            `layer_pattern`.
+        num_layers: Number of layers of the model.
+
+    Raises:
+        PatternError: The text is no pattern, or its list has another length.
+    """
+    if not text.strip().isdigit():
+        return layer_pattern(text, num_layers)
+    skipped = layer_pattern(text, num_layers + 1)  # which counts from 0
+    return tuple(not each for each in skipped[1:])
+
+
 _LONGEST_SHOWN = 200
 _LONGEST = 100_000
 

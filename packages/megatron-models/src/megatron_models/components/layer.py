@@ -196,6 +196,10 @@ class TrunkSpec:
         """Returns the multiply-adds of one query-key pair, in all layers together."""
         return sum(mixer.multiply_adds_per_pair() for mixer in self.mixers)
 
+    def multiply_adds_of_state(self) -> int:
+        """Returns the multiply-adds of one token with recurrent states, in all layers together."""
+        return sum(mixer.multiply_adds_of_state() for mixer in self.mixers)
+
     def multiply_adds_of_pairs(self, tokens: int, squared_lengths: int) -> int:
         """Returns the multiply-adds of all query-key pairs, with the arguments of `Mixer`."""
         return sum(mixer.multiply_adds_of_pairs(tokens, squared_lengths) for mixer in self.mixers)

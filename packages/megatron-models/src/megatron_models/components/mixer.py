@@ -294,6 +294,10 @@ class Mixer(ABC):
         """Returns the multiply-adds of one query-key pair. Defaults to 0."""
         return 0
 
+    def multiply_adds_of_state(self) -> int:
+        """Returns the multiply-adds of one token with a recurrent state. Defaults to 0."""
+        return 0
+
     @abstractmethod
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Returns the bytes that each submodule saves for the backward pass.

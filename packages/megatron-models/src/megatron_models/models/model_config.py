@@ -38,7 +38,7 @@ class MultiplyAdds(NamedTuple):
     """Multiply-adds of a forward pass.
 
     Attributes:
-        per_token: Multiply-adds of one token with the weights.
+        per_token: Multiply-adds of one token with the weights, and with recurrent states.
         per_pair: Multiply-adds of one query-key pair, in all layers together.
     """
 
@@ -118,10 +118,10 @@ class ModelConfig(ComponentConfig, ABC):
     @cached_property
     def multiply_adds(self) -> MultiplyAdds:
         """Multiply-adds of a forward pass, by token and by query-key pair."""
-        per_token = sum(spec.multiply_adds for spec in self.parameters().values())
         parts = self._parts
+        per_token = sum(spec.multiply_adds for spec in self.parameters().values())
         return MultiplyAdds(
-            per_token,
+            per_token + sum(part.multiply_adds_of_state() for part in parts),
             sum(part.multiply_adds_per_pair() for part in parts),
         )
 

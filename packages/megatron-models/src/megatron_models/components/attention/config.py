@@ -14,7 +14,7 @@ from megatron_models.components.fields import flag, literal
 from megatron_models.components.rotary.config import RotaryConfig
 from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.errors import ConfigError
-from megatron_models.layer_pattern import PatternError, layer_pattern
+from megatron_models.layer_pattern import PatternError, skipping_pattern
 
 TEMPERATURE_FLOOR: Final = 8192
 """Default of ``attn_temperature_floor``, that of Llama 4."""
@@ -288,13 +288,7 @@ class AttentionConfig(RotaryConfig):
         As in Megatron-LM, every N-th layer counted from 1 is without them.
         """
         text = self.window_attn_skip_freq
-        if not text:
-            return (True,) * self.num_layers
-        if not text.strip().isdigit():
-            return layer_pattern(text, self.num_layers)
-        first, *others = layer_pattern(text, self.num_layers + 1)
-        del first  # the pattern counts from 0
-        return tuple(not skipped for skipped in others)
+        return skipping_pattern(text, self.num_layers) if text else (True,) * self.num_layers
 
     @property
     def span(self) -> Span:

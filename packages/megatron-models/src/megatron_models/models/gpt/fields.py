@@ -6,6 +6,7 @@ Importing this module does not import torch. Field names are the flags of Megatr
 
 from dataclasses import dataclass, field
 
+from megatron_models.components.attention_variant.config import AttentionVariantConfig
 from megatron_models.components.fields import flag
 from megatron_models.components.heterogeneous.config import HeterogeneousConfig
 from megatron_models.components.latent_attention.config import LatentAttentionConfig
@@ -21,6 +22,7 @@ class GPTFields(
     HeterogeneousConfig,
     MultiTokenConfig,
     ResidualConfig,
+    AttentionVariantConfig,
     LatentAttentionConfig,
     CausalConfig,
 ):

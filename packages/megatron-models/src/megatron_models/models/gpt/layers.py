@@ -9,6 +9,7 @@ from typing import Any
 from megatron_models.components.attention.config import TEMPERATURE_FLOOR
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
+from megatron_models.components.gated_delta_net.spec import GatedDeltaNetSpec
 from megatron_models.components.latent_attention.spec import LatentAttentionSpec
 from megatron_models.components.layer import Layer
 from megatron_models.components.mixer import Mixer
@@ -39,9 +40,14 @@ def first_alike(config: GPTFields) -> list[int]:
     """
     own = [repr(block) for block in config.blocks] or [""] * config.num_layers
     options = zip(
-        config.windowed_layers, config.unrotated_layers, config.moe_layers, own, strict=True
+        config.windowed_layers,
+        config.unrotated_layers,
+        config.linear_layers,
+        config.moe_layers,
+        own,
+        strict=True,
     )
-    first: dict[tuple[bool, bool, bool, str], int] = {}
+    first: dict[tuple[bool, bool, bool, bool, str], int] = {}
     return [first.setdefault(key, number) for number, key in enumerate(options)]
 
 
@@ -71,7 +77,10 @@ def multi_token_layers(config: GPTFields) -> tuple[MultiTokenSpec, ...]:
 
 
 def attention_mixer(config: GPTFields, number: int) -> Mixer | None:
-    """Returns the attention of a layer, or None if it has none."""
+    """Returns the attention of a layer, linear or not, or None if it has none."""
+    if config.linear_layers[number]:
+        init = dict(config.hidden_init)
+        return config.own_mixer(number, "attention", GatedDeltaNetSpec, init)
     changes: dict[str, Any] = {
         "window_attn_skip_freq": "",
         **rotation_changes(config, number),

@@ -1,0 +1,1 @@
+"""Gated delta net: linear attention whose state is corrected by the delta rule, and decays."""
