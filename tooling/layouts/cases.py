@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from megatron_models import GPTConfig
+from megatron_models import CausalConfig, GPTConfig, HybridConfig, MambaModelConfig
 from megatron_parallel import DataParallelConfig, ParallelLayout, RecomputeConfig
 from megatron_parallel.pipeline import SCHEDULES, find_schedule_kind
 
@@ -21,7 +21,7 @@ _SIZES = {
     "vocab_size": 150,
     "max_position_embeddings": SEQUENCE,
 }
-MODELS = {
+MODELS: dict[str, CausalConfig] = {
     "tied": GPTConfig(**_SIZES, ffn_hidden_size=96),
     "untied": GPTConfig(
         **_SIZES,
@@ -216,6 +216,30 @@ MODELS["delta"] = replace(
     linear_num_key_heads=4,
     linear_num_value_heads=8,
 )
+_STATE = {
+    "normalization": "RMSNorm",
+    "mamba_num_groups": 4,
+    "mamba_head_dim": 4,
+    "mamba_state_dim": 6,
+    "mamba_chunk_size": 6,
+}
+MODELS["mamba"] = MambaModelConfig(
+    **{name: size for name, size in _SIZES.items() if name != "num_attention_heads"}, **_STATE
+)
+MODELS["hybrid"] = HybridConfig(
+    **_SIZES,
+    **_STATE,
+    hybrid_layer_pattern="M*EM-",
+    mamba_proj_bias=True,
+    mamba_dt_max=0.08,
+    num_query_groups=4,
+    ffn_hidden_size=48,
+    position_embedding_type="rope",
+    untie_embeddings_and_output_weights=True,
+    num_experts=4,
+    moe_ffn_hidden_size=24,
+    moe_aux_loss_coeff=0.02,
+)
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
@@ -241,6 +265,8 @@ depths of multi-token prediction, and `moe-mtp` is `moe` with them and an untied
 The layers of `mixed` differ in heads, widths and kinds; some lack a sublayer or have a linear layer
 in its place. `mup` is `moe` with maximal update parametrization from a width of 8. `delta` is
 Qwen3-Next's kind: gated delta nets in all layers but the third, which has gated attention.
+`mamba` has Mamba-2 layers alone. `hybrid` has Mamba-2, attention, experts and a dense
+feed-forward layer.
 """
 
 Model = Literal[
@@ -268,6 +294,8 @@ Model = Literal[
     "mixed",
     "mup",
     "delta",
+    "mamba",
+    "hybrid",
 ]
 
 SPLITS = {
@@ -352,10 +380,10 @@ class Case:
     lora: bool = False
     few_logits: bool = False
     room: int | None = None
-    other: GPTConfig | None = None
+    other: CausalConfig | None = None
 
     @property
-    def config(self) -> GPTConfig:
+    def config(self) -> CausalConfig:
         """The model's configuration."""
         return self.other or MODELS[self.model]
 
@@ -401,7 +429,7 @@ class Case:
 
         The load of experts is balanced over each micro-batch, and means are of micro-batches.
         """
-        depends = self.config.num_experts or not self.per_token
+        depends = self.config.expert_parallel or not self.per_token
         return Case(
             ParallelLayout(dp=1),
             self.model,
@@ -670,6 +698,18 @@ CASES = (
     _case("mtp", 2, "cut", tp=2, pp=2),
     _case("mtp", 1, "dropout", cp=2, dp=2, room=6),
     _case("mtp", 1, "sp", "lora", tp=2, pp=2),
+    _case("mamba", 2, "sp", "dropout", tp=2),
+    _case("mamba", 2, "dropout", pp=2),
+    _case("mamba", 4, tp=4),
+    _case("mamba", 4, cp=2),
+    _case("mamba", 2, "documents", cp=4),
+    _case("mamba", 1, "sp", tp=2, cp=2, pp=2),
+    _case("mamba", 2, "uniform", "zero-bubble", tp=2, pp=2),
+    _case("mamba", 1, "fsdp", "sp", tp=2, dp=2),
+    _case("mamba", 2, "lora", "sp", tp=2, pp=2),
+    _case("hybrid", 2, "sp", "alltoall", "dropout", "selective", tp=2, ep=2, etp=1),
+    _case("hybrid", 2, "alltoall", "dropout", cp=2, ep=2),
+    _case("hybrid", 1, "sp", "gathered", tp=2, pp=2, dp=2, ep=2),
     _case("mixed", 4, tp=2),
     _case("mixed", 2, "sp", "dropout", tp=2),
     _case("mixed", 2, "dropout", "selective", pp=2),

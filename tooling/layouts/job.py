@@ -39,8 +39,9 @@ from layouts.cases import GLOBAL_BATCH, RECOMPUTE, SEQUENCE, SPLITS, Case
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 CLIP = 3.0
 LATENT_ROLES = tuple(f"linear_{which}_proj" for which in ("q_down", "q_up", "kv_down", "kv_up"))
+MAMBA_ROLES = ("in_proj", "out_proj")
 ADAPTERS = LoRAConfig(
-    rank=3, alpha=6.0, target_modules=(*LoRAConfig().target_modules, *LATENT_ROLES)
+    rank=3, alpha=6.0, target_modules=(*LoRAConfig().target_modules, *LATENT_ROLES, *MAMBA_ROLES)
 )
 
 Piece = tuple[str, tuple[int, ...], Tensor]
@@ -246,7 +247,8 @@ def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Seque
 def stack(case: Case, indices: Sequence[int]) -> dict[str, Tensor]:
     """Returns the fields of the samples of one micro-batch."""
     rows = [sample(index) for index in indices]
-    if case.config.num_experts:
+    recurrent = any(mixer.recurrent for mixer in case.config.mixers)
+    if case.config.expert_parallel or recurrent:
         rows = [padded(row) for row in rows]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 

@@ -79,7 +79,7 @@ def prove(
             for i in (0, 1)
         ),
         parameter=absolute(joined([r.parameters for r in ranks]), dict_of(whole.parameters)),
-        rerouted=rerouted(ranks, whole) if case.config.num_experts else None,
+        rerouted=rerouted(ranks, whole) if case.config.expert_parallel else None,
     )
 
 

@@ -19,6 +19,8 @@ _PARTS = (
         "rotary.module",
         "mlp.module",
         "linear.module",
+        "mamba.module",
+        "recurrent_state",
         "moe.module",
         "moe.router",
         "moe.experts",

@@ -181,6 +181,6 @@ def test_settings_of_two_distributions_with_one_name_are_refused(painting, monke
 def test_tasks_are_listed_with_the_models_they_train(capsys):
     assert main(["tasks", "list"]) == 0
     listed = capsys.readouterr().out
-    assert "gpt: predict each next token (megatron_train)\n  models: gpt\n" in listed
+    assert "gpt: predict each next token (megatron_train)\n  models: gpt, hybrid, mamba\n" in listed
     assert "other: for others (theirs)\n  models: encoder_decoder\n" in listed
     assert "  settings: paint (colours)\n" in listed

@@ -42,6 +42,8 @@ from .models.encoder_decoder.model import EncoderDecoder as EncoderDecoder
 from .models.gpt.config import GPTConfig as GPTConfig
 from .models.gpt.model import GPT as GPT
 from .models.gpt.model import gpt_chunks as gpt_chunks
+from .models.hybrid.config import HybridConfig as HybridConfig
+from .models.mamba.config import MambaModelConfig as MambaModelConfig
 from .models.model_config import ModelConfig as ModelConfig
 from .parameters import parameter_count as parameter_count
 from .parameters import parameter_shapes as parameter_shapes

@@ -48,7 +48,8 @@ class Placement:
             ``linear_proj``, ``linear_q`` and ``linear_kv`` of cross-attention, ``linear_q_proj``,
             ``linear_q_down_proj``, ``linear_q_up_proj``, ``linear_kv_down_proj`` and
             ``linear_kv_up_proj`` of latent attention, ``linear_fc1`` and ``linear_fc2`` of
-            feed-forward layers and experts, ``output_layer``. Other layers have the plain product.
+            feed-forward layers and experts, ``in_proj`` and ``out_proj`` of Mamba layers,
+            ``output_layer``. Other layers have the plain product.
             `megatron_parallel.tensor_parallel.freeze_all_but_adapters` then
             freezes the parameters that are not trained.
         vocabulary_loss: Output layer and loss as one operation. By default the logits of all tokens

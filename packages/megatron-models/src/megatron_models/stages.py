@@ -8,8 +8,8 @@ from megatron_parallel import ParallelLayout
 from megatron_parallel.nearest import nearest_multiples
 from megatron_parallel.pipeline import split_layers
 
-from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
+from megatron_models.models.trunk_config import TrunkConfig
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StagePlan:
 
 
 def plan_stage(
-    config: StreamConfig,
+    config: TrunkConfig,
     layout: ParallelLayout,
     pipeline_rank: int,
     chunk: int = 0,
@@ -51,7 +51,8 @@ def plan_stage(
         layout: Its ``pp`` and ``vpp`` determine the number of stages.
         pipeline_rank: Coordinate on the pipeline axis.
         chunk: Index of one of the ``vpp`` model chunks of that rank.
-        split: Global layer numbers of every stage. By default all stages get equally many.
+        split: Global layer numbers of every stage. Defaults to the model's own
+            (`ModelConfig.stage_split`), or to equally many for all stages.
 
     Raises:
         ConfigError: The chunk does not exist, or the split is not every layer once, in order.
@@ -59,6 +60,8 @@ def plan_stage(
     """
     pp, vpp = layout.pp, layout.vpp
     stage = _stage(layout, pipeline_rank, chunk)
+    if split is None:
+        split = config.stage_split(layout)
     if split is None:
         split = split_layers(config.num_layers, pp, vpp)
     if len(split) != pp * vpp:

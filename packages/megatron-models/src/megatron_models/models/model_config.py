@@ -77,6 +77,17 @@ class ModelConfig(ComponentConfig, ABC):
         """Returns the configuration of an untied output matrix ``output.weight``, or None."""
         return None
 
+    def stage_split(self, layout: ParallelLayout) -> tuple[range, ...] | None:
+        """Returns the layers of each pipeline stage if the model determines them, else None.
+
+        Args:
+            layout: Its ``pp`` and ``vpp`` determine the number of stages.
+
+        Raises:
+            ConfigError: The model determines another number of stages.
+        """
+        return None
+
     def multi_token(self) -> tuple[MultiTokenSpec, ...]:
         """Returns the depths of multi-token prediction ``mtp.0``, ``mtp.1``, ...; often none."""
         return ()

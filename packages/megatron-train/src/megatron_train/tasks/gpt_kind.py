@@ -14,7 +14,7 @@ TASK = TaskKind(
     summary="predict each next token",
     task="megatron_train.tasks.gpt:gpt_task",
     data="megatron_train.tasks.gpt_data:GPTData",
-    model_kinds=("gpt",),
+    model_kinds=("gpt", "hybrid", "mamba"),
     sections=(Section("fim", FIMConfig, "filling in the middle"),),
     supported_settings=tuple(
         f"data.{f.name}" for f in fields(DataConfig) if f.metadata.get("by_task")

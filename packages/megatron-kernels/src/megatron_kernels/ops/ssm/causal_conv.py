@@ -127,7 +127,7 @@ def _window_numbers(document_ids: Tensor | None, taps: int) -> Tensor | None:
 
 def _next_state(inputs: Tensor, belongs: Tensor | None, taps: int) -> Tensor:
     """Returns the last inputs of each sequence `[b, k-1, c]`."""
-    if belongs is None:
+    if belongs is None or taps == 1:
         return inputs[len(inputs) - taps + 1 :].transpose(0, 1)
     index = torch.arange(len(inputs), device=inputs.device)[:, None]
     end = torch.where(belongs >= 0, index, taps - 2).amax(0)  # of the last token

@@ -24,9 +24,11 @@ from megatron_parallel.context_parallel import (
     all_gather_attention,
     all_to_all_attention,
     check_heads,
+    gather_heads,
     hierarchical_attention,
     plan_ring,
     ring_attention,
+    scatter_heads,
 )
 from torch import Tensor
 
@@ -160,6 +162,19 @@ class ContextParallel:
         blocks = self._blocks(layer, first_head + heads * inner.index, scores)
         sinks = scores.sinks
         return hierarchical_attention(q, k, v, within, plan, inner, outer, blocks, sinks=sinks)
+
+    @property
+    def index(self) -> int:
+        """Coordinate of this rank on the axis that cuts the micro-batch."""
+        return self._axis.index
+
+    def scatter_heads(self, x: Float[Tensor, "part b n d"]) -> Float[Tensor, "s b n_part d"]:
+        """Returns the whole sequence in its order, for this rank's part of the heads or groups."""
+        return self.split.to_sequence_order(scatter_heads(x, self._axis))
+
+    def gather_heads(self, x: Float[Tensor, "s b n_part d"]) -> Float[Tensor, "part b n d"]:
+        """Returns the inverse of `scatter_heads`."""
+        return gather_heads(self.split.to_rank_order(x), self._axis)
 
     def _attend(
         self,

@@ -6,7 +6,7 @@ Importing this module does not import torch.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_models.components.embedding.spec import EmbeddingConfig, EmbeddingSpec
+from megatron_models.components.embedding.spec import EmbeddingSpec
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.multi_token.spec import MultiTokenSpec
 from megatron_models.components.norm.spec import NormSpec
@@ -23,7 +23,7 @@ from megatron_models.models.gpt.layers import (
 class GPTConfig(GPTFields):
     """The shape of a decoder-only transformer, without training or parallelism.
 
-    Its fields are those of its components, plus the tying of weights. ``num_query_groups``,
+    Its fields are those of its components. ``num_query_groups``,
     ``kv_channels`` and ``ffn_hidden_size`` may be left at 0. They are derived when the
     configuration is created, so that a reader always finds the values in use.
 
@@ -46,10 +46,6 @@ class GPTConfig(GPTFields):
         embedding = self.component(EmbeddingSpec, is_output_weight=tied, output_passes=passes)
         norm = self.component(NormSpec) if self.has_final_norm else None
         return {"": TrunkSpec(embedding, gpt_layers(self), norm, self.hidden_size)}
-
-    def output(self) -> EmbeddingConfig | None:
-        """Returns the configuration itself if the output matrix is untied, else None."""
-        return self if self.untie_embeddings_and_output_weights else None
 
     def multi_token(self) -> tuple[MultiTokenSpec, ...]:
         """Returns the depths of multi-token prediction."""

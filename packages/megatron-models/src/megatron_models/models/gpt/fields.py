@@ -1,13 +1,12 @@
-"""The fields of a GPT model's configuration: those of its components, plus the tying of weights.
+"""The fields of a GPT model's configuration: those of its components.
 
 Importing this module does not import torch. Field names are the flags of Megatron-LM with ``_`` for
 ``-``, and defaults are Megatron-LM's, so that its recipes have the same meaning here.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_models.components.attention_variant.config import AttentionVariantConfig
-from megatron_models.components.fields import flag
 from megatron_models.components.heterogeneous.config import HeterogeneousConfig
 from megatron_models.components.latent_attention.config import LatentAttentionConfig
 from megatron_models.components.multi_token.config import MultiTokenConfig
@@ -27,11 +26,3 @@ class GPTFields(
     CausalConfig,
 ):
     """The fields that the layers of a GPT model are made from."""
-
-    untie_embeddings_and_output_weights: bool = field(
-        default=False,
-        metadata=flag(
-            "--untie-embeddings-and-output-weights",
-            "separate output matrix instead of the token embedding",
-        ),
-    )

@@ -6,10 +6,11 @@ some layers only (experts, windows, positions) have one place each.
 
 from typing import Any
 
-from megatron_models.components.attention.config import TEMPERATURE_FLOOR
+from megatron_models.components.attention.config import TEMPERATURE_FLOOR, AttentionConfig
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron_models.components.gated_delta_net.spec import GatedDeltaNetSpec
+from megatron_models.components.latent_attention.config import LatentAttentionConfig
 from megatron_models.components.latent_attention.spec import LatentAttentionSpec
 from megatron_models.components.layer import Layer
 from megatron_models.components.mixer import Mixer
@@ -81,18 +82,24 @@ def attention_mixer(config: GPTFields, number: int) -> Mixer | None:
     if config.linear_layers[number]:
         init = dict(config.hidden_init)
         return config.own_mixer(number, "attention", GatedDeltaNetSpec, init)
-    changes: dict[str, Any] = {
-        "window_attn_skip_freq": "",
-        **rotation_changes(config, number),
-        **config.hidden_init,
-    }
+    changes = {**attention_changes(config, number), **config.hidden_init}
+    return config.own_mixer(number, "attention", attention_kind(config), changes)
+
+
+def attention_kind(config: LatentAttentionConfig) -> type[AttentionSpec | LatentAttentionSpec]:
+    """Returns the description of a model's attention."""
+    return LatentAttentionSpec if config.multi_latent_attention else AttentionSpec
+
+
+def attention_changes(config: AttentionConfig, number: int) -> dict[str, Any]:
+    """Returns the fields of the attention of a layer that differ from the model."""
+    changes: dict[str, Any] = {"window_attn_skip_freq": "", **rotation_changes(config, number)}
     if not config.windowed_layers[number]:
         changes |= {"sliding_window": 0, "attention_chunk_size": 0}
-    usual = LatentAttentionSpec if config.multi_latent_attention else AttentionSpec
-    return config.own_mixer(number, "attention", usual, changes)
+    return changes
 
 
-def rotation_changes(config: GPTFields, number: int) -> dict[str, Any]:
+def rotation_changes(config: AttentionConfig, number: int) -> dict[str, Any]:
     """Returns the fields of a layer with or without rotary positions that differ from the model."""
     changes: dict[str, Any] = {"rotary_base_local": 0.0}
     if config.unrotated_layers[number]:

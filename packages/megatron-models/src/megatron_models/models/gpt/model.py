@@ -1,4 +1,4 @@
-"""GPT: a decoder-only transformer, whole or as one pipeline stage."""
+"""Decoder-only models of attention or recurrent layers, whole or as one pipeline stage."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,8 +24,8 @@ from megatron_models.components.moe.replay import RouterReplay
 from megatron_models.components.multi_token.module import MultiTokenPrediction
 from megatron_models.components.multi_token.tokens import FutureTokens
 from megatron_models.errors import ConfigError
+from megatron_models.models.causal_config import CausalConfig
 from megatron_models.models.causal_model import CausalModel
-from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.models.trunk_model import (
     PassOptions,
     TrunkModel,
@@ -37,7 +37,7 @@ from megatron_models.stages import plan_stage
 
 
 class GPT(TrunkModel, CausalModel):
-    """A decoder-only transformer, cut over the tensor-parallel and pipeline axes of a mesh.
+    """A decoder-only model of any layers, cut over the tensor-parallel and pipeline axes of a mesh.
 
     On a mesh with ``pp=1`` it is the whole model. Otherwise it is one stage: the first stage has
     the embedding, the last has the final norm and the output layer. All stages have the parameter
@@ -72,11 +72,11 @@ class GPT(TrunkModel, CausalModel):
             ``cp_comm_type`` is unknown.
     """
 
-    config: GPTConfig
+    config: CausalConfig
 
     def __init__(
         self,
-        config: GPTConfig,
+        config: CausalConfig,
         placement: Placement | Mesh,
         *,
         chunk: int = 0,
@@ -91,7 +91,7 @@ class GPT(TrunkModel, CausalModel):
             config.trunk(),
             plan,
             tied_output=config.output() is None,
-            embeds_again=config.mtp_num_layers > 0,
+            embeds_again=bool(config.multi_token()),
         )
         super().__init__(config, placement, plan, stage, [spec.trunk for spec in multi_token])
         self.output: ColumnParallelLinear | None = None
@@ -256,7 +256,7 @@ class GPT(TrunkModel, CausalModel):
 
 
 def gpt_chunks(
-    config: GPTConfig,
+    config: CausalConfig,
     placement: Placement | Mesh,
     *,
     split: Sequence[range] | None = None,

@@ -1,0 +1,1 @@
+"""Hybrid models: recurrent layers, attention and feed-forward layers in a pattern."""

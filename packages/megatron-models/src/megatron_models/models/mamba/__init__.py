@@ -1,0 +1,1 @@
+"""Models of Mamba-2 layers."""

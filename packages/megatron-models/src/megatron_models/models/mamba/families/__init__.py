@@ -1,0 +1,1 @@
+"""Families of models of Mamba-2 layers."""
