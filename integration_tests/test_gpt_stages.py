@@ -16,7 +16,7 @@ from megatron_kernels import Mask
 from megatron_models import GPT, ConfigError, Dropout, GPTConfig, Placement, gpt_chunks
 from megatron_models.cache import StaticKVCache
 from megatron_models.components.dropout import StageDropout
-from megatron_models.components.embedding.module import PositionEmbedding
+from megatron_models.components.embedding.module import EmbeddingTable
 from megatron_parallel import (
     DropoutKey,
     GradientBuffers,
@@ -301,12 +301,12 @@ def heads_counted_from_zero():
 
 def positions_from_zero():
     """Makes every rank embed its slice of the sequence with the first positions."""
-    look_up = PositionEmbedding.forward
+    look_up = EmbeddingTable.forward
 
     def wrong(self, length, positions, offset):
         return look_up(self, length, None, 0)
 
-    return PositionEmbedding, "forward", wrong
+    return EmbeddingTable, "forward", wrong
 
 
 def tied_weight_not_summed():

@@ -31,7 +31,9 @@ _PARTS = (
 _CHECKED = [
     "megatron_models.cache",
     *(f"megatron_models.components.{name}" for name in _PARTS),
-    *(f"megatron_models.models.{name}.model" for name in ("gpt", "encoder_decoder")),
+    "megatron_models.models.trunk_model",
+    *("megatron_models.components.masked_lm.module", "megatron_models.components.heads.module"),
+    *(f"megatron_models.models.{name}.model" for name in ("gpt", "bert", "encoder_decoder")),
 ]
 install_import_hook(_CHECKED, "beartype.beartype")
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import megatron_parallel.tensor_parallel.vocabulary_loss as vocabulary_loss
-from megatron_models.components.embedding.module import PositionEmbedding
+from megatron_models.components.embedding.module import EmbeddingTable
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor
@@ -43,11 +43,11 @@ def _padding(mesh: Mesh, replace: Replace) -> None:
 
 @defect("positions start at 0 on every sequence-parallel rank", "tp4·sp-tied")
 def _position_offset(mesh: Mesh, replace: Replace) -> None:
-    true = PositionEmbedding.forward
+    true = EmbeddingTable.forward
 
-    def wrong(self: PositionEmbedding, length: int, positions: Any, offset: int) -> Tensor:
-        if positions is not None:
-            positions = (positions - positions[:, :1]).clamp(min=0)
-        return true(self, length, positions, 0)
+    def wrong(self: EmbeddingTable, length: int, rows: Any, offset: int) -> Tensor:
+        if rows is not None:
+            rows = (rows - rows[:, :1]).clamp(min=0)
+        return true(self, length, rows, 0)
 
-    replace(PositionEmbedding, "forward", wrong)
+    replace(EmbeddingTable, "forward", wrong)

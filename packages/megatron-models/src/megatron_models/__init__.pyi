@@ -33,6 +33,10 @@ from .kinds import find_kind as find_kind
 from .kinds import model_kinds as model_kinds
 from .memory import TrainingMemory as TrainingMemory
 from .memory import training_memory as training_memory
+from .models.bert.config import BertConfig as BertConfig
+from .models.bert.model import Bert as Bert
+from .models.bert.model import EncoderOutput as EncoderOutput
+from .models.bert.model import bert_chunks as bert_chunks
 from .models.causal_config import CausalConfig as CausalConfig
 from .models.causal_model import CausalModel as CausalModel
 from .models.decoding import DecodingModel as DecodingModel

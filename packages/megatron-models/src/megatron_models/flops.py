@@ -33,7 +33,10 @@ def training_flops(
     if squared_lengths is None:
         squared_lengths = tokens * sequence_length
     pairs = config.multiply_adds_of_pairs(tokens, squared_lengths)
-    return _PASSES * _MULTIPLY_ADD * (tokens * config.multiply_adds.per_token + pairs)
+    each = config.multiply_adds
+    sequences = -(-tokens // sequence_length) if sequence_length else 0
+    work = tokens * each.per_token + sequences * each.per_sequence + pairs
+    return _PASSES * _MULTIPLY_ADD * work
 
 
 def tokens_per_pair(config: ModelConfig) -> float:

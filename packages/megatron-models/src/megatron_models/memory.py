@@ -121,10 +121,14 @@ def training_memory(
         ExpertParallelism(layout.ep, layout.expert_tp, dispatcher),
     )
     stack = stack_activations(config, layer_pass, layers=None if layers is None else range(layers))
-    ends = 8 * layer_pass.tokens  # the tokens of the embedding
+    ends = 0 if trunk.embedding is None else trunk.embedding.activation_bytes(layer_pass)
     if layers is None:
         bounded = isinstance(config, OutputConfig) and config.final_logit_softcapping > 0
-        ends += _end(trunk, layer_pass, saves_logits, bounded)
+        if config.predicts_tokens:
+            ends += _end(trunk, layer_pass, saves_logits, bounded)
+        elif trunk.final_norm is not None:
+            ends += trunk.final_norm.activation_bytes(layer_pass)
+        ends += sum(head.activation_bytes(layer_pass) for head in config.heads().values())
         for spec in config.multi_token():
             ends += sum(spec.activations(layer_pass).values())
             # Each depth has its own final norm in `activations`.

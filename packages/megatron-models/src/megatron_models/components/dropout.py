@@ -10,6 +10,7 @@
 | cross-attention output | 5 | its own | `[s, b, h]`, before the residual addition | hidden |
 | decoder's embedding | 6 | -1 | sum of the embeddings `[s, b, h]` | hidden |
 | noise on a router's input | 7 | its own | `[s, b, h]` | hidden |
+| head of a sequence | 8 | -1 | pooled stream `[1, b, h]` | hidden |
 
 Heads, token indices and layers are global numbers, so every layout drops the same elements. In an
 encoder-decoder the layers of the decoder are numbered after those of the encoder. The numbers are

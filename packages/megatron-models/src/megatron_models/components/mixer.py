@@ -34,6 +34,8 @@ class ParameterSpec:
             denominator)``: for experts, the top-k over the number of experts.
         role: Role of a linear layer's weight, which selects its product. Empty otherwise.
         looked_up: Whether tokens look up a row of the parameter, as in an embedding.
+        per_sequence: Whether the multiply-adds are those of one sequence instead of one token, as
+            in a pooler.
     """
 
     sharding: Sharding
@@ -41,6 +43,7 @@ class ParameterSpec:
     active_fraction: tuple[int, int] = (1, 1)
     role: str = ""
     looked_up: bool = False
+    per_sequence: bool = False
 
     @property
     def is_hidden_matrix(self) -> bool:
@@ -241,8 +244,10 @@ class Mixer(ABC):
     recurrent: ClassVar[bool] = False
     """Whether it passes a state from token to token, and so needs the document of each token."""
 
-    bidirectional: ClassVar[bool] = False
-    """Whether tokens attend to later tokens too, so that all query-key pairs count."""
+    @property
+    def bidirectional(self) -> bool:
+        """Whether tokens attend to later tokens too, so that all query-key pairs count."""
+        return False
 
     @property
     def uses_noise(self) -> bool:
@@ -284,11 +289,9 @@ class Mixer(ABC):
             tokens: Number of tokens.
             squared_lengths: Sum of the squared lengths of the documents.
         """
-        each = self.multiply_adds_per_pair()
-        if self.bidirectional:
-            return each * squared_lengths
-        spans = self.spans() or (EVERYTHING,)
-        return each * max(span.pairs(tokens, squared_lengths) for span in spans) // 2
+        each, spans = self.multiply_adds_per_pair(), self.spans() or (EVERYTHING,)
+        both_directions = each * max(span.pairs(tokens, squared_lengths) for span in spans)
+        return both_directions if self.bidirectional else both_directions // 2
 
     def multiply_adds_per_pair(self) -> int:
         """Returns the multiply-adds of one query-key pair. Defaults to 0."""

@@ -45,7 +45,8 @@ class Trunk(nn.Module):
         self,
         x: Int[Tensor, "b s"] | Float[Tensor, "part b h"],
         context: Context,
-        positions: Int[Tensor, "b s"] | None = None,
+        positions: Int[Tensor, "b_or_1 s"] | None = None,
+        token_types: Int[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "part b h"]:
         """Returns the residual stream after this stage.
 
@@ -54,9 +55,10 @@ class Trunk(nn.Module):
                 stage.
             context: State of the pass.
             positions: Positions of the tokens. Defaults to those after the cache's.
+            token_types: Types of the tokens, if the model has token types. Defaults to 0.
         """
         if self.embeds and self.embedding is not None:
-            x = self.embedding(x, positions, context.offset, context.sequence_parallel)
+            x = self.embedding(x, positions, context.offset, context.sequence_parallel, token_types)
             x = context.hidden_dropout(x, EMBEDDING_LAYER, self.embedding_site)
         x = run_layers(self.layers, x, context, self.tp)
         return x if self.final_norm is None else self.final_norm(x)

@@ -21,6 +21,7 @@ from megatron_models.components.embedding.spec import (
     output_parameters,
 )
 from megatron_models.components.fields import ComponentConfig
+from megatron_models.components.head import Head
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.mixer import (
     CacheSpec,
@@ -40,10 +41,12 @@ class MultiplyAdds(NamedTuple):
     Attributes:
         per_token: Multiply-adds of one token with the weights, and with recurrent states.
         per_pair: Multiply-adds of one query-key pair, in all layers together.
+        per_sequence: Multiply-adds of one sequence, such as those of a pooler.
     """
 
     per_token: int
     per_pair: int
+    per_sequence: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,18 @@ class ModelConfig(ComponentConfig, ABC):
         """
         return None
 
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether tokens have logits over the vocabulary. Defaults to yes."""
+        return True
+
+    def heads(self) -> Mapping[str, Head]:
+        """Returns the heads beside the output matrix, by the prefix of their parameters.
+
+        Defaults to none.
+        """
+        return {}
+
     def multi_token(self) -> tuple[MultiTokenSpec, ...]:
         """Returns the depths of multi-token prediction ``mtp.0``, ``mtp.1``, ...; often none."""
         return ()
@@ -104,6 +119,8 @@ class ModelConfig(ComponentConfig, ABC):
             found |= prefixed("output", output_parameters(output, passes))
         for spec in self.multi_token():
             found |= prefixed(f"mtp.{spec.depth}", spec.parameters(sequence_parallel))
+        for prefix, head in self.heads().items():
+            found |= prefixed(prefix, head.parameters(sequence_parallel))
         return found
 
     def state(self) -> dict[str, Sharding]:
@@ -128,13 +145,13 @@ class ModelConfig(ComponentConfig, ABC):
 
     @cached_property
     def multiply_adds(self) -> MultiplyAdds:
-        """Multiply-adds of a forward pass, by token and by query-key pair."""
-        parts = self._parts
-        per_token = sum(spec.multiply_adds for spec in self.parameters().values())
-        return MultiplyAdds(
-            per_token + sum(part.multiply_adds_of_state() for part in parts),
-            sum(part.multiply_adds_per_pair() for part in parts),
-        )
+        """Multiply-adds of a forward pass, by token, by query-key pair and by sequence."""
+        work, parts = {False: 0, True: 0}, self._parts
+        for spec in self.parameters().values():
+            work[spec.per_sequence] += spec.multiply_adds
+        per_pair = sum(part.multiply_adds_per_pair() for part in parts)
+        of_states = sum(part.multiply_adds_of_state() for part in parts)
+        return MultiplyAdds(work[False] + of_states, per_pair, work[True])
 
     def multiply_adds_of_pairs(self, tokens: int, squared_lengths: int) -> int:
         """Returns the multiply-adds of all query-key pairs of some documents, in all layers.

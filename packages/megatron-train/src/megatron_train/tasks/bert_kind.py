@@ -20,7 +20,7 @@ def check_bert(run: RunConfig) -> None:
     Raises:
         TrainError: The settings do not fit; the message names the flags.
     """
-    if not run.model.predicts_tokens:  # type: ignore[attr-defined]
+    if not run.model.predicts_tokens:
         raise TrainError(
             "the task bert needs the head of masked language modelling; leave out "
             "--no-masked-lm-head and --task-head"

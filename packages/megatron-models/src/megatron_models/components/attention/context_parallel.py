@@ -111,7 +111,7 @@ class ContextParallel:
                 "without dense and without query_positions"
             )
         self._mesh = mesh
-        self._axis = axis
+        self.axis = axis
         self._comm = comm
         self.split = split
         self._mask = mask
@@ -140,7 +140,7 @@ class ContextParallel:
             scores: Scores of the ``n`` heads, as in `megatron_kernels.attention`.
             span: How far the layer's attention reaches.
         """
-        comm, axis, split = self._comm[layer], self._axis, self.split
+        comm, axis, split = self._comm[layer], self.axis, self.split
         plans = self._plans_of(span)
         if comm == "p2p":
             blocks = self._blocks(layer, first_head, scores)
@@ -166,15 +166,15 @@ class ContextParallel:
     @property
     def index(self) -> int:
         """Coordinate of this rank on the axis that cuts the micro-batch."""
-        return self._axis.index
+        return self.axis.index
 
     def scatter_heads(self, x: Float[Tensor, "part b n d"]) -> Float[Tensor, "s b n_part d"]:
         """Returns the whole sequence in its order, for this rank's part of the heads or groups."""
-        return self.split.to_sequence_order(scatter_heads(x, self._axis))
+        return self.split.to_sequence_order(scatter_heads(x, self.axis))
 
     def gather_heads(self, x: Float[Tensor, "s b n_part d"]) -> Float[Tensor, "part b n d"]:
         """Returns the inverse of `scatter_heads`."""
-        return gather_heads(self.split.to_rank_order(x), self._axis)
+        return gather_heads(self.split.to_rank_order(x), self.axis)
 
     def _attend(
         self,
@@ -208,7 +208,7 @@ class ContextParallel:
     def _plans_of(self, span: Span) -> "_Plans":
         if span not in self._plans:
             mask = self._mask.narrowed(span.window, span.chunk)
-            self._plans[span] = _Plans(self._mesh, self._axis, self.split, mask)
+            self._plans[span] = _Plans(self._mesh, self.axis, self.split, mask)
         return self._plans[span]
 
 

@@ -36,9 +36,14 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
     heads, then its key, then its value. With ``attention_output_gate``, the rows of the gates of
     its heads follow those of the query heads. Queries and keys may be normalized (Henry et al.
     2020).
+
+    Attributes:
+        bidirectional: Whether the mask of the model lets tokens attend to later tokens too.
     """
 
     module: ClassVar[str] = "megatron_models.components.attention.module:Attention"
+
+    bidirectional: bool = False
 
     def _check(self) -> None:
         super()._check()

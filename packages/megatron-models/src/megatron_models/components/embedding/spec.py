@@ -11,7 +11,14 @@ from megatron_parallel.sharding import Init
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, VocabSpec
 
 from megatron_models.components.fields import flag
-from megatron_models.components.mixer import Parameters, ParameterSpec, parameters_of
+from megatron_models.components.mixer import (
+    LayerPass,
+    Parameters,
+    ParameterSpec,
+    parameters_of,
+    prefixed,
+)
+from megatron_models.components.norm.spec import NormConfig, NormSpec
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 
@@ -40,12 +47,20 @@ class PositionConfig(StreamConfig):
         ),
     )
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that there are positions for."""
+        return self.max_position_embeddings
+
     def check_sequence_length(self, length: int) -> None:
         """Raises ConfigError if a sequence of ``length`` tokens exceeds the number of positions."""
-        if length > self.max_position_embeddings:
+        if length > self.longest_sequence:
+            unused = self.max_position_embeddings - self.longest_sequence
+            less = f" less the {unused} that no token has" if unused else ""
             raise ConfigError(
                 f"a sequence of {length} tokens is longer than max_position_embeddings "
-                f"{self.max_position_embeddings}; shorten it or build the model with more positions"
+                f"{self.max_position_embeddings}{less}; shorten it or build the model with more "
+                "positions"
             )
 
 
@@ -110,10 +125,28 @@ class OutputConfig(EmbeddingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingSpec(EmbeddingConfig):
+class TiedOutputConfig(OutputConfig):
+    """Whether the output matrix is the token embedding."""
+
+    untie_embeddings_and_output_weights: bool = field(
+        default=False,
+        metadata=flag(
+            "--untie-embeddings-and-output-weights",
+            "separate output matrix instead of the token embedding",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSpec(EmbeddingConfig, NormConfig):
     """Token embeddings, plus learned position embeddings if the model has them.
 
+    The sum may also have embeddings of token types, and a norm after it (BERT).
+
     Attributes:
+        num_tokentypes: Number of token types; 0: there are no embeddings of token types.
+        position_offset: Index of the embedding of the first position.
+        embedding_norm: Whether a norm follows the sum.
         is_output_weight: Whether the token embeddings are the output matrix too.
         tied_over_stages: Whether another pipeline stage holds them too.
         tied_axis: Axis of the pipeline ranks of these stages (`Sharding.tied`).
@@ -124,6 +157,9 @@ class EmbeddingSpec(EmbeddingConfig):
             for each depth of multi-token prediction.
     """
 
+    num_tokentypes: int = 0
+    position_offset: int = 0
+    embedding_norm: bool = False
     is_output_weight: bool = False
     tied_over_stages: bool = False
     tied_axis: str = "embedding"
@@ -147,6 +183,29 @@ class EmbeddingSpec(EmbeddingConfig):
         tied = self.tied_axis if self.positions_tied_over_stages else None
         return Sharding(shape, init=init, partial=partial, tied=tied)
 
+    def token_types(self, sequence_parallel: bool = False) -> Sharding | None:
+        """Returns the sharding of token types ``[types, h]``, which every rank holds."""
+        if self.output_only or not self.num_tokentypes:
+            return None
+        shape = (self.num_tokentypes, self.hidden_size)
+        partial = "tp" if sequence_parallel else None
+        return Sharding(shape, init=Init(scale=self.init_method_std), partial=partial)
+
+    @property
+    def norm(self) -> NormSpec | None:
+        """The norm of the sum of embeddings, on a stage that embeds tokens, or None."""
+        if self.output_only or not self.embedding_norm:
+            return None
+        return self.component(NormSpec)
+
+    def activation_bytes(self, layer_pass: LayerPass) -> int:
+        """Returns the bytes saved for the backward pass: token ids, token types and the norm's."""
+        ids = 2 if self.token_types() is not None else 1
+        saved = ids * 8 * layer_pass.tokens
+        if self.norm is not None:
+            saved += self.norm.activation_bytes(layer_pass)
+        return saved
+
     def word_sharding(self) -> Sharding:
         """Returns the sharding of the token embeddings."""
         tied = self.tied_axis if self.tied_over_stages else None
@@ -161,6 +220,11 @@ class EmbeddingSpec(EmbeddingConfig):
         position = self.position(sequence_parallel)
         if position is not None:
             found["position.weight"] = ParameterSpec(position, looked_up=True)
+        token_types = self.token_types(sequence_parallel)
+        if token_types is not None:
+            found["token_types.weight"] = ParameterSpec(token_types, looked_up=True)
+        if self.norm is not None:
+            found |= prefixed("norm", self.norm.parameters(sequence_parallel))
         return found
 
 

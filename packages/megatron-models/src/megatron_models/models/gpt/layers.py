@@ -4,9 +4,7 @@ Each function returns the part of one layer, by its global number, so that optio
 some layers only (experts, windows, positions) have one place each.
 """
 
-from typing import Any
-
-from megatron_models.components.attention.config import TEMPERATURE_FLOOR, AttentionConfig
+from megatron_models.components.attention.per_layer import attention_changes
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron_models.components.gated_delta_net.spec import GatedDeltaNetSpec
@@ -89,30 +87,6 @@ def attention_mixer(config: GPTFields, number: int) -> Mixer | None:
 def attention_kind(config: LatentAttentionConfig) -> type[AttentionSpec | LatentAttentionSpec]:
     """Returns the description of a model's attention."""
     return LatentAttentionSpec if config.multi_latent_attention else AttentionSpec
-
-
-def attention_changes(config: AttentionConfig, number: int) -> dict[str, Any]:
-    """Returns the fields of the attention of a layer that differ from the model."""
-    changes: dict[str, Any] = {"window_attn_skip_freq": "", **rotation_changes(config, number)}
-    if not config.windowed_layers[number]:
-        changes |= {"sliding_window": 0, "attention_chunk_size": 0}
-    return changes
-
-
-def rotation_changes(config: AttentionConfig, number: int) -> dict[str, Any]:
-    """Returns the fields of a layer with or without rotary positions that differ from the model."""
-    changes: dict[str, Any] = {"rotary_base_local": 0.0}
-    if config.unrotated_layers[number]:
-        return changes | {
-            "position_embedding_type": "none",
-            "no_rope_freq": "0",
-            "qk_l2_norm": False,
-        }
-    if config.position_embedding_type == "rope":
-        changes |= {"attn_temperature_scale": 0.0, "attn_temperature_floor": TEMPERATURE_FLOOR}
-    if config.rotary_base_local and config.windowed_layers[number]:
-        changes |= {"rotary_base": config.rotary_base_local, "rope_scaling_type": "none"}
-    return changes
 
 
 def feed_forward_mixer(config: GPTFields, number: int) -> Mixer | None:

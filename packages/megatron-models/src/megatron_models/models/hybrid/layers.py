@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from megatron_models.components.attention.per_layer import attention_changes
 from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron_models.components.gated_delta_net.spec import GatedDeltaNetSpec
 from megatron_models.components.layer import Layer, Sublayer
@@ -11,7 +12,7 @@ from megatron_models.components.mixer import Mixer
 from megatron_models.components.mlp.spec import MLPSpec
 from megatron_models.components.moe.spec import MoESpec
 from megatron_models.components.norm.spec import NormSpec
-from megatron_models.models.gpt.layers import attention_changes, attention_kind
+from megatron_models.models.gpt.layers import attention_kind
 from megatron_models.models.hybrid.fields import HybridFields
 
 

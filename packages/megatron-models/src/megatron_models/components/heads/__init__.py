@@ -1,0 +1,1 @@
+"""Heads that map a whole sequence to a vector: pooling, pooler, and linear layer."""

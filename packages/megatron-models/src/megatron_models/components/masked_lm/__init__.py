@@ -1,0 +1,1 @@
+"""The head of masked language models."""

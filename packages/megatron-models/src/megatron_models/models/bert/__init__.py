@@ -1,0 +1,1 @@
+"""BERT: bidirectional encoders."""
