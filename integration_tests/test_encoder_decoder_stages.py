@@ -19,6 +19,7 @@ from megatron_models import (
     Placement,
 )
 from megatron_models.components.dropout import StageDropout
+from megatron_models.models.encoder_decoder.model import encoder_decoder_chunks
 from megatron_parallel import (
     DropoutKey,
     GradientBuffers,
@@ -44,7 +45,8 @@ SHAPE = {
     "max_position_embeddings": 16,
     "ffn_hidden_size": 24,
 }
-LEARNED = EncoderDecoderConfig(**SHAPE, num_query_groups=2, encoder_num_layers=2)
+THREE = {"untie_embeddings_and_output_weights": True, "separate_decoder_embedding": True}
+LEARNED = EncoderDecoderConfig(**SHAPE, **THREE, num_query_groups=2, encoder_num_layers=2)
 ROTARY = EncoderDecoderConfig(
     **SHAPE,
     num_query_groups=2,
@@ -52,6 +54,20 @@ ROTARY = EncoderDecoderConfig(
     normalization="RMSNorm",
     activation="swiglu",
     add_bias_linear=False,
+    encoder_num_layers=2,
+    untie_embeddings_and_output_weights=True,  # one embedding of both sides
+)
+SHARED = EncoderDecoderConfig(**SHAPE, encoder_num_layers=2)
+T5 = EncoderDecoderConfig(
+    **SHAPE,
+    position_embedding_type="relative",
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=10,
+    normalization="RMSNorm",
+    activation="geglu_tanh",
+    add_bias_linear=False,
+    softmax_scale=1.0,
+    logits_scaling=4.0,
     encoder_num_layers=2,
 )
 
@@ -116,20 +132,13 @@ def step(mesh, config, case, defect=None):
     with ExitStack() as stack:
         if defect is not None:
             stack.enter_context(patch.object(*DEFECTS[defect]()))
-        chunks = [
-            EncoderDecoder(
-                config,
-                Placement(
-                    mesh,
-                    sequence_parallel=case.sequence_parallel,
-                    recompute=case.recompute or RecomputeConfig(),
-                    dtype=torch.float64,
-                ),
-                chunk=chunk,
-                encoder_stages=case.encoder_stages,
-            )
-            for chunk in range(mesh.layout.vpp)
-        ]
+        placement = Placement(
+            mesh,
+            sequence_parallel=case.sequence_parallel,
+            recompute=case.recompute or RecomputeConfig(),
+            dtype=torch.float64,
+        )
+        chunks = encoder_decoder_chunks(config, placement, encoder_stages=case.encoder_stages)
         table = {}
         for chunk in chunks:
             table |= collect_shardings(chunk)
@@ -186,7 +195,7 @@ def largest_difference(one, ranks):
 
 @pytest.fixture(scope="module")
 def one_rank():
-    configs = {"learned": LEARNED, "rotary": ROTARY}
+    configs = {"learned": LEARNED, "rotary": ROTARY, "shared": SHARED, "t5": T5}
     alone = Case(ParallelLayout(dp=1))
     return {name: step(Mesh.single(), config, alone) for name, config in configs.items()}
 
@@ -208,6 +217,20 @@ def test_rotary_positions_without_biases_equal_one_rank(worker_pool, one_rank):
     case = CASES["tp2-sp-pp2-vpp2"]
     ranks = worker_pool.run_mesh(case.layout, step, ROTARY, case)
     worst, where = largest_difference(one_rank["rotary"], ranks)
+    assert worst <= TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", "pp3", "tp2-sp-pp2-vpp2"])
+def test_an_embedding_of_both_sides_and_the_output_equals_one_rank(worker_pool, one_rank, name):
+    ranks = worker_pool.run_mesh(CASES[name].layout, step, SHARED, CASES[name])
+    worst, where = largest_difference(one_rank["shared"], ranks)
+    assert worst <= TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", ["tp4-sp", "pp4", "tp2-sp-pp2-vpp2"])
+def test_biases_by_relative_position_equal_one_rank(worker_pool, one_rank, name):
+    ranks = worker_pool.run_mesh(CASES[name].layout, step, T5, CASES[name])
+    worst, where = largest_difference(one_rank["t5"], ranks)
     assert worst <= TOLERANCE, where
 
 

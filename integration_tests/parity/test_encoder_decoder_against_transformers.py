@@ -102,8 +102,10 @@ def ours(mesh: Mesh, state: dict[str, torch.Tensor]) -> list[EncoderDecoder]:
         vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=VOCABULARY,
         max_position_embeddings=POSITIONS,
+        untie_embeddings_and_output_weights=True,
+        separate_decoder_embedding=True,
     )
-    stages = find_kind("encoder_decoder").build(config, Placement(mesh, dtype=torch.float64))
+    stages = find_kind("t5").build(config, Placement(mesh, dtype=torch.float64))
     weights = as_ours(state)
     for stage in stages:
         for name, parameter in stage.named_parameters():

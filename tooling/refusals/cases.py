@@ -1,4 +1,4 @@
-"""Wrong configurations of a GPT, the words of their errors, and a change that mends each.
+"""Wrong configurations of models, the words of their errors, and a change that mends each.
 
 Without torch, so that a process that cannot import it reads the cases.
 """
@@ -47,6 +47,7 @@ class Case:
             a field out.
         layout: The parallel sizes, for a layout that does not fit the model.
         fixed_layout: The parallel sizes that the error advises.
+        kind: Kind of the model.
     """
 
     fields: Mapping[str, Any]
@@ -54,6 +55,7 @@ class Case:
     fix: Mapping[str, Any] | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)
     fixed_layout: Mapping[str, Any] | None = None
+    kind: str = "gpt"
 
 
 def blocks(first: str) -> dict[str, str]:
@@ -763,6 +765,66 @@ LAYOUTS = {
     ),
 }
 
+_RELATIVE: Mapping[str, Any] = {"position_embedding_type": "relative"}
+_POSITIONS = "position_embedding_type 'relative'"
+ENCODER_DECODERS = {
+    "positions of another kind": Case(
+        _RELATIVE,
+        f"a model of kind 'gpt' does not support {_POSITIONS}; use 'learned_absolute'",
+        {"position_embedding_type": "learned_absolute"},
+    ),
+    "buckets without biases": Case(
+        {"relative_attention_num_buckets": 16},
+        "relative_attention_num_buckets 16 has no effect with position_embedding_type|leave it out",
+        {"relative_attention_num_buckets": None},
+        kind="t5",
+    ),
+    "few buckets": Case(
+        {**_RELATIVE, "relative_attention_num_buckets": 3},
+        "relative_attention_num_buckets 3 leaves no bucket|use relative_attention_num_buckets 4",
+        {"relative_attention_num_buckets": 4},
+        kind="t5",
+    ),
+    "a short maximum": Case(
+        {**_RELATIVE, "relative_attention_max_distance": 16},
+        "relative_attention_max_distance 16 must be more than half of "
+        "relative_attention_num_buckets 32; use relative_attention_max_distance 17 or more",
+        {"relative_attention_max_distance": 17},
+        kind="t5",
+    ),
+    "an output of two embeddings": Case(
+        {"separate_decoder_embedding": True},
+        "separate_decoder_embedding leaves open|set untie_embeddings_and_output_weights too",
+        {"untie_embeddings_and_output_weights": True},
+        kind="t5",
+    ),
+    "sinks": Case(
+        {"softmax_type": "learnable"},
+        "an encoder-decoder has no attention sinks: softmax_type learnable",
+        {"softmax_type": "vanilla"},
+        kind="t5",
+    ),
+    "norms of queries": Case(
+        {"qk_layernorm": True},
+        "an encoder-decoder does not support qk_layernorm; leave it out",
+        {"qk_layernorm": None},
+        kind="t5",
+    ),
+    "windows": Case(
+        {"sliding_window": 4},
+        "an encoder-decoder has no windows: sliding_window 4",
+        {"sliding_window": 0},
+        kind="t5",
+    ),
+    "context parallelism": Case(
+        {},
+        "an encoder-decoder does not support context parallelism: cp 2; use cp 1",
+        layout={"cp": 2},
+        fixed_layout={"cp": 1},
+        kind="t5",
+    ),
+}
+
 CASES: Mapping[str, Case] = {
     f"{group}: {name}": case
     for group, cases in {
@@ -776,6 +838,7 @@ CASES: Mapping[str, Case] = {
         "moe": MOE,
         "layers": LAYERS,
         "layout": LAYOUTS,
+        "encoder-decoder": ENCODER_DECODERS,
     }.items()
     for name, case in cases.items()
 }

@@ -10,7 +10,7 @@ import sys
 sys.modules["torch"] = None  # type: ignore[assignment]  # every import of it fails
 
 from megatron_models.errors import ConfigError  # noqa: E402
-from megatron_models.models.gpt.config import GPTConfig  # noqa: E402
+from megatron_models.kinds import find_kind  # noqa: E402
 from megatron_models.parameters import parameter_shapes  # noqa: E402
 from megatron_models.stages import plan_stage  # noqa: E402
 from megatron_parallel import LayoutError, ParallelLayout  # noqa: E402
@@ -18,13 +18,14 @@ from megatron_parallel import LayoutError, ParallelLayout  # noqa: E402
 from refusals.cases import CASES, SMALL  # noqa: E402
 
 
-def build(fields, layout):
+def build(kind, fields, layout):
     """Plans a model and its layout, without memory for it."""
     given = {name: value for name, value in {**SMALL, **fields}.items() if value is not None}
-    config = GPTConfig(**given)
+    config = find_kind(kind).config(**given)
     parallel = ParallelLayout(**{"dp": 1, **layout})
     config.check_layout(parallel)
-    plan_stage(config, parallel, 0)
+    if kind == "gpt":
+        plan_stage(config, parallel, 0)
     parameter_shapes(config)
 
 
@@ -40,10 +41,10 @@ def raised(error):
     return found
 
 
-def outcome(fields, layout):
+def outcome(kind, fields, layout):
     """Returns the error of a configuration and its lines; None and no lines if it is accepted."""
     try:
-        build(fields, layout)
+        build(kind, fields, layout)
     except (ConfigError, LayoutError) as error:
         return str(error), raised(error)
     return None, []
@@ -51,10 +52,10 @@ def outcome(fields, layout):
 
 report = {}
 for name, case in CASES.items():
-    message, lines = outcome(case.fields, case.layout)
+    message, lines = outcome(case.kind, case.fields, case.layout)
     mended = None
     if case.fix is not None or case.fixed_layout is not None:
         layout = case.layout if case.fixed_layout is None else case.fixed_layout
-        mended, _ = outcome({**case.fields, **(case.fix or {})}, layout)
+        mended, _ = outcome(case.kind, {**case.fields, **(case.fix or {})}, layout)
     report[name] = {"message": message, "lines": lines, "mended": mended}
 json.dump(report, sys.stdout)

@@ -59,10 +59,12 @@ def make(
         max_position_embeddings=24,
         make_vocab_size_divisible_by=16,
         init_method_std=0.4,
+        untie_embeddings_and_output_weights=True,
+        separate_decoder_embedding=True,
         **POSITIONS[positions],
     )
     placement = Placement(mesh, dtype=torch.float64, sequence_parallel=sequence_parallel)
-    return find_kind("encoder_decoder").build(config, placement, seed=4)  # type: ignore[return-value]
+    return find_kind("t5").build(config, placement, seed=4)  # type: ignore[return-value]
 
 
 @torch.no_grad()
@@ -236,7 +238,7 @@ def test_the_command_generates_from_sources(run: str, capsys: pytest.CaptureFixt
         (["generate", "--source", "a", "--prompt-tokens", "1"], 2, "use --source-tokens"),
         (["generate", "--prompt", "a"], 1, "give `sources`"),
         (["generate", "--prompt", "a", "--source", "b", "--source", "c"], 1, "but 2 sources"),
-        (["serve", "--port", "0"], 1, "kind 'encoder_decoder', which needs a source text"),
+        (["serve", "--port", "0"], 1, "kind 't5', which needs a source text"),
         (["chat"], 1, "use `megatron-infer generate --source TEXT`"),
     ],
 )

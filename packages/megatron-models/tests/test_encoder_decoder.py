@@ -34,6 +34,8 @@ SHAPE = {
     "make_vocab_size_divisible_by": 64,
     "max_position_embeddings": 16,
     "ffn_hidden_size": 24,
+    "untie_embeddings_and_output_weights": True,
+    "separate_decoder_embedding": True,
 }
 LEARNED = EncoderDecoderConfig(**SHAPE, num_query_groups=2, encoder_num_layers=2)
 
@@ -177,11 +179,32 @@ def rank_of(rank, **degrees):
     return Mesh(layout.resolve(layout.tp * layout.pp * layout.cp), rank)
 
 
-def test_stages_together_are_the_whole_model_with_its_names_and_initial_weights():
-    whole = dict(EncoderDecoder(LEARNED, Mesh.single()).named_parameters())
+T5 = EncoderDecoderConfig(
+    **{**SHAPE, "untie_embeddings_and_output_weights": False, "separate_decoder_embedding": False},
+    encoder_num_layers=2,
+    position_embedding_type="relative",
+    normalization="RMSNorm",
+    softmax_scale=1.0,
+    add_bias_linear=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (LEARNED, {"encoder_stages": 1}),
+        (LEARNED, {"split": (range(2), range(2, 5), range(5, 6))}),
+        (T5, {"encoder_stages": 1}),
+    ],
+)
+def test_stages_together_are_the_whole_model_with_its_names_and_initial_weights(config, options):
+    whole = dict(EncoderDecoder(config, Mesh.single()).named_parameters())
+    assert {name: tuple(each.shape) for name, each in whole.items()} == {
+        name: each.sharding.local_shape(Mesh.single()) for name, each in config.parameters().items()
+    }
     found = set()
     for rank in range(3):
-        stage = EncoderDecoder(LEARNED, rank_of(rank, pp=3), encoder_stages=1)
+        stage = EncoderDecoder(config, rank_of(rank, pp=3), **options)
         for name, parameter in stage.named_parameters():
             assert torch.equal(parameter, whole[name]), name
             found.add(name)
@@ -212,6 +235,18 @@ def test_stages_return_the_specified_outputs_and_padding_has_no_logits(batch):
         ({}, {"encoder_stages": 1}, "encoder_stages=1 needs a pipeline"),
         ({"pp": 2}, {"chunk": 1}, "chunk 1 does not exist: the layout has vpp=1"),
         ({"cp": 2}, {}, "context parallelism: cp=2"),
+        (
+            {"pp": 2},
+            {"split": (range(3), range(3, 6))},
+            r"stage 0 of 2 has layers 0:3, of the encoder \(0:2\) .*; use 3 stages",
+        ),
+        ({"pp": 2}, {"split": (range(2), range(2, 4))}, "do not cover layers 0:6 in order"),
+        ({"pp": 2}, {"split": (range(6),)}, "the split has 1 stages, but the pipeline has 2"),
+        (
+            {"pp": 2},
+            {"split": (range(2), range(2, 6)), "encoder_stages": 1},
+            "split and encoder_stages exclude each other",
+        ),
     ],
 )
 def test_unsupported_layouts_are_refused_in_one_line(degrees, options, message):
@@ -226,8 +261,8 @@ def test_unsupported_features_are_refused_by_name():
         replace(LEARNED, softmax_type="learnable")
     with pytest.raises(ConfigError, match="unknown model configuration key 'num_experts'"):
         EncoderDecoderConfig.from_dict({**LEARNED.to_dict(), "num_experts": 4})
-    with pytest.raises(ConfigError, match="encoder_num_layers must be a positive number, not 0"):
-        replace(LEARNED, encoder_num_layers=0)
+    with pytest.raises(ConfigError, match="encoder_num_layers must be a positive number, not -1"):
+        replace(LEARNED, encoder_num_layers=-1)
 
 
 def test_invalid_calls_are_refused_in_one_line(monkeypatch, batch):

@@ -1,21 +1,43 @@
 """Kinds are found by name, and wrong names in descriptions are one-line errors."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from megatron_models import ConfigError, Placement, find_kind, model_kinds
+from megatron_models import (
+    ConfigError,
+    Placement,
+    config_of,
+    find_kind,
+    model_kinds,
+    record_of,
+)
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.block import build_mixer
 from megatron_models.components.mixer import Mixer
 from megatron_parallel import Mesh
+from refusals.cases import SMALL
 
 
 def test_the_kinds_of_this_package_are_installed():
-    assert {"gpt", "encoder_decoder"} <= model_kinds().keys()
+    assert {"gpt", "t5"} <= model_kinds().keys()
     components = find_kind("gpt").components
     assert {"Stream", "Embedding", "Rotary", "Attention", "Norm", "MLP", "MoE"} <= {*components}
     assert not any(name.endswith("Fields") for name in components)  # parts of a component
+
+
+def test_a_record_of_an_encoder_decoder_from_before_t5_has_three_embeddings():
+    fields = {**SMALL, "encoder_num_layers": 2}
+    config = config_of(SimpleNamespace(kind="encoder_decoder", version=0, config=fields))
+    assert config.kind == find_kind("encoder_decoder").name == "t5"
+    assert set(config.parameters()) >= {
+        "encoder.embedding.word.weight",
+        "decoder.embedding.word.weight",
+        "output.weight",
+    }
+    assert record_of(config)["version"] == 1
+    assert config_of(SimpleNamespace(**record_of(config))) == config
 
 
 def test_a_kind_that_is_not_installed_is_reported_with_a_remedy():

@@ -33,8 +33,9 @@ CHECKING = (
     "components/rotary/config.py",
     *(
         f"components/{name}/spec.py"
-        for name in ("gated_delta_net", "norm", "mlp", "latent_attention", "moe")
+        for name in ("gated_delta_net", "norm", "mlp", "latent_attention", "moe", "relative_bias")
     ),
+    "models/encoder_decoder/config.py",
     "models/gpt/config.py",
     "models/gpt/fields.py",
     "models/gpt/layers.py",

@@ -7,6 +7,7 @@ tokens, one rank has a whole micro-batch without any, and one parameter is used 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from megatron_parallel import (
 )
 from megatron_parallel.data_parallel import ParameterShards
 from megatron_parallel.data_parallel.bucket import Bucket
-from megatron_parallel.data_parallel.fully_sharded import _extra_axes
+from megatron_parallel.data_parallel.fully_sharded import FullySharded
 from megatron_parallel.testing import WorkerError, WorkerPool
 from torch import Tensor, nn
 from torch.nn import functional
@@ -527,14 +528,22 @@ class _Watch(torch.autograd.Function):
         return grad, None, None
 
 
-def test_fully_sharded_gradients_of_tied_weights_are_summed_over_their_stages() -> None:
-    for partial in (None, "tp"):
-        one = () if partial is None else (partial,)
-        assert _extra_axes(Sharding((4, 2), partial=partial)) == one
-        assert _extra_axes(Sharding((4, 2), partial=partial, tied="embedding")) == (
-            *one,
-            "embedding",
-        )
+def test_fully_sharded_gradients_are_summed_over_stages_in_the_order_of_names() -> None:
+    table = {
+        "b": Sharding((4, 2), tied="embedding"),
+        "norm": Sharding((4,), partial="tp"),
+        "a": Sharding((4,), partial="tp", tied="embedding"),
+        "plain": Sharding((4, 2)),
+    }
+    calls: list[tuple[list[str], str]] = []
+    sharded = object.__new__(FullySharded)  # without process groups
+    sharded._table, sharded._parameters = table, dict.fromkeys(table)  # type: ignore[assignment]
+    sharded._mesh = Mesh(ParallelLayout(tp=2, pp=2, dp=1), 0)
+    sharded._finished = False
+    sharded._unsharded = SimpleNamespace(finish=lambda: None)  # type: ignore[assignment]
+    sharded._sum = lambda names, axis: calls.append((list(names), axis))  # type: ignore[method-assign, assignment]
+    sharded.finish()
+    assert calls == [(["norm", "a"], "tp"), (["a"], "embedding"), (["b"], "embedding")]
 
 
 def test_gradients_of_experts_are_summed_over_ranks_with_the_same_experts() -> None:

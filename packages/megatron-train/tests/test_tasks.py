@@ -48,7 +48,7 @@ def painting(monkeypatch):
     theirs = ModuleType("theirs")
     brings = {"sections": (Section("paint", Colours, "colours"),), "checks": (check_red,)}
     theirs.PAINT = TaskKind("paint", "for this test", "t:a", "t:b", **brings)
-    theirs.OTHER = TaskKind("other", "for others", "t:a", "t:b", model_kinds=("encoder_decoder",))
+    theirs.OTHER = TaskKind("other", "for others", "t:a", "t:b", model_kinds=("t5",))
     monkeypatch.setitem(sys.modules, "theirs", theirs)
     ours = ("gpt", "megatron_train.tasks.gpt_kind:TASK")
     installed(monkeypatch, ours, ("paint", "theirs:PAINT"), ("other", "theirs:OTHER"))
@@ -148,7 +148,7 @@ def test_settings_of_a_task_are_flags_keys_and_part_of_the_run(capsys, tmp_path)
         ),
         (
             "--task other",
-            "--task other trains models of kind encoder_decoder, not gpt; give one of gpt, paint",
+            "--task other trains models of kind t5, not gpt; give one of gpt, paint",
         ),
         (
             "--task pait",
@@ -182,5 +182,5 @@ def test_tasks_are_listed_with_the_models_they_train(capsys):
     assert main(["tasks", "list"]) == 0
     listed = capsys.readouterr().out
     assert "gpt: predict each next token (megatron_train)\n  models: gpt, hybrid, mamba\n" in listed
-    assert "other: for others (theirs)\n  models: encoder_decoder\n" in listed
+    assert "other: for others (theirs)\n  models: t5\n" in listed
     assert "  settings: paint (colours)\n" in listed

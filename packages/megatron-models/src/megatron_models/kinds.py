@@ -39,6 +39,7 @@ class ModelKind:
         supports_decoding: Whether it generates token by token with a cache
             (`megatron_models.DecodingModel`).
         migrations: Migrations of configurations; index ``i`` maps version ``i`` to ``i + 1``.
+        former_names: Names that older checkpoints have for the kind.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelKind:
     summary: str
     supports_decoding: bool = False
     migrations: tuple[Migration, ...] = ()
+    former_names: tuple[str, ...] = ()
 
     @property
     def version(self) -> int:
@@ -99,9 +101,13 @@ def model_kinds() -> dict[str, ModelKind]:
 
 
 def find_kind(name: str) -> ModelKind:
-    """Returns an installed kind.
+    """Returns an installed kind by its name, or by one that it had before.
 
     Raises:
         ConfigError: No kind has this name.
     """
+    if name not in KINDS:
+        for kind in model_kinds().values():
+            if name in kind.former_names:
+                return kind
     return KINDS.load_instance(name, ModelKind)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from megatron_parallel import ParallelLayout
-from megatron_parallel.nearest import nearest_multiples
+from megatron_parallel.nearest import nearest, nearest_multiples
 from megatron_parallel.pipeline import split_layers
 
 from megatron_models.errors import ConfigError
@@ -64,14 +64,7 @@ def plan_stage(
         split = config.stage_split(layout)
     if split is None:
         split = split_layers(config.num_layers, pp, vpp)
-    if len(split) != pp * vpp:
-        raise ConfigError(f"the split has {len(split)} stages, but the pipeline has {pp * vpp}")
-    if list(chain.from_iterable(split)) != list(range(config.num_layers)):
-        stages = ", ".join(f"{each.start}:{each.stop}" for each in split)
-        raise ConfigError(
-            f"stages of layers {stages} do not cover layers 0:{config.num_layers} in order, each "
-            "once; use split_layers"
-        )
+    _check_split(split, pp * vpp, config.num_layers)
     return StagePlan(stage, pp * vpp, split[stage])
 
 
@@ -83,15 +76,22 @@ class EncoderDecoderStagePlan:
 
     Attributes:
         stage: Index of the stage in the pipeline.
+        count: Number of stages of both sides.
         encoder_stages: Number of stages of the encoder.
         encoder: The stage among those of the encoder, or None.
         decoder: The stage among those of the decoder, or None.
     """
 
     stage: int
+    count: int
     encoder_stages: int
     encoder: StagePlan | None
     decoder: StagePlan | None
+
+    @property
+    def embedding_stages(self) -> tuple[int, ...]:
+        """The stages that embed tokens: the first of each side."""
+        return (0, self.encoder_stages) if self.count > 1 else (0,)
 
 
 def plan_encoder_decoder_stage(
@@ -101,11 +101,11 @@ def plan_encoder_decoder_stage(
     pipeline_rank: int,
     chunk: int = 0,
     encoder_stages: int | None = None,
+    split: Sequence[range] | None = None,
 ) -> EncoderDecoderStagePlan:
     """Returns the plan of an encoder-decoder's stage ``layout.stages(pipeline_rank)[chunk]``.
 
-    The encoder's stages come first, as in Megatron. The layers of each side are divided evenly over
-    its stages. A single stage holds both sides.
+    The encoder's stages come first, as in Megatron. A single stage holds both sides.
 
     Args:
         encoder_layers: Number of encoder layers.
@@ -113,11 +113,14 @@ def plan_encoder_decoder_stage(
         layout: Its ``pp`` and ``vpp`` determine the number of stages.
         pipeline_rank: Coordinate on the pipeline axis.
         chunk: Index of one of the ``vpp`` model chunks of that rank.
-        encoder_stages: Number of stages of the encoder. Defaults to half of them.
+        encoder_stages: Number of stages of the encoder. Defaults to half of them. The layers of
+            each side are divided evenly over its stages.
+        split: Layers of every stage instead, numbered over both sides: those of the decoder follow
+            those of the encoder.
 
     Raises:
-        ConfigError: The chunk does not exist, a side has no stage, or its layers do not divide over
-            its stages.
+        ConfigError: The chunk does not exist, a side has no stage, its layers do not divide over
+            its stages, or the split is not every layer once, in order, or has a stage of both.
     """
     count = layout.pp * layout.vpp
     stage = _stage(layout, pipeline_rank, chunk)
@@ -128,8 +131,12 @@ def plan_encoder_decoder_stage(
                 "which holds encoder and decoder"
             )
         return EncoderDecoderStagePlan(
-            0, 1, StagePlan(0, 1, range(encoder_layers)), StagePlan(0, 1, range(decoder_layers))
+            0, 1, 1, StagePlan(0, 1, range(encoder_layers)), StagePlan(0, 1, range(decoder_layers))
         )
+    if split is not None and encoder_stages is not None:
+        raise ConfigError("split and encoder_stages exclude each other; leave one out")
+    if split is not None:
+        return _split_sides(split, stage, count, encoder_layers, decoder_layers)
     first = count // 2 if encoder_stages is None else encoder_stages
     if not 0 < first < count:
         raise ConfigError(
@@ -140,9 +147,47 @@ def plan_encoder_decoder_stage(
     encoder = _even_split("encoder", encoder_layers, first)
     decoder = _even_split("decoder", decoder_layers, count - first)
     if stage < first:
-        return EncoderDecoderStagePlan(stage, first, StagePlan(stage, first, encoder[stage]), None)
+        of_encoder = StagePlan(stage, first, encoder[stage])
+        return EncoderDecoderStagePlan(stage, count, first, of_encoder, None)
     own = stage - first
-    return EncoderDecoderStagePlan(stage, first, None, StagePlan(own, count - first, decoder[own]))
+    of_decoder = StagePlan(own, count - first, decoder[own])
+    return EncoderDecoderStagePlan(stage, count, first, None, of_decoder)
+
+
+def _split_sides(
+    split: Sequence[range], stage: int, count: int, encoder_layers: int, decoder_layers: int
+) -> EncoderDecoderStagePlan:
+    """Returns the plan of a stage of a split of both sides."""
+    layers = encoder_layers + decoder_layers
+    _check_split(split, count, layers)
+    for number, own in enumerate(split):
+        if own.start < encoder_layers < own.stop:
+            even = [n for n in range(2, layers + 1) if encoder_layers * n % layers == 0]
+            fitting = [n for n in even if layers % n == 0]
+            use = f"use {nearest(fitting, count)} stages" if fitting else "give other stages"
+            raise ConfigError(
+                f"stage {number} of {count} has layers {own.start}:{own.stop}, of the encoder "
+                f"(0:{encoder_layers}) and of the decoder ({encoder_layers}:{layers}); {use}"
+            )
+    first = sum(own.stop <= encoder_layers for own in split)
+    own = split[stage]
+    if stage < first:
+        return EncoderDecoderStagePlan(stage, count, first, StagePlan(stage, first, own), None)
+    inside = range(own.start - encoder_layers, own.stop - encoder_layers)
+    of_decoder = StagePlan(stage - first, count - first, inside)
+    return EncoderDecoderStagePlan(stage, count, first, None, of_decoder)
+
+
+def _check_split(split: Sequence[range], count: int, layers: int) -> None:
+    """Refuses a split of a pipeline that is not every layer once, in order."""
+    if len(split) != count:
+        raise ConfigError(f"the split has {len(split)} stages, but the pipeline has {count}")
+    if list(chain.from_iterable(split)) != list(range(layers)):
+        stages = ", ".join(f"{each.start}:{each.stop}" for each in split)
+        raise ConfigError(
+            f"stages of layers {stages} do not cover layers 0:{layers} in order, each "
+            "once; use split_layers"
+        )
 
 
 def sequence_shard_length(length: int, parts: int) -> int:

@@ -51,6 +51,8 @@ class Context:
             global load-balancing loss. Recomputation reads them.
         counted_layers: Layers whose routing this pass has counted for reports. A recomputation does
             not count again.
+        score_bias: Biases of the scores of self-attention for this rank's heads, by relative
+            position. None if the model has none.
         positions: Positions of this rank's tokens. None means ``offset`` and the following ones.
         document_ids: Document of each token of the whole sequence, -1 for padding, for layers that
             pass a state from token to token. None if there is one document, or no such layer.
@@ -76,6 +78,7 @@ class Context:
     counted_layers: set[int] = field(default_factory=set)
     masks: Mapping[Span, Mask] = field(default_factory=dict)
     positions: Int[Tensor, "b_or_1 s"] | None = None
+    score_bias: Float[Tensor, "b_or_1 n s t"] | None = None
     document_ids: Int[Tensor, "b s"] | None = None
     continues: Bool[Tensor, " b"] | None = None
 
@@ -154,5 +157,5 @@ class Context:
         masks = [self.mask, *self.masks.values(), *cross]
         fields = [value for mask in masks for value in vars(mask).values()]
         tables = [table for angles in self.angles.values() for table in angles]
-        shared = (*tables, *fields, *words, self.encoder_output, self.document_ids)
+        shared = (*tables, *fields, *words, self.encoder_output, self.score_bias, self.document_ids)
         return [t for t in shared if isinstance(t, torch.Tensor)]

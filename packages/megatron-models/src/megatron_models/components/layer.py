@@ -20,6 +20,7 @@ from megatron_models.components.mixer import (
     sum_by_part,
 )
 from megatron_models.components.norm.spec import NormSpec
+from megatron_models.components.relative_bias.spec import RelativeBiasSpec
 from megatron_models.components.rotary.spec import RotarySpec
 
 
@@ -150,6 +151,7 @@ class TrunkSpec:
         layer_offset: Added to a layer's number for dropout, which counts over several trunks.
         embedding_site: Number of the dropout site of the embedding.
         takes_tokens: Whether the embedding, if there is one, embeds the input of this stage.
+        relative_bias: Biases of attention by relative position, which every stage holds; or None.
     """
 
     embedding: EmbeddingSpec | None
@@ -159,12 +161,15 @@ class TrunkSpec:
     layer_offset: int = 0
     embedding_site: int = 0
     takes_tokens: bool = True
+    relative_bias: RelativeBiasSpec | None = None
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Returns all parameters by name, in the order of the module."""
         found: Parameters = {}
         if self.embedding is not None:
             found |= prefixed("embedding", self.embedding.parameters(sequence_parallel))
+        if self.relative_bias is not None:
+            found |= prefixed("relative_bias", self.relative_bias.parameters())
         known: dict[int, Parameters] = {}  # by layer: equal layers are one object
         for number, layer in self.layers.items():
             if id(layer) not in known:

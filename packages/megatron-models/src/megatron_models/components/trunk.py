@@ -9,6 +9,7 @@ from megatron_models.components.dropout_sites import EMBEDDING_LAYER
 from megatron_models.components.embedding.module import Embedding
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.norm.module import Norm
+from megatron_models.components.relative_bias.module import RelativeBias
 from megatron_models.components.stack import run_layers
 from megatron_models.placement import Placement
 
@@ -31,6 +32,9 @@ class Trunk(nn.Module):
         self.embedding_site = spec.embedding_site
         self.embeds = spec.embedding is not None and spec.takes_tokens
         self.embedding = None if spec.embedding is None else Embedding(spec.embedding, placement)
+        self.relative_bias = (
+            None if spec.relative_bias is None else RelativeBias(spec.relative_bias, placement)
+        )
         # Keyed by the global layer number: a stage has the parameter names of the whole model.
         self.layers = nn.ModuleDict(
             {
@@ -47,6 +51,7 @@ class Trunk(nn.Module):
         context: Context,
         positions: Int[Tensor, "b_or_1 s"] | None = None,
         token_types: Int[Tensor, "b s"] | None = None,
+        embedding: Embedding | None = None,
     ) -> Float[Tensor, "part b h"]:
         """Returns the residual stream after this stage.
 
@@ -56,9 +61,12 @@ class Trunk(nn.Module):
             context: State of the pass.
             positions: Positions of the tokens. Defaults to those after the cache's.
             token_types: Types of the tokens, if the model has token types. Defaults to 0.
+            embedding: Embeds ``x`` if this stage takes tokens and trunks share an embedding.
+                Defaults to the trunk's own.
         """
-        if self.embeds and self.embedding is not None:
-            x = self.embedding(x, positions, context.offset, context.sequence_parallel, token_types)
+        embedding = self.embedding if self.embeds else embedding
+        if embedding is not None:
+            x = embedding(x, positions, context.offset, context.sequence_parallel, token_types)
             x = context.hidden_dropout(x, EMBEDDING_LAYER, self.embedding_site)
         x = run_layers(self.layers, x, context, self.tp)
         return x if self.final_norm is None else self.final_norm(x)

@@ -32,6 +32,7 @@ from megatron_models.components.mixer import (
     prefixed,
 )
 from megatron_models.components.multi_token.spec import MultiTokenSpec, multi_token_loss
+from megatron_models.components.relative_bias.spec import RelativeBiasConfig
 from megatron_models.errors import ConfigError
 
 
@@ -60,6 +61,16 @@ class ModelConfig(ComponentConfig, ABC):
 
     kind: ClassVar[str]
     """Name of the kind in the entry-point group ``megatron.models``."""
+
+    def _check(self) -> None:
+        super()._check()
+        relative = getattr(self, "position_embedding_type", None) == "relative"
+        if relative and not isinstance(self, RelativeBiasConfig):
+            raise ConfigError(
+                f"a model of kind {self.kind!r} does not support {{position_embedding_type:name}} "
+                "{position_embedding_type:repr}; use 'learned_absolute'",
+                vars(self),
+            )
 
     @abstractmethod
     def trunks(self) -> dict[str, TrunkSpec]:
@@ -103,6 +114,10 @@ class ModelConfig(ComponentConfig, ABC):
         """
         return {}
 
+    def shared_embedding(self) -> EmbeddingSpec | None:
+        """Returns an embedding ``embedding`` that several trunks share, or None."""
+        return None
+
     def multi_token(self) -> tuple[MultiTokenSpec, ...]:
         """Returns the depths of multi-token prediction ``mtp.0``, ``mtp.1``, ...; often none."""
         return ()
@@ -110,6 +125,9 @@ class ModelConfig(ComponentConfig, ABC):
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Returns every parameter by its global name, in the order of the model."""
         found: Parameters = {}
+        shared = self.shared_embedding()
+        if shared is not None:
+            found |= prefixed("embedding", shared.parameters(sequence_parallel))
         for prefix, trunk in self.trunks().items():
             own = trunk.parameters(sequence_parallel)
             found |= prefixed(prefix, own) if prefix else own
@@ -199,11 +217,13 @@ class ModelConfig(ComponentConfig, ABC):
 
     @cached_property
     def embedding(self) -> EmbeddingSpec:
-        """The embedding of the first trunk that has one.
+        """The embedding that trunks share, or that of the first trunk that has one.
 
         Raises:
             ConfigError: The model reads no tokens.
         """
+        if (shared := self.shared_embedding()) is not None:
+            return shared
         for trunk in self.trunks().values():
             if trunk.embedding is not None:
                 return trunk.embedding

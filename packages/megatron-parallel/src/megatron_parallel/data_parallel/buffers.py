@@ -27,7 +27,7 @@ add unrelated gradients or hang. Without either signal, `finish()` starts all re
 with the same result.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -165,20 +165,10 @@ class GradientBuffers:
     def finish(self) -> None:
         """Returns when all reductions are complete.
 
-        Afterwards all ranks of an axis have equal gradients.
+        Afterwards all ranks of an axis have equal gradients. Several buffers of one rank are
+        finished by `finish_buffers`.
         """
-        if self._finished:
-            raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
-        if self._next < len(self.buckets):
-            for bucket in self.buckets:
-                bucket.pending = set()
-            self._launch()
-        for bucket in self.buckets:
-            bucket.wait()
-        for bucket in self.buckets:
-            bucket.reduce_extra_axes()
-        self._finished = True
-        self._last = False
+        finish_buffers([self])
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns this rank's summed main gradients by global name, as views of the buckets.
@@ -254,6 +244,32 @@ def data_reduction_axes(mesh: Mesh) -> ReductionAxes:
     if mesh.layout.dp_outer > 1:
         return ReductionAxes(mesh.axis("dp_cp_inner"), mesh.axis("dp_cp_outer"))
     return ReductionAxes(mesh.axis("dp" if mesh.layout.cp == 1 else "dp_cp"))
+
+
+def finish_buffers(buffers: Sequence[GradientBuffers]) -> None:
+    """Returns when all reductions of the buffers of a rank are complete.
+
+    Parameters that stages share are summed over their axes last, in the order of their names: it is
+    the same on all ranks, which may hold them in other chunks.
+    """
+    for each in buffers:
+        if each._finished:
+            raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
+        if each._next < len(each.buckets):
+            for bucket in each.buckets:
+                bucket.pending = set()
+            each._launch()
+    buckets = [bucket for each in buffers for bucket in each.buckets]
+    for bucket in buckets:
+        bucket.wait()
+    tied = sorted(
+        (bucket for bucket in buckets if bucket.plan.tied is not None),
+        key=lambda bucket: bucket.plan.slots[0].name,
+    )
+    for bucket in (*(bucket for bucket in buckets if bucket.plan.tied is None), *tied):
+        bucket.reduce_extra_axes()
+    for each in buffers:
+        each._finished, each._last = True, False
 
 
 def _extra_axes(plan: BucketPlan, axes: ReductionAxes, mesh: Mesh) -> list[Axis]:

@@ -129,15 +129,42 @@ class FullySharded:
 
         The sums over data-parallel ranks are complete by then.
         """
+        self.sum_partial()
+        for name in sorted(self.tied):
+            self.sum_over_stages(name)
+
+    def sum_partial(self) -> None:
+        """Sums gradients that are partial over tensor-parallel ranks: the first part of `finish`.
+
+        `sum_over_stages` follows for each parameter in `tied`.
+        """
         if self._finished:
             raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
-        tied = (self._table[name].tied for name in reversed(self._parameters))
-        for axis in ("tp", *dict.fromkeys(name for name in tied if name is not None)):
-            names = [name for name in self._parameters if axis in _extra_axes(self._table[name])]
-            if names and self._mesh.has_axis(axis) and self._mesh.axis(axis).size > 1:
-                self._sum(names, axis)
+        names = [name for name in self._parameters if self._table[name].partial is not None]
+        if names and self._mesh.axis("tp").size > 1:
+            self._sum(names, "tp")
         self._unsharded.finish()
         self._finished = True
+
+    @property
+    def tied(self) -> list[str]:
+        """Names of parameters that other pipeline ranks hold too."""
+        return [name for name in self._parameters if self._tied_axis(name) is not None]
+
+    def sum_over_stages(self, name: str) -> None:
+        """Sums the gradient of a parameter in `tied` over the stages that hold it.
+
+        All ranks sum such parameters in the same order.
+        """
+        axis = self._tied_axis(name)
+        if axis is not None:
+            self._sum([name], axis)
+
+    def _tied_axis(self, name: str) -> str | None:
+        axis = self._table[name].tied
+        if axis is None or not self._mesh.has_axis(axis) or self._mesh.axis(axis).size == 1:
+            return None
+        return axis
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns this rank's boxes of the summed gradients by global name.
@@ -290,15 +317,9 @@ def _check_parameters(named: Mapping[str, Parameter], table: Mapping[str, Shardi
     for name in named:
         if name not in table:
             raise LayoutError(f"parameter {name!r} is not in the sharding table")
-        unknown = set(_extra_axes(table[name])) - {"tp", table[name].tied}
-        if unknown:
-            raise LayoutError(f"the gradient of {name!r} is partial over axis {unknown.pop()!r}")
-
-
-def _extra_axes(sharding: Sharding) -> tuple[str, ...]:
-    """Returns the axes over which a gradient is summed after the data axis."""
-    partial = () if sharding.partial is None else (sharding.partial,)
-    return partial if sharding.tied is None else (*partial, sharding.tied)
+        axis = table[name].partial
+        if axis not in (None, "tp"):
+            raise LayoutError(f"the gradient of {name!r} is partial over axis {axis!r}")
 
 
 def _reduce_dtype(named: Mapping[str, Parameter]) -> torch.dtype | None:

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_parallel.data_parallel.buffers import GradientBuffers
+from megatron_parallel.data_parallel.buffers import GradientBuffers, finish_buffers
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
 from megatron_parallel.data_parallel.fully_sharded import FullySharded
 from megatron_parallel.errors import LayoutError
@@ -111,8 +111,7 @@ class ChunkGradients:
 
     def finish(self) -> None:
         """Returns when all sums are complete."""
-        for buffers in self.buffers:
-            buffers.finish()
+        finish_buffers(self.buffers)
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns the summed main gradients by global name, in the order of `parameters`."""
@@ -188,9 +187,12 @@ class FullyShardedChunks:
         return nullcontext()
 
     def finish(self) -> None:
-        """Sums what remains to be summed."""
+        """Sums what remains to be summed; parameters that stages share in the order of names."""
         for sharded in self.buffers:
-            sharded.finish()
+            sharded.sum_partial()
+        tied = {name: sharded for sharded in self.buffers for name in sharded.tied}
+        for name in sorted(tied):
+            tied[name].sum_over_stages(name)
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns this rank's boxes of the summed gradients by global name."""

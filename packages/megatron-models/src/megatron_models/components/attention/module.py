@@ -78,7 +78,9 @@ class Attention(nn.Module):
         if context.cache is not None:
             seen = context.cache.update(self.layer, k, v)
             mask = context.mask_of(self.span)
-            y = seen.attend(q, mask, query_offset=context.offset, scores=self._scores_of(q))
+            y = seen.attend(
+                q, mask, query_offset=context.offset, scores=self._scores_of(q, context)
+            )
             y = gated(y, *gate)
         else:
             core = partial(self._attend, context)
@@ -92,16 +94,18 @@ class Attention(nn.Module):
 
     def _over_all_keys(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns attention over the keys of all context-parallel ranks."""
-        scores = self._scores_of(q)
+        scores = self._scores_of(q, context)
         if context.context_parallel is not None:
             over_ranks = context.context_parallel.attention
             return over_ranks(q, k, v, self.layer, self.first_head, scores, self.span)
         drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
         return attention(q, k, v, context.mask_of(self.span), scores, dropout=drop)
 
-    def _scores_of(self, q: Tensor) -> Scores:
+    def _scores_of(self, q: Tensor, context: Context) -> Scores:
         """Returns the scores of this rank's heads, which are those of ``q``."""
         scores = self.scores
+        if context.score_bias is not None:
+            scores = replace(scores, bias=context.score_bias)
         if self.alibi_factor:
             heads = (self.tp.size * q.shape[2], self.first_head, q.shape[2])
             slopes = alibi_slopes(*heads, device=q.device, dtype=q.dtype)

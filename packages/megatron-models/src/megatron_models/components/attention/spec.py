@@ -177,7 +177,8 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
         """
         if self.attn_logit_softcapping:
             return saved_bytes.with_unfused_attention(max(saved_bytes.activation, 4))
-        plain = self.softmax_type == "vanilla" and not self.has_alibi
+        biased = self.position_embedding_type in ("alibi", "relative")
+        plain = self.softmax_type == "vanilla" and not biased
         return saved_bytes if plain else saved_bytes.with_unfused_attention()
 
     def _saved_sinks(self, saved_bytes: SavedBytes) -> int:

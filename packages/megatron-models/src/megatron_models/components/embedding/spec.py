@@ -22,7 +22,7 @@ from megatron_models.components.norm.spec import NormConfig, NormSpec
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 
-PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
+PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ class PositionConfig(StreamConfig):
         metadata=flag(
             "--position-embedding-type",
             "learned absolute positions added to the embedding, rotary positions in attention, "
-            "linear biases of attention by distance (alibi), or none",
+            "linear biases of attention by distance (alibi), biases of attention that are learned "
+            "for relative positions (relative, as in T5), or none",
             choices=get_args(PositionEmbedding),
         ),
     )
@@ -150,6 +151,7 @@ class EmbeddingSpec(EmbeddingConfig, NormConfig):
         is_output_weight: Whether the token embeddings are the output matrix too.
         tied_over_stages: Whether another pipeline stage holds them too.
         tied_axis: Axis of the pipeline ranks of these stages (`Sharding.tied`).
+        positions_tied_axis: Axis of the pipeline ranks that hold the learned positions too.
         output_only: Whether this is the last stage, which uses the token embeddings as output
             matrix only.
         positions_tied_over_stages: Whether another pipeline stage holds the learned positions too.
@@ -165,6 +167,7 @@ class EmbeddingSpec(EmbeddingConfig, NormConfig):
     tied_axis: str = "embedding"
     output_only: bool = False
     positions_tied_over_stages: bool = False
+    positions_tied_axis: str = "embedding"
     output_passes: int = 1
 
     @property
@@ -180,7 +183,7 @@ class EmbeddingSpec(EmbeddingConfig, NormConfig):
         shape = (self.max_position_embeddings, self.hidden_size)
         partial = "tp" if sequence_parallel else None
         init = Init(scale=self.init_method_std)
-        tied = self.tied_axis if self.positions_tied_over_stages else None
+        tied = self.positions_tied_axis if self.positions_tied_over_stages else None
         return Sharding(shape, init=init, partial=partial, tied=tied)
 
     def token_types(self, sequence_parallel: bool = False) -> Sharding | None:

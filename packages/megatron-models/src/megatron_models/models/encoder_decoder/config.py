@@ -1,10 +1,12 @@
-"""The configuration of an encoder-decoder, whose two sides differ only in depth.
+"""The configuration of an encoder-decoder such as T5, whose two sides differ only in depth.
 
 Importing this module does not import torch.
 """
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
+
+from megatron_parallel import ParallelLayout
 
 from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.components.attention.span import EVERYTHING
@@ -16,11 +18,16 @@ from megatron_models.components.dropout_sites import (
     EMBEDDING,
     MLP_OUTPUT,
 )
-from megatron_models.components.embedding.spec import EmbeddingConfig, EmbeddingSpec, OutputConfig
+from megatron_models.components.embedding.spec import (
+    EmbeddingConfig,
+    EmbeddingSpec,
+    TiedOutputConfig,
+)
 from megatron_models.components.fields import flag
 from megatron_models.components.layer import Layer, Sublayer, TrunkSpec
 from megatron_models.components.mlp.spec import MLPConfig, MLPSpec
 from megatron_models.components.norm.spec import NormConfig, NormSpec
+from megatron_models.components.relative_bias.spec import RelativeBiasConfig, RelativeBiasSpec
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
 
@@ -35,27 +42,53 @@ _UNSUPPORTED: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, OutputConfig):
+class EncoderDecoderConfig(
+    ModelConfig, MLPConfig, NormConfig, AttentionConfig, RelativeBiasConfig, TiedOutputConfig
+):
     """The shape of an encoder and a decoder, which differ only in depth.
 
-    ``num_layers`` is the depth of the decoder. The embeddings of encoder and decoder and the output
-    matrix are three weights: they are on three pipeline stages, and a weight can be tied over two.
+    ``num_layers`` is the depth of the decoder, and of the encoder unless it has its own. By default
+    encoder and decoder share one embedding, which is the output matrix too (T5, Raffel et al.
+    2020). With relative positions, each side has one table of biases, which all its layers read.
 
     Raises:
         ConfigError: A value has the wrong type or range, values do not fit together, or an option
             of attention is not supported (sinks).
     """
 
-    kind: ClassVar[str] = "encoder_decoder"
+    kind: ClassVar[str] = "t5"
 
     encoder_num_layers: int = field(
+        default=0,
         metadata=flag(
-            "--encoder-num-layers", "number of encoder layers", positive=True, maximum=100_000
-        )
+            "--encoder-num-layers",
+            "number of encoder layers; 0: as many as decoder layers",
+            positive=True,
+            derived=True,
+            maximum=100_000,
+        ),
     )
+    separate_decoder_embedding: bool = field(
+        default=False,
+        metadata=flag(
+            "--separate-decoder-embedding",
+            "embeddings of the decoder that are not those of the encoder; needs "
+            "--untie-embeddings-and-output-weights (our name)",
+        ),
+    )
+
+    def _fill(self) -> None:
+        super()._fill()
+        self._set("encoder_num_layers", self.num_layers)
 
     def _check(self) -> None:
         super()._check()
+        if self.separate_decoder_embedding and not self.untie_embeddings_and_output_weights:
+            raise ConfigError(
+                "{separate_decoder_embedding:name} leaves open which embedding is the output "
+                "matrix; set {untie_embeddings_and_output_weights:name} too",
+                vars(self),
+            )
         if self.softmax_type != "vanilla":
             raise ConfigError(
                 "an encoder-decoder has no attention sinks: {softmax_type}", vars(self)
@@ -77,18 +110,25 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
         Initial weights of each side depend on its own depth. Dropout numbers the layers of both
         sides consecutively, so that no two layers have the same mask.
         """
-        above = self.encoder_num_layers
-        encoder = self._trunk(above, (), 0, EMBEDDING)
+        above, crossing = self.encoder_num_layers, self._crossing()
         return {
-            "encoder": encoder,
-            "decoder": self._trunk(self.num_layers, self._crossing(), above, DECODER_EMBEDDING),
+            "encoder": self._trunk(above, (), 0, EMBEDDING, bidirectional=True),
+            "decoder": self._trunk(self.num_layers, crossing, above, DECODER_EMBEDDING),
         }
 
     def _crossing(self) -> Layer:
         norm, mixer = self.component(NormSpec), self.component(CrossAttentionSpec)
         return (Sublayer("cross_attention", mixer, CROSS_ATTENTION_OUTPUT, norm),)
 
-    def _trunk(self, depth: int, between: Layer, layer_offset: int, site: int) -> TrunkSpec:
+    def _trunk(
+        self,
+        depth: int,
+        between: Layer,
+        layer_offset: int,
+        site: int,
+        *,
+        bidirectional: bool = False,
+    ) -> TrunkSpec:
         """Returns one side: self-attention, sublayers ``between``, feed-forward layer."""
         norm = self.component(NormSpec, num_layers=depth)
         attention = self.component(AttentionSpec, num_layers=depth)
@@ -97,15 +137,36 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
             *between,
             Sublayer("mlp", self.component(MLPSpec, num_layers=depth), MLP_OUTPUT, norm),
         )
+        own, bias = None, None
+        if self.separate_decoder_embedding:
+            own = self.component(EmbeddingSpec, num_layers=depth)
+        if self.has_relative_bias:
+            bias = self.component(RelativeBiasSpec, bidirectional=bidirectional)
+        layers = dict.fromkeys(range(depth), layer)
         return TrunkSpec(
-            self.component(EmbeddingSpec, num_layers=depth),
-            dict.fromkeys(range(depth), layer),
-            norm,
-            self.hidden_size,
-            layer_offset,
-            site,
+            own, layers, norm, self.hidden_size, layer_offset, site, relative_bias=bias
         )
 
-    def output(self) -> EmbeddingConfig:
-        """Returns the configuration itself: the output matrix is never tied."""
-        return self
+    def shared_embedding(self) -> EmbeddingSpec | None:
+        """Returns the embedding of encoder and decoder, unless each has its own."""
+        if self.separate_decoder_embedding:
+            return None
+        tied = not self.untie_embeddings_and_output_weights
+        return self.component(EmbeddingSpec, is_output_weight=tied)
+
+    def output(self) -> EmbeddingConfig | None:
+        """Returns the configuration itself if the output matrix is untied, else None."""
+        return self if self.untie_embeddings_and_output_weights else None
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """Refuses context parallelism too.
+
+        Raises:
+            ConfigError: A component does not fit, or the layout cuts sequences.
+        """
+        super().check_layout(layout)
+        if layout.cp > 1:
+            raise ConfigError(
+                "an encoder-decoder does not support context parallelism: {cp}; use {cp:name} 1",
+                {"cp": layout.cp},
+            )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
@@ -13,7 +14,9 @@ from torch import Tensor
 from megatron_models.cache import KVCache
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
+from megatron_models.components.embedding.module import Embedding
 from megatron_models.components.embedding.output import (
+    Output,
     output_logits,
     select_tokens,
     token_losses,
@@ -25,6 +28,7 @@ from megatron_models.errors import ConfigError
 from megatron_models.models.decoding import DecodingModel, DecodingPass
 from megatron_models.models.encoder_decoder.config import EncoderDecoderConfig
 from megatron_models.models.encoder_decoder.masks import documents, mask_of_source
+from megatron_models.models.encoder_decoder.sharing import SharedParameters, share_between_chunks
 from megatron_models.placement import Placement
 from megatron_models.stages import StagePlan, plan_encoder_decoder_stage, sequence_shard_length
 
@@ -36,11 +40,12 @@ class EncoderDecoder(DecodingModel):
     come first (Megatron's order). A stage of the encoder outputs its stream. The first stage of the
     decoder embeds the decoder's tokens. Stages of the decoder output two tensors, their stream and
     the encoder's output, so the gradient of the latter accumulates the parts of all decoder layers.
-    All stages have the parameter names of the whole model.
+    All stages have the parameter names of the whole model. Several stages may hold one parameter:
+    the embedding that both sides and a tied output layer share, and each side's biases by relative
+    position. Axes of their pipeline ranks are added to the mesh, so all its ranks build the model.
 
     The encoder attends in both directions. Tokens of the decoder attend to themselves, to earlier
-    tokens, and to the encoder's whole text (Vaswani et al. 2017, with pre-LN). The two embeddings
-    and the output matrix are three weights.
+    tokens, and to the encoder's whole text (Vaswani et al. 2017, with pre-LN).
 
     Initial weights depend on the seed and each parameter's global name, not on the layout. On the
     meta device the model has no values; call `initialize` after moving it with ``to_empty``.
@@ -52,11 +57,14 @@ class EncoderDecoder(DecodingModel):
             ``mesh.layout.stages``.
         encoder_stages: Number of stages of the encoder. Defaults to half of them. The layers of
             each side are divided evenly over its stages.
+        split: Layers of every stage instead, numbered over both sides: those of the decoder follow
+            those of the encoder.
         seed: Seed of the initial weights.
 
     Attributes:
         stage: Index of this stage in the pipeline; 0 for a whole model.
         last: Whether it returns logits and losses.
+        embedding: The embedding that both sides share, on stages that need it; else None.
         encoder: This stage's part of the encoder; None on a stage of the decoder.
         decoder: This stage's part of the decoder; None on a stage of the encoder.
 
@@ -77,6 +85,7 @@ class EncoderDecoder(DecodingModel):
         *,
         chunk: int = 0,
         encoder_stages: int | None = None,
+        split: Sequence[range] | None = None,
         seed: int = 1234,
     ) -> None:
         super().__init__()
@@ -96,23 +105,31 @@ class EncoderDecoder(DecodingModel):
         self.tp = mesh.axis("tp")
         depths = config.encoder_num_layers, config.num_layers
         plan = plan_encoder_decoder_stage(
-            *depths, layout, mesh.axis("pp").index, chunk, encoder_stages
+            *depths, layout, mesh.axis("pp").index, chunk, encoder_stages, split
         )
         self.stage, self.encoder_stages = plan.stage, plan.encoder_stages
         trunks = config.trunks()
         rotations = dict.fromkeys(each for trunk in trunks.values() for each in trunk.rotations())
         self.rotary = RotaryTables(tuple(rotations), config.max_position_embeddings, placement)
 
+        shared = SharedParameters.on(config, plan, mesh)
+        embedding = shared.embedding(config, plan)
+        self.embedding = None if embedding is None else Embedding(embedding, placement)
+
         def side(name: str, own: StagePlan | None) -> Trunk | None:
             if own is None:
                 return None
-            return Trunk(trunks[name].stage(own.layers, first=own.first, last=own.last), placement)
+            return Trunk(shared.side(name, trunks[name], own), placement)
 
         self.encoder = side("encoder", plan.encoder)
         self.decoder = side("decoder", plan.decoder)
         self.output: ColumnParallelLinear | None = None
         self.last = plan.decoder is not None and plan.decoder.last
-        if self.last:
+        self.embeds = {
+            "encoder": plan.encoder is not None and plan.encoder.first,
+            "decoder": plan.decoder is not None and plan.decoder.first,
+        }
+        if self.last and config.output() is not None:
             self.output = placement.column_parallel_linear(output_spec(config))
         if placement.resolved_device.type != "meta":
             self.initialize(seed)
@@ -208,25 +225,27 @@ class EncoderDecoder(DecodingModel):
         encoder, decoder = self.encoder, self.decoder
         encoded = None if later else inputs[-1] if inputs else None
         if encoder is not None and not later:
-            x = inputs[0] if encoder.embedding is None else self._tokens("source", source)
+            x = self._tokens("source", source) if self.embeds["encoder"] else inputs[0]
             text = Mask(causal=False, document_ids=documents(source_padding))
-            encoded = encoder(x, self._context(x, text, dropout, whole=decoding))
+            of_source = self._context(encoder, x, text, dropout, whole=decoding)
+            encoded = encoder(x, of_source, embedding=self._embedding("encoder"))
         if decoder is None:
             return self._encoder_only(encoded)
-        x = inputs[0] if decoder.embedding is None else self._tokens("target", target)
+        x = self._tokens("target", target) if self.embeds["decoder"] else inputs[0]
         mask = Mask() if mask is None else mask
         if positions is None:
             positions = self._positions(x, mask, cache)
-        context = self._context(x, mask, dropout, positions, cache, whole=decoding)
+        context = self._context(decoder, x, mask, dropout, positions, cache, whole=decoding)
         source_shape = (
             None if encoded is None else (encoded.shape[1], self._length(encoded, decoding))
         )
         target_shape = (x.shape[1 if x.is_floating_point() else 0], self._length(x, decoding))
         cross_mask = mask_of_source(source_padding, source_shape, target_shape, x.device)
-        x = decoder(x, replace(context, encoder_output=encoded, cross_mask=cross_mask), positions)
-        if self.output is None:
+        context = replace(context, encoder_output=encoded, cross_mask=cross_mask)
+        x = decoder(x, context, positions, embedding=self._embedding("decoder"))
+        if not self.last:
             return x if encoded is None else (x, encoded)
-        return self._end(self.output, x, labels, logits_at, whole=decoding)
+        return self._end(self._output(), x, labels, logits_at, whole=decoding)
 
     def first_active_stage(self, decoding_pass: DecodingPass) -> int:
         """Returns 0 with a source to encode, else the first stage of the decoder."""
@@ -285,7 +304,7 @@ class EncoderDecoder(DecodingModel):
 
     def _end(
         self,
-        output: ColumnParallelLinear,
+        output: Output,
         x: Float[Tensor, "part b h"],
         labels: Int[Tensor, "b s"] | None,
         logits_at: Int[Tensor, "b k"] | None,
@@ -306,6 +325,19 @@ class EncoderDecoder(DecodingModel):
         x = select_tokens(x, logits_at, self.tp if cut else None)
         logits = output_logits(output, x, config, self.tp, sequence_parallel=cut)
         return logits[: logits_at.shape[1]]
+
+    def _embedding(self, side: str) -> Embedding | None:
+        """Returns the shared embedding if a side of this stage embeds tokens with it."""
+        return self.embedding if self.embeds[side] else None
+
+    def _output(self) -> Output:
+        """Returns the output layer, or the token embeddings that it is tied to."""
+        if self.output is not None:
+            return self.output
+        if self.embedding is None:
+            raise ConfigError(f"stage {self.stage} is not the last and has no output layer")
+        tied: Output = self.embedding.word.output
+        return tied
 
     def _tokens(self, name: str, tokens: Tensor | None) -> Tensor:
         """Returns the tokens that this stage embeds."""
@@ -328,6 +360,7 @@ class EncoderDecoder(DecodingModel):
 
     def _context(
         self,
+        trunk: Trunk,
         x: Tensor,
         mask: Mask,
         dropout: Dropout | None,
@@ -344,6 +377,9 @@ class EncoderDecoder(DecodingModel):
         self.config.check_sequence_length(end)
         if whole and dropout is not None:
             raise ConfigError("dropout and cache exclude each other: decoding has no dropout")
+        bias = None
+        if trunk.relative_bias is not None:
+            bias = trunk.relative_bias(mask, length, end, offset)
         return Context(
             mask.prepare(length, end, offset, device=x.device),
             self.rotary(length, offset, positions, None if whole else length),
@@ -352,6 +388,7 @@ class EncoderDecoder(DecodingModel):
             self._dropout(dropout, length),
             recompute=RecomputeConfig() if whole else self.recompute,
             sequence_parallel=False if whole else None,
+            score_bias=bias,
         )
 
     def _dropout(self, dropout: Dropout | None, length: int) -> StageDropout | None:
@@ -373,18 +410,17 @@ def encoder_decoder_chunks(
     placement: Placement | Mesh,
     *,
     split: Sequence[range] | None = None,
+    encoder_stages: int | None = None,
     seed: int = 1234,
 ) -> list[EncoderDecoder]:
     """Builds this rank's stages, one `EncoderDecoder` for each of its ``vpp`` model chunks.
 
-    Raises:
-        ConfigError: A ``split`` is given, but each side is divided evenly over its stages; or an
-            error of `EncoderDecoder`.
+    Parameters that several stages of the rank hold are the same tensor. Arguments and errors are
+    those of `EncoderDecoder`.
     """
-    if split is not None:
-        raise ConfigError(
-            "an encoder-decoder divides each side evenly over its stages; leave split out"
-        )
     placement = Placement.resolve(placement)
+    options: dict[str, Any] = {"split": split, "encoder_stages": encoder_stages, "seed": seed}
     numbers = range(placement.mesh.layout.vpp)
-    return [EncoderDecoder(config, placement, chunk=chunk, seed=seed) for chunk in numbers]
+    chunks = [EncoderDecoder(config, placement, chunk=chunk, **options) for chunk in numbers]
+    share_between_chunks(chunks)
+    return chunks

@@ -1,0 +1,1 @@
+"""Learned biases of attention by relative position (T5)."""
