@@ -31,7 +31,7 @@ def sampled() -> list[tuple[FamilyCase, str]]:
     """Returns the fast layouts: the mixed one, and ``ep`` or one of the others in turn."""
     found = []
     for at, case in enumerate(each for each in cases().values() if each.represents):
-        other = "ep" if config_of(case).num_experts else ("tp", "cp", "pp")[at % 3]
+        other = "ep" if config_of(case).expert_parallel else ("tp", "cp", "pp")[at % 3]
         found += [(case, "mixed"), (case, other)]
     return found
 
@@ -47,7 +47,7 @@ EVERY = [(case, axis) for case in cases().values() for axis in layouts(case)]
 def test_the_settings_of_a_case_fit_the_layouts(case: FamilyCase) -> None:
     config = config_of(case)
     assert config.num_layers == LAYERS and config.vocab_size == 150
-    assert set(layouts(case)) == set(AXES) - (set() if config.num_experts else {"ep"})
+    assert set(layouts(case)) == set(AXES) - (set() if config.expert_parallel else {"ep"})
 
 
 @pytest.mark.parametrize(("case", "axis"), named(sampled()))

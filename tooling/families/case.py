@@ -35,6 +35,7 @@ class FamilyCase:
         refused: Fields of transformers' configuration with other values that are refused, besides
             `REFUSED`. All other changes have to give equal logits.
         others: Other values of fields, besides `families.fields.OTHERS`.
+        coupled: For fields that transformers refuses alone, the other fields that change with them.
         attention: Implementation of attention in transformers that is compared.
         words: Parts of the errors of fields that the error does not name.
     """
@@ -47,6 +48,7 @@ class FamilyCase:
     draws: "SearchStrategy[dict[str, Any]]"
     refused: frozenset[str] = frozenset()
     others: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    coupled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     attention: str = "eager"
     words: Mapping[str, str] = field(default_factory=dict)
 

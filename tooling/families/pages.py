@@ -123,7 +123,8 @@ def _meaning(setting: Setting) -> str:
     if isinstance(setting, Mapped):
         if setting.absent is REQUIRED:
             return "the same; required"
-        shown = "derived" if setting.absent == 0 else _value(setting.absent)
+        derived = setting.absent == 0 and setting.absent is not False
+        shown = "derived" if derived else _value(setting.absent)
         return f"the same; {shown} if missing"
     if isinstance(setting, Translated):
         pairs = ", ".join(f"{_value(theirs)}: {_value(ours)}" for theirs, ours in setting.pairs)

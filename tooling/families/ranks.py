@@ -7,7 +7,7 @@ import torch
 from layouts.cases import Case
 from layouts.proof import Differences, prove
 from megatron_ckpt.families import find_family
-from megatron_models import GPT, GPTConfig, Placement, StaticKVCache
+from megatron_models import GPT, CausalConfig, Placement, StaticKVCache
 from megatron_parallel import Mesh, ParallelLayout, collect_shardings, parameter_views
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
@@ -23,10 +23,10 @@ PASSES = (7, 8, 10, 11, 24)
 """Ends of the passes of decoding: a prompt, then one token or several at a time."""
 
 
-def config_of(case: FamilyCase) -> GPTConfig:
+def config_of(case: FamilyCase) -> CausalConfig:
     """Returns our configuration of the case's settings, read without transformers."""
     config = find_family(case.family).config_from_hf(case.hf_config)
-    assert isinstance(config, GPTConfig)
+    assert isinstance(config, CausalConfig)
     return config
 
 
@@ -43,7 +43,7 @@ def layouts(case: FamilyCase) -> Mapping[str, Case]:
         )
 
     found = {"tp": one(2, sp=True, tp=2), "pp": one(2, pp=2), "cp": one(4, cp=2)}
-    if config.num_experts:
+    if config.expert_parallel:
         more = {"dispatcher": "alltoall", "dp": 2, "ep": 2}
         return found | {"ep": one(2, **more), "mixed": one(2, sp=True, tp=2, **more)}
     return found | {"mixed": one(2, sp=True, tp=2, pp=2)}
@@ -71,7 +71,7 @@ def decoding(pool: WorkerPool, case: FamilyCase) -> float:
     return max(error(each[..., :size], expected[..., :size]) for each in found)
 
 
-def decoded(mesh: Mesh, config: GPTConfig, tokens: Tensor) -> Tensor:
+def decoded(mesh: Mesh, config: CausalConfig, tokens: Tensor) -> Tensor:
     """Returns this rank's columns of the logits, computed with a cache in several passes."""
     model = random_model(mesh, config)
     cache = StaticKVCache(config, mesh, len(tokens), PASSES[-1], dtype=torch.float64)
@@ -81,7 +81,7 @@ def decoded(mesh: Mesh, config: GPTConfig, tokens: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def random_model(mesh: Mesh, config: GPTConfig) -> GPT:
+def random_model(mesh: Mesh, config: CausalConfig) -> GPT:
     """Returns a model in float64 whose weights got noise, the same on all ranks."""
     model = GPT(config, Placement(mesh, dtype=torch.float64)).eval()
     for name, views in parameter_views(model, collect_shardings(model), mesh).items():

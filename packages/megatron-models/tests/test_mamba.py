@@ -71,7 +71,7 @@ def logits(model, given, **options):
 
 def by_hand(layer, spec, x):
     """Computes a layer token by token and head by head, with the weights of a module."""
-    width, state = spec.group_width, spec.mamba_state_dim
+    width, state = spec.mamba_group_width, spec.mamba_state_dim
     fused = torch.einsum("sbh,gwh->sbgw", x, layer.in_proj.weight)
     gate, inputs, dt = fused.split(spec.widths, -1)
     padded = functional.pad(inputs, (0, 0, 0, 0, 0, 0, spec.mamba_conv_kernel - 1, 0))
@@ -84,8 +84,8 @@ def by_hand(layer, spec, x):
     for group in range(spec.mamba_num_groups):
         values, b, c = mixed[:, :, group].split((width, state, state), -1)
         heads = []
-        for inside in range(spec.heads_per_group):
-            head = group * spec.heads_per_group + inside
+        for inside in range(spec.mamba_heads_per_group):
+            head = group * spec.mamba_heads_per_group + inside
             own = values[..., inside * spec.mamba_head_dim :][..., : spec.mamba_head_dim]
             now, read = torch.zeros(x.shape[1], spec.mamba_head_dim, state, dtype=x.dtype), []
             for t in range(len(x)):

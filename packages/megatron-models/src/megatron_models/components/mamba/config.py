@@ -142,3 +142,23 @@ class MambaConfig(StreamConfig):
     def mamba_inner_size(self) -> int:
         """Width of all heads of a Mamba layer together."""
         return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def mamba_heads_per_group(self) -> int:
+        """Heads that share a group."""
+        return self.mamba_num_heads // self.mamba_num_groups
+
+    @property
+    def mamba_group_width(self) -> int:
+        """Width of the heads of a group together."""
+        return self.mamba_heads_per_group * self.mamba_head_dim
+
+    @property
+    def mamba_states_width(self) -> int:
+        """Width of what all groups write to their states, and of how they read them."""
+        return self.mamba_num_groups * self.mamba_state_dim
+
+    @property
+    def mamba_conv_width(self) -> int:
+        """Channels of a group that are convolved: values, B and C."""
+        return self.mamba_group_width + 2 * self.mamba_state_dim

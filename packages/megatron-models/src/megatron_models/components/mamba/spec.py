@@ -45,24 +45,9 @@ class MambaSpec(MambaConfig, NormConfig, Mixer):
     recurrent: ClassVar[bool] = True
 
     @property
-    def heads_per_group(self) -> int:
-        """Heads that share a group."""
-        return self.mamba_num_heads // self.mamba_num_groups
-
-    @property
-    def group_width(self) -> int:
-        """Width of the heads of a group together, ``m d``."""
-        return self.heads_per_group * self.mamba_head_dim
-
-    @property
     def widths(self) -> tuple[int, int, int]:
         """Channels of a group in the fused projection: gates, convolved channels, time steps."""
-        return self.group_width, self.convolved_width, self.heads_per_group
-
-    @property
-    def convolved_width(self) -> int:
-        """Channels of a group that are convolved: values, B and C."""
-        return self.group_width + 2 * self.mamba_state_dim
+        return self.mamba_group_width, self.mamba_conv_width, self.mamba_heads_per_group
 
     @property
     def dt_limits(self) -> tuple[float, float]:
@@ -85,7 +70,7 @@ class MambaSpec(MambaConfig, NormConfig, Mixer):
 
     def conv(self) -> dict[str, Sharding]:
         """Returns filters ``[g, channels, taps]`` and bias ``[g, channels]`` of the convolution."""
-        rows = (self.mamba_num_groups, self.convolved_width)
+        rows = (self.mamba_num_groups, self.mamba_conv_width)
         init = Init("uniform", self.mamba_conv_kernel**-0.5)
         shape = (*rows, self.mamba_conv_kernel)
         found = {"weight": Sharding(shape, "tp", 0, weight_decay=True, init=init, vector=True)}
@@ -104,7 +89,7 @@ class MambaSpec(MambaConfig, NormConfig, Mixer):
 
     def norm(self) -> dict[str, Sharding]:
         """Returns the gain of the gated norm ``[g, m d]``."""
-        shape = (self.mamba_num_groups, self.group_width)
+        shape = (self.mamba_num_groups, self.mamba_group_width)
         return {"weight": Sharding(shape, "tp", 0, init=ONES, vector=True)}
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
@@ -126,12 +111,12 @@ class MambaSpec(MambaConfig, NormConfig, Mixer):
     def cached(self, tp: int) -> StateSpec:
         """Returns the last inputs of the convolution and the state of one rank's heads."""
         groups = self.mamba_num_groups // tp
-        state = (groups * self.heads_per_group, self.mamba_head_dim, self.mamba_state_dim)
+        state = (groups * self.mamba_heads_per_group, self.mamba_head_dim, self.mamba_state_dim)
         return StateSpec(
             (
                 (
                     "conv",
-                    StateTensor((self.mamba_conv_kernel - 1, groups * self.convolved_width)),
+                    StateTensor((self.mamba_conv_kernel - 1, groups * self.mamba_conv_width)),
                 ),
                 ("scan", StateTensor(state, precise=True)),
             )

@@ -118,4 +118,37 @@ class HybridFields(
     @cached_property
     def moe_layers(self) -> tuple[bool, ...]:
         """For each layer, whether it has experts."""
-        return tuple(symbol == "E" for symbol in self.pattern.layers)
+        return self._layers_of("E")
+
+    @property
+    def mamba_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it is Mamba-2."""
+        return self._layers_of("M")
+
+    @property
+    def mamba_conv_bias_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it is Mamba-2 with a bias in its convolution."""
+        return self._layers_of("M" if self.mamba_conv_bias else "")
+
+    @property
+    def mamba_proj_bias_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it is Mamba-2 with biases in its projections."""
+        return self._layers_of("M" if self.mamba_proj_bias else "")
+
+    @property
+    def attention_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has attention."""
+        return self._layers_of("*")
+
+    @property
+    def dense_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it is a dense feed-forward layer."""
+        return self._layers_of("-")
+
+    @property
+    def feed_forward_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it is a feed-forward layer, dense or of experts."""
+        return self._layers_of("-E")
+
+    def _layers_of(self, symbols: str) -> tuple[bool, ...]:
+        return tuple(symbol in symbols for symbol in self.pattern.layers)

@@ -35,6 +35,7 @@ _VOCAB: Operation = ("slice_rows", {"rows": "$vocab_size"})
 _LATENT: Where = {"if": "$has_query_latent"}
 _EXPERTS: Where = {"if": "$moe_layers"}
 _WORDS = {False: "no", True: "yes"}
+GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 _DENSE: Where = {"unless": "$moe_layers"}
 
@@ -317,9 +318,9 @@ def _normalization_to_hf(config: GPTConfig) -> dict[str, bool]:
     return {"norm_topk_prob": config.normalizes_weights}
 
 
-def _groups_from_hf(title: str, hf_config: HFConfig) -> dict[str, int]:
-    groups = _integer(title, hf_config, "n_group", 8)
-    chosen = _integer(title, hf_config, "topk_group", 4)
+def _groups_from_hf(title: str, hf_config: HFConfig, *, groups: int, chosen: int) -> dict[str, int]:
+    groups = _integer(title, hf_config, "n_group", groups)
+    chosen = _integer(title, hf_config, "topk_group", chosen)
     if groups == chosen:  # every group is chosen
         return {}
     return {
@@ -337,6 +338,17 @@ def _groups_to_hf(config: GPTConfig) -> dict[str, int]:
             "moe_router_group_score_topk", "2", config.moe_router_group_score_topk
         )
     return {"n_group": config.moe_router_num_groups, "topk_group": config.moe_router_group_topk}
+
+
+def expert_groups(groups: int, chosen: int) -> Custom:
+    """Returns the setting of groups of experts.
+
+    Args:
+        groups: Number of groups of a file without it.
+        chosen: Number of groups of which experts are selected, of a file without it.
+    """
+    read = partial(_groups_from_hf, groups=groups, chosen=chosen)
+    return Custom(GROUPS, ("n_group", "topk_group"), read, _groups_to_hf)
 
 
 def released_code(version: str) -> tuple[dict[str, str] | None, ...]:
@@ -374,7 +386,13 @@ SETTINGS = {
 }
 """Settings of DeepSeek-V2 and V3."""
 
-GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
+#: Whether the weights of selected experts are divided by their sum.
+NORMALIZATION = Custom(
+    ("moe_router_norm_topk_prob",),
+    ("norm_topk_prob",),
+    _normalization_from_hf,
+    _normalization_to_hf,
+)
 
 #: Losses of training, and a value that transformers derives from other fields.
 WITHOUT_EFFECT = frozenset(
@@ -419,13 +437,8 @@ FAMILY = Family(
         ),
         dense_layers(3),
         shared_experts(1, 2048),
-        Custom(GROUPS, ("n_group", "topk_group"), _groups_from_hf, _groups_to_hf),
-        Custom(
-            ("moe_router_norm_topk_prob",),
-            ("norm_topk_prob",),
-            _normalization_from_hf,
-            _normalization_to_hf,
-        ),
+        expert_groups(8, 4),
+        NORMALIZATION,
         Custom(("mtp_num_layers",), _COUNTS, _depths_from_hf, _depths_to_hf),
     ),
     if_absent={"model.layers.{i}.eh_proj.weight": dict.fromkeys(_COUNTS, 0)},
