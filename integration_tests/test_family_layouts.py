@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from families.case import FamilyCase, cases
-from families.ranks import AXES, DECODE_LIMIT, config_of, decoding, layout, layouts
+from families.ranks import AXES, DECODE_LIMIT, config_of, decoding, every_layout, layout, layouts
 from layouts.cases import LAYERS
 from layouts.proof import STEPS
+from megatron_models import ConfigError
 from megatron_parallel.testing import WorkerPool
 
 FEW = 3
@@ -47,7 +48,10 @@ EVERY = [(case, axis) for case in cases().values() for axis in layouts(case)]
 def test_the_settings_of_a_case_fit_the_layouts(case: FamilyCase) -> None:
     config = config_of(case)
     assert config.num_layers == LAYERS and config.vocab_size == 150
-    assert set(layouts(case)) == set(AXES) - (set() if config.expert_parallel else {"ep"})
+    assert set(every_layout(case)) == set(AXES) - (set() if config.expert_parallel else {"ep"})
+    for axis in case.refused_axes:
+        with pytest.raises(ConfigError, match=rf"\b{axis} \d cannot cut"):
+            config.check_layout(every_layout(case)[axis].layout)
 
 
 @pytest.mark.parametrize(("case", "axis"), named(sampled()))

@@ -157,7 +157,7 @@ def worst(measure: Measure, case: FamilyCase, count: int) -> float:
 
 def of_layout(pool: WorkerPool, case: FamilyCase, axis: str) -> float | None:
     """Returns the largest difference of a layout; None if the family has no such axis."""
-    if axis not in ranks.layouts(case):
+    if axis not in ranks.every_layout(case):
         return None
     found = ranks.layout(pool, case, axis, STEPS)
     if found.rerouted:

@@ -38,6 +38,7 @@ class FamilyCase:
         coupled: For fields that transformers refuses alone, the other fields that change with them.
         attention: Implementation of attention in transformers that is compared.
         words: Parts of the errors of fields that the error does not name.
+        refused_axes: Axes that cannot cut the models, whose layouts are refused.
     """
 
     family: str
@@ -51,6 +52,7 @@ class FamilyCase:
     coupled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     attention: str = "eager"
     words: Mapping[str, str] = field(default_factory=dict)
+    refused_axes: frozenset[str] = frozenset()
 
     @property
     def represents(self) -> bool:

@@ -31,7 +31,16 @@ def config_of(case: FamilyCase) -> CausalConfig:
 
 
 def layouts(case: FamilyCase) -> Mapping[str, Case]:
-    """Returns a layout for each axis, and one of four ranks; ``ep`` only for experts."""
+    """Returns a layout for each axis that is not refused, and one of four ranks.
+
+    ``ep`` is only for experts.
+    """
+    found = every_layout(case)
+    return {axis: each for axis, each in found.items() if axis not in case.refused_axes}
+
+
+def every_layout(case: FamilyCase) -> Mapping[str, Case]:
+    """Returns all layouts, also those that are refused."""
     config = config_of(case)
 
     def one(
@@ -50,8 +59,8 @@ def layouts(case: FamilyCase) -> Mapping[str, Case]:
 
 
 def layout(pool: WorkerPool, case: FamilyCase, axis: str, steps: int) -> Differences:
-    """Trains in one of `layouts` and on one rank in float64; returns the differences."""
-    return prove(pool, layouts(case)[axis], steps=steps)
+    """Trains in one of `every_layout` and on one rank in float64; returns the differences."""
+    return prove(pool, every_layout(case)[axis], steps=steps)
 
 
 def decoding(pool: WorkerPool, case: FamilyCase) -> float:

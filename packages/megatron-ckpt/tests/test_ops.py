@@ -76,9 +76,12 @@ def cases(draw):
     if name == "interleave_qkv":
         groups, per, d = draw(st.tuples(sizes, sizes, sizes))
         rest = draw(st.lists(sizes, max_size=1))
-        rows = [groups * per * d, groups * d, groups * d]
+        parts = draw(sizes)
+        rows = [parts * groups * per * d, groups * d, groups * d]
         tensors = [numbered(n, *rest) + 1000 * i for i, n in enumerate(rows)]
         arguments = {"heads": groups * per, "groups": groups, "head_dim": d}
+        if parts > 1:
+            arguments["parts"] = parts
         return (name, arguments), tensors if draw(st.booleans()) else [torch.cat(tensors)]
     if name == "rope_permute":
         heads, half = draw(st.tuples(sizes, sizes))
@@ -172,6 +175,14 @@ def test_operations_need_no_content_and_keep_the_dtype(case, dtype):
     made = row.forward(typed)
     assert [(p.shape, p.dtype) for p in planned] == [(m.shape, m.dtype) for m in made]
     assert all(tensor.dtype == dtype for tensor in made)
+
+
+def test_gates_of_heads_follow_the_queries_of_their_group_by_hand():
+    # 4 heads, 2 groups, head size 1: theirs is q0 g0 q1 g1 q2 g2 q3 g3.
+    theirs = [torch.arange(8.0), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])]
+    step = ("interleave_qkv", {"heads": 4, "groups": 2, "head_dim": 1, "parts": 2})
+    ours = there_and_back(one(theirs, step), theirs)
+    assert ours.tolist() == [[0, 2, 1, 3, 10, 20], [4, 6, 5, 7, 11, 21]]
 
 
 def test_gpt2_rows_transposed_and_interleaved_by_hand():

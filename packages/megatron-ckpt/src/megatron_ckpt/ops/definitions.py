@@ -157,15 +157,28 @@ class InterleaveQKV(ManyToOne):
     Theirs is one tensor ``[q; k; v]`` of ``(heads + 2 groups) * head_dim`` rows, or three tensors.
     Ours is ``[groups, (heads / groups + 2) * head_dim, ...]``: for each group its query heads, key
     and value. A rank that holds whole groups therefore holds heads that belong together.
+
+    Each head of their queries may have ``parts``: with two, the rows of its gate follow its own.
+    Ours has the first part of all heads of a group, then the second.
     """
 
     heads: int
     groups: int
     head_dim: int
+    parts: int = 1
 
     @property
     def _rows(self) -> list[int]:
-        return [self.heads * self.head_dim, *[self.groups * self.head_dim] * 2]
+        queries = self.parts * self.heads * self.head_dim
+        return [queries, *[self.groups * self.head_dim] * 2]
+
+    def _of_group(self, part: Tensor, i: int, *, back: bool = False) -> Tensor:
+        """Returns rows ``[groups, rows, ...]`` of part ``i`` in our order, or back in theirs."""
+        if i or self.parts == 1:
+            return part
+        cuts = (self.parts, -1) if back else (-1, self.parts)
+        cut = part.reshape(len(part), *cuts, self.head_dim, *part.shape[2:])
+        return cut.transpose(1, 2).reshape(part.shape)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Orders the rows by group."""
@@ -174,15 +187,22 @@ class InterleaveQKV(ManyToOne):
             parts = list(torch.split(parts[0], self._rows))
         if [len(part) for part in parts] != self._rows:
             raise ValueError(f"rows are {[len(part) for part in parts]}, expected {self._rows}")
-        return [torch.cat([p.reshape(self.groups, -1, *p.shape[1:]) for p in parts], 1)]
+        ordered = [
+            self._of_group(part.reshape(self.groups, -1, *part.shape[1:]), i)
+            for i, part in enumerate(parts)
+        ]
+        return [torch.cat(ordered, 1)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
         """Splits the groups; ``count`` 1 gives ``[q; k; v]``, 3 gives three tensors."""
-        each = [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
+        each = [rows // self.groups for rows in self._rows]
         (tensor,) = tensors
         if tuple(tensor.shape[:2]) != (self.groups, sum(each)):
             raise ValueError(f"shape is {tuple(tensor.shape)}, expected {self.groups, sum(each)}")
-        parts = [part.flatten(0, 1) for part in torch.split(tensor, each, 1)]
+        parts = [
+            self._of_group(part, i, back=True).flatten(0, 1)
+            for i, part in enumerate(torch.split(tensor, each, 1))
+        ]
         return [torch.cat(parts)] if count == 1 else parts
 
     def read_box(self, index: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
@@ -199,7 +219,8 @@ class InterleaveQKV(ManyToOne):
                 continue
             source, skip = (i, 0) if len(shapes) > 1 else (0, before[i])
             held = get(source, with_span(rest, 0, skip + first * each, skip + last * each))
-            parts.append(split_dim(held, 0, last - first)[:, low:high])
+            held = self._of_group(split_dim(held, 0, last - first), i)
+            parts.append(held[:, low:high])
         return torch.cat(parts, 1)
 
 

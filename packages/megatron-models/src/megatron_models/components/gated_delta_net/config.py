@@ -96,3 +96,13 @@ class GatedDeltaNetConfig(StreamConfig):
     def linear_group_conv_size(self) -> int:
         """Channels of the convolution for one key head: query, key, values."""
         return 2 * self.linear_key_head_dim + self.linear_group_value_size
+
+    @property
+    def linear_group_gated_size(self) -> int:
+        """Those of the convolution, and the gates of the values."""
+        return self.linear_group_conv_size + self.linear_group_value_size
+
+    @property
+    def linear_group_logit_size(self) -> int:
+        """Logits of beta and decay for one key head."""
+        return 2 * self.linear_value_heads_per_key

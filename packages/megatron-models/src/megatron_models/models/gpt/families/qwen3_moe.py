@@ -6,6 +6,7 @@ their sum, those of the selected experts are a softmax over the selected logits.
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_models.errors import ConfigError
@@ -90,7 +91,7 @@ LAYERS = Custom(
 )
 
 
-def _experts_from_hf(title: str, hf_config: HFConfig) -> Mapping[str, Any]:
+def _experts_from_hf(title: str, hf_config: HFConfig, *, absent: int) -> Mapping[str, Any]:
     given = [hf_config.get(name) for name in ("num_experts", "num_local_experts")]
     found = [each for each in given if each is not None]
     if len(found) == 2 and found[0] != found[1]:
@@ -100,16 +101,22 @@ def _experts_from_hf(title: str, hf_config: HFConfig) -> Mapping[str, Any]:
         )
     if found[:1] == [0]:
         raise unsupported_hf_field(title, "num_experts", 0, ["numbers above 0"])
-    return {"num_experts": found[0] if found else 128}
+    return {"num_experts": found[0] if found else absent}
 
 
-#: The number of experts, which transformers 5 writes with another name.
-EXPERTS = Custom(
-    ("num_experts",),
-    ("num_experts", "num_local_experts"),
-    read=_experts_from_hf,
-    write=lambda config: {"num_experts": config.num_experts},
-)
+def experts(absent: int) -> Custom:
+    """Returns the setting of the number of experts, which transformers 5 writes by another name.
+
+    Args:
+        absent: Their number in a file without it.
+    """
+    return Custom(
+        ("num_experts",),
+        ("num_experts", "num_local_experts"),
+        read=partial(_experts_from_hf, absent=absent),
+        write=lambda config: {"num_experts": config.num_experts},
+    )
+
 
 FAMILY = Family(
     name="qwen3_moe",
@@ -133,7 +140,7 @@ FAMILY = Family(
         rope(10000.0),
         windows(absent=4096, switch=False, listed=False),
         attention_bias(absent=False, mlp=False),
-        EXPERTS,
+        experts(128),
         LAYERS,
     ),
     # Losses of the router belong to training.
