@@ -131,7 +131,7 @@ class EncoderDecoderConfig(
     ) -> TrunkSpec:
         """Returns one side: self-attention, sublayers ``between``, feed-forward layer."""
         norm = self.component(NormSpec, num_layers=depth)
-        attention = self.component(AttentionSpec, num_layers=depth)
+        attention = self.component(AttentionSpec, num_layers=depth, bidirectional=bidirectional)
         layer = (
             Sublayer("attention", attention, ATTENTION_OUTPUT, norm),
             *between,
