@@ -166,7 +166,8 @@ def tests(session: nox.Session) -> None:
 @job(venv_backend="none")
 def full(session: nox.Session) -> None:
     """Runs `tests` with all tests of which it runs a sample."""
-    run_checks(session, ["--slow", *session.posargs], "oldest", "simulated", "mutation", "families")
+    more = ("oldest", "simulated", "mutation", "families", "functional")
+    run_checks(session, ["--slow", *session.posargs], *more)
 
 
 def run_checks(session: nox.Session, posargs: list[str], *more: str) -> None:
@@ -324,6 +325,18 @@ def families(session: nox.Session) -> None:
     install_weights(session, session.warn, SMOLLM2, GEMMA3)
     env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
     session.run("python", "-m", "families", *session.posargs, env=env)
+
+
+@job()
+def functional(session: nox.Session) -> None:
+    """Trains BERT and GPT in the layouts of Megatron-LM's functional tests, and continues each run.
+
+    `-- --write docs/functional-matrix.md` writes the losses into the documentation.
+    """
+    split_slow(session)
+    install(session, *EDITABLE)
+    env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "functional", *session.posargs, env=env)
 
 
 @job()

@@ -45,6 +45,9 @@ SMALLER = {
     "pretrain gpt": "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 128 --micro-batch-size 2 --train-iters 2 --lr-warmup-iters 0 "
     "--eval-interval 2 --eval-iters 1 --no-progress",
+    "pretrain bert": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --eval-iters 1 --no-progress",
+    "finetune classification": "--seq-length 32 --epochs 1 --no-progress",
     "finetune gpt": "--seq-length 64 --micro-batch-size 2 --train-iters 2 --eval-iters 0",
     "--hybrid-context-parallel": "--micro-batch-size 1",
     "-m megatron_train": "--pipeline-model-parallel-size 2",
@@ -56,6 +59,7 @@ SMALLER = {
 # Files that the reader of a page has at its start; "a=b" is b under the name a.
 GIVEN = {
     "README.md": "corpus",
+    "docs/bert.md": "corpus reviews",
     "docs/getting-started.md": "corpus",
     "docs/parallelism.md": "tokenizer book_text_document",
     "docs/recipes.md": "tokenizer book_text_document",
@@ -386,6 +390,8 @@ def lay_megatrons(folder: Path) -> None:
     for name, content in (("titles/whale.txt", b"A whale."), ("pictures/whale.gif", b"GIF89a")):
         (folder / name).parent.mkdir()
         (folder / name).write_bytes(content)
+    rows = "".join(f"a {word} tale\t{word}\n" for word in 40 * ["good", "bad"])
+    (folder / "reviews.tsv").write_text(f"text\tlabel\n{rows}")
     (folder / "captions.jsonl").write_text('{"text": "A whale.", "image": "whale.gif"}\n')
     letters = [chr(code) for code in range(33, 127)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]

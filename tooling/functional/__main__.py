@@ -5,7 +5,7 @@
 Each run has 50 steps, on one rank and in every layout, on data prepared by megatron-data. A second
 run continues from the checkpoint after step 25; its losses and its last checkpoint must equal those
 of the uninterrupted run bit by bit. Losses must fall, and must equal those on one rank within
-`TOLERANCE`: the runs are in float32 and without dropout, so that rounding alone differs.
+`TOLERANCE`: the runs are in float32, where rounding differs; dropout does not depend on the layout.
 """
 
 import argparse

@@ -238,6 +238,16 @@ def test_names_and_shapes_that_differ_are_refused_with_the_nearest(tmp_path):
         assert all(not tensor.any() for tensor in tensors.values())
 
 
+def test_tensors_that_are_unused_need_not_be_named(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, whole({"trunk": torch.ones(4), "head": torch.ones(2), "other": torch.ones(1)}))
+    trunk = torch.zeros(4)
+    store.load(1, whole({"trunk": trunk}), unused={"head", "other", "no such tensor"})
+    assert trunk.all()
+    with pytest.raises(CheckpointError, match="'other' of the checkpoint"):
+        store.load(1, whole({"trunk": trunk}), unused={"head"})
+
+
 @pytest.mark.gpu
 def test_tensors_of_a_device_are_saved_and_filled_where_they_are(tmp_path, device):
     store = CheckpointStore(tmp_path)

@@ -49,6 +49,8 @@ from .models.gpt.model import gpt_chunks as gpt_chunks
 from .models.hybrid.config import HybridConfig as HybridConfig
 from .models.mamba.config import MambaModelConfig as MambaModelConfig
 from .models.model_config import ModelConfig as ModelConfig
+from .new_heads import head_fields as head_fields
+from .new_heads import new_head_parameters as new_head_parameters
 from .parameters import parameter_count as parameter_count
 from .parameters import parameter_shapes as parameter_shapes
 from .parameters import stored_shapes as stored_shapes

@@ -27,6 +27,7 @@ from megatron_ckpt import (
     map_reduce,
 )
 from megatron_data import Tokenizer
+from megatron_models import config_of, head_fields, new_head_parameters
 from megatron_optim import MAIN_SUFFIX
 from megatron_parallel import Mesh
 from megatron_parallel.collectives import raise_collective_errors
@@ -307,11 +308,12 @@ def _compare(
             console.warn(f"{what} before step {step}: {changes[kind]}")
 
 
-def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
+def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> tuple[int, list[str]]:
     """Loads only the weights of the newest complete checkpoint in ``folder``, or of ``folder``.
 
     Weights are converted to the floating-point type of the model. Parameters that products of
-    linear layers add, such as adapters, keep their initial values if the checkpoint has none.
+    linear layers add, such as adapters, keep their initial values if the checkpoint has none, and
+    so do those of heads that the checkpoint's model does not have.
 
     Args:
         trainer: Trainer that begins.
@@ -319,7 +321,8 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
         run: Record of the run that begins. Settings of its objective may differ.
 
     Returns:
-        The number of steps after which the checkpoint was saved.
+        The number of steps after which the checkpoint was saved, and the names of the parameters of
+        heads that keep their initial values.
 
     Raises:
         TrainError: The checkpoint is of another model; the message names the differing fields.
@@ -336,16 +339,19 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
 
     plain, absent = map_reduce(store.coordinator, lambda: _added_shapes(trainer), find)
     found = _CheckpointInfo.from_plain(plain)
-    refuse_other_model(
-        trainer, found.model, found.path, ignored=("init_method_std", *run.get("objective", ()))
-    )
+    own = config_of(trainer.task.model_record)
+    ignored = ("init_method_std", *run.get("objective", ()), *head_fields(type(own)))
+    refuse_other_model(trainer, found.model, found.path, ignored=ignored)
+    source = own if found.model is None else config_of(found.model)
+    new = new_head_parameters(own, source)
+    unused = {*new} | (source.parameters().keys() - own.parameters().keys())
     iteration = found.iteration if is_single else None
     weights = _weights_of(trainer)
-    for name in weights.keys() & {*absent}:
+    for name in weights.keys() & {*absent, *new}:
         del weights[name]
-    store.load(iteration, weights, groups=["model"], cast="floating")
+    store.load(iteration, weights, groups=["model"], unused=unused, cast="floating")
     trainer.optimizer.reload_model_parameters()
-    return found.iteration
+    return found.iteration, new
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -185,11 +185,15 @@ class StartingPoint:
         if self.folder is None:
             return None
         if self.weights_only:
-            iteration = load_weights(trainer, self.folder, record)
+            iteration, new = load_weights(trainer, self.folder, record)
             console.print_line(
                 f"beginning at step 0 with the weights of {self.folder}, step {iteration}; "
                 "optimizer state and order of samples are new"
             )
+            if new:
+                console.print_line(
+                    f"parameters of heads that are new, from --seed: {', '.join(new)}"
+                )
             return None
         checkpoint = config.checkpoint
         own = (

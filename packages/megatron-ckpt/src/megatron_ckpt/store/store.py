@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,7 @@ class CheckpointStore:
         into: Mapping[str, Sequence[ViewLike]],
         *,
         groups: Sequence[str] | None = None,
+        unused: Collection[str] = (),
         cast: Cast = "refuse",
         verify: bool = True,
         progress: Callable[[int], object] = _quiet,
@@ -128,6 +129,8 @@ class CheckpointStore:
             into: Views by tensor name. A rank names the tensors that it holds; all ranks together
                 must name every tensor of the chosen groups.
             groups: ``model`` or ``optim`` to load only these tensors. Defaults to all.
+            unused: Further tensors of the checkpoint that no rank needs to name, such as heads that
+                the model does not have. Defaults to none.
             cast: ``refuse`` requires equal dtypes, ``floating`` converts floating-point dtypes.
             verify: Whether to check digests. Sizes are always checked. Defaults to True.
             progress: Called with the bytes of each piece copied.
@@ -146,7 +149,8 @@ class CheckpointStore:
         def choose(ranks: list[dict[str, tuple[int, ...]]]) -> tuple[str, bytes]:
             path, manifest = self._choose(iteration, damaged)
             wanted = {name: shape for rank in ranks for name, shape in rank.items()}
-            check_names(manifest.tensors, wanted, groups)
+            stored = {n: held for n, held in manifest.tensors.items() if n not in {*unused}}
+            check_names(stored, wanted, groups)
             return str(path), manifest.to_bytes()
 
         while True:

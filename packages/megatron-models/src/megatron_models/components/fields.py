@@ -34,6 +34,7 @@ def flag(
     maximum: int | None = None,
     no_effect: bool = False,
     objective: bool = False,
+    head: bool = False,
     **metadata: Any,
 ) -> dict[str, Any]:
     """Returns the metadata of a field.
@@ -49,6 +50,8 @@ def flag(
             losses or padding in memory. A family need not express it.
         objective: The value affects training losses only. A checkpoint's weights work with any
             value.
+        head: The value selects or shapes heads only. Weights of a model with another value can
+            begin a training (`megatron_models.new_head_parameters`).
         **metadata: ``unit`` and ``choices``.
     """
     checks = {
@@ -58,6 +61,7 @@ def flag(
         "maximum": maximum,
         "no_effect": no_effect,
         "objective": objective,
+        "head": head,
     }
     used = {key: value for key, value in checks.items() if value}
     return {"flag": name, "help": help_text, **used, **metadata}

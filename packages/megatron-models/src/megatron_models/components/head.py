@@ -18,3 +18,11 @@ class Head(ABC):
     @abstractmethod
     def activation_bytes(self, layer_pass: LayerPass) -> int:
         """Returns the bytes that the head saves for the backward pass, besides its input."""
+
+    def shared_parameters(self, other: "Head | None") -> frozenset[str]:
+        """Returns the names of the parameters that mean the same in another head.
+
+        Weights of the other head can begin a training of them. Defaults to all, if the heads are
+        equal.
+        """
+        return frozenset(self.parameters()) if self == other else frozenset()

@@ -36,6 +36,7 @@ def finetune_options(task: str) -> tuple[Option, ...]:
     flag, the option of the first kind is returned.
     """
     found: dict[str, Option] = {}
+    taken: set[str | None] = set()
     for kind in kinds_for(task):
         for option in run_options(kind, SelectedExtensions(task)):
             if option.section == "model":
@@ -43,7 +44,10 @@ def finetune_options(task: str) -> tuple[Option, ...]:
             if option.key == _SOURCE:
                 text = "folder of checkpoints whose newest one to begin with, or one checkpoint"
                 option = replace(option, help=text, required=True)
-            found.setdefault(option.flag, option)
+            flags = {option.flag, option.opposite} - {None}
+            if not flags & taken:
+                found[option.flag] = option
+                taken |= flags
     return tuple(option for option in found.values() if option.key not in _SET_BY_COMMAND)
 
 

@@ -41,6 +41,7 @@ class HeadConfig(StreamConfig):
             "values (regression), one logit for each choice (multiple_choice), the pooled vector "
             "(embedding), or one scalar (reward) (our name)",
             choices=get_args(TaskHead),
+            head=True,
         ),
     )
     num_labels: int = field(
@@ -52,6 +53,7 @@ class HeadConfig(StreamConfig):
             positive=True,
             derived=True,
             maximum=1_000_000,
+            head=True,
         ),
     )
     head_pooling: HeadPooling = field(
@@ -62,6 +64,7 @@ class HeadConfig(StreamConfig):
             "of all; auto: the first of an encoder, the last of a decoder, and the mean for "
             "embeddings (our name)",
             choices=get_args(HeadPooling),
+            head=True,
         ),
     )
     normalize_embedding: bool = field(
@@ -69,6 +72,7 @@ class HeadConfig(StreamConfig):
         metadata=flag(
             "--no-normalize-embedding",
             "divide the embedding of a sequence by its Euclidean norm (our name)",
+            head=True,
         ),
     )
 

@@ -60,6 +60,14 @@ class SequenceHeadSpec(StreamConfig, Head):
                 found |= prefixed(name, parameters_of(linear, False))
         return {name: replace(spec, per_sequence=True) for name, spec in found.items()}
 
+    def shared_parameters(self, other: Head | None) -> frozenset[str]:
+        """Returns the parameters of the pooler, and of the output layer if the heads are equal."""
+        shared = super().shared_parameters(other)
+        if not isinstance(other, SequenceHeadSpec) or self.pooler is None:
+            return shared
+        names = parameters_of(self.pooler, False) if self.pooler == other.pooler else {}
+        return shared | {f"pooler.{name}" for name in names}
+
     def activation_bytes(self, layer_pass: LayerPass) -> int:
         """Returns the bytes of one vector for the pooler, for tanh and for the output layer."""
         vectors = self.has_pooler + (self.outputs > 0 or self.has_pooler) + self.normalizes

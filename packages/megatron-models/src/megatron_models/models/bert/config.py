@@ -68,17 +68,20 @@ class BertConfig(TrunkConfig, HeadConfig, MLPConfig, ResidualConfig, AttentionCo
         metadata=flag(
             "--no-masked-lm-head",
             "the head of masked language modelling; without it tokens have no logits (our name)",
+            head=True,
         ),
     )
     bert_binary_head: bool = field(
         default=True,
         metadata=flag(
-            "--bert-no-binary-head", "the binary head for pairs of sentences, and its pooler"
+            "--bert-no-binary-head",
+            "the binary head for pairs of sentences, and its pooler",
+            head=True,
         ),
     )
     bert_pooler: bool = field(
         default=False,
-        metadata=flag("--bert-pooler", "a pooler without the binary head (our name)"),
+        metadata=flag("--bert-pooler", "a pooler without the binary head (our name)", head=True),
     )
 
     def _check(self) -> None:
