@@ -743,7 +743,11 @@ ALIAS_VALUES = {
 
 
 @pytest.mark.parametrize(
-    "flag", sorted(ALIASES.keys() - {"--virtual-pipeline-model-parallel-size"})
+    "flag",
+    # One is for hybrid models: integration_tests/test_recurrent_runs.py.
+    sorted(
+        ALIASES.keys() - {"--virtual-pipeline-model-parallel-size", "--hybrid-override-pattern"}
+    ),
 )
 def test_an_alias_changes_the_run(flag, prepared, tmp_path, capsys):
     words = {**BASE, **ALIAS_CONTEXTS.get(flag, {})}

@@ -28,7 +28,8 @@ def schedule(name: str) -> str:
 
 
 DECODERS = [name for name in recipe_names() if recipe_kind(name) == "gpt"]
-"""The recipes for text without sentences; test_pretrain_bert.py has those of BERT."""
+"""The recipes for text without sentences; test_pretrain_bert.py has those of BERT, and
+test_recurrent_runs.py those of recurrent models."""
 
 
 @pytest.mark.usefixtures("plain_runs")

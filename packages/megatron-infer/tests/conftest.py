@@ -1,6 +1,7 @@
 """Fixtures: run-time checks of tensor annotations, and small models with varied output."""
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxtyping import install_import_hook
 
@@ -8,7 +9,15 @@ install_import_hook("megatron_infer", "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from megatron_models import GPT, GPTConfig, Placement, gpt_chunks  # noqa: E402
+from megatron_models import (  # noqa: E402
+    GPT,
+    CausalConfig,
+    GPTConfig,
+    HybridConfig,
+    MambaModelConfig,
+    Placement,
+    gpt_chunks,
+)
 from megatron_parallel import Mesh  # noqa: E402
 
 # Tensors are tiny, so that threads would only wait for each other.
@@ -50,6 +59,13 @@ KINDS = {
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 5,
     },
+}
+STATE = {"mamba_num_groups": 4, "mamba_head_dim": 4, "mamba_state_dim": 5, "mamba_chunk_size": 3}
+DELTA = {
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
 }
 
 
@@ -96,15 +112,18 @@ def make_stages() -> Callable[..., list[GPT]]:
     return make
 
 
-def shape(kind: str, vocab_size: int, positions: int, layers: int) -> GPTConfig:
+def shape(kind: str, vocab_size: int, positions: int, layers: int) -> CausalConfig:
     """Returns the configuration of a tiny model."""
-    return GPTConfig(
-        num_layers=layers,
-        hidden_size=32,
-        num_attention_heads=4,
-        vocab_size=vocab_size,
-        max_position_embeddings=positions,
-        make_vocab_size_divisible_by=16,
-        init_method_std=0.3,
-        **KINDS[kind],
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": positions,
+        "make_vocab_size_divisible_by": 16,
+        "init_method_std": 0.3,
+    }
+    if kind == "mamba":
+        return MambaModelConfig(**sizes, **STATE, num_layers=layers)
+    sizes["num_attention_heads"] = 4
+    if kind == "hybrid":
+        return HybridConfig(**sizes, **STATE, **DELTA, hybrid_layer_pattern="MG*M"[:layers])
+    return GPTConfig(**sizes, **KINDS[kind], num_layers=layers)

@@ -34,7 +34,7 @@ def without_cache(model: GPT, prompt: list[int], params: SamplingParams) -> tupl
     return tuple(tokens[len(prompt) :])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "window", "llama4", "latent"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "window", "llama4", "latent", "mamba", "hybrid"])
 @pytest.mark.parametrize(
     "params",
     [GREEDY, SamplingParams(max_new_tokens=12, seed=3, top_p=0.95)],
@@ -180,8 +180,14 @@ def test_a_model_in_training_stays_in_training(make_model: Make) -> None:
     assert model.embedding.word.weight.grad is not None
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *((kind, layout) for kind in ("gpt2", "llama") for layout in LAYOUTS),
+        *(("mamba", layout) for layout in ("cp2", "tp2-sequence-pp2-vpp2")),
+        ("hybrid", "tp2-pp2"),
+    ],
+)
 def test_all_ranks_of_a_sharded_model_equal_one_rank(
     make_model: Make,
     make_stages: Callable[..., list[GPT]],

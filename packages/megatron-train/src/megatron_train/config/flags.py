@@ -123,6 +123,9 @@ ALIASES: Mapping[str, Alias] = {
     "--layernorm-epsilon": Alias(
         (("model.norm_epsilon", FLAG_VALUE),), "the same as --norm-epsilon"
     ),
+    "--hybrid-override-pattern": Alias(
+        (("model.hybrid_layer_pattern", FLAG_VALUE),), "the same as --hybrid-layer-pattern"
+    ),
     "--recompute-activations": Alias(
         (("recompute.granularity", "selective"),), "the same as --recompute-granularity selective"
     ),
