@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from families.case import FamilyCase, cases
-from families.parity import LIMIT, error, logits, our_logits, our_model, round_trip, tensors, text
+from families.comparison import text
+from families.parity import LIMIT, error, logits, our_logits, our_model, round_trip, tensors
 from families.theirs import randomize, their_logits
 from megatron_ckpt import CheckpointError, CheckpointStore, ForeignModel, ModelRecord, export_hf
 from megatron_ckpt.families import detect_family

@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 from families import fields, parity
 from families.case import REFUSED, FamilyCase, cases
 from families.draws import drawn
+from families.pages import DISTRIBUTION
 
 FEW, MANY = 2, 25
 
@@ -61,13 +62,13 @@ def families(*, representatives: bool) -> Any:
 
 def test_every_family_has_a_case() -> None:
     found = entry_points(group="megatron.families")
-    ours = {each.name for each in found if each.dist and each.dist.name == "megatron-models"}
+    ours = {each.name for each in found if each.dist and each.dist.name == DISTRIBUTION}
     assert ours == cases().keys()
     assert {case.mathematics for case in cases().values()} <= cases().keys()
 
 
 @draws()
-def test_logits_are_equal(case: FamilyCase, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_outputs_are_equal(case: FamilyCase, settings: dict[str, Any], tmp_path: Path) -> None:
     assert parity.logits(case, settings, tmp_path) <= parity.LIMIT
 
 
@@ -91,7 +92,7 @@ def test_export_and_import_are_inverse(
 
 
 @families(representatives=True)
-def test_every_changed_field_gives_equal_logits_or_is_refused(
+def test_every_changed_field_gives_equal_outputs_or_is_refused(
     case: FamilyCase, tmp_path: Path
 ) -> None:
     found = fields.changed_fields(case, tmp_path)

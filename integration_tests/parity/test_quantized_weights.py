@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families.case import cases
-from families.parity import LIMIT, error, our_logits, our_model, text
+from families.comparison import text
+from families.parity import LIMIT, error, our_logits, our_model
 from families.theirs import their_logits, their_model, write
 from megatron_ckpt.formats.huggingface import SafetensorsFolder
 from megatron_ckpt.formats.quantized import BlockFp8, Mxfp4, QuantizedTensors

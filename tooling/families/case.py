@@ -1,5 +1,6 @@
 """What is known about a family for its proof, as plain data, and the cases of all families."""
 
+import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # not every session has Hypothesis
     from hypothesis.strategies import SearchStrategy
+
+    from families.comparison import Comparison
 
 FOLDER = Path(__file__).parents[2] / "integration_tests" / "parity" / "families"
 
@@ -24,7 +27,7 @@ class FamilyCase:
     Attributes:
         family: Name of the family, which is the name of the case's file.
         config_class: Name of transformers' configuration class.
-        model_class: Name of transformers' model class with a language-model head.
+        model_class: Name of transformers' model class.
         mathematics: The family that represents its kind of mathematics, such as ``"llama"``. The
             costly checks run in the default tests only for representatives, all in the slow ones.
         settings: Content of a small ``config.json``. It is the model of the layouts, so it has
@@ -39,6 +42,8 @@ class FamilyCase:
         attention: Implementation of attention in transformers that is compared.
         words: Parts of the errors of fields that the error does not name.
         refused_axes: Axes that cannot cut the models, whose layouts are refused.
+        comparison: ``module:NAME`` of the `families.comparison.Comparison` of its kind of model.
+            Defaults to that of decoders.
     """
 
     family: str
@@ -53,11 +58,19 @@ class FamilyCase:
     attention: str = "eager"
     words: Mapping[str, str] = field(default_factory=dict)
     refused_axes: frozenset[str] = frozenset()
+    comparison: str = "families.comparison:CAUSAL"
 
     @property
     def represents(self) -> bool:
         """Whether it represents its kind of mathematics."""
         return self.family == self.mathematics
+
+    @property
+    def kind(self) -> "Comparison":
+        """How models of its kind are compared."""
+        module, _, name = self.comparison.partition(":")
+        found: Comparison = getattr(importlib.import_module(module), name)
+        return found
 
     @property
     def hf_config(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Every field of transformers' configuration, changed one at a time or left out.
 
-A changed field gives equal logits or an error that names it; a missing field has transformers'
+A changed field gives equal outputs or an error that names it; a missing field has transformers'
 default. The reference is transformers' model with the changed configuration.
 """
 
@@ -15,8 +15,8 @@ from megatron_ckpt.families import Family, detect_family, find_family
 from megatron_models import ConfigError
 
 from families.case import FamilyCase
-from families.parity import LIMIT, error, our_logits, our_model, text
-from families.theirs import their_config, their_logits, their_model, write
+from families.parity import LIMIT, largest_error, our_model
+from families.theirs import their_config, their_model, write
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -93,7 +93,7 @@ _OF_THE_FILE = ("architectures", "model_type")
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Fields with a value that gave equal logits, and with a value that was refused."""
+    """Fields with a value that gave equal outputs, and with a value that was refused."""
 
     fields: frozenset[str]
     equal: frozenset[str]
@@ -104,7 +104,7 @@ def changed_fields(case: FamilyCase, folder: Path) -> Outcomes:
     """Changes every field of a case, one at a time.
 
     Raises:
-        ValueError: A change gives other logits, or an error that does not name the field.
+        ValueError: A change gives other outputs, or an error that does not name the field.
     """
     found = _Comparison(case, folder)
     equal, refused = set(), set()
@@ -126,8 +126,8 @@ class _Comparison:
             "architectures": [case.model_class],
         }
         self._base = our_model(write(base, folder / "base"))
-        self._tokens = text(140, 2, 24)
-        self._expected = our_logits(self._base, self._tokens)
+        self._inputs = case.kind.inputs(base, 2, 24)
+        self._expected = case.kind.ours(self._base, self._inputs)
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         """Yields fields and other values of them."""
@@ -139,7 +139,7 @@ class _Comparison:
                 yield from ((name, other) for other in values)
 
     def is_equal(self, name: str, other: Any) -> bool:
-        """Returns whether the changed field gives equal logits; False if it is refused."""
+        """Returns whether the changed field gives equal outputs; False if it is refused."""
         coupled = dict(self._case.coupled.get(name, {}))
         given = {} if name in _OF_THE_FILE or name not in self.fields else {name: other, **coupled}
         config = their_config(self._case, given)
@@ -153,15 +153,18 @@ class _Comparison:
                 raise ValueError(f"{name} = {other!r}: {problem}") from problem
             return False
         theirs = their_model(self._case, given)
-        limited = self._tokens % theirs.config.vocab_size
+        kind = self._case.kind
+        limited = kind.limited(self._inputs, theirs.config)
         if ours == self._base.config:
             found = self._expected
         else:
             folder = write(theirs, self._folder / "changed", **{name: other}, **coupled)
-            found = our_logits(our_model(folder), limited)
-        expected = their_logits(theirs, limited)
-        if expected.abs().max() < 1 or not error(found, expected) <= LIMIT:
-            raise ValueError(f"{name} = {other!r}: the error is {error(found, expected):.1e}")
+            found = kind.ours(our_model(folder), limited)
+        expected = kind.theirs(theirs, limited)
+        small = max(float(each.abs().max()) for each in expected) < 1
+        if small or not largest_error(found, expected) <= LIMIT:
+            wrong = largest_error(found, expected)
+            raise ValueError(f"{name} = {other!r}: the error is {wrong:.1e}")
         return True
 
     def _others(self, name: str, value: object) -> tuple[Any, ...]:

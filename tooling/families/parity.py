@@ -1,5 +1,6 @@
-"""What is measured against transformers: logits, bfloat16, gradients and the round trip."""
+"""What is measured against transformers: outputs, bfloat16, gradients and the round trip."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,17 @@ from megatron_ckpt import (
     import_hf,
 )
 from megatron_infer import load_model
-from megatron_models import GPT, record_of
-from megatron_parallel import collect_shardings, parameter_views
+from megatron_models import Placement, config_of, find_kind, record_of
+from megatron_parallel import Mesh, collect_shardings, parameter_views
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 
 from families.case import FamilyCase
-from families.theirs import in_dtype, their_logits, their_model, write, write_gradients
+from families.comparison import CAUSAL
+from families.theirs import in_dtype, their_model, write, write_gradients
 
 LIMIT = 1e-4
-"""Of logits and gradients in float32, see `error`."""
+"""Of outputs and gradients in float32, see `error`."""
 
 RATIO_LIMIT = 1.5
 """Of our error in bfloat16 to that of transformers; both against their model in float64."""
@@ -36,35 +37,39 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).abs().max()) / scale
 
 
-def text(vocabulary: int, batch: int = 3, length: int = 32, *, seed: int = 5) -> Tensor:
-    """Returns random tokens ``[batch, length]``."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (batch, length), generator=generator)
+def largest_error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Returns the largest error of several outputs."""
+    return max(error(*pair) for pair in zip(ours, theirs, strict=True))
 
 
-def our_model(folder: Path, dtype: torch.dtype = torch.float32) -> GPT:
+def our_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Returns the model in a folder of theirs; raises CheckpointError if it is refused."""
-    (model,) = load_model(folder, tokenizer=None, dtype=dtype).stages
-    assert isinstance(model, GPT)
-    return model
+    foreign = ForeignModel(folder)
+    kind = find_kind(foreign.model.kind)
+    if kind.supports_decoding:
+        (model,) = load_model(folder, tokenizer=None, dtype=dtype).stages
+        return model
+    (built,) = kind.build(config_of(foreign.model), Placement(Mesh.single(), dtype=dtype))
+    views = parameter_views(built, collect_shardings(built), Mesh.single())
+    foreign.load_tensors(views, cast="floating")
+    return built.eval()
 
 
-def our_logits(model: GPT, tokens: Tensor) -> Tensor:
-    """Returns logits ``[b, s, v]``."""
-    with torch.no_grad():
-        found: Tensor = model(tokens)[..., : model.config.vocab_size]
-    return found.transpose(0, 1)
+def our_logits(model: Any, tokens: Tensor) -> Tensor:
+    """Returns the logits ``[b, s, v]`` of a decoder."""
+    (found,) = CAUSAL.ours(model, {"tokens": tokens})
+    return found.unflatten(0, tuple(tokens.shape))
 
 
 def logits(case: FamilyCase, changes: dict[str, Any], folder: Path) -> float:
-    """Returns the error of logits in float32."""
-    theirs = their_model(case, changes)
-    tokens = text(theirs.config.vocab_size)
-    expected = their_logits(theirs, tokens)
-    if expected.abs().max() < 1:
-        raise ValueError(f"logits of {case.family} are at most {float(expected.abs().max())}")
+    """Returns the error of logits, or of other outputs, in float32."""
+    theirs, kind = their_model(case, changes), case.kind
+    inputs = kind.inputs(theirs)
+    expected = kind.theirs(theirs, inputs)
+    if (size := max(float(each.abs().max()) for each in expected)) < 1:
+        raise ValueError(f"outputs of {case.family} are at most {size}")
     ours = our_model(write(theirs, folder / "theirs"))
-    return error(our_logits(ours, tokens), expected)
+    return largest_error(kind.ours(ours, inputs), expected)
 
 
 def bfloat16(case: FamilyCase, changes: dict[str, Any], folder: Path) -> float:
@@ -75,13 +80,21 @@ def bfloat16(case: FamilyCase, changes: dict[str, Any], folder: Path) -> float:
     router choose other experts, the error is a hundred times that of other tokens, and an
     arithmetic mean would compare the numbers of such tokens, which are a matter of chance.
     """
-    rounded = in_dtype(their_model(case, changes), torch.bfloat16)
-    tokens = text(rounded.config.vocab_size, 16)
-    truth = their_logits(in_dtype(rounded, torch.float64), tokens).double()
+    rounded, kind = in_dtype(their_model(case, changes), torch.bfloat16), case.kind
+    inputs = kind.inputs(rounded, 16)
+    truth = kind.theirs(in_dtype(rounded, torch.float64), inputs)
     ours = our_model(write(rounded, folder / "theirs"), torch.bfloat16)
     our, their = (
-        (each.double() - truth).square().mean(-1).log().mean().div(2).exp()
-        for each in (our_logits(ours, tokens), their_logits(rounded, tokens))
+        torch.cat(
+            [
+                (each.double() - exact.double()).square().mean(-1).log()
+                for each, exact in zip(outputs, truth, strict=True)
+            ]
+        )
+        .mean()
+        .div(2)
+        .exp()
+        for outputs in (kind.ours(ours, inputs), kind.theirs(rounded, inputs))
     )
     return float(our / their)
 
@@ -92,14 +105,12 @@ def gradients(case: FamilyCase, changes: dict[str, Any], folder: Path) -> float:
     It is relative to the gradient's largest element, or to a hundredth of the rms of all gradients
     if that is larger: some gradients are 0 but for rounding.
     """
-    theirs = their_model(case, changes)
+    theirs, kind = their_model(case, changes), case.kind
     theirs.get_input_embeddings().padding_idx = None  # else the token for padding has no gradient
-    tokens = text(theirs.config.vocab_size)
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    inputs = kind.inputs(theirs)
     ours = our_model(write(theirs, folder / "theirs")).train()
-    ours.loss(inputs, labels).mean().backward()
-    found = theirs(inputs, use_cache=False, return_dict=True).logits
-    functional.cross_entropy(found.flatten(0, 1), labels.flatten()).backward()
+    kind.our_loss(ours, inputs).backward()
+    kind.their_loss(theirs, inputs).backward()
     expected = ForeignModel(write_gradients(theirs, folder / "gradients"))
     wanted = {name: expected.read_tensor(name) for name, _ in ours.named_parameters()}
     flat = torch.cat([each.flatten() for each in wanted.values()])
@@ -118,14 +129,12 @@ def round_trip(case: FamilyCase, changes: dict[str, Any], folder: Path) -> float
     """Imports and exports a model of theirs, and one of ours as it is after a training.
 
     Returns:
-        The largest difference of logits between a model of theirs and the exported one.
+        The largest difference of outputs between a model of theirs and the exported one.
 
     Raises:
         ValueError: A configuration or tensor is not the same, or transformers loads another class.
     """
-    import transformers
-
-    theirs = their_model(case, changes)
+    theirs, kind = their_model(case, changes), case.kind
     source = write(theirs, folder / "theirs")
     checkpoint = Checkpoint(import_hf(source, folder / "imported"))
     copied = export_hf(checkpoint, folder / "copied")
@@ -143,13 +152,11 @@ def round_trip(case: FamilyCase, changes: dict[str, Any], folder: Path) -> float
         raise ValueError(f"fields of the configuration change: {changed}")
     names = checkpoint.tensors
     same(*({n: c.read_tensor(n) for n in names} for c in (checkpoint, again)), "imported again")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        exported, attn_implementation=case.attention, experts_implementation="eager"
-    )
+    loaded = kind.load(case, exported)
     if type(loaded).__name__ != case.model_class:
         raise ValueError(f"transformers loads {type(loaded).__name__}")
-    tokens = text(theirs.config.vocab_size)
-    return error(their_logits(loaded.eval(), tokens), their_logits(theirs, tokens))
+    inputs = kind.inputs(theirs)
+    return largest_error(kind.theirs(loaded.eval(), inputs), kind.theirs(theirs, inputs))
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

@@ -7,13 +7,14 @@ import torch
 from layouts.cases import Case
 from layouts.proof import Differences, prove
 from megatron_ckpt.families import find_family
-from megatron_models import GPT, CausalConfig, Placement, StaticKVCache
+from megatron_models import ModelConfig, Placement, StaticKVCache, find_kind
 from megatron_parallel import Mesh, ParallelLayout, collect_shardings, parameter_views
 from megatron_parallel.testing import WorkerPool
-from torch import Tensor
+from torch import Tensor, nn
 
 from families.case import FamilyCase
-from families.parity import error, text
+from families.comparison import text
+from families.parity import error
 
 DECODE_LIMIT = 1e-9
 """Of logits with a cache in float64; see `families.parity.error`."""
@@ -23,11 +24,15 @@ PASSES = (7, 8, 10, 11, 24)
 """Ends of the passes of decoding: a prompt, then one token or several at a time."""
 
 
-def config_of(case: FamilyCase) -> CausalConfig:
+def config_of(case: FamilyCase) -> ModelConfig:
     """Returns our configuration of the case's settings, read without transformers."""
-    config = find_family(case.family).config_from_hf(case.hf_config)
-    assert isinstance(config, CausalConfig)
+    config: ModelConfig = find_family(case.family).config_from_hf(case.hf_config)
     return config
+
+
+def decodes(case: FamilyCase) -> bool:
+    """Returns whether models of the family generate token by token."""
+    return find_kind(find_family(case.family).kind).supports_decoding
 
 
 def layouts(case: FamilyCase) -> Mapping[str, Case]:
@@ -63,24 +68,26 @@ def layout(pool: WorkerPool, case: FamilyCase, axis: str, steps: int) -> Differe
     return prove(pool, every_layout(case)[axis], steps=steps)
 
 
-def decoding(pool: WorkerPool, case: FamilyCase) -> float:
+def decoding(pool: WorkerPool, case: FamilyCase) -> float | None:
     """Returns the largest error of cached decoding, on one rank and on two tensor-parallel ones.
 
-    The reference is one pass without a cache on one rank.
+    The reference is one pass without a cache on one rank. None if the family does not decode.
     """
+    if not decodes(case):
+        return None
     config = config_of(case)
-    tokens = text(config.vocab_size, 2, PASSES[-1])
+    size = config.embedding.vocab_size
+    tokens = text(size, 2, PASSES[-1])
     model = random_model(Mesh.single(), config)
     with torch.no_grad():
         expected = model(tokens)
     ranks = pool.run_mesh(ParallelLayout(tp=2, dp=1), decoded, config, tokens)
     found = (decoded(Mesh.single(), config, tokens), torch.cat(ranks, -1))
     # Two ranks may pad the vocabulary to another size.
-    size = config.vocab_size
     return max(error(each[..., :size], expected[..., :size]) for each in found)
 
 
-def decoded(mesh: Mesh, config: CausalConfig, tokens: Tensor) -> Tensor:
+def decoded(mesh: Mesh, config: ModelConfig, tokens: Tensor) -> Tensor:
     """Returns this rank's columns of the logits, computed with a cache in several passes."""
     model = random_model(mesh, config)
     cache = StaticKVCache(config, mesh, len(tokens), PASSES[-1], dtype=torch.float64)
@@ -90,9 +97,10 @@ def decoded(mesh: Mesh, config: CausalConfig, tokens: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def random_model(mesh: Mesh, config: CausalConfig) -> GPT:
+def random_model(mesh: Mesh, config: ModelConfig) -> nn.Module:
     """Returns a model in float64 whose weights got noise, the same on all ranks."""
-    model = GPT(config, Placement(mesh, dtype=torch.float64)).eval()
+    (model,) = find_kind(config.kind).build(config, Placement(mesh, dtype=torch.float64))
+    model.eval()
     for name, views in parameter_views(model, collect_shardings(model), mesh).items():
         for view in views:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

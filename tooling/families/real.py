@@ -98,7 +98,8 @@ def logits_of_real_weights(case: FamilyCase, folder: Path) -> float | None:
     import transformers
     from megatron_infer import load_model
 
-    from families.parity import error, our_logits, text
+    from families.comparison import text
+    from families.parity import error, our_logits
     from families.theirs import their_logits
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

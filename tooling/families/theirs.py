@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from families.case import FamilyCase
+from families.comparison import CAUSAL
 
 SPREAD, SCALE = 0.3, 1.2
 """Standard deviation of random vectors, and of random matrices times the root of their width.
@@ -72,11 +73,9 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
 
 
 def their_logits(model: Any, tokens: Tensor) -> Tensor:
-    """Returns logits ``[b, s, v]``."""
-    model.config.return_dict = True  # several classes raise an exception without it
-    with torch.no_grad():
-        found: Tensor = model(tokens, use_cache=False, return_dict=True).logits
-    return found
+    """Returns the logits ``[b, s, v]`` of a decoder."""
+    (found,) = CAUSAL.theirs(model, {"tokens": tokens})
+    return found.unflatten(0, tuple(tokens.shape))
 
 
 def write(model: Any, folder: Path, **changes: Any) -> Path:

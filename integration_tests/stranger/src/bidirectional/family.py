@@ -26,7 +26,7 @@ FAMILY = Family(
     kind="bidirectional",
     title="BERT",
     version=1,
-    architectures=("BertModel",),
+    architectures=("BidirectionalEncoder",),
     model_type="bert",
     rows=(
         (

@@ -105,6 +105,20 @@ def _at_most(name: str, source: _Tensors, *, value: float) -> None:
         )
 
 
+def _count_up(name: str, source: _Tensors) -> None:
+    """Checks that a tensor counts up from 0, as the position ids of a model do."""
+    import torch
+
+    found = source[name].reshape(-1)
+    if not torch.equal(found.long(), torch.arange(len(found))):
+        raise CheckpointError(f"tensor {name!r} does not count up from 0")
+
+
+def _not_read(name: str, source: _Tensors) -> None:
+    """Accepts a tensor that the class in ``architectures`` does not read, such as another head."""
+    del name, source
+
+
 def _rotary_frequencies(name: str, source: _Tensors, *, base: float, dim: int) -> None:
     """Checks for unscaled frequencies, to the precision of the dtype.
 
@@ -133,6 +147,8 @@ CHECKS: Mapping[str, Callable[..., None]] = MappingProxyType(
         "same_as": _same_as,
         "causal_mask": _causal_mask,
         "at_most": _at_most,
+        "count_up": _count_up,
+        "not_read": _not_read,
         "rotary_frequencies": _rotary_frequencies,
     }
 )

@@ -76,7 +76,7 @@ class Family:
         settings: How each field of ours is expressed in their ``config.json``.
         custom: Fields that are converted by functions.
         neutral: Further fields of theirs, with the values that have no effect. They take precedence
-            over `NEUTRAL`, which holds for every family.
+            over `NEUTRAL` and `WITHOUT_EFFECT`, which hold for every family.
         without_effect: Fields of theirs that never have an effect, besides `WITHOUT_EFFECT`.
         exported_constants: Fields of theirs that are exported with fixed values.
         ignored: Foreign tensors that may be skipped if no row uses them and they pass a check:
@@ -182,7 +182,7 @@ class Family:
     def _refuse_unknown(self, hf_config: HFConfig) -> None:
         rules = (*self.settings.values(), *self.custom)
         mapped = {name for rule in rules for name in rule.hf_fields} | WINDOW_FIELDS
-        unused = WITHOUT_EFFECT | self.without_effect
+        unused = (WITHOUT_EFFECT - self.neutral.keys()) | self.without_effect
         neutral = {**NEUTRAL, "model_type": (self.model_type,), **self.neutral}
         for name, value in hf_config.items():
             if name in mapped or name in unused or value is None:

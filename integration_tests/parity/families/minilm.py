@@ -1,0 +1,16 @@
+"""MiniLM: BERT with a pooler and without a head."""
+
+from families.case import FamilyCase
+from families.encoder_draws import OTHERS, REFUSED, SETTINGS, encoder
+
+CASE = FamilyCase(
+    family="minilm",
+    config_class="BertConfig",
+    model_class="BertModel",
+    mathematics="bert",
+    settings=SETTINGS,
+    draws=encoder(("gelu", "gelu_new", "relu", "silu")),
+    refused=REFUSED,
+    others=OTHERS,
+    comparison="families.encoders:ENCODER",
+)
