@@ -42,6 +42,8 @@ SAMPLE = {
     "tp2·sp-mixed-dropout",
     "tp2·pp2-mup",
     "tp2·sp-delta-dropout",
+    "pp2-bert-dropout",
+    "tp2·sp·cp2-bert-post-dropout",
     "tp3·selective·ep3·etp1·a2a-thirds-dropout",
 }
 FEW = 3

@@ -1,5 +1,7 @@
 """The encoder of another distribution (`stranger/`) equals transformers' BERT, both ways."""
 
+import json
+
 import pytest
 import torch
 from megatron_ckpt import CheckpointStore, ForeignModel, ModelRecord, export_hf
@@ -21,6 +23,9 @@ def bert(tmp_path):
         for parameter in model.parameters():
             parameter += torch.randn_like(parameter) * 0.2
     model.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "config.json"  # a name that megatron-models does not read
+    content = json.loads(file.read_text()) | {"architectures": ["BidirectionalEncoder"]}
+    file.write_text(json.dumps(content))
     return model, tmp_path / "theirs"
 
 

@@ -42,6 +42,7 @@ class FamilyCase:
         attention: Implementation of attention in transformers that is compared.
         words: Parts of the errors of fields that the error does not name.
         refused_axes: Axes that cannot cut the models, whose layouts are refused.
+        trained: Fields of our configuration that differ in the layouts, for models without a loss.
         comparison: ``module:NAME`` of the `families.comparison.Comparison` of its kind of model.
             Defaults to that of decoders.
     """
@@ -58,6 +59,7 @@ class FamilyCase:
     attention: str = "eager"
     words: Mapping[str, str] = field(default_factory=dict)
     refused_axes: frozenset[str] = frozenset()
+    trained: Mapping[str, Any] = field(default_factory=dict)
     comparison: str = "families.comparison:CAUSAL"
 
     @property

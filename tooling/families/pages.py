@@ -31,12 +31,16 @@ A folder with `config.json` and safetensors is read without a conversion. A chec
 of a training.
 
 ```console
+{generate}$ megatron-ckpt convert --from-hf {name}-hf runs/{name}
+{train}$ megatron-ckpt convert --to-hf runs/{name} {name}-exported --family {name}
+```
+"""
+_GENERATE = """\
 $ megatron-infer generate --load {name}-hf --prompt "Once upon a time"
-$ megatron-ckpt convert --from-hf {name}-hf runs/{name}
+"""
+_TRAIN = """\
 $ megatron-train finetune gpt --pretrained-checkpoint runs/{name} --seq-length 256 \\
     --micro-batch-size 8 --train-iters 100 --data-path talks --save runs/{name}-talks
-$ megatron-ckpt convert --to-hf runs/{name} {name}-exported --family {name}
-```
 """
 
 _REFUSED = """\
@@ -73,13 +77,21 @@ def page(family: Family, about: str) -> str:
         f"The family `{family.name}` reads {names} (`model_type` is `{family.model_type}`).\n"
         "[The table of families](../families.md) shows how it is proven.\n",
         *_real(family),
-        _CONVERT.format(name=family.name),
+        _commands(family),
         _settings(family),
         *_fixed(family),
         _REFUSED,
         _tensors(family),
     ]
     return "\n".join(parts)
+
+
+def _commands(family: Family) -> str:
+    """Returns the commands that apply to the family's kind of model."""
+    kind, name = find_kind(family.kind), family.name
+    generate = _GENERATE.format(name=name) if kind.supports_decoding else ""
+    train = _TRAIN.format(name=name) if kind.default_task == "gpt" else ""
+    return _CONVERT.format(name=name, generate=generate, train=train)
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from layouts.cases import Case
@@ -46,7 +47,7 @@ def layouts(case: FamilyCase) -> Mapping[str, Case]:
 
 def every_layout(case: FamilyCase) -> Mapping[str, Case]:
     """Returns all layouts, also those that are refused."""
-    config = config_of(case)
+    config = replace(config_of(case), **case.trained)
 
     def one(
         micro_batch: int, *, sp: bool = False, dispatcher: str = "allgather", **degrees: int

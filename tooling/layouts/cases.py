@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from megatron_models import CausalConfig, GPTConfig, HybridConfig, MambaModelConfig
+from megatron_models import (
+    BertConfig,
+    GPTConfig,
+    HybridConfig,
+    MambaModelConfig,
+    ModelConfig,
+)
 from megatron_parallel import DataParallelConfig, ParallelLayout, RecomputeConfig
 from megatron_parallel.pipeline import SCHEDULES, find_schedule_kind
 
@@ -21,7 +27,7 @@ _SIZES = {
     "vocab_size": 150,
     "max_position_embeddings": SEQUENCE,
 }
-MODELS: dict[str, CausalConfig] = {
+MODELS: dict[str, ModelConfig] = {
     "tied": GPTConfig(**_SIZES, ffn_hidden_size=96),
     "untied": GPTConfig(
         **_SIZES,
@@ -240,6 +246,14 @@ MODELS["hybrid"] = HybridConfig(
     moe_ffn_hidden_size=24,
     moe_aux_loss_coeff=0.02,
 )
+MODELS["bert"] = BertConfig(**_SIZES, ffn_hidden_size=96)
+MODELS["bert-post"] = replace(
+    MODELS["bert"],
+    norm_placement="sum",
+    embedding_norm=True,
+    num_tokentypes=3,
+    task_head="classification",
+)
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
@@ -266,7 +280,8 @@ The layers of `mixed` differ in heads, widths and kinds; some lack a sublayer or
 in its place. `mup` is `moe` with maximal update parametrization from a width of 8. `delta` is
 Qwen3-Next's kind: gated delta nets in all layers but the third, which has gated attention.
 `mamba` has Mamba-2 layers alone. `hybrid` has Mamba-2, attention, experts and a dense
-feed-forward layer.
+feed-forward layer. `bert` is Megatron-LM's encoder with both heads of pretraining; `bert-post` has
+post-LN and a norm of the embeddings, as BERT, and is trained to classify.
 """
 
 Model = Literal[
@@ -296,6 +311,8 @@ Model = Literal[
     "delta",
     "mamba",
     "hybrid",
+    "bert",
+    "bert-post",
 ]
 
 SPLITS = {
@@ -380,10 +397,10 @@ class Case:
     lora: bool = False
     few_logits: bool = False
     room: int | None = None
-    other: CausalConfig | None = None
+    other: ModelConfig | None = None
 
     @property
-    def config(self) -> CausalConfig:
+    def config(self) -> ModelConfig:
         """The model's configuration."""
         return self.other or MODELS[self.model]
 
@@ -698,6 +715,19 @@ CASES = (
     _case("mtp", 2, "cut", tp=2, pp=2),
     _case("mtp", 1, "dropout", cp=2, dp=2, room=6),
     _case("mtp", 1, "sp", "lora", tp=2, pp=2),
+    _case("bert", 4, "dropout", tp=2),
+    _case("bert", 2, "sp", tp=2),
+    _case("bert", 2, "sp", "dropout", "selective", tp=4),
+    _case("bert", 2, "dropout", pp=2),
+    _case("bert", 1, "zb-v", pp=2, vpp=2),
+    _case("bert", 2, "dropout", cp=2),
+    _case("bert", 2, "a2a", cp=4),
+    _case("bert", 1, "sp", "few-logits", "zero-bubble", "sharded", tp=2, pp=2, dp=2),
+    _case("bert", 1, "fsdp", "dropout", pp=2, dp=2),
+    _case("bert", 1, "sp", "uniform", tp=2, cp=2, pp=2),
+    _case("bert-post", 2, "sp", "dropout", tp=2),
+    _case("bert-post", 1, "sp", "dropout", tp=2, cp=2),
+    _case("bert-post", 1, "dropout", pp=2, dp=2),
     _case("mamba", 2, "sp", "dropout", tp=2),
     _case("mamba", 2, "dropout", pp=2),
     _case("mamba", 4, tp=4),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron_data import SequentialSampler
-from megatron_models import GPT, Placement, gpt_chunks
+from megatron_models import Placement, find_kind
 from megatron_models.components.moe.module import MoE
 from megatron_models.components.moe.router import Router
 from megatron_models.components.moe.routing import Routing
@@ -28,15 +28,15 @@ from megatron_parallel.tensor_parallel import (
     freeze_all_but_adapters,
 )
 from megatron_parallel.tensor_parallel.lora import lora_products
-from megatron_train import Callback, GPTTask, StepReport, Trainer
+from megatron_train import Callback, StepReport, Trainer
 from megatron_train.document_pool import DocumentPool
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.task import MicroBatch
 from torch import Tensor
 
 from layouts.cases import GLOBAL_BATCH, RECOMPUTE, SEQUENCE, SPLITS, Case
+from layouts.trainings import training_of
 
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 CLIP = 3.0
 LATENT_ROLES = tuple(f"linear_{which}_proj" for which in ("q_down", "q_up", "kv_down", "kv_up"))
 MAMBA_ROLES = ("in_proj", "out_proj")
@@ -89,7 +89,7 @@ def build_trainer(
 ) -> Trainer:
     """Returns the trainer of this rank for `case`."""
     products = lora_products(ADAPTERS) if case.lora else {}
-    stages = gpt_chunks(
+    stages = find_kind(case.config.kind).build(
         case.config,
         Placement(
             mesh,
@@ -105,17 +105,7 @@ def build_trainer(
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
     )
     freeze_all_but_adapters(stages, products.values())
-    task = GPTTask(
-        stages,
-        None,
-        seed=7,
-        reset_position_ids=True,
-        reset_attention_mask=True,
-        split_per_document=case.per_document,
-        sequence_length=SEQUENCE,
-        label_smoothing=0.1 if case.smooth else 0.0,
-        **(DROPOUT if case.dropout else {}),
-    )
+    task = training_of(case).task(case, stages)
     engine = StepEngine(
         task, mesh, case.data_parallel, schedule=case.schedule, per_token=case.per_token
     )
@@ -161,7 +151,7 @@ by its first index.
 """
 
 
-def watch_routes(stages: Sequence[GPT], mesh: Mesh) -> Routes:
+def watch_routes(stages: Sequence[Any], mesh: Mesh) -> Routes:
     """Records where routers send the tokens of every micro-batch from now on."""
     routes: Routes = {}
     dp, tp, cp = mesh.axis("dp"), mesh.axis("tp"), mesh.axis("cp")
@@ -246,43 +236,6 @@ def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Seque
 
 def stack(case: Case, indices: Sequence[int]) -> dict[str, Tensor]:
     """Returns the fields of the samples of one micro-batch."""
-    rows = [sample(index) for index in indices]
-    recurrent = any(mixer.recurrent for mixer in case.config.mixers)
-    if case.config.expert_parallel or recurrent:
-        rows = [padded(row) for row in rows]
+    training = training_of(case)
+    rows = [training.sample(case, index) for index in indices]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def padded(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a sample that ends in padding of its own length; every fourth sample has none."""
-    true = SEQUENCE - 3 * int(row["sample_ids"] % 4)
-    indices = torch.arange(SEQUENCE)
-    return {
-        **row,
-        "loss_mask": row["loss_mask"] * (indices < true),
-        "document_ids": torch.where(indices < true, row["document_ids"], -1),
-    }
-
-
-def sample(index: int) -> dict[str, Tensor]:
-    """Returns a sample of several documents with its own loss mask.
-
-    Every seventh sample has no loss. Text is half random, half predictable. Documents are so short
-    that every cut of the sequence crosses one somewhere.
-    """
-    generator = torch.Generator().manual_seed(1000 + index)
-    text = torch.randint(150, (SEQUENCE + 1,), generator=generator)
-    text[torch.rand(SEQUENCE + 1, generator=generator) < 0.5] = 117
-    kept = 0.0 if index % 7 == 3 else 0.2 + 0.1 * (index % 8)
-    starts = torch.rand(SEQUENCE, generator=generator) < 0.2
-    starts[0] = True
-    places = torch.arange(SEQUENCE)
-    first = torch.cummax(torch.where(starts, places, 0), 0).values
-    return {
-        "tokens": text[:-1],
-        "labels": text[1:],
-        "loss_mask": (torch.rand(SEQUENCE, generator=generator) < kept).float(),
-        "positions": (places - first).int(),
-        "document_ids": (starts.cumsum(0) - 1).int(),
-        "sample_ids": torch.tensor(index),
-    }

@@ -12,5 +12,6 @@ CASE = FamilyCase(
     draws=encoder(("gelu", "gelu_new", "relu", "silu")),
     refused=REFUSED,
     others=OTHERS,
+    trained={"task_head": "classification", "bert_pooler": False},
     comparison="families.encoders:ENCODER",
 )

@@ -288,7 +288,8 @@ def _what(operation: str) -> str:
 
 def _own_memory(output: Any) -> Any:
     if isinstance(output, tuple):
-        return tuple(_own_memory(item) for item in output)
+        items = [_own_memory(item) for item in output]
+        return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
