@@ -42,6 +42,7 @@ from .models.causal_model import CausalModel as CausalModel
 from .models.decoding import DecodingModel as DecodingModel
 from .models.decoding import DecodingPass as DecodingPass
 from .models.encoder_decoder.config import EncoderDecoderConfig as EncoderDecoderConfig
+from .models.encoder_decoder.flops import encoder_decoder_flops as encoder_decoder_flops
 from .models.encoder_decoder.model import EncoderDecoder as EncoderDecoder
 from .models.gpt.config import GPTConfig as GPTConfig
 from .models.gpt.model import GPT as GPT

@@ -21,6 +21,9 @@ def training_flops(
 ) -> int:
     """Returns the floating-point operations of a forward and backward pass.
 
+    The two texts of an encoder-decoder are counted with the same length; `encoder_decoder_flops`
+    has one for each.
+
     Args:
         config: The model's configuration.
         sequence_length: Length of each sequence, in tokens.
@@ -36,7 +39,12 @@ def training_flops(
     each = config.multiply_adds
     sequences = -(-tokens // sequence_length) if sequence_length else 0
     work = tokens * each.per_token + sequences * each.per_sequence + pairs
-    return _PASSES * _MULTIPLY_ADD * work
+    return operations(work)
+
+
+def operations(multiply_adds: int) -> int:
+    """Returns the operations of a forward and backward pass with the forward's multiply-adds."""
+    return _PASSES * _MULTIPLY_ADD * multiply_adds
 
 
 def tokens_per_pair(config: ModelConfig) -> float:

@@ -254,6 +254,9 @@ class Mixer(ABC):
         """Whether training needs a `Dropout`, for the key of its noise. Defaults to no."""
         return False
 
+    reads_source: ClassVar[bool] = False
+    """Whether its keys and values come from the output of an encoder, as in cross-attention."""
+
     expert_parallel: ClassVar[bool] = False
     """Whether the axes ``ep`` and ``expert_tp`` cut its parameters."""
 

@@ -249,7 +249,7 @@ class ModelConfig(ComponentConfig, ABC):
                 found = sublayer.mixer.cached(tp)
                 if found is not None:
                     cached[trunk.layer_offset + number] = found
-                elif sublayer.mixer.multiply_adds_per_pair():
+                elif sublayer.mixer.multiply_adds_per_pair() and not sublayer.mixer.reads_source:
                     raise ConfigError(
                         f"layer {number} cannot decode with a cache: its {sublayer.name}, "
                         f"{type(sublayer.mixer).__name__}, attends to other tokens and does not "

@@ -84,7 +84,9 @@ class StagedTask:
         )
         return {"dropout": Dropout(key, self._hidden_dropout, self._attention_dropout)}
 
-    def stage_output_spec(self, batch: MicroBatch, stage: int) -> TensorSpec:
+    def stage_output_spec(
+        self, batch: MicroBatch, stage: int
+    ) -> TensorSpec | tuple[TensorSpec, ...]:
         """Returns shape and dtype of the activations between two stages."""
         samples, length = batch.fields["tokens"].shape
         spec: TensorSpec = self._stages[0].stage_output_spec(

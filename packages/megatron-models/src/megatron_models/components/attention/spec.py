@@ -239,6 +239,12 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
     """
 
     module: ClassVar[str] = "megatron_models.components.attention.cross:CrossAttention"
+    reads_source: ClassVar[bool] = True
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether all query-key pairs count: yes."""
+        return True
 
     @property
     def heads(self) -> int:
@@ -273,6 +279,10 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
             **prefixed("kv", parameters_of(self.kv, sequence_parallel)),
             **prefixed("out", parameters_of(self.out, sequence_parallel)),
         }
+
+    def multiply_adds_per_pair(self) -> int:
+        """Returns a multiply-add of each channel for the score, and one for the weighted value."""
+        return 2 * self.query_size
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Raises an error, since the saved bytes depend on the length of the source.

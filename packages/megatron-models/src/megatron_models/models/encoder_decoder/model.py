@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
 from megatron_parallel import Mesh, RecomputeConfig, initialize_parameters
 from megatron_parallel.tensor_parallel import ColumnParallelLinear
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_models.cache import KVCache
 from megatron_models.components.context import Context
@@ -138,6 +138,11 @@ class EncoderDecoder(DecodingModel):
         """Initializes every parameter, and computes the rotary tables."""
         initialize_parameters(self, seed=seed, mesh=self.mesh)
         self.rotary.reset()
+
+    def units(self) -> list[nn.Module]:
+        """Returns the modules that fully sharded training gathers one at a time."""
+        sides = [side for side in (self.encoder, self.decoder) if side is not None]
+        return [block for side in sides for block in side.layers.values()]
 
     def stage_output_spec(
         self, stage: int, batch_size: int, source_length: int, target_length: int
