@@ -16,7 +16,7 @@ from megatron_parallel import AbstractMesh, DataParallelConfig, ParallelLayout, 
 from megatron_models.activations import stack_activations
 from megatron_models.components.embedding.spec import OutputConfig
 from megatron_models.components.layer import TrunkSpec
-from megatron_models.components.mixer import ExpertParallelism, LayerPass
+from megatron_models.components.mixer import ExpertParallelism, LayerPass, prefixed
 from megatron_models.components.saved_bytes import SavedBytes
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
@@ -68,6 +68,7 @@ def training_memory(
     moments: int = _ADAM_MOMENTS,
     products: "Mapping[str, Product] | None" = None,
     saves_logits: bool = True,
+    activations: bool = True,
 ) -> TrainingMemory:
     """Returns the bytes that training holds on one rank, with fused kernels.
 
@@ -99,18 +100,23 @@ def training_memory(
             the adapter's parameters have gradients and optimizer state. Defaults to plain products.
         saves_logits: Whether the loss saves a number for each token and vocabulary entry, as all
             but `LinearCrossEntropy` do (`Placement.vocabulary_loss`).
+        activations: Whether activations are counted. Models of several trunks have no formula for
+            them.
 
     Raises:
-        ConfigError: The sequence is longer than the model's positions, or ``layout.dp`` is None.
+        ConfigError: The sequence is longer than the model's positions, ``layout.dp`` is None, or
+            the activations of several trunks are to be counted.
     """
-    trunk, layout = config.trunk(), layout or ParallelLayout(dp=1)
-    if trunk.embedding is not None:
-        trunk.embedding.check_sequence_length(sequence_length)
+    layout = layout or ParallelLayout(dp=1)
+    config.embedding.check_sequence_length(sequence_length)
     if layout.dp is None:
         raise ConfigError(f"{layout} has no data-parallel size; call its resolve(world_size)")
     size = _FP32 if precision == "float32" else 2
     data_parallel = data_parallel or DataParallelConfig()
     held = _model_states(config, layout, data_parallel, size, layers, moments, products or {})
+    if not activations:
+        return held
+    trunk = config.trunk()
     layer_pass = LayerPass(
         -(-sequence_length // layout.cp),
         micro_batch_size,
@@ -200,7 +206,10 @@ def _elements(
     dense = experts = 0
     parameters = config.parameters()
     if layers is not None:
-        parameters = config.trunk().stage(range(layers), first=True, last=False).parameters()
+        trunk, shared = next(iter(config.trunks().values())), config.shared_embedding()
+        parameters = trunk.stage(range(layers), first=True, last=False).parameters()
+        if shared is not None:
+            parameters |= prefixed("shared", shared.parameters())
     mesh = AbstractMesh(layout)
     for spec in parameters.values():
         shardings = [spec.sharding]

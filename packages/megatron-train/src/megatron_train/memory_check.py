@@ -48,7 +48,7 @@ def minimum_memory(config: RunConfig) -> TrainingMemory:
 
     Counts the activations of one micro-batch, although a pipeline has several in flight. With
     --compile, where the compiler decides what to save, and in a pool of ranks, counts those of a
-    single token.
+    single token. For models of several trunks, which have no formula, counts none.
     """
     unknown = config.training.compile or config.layout.hybrid_cp
     whole = config.layout.pp * config.layout.vpp == 1
@@ -57,6 +57,7 @@ def minimum_memory(config: RunConfig) -> TrainingMemory:
         seq_length=1 if unknown else config.data.seq_length,
         sequence_parallel=config.placement.sequence_parallel and not unknown,
         layers=None if whole else len(config.layer_split[0]),
+        activations=len(config.model.trunks()) == 1,
     )
 
 

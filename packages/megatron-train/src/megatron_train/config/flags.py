@@ -67,6 +67,8 @@ def _inverse(text: str) -> str:
 
 
 ALIASES: Mapping[str, Alias] = {
+    "--encoder-seq-length": Alias((("data.seq_length", FLAG_VALUE),), "the same as --seq-length"),
+    "--decoder-num-layers": Alias((("model.num_layers", FLAG_VALUE),), "the same as --num-layers"),
     "--window-size": Alias(
         (("model.sliding_window", FLAG_VALUE),),
         "the same as --sliding-window L+1, for L,0; -1 for L means no window",

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 def rank_memory(
-    run: RunSections, *, seq_length: int, sequence_parallel: bool, layers: int | None
+    run: RunSections,
+    *,
+    seq_length: int,
+    sequence_parallel: bool,
+    layers: int | None,
+    activations: bool = True,
 ) -> TrainingMemory:
     """Returns the bytes of a rank of the first stage, with the activations of one micro-batch.
 
@@ -25,6 +30,7 @@ def rank_memory(
         seq_length: Tokens of a sample.
         sequence_parallel: Whether activations between tensor-parallel layers are sharded.
         layers: Number of layers of the rank. None means the whole model as one stage.
+        activations: Whether activations are counted.
     """
     products: Mapping[str, Product] = {}
     if run.product != PLAIN:
@@ -45,6 +51,7 @@ def rank_memory(
         moments=min(len(rule.state) for rule in build_rules(run.optimizer)),
         products=products,
         saves_logits=run.placement.cross_entropy_fusion_impl != "linear",
+        activations=activations,
     )
 
 

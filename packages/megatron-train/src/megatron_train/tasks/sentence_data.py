@@ -1,7 +1,7 @@
 """Samples of tasks on corpora of sentences (`megatron-data preprocess --split-sentences`)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -79,13 +79,20 @@ class SentenceData(ABC):
             TrainError: The tokenizers differ; the message names both.
         """
         if self.run.data.allow_tokenizer_mismatch:
-            return
-        try:
-            check_tokenizer(self._path, self.tokenizer)
-        except TokenizerMismatchError as error:
-            raise TrainError(
-                f"{error}, or give --allow-tokenizer-mismatch if both have the same tokens"
-            ) from None
+            return None
+        mismatch = None
+        for tokenizer in self.corpus_tokenizers():
+            try:
+                return check_tokenizer(self._path, tokenizer)
+            except TokenizerMismatchError as error:
+                mismatch = mismatch or error
+        raise TrainError(
+            f"{mismatch}, or give --allow-tokenizer-mismatch if both have the same tokens"
+        )
+
+    def corpus_tokenizers(self) -> Iterator[Tokenizer]:
+        """Yields the tokenizers that corpora may have been made with. Defaults to the run's."""
+        yield self.tokenizer
 
     def identity(self) -> dict[str, Any]:
         """Returns the settings of masking and the order of samples."""
