@@ -21,6 +21,7 @@ VOCABULARY = {"gpt2-124m": 50257, "megatron-gpt-345m": 50257, "gpt3-175b": 50257
 VOCABULARY |= {"llama-tiny": 1024, "smollm2-135m": 49152, "llama3.2-1b": 128256}
 VOCABULARY |= {"deepseek-tiny": 2048, "mistral-tiny": 2048}
 VOCABULARY |= {"bert-tiny": 2048, "megatron-bert-345m": 30522}
+VOCABULARY |= {"t5-tiny": 2048, "t5-base": 32128}
 VOCABULARY |= {"mamba2-tiny": 2048, "mamba2-130m": 50288, "hybrid-tiny": 2048}
 
 # With the published vocabulary, as counted by the models' authors, by transformers or by hand.
@@ -41,6 +42,11 @@ PARAMETERS = {
     "bert-tiny": 1_107_714,
     # The same sum with width 1_024, 24 layers and 512 positions.
     "megatron-bert-345m": 336_226_108,
+    # Embedding 2_048 * 96, three layers a side: attention 4 * 96^2, feed-forward 3 * 96 * 256,
+    # norms 2 * 96, and of the decoder another 4 * 96^2 + 96; final norms 2 * 96, biases 2 * 32 * 4.
+    "t5-tiny": 972_640,
+    # As transformers counts google-t5/t5-base.
+    "t5-base": 222_903_552,
     # Embeddings 2_048 * 128, final norm 128, four layers of in_proj 128 * 648, convolution 384 * 5,
     # scan 3 * 8, norms 256 + 128, out_proj 256 * 128.
     "mamba2-tiny": 734_432,
@@ -61,7 +67,7 @@ def build(name, more=None):
         Values(
             {
                 "data.data_path": GivenValue(("corpus",), "--data-path"),
-                **({} if kind != "bert" else TOKENIZER),
+                **(TOKENIZER if kind in ("bert", "t5") else {}),
                 "model.vocab_size": GivenValue(VOCABULARY[name], "--vocab-size"),
             }
         )
