@@ -63,6 +63,12 @@ LATENT = ROPE | {
     "--qk-pos-emb-head-dim": "4",
     "--v-head-dim": "8",
 }
+SPARSE = LATENT | {
+    "--experimental-attention-variant": "dsa",
+    "--dsa-indexer-n-heads": "2",
+    "--dsa-indexer-head-dim": "8",
+    "--dsa-indexer-topk": "2",
+}
 TEMPERATURE: Words = {**ROPE, "--no-rope-freq": "2", "--attn-temperature-scale": "5"}
 EXPERTS: Words = {"--num-experts": "4"}
 PRE_SOFTMAX: Words = {**EXPERTS, "--moe-router-pre-softmax": ""}
@@ -211,6 +217,14 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "model.qk_pos_emb_head_dim": (LATENT, {"--qk-pos-emb-head-dim": "8"}),
     "model.v_head_dim": (LATENT, {"--v-head-dim": "4"}),
     "model.experimental_attention_variant": ({}, LINEAR),
+    "model.dsa_indexer_n_heads": (SPARSE, {"--dsa-indexer-n-heads": "4"}),
+    "model.dsa_indexer_head_dim": (SPARSE, {"--dsa-indexer-head-dim": "16"}),
+    "model.dsa_indexer_topk": (SPARSE, {"--dsa-indexer-topk": "1"}),
+    "model.dsa_indexer_loss_coeff": (SPARSE, {"--dsa-indexer-loss-coeff": "0.5"}),
+    "model.dsa_indexer_use_sparse_loss": (
+        {**SPARSE, "--dsa-indexer-loss-coeff": "0.5"},
+        {"--dsa-indexer-use-sparse-loss": ""},
+    ),
     "model.linear_attention_freq": (LINEAR, {"--linear-attention-freq": "[0,1]"}),
     "model.linear_conv_kernel_dim": (LINEAR, {"--linear-conv-kernel-dim": "2"}),
     "model.linear_key_head_dim": (LINEAR, {"--linear-key-head-dim": "4"}),

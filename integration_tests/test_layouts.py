@@ -44,6 +44,7 @@ SAMPLE = {
     "tp2·sp-delta-dropout",
     "pp2-bert-dropout",
     "tp2·sp·cp2-bert-post-dropout",
+    "tp2·sp-sparse-dropout",
     "tp3·selective·ep3·etp1·a2a-thirds-dropout",
 }
 FEW = 3
@@ -84,6 +85,7 @@ DEFECT_SAMPLE = {
     "tokens that fill the last rank are routed",
     "the last stage forgets the learning rates of its widths",
     "the states of gated delta nets pass document ends",
+    "sparse attention reads the keys with the lowest scores",
 }
 
 

@@ -212,6 +212,14 @@ MODELS["mixed"] = replace(
     ),
 )
 MODELS["mup"] = replace(MODELS["moe"], use_mup=True, mup_base_hidden_size=8, mup_base_head_dim=2.0)
+MODELS["sparse"] = replace(
+    MODELS["latent"],
+    experimental_attention_variant="dsa",
+    dsa_indexer_n_heads=4,
+    dsa_indexer_head_dim=8,
+    dsa_indexer_topk=5,
+    dsa_indexer_loss_coeff=0.2,
+)
 MODELS["delta"] = replace(
     MODELS["untied"],
     attention_output_gate=True,
@@ -278,7 +286,8 @@ capacity; those of `earliest` keep the earliest tokens and are padded. `mtp` is 
 depths of multi-token prediction, and `moe-mtp` is `moe` with them and an untied output matrix.
 The layers of `mixed` differ in heads, widths and kinds; some lack a sublayer or have a linear layer
 in its place. `mup` is `moe` with maximal update parametrization from a width of 8. `delta` is
-Qwen3-Next's kind: gated delta nets in all layers but the third, which has gated attention.
+Qwen3-Next's kind: gated delta nets in all layers but the third, which has gated attention. `sparse`
+is `latent` with an indexer that selects five keys for each query, and its loss.
 `mamba` has Mamba-2 layers alone. `hybrid` has Mamba-2, attention, experts and a dense
 feed-forward layer. `bert` is Megatron-LM's encoder with both heads of pretraining; `bert-post` has
 post-LN and a norm of the embeddings, as BERT, and is trained to classify.
@@ -309,6 +318,7 @@ Model = Literal[
     "mixed",
     "mup",
     "delta",
+    "sparse",
     "mamba",
     "hybrid",
     "bert",
@@ -751,6 +761,12 @@ CASES = (
     _case("mup", 2, tp=2, pp=2),
     _case("mup", 1, "sp", "dropout", "sharded", tp=2, pp=2, dp=2),
     _case("mup", 2, "fsdp", "alltoall", dp=2, ep=2),
+    _case("sparse", 4, tp=2),
+    _case("sparse", 2, "sp", "dropout", tp=2),
+    _case("sparse", 2, "sp", "selective", tp=4),
+    _case("sparse", 2, "dropout", "uniform", pp=2),
+    _case("sparse", 1, "sp", "zero-bubble", "sharded", tp=2, pp=2, dp=2),
+    _case("sparse", 1, "fsdp", tp=2, dp=2),
     _case("delta", 4, tp=2),
     _case("delta", 2, "sp", "dropout", tp=2),
     _case("delta", 2, "sp", "selective", tp=4),

@@ -263,6 +263,28 @@ VARIANTS = {
         "linear_attention_freq: the pattern [1,0] has 2 layers, but the model has 4",
         {"linear_attention_freq": "[1,0]*2"},
     ),
+    "an indexer that no layer has": Case(
+        {"dsa_indexer_topk": 4},
+        "dsa_indexer_topk 4 has no effect without experimental_attention_variant 'dsa'; leave it "
+        "at 2048",
+        {"dsa_indexer_topk": 2048},
+    ),
+    "sparse attention without latents": Case(
+        {"experimental_attention_variant": "dsa"},
+        "sparse attention (dsa) needs multi_latent_attention; set it",
+        LATENT,
+    ),
+    "an indexer narrower than what is rotated": Case(
+        {**LATENT, "experimental_attention_variant": "dsa", "dsa_indexer_head_dim": 3},
+        "dsa_indexer_head_dim 3 is less than qk_pos_emb_head_dim 4|use dsa_indexer_head_dim 4",
+        {"dsa_indexer_head_dim": 4},
+    ),
+    "sparse attention over context-parallel ranks": Case(
+        {**LATENT, "experimental_attention_variant": "dsa"},
+        "cp 2 cannot cut sparse attention|use cp 1",
+        layout={"cp": 2},
+        fixed_layout={},
+    ),
     "value heads of a gated delta net": Case(
         {**LINEAR, "linear_num_value_heads": 40},
         "linear_num_value_heads 40 is not a multiple of linear_num_key_heads 16|use "

@@ -33,7 +33,10 @@ CHECKING = (
     "components/rotary/config.py",
     *(
         f"components/{name}/spec.py"
-        for name in ("gated_delta_net", "norm", "mlp", "latent_attention", "moe", "relative_bias")
+        for name in (
+            *("gated_delta_net", "norm", "mlp", "latent_attention", "moe", "relative_bias"),
+            "sparse_attention",
+        )
     ),
     "models/encoder_decoder/config.py",
     "models/gpt/config.py",

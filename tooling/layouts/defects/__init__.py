@@ -24,6 +24,7 @@ from layouts.defects import (  # each enters its defects into the catalogue
     scales,
     selections,
     shards,
+    sparse,
     tensor,
     widths,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "scales",
     "selections",
     "shards",
+    "sparse",
     "tensor",
     "widths",
 ]

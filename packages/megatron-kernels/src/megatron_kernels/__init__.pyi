@@ -7,6 +7,8 @@ from .ops.activation.glu import glu as glu
 from .ops.activation.pointwise import pointwise as pointwise
 from .ops.activation.swiglu import swiglu as swiglu
 from .ops.attention.attention import attention as attention
+from .ops.attention.index_scores import index_scores as index_scores
+from .ops.attention.index_scores import select_keys as select_keys
 from .ops.attention.mask import Mask as Mask
 from .ops.attention.reference import attention_backward as attention_backward
 from .ops.attention.reference import attention_forward as attention_forward

@@ -17,6 +17,7 @@ from megatron_kernels.ops.activation.glu import Gate, glu
 from megatron_kernels.ops.activation.pointwise import Pointwise, pointwise
 from megatron_kernels.ops.activation.swiglu import swiglu
 from megatron_kernels.ops.attention.attention import attention
+from megatron_kernels.ops.attention.index_scores import index_scores
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
 from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
@@ -219,6 +220,10 @@ def _ssd_scan(
     )
 
 
+def _index_scores(draw: InputGenerator) -> tuple[Any, ...]:
+    return (draw.normal(5, 2, 3, 8), draw.normal(9, 2, 8), draw.normal(5, 2, 3, mean=0.5))
+
+
 CASES = (
     Case(layer_norm, "", partial(_norm, bias=True)),
     Case(layer_norm, "no bias", _norm_without_bias),
@@ -247,6 +252,7 @@ CASES = (
     Case(attention, "documents", _documents),
     Case(attention, "cache", partial(_attention, mask=Mask(), queries=4, offset=7)),
     Case(attention, "decode", partial(_attention, mask=Mask(), queries=1, offset=9, groups=2)),
+    Case(index_scores, "", _index_scores),
     Case(cross_entropy, "", _cross_entropy),
     Case(grouped_matmul, "", partial(_grouped, counts=(5, 0, 11, 1))),
     Case(grouped_matmul, "one group", partial(_grouped, counts=(0, 0, 8))),

@@ -1,21 +1,28 @@
 """The configuration of attention variants. Importing this module does not import torch."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from megatron_models.components.fields import flag, literal
 from megatron_models.components.gated_delta_net.config import GatedDeltaNetConfig
+from megatron_models.components.sparse_attention.config import SparseAttentionConfig
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 from megatron_models.layer_pattern import PatternError, skipping_pattern
 
-AttentionVariant = Literal["none", "gated_delta_net"]
+AttentionVariant = Literal["none", "gated_delta_net", "dsa"]
+_OWN: Final[Mapping[str, type[Any]]] = {
+    "gated_delta_net": GatedDeltaNetConfig,
+    "dsa": SparseAttentionConfig,
+}
+"""The configuration of each variant, whose fields no other reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionVariantConfig(GatedDeltaNetConfig):
+class AttentionVariantConfig(GatedDeltaNetConfig, SparseAttentionConfig):
     """The mixer that replaces attention, and in which layers. Flags are those of Megatron-LM.
 
     Without a variant, the fields of its mixer must have their defaults.
@@ -25,8 +32,9 @@ class AttentionVariantConfig(GatedDeltaNetConfig):
         default="none",
         metadata=flag(
             "--experimental-attention-variant",
-            "mixer in place of attention: none, or linear attention by gated delta nets in the "
-            "layers of --linear-attention-freq (gated_delta_net, as in Qwen3-Next)",
+            "mixer in place of attention: none, linear attention by gated delta nets in the "
+            "layers of --linear-attention-freq (gated_delta_net, as in Qwen3-Next), or sparse "
+            "multi-latent attention to keys that an indexer selects (dsa, as in DeepSeek-V3.2)",
             choices=get_args(AttentionVariant),
         ),
     )
@@ -41,19 +49,20 @@ class AttentionVariantConfig(GatedDeltaNetConfig):
 
     def _check(self) -> None:
         super()._check()
-        if self.experimental_attention_variant != "gated_delta_net":
-            own = {each.name for each in dataclasses.fields(GatedDeltaNetConfig)}
-            own -= {each.name for each in dataclasses.fields(StreamConfig)}
-            for entry in dataclasses.fields(AttentionVariantConfig):
-                unused = entry.name in own or entry.name == "linear_attention_freq"
-                if unused and getattr(self, entry.name) != entry.default:
-                    raise ConfigError(
-                        f"{{{entry.name}}} has no effect without "
-                        "{experimental_attention_variant:name} 'gated_delta_net'; leave it at "
-                        f"{entry.default!r}",
-                        vars(self),
-                    )
-            return
+        for name, entry in _fields_of_variants():
+            chosen = self.experimental_attention_variant == name
+            if not chosen and getattr(self, entry.name) != entry.default:
+                raise ConfigError(
+                    f"{{{entry.name}}} has no effect without "
+                    f"{{experimental_attention_variant:name}} {name!r}; leave it at "
+                    f"{entry.default!r}",
+                    vars(self),
+                )
+        if self.experimental_attention_variant == "gated_delta_net":
+            self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Refuses a pattern without linear attention."""
         try:
             linear = self.linear_layers
         except PatternError as error:
@@ -71,3 +80,20 @@ class AttentionVariantConfig(GatedDeltaNetConfig):
         """For each layer, whether it has linear attention."""
         text = self.linear_attention_freq
         return skipping_pattern(text, self.num_layers) if text else (False,) * self.num_layers
+
+    @property
+    def has_sparse_attention(self) -> bool:
+        """Whether an indexer selects the keys of attention."""
+        return self.experimental_attention_variant == "dsa"
+
+
+def _fields_of_variants() -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
+    """Yields the fields that only one variant reads, with its name."""
+    shared = {each.name for each in dataclasses.fields(StreamConfig)}
+    for name, kind in _OWN.items():
+        for entry in dataclasses.fields(kind):
+            if entry.name not in shared:
+                yield name, entry
+    for entry in dataclasses.fields(AttentionVariantConfig):
+        if entry.name == "linear_attention_freq":
+            yield "gated_delta_net", entry

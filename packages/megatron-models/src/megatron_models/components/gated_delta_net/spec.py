@@ -139,7 +139,7 @@ class GatedDeltaNetSpec(GatedDeltaNetConfig, NormConfig, Mixer):
         """Returns that ranks cannot share documents, whose parts would need one another's state."""
         if feature != "document_pool":
             return None
-        return UnsupportedFeature("{linear_attention_freq:name}", _ONE_RANK)
+        return UnsupportedFeature("{linear_num_key_heads:name}", _ONE_RANK)
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuses tensor-parallel sizes that do not divide the key heads, and context parallelism.

@@ -62,9 +62,12 @@ class LatentAttention(nn.Module):
         query_latent = self._query_latent(x)
         q = self._queries(query_latent, context, cut)
         latent, shared_key = self._latents(x, context, cut)
-        seen = None if context.cache is None else self._cached(context, latent, shared_key)
+        index = self._selectors(x, query_latent, context, cut)
+        seen = None
+        if context.cache is not None:
+            seen = self._cached(context, latent, shared_key, *index)
         if seen is not None and context.offset > 0:
-            y = self._absorbed(q, seen, context)
+            y = self._absorbed(q, seen, context, *index)
         else:
             k, v = self._keys_values(latent, shared_key, cut)
 
@@ -74,9 +77,23 @@ class LatentAttention(nn.Module):
             with context.maybe_discard(
                 "mla_up_proj", (q, k, v), project, query_latent, latent, shared_key
             ):
-                y = context.maybe_recompute("core_attn", partial(self._attend, context), q, k, v)
+                core = partial(self._attend, context)
+                y = context.maybe_recompute("core_attn", core, q, k, v, *index)
         result: Tensor = self.out(y.flatten(2), sequence_parallel=cut)
         return result
+
+    def _selectors(
+        self, x: Float[Tensor, "part b h"], latent: Tensor, context: Context, cut: bool
+    ) -> tuple[Tensor, ...]:
+        """Returns what selects keys, for a subclass; nothing if all are read.
+
+        Args:
+            x: Tokens of this rank.
+            latent: Latents of their queries.
+            context: State of the pass.
+            cut: Whether sequence parallelism cuts the tokens.
+        """
+        return ()
 
     def _query_latent(self, x: Float[Tensor, "part b h"]) -> Float[Tensor, "part b r"]:
         """Returns the latents of queries, or ``x`` if queries have none."""
@@ -120,7 +137,7 @@ class LatentAttention(nn.Module):
         # A copy: a view of the values would keep the keys without rotation in memory too.
         return k, v.contiguous()
 
-    def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor, *index: Tensor) -> Tensor:
         """Returns attention without a cache, over the keys of all context-parallel ranks."""
         if context.context_parallel is not None:
             over_ranks = context.context_parallel.attention
@@ -133,6 +150,7 @@ class LatentAttention(nn.Module):
         context: Context,
         latent: Float[Tensor, "s b r"],
         shared_key: Float[Tensor, "s b 1 e"],
+        *index: Tensor,
     ) -> KVHandle:
         """Adds the latents and rotated keys of new tokens to the cache; returns those of all."""
         if not isinstance(context.cache, LatentKVCache):
@@ -144,7 +162,7 @@ class LatentAttention(nn.Module):
         return context.cache.update_latent(self.layer, keys, latent.shape[-1])
 
     def _absorbed(
-        self, q: Float[Tensor, "s b n d"], seen: KVHandle, context: Context
+        self, q: Float[Tensor, "s b n d"], seen: KVHandle, context: Context, *index: Tensor
     ) -> Float[Tensor, "s b n dv"]:
         """Returns attention over cached latents."""
         weight = self.kv_up.product.merged_weight(product_weights(self.kv_up))

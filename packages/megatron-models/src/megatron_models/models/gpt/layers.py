@@ -17,6 +17,7 @@ from megatron_models.components.moe.spec import MoESpec
 from megatron_models.components.multi_token.config import MultiTokenConfig
 from megatron_models.components.multi_token.spec import MultiTokenSpec
 from megatron_models.components.norm.spec import NormSpec
+from megatron_models.components.sparse_attention.spec import SparseAttentionSpec
 from megatron_models.models.gpt.fields import GPTFields
 
 
@@ -81,7 +82,8 @@ def attention_mixer(config: GPTFields, number: int) -> Mixer | None:
         init = dict(config.hidden_init)
         return config.own_mixer(number, "attention", GatedDeltaNetSpec, init)
     changes = {**attention_changes(config, number), **config.hidden_init}
-    return config.own_mixer(number, "attention", attention_kind(config), changes)
+    kind = SparseAttentionSpec if config.has_sparse_attention else attention_kind(config)
+    return config.own_mixer(number, "attention", kind, changes)
 
 
 def attention_kind(config: LatentAttentionConfig) -> type[AttentionSpec | LatentAttentionSpec]:

@@ -1,0 +1,1 @@
+"""Sparse attention: an indexer selects the keys that each query of latent attention reads."""
