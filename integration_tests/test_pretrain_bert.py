@@ -48,7 +48,7 @@ def folder(tmp_path_factory, run_command) -> Path:
     draw = random.Random(1)
 
     def sentence() -> str:
-        return " ".join(draw.choices(WORDS[:4], k=6)).capitalize() + "."
+        return " ".join(draw.choices((*WORDS[:3], "cats"), k=6)).capitalize() + "."
 
     lines = [" ".join(sentence() for _ in range(draw.randint(3, 6))) for _ in range(60)]
     (folder / "my-corpus.json").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
@@ -75,7 +75,7 @@ PAIRS = ("lm loss", "sop loss", "sop accuracy", "grad_norm")
         pytest.param("", PAIRS, (TP2, PP2), id="pairs"),
         pytest.param("", PAIRS, (DP2, CP2, TP2, "", PP2), id="more", marks=pytest.mark.slow),
         pytest.param(
-            "--bert-no-binary-head --no-calculate-per-token-loss",
+            "--bert-no-binary-head --no-calculate-per-token-loss --num-tokentypes 0",
             ("lm loss", "grad_norm"),
             (PP2, TP2),
             id="without a binary head",
@@ -169,6 +169,38 @@ def test_other_samples_are_refused_when_a_run_continues(folder, train_in):
     assert "samples 8 in the checkpoint and 16 in this run; the order depends on" in longer
     other = start(f"{run} --train-iters 2 --mask-prob 0.3 --save one --load one", 1)
     assert "mask_prob 0.15 in the checkpoint and 0.3 in this run" in other
+
+
+FIRST = "--train-iters 1 --eval-iters 0 --no-progress --lr 0 --min-lr 0"
+
+
+@pytest.fixture(scope="module")
+def first_losses(folder, run_command) -> list[float]:
+    """Returns the losses of the first step with the default samples."""
+    run_command(folder, f"{RUN} {FIRST} --save defaults")
+    return steps(folder / "defaults", "lm loss")[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mask-prob 0.4",
+        "--short-seq-prob 1",
+        "--mask-max-ngram 1",
+        "--no-mask-whole-words",
+        "--mask-longer-ngrams",
+        "--mask-geometric",
+        "--mask-permutation",
+        "--bert-no-binary-head",
+        "--tokenizer-type BertWordPieceCase --allow-tokenizer-mismatch",
+    ],
+)
+def test_a_flag_changes_the_samples(folder, train_in, first_losses, words):
+    run = RUN.removeprefix("megatron-train ")
+    name = words.split()[0].strip("-")
+    train_in(folder)(f"{run} {FIRST} {words} --save {name}")
+    same = name == "tokenizer-type"  # the corpus has the tokens already
+    assert (steps(folder / name, "lm loss")[1] == first_losses) == same
 
 
 @pytest.mark.parametrize("name", ["bert-tiny", "megatron-bert-345m"])

@@ -1,6 +1,6 @@
 """Options are read from dataclasses and convert values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Literal
 
 import pytest
@@ -118,3 +118,22 @@ def test_empty_text_is_the_value_of_an_option_whose_default_is_empty():
     assert pattern.coerce("", "a.yaml: s.pattern") == ""
     with pytest.raises(TrainError, match=r"s\.name needs text, got ''"):
         name.coerce("", "a.yaml: s.name")
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "opposite", "sets"),
+    [
+        ("mmap", "--no-mmap", "--mmap", False),
+        ("no_load_optim", "--no-load-optim", "--load-optim", True),
+        ("bert_binary_head", "--bert-no-binary-head", "--bert-binary-head", False),
+        ("no_reshard_after", "--fsdp-no-reshard-after", "--fsdp-reshard-after", True),
+        ("add_bias_linear", "--disable-bias-linear", "--add-bias-linear", False),
+        ("notes", "--notes", "--no-notes", True),
+    ],
+)
+def test_a_switch_turns_off_by_a_negative_word_that_its_field_does_not_have(
+    name, flag, opposite, sets
+):
+    switch = field(default=False, metadata={"flag": flag, "help": "a switch"})
+    (option,) = options_of(make_dataclass("Section", [(name, bool, switch)]), "section")
+    assert (option.flag, option.opposite, option.flag_value()) == (flag, opposite, sets)

@@ -24,8 +24,8 @@ _DERIVED = {
     "model.max_position_embeddings": "--seq-length",
     "data.sample_order": "stateless; with --sft packed, or compat for JSON lines",
 }
-_OFF_PREFIXES = ("--no-", "--disable-")
-_OFF_NAMES = ("no_", "disable_")
+_OFF_WORDS = {"no", "disable"}
+"""Words of a flag that turns its setting off, as in ``--bert-no-binary-head``."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,7 @@ class Option:
 
     def flag_value(self) -> bool:
         """Returns the value that ``flag`` sets, for a switch."""
-        if self.name.startswith(
-            _OFF_NAMES
-        ):  # the name of the field is negative, such as no_load_optim
-            return True
-        return not self.flag.startswith(_OFF_PREFIXES)
+        return not _turns_off(self.flag, self.name)
 
     def command_line(self, value: Any) -> str:
         """Returns the command-line arguments that set this option to ``value``."""
@@ -171,9 +167,17 @@ def _flag_of(name: str, *, off: bool) -> str:
     return ("--no-" if off else "--") + name.replace("_", "-")
 
 
+def _turns_off(flag: str, name: str) -> bool:
+    """Returns whether a switch sets False: it has a negative word that the field does not have.
+
+    ``--no-load-optim`` sets ``no_load_optim`` to True, and ``--no-mmap`` sets ``mmap`` to False.
+    """
+    return bool(_OFF_WORDS & ({*flag.removeprefix("--").split("-")} - {*name.split("_")}))
+
+
 def _opposite(flag: str, name: str) -> str:
-    if flag.startswith("--no-"):
-        return "--" + flag.removeprefix("--no-")
+    if "-no-" in flag:
+        return flag.replace("-no-", "-", 1)
     if flag.startswith("--disable-"):
         return "--" + name.replace("_", "-")
     return "--no-" + flag.removeprefix("--")
