@@ -46,6 +46,8 @@ SAMPLE = {
     "tp2·sp·cp2-bert-post-dropout",
     "tp2·sp-sparse-dropout",
     "tp3·selective·ep3·etp1·a2a-thirds-dropout",
+    "tp2·sp-mamba-dropout",
+    "cp2·ep2·a2a-hybrid-dropout",
 }
 FEW = 3
 """Number of steps of the sample, in which every planted defect is detected."""

@@ -46,12 +46,28 @@ def test_a_run_falls_and_continues_in_other_layouts(corpus, run_command, tmp_pat
     run_command(corpus, f"{exact} --save {tmp_path}/one")
     for layout, stop in zip(layouts, range(4, iterations + 1, 4), strict=True):
         options = f"--save {tmp_path}/moved --load {tmp_path}/moved --exit-interval {stop}"
-        run_command(corpus, f"{exact} {layout} {options}")
+        given = exact.replace("M*-M", "M|*-M") if layout == PP2 else exact  # uneven stages
+        run_command(corpus, f"{given} {layout} {options}")
     one, moved = steps(tmp_path / "one"), steps(tmp_path / "moved")
     assert moved.keys() == one.keys() == set(range(1, iterations + 1))
     for step, (loss, norm) in one.items():
         assert moved[step] == pytest.approx((loss, norm), abs=1e-9), step
     assert one[iterations][0] < 0.8 * one[1][0]
+
+
+def test_stages_of_a_pattern_exclude_other_splits(capsys):
+    sizes = f"{SIZES} {HYBRID}".replace("M*-M", "M|*-M").replace("--reset-attention-mask", "")
+    plan = f"plan hybrid --count {sizes} --vocab-size 64 --world-size 2"
+    plan += " --pipeline-model-parallel-size 2"
+    assert main(plan.split()) == 0
+    capsys.readouterr()
+    assert main(f"{plan} --decoder-first-pipeline-num-layers 1".split()) == 1
+    error = capsys.readouterr().err
+    assert "--decoder-first-pipeline-num-layers has no effect, since the model divides" in error
+    assert main(plan.replace("M|*-M", "M|*|-M").split()) == 1
+    assert "--hybrid-layer-pattern has 3 pipeline stages, but the layout has 2" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.usefixtures("plain_runs")

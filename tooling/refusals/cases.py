@@ -847,6 +847,113 @@ ENCODER_DECODERS = {
     ),
 }
 
+_MAMBA: Mapping[str, Any] = {
+    "num_attention_heads": None,
+    "ffn_hidden_size": None,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+}
+_HYBRID: Mapping[str, Any] = {
+    "hybrid_layer_pattern": "M*-M",
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+}
+_PATTERN = "hybrid_layer_pattern"
+RECURRENT = {
+    "a width that heads do not divide": Case(
+        {**_MAMBA, "mamba_head_dim": 36},
+        "mamba_head_dim 36 does not divide 2 x hidden_size 24; use mamba_head_dim 24 or 48",
+        {"mamba_head_dim": 24},
+        kind="mamba",
+    ),
+    "groups that do not divide the heads": Case(
+        {**_MAMBA, "mamba_num_groups": 4},
+        "mamba_num_groups 4 does not divide mamba_num_heads 6; use mamba_num_groups 3",
+        {"mamba_num_groups": 3},
+        kind="mamba",
+    ),
+    "limits of time steps": Case(
+        {**_MAMBA, "mamba_dt_min": 0.1, "mamba_dt_max": 0.1},
+        "mamba_dt_max 0.1 is not above mamba_dt_min 0.1; use a larger value, or 0 for no limit",
+        {"mamba_dt_max": 0.0},
+        kind="mamba",
+    ),
+    "positions without attention": Case(
+        {**_MAMBA, "position_embedding_type": "rope"},
+        "position_embedding_type rope needs attention|use none",
+        {"position_embedding_type": "none"},
+        kind="mamba",
+    ),
+    "groups over tensor-parallel ranks": Case(
+        _MAMBA,
+        "tp 4 cannot cut mamba_num_groups 2 into 4 equal parts; use tp 2",
+        layout={"tp": 4},
+        fixed_layout={"tp": 2},
+        kind="mamba",
+    ),
+    "groups over context-parallel ranks": Case(
+        _MAMBA,
+        "cp 2 cannot cut the 1 of mamba_num_groups 2 that tp 2 leaves on a rank; use cp 1",
+        layout={"tp": 2, "cp": 2},
+        fixed_layout={"tp": 2, "cp": 1},
+        kind="mamba",
+    ),
+    "an unknown symbol": Case(
+        {**_HYBRID, _PATTERN: "M*-X"},
+        "hybrid_layer_pattern has the unknown symbol 'X'; use M (Mamba-2), |* (attention)",
+        {_PATTERN: "M*-M"},
+        kind="hybrid",
+    ),
+    "an empty stage": Case(
+        {**_HYBRID, _PATTERN: "M*||-M"},
+        "hybrid_layer_pattern has a pipeline stage without layers; put layers around each",
+        {_PATTERN: "M*-M"},
+        kind="hybrid",
+    ),
+    "a long pattern": Case(
+        {**_HYBRID, _PATTERN: "M" * 200_000},
+        "hybrid_layer_pattern has 200000 symbols; use at most 100000",
+        kind="hybrid",
+    ),
+    "another number of layers": Case(
+        {**_HYBRID, _PATTERN: "M*-"},
+        "hybrid_layer_pattern has 3 layers, but num_layers is 4; use num_layers 3 or leave it out",
+        {"num_layers": 3},
+        kind="hybrid",
+    ),
+    "no layer of experts": Case(
+        {**_HYBRID, "num_experts": 4},
+        "hybrid_layer_pattern has no layer E, but num_experts is 4; use num_experts 0",
+        {"num_experts": 0},
+        kind="hybrid",
+    ),
+    "no experts for a layer": Case(
+        {**_HYBRID, _PATTERN: "M*EM"},
+        "hybrid_layer_pattern has a layer E, but num_experts is 0; use num_experts of at least 1",
+        {"num_experts": 2},
+        kind="hybrid",
+    ),
+    "another pattern of experts": Case(
+        {**_HYBRID, _PATTERN: "M*EE", "num_experts": 4, "moe_layer_freq": "2"},
+        "moe_layer_freq 2 has no effect with hybrid_layer_pattern, whose symbol E|leave it out",
+        {"moe_layer_freq": None},
+        kind="hybrid",
+    ),
+    "a field of a layer that is not there": Case(
+        {**_HYBRID, _PATTERN: "**--", "mamba_num_groups": None, "mamba_head_dim": 8},
+        "mamba_head_dim 8 has no effect without a layer M in hybrid_layer_pattern; leave it at 64",
+        {"mamba_head_dim": 64},
+        kind="hybrid",
+    ),
+    "stages of a pattern": Case(
+        {**_HYBRID, _PATTERN: "M*|-M"},
+        "hybrid_layer_pattern has 2 pipeline stages, but the layout has 4; use 3 times",
+        layout={"pp": 4},
+        fixed_layout={"pp": 2},
+        kind="hybrid",
+    ),
+}
+
 CASES: Mapping[str, Case] = {
     f"{group}: {name}": case
     for group, cases in {
@@ -861,6 +968,7 @@ CASES: Mapping[str, Case] = {
         "layers": LAYERS,
         "layout": LAYOUTS,
         "encoder-decoder": ENCODER_DECODERS,
+        "recurrent": RECURRENT,
     }.items()
     for name, case in cases.items()
 }

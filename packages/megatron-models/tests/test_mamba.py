@@ -234,5 +234,6 @@ def test_stages_of_a_pattern_are_those_between_its_bars():
     two = ParallelLayout(pp=2, dp=1)
     assert config.stage_split(two) == (range(1), range(1, 6))
     assert HYBRID.stage_split(two) is None
+    assert HybridConfig.from_json(config.to_json()) == HYBRID
     with pytest.raises(ConfigError, match="has 2 pipeline stages, but the layout has 4; use 3"):
         config.check_layout(ParallelLayout(pp=4, dp=1))

@@ -27,7 +27,7 @@ CHECKING = (
         f"components/{name}/config.py"
         for name in (
             *("attention", "attention_variant", "gated_delta_net", "heterogeneous"),
-            *("latent_attention", "moe", "multi_token"),
+            *("latent_attention", "mamba", "moe", "multi_token"),
         )
     ),
     "components/rotary/config.py",
@@ -35,10 +35,12 @@ CHECKING = (
         f"components/{name}/spec.py"
         for name in (
             *("gated_delta_net", "norm", "mlp", "latent_attention", "moe", "relative_bias"),
-            "sparse_attention",
+            *("mamba", "sparse_attention"),
         )
     ),
     "models/encoder_decoder/config.py",
+    *(f"models/hybrid/{name}.py" for name in ("config", "fields", "layers", "pattern")),
+    "models/mamba/config.py",
     "models/gpt/config.py",
     "models/gpt/fields.py",
     "models/gpt/layers.py",

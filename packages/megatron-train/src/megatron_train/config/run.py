@@ -158,7 +158,7 @@ class RunConfig(RunSections):
         """Refuses settings that the pipeline schedule does not support."""
         layout = self.layout
         with named_by_flags("pipeline"):
-            self.pipeline.stage_layers(self.model.depth, layout, len(self.model.multi_token()))
+            _ = self.layer_split
             schedule = self.pipeline.resolve_schedule(layout)
             group = self.pipeline.group_size
             for size in self.batch_sizes.sizes:

@@ -15,7 +15,7 @@ from megatron_train.config.batch_size import BatchSizeSchedule
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.data import DataConfig
 from megatron_train.config.extensions import SelectedExtensions, default_task, extension_sections
-from megatron_train.config.options import Option, options_of
+from megatron_train.config.options import Option, flags_of, options_of
 from megatron_train.config.placement import PlacementConfig
 from megatron_train.config.sections import (
     EvaluationConfig,
@@ -166,7 +166,21 @@ class RunSections:
 
     @property
     def layer_split(self) -> tuple[range, ...]:
-        """The global layer numbers of each pipeline stage."""
+        """The global layer numbers of each pipeline stage.
+
+        Raises:
+            TrainError: Both the model and a flag divide the layers.
+        """
+        of_model = self.model.stage_split(self.layout)
+        if of_model is not None:
+            plain, flags = PipelineConfig(), flags_of(PipelineConfig)
+            for name in ("stages", "first", "last", "count_embedding", "count_loss"):
+                if getattr(self.pipeline, name) != getattr(plain, name):
+                    raise TrainError(
+                        f"{flags[name]} has no effect, since the model divides its layers over "
+                        f"the {len(of_model)} pipeline stages; leave it out"
+                    )
+            return of_model
         return self.pipeline.stage_layers(
             self.model.depth, self.layout, len(self.model.multi_token())
         )

@@ -1,7 +1,7 @@
 """The configuration of a hybrid model. Importing this module does not import torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_parallel import ParallelLayout
 
@@ -37,6 +37,13 @@ class HybridConfig(HybridFields):
         embedding = self.component(EmbeddingSpec, is_output_weight=tied)
         norm = self.component(NormSpec)
         return {"": TrunkSpec(embedding, hybrid_layers(self), norm, self.hidden_size)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns every field as a plain JSON value; the pattern without pipeline stages.
+
+        Stages belong to a run. A checkpoint is read with any number of them.
+        """
+        return {**super().to_dict(), "hybrid_layer_pattern": self.pattern.layers}
 
     def stage_split(self, layout: ParallelLayout) -> tuple[range, ...] | None:
         """Returns the layers between the ``|`` of the pattern; None without any.
