@@ -41,7 +41,8 @@ def sampled() -> list[tuple[FamilyCase, str]]:
     """Returns the fast layouts: the mixed one, and ``ep`` or one of the others in turn."""
     found = []
     for at, case in enumerate(each for each in cases().values() if each.represents):
-        other = "ep" if config_of(case).expert_parallel else ("tp", "cp", "pp")[at % 3]
+        fitting = [axis for axis in ("tp", "cp", "pp") if axis not in case.refused_axes]
+        other = "ep" if config_of(case).expert_parallel else fitting[at % len(fitting)]
         found += [(case, "mixed"), (case, other)]
     return found
 

@@ -56,6 +56,11 @@ class Comparison(ABC):
     def load(self, case: "FamilyCase", folder: Path) -> Any:
         """Returns the model of theirs that transformers loads from an exported folder."""
 
+    def continued(self, model: Any, tokens: Tensor, cache: Any = None) -> Tensor:
+        """Returns the logits ``[s, b, v]`` of tokens, after those in a cache if one is given."""
+        found: Tensor = model(tokens, cache=cache)
+        return found
+
 
 def loaded(case: "FamilyCase", folder: Path, auto_class: str) -> Any:
     """Returns the model that an Auto class of transformers loads, with the case's attention."""

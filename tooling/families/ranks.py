@@ -14,7 +14,7 @@ from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 
 from families.case import FamilyCase
-from families.comparison import text
+from families.comparison import Comparison, text
 from families.parity import error
 
 DECODE_LIMIT = 1e-9
@@ -81,20 +81,23 @@ def decoding(pool: WorkerPool, case: FamilyCase) -> float | None:
     tokens = text(size, 2, PASSES[-1])
     model = random_model(Mesh.single(), config)
     with torch.no_grad():
-        expected = model(tokens)
-    ranks = pool.run_mesh(ParallelLayout(tp=2, dp=1), decoded, config, tokens)
-    found = (decoded(Mesh.single(), config, tokens), torch.cat(ranks, -1))
+        expected = case.kind.continued(model, tokens)
+    ranks = pool.run_mesh(ParallelLayout(tp=2, dp=1), decoded, config, case.kind, tokens)
+    found = (decoded(Mesh.single(), config, case.kind, tokens), torch.cat(ranks, -1))
     # Two ranks may pad the vocabulary to another size.
     return max(error(each[..., :size], expected[..., :size]) for each in found)
 
 
-def decoded(mesh: Mesh, config: ModelConfig, tokens: Tensor) -> Tensor:
+def decoded(mesh: Mesh, config: ModelConfig, kind: Comparison, tokens: Tensor) -> Tensor:
     """Returns this rank's columns of the logits, computed with a cache in several passes."""
     model = random_model(mesh, config)
     cache = StaticKVCache(config, mesh, len(tokens), PASSES[-1], dtype=torch.float64)
     starts = (0, *PASSES[:-1])
     with torch.no_grad():
-        parts = [model(tokens[:, a:b], cache=cache) for a, b in zip(starts, PASSES, strict=True)]
+        parts = [
+            kind.continued(model, tokens[:, a:b], cache)
+            for a, b in zip(starts, PASSES, strict=True)
+        ]
     return torch.cat(parts)
 
 

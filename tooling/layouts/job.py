@@ -179,7 +179,7 @@ def watch_routes(stages: Sequence[Any], mesh: Mesh) -> Routes:
         router.register_forward_hook(note)
 
     for stage in stages:
-        for name, block in stage.layers.items():
+        for name, block in getattr(stage, "layers", {}).items():  # models of one trunk have them
             mixer = getattr(block, "mlp", None)  # a layer may lack it
             if isinstance(mixer, MoE):
                 watch(int(name), mixer.router)

@@ -8,6 +8,7 @@ import torch
 from megatron_train import GPTTask
 from megatron_train.tasks.bert import BertTask
 from megatron_train.tasks.classification import ClassificationTask
+from megatron_train.tasks.t5 import T5Task
 from megatron_train.tasks.task import Task
 from torch import Tensor
 
@@ -80,7 +81,31 @@ class Bidirectional(Training):
         }
 
 
-TRAININGS: Final[Mapping[str, Training]] = {"bert": Bidirectional()}
+class SpanCorruption(Training):
+    """Predicts each next token of a target from a source that ends in padding."""
+
+    TARGET: Final = SEQUENCE - 4
+
+    def task(self, case: Case, stages: Sequence[Any]) -> Task:
+        """Returns the task."""
+        return T5Task(stages, None, seed=SEED, **(DROPOUT if case.dropout else {}))
+
+    def sample(self, case: Case, index: int) -> dict[str, Tensor]:
+        """Returns two texts of different lengths."""
+        source, target = padded(sample(index)), sample(index + 500)
+        ends = {name: target[name][: self.TARGET] for name in ("tokens", "labels", "loss_mask")}
+        return {
+            "tokens": source["tokens"],  # counted
+            "encoder_tokens": source["tokens"],
+            "encoder_document_ids": -(source["document_ids"] < 0).int(),
+            "decoder_tokens": ends["tokens"],
+            "labels": ends["labels"],
+            "loss_mask": ends["loss_mask"],
+            "sample_ids": source["sample_ids"],
+        }
+
+
+TRAININGS: Final[Mapping[str, Training]] = {"bert": Bidirectional(), "t5": SpanCorruption()}
 """Trainings by kind of model; others are trained as `Causal`."""
 
 

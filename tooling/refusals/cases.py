@@ -840,7 +840,7 @@ ENCODER_DECODERS = {
     ),
     "context parallelism": Case(
         {},
-        "an encoder-decoder does not support context parallelism: cp 2; use cp 1",
+        "cp 2 cannot cut the sequences of an encoder-decoder|use cp 1",
         layout={"cp": 2},
         fixed_layout={"cp": 1},
         kind="t5",

@@ -167,6 +167,7 @@ class EncoderDecoderConfig(
         super().check_layout(layout)
         if layout.cp > 1:
             raise ConfigError(
-                "an encoder-decoder does not support context parallelism: {cp}; use {cp:name} 1",
+                "{cp} cannot cut the sequences of an encoder-decoder, which has no context "
+                "parallelism; use {cp:name} 1",
                 {"cp": layout.cp},
             )
