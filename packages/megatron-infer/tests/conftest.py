@@ -59,6 +59,20 @@ KINDS = {
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 5,
     },
+    "sparse": {
+        "position_embedding_type": "rope",
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 5,
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": 3,
+        "dsa_indexer_head_dim": 6,
+        "dsa_indexer_topk": 3,
+    },
 }
 STATE = {"mamba_num_groups": 4, "mamba_head_dim": 4, "mamba_state_dim": 5, "mamba_chunk_size": 3}
 DELTA = {

@@ -34,7 +34,9 @@ def without_cache(model: GPT, prompt: list[int], params: SamplingParams) -> tupl
     return tuple(tokens[len(prompt) :])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "window", "llama4", "latent", "mamba", "hybrid"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", "window", "llama4", "latent", "sparse", "mamba", "hybrid"]
+)
 @pytest.mark.parametrize(
     "params",
     [GREEDY, SamplingParams(max_new_tokens=12, seed=3, top_p=0.95)],
