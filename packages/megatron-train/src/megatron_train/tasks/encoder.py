@@ -1,4 +1,4 @@
-"""What tasks on encoders share: inputs of stages, and cuts for context parallelism."""
+"""What tasks on padded sequences share: inputs of stages, and cuts for context parallelism."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -40,13 +40,14 @@ class EncoderTask(StagedTask):
     ) -> Mapping[str, Any]:
         """Returns the keyword arguments of a stage; the first one gets tokens and their types."""
         module, fields = self._stage(stage), batch.fields
+        causal = not any(mixer.bidirectional for mixer in self._model.mixers)
         found: dict[str, Any] = {
-            "mask": Mask(causal=False, document_ids=fields["document_ids"]),
+            "mask": Mask(causal=causal, document_ids=fields["document_ids"]),
             **self._dropout(batch, iteration),
         }
         if module.first:
             found["x"] = fields["tokens"]
-            if self._stages[0].config.num_tokentypes:
+            if getattr(self._model, "num_tokentypes", 0):
                 found["token_types"] = fields["token_types"]
         if batch.context_split is not None:
             found["split"] = batch.context_split
