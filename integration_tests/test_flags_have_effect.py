@@ -35,6 +35,10 @@ from megatron_train.config.reference import documented_options
 from megatron_train.metrics.console import Console
 
 BASE: Words = {
+    "model.task_head": "the task gpt predicts tokens",
+    "model.num_labels": "--num-labels 3 does not fit --task-head none",
+    "model.head_pooling": "--head-pooling mean has no effect without --task-head",
+    "model.normalize_embedding": "--no-normalize-embedding has an effect only with --task-head",
     "--num-layers": "2",
     "--hidden-size": "16",
     "--num-attention-heads": "2",
@@ -329,6 +333,11 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     ),
     "model.moe_z_loss_coeff": (EXPERTS, {"--moe-z-loss-coeff": "1"}),
     "model.use_mup": ({}, MUP),
+    # Refused: the task of the command predicts tokens.
+    "model.task_head": ({}, {"--task-head": "reward"}),
+    "model.num_labels": ({}, {"--num-labels": "3"}),
+    "model.head_pooling": ({}, {"--head-pooling": "mean"}),
+    "model.normalize_embedding": ({}, {"--no-normalize-embedding": ""}),
     "model.mup_base_hidden_size": (MUP, {"--mup-base-hidden-size": "4"}),
     "model.mup_base_head_dim": (MUP, {"--mup-base-head-dim": "4"}),
     "model.mup_attn_scale_power": (MUP, {"--mup-attn-scale-power": "0.5"}),

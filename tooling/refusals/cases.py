@@ -953,6 +953,52 @@ RECURRENT = {
         kind="hybrid",
     ),
 }
+HEADS: Mapping[str, Case] = {
+    "a width that a head does not have": Case(
+        {"task_head": "reward", "num_labels": 3},
+        "num_labels 3 does not fit task_head reward, whose width is 1|use task_head "
+        "'classification'",
+        {"task_head": "classification"},
+    ),
+    "a pooling that no head reads": Case(
+        {"head_pooling": "mean"},
+        "head_pooling mean has no effect without task_head; leave it out",
+        {"head_pooling": None},
+    ),
+    "a norm of another head": Case(
+        {"task_head": "regression", "normalize_embedding": False},
+        "normalize_embedding has an effect only with task_head 'embedding', not 'regression'; "
+        "leave it out",
+        {"normalize_embedding": None},
+    ),
+    "later tokens of a head": Case(
+        {"task_head": "classification", "mtp_num_layers": 1},
+        "mtp_num_layers 1 needs logits of tokens, which a model with task_head classification does "
+        "not have; leave mtp_num_layers out",
+        {"mtp_num_layers": None},
+    ),
+}
+ENCODERS: Mapping[str, Case] = {
+    "an offset of other positions": Case(
+        {**ROPE, "position_offset": 2},
+        "position_offset 2 needs position_embedding_type 'learned_absolute', not 'rope'",
+        {"position_embedding_type": "learned_absolute"},
+        kind="bert",
+    ),
+    "an offset after all positions": Case(
+        {"position_offset": 16},
+        "position_offset 16 leaves no position of max_position_embeddings 16; use position_offset "
+        "15 or less",
+        {"position_offset": 15},
+        kind="bert",
+    ),
+    "two poolers": Case(
+        {"bert_pooler": True},
+        "bert_pooler has no effect with a binary head, which has a pooler; leave it out",
+        {"bert_pooler": None},
+        kind="bert",
+    ),
+}
 
 CASES: Mapping[str, Case] = {
     f"{group}: {name}": case
@@ -969,6 +1015,8 @@ CASES: Mapping[str, Case] = {
         "layout": LAYOUTS,
         "encoder-decoder": ENCODER_DECODERS,
         "recurrent": RECURRENT,
+        "heads": HEADS,
+        "encoders": ENCODERS,
     }.items()
     for name, case in cases.items()
 }

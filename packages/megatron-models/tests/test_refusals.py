@@ -27,7 +27,7 @@ CHECKING = (
         f"components/{name}/config.py"
         for name in (
             *("attention", "attention_variant", "gated_delta_net", "heterogeneous"),
-            *("latent_attention", "mamba", "moe", "multi_token"),
+            *("heads", "latent_attention", "mamba", "moe", "multi_token"),
         )
     ),
     "components/rotary/config.py",
@@ -38,6 +38,8 @@ CHECKING = (
             *("mamba", "sparse_attention"),
         )
     ),
+    "models/bert/config.py",
+    "models/causal_config.py",
     "models/encoder_decoder/config.py",
     *(f"models/hybrid/{name}.py" for name in ("config", "fields", "layers", "pattern")),
     "models/mamba/config.py",

@@ -35,7 +35,6 @@ from .memory import TrainingMemory as TrainingMemory
 from .memory import training_memory as training_memory
 from .models.bert.config import BertConfig as BertConfig
 from .models.bert.model import Bert as Bert
-from .models.bert.model import EncoderOutput as EncoderOutput
 from .models.bert.model import bert_chunks as bert_chunks
 from .models.causal_config import CausalConfig as CausalConfig
 from .models.causal_model import CausalModel as CausalModel
@@ -50,6 +49,7 @@ from .models.gpt.model import gpt_chunks as gpt_chunks
 from .models.hybrid.config import HybridConfig as HybridConfig
 from .models.mamba.config import MambaModelConfig as MambaModelConfig
 from .models.model_config import ModelConfig as ModelConfig
+from .models.trunk_model import EncoderOutput as EncoderOutput
 from .new_heads import head_fields as head_fields
 from .new_heads import new_head_parameters as new_head_parameters
 from .parameters import parameter_count as parameter_count

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
@@ -47,6 +48,22 @@ class PassOptions:
     interleaver: PassInterleaver | None = None
     router_replay: RouterReplay | None = None
     padding: Bool[Tensor, "b s"] | None = None
+
+
+class EncoderOutput(NamedTuple):
+    """What the last stage of an encoder, or of a decoder with a task head, returns.
+
+    Attributes:
+        tokens: With a head of masked language modelling the loss of each token ``[b, s]``, or
+            without labels the logits ``[s, b, padded vocabulary / tp]``. Without logits the
+            stream ``[s, b, h]``, or this rank's part of it.
+        sequences: Output of the head of sequences ``[b, n]`` on every rank: the logits of the
+            binary head or of the task head, or the pooled vectors. None without such a head. With
+            context parallelism a loss of it must count on one rank of the axis alone.
+    """
+
+    tokens: Float[Tensor, "..."]
+    sequences: Float[Tensor, "b n"] | None
 
 
 class TrunkModel(Trunk):

@@ -7,6 +7,19 @@ from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 
 
+def check_logits(run: RunConfig) -> None:
+    """Refuses a model without logits of tokens.
+
+    Raises:
+        TrainError: The model has a task head.
+    """
+    if not run.model.predicts_tokens:
+        raise TrainError(
+            "the task gpt predicts tokens, but a model with --task-head has no logits of them; "
+            "leave it out, or use finetune classification"
+        )
+
+
 def check_fim(run: RunConfig) -> None:
     """Refuses options of fill-in-the-middle without ``--fim-data`` or without a tokenizer.
 

@@ -6,7 +6,7 @@ from megatron_data.datasets import FIMConfig
 from megatron_parallel.extensions import Section
 
 from megatron_train.config.data import DataConfig
-from megatron_train.tasks.gpt_checks import check_fim
+from megatron_train.tasks.gpt_checks import check_fim, check_logits
 from megatron_train.tasks.kinds import TaskKind
 
 TASK = TaskKind(
@@ -19,5 +19,5 @@ TASK = TaskKind(
     supported_settings=tuple(
         f"data.{f.name}" for f in fields(DataConfig) if f.metadata.get("by_task")
     ),
-    checks=(check_fim,),
+    checks=(check_logits, check_fim),
 )

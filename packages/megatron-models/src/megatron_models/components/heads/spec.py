@@ -1,7 +1,7 @@
 """Heads of whole sequences as plain data. Importing this module does not import torch."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from megatron_parallel.sharding import Init
 from megatron_parallel.tensor_parallel.specs import ReplicatedSpec
@@ -9,6 +9,9 @@ from megatron_parallel.tensor_parallel.specs import ReplicatedSpec
 from megatron_models.components.head import Head
 from megatron_models.components.mixer import LayerPass, Parameters, parameters_of, prefixed
 from megatron_models.components.stream import StreamConfig
+
+SEQUENCE_HEAD: Final = "sequence_head"
+"""Prefix of the parameters of a head of whole sequences."""
 
 Pooling = Literal["first", "last", "mean"]
 """Which tokens of a sequence a head reads: the first, the last that is no padding, or the mean of

@@ -11,7 +11,7 @@ from megatron_models.components.embedding.spec import EmbeddingSpec, OutputConfi
 from megatron_models.components.fields import flag
 from megatron_models.components.head import Head
 from megatron_models.components.heads.config import HeadConfig
-from megatron_models.components.heads.spec import SequenceHeadSpec
+from megatron_models.components.heads.spec import SEQUENCE_HEAD, SequenceHeadSpec
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.masked_lm.spec import HEAD, MaskedLMSpec
 from megatron_models.components.mlp.spec import MLPConfig, MLPSpec
@@ -19,9 +19,6 @@ from megatron_models.components.norm.spec import NormSpec
 from megatron_models.components.residual import ResidualConfig
 from megatron_models.errors import ConfigError
 from megatron_models.models.trunk_config import TrunkConfig
-
-SEQUENCE_HEAD = "sequence_head"
-"""Prefix of the parameters of pooler, binary head and task head."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 from jaxtyping import Float, Int
 from megatron_kernels import Mask
@@ -24,6 +23,7 @@ from megatron_models.components.masked_lm.spec import MaskedLMSpec
 from megatron_models.errors import ConfigError
 from megatron_models.models.bert.config import BertConfig
 from megatron_models.models.trunk_model import (
+    EncoderOutput,
     PassOptions,
     TrunkModel,
     share_embeddings,
@@ -31,22 +31,6 @@ from megatron_models.models.trunk_model import (
 )
 from megatron_models.placement import Placement
 from megatron_models.stages import plan_stage
-
-
-class EncoderOutput(NamedTuple):
-    """What the last stage of an encoder returns.
-
-    Attributes:
-        tokens: With a head of masked language modelling the loss of each token ``[b, s]``, or
-            without labels the logits ``[s, b, padded vocabulary / tp]``. Without that head the
-            stream ``[s, b, h]``, or this rank's part of it.
-        sequences: Output of the head of sequences ``[b, n]`` on every rank: the logits of the
-            binary head or of the task head, or the pooled vectors. None without such a head. With
-            context parallelism a loss of it must count on one rank of the axis alone.
-    """
-
-    tokens: Float[Tensor, "..."]
-    sequences: Float[Tensor, "b n"] | None
 
 
 class Bert(TrunkModel):

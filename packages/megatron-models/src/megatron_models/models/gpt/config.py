@@ -41,9 +41,10 @@ class GPTConfig(GPTFields):
 
     def trunks(self) -> dict[str, TrunkSpec]:
         """Returns one trunk of embedding, layers and final norm, without a prefix."""
-        tied = not self.untie_embeddings_and_output_weights
         passes = 1 + self.mtp_num_layers
-        embedding = self.component(EmbeddingSpec, is_output_weight=tied, output_passes=passes)
+        embedding = self.component(
+            EmbeddingSpec, is_output_weight=self.ties_output, output_passes=passes
+        )
         norm = self.component(NormSpec) if self.has_final_norm else None
         return {"": TrunkSpec(embedding, gpt_layers(self), norm, self.hidden_size)}
 

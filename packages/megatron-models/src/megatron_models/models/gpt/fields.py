@@ -7,7 +7,6 @@ Importing this module does not import torch. Field names are the flags of Megatr
 from dataclasses import dataclass
 
 from megatron_models.components.attention_variant.config import AttentionVariantConfig
-from megatron_models.components.embedding.spec import TiedOutputConfig
 from megatron_models.components.heterogeneous.config import HeterogeneousConfig
 from megatron_models.components.latent_attention.config import LatentAttentionConfig
 from megatron_models.components.multi_token.config import MultiTokenConfig
@@ -25,6 +24,5 @@ class GPTFields(
     AttentionVariantConfig,
     LatentAttentionConfig,
     CausalConfig,
-    TiedOutputConfig,
 ):
     """The fields that the layers of a GPT model are made from."""

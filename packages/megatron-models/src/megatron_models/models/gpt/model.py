@@ -20,6 +20,7 @@ from megatron_models.components.embedding.output import (
     token_losses,
 )
 from megatron_models.components.embedding.spec import output_spec
+from megatron_models.components.heads.module import SequenceHead
 from megatron_models.components.moe.replay import RouterReplay
 from megatron_models.components.multi_token.module import MultiTokenPrediction
 from megatron_models.components.multi_token.tokens import FutureTokens
@@ -27,6 +28,7 @@ from megatron_models.errors import ConfigError
 from megatron_models.models.causal_config import CausalConfig
 from megatron_models.models.causal_model import CausalModel
 from megatron_models.models.trunk_model import (
+    EncoderOutput,
     PassOptions,
     TrunkModel,
     share_embeddings,
@@ -63,6 +65,7 @@ class GPT(TrunkModel, CausalModel):
         last: Whether it returns logits and losses.
         layers: The blocks, by global layer number.
         mtp: The layers of multi-token prediction on the last stage, or None.
+        sequence_head: The task head on the last stage, or None.
 
     Raises:
         LayoutError: Query groups, feed-forward width or heads do not divide over the tensor axis,
@@ -90,7 +93,7 @@ class GPT(TrunkModel, CausalModel):
         stage = trunk_stage(
             config.trunk(),
             plan,
-            tied_output=config.output() is None,
+            tied_output=config.ties_output,
             embeds_again=bool(config.multi_token()),
         )
         super().__init__(config, placement, plan, stage, [spec.trunk for spec in multi_token])
@@ -98,6 +101,9 @@ class GPT(TrunkModel, CausalModel):
         if plan.last and config.output() is not None:
             self.output = placement.column_parallel_linear(output_spec(config))
         self.mtp = MultiTokenPrediction(multi_token, placement) if multi_token else None
+        self.sequence_head: SequenceHead | None = None
+        if plan.last and config.head_of_sequences is not None:
+            self.sequence_head = SequenceHead(config.head_of_sequences, placement)
         self.num_slices = NUM_SLICES if placement.tp_comm_overlap else 1
         overlap_forward(self, self.num_slices)
         if placement.resolved_device.type != "meta":
@@ -121,7 +127,7 @@ class GPT(TrunkModel, CausalModel):
         router_replay: RouterReplay | None = None,
         future: FutureTokens | None = None,
         padding: Bool[Tensor, "b s"] | None = None,
-    ) -> Float[Tensor, "..."]:
+    ) -> Float[Tensor, "..."] | EncoderOutput:
         """Runs this stage.
 
         All stages of a pipeline are called with the same arguments except ``x``. With context
@@ -168,7 +174,7 @@ class GPT(TrunkModel, CausalModel):
             Activations shaped like the ``x`` of a later stage. From the last stage the loss of each
             token, minus the log-probability of its label in nats, ``[b, s]``; or without labels the
             logits ``[s, b, padded vocabulary / tp]``, or ``[k, b, ...]`` with ``logits_at``. Logits
-            of padding are -inf.
+            of padding are -inf. With a task head an `EncoderOutput` with the stream.
 
         Raises:
             ConfigError: Labels are combined with ``logits_at``, or dropout or a cut sequence
@@ -188,10 +194,17 @@ class GPT(TrunkModel, CausalModel):
             router_replay=router_replay,
             padding=padding,
         )
-        context = self.prepare(x, Mask() if mask is None else mask, options)
+        mask = Mask() if mask is None else mask
+        context = self.prepare(x, mask, options)
         x = super().forward(x, context, context.positions)
         if not self.last:
             return x
+        if self.sequence_head is not None:
+            if labels is not None or logits_at is not None:
+                raise ConfigError(
+                    "a model with a task_head has no logits; leave labels and logits_at out"
+                )
+            return EncoderOutput(x, self.sequence_head(x, mask, context))
         output, config, cut = self._output(), self.config, context.sequence_parallel
         if labels is not None:
             if logits_at is not None:
@@ -241,9 +254,10 @@ class GPT(TrunkModel, CausalModel):
             raise ConfigError(
                 f"stage {self.stage} is not a whole model; run it with a PipelineEngine"
             )
-        return self.forward(
+        losses: Tensor = self(
             tokens, labels=labels, positions=positions, mask=mask, dropout=dropout, split=split
         )
+        return losses
 
     def _output(self) -> Output:
         """Returns the output layer, or the token embeddings that it is tied to."""

@@ -33,8 +33,7 @@ class HybridConfig(HybridFields):
 
     def trunks(self) -> dict[str, TrunkSpec]:
         """Returns one trunk of embedding, layers and final norm, without a prefix."""
-        tied = not self.untie_embeddings_and_output_weights
-        embedding = self.component(EmbeddingSpec, is_output_weight=tied)
+        embedding = self.component(EmbeddingSpec, is_output_weight=self.ties_output)
         norm = self.component(NormSpec)
         return {"": TrunkSpec(embedding, hybrid_layers(self), norm, self.hidden_size)}
 

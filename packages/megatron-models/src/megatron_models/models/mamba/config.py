@@ -48,9 +48,8 @@ class MambaModelConfig(MambaConfig, NormConfig, CausalConfig):
 
     def trunks(self) -> dict[str, TrunkSpec]:
         """Returns one trunk of embedding, layers and final norm, without a prefix."""
-        tied = not self.untie_embeddings_and_output_weights
         norm = self.component(NormSpec)
         layer: Layer = (Sublayer("mamba", self.component(MambaSpec), ATTENTION_OUTPUT, norm),)
         layers = dict.fromkeys(range(self.num_layers), layer)
-        embedding = self.component(EmbeddingSpec, is_output_weight=tied)
+        embedding = self.component(EmbeddingSpec, is_output_weight=self.ties_output)
         return {"": TrunkSpec(embedding, layers, norm, self.hidden_size)}
