@@ -35,10 +35,6 @@ from megatron_train.config.reference import documented_options
 from megatron_train.metrics.console import Console
 
 BASE: Words = {
-    "model.task_head": "the task gpt predicts tokens",
-    "model.num_labels": "--num-labels 3 does not fit --task-head none",
-    "model.head_pooling": "--head-pooling mean has no effect without --task-head",
-    "model.normalize_embedding": "--no-normalize-embedding has an effect only with --task-head",
     "--num-layers": "2",
     "--hidden-size": "16",
     "--num-attention-heads": "2",
@@ -507,6 +503,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
 }
 
 REFUSALS = {
+    "model.task_head": "the task gpt predicts tokens",
+    "model.num_labels": "--num-labels 3 does not fit --task-head none",
+    "model.head_pooling": "--head-pooling mean has no effect without --task-head",
+    "model.normalize_embedding": "--no-normalize-embedding has an effect only with --task-head",
     "training.task": "--task gtp: no kind of task 'gtp'; did you mean 'gpt'?",
     "checkpoint.exit_on_missing_checkpoint": "--load nowhere has no complete checkpoint",
     "data.max_document_bytes": "lines.jsonl:1: ",
