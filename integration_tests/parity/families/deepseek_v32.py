@@ -8,7 +8,7 @@ CASE = FamilyCase(
     family="deepseek_v32",
     config_class="DeepseekV32Config",
     model_class="DeepseekV32ForCausalLM",
-    mathematics="deepseek_v32",
+    mathematics="deepseek_v3",
     settings={
         "num_hidden_layers": 5,
         "hidden_size": 32,

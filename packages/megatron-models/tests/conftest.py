@@ -11,6 +11,7 @@ from jaxtyping import install_import_hook
 _PARTS = (
     "latent_attention.module",
     "gated_delta_net.module",
+    "sparse_attention.module",
     *(
         f"attention.{name}"
         for name in ("module", "cross", "context_parallel", "sinks", "temperature", "alibi")

@@ -90,6 +90,27 @@ def test_latent_attention_counts_the_terms_of_megatron_without_norms(rank):
     assert own - plain == 3 * 2 * length * layers * (token - usual)
 
 
+def test_gated_delta_nets_count_the_terms_of_megatron():
+    """Projections, convolution, and four products of each state; a long text costs no more."""
+    hidden, length = 2048, 4096
+    delta = {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": "[1,0,1]",
+        "linear_key_head_dim": 96,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 24,
+        "linear_conv_kernel_dim": 3,
+    }
+    own = training_flops(model(3, hidden, 16, 512, **delta), length)
+    plain = training_flops(model(3, hidden, 16, 512), length)
+    keys, values = 8 * 96, 24 * 64
+    projections = hidden * (2 * keys + 2 * values + 2 * 24) + values * hidden
+    token = projections + 3 * (2 * keys + values) + 24 * 4 * 96 * 64
+    usual = 4 * hidden * hidden + length * hidden
+    assert own - plain == 3 * 2 * length * 2 * (token - usual)
+
+
 def test_flops_grow_with_tokens_and_shrink_with_packing():
     config = model(2, 64, 4, 512)
     one = training_flops(config, 128)
