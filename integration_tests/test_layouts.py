@@ -43,6 +43,7 @@ SAMPLE = {
     "tp2·pp2-mup",
     "tp2·sp-delta-dropout",
     "pp2-bert-dropout",
+    "pp2-t5-dropout",
     "tp2·sp·cp2-bert-post-dropout",
     "tp2·sp-sparse-dropout",
     "tp3·selective·ep3·etp1·a2a-thirds-dropout",
@@ -87,6 +88,7 @@ DEFECT_SAMPLE = {
     "tokens that fill the last rank are routed",
     "the last stage forgets the learning rates of its widths",
     "the states of gated delta nets pass document ends",
+    "the buckets of relative positions are off by one",
     "sparse attention reads the keys with the lowest scores",
 }
 

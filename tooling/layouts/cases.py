@@ -7,6 +7,7 @@ from typing import Literal
 
 from megatron_models import (
     BertConfig,
+    EncoderDecoderConfig,
     GPTConfig,
     HybridConfig,
     MambaModelConfig,
@@ -262,6 +263,21 @@ MODELS["bert-post"] = replace(
     num_tokentypes=3,
     task_head="classification",
 )
+MODELS["t5-learned"] = EncoderDecoderConfig(
+    **{**_SIZES, "num_layers": 3}, encoder_num_layers=2, ffn_hidden_size=96
+)
+MODELS["t5"] = replace(
+    MODELS["t5-learned"],
+    position_embedding_type="relative",
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=10,
+    normalization="RMSNorm",
+    activation="geglu_tanh",
+    add_bias_linear=False,
+    ffn_hidden_size=48,
+    softmax_scale=1.0,
+    logits_scaling=4.0,
+)
 """Models by name: GPT-2's kind, Llama's kind and mixtures of experts.
 
 `tied` has learned positions, LayerNorm, biases and tied embeddings. `untied` is Llama's kind; `few`
@@ -290,7 +306,9 @@ Qwen3-Next's kind: gated delta nets in all layers but the third, which has gated
 is `latent` with an indexer that selects five keys for each query, and its loss.
 `mamba` has Mamba-2 layers alone. `hybrid` has Mamba-2, attention, experts and a dense
 feed-forward layer. `bert` is Megatron-LM's encoder with both heads of pretraining; `bert-post` has
-post-LN and a norm of the embeddings, as BERT, and is trained to classify.
+post-LN and a norm of the embeddings, as BERT, and is trained to classify. `t5` is T5 with biases by
+relative position and one embedding for both sides and the output, of two encoder and three decoder
+layers; `t5-learned` is Megatron-LM's, with learned positions.
 """
 
 Model = Literal[
@@ -323,6 +341,8 @@ Model = Literal[
     "hybrid",
     "bert",
     "bert-post",
+    "t5",
+    "t5-learned",
 ]
 
 SPLITS = {
@@ -780,6 +800,19 @@ CASES = (
     _case("moe-mtp", 2, "dropout", "selective", cp=2),
     _case("moe-mtp", 1, "zero-bubble", "dropout", pp=2, dp=2, ep=2),
     _case("moe-mtp", 1, "sp", "alltoall", "sharded", tp=2, pp=4, ep=2, etp=1),
+    _case("t5", 2, "sp", "dropout", tp=2),
+    _case("t5", 4, "sp", "selective", tp=4),
+    _case("t5", 2, "dropout", pp=2),
+    _case("t5", 1, "dropout", pp=4),
+    _case("t5", 2, "sharded", dp=2),
+    _case("t5", 1, "sp", "uniform", tp=2, pp=2),
+    _case("t5", 1, "sp", "gathered", "dropout", tp=2, pp=2, dp=2),
+    _case("t5", 1, "fsdp", "dropout", tp=2, dp=2),
+    _case("t5-learned", 4, tp=2),
+    _case("t5-learned", 1, pp=2, vpp=2),
+    _case("t5-learned", 1, "sp", "few-logits", "dropout", tp=2, pp=2),
+    _case("t5-learned", 2, "zero-bubble", pp=2),
+    _case("t5-learned", 1, "fsdp", pp=2, dp=2),
 )
 """Layouts of 2, 4 and 8 ranks, and of 3 and 6, which do not divide the tokens of a micro-batch.
 
