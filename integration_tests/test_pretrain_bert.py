@@ -259,6 +259,35 @@ def test_a_finetuned_model_beats_the_majority_class(folder, base, train_in):
     assert "nothing left to do" in start(f"{TUNE} --save tuned --load tuned")
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gpt", SIZES),
+        pytest.param(
+            "hybrid",
+            "--hybrid-layer-pattern M*M- --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+            "--mamba-num-heads 4 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 8",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_decoder_classifies_by_its_last_token(folder, run_command, tmp_path, kind, sizes):
+    run = RUN.replace("pretrain bert", f"pretrain {kind}").replace(SIZES, sizes)
+    tokenizer = "--tokenizer-type BertWordPieceLowerCase"
+    base = f"{tmp_path}/base"
+    run_command(folder, f"{run} {tokenizer} --train-iters 3 --eval-iters 0 --float64 --save {base}")
+    words = TUNE.replace("checkpoint base", f"checkpoint {base}")
+    words = f"megatron-train {words} --exit-interval 4"
+    done = run_command(folder, f"{words} --save {tmp_path}/alone")
+    assert "are new, from --seed: sequence_head.out.weight" in done.stdout
+    run_command(folder, f"{words} {TP2} --save {tmp_path}/together")
+    names = ("classification loss", "accuracy", "MCC", "grad_norm")
+    alone, together = (steps(tmp_path / name, *names) for name in ("alone", "together"))
+    assert alone.keys() == together.keys() == set(range(1, 5))
+    for step, values in alone.items():
+        assert together[step] == pytest.approx(values, abs=1e-9), step
+
+
 @pytest.mark.parametrize("layout", [TP2, pytest.param(PP2, marks=pytest.mark.slow)])
 def test_ranks_finetune_as_one_rank(folder, base, run_command, tmp_path, layout):
     words = f"megatron-train {TUNE} --exit-interval 6 --eval-interval 6"
