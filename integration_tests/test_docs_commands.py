@@ -45,6 +45,8 @@ SMALLER = {
     "pretrain gpt": "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 128 --micro-batch-size 2 --train-iters 2 --lr-warmup-iters 0 "
     "--eval-interval 2 --eval-iters 1 --no-progress",
+    "pretrain t5": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-iters 1 --no-progress",
     "pretrain bert": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --eval-iters 1 --no-progress",
     "finetune classification": "--seq-length 32 --epochs 1 --no-progress",
@@ -60,6 +62,7 @@ SMALLER = {
 GIVEN = {
     "README.md": "corpus",
     "docs/bert.md": "corpus reviews",
+    "docs/t5.md": "corpus bert-vocab",
     "docs/getting-started.md": "corpus",
     "docs/parallelism.md": "tokenizer book_text_document",
     "docs/recipes.md": "tokenizer book_text_document",

@@ -143,7 +143,7 @@ def test_the_scripts_line_trains_and_continues(folder, train_in):
         ("--decoder-seq-length 3", "--decoder-seq-length 3 has no room for text"),
         ("--decoder-seq-length 0", "--decoder-seq-length must be positive, got 0"),
         ("--mask-permutation --no-mask-geometric", "--mask-permutation does not work with spans"),
-        ("--context-parallel-size 2 --nproc-per-node 2", "cannot cut the sequences of an encoder-decoder"),
+        ("--context-parallel-size 2 --nproc-per-node 2", "cannot cut the sequences of an enc"),
         ("--relative-attention-num-buckets 8", "--relative-attention-num-buckets 8 has no effect"),
         ("--separate-decoder-embedding", "set --untie-embeddings-and-output-weights too"),
         ("--vocab-extra-ids 0", "samples need sentinels"),
