@@ -55,6 +55,7 @@ FEW = 3
 IN_FLOAT32 = {"tp2·sp-tied-dropout", "pp2·vpp2-untied", "cp2-tied-dropout", "dp2·ep2-moe"}
 FLOAT32_SAMPLE = {"tp2·sp-tied-dropout", "dp2·ep2-moe"}
 DEFECT_SAMPLE = {
+    "the pooler reads the first token of every rank",
     "the gradients of norms are not summed over tensor-parallel ranks",
     "a tied gradient is counted twice",
     "a bucket of gradients is not summed over data-parallel ranks",

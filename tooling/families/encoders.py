@@ -62,7 +62,7 @@ class Encoder(Comparison):
         mask = Mask(causal=False, document_ids=inputs["mask"].int() - 1)
         found = model(inputs["tokens"], token_types=inputs["types"], mask=mask)
         config, outputs = model.config, []
-        if config.task_head == "none":
+        if config.predicts_tokens or (config.task_head == "none" and not config.has_binary_head):
             tokens = found.tokens
             tokens = tokens[..., : config.vocab_size] if config.predicts_tokens else tokens
             outputs.append(tokens.transpose(0, 1)[inputs["mask"]])

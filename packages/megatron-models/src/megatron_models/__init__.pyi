@@ -11,6 +11,7 @@ from .cache import State as State
 from .cache import StateCache as StateCache
 from .cache import StaticKVCache as StaticKVCache
 from .components.dropout import Dropout as Dropout
+from .components.heads.module import sentence_embeddings as sentence_embeddings
 from .components.measure import Measure as Measure
 from .components.measure import counter_of as counter_of
 from .components.mixer import CacheSpec as CacheSpec

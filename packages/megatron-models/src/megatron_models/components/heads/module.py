@@ -116,3 +116,29 @@ def pooling_weights(
         return (indices == last).double().t()
     own = tokens.gather(1, indices.expand(len(tokens), -1))
     return (own / tokens.sum(1, keepdim=True).clamp(min=1).double()).t()
+
+
+def sentence_embeddings(
+    stream: Float[Tensor, "s b h"],
+    document_ids: Int[Tensor, "b s"] | None = None,
+    *,
+    pooling: Pooling = "mean",
+    normalize: bool = True,
+) -> Float[Tensor, "b h"]:
+    """Returns one vector for each text, from the stream of a whole encoder (`EncoderOutput`).
+
+    The defaults are those of MiniLM: the mean over tokens, divided by its Euclidean norm (Reimers
+    and Gurevych 2019, "Sentence-BERT").
+
+    Args:
+        stream: Output of the last layer, on one rank or gathered.
+        document_ids: -1 for padding, which is not read. Defaults to no padding.
+        pooling: Which tokens are read.
+        normalize: Whether vectors have length 1. Defaults to True.
+    """
+    indices = torch.arange(len(stream), device=stream.device)[None]
+    weights = pooling_weights(pooling, indices, len(stream), document_ids)
+    wide = torch.promote_types(stream.dtype, torch.float32)
+    pooled = (stream.to(wide) * weights.to(stream.device, wide)[..., None]).sum(0)
+    found = functional.normalize(pooled, dim=-1) if normalize else pooled
+    return found.to(stream.dtype)
