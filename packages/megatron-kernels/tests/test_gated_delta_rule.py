@@ -107,6 +107,17 @@ def test_two_tokens_by_hand(backend: str) -> None:
 
 
 @both
+def test_queries_and_keys_are_divided_by_their_lengths(backend: str) -> None:
+    given = drawn(70, state=False)
+    divided = {n: given[n] / given[n].norm(dim=-1, keepdim=True) for n in ("q", "k")}
+    found = gated_delta_rule(**given, l2_norm=True, backend=backend)
+    wanted = gated_delta_rule(**{**given, **divided}, backend=backend)
+    torch.testing.assert_close(found.output, wanted.output, rtol=0, atol=1e-4)
+    plain = gated_delta_rule(**given, backend=backend)
+    assert (plain.output - wanted.output).abs().max() > 1e-2
+
+
+@both
 def test_low_precision_has_a_state_in_float32(backend: str) -> None:
     given = drawn(100, dtype=torch.bfloat16, state=False)
     y, state = gated_delta_rule(**given, l2_norm=True, backend=backend)

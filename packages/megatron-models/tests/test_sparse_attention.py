@@ -11,6 +11,7 @@ from megatron_kernels import Mask
 from megatron_models.cache import StaticKVCache
 from megatron_models.components.sparse_attention.module import SparseAttention
 from megatron_models.errors import ConfigError
+from megatron_models.kinds import find_kind
 from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.models.gpt.model import GPT
 from megatron_models.placement import Placement
@@ -237,3 +238,28 @@ def test_flops_count_selected_keys_and_all_scores(build):
     pairs = sum(max(0, t + 1 - TOPK) for t in range(tokens))
     assert abs(less - 2 * 4 * (10 + 8) * pairs) <= 2 * 4 * 18 * tokens
     assert config.multiply_adds_of_pairs(tokens, tokens**2) > 2 * per_layer
+
+
+def test_layers_of_a_hybrid_model_decode_like_one_pass():
+    kind = find_kind("hybrid")
+    own = {name: value for name, value in SPARSE.items() if not name.startswith("experimental")}
+    config = kind.config(
+        hybrid_layer_pattern="MD*-",
+        hidden_size=24,
+        num_attention_heads=4,
+        vocab_size=61,
+        max_position_embeddings=16,
+        mamba_num_groups=2,
+        mamba_head_dim=4,
+        mamba_state_dim=5,
+        **own,
+    )
+    assert config.auxiliary_losses == ("indexer_loss",)
+    (model,) = kind.build(config, Placement(Mesh.single(), dtype=torch.float64))
+    tokens, cache = drawn(model), StaticKVCache(config, Mesh.single(), 2, 16, torch.float64)
+    with torch.no_grad():
+        passes = pairwise((0, 6, 7, 12, 14))
+        parts = [logits(model, tokens[:, a:b], cache=cache) for a, b in passes]
+        torch.testing.assert_close(torch.cat(parts), logits(model, tokens), rtol=0, atol=1e-12)
+    with pytest.raises(ConfigError, match="dsa_indexer_n_heads 3 has no effect without a layer D"):
+        replace(config, hybrid_layer_pattern="M**-")

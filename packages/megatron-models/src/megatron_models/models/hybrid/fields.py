@@ -12,6 +12,7 @@ from megatron_models.components.latent_attention.config import LatentAttentionCo
 from megatron_models.components.mamba.config import MambaConfig
 from megatron_models.components.moe.config import MoEConfig
 from megatron_models.components.norm.spec import NormConfig
+from megatron_models.components.sparse_attention.config import SparseAttentionConfig
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 from megatron_models.models.causal_config import CausalConfig
@@ -20,15 +21,22 @@ from megatron_models.models.hybrid.pattern import HybridPattern, read_pattern
 
 @dataclass(frozen=True, kw_only=True)
 class HybridFields(
-    MambaConfig, GatedDeltaNetConfig, MoEConfig, LatentAttentionConfig, NormConfig, CausalConfig
+    MambaConfig,
+    GatedDeltaNetConfig,
+    SparseAttentionConfig,
+    MoEConfig,
+    LatentAttentionConfig,
+    NormConfig,
+    CausalConfig,
 ):
     """The fields that the layers of a hybrid model are made from."""
 
     hybrid_layer_pattern: str = field(
         metadata=flag(
             "--hybrid-layer-pattern",
-            "one symbol for each layer: M is Mamba-2, G a gated delta net, * attention, - a dense "
-            "feed-forward layer and E one of experts; | divides pipeline stages",
+            "one symbol for each layer: M is Mamba-2, G a gated delta net, * attention, D sparse "
+            "attention, - a dense feed-forward layer and E one of experts; | divides pipeline "
+            "stages",
         ),
     )
     num_layers: int = field(
@@ -73,6 +81,7 @@ class HybridFields(
             )
         self._check_unused("M", MambaConfig)
         self._check_unused("G", GatedDeltaNetConfig)
+        self._check_unused("D", SparseAttentionConfig)
         super()._check()
 
     def _check_unused(self, symbol: str, component: type[StreamConfig]) -> None:
@@ -137,7 +146,7 @@ class HybridFields(
 
     @property
     def attention_layers(self) -> tuple[bool, ...]:
-        """For each layer, whether it has attention."""
+        """For each layer, whether it has attention to all keys."""
         return self._layers_of("*")
 
     @property

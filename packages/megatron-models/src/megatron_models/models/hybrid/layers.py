@@ -12,6 +12,7 @@ from megatron_models.components.mixer import Mixer
 from megatron_models.components.mlp.spec import MLPSpec
 from megatron_models.components.moe.spec import MoESpec
 from megatron_models.components.norm.spec import NormSpec
+from megatron_models.components.sparse_attention.spec import SparseAttentionSpec
 from megatron_models.models.gpt.layers import attention_kind
 from megatron_models.models.hybrid.fields import HybridFields
 
@@ -40,6 +41,10 @@ def _attention(config: HybridFields, number: int) -> Mixer:
     return config.component(attention_kind(config), **attention_changes(config, number))
 
 
+def _sparse(config: HybridFields, number: int) -> Mixer:
+    return config.component(SparseAttentionSpec, **attention_changes(config, number))
+
+
 def _dense(config: HybridFields, number: int) -> Mixer:
     return config.component(MLPSpec)
 
@@ -52,6 +57,7 @@ _MIXERS: Final[Mapping[str, tuple[str, int, Callable[[HybridFields, int], Mixer]
     "M": ("mamba", ATTENTION_OUTPUT, _mamba),
     "G": ("attention", ATTENTION_OUTPUT, _delta),
     "*": ("attention", ATTENTION_OUTPUT, _attention),
+    "D": ("attention", ATTENTION_OUTPUT, _sparse),
     "-": ("mlp", MLP_OUTPUT, _dense),
     "E": ("mlp", MLP_OUTPUT, _experts),
 }

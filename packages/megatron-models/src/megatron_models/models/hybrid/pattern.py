@@ -17,6 +17,7 @@ SYMBOLS: Final = {
     "M": "Mamba-2",
     "G": "a gated delta net",
     "*": "attention",
+    "D": "sparse attention",
     "-": "a dense feed-forward layer",
     "E": "a feed-forward layer of experts",
 }
