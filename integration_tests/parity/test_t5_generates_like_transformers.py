@@ -65,6 +65,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
     def written(mesh: Mesh) -> list[tuple[int, ...]]:
         loaded = load_model(folder, mesh=mesh, tokenizer=None, dtype=torch.float64)
+        assert loaded.start_token == START
         starts = [[START]] * len(SOURCES)
         found = generate_tokens(loaded.stages, starts, settings, sources=SOURCES)
         return [one.tokens for one in found]

@@ -156,6 +156,8 @@ def test_a_text_is_generated_from_a_source() -> None:
     tokens = generate_tokens(model, [[0], [0, 65]], params, sources=read)
     completions = generate(model, tokenizer, ["", "A"], params, sources=sources)
     assert [one.tokens for one in completions] == [one.tokens for one in tokens]
+    given = generate(model, ByteTokenizer(), ["", "A"], params, sources=sources, start_token=0)
+    assert [one.tokens for one in given] == [one.tokens for one in tokens]
     with pytest.raises(InferError, match="no begin-of-text token"):
         generate(model, NullTokenizer(60), ["1"], params, sources=["2"])
 

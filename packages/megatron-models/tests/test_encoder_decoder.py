@@ -18,10 +18,12 @@ from megatron_models import (
     EncoderDecoderConfig,
     Placement,
     StaticKVCache,
+    encoder_decoder_flops,
 )
 from megatron_parallel import DropoutKey, Mesh, ParallelLayout
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 SOURCE, TARGET, BATCH, VOCAB = 8, 12, 2, 61
 TOLERANCE = 1e-12
@@ -168,6 +170,17 @@ def test_cross_attention_to_padding_differs_from_torch(pair, batch):
         loss, gradient = differences(*pair, batch)
     assert loss > 1e-3
     assert gradient > 1e-3
+
+
+def test_operations_of_two_texts_equal_those_that_torch_counts():
+    config = replace(T5, num_layers=3, max_position_embeddings=32)
+    model = EncoderDecoder(config, Mesh.single())
+    source, target = torch.randint(VOCAB, (3, 20)), torch.randint(VOCAB, (3, 28))
+    with FlopCounterMode(display=False) as counted:
+        model(source=source, target=target)
+    # torch counts all query-key pairs of causal attention, and the formula half of them.
+    unseen = 3 * 3 * 28**2 * config.query_size * 2
+    assert encoder_decoder_flops(config, 20, 28, 3) == 3 * (counted.get_total_flops() - unseen)
 
 
 # -- shapes and refusals ----------------------------------------------------------------------

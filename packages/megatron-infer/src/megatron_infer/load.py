@@ -74,7 +74,18 @@ class LoadedModel(Generic[AnyTokenizer]):
         """
         if self.tokenizer is not None:
             return stop_tokens(self.tokenizer)
-        return _ends_in_settings(self.checkpoint)
+        return frozenset(_tokens_in_settings(self.checkpoint, "eos_token_id"))
+
+    @property
+    def start_token(self) -> int | None:
+        """The token that starts the output for a source: that of the settings or the tokenizer.
+
+        The setting is ``decoder_start_token_id`` in ``generation_config.json`` or ``config.json``
+        of a model from Hugging Face. Without one it is the tokenizer's begin-of-text token.
+        """
+        if found := _tokens_in_settings(self.checkpoint, "decoder_start_token_id"):
+            return found[0]
+        return None if self.tokenizer is None else self.tokenizer.bos_id
 
 
 @overload
@@ -276,8 +287,8 @@ def _open_tokenizer(source: Source) -> Tokenizer:
             ) from None
 
 
-def _ends_in_settings(source: Source) -> frozenset[int]:
-    """Returns the ids in the first ``eos_token_id`` of the Hugging Face settings."""
+def _tokens_in_settings(source: Source, field: str) -> list[int]:
+    """Returns the ids in the first such field of the Hugging Face settings."""
     held = _files(source)
     for name in _SETTINGS:
         if name not in held:
@@ -286,8 +297,8 @@ def _ends_in_settings(source: Source) -> frozenset[int]:
             found = json.loads(source.read_file(name))
         except (ValueError, RecursionError):
             raise InferError(f"{name} of {source.path} is not JSON") from None
-        ends = found.get("eos_token_id") if isinstance(found, dict) else None
-        ends = ends if isinstance(ends, list) else [ends]
-        if numbers := frozenset(end for end in ends if type(end) is int):
+        value = found.get(field) if isinstance(found, dict) else None
+        values = value if isinstance(value, list) else [value]
+        if numbers := [each for each in values if type(each) is int]:
             return numbers
-    return frozenset()
+    return []

@@ -96,10 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
                 prompts,
                 params,
                 sources=sources,
+                start_token=loaded.start_token if sources else None,
                 on_text=lambda _, text: _print(text),
             )
     else:
-        completions = generate(loaded.stages, loaded.tokenizer, prompts, params, sources=sources)
+        start = loaded.start_token if sources else None
+        completions = generate(
+            loaded.stages, loaded.tokenizer, prompts, params, sources=sources, start_token=start
+        )
         for number, one in enumerate(completions, start=1):
             _print(f"--- {number} ---\n{one.prompt}{one.text}\n")
     _summarize(loaded, completions, time.perf_counter() - started)

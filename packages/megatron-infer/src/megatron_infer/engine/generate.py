@@ -30,6 +30,7 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams],
     *,
     sources: Sequence[str] | None = None,
+    start_token: int | None = None,
     on_text: Callable[[int, str], object] | None = None,
 ) -> list[Completion]:
     """Continues several texts at once.
@@ -45,7 +46,9 @@ def generate(
         params: The settings of each prompt, or one for all. To draw several continuations of one
             prompt, repeat it with different seeds.
         sources: For a model with an encoder, the encoder input of each prompt. The output starts
-            with the tokenizer's begin-of-text token and the prompt, which may be empty.
+            with ``start_token`` and the prompt, which may be empty. No token is added to a source.
+        start_token: Token that starts the output for a source (`LoadedModel.start_token`).
+            Defaults to the tokenizer's begin-of-text token.
         on_text: Called with the index of a prompt and each piece of text as soon as it is final.
             The pieces of a prompt concatenate to the text of its completion.
 
@@ -53,18 +56,18 @@ def generate(
         One completion for each prompt.
 
     Raises:
-        InferError: As for `generate_tokens`; or sources were given and the tokenizer has no
-            begin-of-text token.
+        InferError: As for `generate_tokens`; or sources were given without a start token, and the
+            tokenizer has no begin-of-text token.
     """
     encoded = tokenizer.encode_batch(prompts)
     read = None
     if sources is not None:
         read = tokenizer.encode_batch(sources)
-        start = tokenizer.bos_id
+        start = tokenizer.bos_id if start_token is None else start_token
         if start is None:
             raise InferError(
                 "the tokenizer has no begin-of-text token, which starts the output for a source; "
-                "use generate_tokens with prompts that have a start token"
+                "give start_token, or use generate_tokens with prompts that have one"
             )
         encoded = [[start, *tokens] for tokens in encoded]
     streams = [TextStream(tokenizer, context=tokens) for tokens in encoded]

@@ -78,7 +78,7 @@ class Context:
     counted_layers: set[int] = field(default_factory=set)
     masks: Mapping[Span, Mask] = field(default_factory=dict)
     positions: Int[Tensor, "b_or_1 s"] | None = None
-    score_bias: Float[Tensor, "b_or_1 n s t"] | None = None
+    score_bias: Float[Tensor, "_ n s keys"] | None = None
     document_ids: Int[Tensor, "b s"] | None = None
     continues: Bool[Tensor, " b"] | None = None
 
