@@ -194,13 +194,31 @@ def test_the_command_writes_settings_and_reports_outcomes(tmp_path, capsys):
     assert "--sequence-parallel has no effect" in capsys.readouterr().err
 
 
+def test_a_script_of_another_kind_of_model_becomes_a_file_of_that_kind(tmp_path, capsys):
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --mask-prob 0.2 "
+    flags += "--bert-no-binary-head --micro-batch-size 1 --train-iters 3 --lr 1 --eval-iters 0 "
+    flags += "--data-path d --vocab-file v.txt"
+    script, output = write(tmp_path, f"python pretrain_bert.py {flags}"), tmp_path / "bert.yaml"
+    assert main(["config", "from-megatron", str(script), "--output", str(output)]) == 0
+    assert "megatron-train pretrain bert --config" in capsys.readouterr().out
+    found = yaml.safe_load(output.read_text())
+    assert found["kind"] == "bert" and found["model"]["bert_binary_head"] is False
+    assert found["masking"] == {"mask_prob": 0.2}
+    command = ["pretrain", "bert", "--config", str(output), "--vocab-size", "9", "--print-config"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "tokenizer_type: BertWordPieceLowerCase" in printed
+    assert main([*command[:1], "gpt", *command[2:]]) == 1
+    assert "is for models of kind bert, not gpt" in capsys.readouterr().err
+
+
 def test_mistakes_of_the_command_give_one_line_each(tmp_path, capsys):
-    script = write(tmp_path, "python pretrain_bert.py --lr fast --num-layers x --seed 1")
+    script = write(tmp_path, "python pretrain_ict.py --lr fast --num-layers x --seed 1")
     assert main(["config", "from-megatron", str(script), "--drop", "fp16"]) == 1
     error = capsys.readouterr().err
     for part in (
         "--drop --fp16: the script does not use this flag",
-        "pretrain_bert.py is not supported yet",
+        "pretrain_ict.py is not supported yet",
         "error: --num-layers needs an integer, got 'x'",
         "error: --lr needs a number, got 'fast'",
         "error: 4 settings cannot be used",

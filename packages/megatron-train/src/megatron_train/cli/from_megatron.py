@@ -10,7 +10,7 @@ from megatron_train.atomic_write import write_atomically
 from megatron_train.config.files import to_yaml
 from megatron_train.config.flags import Parser, add_run_options
 from megatron_train.config.resolve import with_flags
-from megatron_train.config.run_sections import run_options, sections
+from megatron_train.config.run_sections import DEFAULT_KIND, run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.errors import UsageError, raise_collected
 from megatron_train.megatron_lm.launch_script import LaunchCommand, read_script
@@ -23,7 +23,8 @@ example:
     --drop --fp8-format --drop --fp8-param-gather --output llama3.yaml
   megatron-train pretrain gpt --config llama3.yaml
 """
-_PROGRAMS = ("pretrain_gpt.py",)
+_PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"}
+"""Kinds of models by the programs of Megatron-LM that train them."""
 
 
 class DropFlagParser(Parser):
@@ -83,21 +84,24 @@ def run(arguments: argparse.Namespace) -> int:
     command = read_script(arguments.script, arguments.script_words, _variables(arguments.set or ()))
     table = megatron_flags()
     dropped = [flag if flag.startswith("--") else f"--{flag}" for flag in arguments.drop or ()]
-    translation = translate(command.arguments, table, dropped)
-    values = _values(command, translation)
+    kind = _PROGRAMS.get(command.program, DEFAULT_KIND)
+    translation = translate(command.arguments, table, dropped, kind)
+    values = _values(command, translation, kind)
     report = sys.stderr if arguments.output is None else sys.stdout
     report.write(_report(arguments.script.name, command, translation))
     if any(translation.flags_by_outcome[outcome] for outcome in ("planned", "refused")):
         report.write("note: --drop FLAG leaves a flag out, which changes the run\n")
     raise_collected(translation.errors)
-    text = f"about: from {arguments.script.name}\n" + to_yaml(_sections(values))
+    text = f"about: from {arguments.script.name}\n"
+    text += "" if kind == DEFAULT_KIND else f"kind: {kind}\n"
+    text += to_yaml(_sections(values, kind))
     if arguments.output is None:
         sys.stdout.write(text)
         return 0
     with write_atomically(arguments.output) as temporary:
         temporary.write_text(text, encoding="utf-8")
     ranks = _ranks(command.launcher)
-    start = f"megatron-train pretrain gpt --config {arguments.output}"
+    start = f"megatron-train pretrain {kind} --config {arguments.output}"
     start += f" --nproc-per-node {ranks}" if ranks > 1 else ""
     report.write(f"wrote {arguments.output}: {start}\n")
     return 0
@@ -113,24 +117,25 @@ def _variables(texts: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _values(command: LaunchCommand, translation: TranslatedFlags) -> Values:
+def _values(command: LaunchCommand, translation: TranslatedFlags, kind: str) -> Values:
     """Returns the settings of the accepted flags; adds errors to ``translation``."""
     if command.program not in _PROGRAMS:
         translation.errors.append(
-            f"{command.program} is not supported yet; only pretrain_gpt.py is"
+            f"{command.program} is not supported yet; these are: {', '.join(_PROGRAMS)}"
         )
     parser = Parser(prog="from-megatron", add_help=False)
-    add_run_options(parser, run_options(), {name: title for name, (title, _) in sections().items()})
+    titles = {name: title for name, (title, _) in sections(kind).items()}
+    add_run_options(parser, run_options(kind), titles)
     try:
         namespace = parser.parse_args(translation.arguments)
-        return apply_megatron_defaults(translation, with_flags(Values(), namespace))
+        return apply_megatron_defaults(translation, with_flags(Values(), namespace, kind))
     except UsageError as error:
         translation.errors += [line for line in error.lines if " flags cannot be used" not in line]
     return Values()
 
 
-def _sections(values: Values) -> dict[str, dict[str, Any]]:
-    filled = {name: values.section(name) for name in sections()}
+def _sections(values: Values, kind: str) -> dict[str, dict[str, Any]]:
+    filled = {name: values.section(name) for name in sections(kind)}
     return {name: content for name, content in filled.items() if content}
 
 

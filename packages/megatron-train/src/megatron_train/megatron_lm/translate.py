@@ -9,7 +9,7 @@ from megatron_train.megatron_lm.table import MegatronFlag
 OUTCOMES = ("accepted", "no effect", "dropped", "planned", "refused", "unknown")
 """The possible outcomes for a flag of a command line, in the order of printed tables."""
 
-_COMMAND = "megatron-train pretrain gpt"
+_PRETRAIN = "megatron-train pretrain"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class TranslatedFlags:
 
 
 def translate(
-    words: Sequence[str], table: Mapping[str, MegatronFlag], drop: Sequence[str] = ()
+    words: Sequence[str],
+    table: Mapping[str, MegatronFlag],
+    drop: Sequence[str] = (),
+    kind: str = "gpt",
 ) -> TranslatedFlags:
     """Sorts the flags of a Megatron-LM command line by their outcome.
 
@@ -57,6 +60,8 @@ def translate(
         words: The command line after the program.
         table: Megatron-LM's flags.
         drop: Flags to leave out.
+        kind: Kind of the model. The table has flags of ``pretrain gpt``, which other kinds share,
+            and those that only other kinds have.
     """
     groups, stray = _groups(words)
     result = TranslatedFlags()
@@ -68,7 +73,7 @@ def translate(
     ]
     for group in groups:
         flag = table.get(group.flag)
-        outcome = _outcome(group, flag)
+        outcome = _outcome(group, flag, kind)
         if group.flag in drop:
             result.flags_by_outcome["dropped"].append(group.flag)
             continue
@@ -143,13 +148,14 @@ def _groups(words: Sequence[str]) -> tuple[list[FlagArguments], list[str]]:
     return [FlagArguments(flag, tuple(values)) for flag, *values in cut], stray
 
 
-def _outcome(group: FlagArguments, flag: MegatronFlag | None) -> str:
+def _outcome(group: FlagArguments, flag: MegatronFlag | None, kind: str) -> str:
     if flag is None:
         return "unknown"
     if flag.invalid_value_message(group.values):
         return "refused"
     if flag.status in ("works", "alias"):
-        return "accepted" if flag.accepted else "refused"
+        own = f"{_PRETRAIN} {kind}" in flag.commands
+        return "accepted" if flag.accepted or own else "refused"
     return flag.status
 
 
