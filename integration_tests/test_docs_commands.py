@@ -66,6 +66,7 @@ GIVEN = {
     "docs/getting-started.md": "corpus",
     "docs/parallelism.md": "tokenizer book_text_document",
     "docs/recipes.md": "tokenizer book_text_document",
+    "docs/state-space-models.md": "tokenizer book_text_document",
     "docs/serving.md": "runs/book",
     "docs/packages/megatron-ckpt.md": "runs/book gpt2",
     "docs/packages/megatron-data.md": "texts more",

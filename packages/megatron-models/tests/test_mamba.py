@@ -53,7 +53,25 @@ HYBRID = HybridConfig(
     mamba_dt_max=0.2,
     mamba_proj_bias=True,
 )
-CONFIGS = pytest.mark.parametrize("config", [MAMBA, HYBRID], ids=["mamba", "hybrid"])
+SPARSE = HybridConfig(
+    **SIZES,
+    hybrid_layer_pattern="MD-",
+    num_attention_heads=4,
+    position_embedding_type="rope",
+    multi_latent_attention=True,
+    qk_layernorm=True,
+    q_lora_rank=8,
+    kv_lora_rank=6,
+    qk_head_dim=4,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=4,
+    dsa_indexer_n_heads=2,
+    dsa_indexer_head_dim=8,
+    dsa_indexer_topk=5,
+)
+CONFIGS = pytest.mark.parametrize(
+    "config", [MAMBA, HYBRID, SPARSE], ids=["mamba", "hybrid", "sparse"]
+)
 
 
 def build(config, dtype=F64):
