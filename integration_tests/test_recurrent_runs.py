@@ -71,8 +71,11 @@ def test_stages_of_a_pattern_exclude_other_splits(capsys):
 
 
 @pytest.mark.usefixtures("plain_runs")
-@pytest.mark.parametrize("recipe", ["mamba2-tiny", "mamba2-130m", "hybrid-tiny"])
-def test_a_recipe_trains_and_its_model_generates(corpus, recipe, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "recipe",
+    ["mamba2-tiny", pytest.param("mamba2-130m", marks=pytest.mark.slow), "hybrid-tiny"],
+)
+def test_a_recipe_trains(corpus, recipe, capsys, monkeypatch, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.chdir(corpus)
