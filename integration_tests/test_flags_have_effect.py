@@ -754,6 +754,8 @@ ALIAS_CONTEXTS: dict[str, Words] = {
     "--moe-layer-recompute": EXPERTS,
 }
 ALIAS_VALUES = {
+    "--encoder-seq-length": "8",
+    "--decoder-num-layers": "1",
     "--window-size": "1,0",
     "--rotary-seq-len-interpolation-factor": "2",
     "--mup-embedding-mult": "2",
