@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_models.components.embedding.spec import OutputConfig
+from megatron_models.errors import ConfigError
 
 
 def select_tokens(
@@ -90,9 +91,11 @@ def output_logits(
     x: Float[Tensor, "part b h"],
     config: OutputConfig,
     tp: Axis,
+    logits_at: Int[Tensor, "b k"] | None = None,
     *,
-    sequence_parallel: bool | None = None,
-) -> Float[Tensor, "s b v_part"]:
+    is_cut: bool,
+    head: Callable[[Tensor], Tensor] | None = None,
+) -> Float[Tensor, "_ b v_part"]:
     """Returns the logits, those of padding tokens -inf.
 
     Args:
@@ -100,11 +103,28 @@ def output_logits(
         x: The stream, or this rank's part of it.
         config: Size of the vocabulary, and what is done with the logits.
         tp: The axis that cuts the vocabulary.
-        sequence_parallel: Whether ``x`` is cut. Defaults to how the layer was built.
+        logits_at: Indices of the tokens whose logits are computed, ``k`` for each sequence.
+            Defaults to all.
+        is_cut: Whether ``tp`` cuts the sequence of ``x``.
+        head: Layers before the output layer, which read the stream. Defaults to none.
     """
-    found = output(_scaled(x, config), sequence_parallel=sequence_parallel)
+    if logits_at is not None:
+        x = select_tokens(x, logits_at, tp if is_cut else None)
+    x = x if head is None else head(x)
+    found = output(_scaled(x, config), sequence_parallel=is_cut)
     bounded = bound_logits(found, config.final_logit_softcapping).to(found.dtype)
-    return mask_padding_logits(bounded, tp, config.vocab_size)
+    logits = mask_padding_logits(bounded, tp, config.vocab_size)
+    return logits if logits_at is None else logits[: logits_at.shape[1]]
+
+
+def check_labels(labels: Tensor | None, logits_at: Tensor | None) -> None:
+    """Refuses labels together with a selection of tokens.
+
+    Raises:
+        ConfigError: Both are given.
+    """
+    if labels is not None and logits_at is not None:
+        raise ConfigError("labels and logits_at exclude each other: a loss needs all tokens")
 
 
 def _scaled(x: Tensor, config: OutputConfig) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_models.components.dropout import Dropout
 from megatron_models.components.embedding.output import (
     Output,
+    check_labels,
     output_logits,
-    select_tokens,
     token_losses,
 )
 from megatron_models.components.heads.module import SequenceHead
@@ -159,18 +159,14 @@ class Bert(TrunkModel):
                     "masked_lm_head and without a task_head"
                 )
             return x
-        output, config = self._output(self.lm_head), self.config
+        check_labels(labels, logits_at)
+        head, config = self.lm_head, self.config
+        output, is_cut = self._output(head), self.sequence_parallel_size > 1
         if labels is not None:
-            if logits_at is not None:
-                raise ConfigError(
-                    "labels and logits_at exclude each other: a loss needs all tokens"
-                )
-            return token_losses(output, self.lm_head(x), labels, config, self.vocabulary_loss)
-        if logits_at is None:
-            return output_logits(output, self.lm_head(x), config, self.tp)
-        x = select_tokens(x, logits_at, self.tp if self.sequence_parallel_size > 1 else None)
-        logits = output_logits(output, self.lm_head(x), config, self.tp)
-        return logits[: logits_at.shape[1]]
+            return token_losses(
+                output, head(x), labels, config, self.vocabulary_loss, sequence_parallel=is_cut
+            )
+        return output_logits(output, x, config, self.tp, logits_at, is_cut=is_cut, head=head)
 
     def _output(self, head: MaskedLMHead) -> Output:
         """Returns the token embeddings as output layer, with the bias of the logits."""

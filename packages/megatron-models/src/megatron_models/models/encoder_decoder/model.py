@@ -17,8 +17,8 @@ from megatron_models.components.dropout import Dropout, StageDropout
 from megatron_models.components.embedding.module import Embedding
 from megatron_models.components.embedding.output import (
     Output,
+    check_labels,
     output_logits,
-    select_tokens,
     token_losses,
 )
 from megatron_models.components.embedding.spec import output_spec
@@ -317,19 +317,12 @@ class EncoderDecoder(DecodingModel):
         whole: bool,
     ) -> Float[Tensor, "..."]:
         """Returns losses or logits; ``whole`` means that the stream is not cut."""
-        cut, config = self.sequence_parallel_size > 1 and not whole, self.config
+        check_labels(labels, logits_at)
+        is_cut, config = self.sequence_parallel_size > 1 and not whole, self.config
         if labels is not None:
-            if logits_at is not None:
-                raise ConfigError(
-                    "labels and logits_at exclude each other: a loss needs all tokens"
-                )
             loss = self.vocabulary_loss
-            return token_losses(output, x, labels, config, loss, sequence_parallel=cut)
-        if logits_at is None:
-            return output_logits(output, x, config, self.tp, sequence_parallel=cut)
-        x = select_tokens(x, logits_at, self.tp if cut else None)
-        logits = output_logits(output, x, config, self.tp, sequence_parallel=cut)
-        return logits[: logits_at.shape[1]]
+            return token_losses(output, x, labels, config, loss, sequence_parallel=is_cut)
+        return output_logits(output, x, config, self.tp, logits_at, is_cut=is_cut)
 
     def _embedding(self, side: str) -> Embedding | None:
         """Returns the shared embedding if a side of this stage embeds tokens with it."""

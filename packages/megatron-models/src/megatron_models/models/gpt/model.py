@@ -15,8 +15,8 @@ from megatron_models.cache import KVCache
 from megatron_models.components.dropout import Dropout
 from megatron_models.components.embedding.output import (
     Output,
+    check_labels,
     output_logits,
-    select_tokens,
     token_losses,
 )
 from megatron_models.components.embedding.spec import output_spec
@@ -205,31 +205,23 @@ class GPT(TrunkModel, CausalModel):
                     "a model with a task_head has no logits; leave labels and logits_at out"
                 )
             return EncoderOutput(x, self.sequence_head(x, mask, context))
-        output, config, cut = self._output(), self.config, context.sequence_parallel
+        check_labels(labels, logits_at)
+        output, config = self._output(), self.config
+        is_cut = self.sequence_parallel_size > 1 and not whole
         if labels is not None:
-            if logits_at is not None:
-                raise ConfigError(
-                    "labels and logits_at exclude each other: a loss needs all tokens"
-                )
             losses_of = partial(
                 token_losses,
                 output,
                 config=config,
                 loss=self.vocabulary_loss,
                 label_smoothing=label_smoothing,
-                sequence_parallel=cut,
+                sequence_parallel=is_cut,
             )
             losses = losses_of(x, labels)
             if future is None or self.mtp is None or self.embedding is None:
                 return losses
             return self.mtp.attach_losses(losses, x, future, self.embedding, context, losses_of)
-        if logits_at is None:
-            return output_logits(output, x, config, self.tp, sequence_parallel=cut)
-        x = select_tokens(
-            x, logits_at, self.tp if self.sequence_parallel_size > 1 and not whole else None
-        )
-        logits = output_logits(output, x, config, self.tp, sequence_parallel=cut)
-        return logits[: logits_at.shape[1]]
+        return output_logits(output, x, config, self.tp, logits_at, is_cut=is_cut)
 
     def units(self) -> list[nn.Module]:
         """Returns the layers, with those of multi-token prediction."""
