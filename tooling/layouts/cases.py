@@ -255,6 +255,7 @@ MODELS["hybrid"] = HybridConfig(
     moe_ffn_hidden_size=24,
     moe_aux_loss_coeff=0.02,
 )
+MODELS["sinusoidal"] = replace(MODELS["tied"], position_embedding_type="sinusoidal")
 MODELS["bert"] = BertConfig(**_SIZES, ffn_hidden_size=96)
 MODELS["bert-post"] = replace(
     MODELS["bert"],
@@ -306,7 +307,8 @@ Qwen3-Next's kind: gated delta nets in all layers but the third, which has gated
 is `latent` with an indexer that selects five keys for each query, and its loss.
 `mamba` has Mamba-2 layers alone. `hybrid` has Mamba-2, attention, experts and a dense
 feed-forward layer. `bert` is Megatron-LM's encoder with both heads of pretraining; `bert-post` has
-post-LN and a norm of the embeddings, as BERT, and is trained to classify. `t5` is T5 with biases by
+post-LN and a norm of the embeddings, as BERT, and is trained to classify.
+`sinusoidal` is `tied` with fixed positions. `t5` is T5 with biases by
 relative position and one embedding for both sides and the output, of two encoder and three decoder
 layers; `t5-learned` is Megatron-LM's, with learned positions.
 """
@@ -341,6 +343,7 @@ Model = Literal[
     "hybrid",
     "bert",
     "bert-post",
+    "sinusoidal",
     "t5",
     "t5-learned",
 ]
@@ -745,6 +748,7 @@ CASES = (
     _case("mtp", 2, "cut", tp=2, pp=2),
     _case("mtp", 1, "dropout", cp=2, dp=2, room=6),
     _case("mtp", 1, "sp", "lora", tp=2, pp=2),
+    _case("sinusoidal", 1, "sp", tp=2, cp=2),
     _case("bert", 4, "dropout", tp=2),
     _case("bert", 2, "sp", tp=2),
     _case("bert", 2, "sp", "dropout", "selective", tp=4),

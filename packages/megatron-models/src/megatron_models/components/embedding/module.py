@@ -16,7 +16,8 @@ from megatron_models.placement import Placement
 class Embedding(nn.Module):
     """Token embeddings, plus learned position embeddings unless positions are rotary.
 
-    Embeddings of token types may be added, and the sum normalized (BERT).
+    Sinusoidal positions have no parameters. Embeddings of token types may be added, and the sum
+    normalized (BERT).
 
     With sequence parallelism the output is this rank's part of the sequence, ``[s/tp, b, h]``.
     """
@@ -33,6 +34,7 @@ class Embedding(nn.Module):
         self.token_types: EmbeddingTable | None = None
         self.norm: Norm | None = None
         self.position_offset = spec.position_offset
+        self.sinusoidal = spec.position_embedding_type == "sinusoidal" and not spec.output_only
         cut = placement.sequence_parallel
         if (position := spec.position(cut)) is not None:
             self.position = EmbeddingTable(position, placement)
@@ -73,6 +75,12 @@ class Embedding(nn.Module):
             if positions is not None:
                 positions = positions[:, own] + self.position_offset
             x = x + self.position(length, positions, offset + start + self.position_offset)
+        if self.sinusoidal:
+            if positions is None:
+                own_positions = torch.arange(length, device=x.device)[None] + (offset + start)
+            else:
+                own_positions = positions[:, own]
+            x = x + sinusoids(own_positions, x.shape[-1]).to(x.dtype)
         if self.token_types is not None:
             # A slice of one row instead of a lookup, if all tokens have type 0.
             types = None if token_types is None else token_types[:, own]
@@ -80,6 +88,20 @@ class Embedding(nn.Module):
         elif token_types is not None:
             raise ConfigError("this model has no token types; leave token_types out")
         return x if self.norm is None else self.norm(x)
+
+
+def sinusoids(positions: Int[Tensor, "b_or_1 s"], width: int) -> Float[Tensor, "s b_or_1 h"]:
+    """Returns fixed position embeddings in float64 (Vaswani et al. 2017, section 3.5).
+
+    Channel ``2i`` is ``sin(p / 10000^(2i / width))`` and channel ``2i + 1`` the cosine.
+
+    Args:
+        positions: Positions ``p`` of the tokens.
+        width: Number of channels.
+    """
+    channels = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64)
+    angles = positions.t()[..., None].double() * 10000.0 ** (-channels / width)
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[..., :width]
 
 
 class EmbeddingTable(nn.Module):

@@ -22,7 +22,7 @@ from megatron_models.components.norm.spec import NormConfig, NormSpec
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 
-PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative", "none"]
+PositionEmbedding = Literal["learned_absolute", "sinusoidal", "rope", "alibi", "relative", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,10 @@ class PositionConfig(StreamConfig):
         default="learned_absolute",
         metadata=flag(
             "--position-embedding-type",
-            "learned absolute positions added to the embedding, rotary positions in attention, "
-            "linear biases of attention by distance (alibi), biases of attention that are learned "
-            "for relative positions (relative, as in T5), or none",
+            "learned absolute positions added to the embedding, fixed ones (sinusoidal, as in the "
+            "original transformer), rotary positions in attention, linear biases of attention by "
+            "distance (alibi), biases of attention that are learned for relative positions "
+            "(relative, as in T5), or none",
             choices=get_args(PositionEmbedding),
         ),
     )

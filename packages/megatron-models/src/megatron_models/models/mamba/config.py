@@ -39,7 +39,7 @@ class MambaModelConfig(MambaConfig, NormConfig, CausalConfig):
 
     def _check(self) -> None:
         super()._check()
-        if self.position_embedding_type not in ("none", "learned_absolute"):
+        if self.position_embedding_type not in ("none", "learned_absolute", "sinusoidal"):
             raise ConfigError(
                 "{position_embedding_type} needs attention, which a model of kind 'mamba' does not "
                 "have; use none",
