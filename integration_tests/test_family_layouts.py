@@ -19,7 +19,7 @@ from families.ranks import (
     layout,
     layouts,
 )
-from layouts.cases import LAYERS
+from layouts.models import LAYERS
 from layouts.proof import STEPS
 from megatron_models import ConfigError
 from megatron_parallel.testing import WorkerPool

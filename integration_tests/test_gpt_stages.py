@@ -311,7 +311,7 @@ def positions_from_zero():
 
 def tied_weight_not_summed():
     """Skips the sum of the tied weight's gradients of first and last stage."""
-    return Sharding, "tied", property(lambda self: False, lambda self, value: None)
+    return Sharding, "tied", property(lambda self: None, lambda self, value: None)
 
 
 DEFECTS = {

@@ -31,8 +31,8 @@ class FamilyCase:
         mathematics: The family that represents its kind of mathematics, such as ``"llama"``. The
             costly checks run in the default tests only for representatives, all in the slow ones.
         settings: Content of a small ``config.json``. It is the model of the layouts, so it has
-            `layouts.cases.LAYERS` layers, at least `layouts.cases.SEQUENCE` positions, a vocabulary
-            of 150, and numbers of heads, query groups and experts that two ranks divide.
+            `layouts.models.LAYERS` layers, at least `layouts.models.SEQUENCE` positions, a
+            vocabulary of 150, and numbers of heads, query groups and experts that two ranks divide.
         draws: Strategy of fields that replace those of `settings`, for every field that matters.
             All drawn values are supported.
         refused: Fields of transformers' configuration with other values that are refused, besides

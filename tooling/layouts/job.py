@@ -34,7 +34,8 @@ from megatron_train.engine import StepEngine
 from megatron_train.tasks.task import MicroBatch
 from torch import Tensor
 
-from layouts.cases import GLOBAL_BATCH, RECOMPUTE, SEQUENCE, SPLITS, Case
+from layouts.cases import GLOBAL_BATCH, RECOMPUTE, SPLITS, Case
+from layouts.models import SEQUENCE
 from layouts.trainings import training_of
 
 CLIP = 3.0

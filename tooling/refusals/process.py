@@ -15,7 +15,8 @@ from megatron_models.parameters import parameter_shapes  # noqa: E402
 from megatron_models.stages import plan_stage  # noqa: E402
 from megatron_parallel import LayoutError, ParallelLayout  # noqa: E402
 
-from refusals.cases import CASES, SMALL  # noqa: E402
+from refusals.cases import CASES  # noqa: E402
+from refusals.cases.case import SMALL  # noqa: E402
 
 
 def build(kind, fields, layout):

@@ -12,7 +12,7 @@ from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.models.gpt.model import GPT
 from megatron_models.placement import Placement
 from megatron_parallel import Mesh
-from refusals.cases import EXPERTS, GROUPS, LATENT, ROPE, SMALL, blocks
+from refusals.cases.case import EXPERTS, GROUPS, LATENT, ROPE, SMALL, blocks
 
 START = (
     {},

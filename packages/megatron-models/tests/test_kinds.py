@@ -17,7 +17,7 @@ from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.block import build_mixer
 from megatron_models.components.mixer import Mixer
 from megatron_parallel import Mesh
-from refusals.cases import SMALL
+from refusals.cases.case import SMALL
 
 
 def test_the_kinds_of_this_package_are_installed():

@@ -69,6 +69,7 @@ def test_roles_have_the_names_of_megatron(small):
 
 def test_cross_attention_has_its_own_roles():
     sizes = {"num_layers": 1, "encoder_num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    sizes["untie_embeddings_and_output_weights"] = True
     config = EncoderDecoderConfig(**sizes, vocab_size=50, max_position_embeddings=16)
     roles = {spec.role for spec in config.parameters().values()}
     assert roles == {"", *ROLES, "linear_q", "linear_kv"}

@@ -9,7 +9,7 @@ from megatron_models import EncoderDecoderConfig, Placement
 from megatron_models.components.relative_bias.module import RelativeBias, distance_buckets
 from megatron_models.components.relative_bias.spec import RelativeBiasSpec
 from megatron_parallel import Mesh
-from refusals.cases import SMALL
+from refusals.cases.case import SMALL
 
 CONFIG = EncoderDecoderConfig(
     **{**SMALL, "max_position_embeddings": 300}, position_embedding_type="relative"
