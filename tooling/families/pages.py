@@ -157,6 +157,9 @@ def _fixed(family: Family) -> Iterator[str]:
     for name, fields in family.if_absent.items():
         shown = ", ".join(f"`{key}` = {_value(value)}" for key, value in fields.items())
         yield f"A file without any `{name}` is read with {shown}.\n"
+    if family.former_endings:
+        shown = ", ".join(f"`{old}` = `{new}`" for old, new in family.former_endings.items())
+        yield f"Older files have these endings of names: {shown}.\n"
     if family.without_effect:
         yield f"These have no effect with any value: {_code(*sorted(family.without_effect))}.\n"
     if family.exported_constants:

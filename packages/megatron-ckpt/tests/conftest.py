@@ -207,6 +207,7 @@ TOY = SimpleNamespace(
     prefix="net.",
     defers_to=(),
     if_absent={},
+    former_endings={},
     active_rows=lambda config: [
         ("word", ["net.word"], [("slice_rows", {"rows": "$vocab"})]),
         ("layers.{i}.w", ["net.{i}.a", "net.{i}.b"], [("concat", {"dim": 0})]),

@@ -61,6 +61,7 @@ FAMILY = SimpleNamespace(
     prefix="model.",
     defers_to=(),
     if_absent={},
+    former_endings={},
     active_rows=rows,
     config_from_hf=lambda values: Config(values["num_hidden_layers"], dict(values)),
     kind="same",
@@ -261,8 +262,8 @@ def test_an_added_architecture_is_read_without_a_change_to_the_reader(tmp_path):
     )
     source = open_gguf(path, {**ARCHITECTURES, "falcon": plain})
     assert source.config == {"num_hidden_layers": 1}
-    assert dict(source.open_tensors("").meta()).keys() == {"model.norm.weight"}
-    assert torch.equal(source.open_tensors("")["model.norm.weight"], torch.ones(4))
+    assert dict(source.open_tensors("", {}).meta()).keys() == {"model.norm.weight"}
+    assert torch.equal(source.open_tensors("", {})["model.norm.weight"], torch.ones(4))
 
 
 def llama3_factors(factor):

@@ -166,7 +166,7 @@ def test_damaged_settings_are_read_or_refused(tmp_path, fuzz_count):
 
     def read(content):
         file.write_bytes(content)
-        tensors = open_folder(tmp_path).open_tensors("")
+        tensors = open_folder(tmp_path).open_tensors("", {})
         for name in tensors:
             tensors[name]
 

@@ -39,6 +39,10 @@ class Family(Protocol):
         """The prefix of foreign names that files of the headless model leave out."""
 
     @property
+    def former_endings(self) -> Mapping[str, str]:
+        """Endings of foreign names in older files, and the present ones."""
+
+    @property
     def defers_to(self) -> Sequence[str]:
         """The names of families that are preferred for a model that they can express, too."""
 

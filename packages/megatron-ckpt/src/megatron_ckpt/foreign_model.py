@@ -75,7 +75,7 @@ class ForeignModel:
         names = architectures(source.config, source.where)
         kind = find_family(family) if family else detect_family(names)
         config = call_with_path(source.where, kind.config_from_hf, source.config)
-        self._tensors = source.open_tensors(kind.prefix)
+        self._tensors = source.open_tensors(kind.prefix, kind.former_endings)
         meta = self._meta = self._tensors.meta()
         if changes := _absent(kind.if_absent, meta):
             config = call_with_path(source.where, kind.config_from_hf, {**source.config, **changes})

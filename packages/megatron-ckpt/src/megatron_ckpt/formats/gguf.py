@@ -61,7 +61,7 @@ def open_gguf(path: Path, architectures: Mapping[str, Architecture] = ARCHITECTU
     return ModelSource(
         where=path,
         config=config,
-        open_tensors=lambda prefix: GGUFTensors(file, architecture, config),
+        open_tensors=lambda prefix, former_endings: GGUFTensors(file, architecture, config),
         files={
             f"{HUGGINGFACE}/config.json": (json.dumps(config, indent=2) + "\n").encode(),
             **{f"{TOKENIZER}/{key}": content for key, content in tokenizer_files(file).items()},

@@ -43,8 +43,8 @@ def open_folder(folder: Path) -> ModelSource:
     config = _read_json(folder, CONFIG)
     scheme = find_scheme(config, str(folder / CONFIG))
 
-    def open_tensors(prefix: str) -> TensorSource:
-        stored = SafetensorsFolder(folder, prefix)
+    def open_tensors(prefix: str, former_endings: Mapping[str, str]) -> TensorSource:
+        stored = SafetensorsFolder(folder, prefix, former_endings)
         return stored if scheme is None else QuantizedTensors(stored, scheme, _dtype_of(config))
 
     return ModelSource(
@@ -84,6 +84,14 @@ def _files_of_index(folder: Path) -> set[str]:
     return {check_name(name, weight_map.where) for name in weight_map.content.values()}
 
 
+def _with_present_ending(name: str, former_endings: Mapping[str, str]) -> str:
+    """Returns a name of a tensor with the present ending for a former one."""
+    for former, present in former_endings.items():
+        if name.endswith(former):
+            return name.removesuffix(former) + present
+    return name
+
+
 class SafetensorsFolder(Mapping[str, "Tensor"]):
     """The tensors of a folder as a mapping that reads each tensor on request.
 
@@ -91,9 +99,17 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
         folder: The folder, with ``model.safetensors``, or with ``model.safetensors.index.json`` and
             the files that it names.
         prefix: A prefix that is added to every name if no name starts with it.
+        former_endings: Endings of names in older files, and the present ones that replace them.
+            Defaults to none.
+
+    Raises:
+        CheckpointError: There is no such file, a file cannot be read, or a tensor exists with its
+            former and its present name.
     """
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
+    def __init__(
+        self, folder: Path, prefix: str = "", former_endings: Mapping[str, str] | None = None
+    ) -> None:
         from safetensors import SafetensorError, safe_open
 
         if (folder / INDEX).exists():
@@ -113,7 +129,14 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
                     f"{folder / file} cannot be read: {shorten(error)}"
                 ) from error
             for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
-                self._handles[name] = (handle, name)
+                present = _with_present_ending(name, former_endings or {})
+                if present in self._handles:
+                    other = self._handles[present][1]
+                    raise CheckpointError(
+                        f"{folder} has {shorten(other)} and {shorten(name)}, two names of one "
+                        "tensor; remove one"
+                    )
+                self._handles[present] = (handle, name)
         if prefix and not any(name.startswith(prefix) for name in self._handles):
             self._handles = {prefix + name: entry for name, entry in self._handles.items()}
 

@@ -37,12 +37,12 @@ class ModelSource:
     Attributes:
         where: The file that the configuration comes from, for messages.
         config: The content of a Hugging Face ``config.json``.
-        open_tensors: Opens the tensors. Its argument is the prefix that files of headless models
-            leave out.
+        open_tensors: Opens the tensors. Its arguments are the prefix that files of headless models
+            leave out, and the present ones for endings of names in older files.
         files: The files that the checkpoint keeps, by their names there.
     """
 
     where: Path
     config: Mapping[str, Any]
-    open_tensors: Callable[[str], TensorSource]
+    open_tensors: Callable[[str, Mapping[str, str]], TensorSource]
     files: Mapping[str, Path | bytes]

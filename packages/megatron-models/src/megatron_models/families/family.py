@@ -82,6 +82,7 @@ class Family:
         ignored: Foreign tensors that may be skipped if no row uses them and they pass a check:
             buffers that follow from the configuration, and the copy of a tied weight.
         prefix: Start of foreign names that files written from the headless class leave out.
+        former_endings: Endings of foreign names in older files, and the present ones.
         defers_to: Names of families that are preferred for a model trained here that they can
             express, too.
         if_absent: Patterns of foreign tensors that a file may leave out although its
@@ -102,6 +103,7 @@ class Family:
     exported_constants: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[Ignored, ...] = ()
     prefix: str = ""
+    former_endings: Mapping[str, str] = field(default_factory=dict)
     defers_to: tuple[str, ...] = ()
     if_absent: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

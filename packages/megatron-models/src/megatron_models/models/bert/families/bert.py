@@ -9,6 +9,7 @@ from megatron_models.families.family import Family
 from megatron_models.families.settings import Mapped
 from megatron_models.models.bert.families.encoder import (
     EXPORTED,
+    FORMER_ENDINGS,
     NEUTRAL,
     TRUNK_SETTINGS,
     VOCAB,
@@ -74,4 +75,5 @@ FAMILY = Family(
         ),
     ),
     prefix="bert.",
+    former_endings=FORMER_ENDINGS,
 )

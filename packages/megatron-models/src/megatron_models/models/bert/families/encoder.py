@@ -14,6 +14,11 @@ _QKV: Final[Operation] = (
     {"heads": "$num_attention_heads", "groups": "$num_query_groups", "head_dim": "$kv_channels"},
 )
 PARTS: Final = ("weight", "bias")
+FORMER_ENDINGS: Final = {
+    ".LayerNorm.gamma": ".LayerNorm.weight",
+    ".LayerNorm.beta": ".LayerNorm.bias",
+}
+"""The released files of BERT name the parameters of norms as its first program did."""
 
 
 def same(ours: str, theirs: str, condition: str = "") -> tuple[Row, ...]:

@@ -8,6 +8,7 @@ from megatron_models.families.family import Family
 from megatron_models.families.settings import Mapped
 from megatron_models.models.bert.families.encoder import (
     EXPORTED,
+    FORMER_ENDINGS,
     NEUTRAL,
     TRUNK_SETTINGS,
     WITHOUT_EFFECT,
@@ -30,4 +31,5 @@ FAMILY = Family(
     without_effect=WITHOUT_EFFECT,
     exported_constants=EXPORTED,
     ignored=(("embeddings.position_ids", "count_up", {}),),
+    former_endings=FORMER_ENDINGS,
 )

@@ -12,6 +12,7 @@ from megatron_models.families.settings import Custom, HFConfig, Mapped, unsuppor
 from megatron_models.models.bert.config import BertConfig
 from megatron_models.models.bert.families.encoder import (
     EXPORTED,
+    FORMER_ENDINGS,
     GELU,
     NEUTRAL,
     TRUNK_SETTINGS,
@@ -82,4 +83,5 @@ FAMILY = Family(
         *((f"roberta.pooler.dense.{part}", "not_read", {}) for part in ("weight", "bias")),
     ),
     prefix="roberta.",
+    former_endings=FORMER_ENDINGS,
 )
