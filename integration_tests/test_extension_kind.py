@@ -146,7 +146,7 @@ def test_it_is_listed_and_no_package_mentions_it():
     command = Path(sys.executable).with_name("megatron-train")
     done = subprocess.run([command, "models", "list"], capture_output=True, text=True, check=True)
     assert "bidirectional: an encoder that reads in both directions (bidirectional)" in done.stdout
-    assert "family bert-encoder: BertModel (bidirectional)" in done.stdout
+    assert "family bert-encoder: BidirectionalEncoder (bidirectional)" in done.stdout
     packages = Path(__file__).parents[1] / "packages"
     sources = list(packages.glob("*/src/**/*.py"))
     assert len(sources) > 100

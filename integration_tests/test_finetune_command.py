@@ -162,5 +162,5 @@ def test_a_model_of_another_kind_is_refused(corpus, start, base):
     printed = start(f"finetune masked_lm {RUN} --pretrained-checkpoint {base}", status=1)
     assert printed.strip() == (
         "megatron-train: error: --pretrained-checkpoint: base/iter_0000003 holds a model of kind "
-        "gpt, but masked_lm trains bidirectional; use finetune gpt"
+        "gpt, but masked_lm trains bidirectional; use finetune classification or gpt"
     )

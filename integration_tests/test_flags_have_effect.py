@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 from base64 import b64encode
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megatron_data import ByteTokenizer, IndexedDatasetBuilder, preprocess, trai
 from megatron_data.indexed.dataset_files import FileTokens
 from megatron_data.tokenizers import NullTokenizer
 from megatron_parallel import GradientBuffers, Mesh
+from megatron_parallel.pipeline import gradients
 from megatron_parallel.recompute import OffloadSavedTensors
 from megatron_train import StepEngine, Trainer, tokenizer
 from megatron_train.cli import main
@@ -619,12 +621,14 @@ class Probes:
             self.observed["tokenizer"] = tokenizer and tokenizer.fingerprint
             return tokenizer
 
-        def recording_finish(buffers: GradientBuffers) -> None:
-            self.observed["early"] = sum(bucket.launched for bucket in buffers.buckets)
+        finish = gradients.finish_buffers
+
+        def recording_finish(buffers: Sequence[GradientBuffers]) -> None:
+            buckets = [bucket for each in buffers for bucket in each.buckets]
+            self.observed["early"] = sum(bucket.launched for bucket in buckets)
             finish(buffers)
 
-        finish = GradientBuffers.finish
-        patch.setattr(GradientBuffers, "finish", recording_finish)
+        patch.setattr(gradients, "finish_buffers", recording_finish)
         function, pack = checkpointing.checkpoint, OffloadSavedTensors._pack
 
         def recording_checkpoint(*args: Any, **options: Any) -> Any:

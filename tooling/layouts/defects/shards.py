@@ -54,15 +54,15 @@ def _accumulation_averaged(mesh: Mesh, replace: Replace) -> None:
         vars(self)["divide_by"] = max(vars(self).get("divide_by", 1), vars(self)["count"] + 1)
         self._sharded.set_gradient_sync(True)
 
-    true = FullySharded.finish
+    true = FullySharded.sum_partial
 
-    def finish(self: FullySharded) -> None:
+    def sum_partial(self: FullySharded) -> None:
         true(self)
         for gradient in self.gradients().values():
             gradient.div_(vars(self)["divide_by"])
 
     replace(FullySharded, "begin", every_time)
-    replace(FullySharded, "finish", finish)
+    replace(FullySharded, "sum_partial", sum_partial)
 
 
 @defect("fully sharded gradients are summed after the first micro-batch", "dp4·fsdp-untied")

@@ -1,1 +1,1 @@
-"""BERT: bidirectional encoders."""
+"""BERT: encoders that read in both directions."""
