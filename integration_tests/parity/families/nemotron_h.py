@@ -29,6 +29,8 @@ CASE = FamilyCase(
         "vocab_size": 150,
         "max_position_embeddings": 64,
         "chunk_size": 8,
+        # Norms of small groups amplify rounding: with 1e-5 float32 errors of both sides near 1e-4.
+        "layer_norm_epsilon": 1e-2,
     },
     draws=merged(
         st.fixed_dictionaries(
