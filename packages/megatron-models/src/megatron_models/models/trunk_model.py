@@ -1,8 +1,9 @@
 """Models of one trunk, decoders and encoders, whole or as one pipeline stage."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
@@ -10,6 +11,7 @@ from megatron_kernels import Mask
 from megatron_parallel import (
     AuxiliaryLosses,
     Axis,
+    Mesh,
     RecomputeConfig,
     initialize_parameters,
 )
@@ -25,6 +27,7 @@ from megatron_models.components.attention.context_parallel import (
 from megatron_models.components.attention.span import EVERYTHING
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
+from megatron_models.components.embedding.output import Output
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.moe.replay import RouterReplay
 from megatron_models.components.rotary.module import RotaryTables
@@ -282,6 +285,17 @@ class TrunkModel(Trunk):
             dropout, self.tp if self.sequence_parallel else None, indices
         )
 
+    def tied_output(self, num_slices: int = 1, bias: Tensor | None = None) -> Output:
+        """Returns the token embeddings of the last stage as output layer.
+
+        Raises:
+            ConfigError: This stage has no embedding.
+        """
+        if self.embedding is None:
+            raise ConfigError(f"stage {self.stage} is not the last and has no output layer")
+        tied: Output = partial(self.embedding.word.output, num_slices=num_slices, bias=bias)
+        return tied
+
 
 def _continues(
     mask: Mask, offset: int, documents: Int[Tensor, "b s"] | None
@@ -321,11 +335,37 @@ def trunk_stage(
     return replace(stage, embedding=embedding)
 
 
-def share_embeddings(chunks: Sequence[TrunkModel]) -> None:
-    """Makes embeddings of the first and the last stage the same parameters if one rank has both.
+Stage = TypeVar("Stage", bound=TrunkModel)
 
-    That is a pipeline in a V.
+
+def build_chunks(
+    model: Callable[..., Stage],
+    config: TrunkConfig,
+    placement: Placement | Mesh,
+    split: Sequence[range] | None,
+    seed: int,
+) -> list[Stage]:
+    """Builds this rank's stages, one for each of its ``vpp`` model chunks.
+
+    If the first and the last stage are both on this rank (a pipeline in a V), embeddings of both
+    are the same parameters.
+
+    Args:
+        model: Class of the stages.
+        config: The model's configuration.
+        placement: Mesh, dtype, device and options.
+        split: Global layer numbers of every pipeline stage, or None.
+        seed: Seed of the initial weights.
     """
+    placement = Placement.resolve(placement)
+    numbers = range(placement.mesh.layout.vpp)
+    chunks = [model(config, placement, chunk=chunk, split=split, seed=seed) for chunk in numbers]
+    _share_embeddings(chunks)
+    return chunks
+
+
+def _share_embeddings(chunks: Sequence[TrunkModel]) -> None:
+    """Makes embeddings of the first and the last stage the same parameters if one rank has both."""
     first, last = chunks[0], chunks[-1]
     if first.first and not first.last and last.last and first.embedding and last.embedding:
         last.embedding.word = first.embedding.word

@@ -1,7 +1,6 @@
 """BERT: an encoder that reads in both directions, whole or as one pipeline stage."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from jaxtyping import Float, Int
 from megatron_kernels import Mask
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from megatron_models.components.dropout import Dropout
 from megatron_models.components.embedding.output import (
-    Output,
     check_labels,
     output_logits,
     token_losses,
@@ -26,7 +24,7 @@ from megatron_models.models.trunk_model import (
     EncoderOutput,
     PassOptions,
     TrunkModel,
-    share_embeddings,
+    build_chunks,
     trunk_stage,
 )
 from megatron_models.placement import Placement
@@ -161,21 +159,13 @@ class Bert(TrunkModel):
             return x
         check_labels(labels, logits_at)
         head, config = self.lm_head, self.config
-        output, is_cut = self._output(head), self.sequence_parallel_size > 1
+        output = self.tied_output(self.num_slices, head.bias)
+        is_cut = self.sequence_parallel_size > 1
         if labels is not None:
             return token_losses(
                 output, head(x), labels, config, self.vocabulary_loss, sequence_parallel=is_cut
             )
         return output_logits(output, x, config, self.tp, logits_at, is_cut=is_cut, head=head)
-
-    def _output(self, head: MaskedLMHead) -> Output:
-        """Returns the token embeddings as output layer, with the bias of the logits."""
-        if self.embedding is None:
-            raise ConfigError(f"stage {self.stage} is not the last and has no output layer")
-        tied: Output = partial(
-            self.embedding.word.output, num_slices=self.num_slices, bias=head.bias
-        )
-        return tied
 
 
 def bert_chunks(
@@ -187,11 +177,6 @@ def bert_chunks(
 ) -> list[Bert]:
     """Builds this rank's stages, one `Bert` for each of its ``vpp`` model chunks.
 
-    If the first and the last stage are both on this rank (a pipeline in a V), embeddings of both
-    are the same parameters. Arguments and errors are those of `Bert`.
+    Arguments and errors are those of `Bert`.
     """
-    placement = Placement.resolve(placement)
-    numbers = range(placement.mesh.layout.vpp)
-    chunks = [Bert(config, placement, chunk=chunk, split=split, seed=seed) for chunk in numbers]
-    share_embeddings(chunks)
-    return chunks
+    return build_chunks(Bert, config, placement, split, seed)

@@ -31,7 +31,7 @@ from megatron_models.models.trunk_model import (
     EncoderOutput,
     PassOptions,
     TrunkModel,
-    share_embeddings,
+    build_chunks,
     trunk_stage,
 )
 from megatron_models.placement import Placement
@@ -255,10 +255,7 @@ class GPT(TrunkModel, CausalModel):
         """Returns the output layer, or the token embeddings that it is tied to."""
         if self.output is not None:
             return self.output
-        if self.embedding is None:
-            raise ConfigError(f"stage {self.stage} is not the last and has no output layer")
-        tied: Output = partial(self.embedding.word.output, num_slices=self.num_slices)
-        return tied
+        return self.tied_output(self.num_slices)
 
 
 def gpt_chunks(
@@ -270,11 +267,6 @@ def gpt_chunks(
 ) -> list[GPT]:
     """Builds this rank's stages, one `GPT` for each of its ``vpp`` model chunks.
 
-    If the first and the last stage are both on this rank (a pipeline in a V), embeddings of both
-    are the same parameters. Arguments and errors are those of `GPT`.
+    Arguments and errors are those of `GPT`.
     """
-    placement = Placement.resolve(placement)
-    numbers = range(placement.mesh.layout.vpp)
-    chunks = [GPT(config, placement, chunk=chunk, split=split, seed=seed) for chunk in numbers]
-    share_embeddings(chunks)
-    return chunks
+    return build_chunks(GPT, config, placement, split, seed)

@@ -7,6 +7,9 @@ layers.
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
 
 from megatron_models.components.mlp.spec import GATES
 from megatron_models.families.family import UNTIED, Family, Operation, Row, Where
@@ -97,9 +100,11 @@ _CROSSING: tuple[Row, ...] = (
     (f"{_OUR_CROSS}.out.weight", (f"{_CROSS}.EncDecAttention.o.weight",), ()),
 )
 
-_THEIR_NAMES: dict[str, str] = {ours: theirs for theirs, ours in reversed(PLAIN)}
-_OUR_NAMES: dict[str, str] = dict(PLAIN)
-_GATED: dict[str, str] = {gate: unit for unit, gate in GATES.items()}
+_THEIR_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {ours: theirs for theirs, ours in reversed(PLAIN)}
+)
+_OUR_NAMES: Final[Mapping[str, str]] = MappingProxyType(dict(PLAIN))
+_GATED: Final[Mapping[str, str]] = MappingProxyType({gate: unit for unit, gate in GATES.items()})
 
 
 def _activation_from_hf(title: str, hf_config: HFConfig) -> dict[str, str]:
