@@ -15,6 +15,7 @@ from .schedule import LearningRateSchedule as LearningRateSchedule
 from .schedule import WeightDecaySchedule as WeightDecaySchedule
 from .update_rule import MAIN_SUFFIX as MAIN_SUFFIX
 from .update_rule import StateTensor as StateTensor
+from .update_rule import UnreadStep as UnreadStep
 from .update_rule import UpdateRule as UpdateRule
 from .update_rule import build_rules as build_rules
 from .update_rule import check_width_rules as check_width_rules

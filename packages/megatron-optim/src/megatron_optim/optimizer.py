@@ -1,11 +1,10 @@
 """The optimizer: gradient clipping, main parameters and state, common to all update rules."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64
 from megatron_parallel import View
 from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
@@ -16,7 +15,7 @@ from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
 from megatron_optim.mixed_precision import MainParameters
 from megatron_optim.param_groups import ParameterGroup, build_parameter_groups
-from megatron_optim.update_rule import MAIN_SUFFIX, build_rules
+from megatron_optim.update_rule import MAIN_SUFFIX, UnreadStep, build_rules
 from megatron_optim.width import WidthRatio
 
 
@@ -27,7 +26,7 @@ class StepResult(NamedTuple):
     """The norm of the whole gradient before clipping."""
     clip_coefficient: Float64[Tensor, ""]
     """The factor that the gradient was multiplied by; 1 if it was not clipped."""
-    skipped: bool
+    skipped: Bool[Tensor, ""]
     """Whether the step was skipped because a number was not finite."""
 
 
@@ -36,9 +35,11 @@ class Optimizer:
 
     The update rule is that of ``config.optimizer`` (`megatron_optim.UpdateRule`). If the norm of
     the gradient is NaN or infinite, every rank skips the step and counts it in ``skipped_steps``.
+    On a CUDA device, the device itself decides whether to skip, and the host does not wait for it,
+    if all update rules can do so (`UpdateRule.decides_on`).
 
     bf16 parameters have fp32 main parameters, which hold the exact weights. Optimizer state is
-    fp32, or float64 for float64 parameters. Clipping scales gradients in place.
+    fp32, or float64 for float64 parameters. Clipping may scale gradients in place.
 
     Args:
         trainable: The parameters of this rank, their sharding and their gradients
@@ -57,8 +58,6 @@ class Optimizer:
     Attributes:
         config: The settings.
         state_names: The names of the state tensors that the update rules have for a parameter.
-        steps: The number of updates.
-        skipped_steps: The number of steps skipped because a gradient was not finite.
     """
 
     def __init__(
@@ -69,9 +68,9 @@ class Optimizer:
     ) -> None:
         _require_distinct(trainable)
         self.config = config
-        self.steps = 0
-        self.skipped_steps = 0
         self._trainable = trainable
+        # The numbers of updates and of skipped steps, counted where the decision is made.
+        self._counts = torch.zeros(2, dtype=torch.int64, device=trainable.mesh.device)
         main_class = ShardedMainParameters if trainable.shards else MainParameters
         self._main = main_class(trainable)
         tensors = self._main.tensors
@@ -83,6 +82,7 @@ class Optimizer:
         self._groups = build_parameter_groups(
             tensors, trainable.table, trainable.mesh, *rules, ratios
         )
+        self._host_decides = host_decides(trainable.mesh.device, self._groups)
         # Allocated here, so that a checkpoint can be loaded before the first step.
         self._state: dict[str, dict[str, Tensor]] = {}
         for group in self._groups:
@@ -119,26 +119,69 @@ class Optimizer:
         gradients = self.gradients()
         table, mesh = self._trainable.table, self._trainable.mesh
         norm = gradient_norm(gradients, table, mesh, sharded=self._main.sharded)
+        finite = torch.stack([norm, *losses]).isfinite().all()
         factor = clip_coefficient(norm, self.config.clip_grad)
-        # The only wait for the device in this function: what follows depends on these numbers.
-        scale, *numbers = torch.stack([factor, norm, *losses]).tolist()
-        if not all(map(math.isfinite, numbers)):
-            self.skipped_steps += 1
-            return StepResult(norm, torch.ones_like(norm), skipped=True)
-        scale_gradients(gradients.values(), scale)
+        factor = torch.where(finite, factor, torch.ones_like(factor))
         decay = self.config.weight_decay if weight_decay is None else weight_decay
-        for group in self._groups:
-            rate = group.learning_rate(lr, decoupled_lr)
-            self._update(group, gradients, rate, decay if group.decays else 0.0)
-        self._main.copy_main_to_model()
-        self.steps += 1
-        return StepResult(norm, factor, skipped=False)
+        rates = lr, decoupled_lr, decay
+        if self._host_decides:
+            self._update_read(gradients, factor, finite, rates)
+        else:
+            self._update_unread(gradients, factor, finite, rates)
+            self._main.copy_main_to_model()
+        self._counts += torch.stack([finite, ~finite])
+        return StepResult(norm, factor, ~finite)
+
+    @property
+    def steps(self) -> int:
+        """The number of updates. Waits for the device."""
+        return int(self._counts[0])
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps skipped because a number was not finite. Waits for the device."""
+        return int(self._counts[1])
 
     @torch.no_grad()
-    def _update(
-        self, group: ParameterGroup, gradients: Mapping[str, Tensor], lr: float, weight_decay: float
+    def _update_read(
+        self, gradients: Mapping[str, Tensor], factor: Tensor, finite: Tensor, rates: "_Rates"
     ) -> None:
-        """Applies the rule of a group to its parameters."""
+        """Updates all groups unless a number is not finite, which the host reads.
+
+        This is free on a CPU. Elsewhere it is the only wait for the device in a step.
+        """
+        scale, updates, steps = torch.stack([factor, finite, self._counts[0]]).tolist()
+        if not updates:
+            return
+        scale_gradients(gradients.values(), scale)
+        for group in self._groups:
+            lr, decay = group.rates(*rates)
+            group.rule.update(
+                *self._tensors(group, gradients), lr=lr, weight_decay=decay, step=int(steps) + 1
+            )
+        self._main.copy_main_to_model()
+
+    @torch.no_grad()
+    def _update_unread(
+        self, gradients: Mapping[str, Tensor], factor: Tensor, finite: Tensor, rates: "_Rates"
+    ) -> None:
+        """Updates all groups; the device skips the update if a number is not finite."""
+        divisor: Tensor | None = None
+        if any(gradient.dtype == torch.float64 for gradient in gradients.values()):
+            torch._foreach_mul_(list(gradients.values()), factor)  # the divisor is in float32
+        elif self.config.clip_grad:
+            divisor = factor.reciprocal().float()
+        step = UnreadStep((self._counts[0] + 1).float(), (~finite).float(), divisor)
+        for group in self._groups:
+            lr, decay = group.rates(*rates)
+            group.rule.update_unread(
+                *self._tensors(group, gradients), lr=lr, weight_decay=decay, step=step
+            )
+
+    def _tensors(
+        self, group: ParameterGroup, gradients: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
+        """Returns the parameters, gradients and state of a group in the form its rule needs."""
 
         def select(tensors: Mapping[str, Tensor]) -> list[Tensor]:
             return [
@@ -148,17 +191,8 @@ class Optimizer:
 
         if group.matrices:  # autograd may return gradients with other strides
             gradients = {name: gradients[name].contiguous() for name in group.names}
-        group.rule.update(
-            select(self._main.tensors),
-            select(gradients),
-            {
-                state_tensor.name: select(self._state[state_tensor.name])
-                for state_tensor in group.rule.state
-            },
-            lr=lr,
-            weight_decay=weight_decay,
-            step=self.steps + 1,
-        )
+        state = {kept.name: select(self._state[kept.name]) for kept in group.rule.state}
+        return select(self._main.tensors), select(gradients), state
 
     def zero_grad(self) -> None:
         """Drops all gradients; see `megatron_parallel.data_parallel.Trainable.zero`."""
@@ -187,8 +221,12 @@ class Optimizer:
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Returns the step counts, plain values that are saved beside `views`."""
-        return {"steps": self.steps, "skipped_steps": self.skipped_steps}
+        """Returns the step counts, plain values that are saved beside `views`.
+
+        Waits for the device.
+        """
+        steps, skipped_steps = self._counts.tolist()
+        return {"steps": steps, "skipped_steps": skipped_steps}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Restores the values that `scalars` returned. Tensors are loaded into `views`.
@@ -199,8 +237,20 @@ class Optimizer:
         missing = self.scalars().keys() - scalars.keys()
         if missing:
             raise OptimError(f"the optimizer state in the checkpoint lacks {sorted(missing)}")
-        self.steps = int(scalars["steps"])
-        self.skipped_steps = int(scalars["skipped_steps"])
+        counts = [int(scalars["steps"]), int(scalars["skipped_steps"])]
+        self._counts.copy_(torch.tensor(counts))
+
+
+_Rates = tuple[float, float | None, float]
+"""Learning rate, that of token embeddings and output matrices, and weight decay of a step."""
+
+
+def host_decides(device: torch.device, groups: Iterable[ParameterGroup]) -> bool:
+    """Returns whether the host reads if a step is finite, instead of the device skipping it.
+
+    Reading is free on a CPU, and necessary if an update rule cannot skip a step by itself.
+    """
+    return device.type == "cpu" or any(device.type not in each.rule.decides_on for each in groups)
 
 
 def _require_distinct(trainable: Trainable) -> None:

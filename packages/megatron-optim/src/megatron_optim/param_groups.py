@@ -31,11 +31,14 @@ class ParameterGroup(NamedTuple):
     matrices: Mapping[str, tuple[int, ...]]
     lr_factor: float = 1.0
 
-    def learning_rate(self, lr: float, decoupled_lr: float | None) -> float:
-        """Returns the learning rate of the group; a decoupled one is absolute."""
+    def rates(
+        self, lr: float, decoupled_lr: float | None, weight_decay: float
+    ) -> tuple[float, float]:
+        """Returns learning rate and weight decay of the group; a decoupled rate is absolute."""
+        decay = weight_decay if self.decays else 0.0
         if self.decoupled and decoupled_lr is not None:
-            return decoupled_lr
-        return self.lr_factor * lr
+            return decoupled_lr, decay
+        return self.lr_factor * lr, decay
 
 
 def parameter_groups(

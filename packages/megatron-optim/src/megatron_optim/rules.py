@@ -15,10 +15,12 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron_optim.config import OptimizerConfig
-from megatron_optim.update_rule import StateTensor, UpdateRule
+from megatron_optim.update_rule import StateTensor, UnreadStep, UpdateRule
 from megatron_optim.width import WidthRatio
 
 FUSED_DEVICES = ("cpu", "cuda")
+DECIDING_DEVICES = ("cuda",)
+"""Devices whose fused implementations skip a step by themselves."""
 
 
 class AdamW(UpdateRule):
@@ -28,6 +30,7 @@ class AdamW(UpdateRule):
     """
 
     state = (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
+    decides_on = DECIDING_DEVICES
 
     def for_width(self, width: WidthRatio) -> tuple[Self, float]:
         """Divides learning rate and ``adam_eps`` by the ratio of the inputs, as Megatron-LM does.
@@ -51,8 +54,35 @@ class AdamW(UpdateRule):
         """Updates the parameters and both moments."""
         fused = _fused(parameters)
         device = parameters[0].device if fused else torch.device("cpu")
-        # torch increments each count in place.
         counts = torch.full((len(parameters),), step - 1, dtype=torch.float32, device=device)
+        self._adamw(parameters, gradients, state, counts, fused, lr, weight_decay)
+
+    def update_unread(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: UnreadStep,
+    ) -> None:
+        """Updates the parameters and both moments, unless the device skips the step."""
+        counts = (step.number - 1).expand(len(parameters)).clone()
+        self._adamw(parameters, gradients, state, counts, True, lr, weight_decay, step)
+
+    def _adamw(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        counts: Tensor,
+        fused: bool,
+        lr: float,
+        weight_decay: float,
+        unread: UnreadStep | None = None,
+    ) -> None:
+        """Calls torch's AdamW, which increments each of the counts in place."""
         adamw(
             list(parameters),
             list(gradients),
@@ -61,6 +91,8 @@ class AdamW(UpdateRule):
             max_exp_avg_sqs=[],
             state_steps=list(counts.unbind()),
             fused=fused,
+            grad_scale=None if unread is None else unread.divisor,
+            found_inf=None if unread is None else unread.skip,
             amsgrad=False,
             beta1=self.config.adam_beta1,
             beta2=self.config.adam_beta2,
@@ -79,6 +111,8 @@ class SGD(UpdateRule):
     Unlike in AdamW, weight decay is part of the gradient. The setting is ``sgd_momentum``. Without
     momentum there is no state.
     """
+
+    decides_on = DECIDING_DEVICES
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
@@ -100,6 +134,31 @@ class SGD(UpdateRule):
     ) -> None:
         """Updates the parameters and the momentum buffer."""
         del step
+        self._sgd(parameters, gradients, state, _fused(parameters), lr, weight_decay)
+
+    def update_unread(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: UnreadStep,
+    ) -> None:
+        """Updates the parameters and the momentum buffer, unless the device skips the step."""
+        self._sgd(parameters, gradients, state, True, lr, weight_decay, step)
+
+    def _sgd(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        fused: bool,
+        lr: float,
+        weight_decay: float,
+        unread: UnreadStep | None = None,
+    ) -> None:
         buffers: list[Tensor | None] = [None] * len(parameters)
         if self.state:
             buffers = [*state["momentum_buffer"]]
@@ -107,7 +166,9 @@ class SGD(UpdateRule):
             list(parameters),
             list(gradients),
             buffers,
-            fused=_fused(parameters),
+            fused=fused,
+            grad_scale=None if unread is None else unread.divisor,
+            found_inf=None if unread is None else unread.skip,
             weight_decay=weight_decay,
             momentum=self.config.sgd_momentum,
             lr=lr,

@@ -43,6 +43,25 @@ class StateTensor:
     dtype: "torch.dtype | None" = None
 
 
+@dataclass(frozen=True)
+class UnreadStep:
+    """Numbers of a step that are on the device and that the host has not read.
+
+    All are float32 scalars, in the form that the fused optimizers of torch accept.
+
+    Attributes:
+        number: The number of the update, from 1. Skipped steps do not count.
+        skip: 1 if the step must not change any value, because a number is not finite; otherwise 0.
+            The gradients of such a step may contain NaN.
+        divisor: The number that the rule divides the gradients by, to clip them. None if it must
+            not divide them.
+    """
+
+    number: "Tensor"
+    skip: "Tensor"
+    divisor: "Tensor | None"
+
+
 class UpdateRule(ABC):
     """The base class of update rules.
 
@@ -59,11 +78,15 @@ class UpdateRule(ABC):
             ``fallback`` updates the other parameters.
         fallback: For a rule that needs matrices, the name of the rule of the other parameters.
             Defaults to ``adam``.
+        decides_on: The types of devices on which `update_unread` can be called. On other devices
+            the host waits in each step until it knows whether the gradients are finite, and then
+            calls `update`. Defaults to none. On a CPU, `update` is always called.
         state: The state tensors of each parameter.
     """
 
     needs: ClassVar[Needs] = "elements"
     fallback: ClassVar[str] = "adam"
+    decides_on: ClassVar[tuple[str, ...]] = ()
     state: Sequence[StateTensor] = ()
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -126,6 +149,32 @@ class UpdateRule(ABC):
             weight_decay: The weight decay of this step; 0 for parameters without weight decay.
             step: The number of the update, from 1. Skipped steps do not count.
         """
+
+    def update_unread(
+        self,
+        parameters: "Sequence[Tensor]",
+        gradients: "Sequence[Tensor]",
+        state: "Mapping[str, Sequence[Tensor]]",
+        *,
+        lr: float,
+        weight_decay: float,
+        step: UnreadStep,
+    ) -> None:
+        """Updates parameters and state like `update`, unless the device decides to skip the step.
+
+        A rule that overrides this method names the types of devices in ``decides_on``. The method
+        must not wait for the device. It is called in every step.
+
+        Args:
+            parameters: As for `update`.
+            gradients: The gradients of these parameters, before they are divided by
+                ``step.divisor``.
+            state: As for `update`.
+            lr: The learning rate of this step.
+            weight_decay: The weight decay of this step.
+            step: The numbers of the step on the device.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lists devices, but has no update_unread")
 
 
 def build_rules(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
