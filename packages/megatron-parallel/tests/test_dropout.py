@@ -5,6 +5,9 @@ import math
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,18 +20,21 @@ from megatron_parallel import (
     Mesh,
     ParallelLayout,
     RowParallelLinear,
+    _compat,
     collect_shardings,
     keyed_dropout,
+    keyed_uniform,
     parameter_views,
 )
 from megatron_parallel.collectives import gather_sequence
-from megatron_parallel.dropout import _bits, keep_mask
+from megatron_parallel.dropout import DropoutFusion, _bits, dropout_fusion, keep_mask
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 PLACE = {"layer": 3, "site": 1}
+COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 
 
 def key_of(
@@ -217,7 +223,7 @@ def test_the_mask_is_not_stored_for_the_backward_pass() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         keyed_dropout(x, 0.1, key, **PLACE)
-    assert sum(tensor.numel() for tensor in saved) == 2 * 64 * 2 + 1000  # the key and the channels
+    assert sum(tensor.numel() for tensor in saved) == 2 * 64 * 2  # the key
 
 
 def test_recomputation_sees_the_same_mask() -> None:
@@ -368,10 +374,73 @@ for iteration in range(3):
 """
 
 
+FUSED = """
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
+from megatron_parallel import DropoutKey, dropout
+
+def check(x, p, layer, site, channels=0):
+    s, b = x.shape[:2]
+    key = DropoutKey.for_batch(seed=3, iteration=1, samples=torch.arange(b), positions=s)
+    operands = x, key.word0, key.word1, channels, dropout._Site.of(p, layer, site)
+    one, other = dropout._fused(*operands), dropout._eager(*operands)
+    assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+x = torch.linspace(-1, 1, 32 * 2 * 48).view(32, 2, 48).bfloat16()
+for layer in range(6):
+    for site in range(3):
+        check(x, 0.1, layer, site)
+check(x[:16], 0.1, 1, 1)  # other lengths
+check(torch.cat([x, x], 2), 0.1, 1, 1)
+assert counters["stats"]["unique_graphs"] == metrics.generated_kernel_count == 1
+check(x.view(32, 2, 4, 12), 0.5, 1, 1, torch.arange(48).view(4, 12))
+check(x, 0.1, 1, 1, 2**31 - 20)
+assert counters["stats"]["unique_graphs"] == metrics.generated_kernel_count == 3
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+def test_fused_dropout_is_one_kernel_with_equal_bits_for_all_layers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FUSED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_fusion_reports_why_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "dropout is not fused: on a CPU it runs in slices that fit into the cache"
+    assert str(dropout_fusion(torch.device("cpu"))) == line
+    monkeypatch.setattr(_compat, "why_not_compiled", lambda: "Triton is not installed")
+    absent = dropout_fusion.__wrapped__(torch.device("cuda"))
+    assert absent == DropoutFusion(False, "Triton is not installed")
+    # Where there is a compiler, it is tried: on a device without values nothing can be equal.
+    monkeypatch.setattr(_compat, "why_not_compiled", lambda: None)
+    failed = dropout_fusion.__wrapped__(torch.device("meta"))
+    assert not failed.fused and "torch.compile fails: " in failed.reason
+
+
+@pytest.mark.gpu
+def test_keys_and_masks_are_computed_on_the_device(
+    device: torch.device, device_waits: Callable[[], AbstractContextManager[Counter[str]]]
+) -> None:
+    samples = torch.arange(2, 4, device=device)
+    x = torch.ones(8, 2, 6, device=device, requires_grad=True)
+    dropout_fusion(device)  # may compile
+    with device_waits() as waits:
+        key = DropoutKey.for_batch(seed=5, iteration=3, samples=samples, positions=8)
+        y = keyed_dropout(x, 0.5, key, layer=1, site=2, channels=12)
+        y.sum().backward()
+        keep_mask((8, 2, 6), 0.5, key, layer=1, site=2)
+        keyed_uniform((8, 2, 6), key, layer=1, site=3, dtype=torch.float32)
+    assert waits == Counter()
+    assert torch.equal(x.grad.cpu(), y.detach().cpu())
+
+
 @pytest.mark.slow
 def test_compiled_dropout_is_one_graph_with_the_same_mask_without_recompilation() -> None:
     """Runs in a new process: Dynamo cannot trace type-checked functions."""
-    compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
-    command = [sys.executable, "-c", COMPILED, "inductor" if compiler else "aot_eager"]
+    command = [sys.executable, "-c", COMPILED, "inductor" if COMPILER else "aot_eager"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

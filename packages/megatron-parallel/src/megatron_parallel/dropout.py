@@ -19,17 +19,22 @@ iteration, sample and position; layer and site enter as two constants. The hash 
 format: changing it changes every training curve.
 
 Only the key, two 32-bit words for each (sample, position), is saved for the backward pass, which
-computes the mask again. In compiled code, hash and product are one loop over the elements.
+computes the mask again. In compiled code, hash and product are one loop over the elements. On a GPU
+`keyed_dropout` compiles itself, if torch can; `dropout_fusion` returns whether and why not.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cache
+from math import prod
+from types import FunctionType
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron_parallel import _compat
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import Axis
 
@@ -87,16 +92,14 @@ class DropoutKey:
         positions: Int[Tensor, "#s #b"],
     ) -> "DropoutKey":
         """Returns the key of tokens that may come from any samples. See `for_batch`."""
-        device = samples.device
-        words = tuple(torch.tensor(_signed(word), dtype=torch.int32) for word in _START)
-        for number in (seed, iteration):
-            for shift in (0, 32):
-                word = torch.tensor(_signed(number >> shift), dtype=torch.int32)
-                words = _absorb(words[0], words[1], word)
-        word0, word1 = (word.to(device, non_blocking=True) for word in words)
+        words = _START
+        for number in (seed, seed >> 32, iteration, iteration >> 32):
+            words = _bits_of(number, *words), _bits_of(~number, words[1], words[0])
+        key0: int | Tensor = _signed(words[0])
+        key1: int | Tensor = _signed(words[1])
         for word in (_low(samples), _low(samples >> 32), _low(positions)):
-            word0, word1 = _absorb(word0, word1, word)
-        return cls(word0, word1)
+            key0, key1 = _bits(word, key0, key1), _bits(~word, key1, key0)
+        return cls(cast(Tensor, key0), cast(Tensor, key1))
 
     def shard(self, axis: Axis) -> "DropoutKey":
         """Returns the key of this rank's part of the sequence under sequence parallelism.
@@ -154,8 +157,9 @@ def keyed_dropout(
     if p == 0.0:
         return x
     _require_shape(x.shape, key)
+    site_of_layer = _Site.of(p, layer, site)
     result: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
-        x, key.word0, key.word1, _numbers(x, channels), p, layer, site
+        x, key.word0, key.word1, channels, site_of_layer
     )
     return result
 
@@ -171,8 +175,7 @@ def keep_mask(
 ) -> Bool[Tensor, "s b *channels"]:
     """Returns the mask of `keyed_dropout` for a tensor of `shape`; True for elements it keeps."""
     _require_shape(shape, key)
-    numbers = _numbers(torch.empty(shape, device="meta"), channels).to(key.word0.device)
-    return _keep(key.word0, key.word1, numbers, p, layer, site)
+    return _dropped(shape, key.word0, key.word1, channels, _Site.of(p, layer, site)).logical_not_()
 
 
 def keyed_uniform(
@@ -198,90 +201,182 @@ def keyed_uniform(
         LayoutError: The key has another shape.
     """
     _require_shape(shape, key)
-    numbers = _numbers(torch.empty(shape, device="meta"), channels).to(key.word0.device)
-    bits = _element_bits(key.word0, key.word1, numbers, layer, site)
+    bits = _element_bits(shape, key.word0, key.word1, channels, _Site.of(0.0, layer, site))
     return (bits.to(dtype) + _WORD // 2) / _WORD
+
+
+class DropoutFusion(NamedTuple):
+    """Whether `keyed_dropout` is one kernel on a device.
+
+    Attributes:
+        fused: Whether it is.
+        reason: Why it is not; empty if it is.
+    """
+
+    fused: bool
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return "dropout is one kernel" if self.fused else f"dropout is not fused: {self.reason}"
+
+
+@cache
+def dropout_fusion(device: torch.device) -> DropoutFusion:
+    """Returns whether `keyed_dropout` is compiled into one kernel on a device, or why it is not.
+
+    The first call for a GPU compiles it for a small tensor and compares all bits with those of
+    torch's operations, which takes seconds. Functions that a caller compiles include dropout on
+    every device.
+    """
+    if device.type == "cpu":
+        return DropoutFusion(False, "on a CPU it runs in slices that fit into the cache")
+    reason = _compat.why_not_compiled()
+    if reason is not None:
+        return DropoutFusion(False, reason)
+    x = torch.linspace(-1, 1, 256, device=device).view(4, 2, 32)
+    words = torch.arange(16, dtype=torch.int32, device=device).view(2, 4, 2)
+    operands = x, words[0], words[1], 5, _Site.of(0.25, 3, 2)
+    try:
+        equal = torch.equal(_fused(*operands), _eager(*operands))
+    except Exception as error:  # noqa: BLE001 - a compiler can fail in any way
+        text = " ".join(str(error).split())[:200]
+        return DropoutFusion(False, f"torch.compile fails: {type(error).__name__}: {text}")
+    if not equal:
+        return DropoutFusion(False, f"torch {torch.__version__} compiles it to other bits")
+    return DropoutFusion(True)
+
+
+class _Site(NamedTuple):
+    """What the calls of one site of one layer have in common, as numbers for a kernel."""
+
+    word0: int  # added to the first word of the key
+    word1: int  # combined with the second one by exclusive or
+    least: int  # smallest hash that keeps an element
+    scale: float
+
+    @classmethod
+    def of(cls, p: float, layer: int, site: int) -> "_Site":
+        """Returns the numbers; elements are dropped with probability `p`."""
+        return cls(
+            _signed(_bits_of(layer, _SITES[0], site)),
+            _signed(_bits_of(site, _SITES[1], layer)),
+            round(p * _WORD) - _WORD // 2,  # words are signed; the smallest is -2^31
+            1.0 / (1.0 - p),
+        )
 
 
 class _Dropout(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        word0: Tensor,
-        word1: Tensor,
-        channels: Tensor,
-        p: float,
-        layer: int,
-        site: int,
+        ctx: Any, x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site
     ) -> Tensor:
-        ctx.save_for_backward(word0, word1, channels)
-        ctx.options = p, layer, site
-        return _drop(x, word0, word1, channels, p, layer, site)
+        tensor = channels if isinstance(channels, Tensor) else None
+        ctx.save_for_backward(word0, word1, tensor)
+        ctx.first = None if isinstance(channels, Tensor) else channels
+        ctx.site = site
+        return _drop(x, word0, word1, channels, site)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _drop(grads[0], *ctx.saved_tensors, *ctx.options)
-        return gradient, None, None, None, None, None, None
+        word0, word1, tensor = ctx.saved_tensors
+        channels = tensor if ctx.first is None else ctx.first
+        return _drop(grads[0], word0, word1, channels, ctx.site), None, None, None, None
 
 
-def _drop(
-    x: Tensor, word0: Tensor, word1: Tensor, channels: Tensor, p: float, layer: int, site: int
-) -> Tensor:
+def _drop(x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site) -> Tensor:
     """Returns the scaled `x` with zeros. On a CPU, in slices that fit into the cache."""
-    options = (p, layer, site)
     if torch.compiler.is_compiling():
-        # Not in place: torch 2.11 compiles in-place changes to a result without gradient.
-        dropped = _keep(word0, word1, channels, *options).logical_not()
-        return torch.mul(x, 1.0 / (1.0 - p)).masked_fill(dropped, 0.0)
+        return _scaled(x, word0, word1, channels, site.word0, site.word1, site.least, site.scale)
+    if x.device.type == "cpu":
+        return _in_slices(x, word0, word1, channels, site)
+    run = _fused if dropout_fusion(x.device).fused else _eager
+    return run(x, word0, word1, channels, site)
+
+
+def _in_slices(
+    x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site
+) -> Tensor:
     result = torch.empty_like(x)
-    if x.device.type != "cpu":
-        return _drop_into(result, x, word0, word1, channels, *options)
+    numbers = _numbers(x.shape, channels, x.device)
     rows = max(1, _SLICE // max(1, x[:1].numel()))
     for start in range(0, len(x), rows):
         part = slice(start, start + rows)
-        _drop_into(result[part], x[part], word0[part], word1[part], channels, *options)
+        _eager(x[part], word0[part], word1[part], numbers, site, result[part])
     return result
 
 
-def _drop_into(
-    result: Tensor,
+def _eager(
     x: Tensor,
     word0: Tensor,
     word1: Tensor,
-    channels: Tensor,
-    p: float,
-    layer: int,
-    site: int,
+    channels: int | Tensor,
+    site: _Site,
+    result: Tensor | None = None,
 ) -> Tensor:
-    dropped = _keep(word0, word1, channels, p, layer, site).logical_not_()
-    return torch.mul(x, 1.0 / (1.0 - p), out=result).masked_fill_(dropped, 0.0)
+    dropped = _dropped(x.shape, word0, word1, channels, site)
+    return torch.mul(x, site.scale, out=result).masked_fill_(dropped, 0.0)
 
 
-def _keep(
-    word0: Tensor, word1: Tensor, channels: Tensor, p: float, layer: int, site: int
+def _fused(x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site) -> Tensor:
+    enumerated = isinstance(channels, Tensor)
+    run = _compiled(x.dtype, x.dim(), x.is_contiguous(), enumerated, site.least, site.scale)
+    result: Tensor = run(x.detach(), word0, word1, channels, site.word0, site.word1)
+    return result
+
+
+@cache
+def _compiled(
+    dtype: torch.dtype, dims: int, contiguous: bool, enumerated: bool, least: int, scale: float
+) -> Any:
+    """Returns the compiled `_scaled` for tensors of one kind.
+
+    torch limits how often it compiles the code of one function, so each kind has a copy of it.
+    """
+    name = f"_scaled_{dims}_{dtype}_{contiguous}_{enumerated}".replace(".", "_")
+    code = _scaled.__code__.replace(co_name=name)
+    copy = FunctionType(code, _scaled.__globals__, name, (least, scale))
+    return torch.compile(copy, dynamic=True, fullgraph=True)
+
+
+def _scaled(
+    x: Tensor,
+    word0: Tensor,
+    word1: Tensor,
+    channels: int | Tensor,
+    site0: int,
+    site1: int,
+    least: int,
+    scale: float,
 ) -> Tensor:
-    """Returns whether the hash of each element, as a fraction of 2^32, is at least `p`."""
-    # Words are signed; the smallest is -2^31.
-    return _element_bits(word0, word1, channels, layer, site) >= round(p * _WORD) - _WORD // 2
+    """Returns the scaled `x` with zeros, for a compiler."""
+    # Not in place: torch 2.11 compiles in-place changes to a result without gradient.
+    site = _Site(site0, site1, least, scale)
+    dropped = _dropped(x.shape, word0, word1, channels, site)
+    return torch.mul(x, scale).masked_fill(dropped, 0.0)
 
 
-def _element_bits(word0: Tensor, word1: Tensor, channels: Tensor, layer: int, site: int) -> Tensor:
+def _dropped(
+    shape: tuple[int, ...], word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site
+) -> Tensor:
+    """Returns whether the hash of each element, as a fraction of 2^32, is less than `p`."""
+    return _element_bits(shape, word0, word1, channels, site) < site.least
+
+
+def _element_bits(
+    shape: tuple[int, ...], word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site
+) -> Tensor:
     """Returns the hash of each element, as int32."""
-    rows = (..., *(None,) * channels.dim())
-    key0 = (word0 + _signed(_bits_of(layer, _SITES[0], site)))[rows]
-    key1 = (word1 ^ _signed(_bits_of(site, _SITES[1], layer)))[rows]
-    return _bits(channels, key0, key1)
+    numbers = _numbers(shape, channels, word0.device)
+    rows = (..., *(None,) * numbers.dim())
+    return _bits(numbers, (word0 + site.word0)[rows], (word1 ^ site.word1)[rows])
 
 
-def _numbers(x: Tensor, channels: int | Tensor) -> Tensor:
-    """Returns the indices of the channels of `x`, int32 modulo 2^32."""
+def _numbers(shape: tuple[int, ...], channels: int | Tensor, device: torch.device) -> Tensor:
+    """Returns the indices of the channels of a tensor `[s, b, ...]`, int32 modulo 2^32."""
     if isinstance(channels, Tensor):
         return _low(channels)
-    shape = x.shape[2:]
-    device = None if x.device.type == "meta" else x.device
-    numbers = torch.arange(shape.numel(), dtype=torch.int32, device=device)
-    return (numbers + _signed(channels)).view(shape)
+    numbers = torch.arange(prod(shape[2:]), dtype=torch.int32, device=device)
+    return (numbers + _signed(channels) if channels else numbers).view(shape[2:])
 
 
 def _require_shape(shape: tuple[int, ...], key: DropoutKey) -> None:
@@ -295,7 +390,7 @@ def _require_shape(shape: tuple[int, ...], key: DropoutKey) -> None:
 # -- arithmetic modulo 2^32 --------------------------------------------------------------------
 
 
-def _bits(number: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
+def _bits(number: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor:
     """Returns a 32-bit hash of `number` under a key of 64 bits, as int32."""
     z = number ^ key0
     shifted = torch.empty_like(z)
@@ -312,17 +407,12 @@ def _xor_shift(z: Tensor, by: int, shifted: Tensor) -> Tensor:
 
 
 def _bits_of(number: int, key0: int, key1: int) -> int:
-    """Returns the same as `_bits`, for Python integers below 2^32."""
+    """Returns the same as `_bits`, modulo 2^32, for Python integers."""
     z = (number ^ key0) % _WORD
     z = (z ^ z >> _SHIFTS[0]) * _MULTIPLIERS[0] % _WORD ^ key1 % _WORD
     z = (z ^ z >> _SHIFTS[1]) * _MULTIPLIERS[1] % _WORD
     z = (z ^ z >> _SHIFTS[2]) * _MULTIPLIERS[2] % _WORD
     return z ^ z >> _SHIFTS[3]
-
-
-def _absorb(word0: Tensor, word1: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the key that extends a key by one more number."""
-    return _bits(number, word0, word1), _bits(~number, word1, word0)
 
 
 def _signed(number: int) -> int:

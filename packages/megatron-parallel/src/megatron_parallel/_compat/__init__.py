@@ -2,6 +2,7 @@
 
 - `autograd`: queries of the autograd engine, saved-tensor hooks, weak references to storages.
 - `collectives`: torch's collectives, under the names of each version of torch.
+- `compiler`: whether torch.compile can generate code for a GPU.
 - `fully_sharded`: torch's `fully_shard` with our collectives.
 - `groups`: the key-value store of the job, process groups and aborting them.
 - `pipelining`: torch's pipeline schedules. Import it explicitly: importing torch's pipelining takes
@@ -24,6 +25,7 @@ from megatron_parallel._compat.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
+from megatron_parallel._compat.compiler import why_not_compiled
 from megatron_parallel._compat.fully_sharded import (
     ShardedModule,
     ShardRanks,
@@ -60,4 +62,5 @@ __all__ = [
     "start_reduce_scatter",
     "tcp_store",
     "weak_storage_ref",
+    "why_not_compiled",
 ]
