@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from simulated_device import NotSimulatedError, load, simulated
 
 if TYPE_CHECKING:
     import torch
@@ -40,9 +39,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("--device")
     if ours.parse_known_args(config.invocation_params.args)[0].device == "simulated":
+        from simulated_device import NoGuardError, load_guard  # needs megatron-parallel
+
         try:
-            load()
-        except NotSimulatedError as error:
+            load_guard()
+        except NoGuardError as error:
             config.stash[_NOT_SIMULATED] = str(error)
 
 
@@ -87,6 +88,8 @@ def _dispatch(request: pytest.FixtureRequest) -> "Iterator[Dispatch | None]":
     if request.config.getoption("device") != "simulated":
         yield None
         return
+    from simulated_device import simulated
+
     with simulated() as dispatch:
         yield dispatch
 

@@ -1,6 +1,6 @@
 """Simulates a CUDA device on a torch without CUDA.
 
-    load()                          # before torch is imported
+    load_guard()                    # before torch is imported
     with simulated() as dispatch:
         torch.ones(2, device="cuda") + 1
 
@@ -9,34 +9,35 @@ GPU: host and device tensors do not mix, reading a value synchronizes, a collect
 device tensors, and autograd runs in a thread of the device. Kernels, their speed and their rounding
 are not simulated. The package is for tests (`gpu_device`, a pytest plugin) and in no wheel.
 
-`guard.cpp` is compiled on first use (four seconds) and stored in the user's cache.
-`NotSimulatedError` names what is missing.
+It needs the device guard of `megatron_parallel.imagined`. `NoGuardError` names what is missing.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from simulated_device.library import NotSimulatedError, load
+from megatron_parallel.imagined import NoGuardError, load_guard
 
 if TYPE_CHECKING:
     from simulated_device.tensors import Dispatch
 
-__all__ = ["NotSimulatedError", "load", "simulated"]
+__all__ = ["NoGuardError", "load_guard", "simulated"]
+
+NAME = "a simulated device"
 
 
 @contextmanager
 def simulated() -> "Iterator[Dispatch]":
     """Simulates a device in the block, in the entering thread and in the threads of autograd."""
     import torch
+    from megatron_parallel.imagined.functions import cuda_functions, host_memory
 
-    from simulated_device.functions import functions
     from simulated_device.tensors import Dispatch
 
     dispatch = Dispatch()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
-        with functions(dispatch), dispatch:
+        with cuda_functions(NAME, host_memory(), dispatch.waits_for), dispatch:
             yield dispatch
     finally:
         torch._C._set_only_lift_cpu_tensors(False)

@@ -1,12 +1,12 @@
 """Tensors with the device `cuda:0` that compute on the CPU."""
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from megatron_parallel.imagined.code_line import code_line
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -103,7 +103,7 @@ class Dispatch(TorchDispatchMode):
         self.threads: set[str] = set()
 
     def waits_for(self, what: str) -> None:
-        self.waits[f"{what} at {_code_line()}"] += 1
+        self.waits[f"{what} at {code_line()}"] += 1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -167,7 +167,7 @@ class Dispatch(TorchDispatchMode):
             to_device = bool(host) and args[0] is on_device[0]
         waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
         if to_device and waits:
-            self.blocking_copies[_code_line()] += 1
+            self.blocking_copies[code_line()] += 1
 
     def _wrapper(
         self, on_device: list[DeviceTensor], host: list[Tensor], stays: bool
@@ -191,7 +191,7 @@ def _communicate(
     """Runs a collective over Gloo. Like NCCL, it accepts only device tensors."""
     if any(t.numel() for t in host):
         raise RuntimeError(
-            f"No backend type associated with device type cpu ({func}, {_code_line()})"
+            f"No backend type associated with device type cpu ({func}, {code_line()})"
         )
     out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
     return tree_map(lambda x: next((t for t in on_device if t.on_host is x), x), out)
@@ -201,20 +201,9 @@ def _refuse_mixed(func: Any, host: list[Tensor]) -> None:
     if any(t.dim() for t in host):  # host scalars are allowed
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
-            f"and cpu! ({func}, {_code_line()})"
+            f"and cpu! ({func}, {code_line()})"
         )
 
 
 def _held(x: Any) -> Any:
     return x.on_host if isinstance(x, DeviceTensor) else x
-
-
-def _code_line() -> str:
-    """Returns the innermost code line of this project's packages."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        _, found, rest = frame.f_code.co_filename.rpartition("/src/megatron_")
-        if found:
-            return f"megatron_{rest}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "outside of this project"

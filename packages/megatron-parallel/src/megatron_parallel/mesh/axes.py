@@ -111,10 +111,15 @@ class MeshBase:
             name, ranks, index, group, len(ranks), self._ledger, number, self._watchdog
         )
 
+    @property
+    def is_imagined(self) -> bool:
+        """Whether the other ranks do not exist, so that collectives give no values."""
+        return self._job is not None and self._job.imagined
+
     def _watch(self) -> Watchdog | None:
         """Returns a watchdog for devices whose host does not wait for collectives itself."""
         mark = marker_factory(self.device)
-        if mark is None or not self._groups:
+        if mark is None or not self._groups or self.is_imagined:
             return None
 
         def abort() -> None:
@@ -152,7 +157,7 @@ class MeshBase:
             CollectiveError: A rank does not take part within the time-out of the mesh.
         """
         ranks = self.axis(axis).ranks
-        if len(ranks) > 1:
+        if len(ranks) > 1 and not self.is_imagined:
             agree(
                 default_store(),
                 topic,

@@ -30,6 +30,9 @@ class Job:
         CollectiveError: A rank does not join within `timeout`.
     """
 
+    imagined = False
+    """Whether the other ranks do not exist (`Mesh.imagined`)."""
+
     def __init__(
         self, topic: str, values: Mapping[str, str], device: str | torch.device, timeout: timedelta
     ) -> None:

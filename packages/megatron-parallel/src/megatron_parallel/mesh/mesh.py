@@ -20,6 +20,7 @@ from megatron_parallel.mesh.axes import MeshBase
 from megatron_parallel.mesh.devices import local_device
 from megatron_parallel.mesh.grid import Grid
 from megatron_parallel.mesh.group_names import canonical_group_name, stage_group_name
+from megatron_parallel.mesh.imagined import ImaginedJob
 from megatron_parallel.mesh.job import Groups, Job
 from megatron_parallel.mesh.layout import ParallelLayout
 
@@ -58,6 +59,32 @@ class Mesh(MeshBase):
     def single(cls, device: str | torch.device = "cpu") -> "Mesh":
         """Returns the mesh of a single process, without `torch.distributed`."""
         return cls(ParallelLayout(dp=1), 0, device)
+
+    @classmethod
+    def imagined(
+        cls, layout: ParallelLayout, rank: int = 0, device: str | torch.device = "cpu"
+    ) -> "Mesh":
+        """Returns the mesh of one rank of a job whose other ranks do not exist.
+
+        Collectives return at once and give no values: the tensors that they return have the right
+        shapes only. Together with tensors without values (`megatron_parallel.imagined`) one process
+        runs what this rank would do in a job of any size. Close the mesh before imagining another
+        rank.
+
+        Args:
+            layout: The layout. Its number of ranks must be known.
+            rank: Rank in the imagined job.
+            device: Device of the rank.
+
+        Raises:
+            LayoutError: The layout does not have such a rank, or this process is in a job.
+        """
+        layout.group_of("world", rank)  # refuses other ranks
+        if layout.world_size == 1:
+            return cls(layout, rank, device)
+        job = ImaginedJob(rank, layout.world_size, torch.device(device), DEFAULT_TIMEOUT)
+        groups = job.create_groups(_groups_of(layout))
+        return cls(layout, rank, device, groups=groups, job=job)
 
     @classmethod
     def bind(

@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
+from megatron_parallel._compat.imagined import has_no_values
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.sharding import Box, Init, Sharding
 from megatron_parallel.sharding.step_state import collect_states
@@ -35,14 +36,16 @@ BLOCK_NUMEL = 65536
 def initialize_parameters(module: nn.Module, *, seed: int, mesh: Mesh) -> None:
     """Fills all parameters of `module` with the initial values of their shardings.
 
-    State that is not a parameter is reset to its constant. Layers are built without values (NaN),
-    so a model can be built on the meta device first.
+    State that is not a parameter is reset to its constant. Layers are built without values (NaN).
+    On the meta device and on an imagined device (`megatron_parallel.imagined`) they remain so.
 
     Args:
         module: Module whose parameters have shardings.
         seed: Seed of the run.
         mesh: Mesh of this rank.
     """
+    if any(has_no_values(parameter) for parameter in module.parameters()):
+        return
     table = collect_shardings(module)
     for name, parameter in module.named_parameters():
         initialize(parameter, seed=seed, name=name, sharding=table[name], mesh=mesh)

@@ -86,8 +86,7 @@ class Bert(TrunkModel):
                 self.sequence_head = SequenceHead(config.head_of_sequences, placement)
         self.num_slices = NUM_SLICES if placement.tp_comm_overlap else 1
         overlap_forward(self, self.num_slices)
-        if placement.resolved_device.type != "meta":
-            self.initialize(seed)
+        self.initialize(seed)
 
     def forward(  # type: ignore[override]
         self,

@@ -131,8 +131,7 @@ class EncoderDecoder(DecodingModel):
         }
         if self.last and config.output() is not None:
             self.output = placement.column_parallel_linear(output_spec(config))
-        if placement.resolved_device.type != "meta":
-            self.initialize(seed)
+        self.initialize(seed)
 
     def initialize(self, seed: int) -> None:
         """Initializes every parameter, and computes the rotary tables."""

@@ -55,3 +55,6 @@ struct CUDAHooks : CUDAHooksInterface {
 REGISTER_CUDA_HOOKS(CUDAHooks)
 
 }  // namespace at
+
+// Lets a process find out whether this library is loaded.
+extern "C" int megatron_parallel_device_guard() { return 1; }

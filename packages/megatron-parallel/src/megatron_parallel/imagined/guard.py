@@ -1,4 +1,8 @@
-"""Compiles `guard.cpp` for the installed torch, once, and loads it before torch."""
+"""A device guard for "cuda" that does nothing, for a torch without CUDA.
+
+With it, autograd and factories accept tensors on the device "cuda". `guard.cpp` is compiled for the
+installed torch on first use (four seconds) and stored in the user's cache.
+"""
 
 import ctypes
 import hashlib
@@ -16,29 +20,36 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O1", "-shared", "-fPIC", "-std=c++20", "-D_GLIBCXX_USE_CXX11_ABI=1")
 
 
-class NotSimulatedError(RuntimeError):
-    """Raised if this machine cannot simulate a device; the message has the reason."""
+class NoGuardError(RuntimeError):
+    """Raised if this process cannot have the guard; the message has the reason."""
 
 
-def load() -> None:
+def load_guard() -> None:
     """Registers the guard and the hooks for the rest of this process.
 
     Call it before torch is imported, since torch looks for hooks only then.
 
     Raises:
-        NotSimulatedError: torch is imported already or has CUDA, or there is no compiler.
+        NoGuardError: torch is imported already or has CUDA, or there is no compiler.
     """
+    if guard_loaded():
+        return
     if "torch" in sys.modules:
-        raise NotSimulatedError("torch was imported before the simulated device was loaded")
+        raise NoGuardError("torch was imported before the device guard was loaded")
     found = find_spec("torch")
     if found is None or found.origin is None:
-        raise NotSimulatedError("torch is not installed")
+        raise NoGuardError("torch is not installed")
     folder = Path(found.origin).parent
     if (folder / "lib" / "libtorch_cuda.so").exists():
-        raise NotSimulatedError("the installed torch is built for CUDA and has its own guard")
+        raise NoGuardError("the installed torch is built for CUDA and has its own guard")
     compiled = _compiled(folder)
     ctypes.CDLL(os.fspath(folder / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(os.fspath(compiled), ctypes.RTLD_GLOBAL)
+
+
+def guard_loaded() -> bool:
+    """Returns whether this process has the guard."""
+    return hasattr(ctypes.CDLL(None), "megatron_parallel_device_guard")
 
 
 def _compiled(torch: Path) -> Path:
@@ -46,12 +57,12 @@ def _compiled(torch: Path) -> Path:
     inputs = f"{torch} {version('torch')} {FLAGS}".encode() + SOURCE.read_bytes()
     key = hashlib.blake2b(inputs, digest_size=8).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = cache / "megatron-simulated-device" / f"guard-{key}.so"
+    target = cache / "megatron-parallel" / f"guard-{key}.so"
     if target.exists():
         return target
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise NotSimulatedError(f"there is no C++ compiler; install one of {', '.join(COMPILERS)}")
+        raise NoGuardError(f"there is no C++ compiler; install one of {', '.join(COMPILERS)}")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         library = Path(folder) / target.name
@@ -61,8 +72,6 @@ def _compiled(torch: Path) -> Path:
         line += [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
         done = subprocess.run(line, check=False, capture_output=True, text=True)
         if done.returncode:
-            raise NotSimulatedError(
-                f"{compiler} cannot compile {SOURCE.name}: {done.stderr[-300:]}"
-            )
+            raise NoGuardError(f"{compiler} cannot compile {SOURCE.name}: {done.stderr[-300:]}")
         library.replace(target)
     return target

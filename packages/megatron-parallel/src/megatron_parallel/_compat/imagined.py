@@ -1,0 +1,109 @@
+"""Fake tensors, fake process groups, and the classes of torch's operations."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+_ATEN: Final = torch.ops.aten
+
+PRODUCTS: Final = frozenset(
+    {
+        _ATEN.mm,
+        _ATEN.bmm,
+        _ATEN.addmm,
+        _ATEN.baddbmm,
+        _ATEN.addmv,
+        _ATEN.mv,
+        _ATEN._grouped_mm,
+        _ATEN._scaled_mm,
+        _ATEN._scaled_grouped_mm,
+        _ATEN.convolution,
+        _ATEN.convolution_backward,
+        _ATEN._scaled_dot_product_flash_attention,
+        _ATEN._scaled_dot_product_flash_attention_backward,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
+        _ATEN._scaled_dot_product_efficient_attention,
+        _ATEN._scaled_dot_product_efficient_attention_backward,
+        _ATEN._scaled_dot_product_cudnn_attention,
+        _ATEN._scaled_dot_product_cudnn_attention_backward,
+    }
+)
+"""Matrix products and fused attention, in every overload."""
+
+ALLOCATIONS: Final = frozenset(
+    {
+        _ATEN.empty,
+        _ATEN.empty_like,
+        _ATEN.empty_strided,
+        _ATEN.new_empty,
+        _ATEN.new_empty_strided,
+        _ATEN.detach,
+        _ATEN.lift_fresh,
+        _ATEN.set_,
+        _ATEN._unsafe_view,
+        _ATEN._reshape_alias,
+    }
+)
+"""Operations that start no kernel."""
+
+
+QUERIES: Final = frozenset({torch.ops.prim.device, _ATEN.is_pinned})
+"""Operations that return a property of a tensor."""
+
+
+def device_type_of(tensor: Tensor) -> str:
+    """Returns the type of a tensor's device, without an operation."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.fake_device.type
+    return tensor.device.type
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Returns whether a tensor has a shape, a dtype and a device only: it is fake or meta."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    # Constants are not copied to a device that does not exist.
+    avoid_device_init = True
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Makes new tensors fake in the block. Constants may be real."""
+    # Without it, torch allocates constants of a factory on the device.
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with _FakeMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)
+
+
+def values_exist() -> AbstractContextManager[Any]:
+    """Returns a context in which new tensors have values, within one of `fake_tensors`."""
+    return unset_fake_temporarily()
+
+
+def init_fake_group(rank: int, world_size: int) -> None:
+    """Creates a default process group whose collectives return at once, with wrong values."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+
+    store = _distributed_c10d.HashStore()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+
+
+def new_fake_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+    """Creates such a group of these ranks. Other ranks need not take part."""
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=timeout, use_local_synchronization=True
+    )
+    return group

@@ -1,0 +1,130 @@
+"""Kernels of a CUDA device that a torch without CUDA lacks."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from megatron_parallel._compat.imagined import device_type_of
+from megatron_parallel.imagined.ledger import DeviceLedger
+
+_ATEN: Final = torch.ops.aten
+
+
+class CudaKernels(TorchFunctionMode):
+    """Runs functions on fake CUDA tensors as the kernels that torch has on a CUDA device.
+
+    A torch without CUDA replaces them by several operations that keep and move more bytes:
+
+    - `scaled_dot_product_attention`: flash attention for 16-bit inputs without a mask, else the
+      memory-efficient kernel. Both take grouped keys and values only as repeated heads.
+    - `rms_norm` and `silu`: one kernel for the forward and one for the backward pass.
+
+    Args:
+        ledger: Counts these kernels.
+    """
+
+    def __init__(self, ledger: DeviceLedger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention and device_type_of(args[0]) == "cuda":
+            return _attend(*args, **given)
+        if func is functional.rms_norm and device_type_of(args[0]) == "cuda":
+            return self._rms_norm(*args, **given)
+        if func is functional.silu and device_type_of(args[0]) == "cuda":
+            active: Tensor = _Silu.apply(args[0], self._ledger)  # type: ignore[no-untyped-call]
+            return active
+        return func(*args, **given)
+
+    def _rms_norm(
+        self,
+        x: Tensor,
+        normalized_shape: tuple[int, ...],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        normal: Tensor = _RmsNorm.apply(x, weight, len(normalized_shape), self._ledger)  # type: ignore[no-untyped-call]
+        return normal
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = (t.repeat_interleave(repeats, dim=-3) for t in (k, v))
+    out: Tensor
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if half and attn_mask is None and q.shape[-1] == v.shape[-1]:
+        out = _ATEN._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out
+    if q.dtype == torch.float64:  # no fused kernel
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale
+        )
+    bias = None
+    if attn_mask is not None:
+        bias = torch.empty(attn_mask.shape, dtype=q.dtype, device=q.device)
+        bias = bias.expand(*q.shape[:-1], k.shape[-2])
+    saves = torch.is_grad_enabled()
+    out = _ATEN._scaled_dot_product_efficient_attention(
+        q, k, v, bias, saves, dropout_p, is_causal, scale=scale
+    )[0]
+    return out
+
+
+class _RmsNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, dims: int, ledger: DeviceLedger
+    ) -> Tensor:
+        out = torch.empty_like(x)
+        scale = torch.empty(x.shape[:-dims], dtype=torch.float32, device=x.device)
+        ledger.kernel("_fused_rms_norm", [t for t in (x, weight, out, scale) if t is not None])
+        ctx.save_for_backward(x, weight, scale)
+        ctx.ledger = ledger
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        of_x = torch.empty_like(x)
+        of_weight = None if weight is None else torch.empty_like(weight)
+        tensors = (grads[0], x, weight, scale, of_x, of_weight)
+        ctx.ledger.kernel("_fused_rms_norm_backward", [t for t in tensors if t is not None])
+        return of_x, of_weight, None, None
+
+
+class _Silu(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ledger: DeviceLedger) -> Tensor:
+        out = torch.empty_like(x)
+        ledger.kernel("silu", (x, out))
+        ctx.save_for_backward(x)
+        ctx.ledger = ledger
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        of_x = torch.empty_like(x)
+        ctx.ledger.kernel("silu_backward", (grads[0], x, of_x))
+        return of_x, None

@@ -1,0 +1,105 @@
+"""The device guard for a torch without CUDA: its compilation, its errors, its coverage."""
+
+import ast
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from megatron_parallel.imagined import NoGuardError, guard, load_guard
+
+PACKAGES = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def torch_folder(tmp_path, monkeypatch):
+    """Returns the folder of torch; the cache is empty and no program is on the path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = find_spec("torch")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def test_a_missing_compiler_is_reported(torch_folder):
+    with pytest.raises(NoGuardError, match=r"no C\+\+ compiler; install one of c\+\+, g\+\+, cl"):
+        guard._compiled(torch_folder)
+
+
+def test_a_failing_compiler_is_reported_with_its_output(torch_folder, tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho 'unknown option -std=c++20' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    with pytest.raises(NoGuardError) as caught:
+        guard._compiled(torch_folder)
+    expected = f"{os.fspath(compiler)} cannot compile guard.cpp: unknown option -std=c++20"
+    assert str(caught.value).startswith(expected)
+    assert list((tmp_path / "cache" / "megatron-parallel").iterdir()) == []
+
+
+def test_loading_after_torch_is_refused():
+    import torch  # noqa: F401
+
+    if guard.guard_loaded():
+        pytest.skip("this process has the guard")
+    with pytest.raises(NoGuardError, match="torch was imported before"):
+        load_guard()
+
+
+def test_all_uses_of_torch_cuda_in_the_packages_are_replaced():
+    import torch
+    from megatron_parallel.imagined.functions import cuda_functions
+
+    nodes = (
+        node
+        for path in PACKAGES.glob("*/src/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    )
+    used = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda"
+    }
+    real = {name: getattr(torch.cuda, name) for name in used}
+    assert len(real) >= 8
+    with cuda_functions("a device", 1 << 30, lambda what: None):
+        assert [name for name in sorted(used) if getattr(torch.cuda, name) is real[name]] == []
+        assert torch.cuda.get_device_properties("cuda").total_memory == 1 << 30
+
+
+ON_CUDA = """
+from megatron_parallel.imagined import NoGuardError, load_guard
+try:
+    load_guard()
+except NoGuardError as error:
+    print("no guard:", error)
+    raise SystemExit
+import torch
+from megatron_parallel.imagined import imagined_device
+from torch.nn import functional
+with imagined_device("cuda") as ledger:
+    weight = torch.ones(64, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    host = torch.arange(512.0).view(2, 256)
+    total = float(host.sum())
+    ledger.clear()
+    x = host.to("cuda")
+    y = functional.rms_norm(x.to(torch.bfloat16), (256,)) @ weight.t()
+    q = y.view(1, 2, 4, 16).transpose(1, 2)
+    out = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    out.sum().backward()
+    bool(weight.grad.isfinite().all())
+print(total, dict(ledger.blocking_copies), len(ledger.waits), ledger.kernels["_fused_rms_norm"],
+      ledger.kernels["_scaled_dot_product_flash_attention_backward"], weight.grad.shape)
+"""
+
+
+def test_an_imagined_cuda_device_runs_kernels_of_cuda_and_counts_waits_and_copies(tmp_path):
+    """Runs in a process of its own, since the guard has to be loaded before torch."""
+    line = [sys.executable, "-c", ON_CUDA]
+    done = subprocess.run(line, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if done.stdout.startswith("no guard:"):
+        pytest.skip(done.stdout.strip())
+    assert done.stdout.startswith("130816.0 {'outside of the packages': 1} 1 1 1 torch.Size([64, ")
