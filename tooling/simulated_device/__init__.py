@@ -37,7 +37,7 @@ def simulated() -> "Iterator[Dispatch]":
     dispatch = Dispatch()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
-        with cuda_functions(NAME, host_memory(), dispatch.waits_for), dispatch:
+        with cuda_functions(NAME, host_memory(), dispatch.waits_for, dispatch.queue), dispatch:
             yield dispatch
     finally:
         torch._C._set_only_lift_cpu_tensors(False)

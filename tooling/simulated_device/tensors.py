@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron_parallel.imagined.code_line import code_line
+from megatron_parallel.imagined.functions import Queue
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -94,6 +95,7 @@ class Dispatch(TorchDispatchMode):
         waits: Number of times the host would wait for a device, by cause and code line.
         blocking_copies: Number of copies from pageable host memory to the device, by code line.
         threads: Names of the threads that computed.
+        queue: The operations on device tensors, by which events are reached.
     """
 
     def __init__(self) -> None:
@@ -101,8 +103,10 @@ class Dispatch(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
         self.blocking_copies: Counter[str] = Counter()
         self.threads: set[str] = set()
+        self.queue = Queue()
 
     def waits_for(self, what: str) -> None:
+        self.queue.drain()
         self.waits[f"{what} at {code_line()}"] += 1
 
     def __torch_dispatch__(
@@ -121,6 +125,7 @@ class Dispatch(TorchDispatchMode):
         if not on_device and (wanted is None or wanted.type != "cuda"):
             return func(*args, **kwargs)
         if on_device:
+            self.queue.add()
             self.threads.add(threading.current_thread().name)
             if func not in _BETWEEN_DEVICES:
                 _refuse_mixed(func, host)
@@ -150,6 +155,7 @@ class Dispatch(TorchDispatchMode):
     ) -> None:
         """Counts waits and blocking copies."""
         to_device = func is aten._to_copy.default and not on_device
+        waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
         if on_device and func is aten._local_scalar_dense.default:
             self.waits_for("item")
         if on_device and torch.Tag.dynamic_output_shape in func.tags:
@@ -159,13 +165,13 @@ class Dispatch(TorchDispatchMode):
             and func is aten._to_copy.default
             and wanted is not None
             and wanted.type == "cpu"
+            and waits
         ):
             self.waits_for("copy to the host")
         if on_device and func is aten.copy_.default:
-            if not isinstance(args[0], DeviceTensor):
+            if not isinstance(args[0], DeviceTensor) and waits:
                 self.waits_for("copy to the host")
             to_device = bool(host) and args[0] is on_device[0]
-        waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
         if to_device and waits:
             self.blocking_copies[code_line()] += 1
 

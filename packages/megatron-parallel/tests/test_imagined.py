@@ -31,7 +31,7 @@ def test_a_rank_of_1024_has_the_groups_of_its_layout():
             axis = mesh.axis(name)
             assert axis.ranks == LAYOUT.group_of(name, 700)
             assert axis.process_group.size() == axis.size
-        mesh.agree("layouts", {"layout": "anything"})  # nobody to compare with
+        mesh.agree("layouts", {"layout": "anything"})  # there is no other rank
     assert not dist.is_initialized()
 
 

@@ -50,7 +50,7 @@ def test_loading_after_torch_is_refused():
 
 def test_all_uses_of_torch_cuda_in_the_packages_are_replaced():
     import torch
-    from megatron_parallel.imagined.functions import cuda_functions
+    from megatron_parallel.imagined.functions import Queue, cuda_functions
 
     nodes = (
         node
@@ -64,9 +64,34 @@ def test_all_uses_of_torch_cuda_in_the_packages_are_replaced():
     }
     real = {name: getattr(torch.cuda, name) for name in used}
     assert len(real) >= 8
-    with cuda_functions("a device", 1 << 30, lambda what: None):
+    with cuda_functions("a device", 1 << 30, lambda what: None, Queue()):
         assert [name for name in sorted(used) if getattr(torch.cuda, name) is real[name]] == []
         assert torch.cuda.get_device_properties("cuda").total_memory == 1 << 30
+
+
+def test_an_event_is_reached_later_and_reading_it_before_is_a_wait():
+    import torch
+    from megatron_parallel.imagined.functions import BEHIND, POLLED, Queue, cuda_functions
+
+    queue, waits = Queue(), []
+
+    def wait(what):
+        queue.drain()
+        waits.append(what)
+
+    with cuda_functions("a device", 1 << 30, wait, queue):
+        events = [torch.cuda.Event() for _ in range(3)]
+        for event in events:
+            queue.queued += BEHIND
+            event.record()
+        events[0].synchronize()  # many operations later
+        assert waits == []
+        assert all(events[1].query() for _ in range(BEHIND))
+        assert sum(not events[2].query() for _ in range(BEHIND)) == BEHIND // POLLED - 1
+        events[2].record()
+        events[2].synchronize()
+        events[2].synchronize()
+        assert waits == ["event"]
 
 
 ON_CUDA = """
@@ -77,6 +102,7 @@ except NoGuardError as error:
     print("no guard:", error)
     raise SystemExit
 import torch
+from megatron_parallel import HostCopy
 from megatron_parallel.imagined import imagined_device
 from torch.nn import functional
 with imagined_device("cuda") as ledger:
@@ -90,6 +116,11 @@ with imagined_device("cuda") as ledger:
     out = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     out.sum().backward()
     bool(weight.grad.isfinite().all())
+    assert not bool(HostCopy(weight.grad.isfinite().all()).read())  # waits, and has no value
+    copy = HostCopy(weight.grad)
+    for _ in range(120):
+        weight.grad.add_(1)
+    copy.read()
 print(total, dict(ledger.blocking_copies), len(ledger.waits), ledger.kernels["_fused_rms_norm"],
       ledger.kernels["_scaled_dot_product_flash_attention_backward"], weight.grad.shape)
 """
@@ -102,4 +133,4 @@ def test_an_imagined_cuda_device_runs_kernels_of_cuda_and_counts_waits_and_copie
     assert done.returncode == 0, done.stderr[-2000:]
     if done.stdout.startswith("no guard:"):
         pytest.skip(done.stdout.strip())
-    assert done.stdout.startswith("130816.0 {'outside of the packages': 1} 1 1 1 torch.Size([64, ")
+    assert done.stdout.startswith("130816.0 {'outside of the packages': 1} 2 1 1 torch.Size([64, ")

@@ -130,7 +130,7 @@ def test_exposed_time_is_measured_on_the_stream_and_not_on_the_host() -> None:
 @pytest.mark.gpu
 def test_a_complete_operation_is_not_overdue(device: torch.device) -> None:
     class Sum:
-        axis_name, described = "tp", "all_reduce"
+        axis_name, description = "tp", "all_reduce"
 
         def failure_reported(self) -> bool:
             return False

@@ -14,6 +14,7 @@ from .dropout import keyed_dropout as keyed_dropout
 from .dropout import keyed_uniform as keyed_uniform
 from .errors import CollectiveError as CollectiveError
 from .errors import LayoutError as LayoutError
+from .host_copy import HostCopy as HostCopy
 from .mesh.abstract_mesh import AbstractMesh as AbstractMesh
 from .mesh.axes import Axis as Axis
 from .mesh.layout import ParallelLayout as ParallelLayout

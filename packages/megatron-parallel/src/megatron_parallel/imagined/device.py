@@ -42,7 +42,7 @@ def imagined_device(
     ledger = DeviceLedger(wanted.type, StorageLedger(CUDA_GRANULARITY if is_cuda else 1))
     with contextlib.ExitStack() as stack:
         if is_cuda and not torch.cuda.is_available():
-            stack.enter_context(cuda_functions(NAME, total_memory, ledger.wait))
+            stack.enter_context(cuda_functions(NAME, total_memory, ledger.wait, ledger.queue))
         if is_cuda:
             stack.enter_context(CudaKernels(ledger))
         stack.enter_context(fake_tensors())

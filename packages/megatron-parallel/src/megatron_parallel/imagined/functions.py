@@ -1,4 +1,9 @@
-"""The functions of `torch.cuda` for a device that does not exist: one stream, no waiting."""
+"""The functions of `torch.cuda` for a device that does not exist: one stream, no waiting.
+
+Operations run when they are called. To find reads that would wait, the stream counts as `BEHIND`
+operations behind the host: an event is reached only when so many more were queued, or when the host
+has waited for it or polled it.
+"""
 
 import contextlib
 import os
@@ -12,24 +17,61 @@ import torch
 CUDA: Final = torch.device("cuda:0")
 
 
+BEHIND: Final = 100
+"""Operations that the stream is behind the host."""
+POLLED: Final = 10
+"""Operations that the stream completes while the host polls an event once."""
+
+
+class Queue:
+    """The operations of a device.
+
+    Attributes:
+        queued: Number of operations so far.
+        completed: Number of them that had completed when the host last waited.
+    """
+
+    def __init__(self) -> None:
+        self.queued = self.completed = 0
+
+    def add(self) -> None:
+        """Adds an operation."""
+        self.queued += 1
+
+    def drain(self) -> None:
+        """Completes all operations, since the host waits for them."""
+        self.completed = self.queued
+
+
 class Event:
-    """A point in the stream, which is reached immediately."""
+    """A point in the stream."""
+
+    queue: Queue
+    waits_for: Callable[[str], None]
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self._position = self._polled = 0
 
     def record(self, stream: Any = None) -> None:
-        """Does nothing, since all queued work is done."""
+        """Sets the point to the operations queued so far."""
+        self._position, self._polled = self.queue.queued, 0
 
     def wait(self, stream: Any = None) -> None:
-        """Does nothing."""
+        """Does nothing, since there is one stream."""
 
     def synchronize(self) -> None:
-        """Does nothing."""
+        """Reports a wait unless the stream has reached the event."""
+        if not self._reached():
+            type(self).waits_for("event")
 
     def query(self) -> bool:
-        """Returns True: all queued work is done."""
-        return True
+        """Returns whether the stream has reached the event."""
+        self._polled += POLLED
+        return self._reached()
+
+    def _reached(self) -> bool:
+        completed = max(self.queue.completed, self.queue.queued + self._polled - BEHIND)
+        return completed >= self._position
 
     def elapsed_time(self, end: "Event") -> float:
         """Returns 0: nothing takes time."""
@@ -52,7 +94,7 @@ class Stream:
 
     def record_event(self, event: Event | None = None) -> Event:
         """Returns the event, or a new one."""
-        return event or Event()
+        return event or torch.cuda.Event()  # type: ignore[no-untyped-call,return-value]
 
     def synchronize(self) -> None:
         """Does nothing."""
@@ -69,7 +111,7 @@ def no_graph() -> bool:
 
 @contextlib.contextmanager
 def cuda_functions(
-    name: str, total_memory: int, waits_for: Callable[[str], None]
+    name: str, total_memory: int, waits_for: Callable[[str], None], queue: Queue
 ) -> Iterator[None]:
     """Replaces functions of `torch.cuda` in the block.
 
@@ -77,12 +119,14 @@ def cuda_functions(
         name: Name of the device.
         total_memory: Memory of the device in bytes.
         waits_for: Called with a description when the host would wait for the device.
+        queue: The operations of the device.
     """
     only = Stream()
+    bound = type("Event", (Event,), {"queue": queue, "waits_for": staticmethod(waits_for)})
     properties = SimpleNamespace(name=name, total_memory=total_memory)
     with patch.multiple(
         torch.cuda,
-        Event=Event,
+        Event=bound,
         Stream=Stream,
         _lazy_init=lambda: None,
         current_device=lambda: 0,

@@ -19,6 +19,7 @@ from megatron_parallel._compat.imagined import (
     values_exist,
 )
 from megatron_parallel.imagined.code_line import code_line
+from megatron_parallel.imagined.functions import Queue
 from megatron_parallel.imagined.storages import StorageLedger
 
 _ATEN: Final = torch.ops.aten
@@ -44,12 +45,14 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bytes_moved: Element-wise bytes, by code line.
         flops: Floating-point operations of matrix products and attention.
         storages: The memory.
+        queue: The operations, by which events are reached.
     """
 
     def __init__(self, device_type: str, storages: StorageLedger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.storages = storages
+        self.queue = Queue()
         self.clear()
 
     def clear(self) -> None:
@@ -64,6 +67,7 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def wait(self, cause: str) -> None:
         """Counts a wait."""
+        self.queue.drain()
         self.waits[f"{cause} at {code_line()}"] += 1
 
     def kernel(self, name: str, tensors: Iterable[Tensor]) -> None:
@@ -90,8 +94,10 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not on_device and self._stays_on_host(inputs, given):
             with values_exist():
                 return func(*args, **given)
+        if on_device:
+            self.queue.add()
         self._note_transfers(func, args, given, on_device)
-        if on_device and (found := self._assumed(packet, args, given)) is not None:
+        if (found := self._assumed(packet, args, given)) is not None:
             return found
         out = func(*args, **given)
         self._note_result(func, args, given, on_device, out)
@@ -107,7 +113,8 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _assumed(self, packet: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Returns a result for an operation whose result depends on values, or None."""
         if packet is _ATEN._local_scalar_dense:
-            self.wait("item")
+            if device_type_of(args[0]) == self.device_type:
+                self.wait("item")
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if packet is _ATEN.bincount:
