@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from megatron_parallel import LayoutError, Mesh, ParallelLayout
 from megatron_parallel.pipeline import PeerError, PipelineEngine, TensorSpec
+from megatron_parallel.pipeline.comparison import StepComparison
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from torch import Tensor, nn
 from waiting import HANG, Answers
@@ -62,14 +65,17 @@ def step(
     mesh = Mesh.bind(layout, timeout=timedelta(seconds=SECONDS))
     chunks = [Chunk(rank.rank, trouble) for _ in range(layout.vpp)]
     sizes = options.pop("sizes", [2] * 4)
+    sums = options.get("sums", ("loss",))
     engine = PipelineEngine(
-        mesh, chunks, loss, **{"inputs": inputs, "stage_output_spec": stage_output_spec} | options
+        mesh,
+        chunks,
+        **{"loss": loss, "inputs": inputs, "stage_output_spec": stage_output_spec} | options,
     )
     started = time.monotonic()
     try:
         for _ in range(2):
             started = time.monotonic()
-            engine.run([torch.ones(size, 4) for size in sizes], {"loss": 8.0})
+            engine.run([torch.ones(size, 4) for size in sizes], dict.fromkeys(sums, 8.0))
     except BaseException as error:  # noqa: BLE001 - the test checks it
         return type(error).__name__, str(error), time.monotonic() - started
     return "", "", time.monotonic() - started
@@ -88,6 +94,60 @@ def test_stages_that_disagree_on_shapes_are_named_before_anything_is_sent(
             "ranks disagree on what stage 0 passes to stage 1: "
             "rank 0: [2, 4] float32; rank 1: [3, 4] float32"
         )
+
+
+@pytest.mark.parametrize(("late", "steps"), [(2, 1), (1000, 2)], ids=["passes", "next step"])
+def test_a_comparison_that_arrives_late_is_read_before_the_next_pass_or_step(
+    worker_pool: WorkerPool, late: int, steps: int
+) -> None:
+    """Steps that differ in a name only exchange equal messages, so Gloo does not fail first."""
+
+    def disagree(rank: Rank) -> Any:
+        from megatron_parallel import HostCopy
+        from megatron_parallel.pipeline import comparison
+
+        looks, runs = [], []
+
+        class Late(HostCopy):
+            @property
+            def arrived(self) -> bool:
+                looks.append(1)
+                return len(looks) > late
+
+        def trouble(number: int, passes: int) -> None:
+            runs.append(passes)
+
+        name = f"loss{rank.rank}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comparison, "HostCopy", Late)
+            found = step(
+                rank,
+                ParallelLayout(pp=2, dp=1),
+                trouble,
+                sums=(name,),
+                loss=lambda output, batch: {name: output.sum()},
+            )
+        return found, len(runs)
+
+    line = "ranks disagree on the sums of the loss: rank 0: loss0; rank 1: loss1"
+    for (kind, text, _), runs in worker_pool.run(disagree, ranks=2):
+        assert (kind, text) == ("LayoutError", line)
+        assert runs == 4 if steps == 2 else runs < 4
+
+
+@pytest.mark.gpu
+def test_the_comparison_of_steps_is_not_waited_for(
+    device: torch.device, device_waits: Callable[[], AbstractContextManager[Counter[str]]]
+) -> None:
+    comparison = StepComparison(Mesh.single(device))
+    with device_waits() as waits:
+        for number in range(3):
+            comparison.finish()
+            comparison.start({"the number of the step": str(number)})
+            for _ in range(200):  # passes
+                torch.ones(2, device=device).add_(1)
+            comparison.check()
+    assert waits == Counter()
 
 
 def test_only_the_ranks_of_one_pipeline_have_to_agree(worker_pool: WorkerPool) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -78,10 +78,17 @@ class _WatchedMessage:
 class PipelineMonitor:
     """Records the passes of one rank in this step, and the message that it waits for.
 
-    `trace` holds the passes in the order in which they completed.
+    Args:
+        mesh: The mesh of this rank.
+        stages: Number of stages.
+        before_pass: Called before each pass; may raise.
+
+    Attributes:
+        trace: The passes in the order in which they completed.
     """
 
-    def __init__(self, mesh: Mesh, stages: int) -> None:
+    def __init__(self, mesh: Mesh, stages: int, before_pass: Callable[[], None]) -> None:
+        self._before_pass = before_pass
         self.trace: list[Action] = []
         self._mesh = mesh
         self._axis = mesh.axis("pp")
@@ -174,7 +181,8 @@ class PipelineMonitor:
             return f"{own.line}; rank 0, which keeps the job's store, does not respond either"
 
     def _mark(self, action: Action) -> None:
-        """Watches the message that a pass starts with, where only the CUDA stream waits for it."""
+        """Prepares for a pass: where only the CUDA stream waits for its message, watches that."""
+        self._before_pass()
         watchdog, wait = self._axis.watchdog, self._input_of(action)
         if watchdog is not None:
             watchdog.check()

@@ -6,17 +6,15 @@ Imported only where there is a pipeline: importing torch's pipelining takes seco
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Final, cast
 
-import torch
 from torch import Tensor, nn
 
 from megatron_parallel._compat import pipelining
 from megatron_parallel._compat.pipelining import OverlappedPass
-from megatron_parallel.collectives.operations import all_gather
 from megatron_parallel.errors import CollectiveError, LayoutError
 from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.pipeline.comparison import StepComparison
 from megatron_parallel.pipeline.contract import AroundBackward, Inputs, StageOutputSpec, TensorSpec
 from megatron_parallel.pipeline.failure import PeerError, PipelineMonitor
 from megatron_parallel.pipeline.objective import Objective
@@ -68,7 +66,8 @@ class StageRunner:
         self._stage_output_spec = stage_output_spec
         self._around_backward = around_backward
         self._count = self._pp.size * len(chunks)
-        self._monitor = PipelineMonitor(mesh, self._count)
+        self._comparison = StepComparison(mesh)
+        self._monitor = PipelineMonitor(mesh, self._count, self._comparison.check)
         self._prepared: OrderedDict[object, _Prepared] = OrderedDict()
 
     def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
@@ -79,6 +78,7 @@ class StageRunner:
         monitor = self._monitor
         monitor.begin(())
         try:
+            self._comparison.finish()  # of the step before
             with monitor.running():
                 output_specs = self._collect_output_specs(micro_batches)
             self._agree(len(micro_batches), output_specs, backward)
@@ -88,8 +88,11 @@ class StageRunner:
                 prepared.schedule, prepared.stages, micro_batches, backward=backward
             )
             broadcast_from_last_stage(self._objective.totals, self._mesh, purpose="loss sums")
+            self._comparison.check()
         except Exception as error:
             self._prepared.clear()  # their state is that of an unfinished step
+            if isinstance(error, RuntimeError):
+                self._comparison.check()
             if monitor.in_user_code:
                 monitor.report_error(error)
             elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
@@ -120,10 +123,9 @@ class StageRunner:
     def _agree(
         self, count: int, output_specs: list[tuple[TensorSpec, ...]], backward: bool
     ) -> None:
-        """Raises `LayoutError` on all ranks of the pipeline unless they run the same step.
+        """Starts comparing the step with those of the other ranks of the pipeline.
 
-        Ranks first compare a digest. Only if digests differ, they compare the values through the
-        store, so that the error names the values.
+        `LayoutError` is raised on all of them, before they hang, if they run different steps.
         """
         values = {
             "the step": f"{'training' if backward else 'evaluation'} under {self._schedule}",
@@ -133,11 +135,7 @@ class StageRunner:
         }
         for stage, specs in enumerate(output_specs):
             values[f"what stage {stage} passes to stage {stage + 1}"] = _text(specs)
-        digest = int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "big")
-        own = torch.tensor([digest], dtype=torch.int64, device=self._mesh.device)
-        digests = all_gather(own, self._pp, purpose="step digest")
-        if bool((digests != own).any()):
-            self._mesh.agree("pipeline steps", values, axis="pp")
+        self._comparison.start(values)
 
     def _prepare(
         self, count: int, output_specs: list[tuple[TensorSpec, ...]], backward: bool
