@@ -1,5 +1,9 @@
 """Splits of sequences, masks and work over context-parallel ranks."""
 
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,6 +104,43 @@ def test_the_blocks_of_a_ring_cover_the_mask(
                         q, k = rows[i % len(rows)], columns[i % len(columns)]
                         found[i, q[:, None], k[None, :]] += allowed[i]
         assert torch.equal(found, wanted.long())
+
+
+@pytest.mark.parametrize("rules", [{}, {"window": 9}, {"chunk": 16}, {"prefix": 3}], ids=str)
+@pytest.mark.parametrize("joined", [1, 2])
+def test_a_plan_from_ranges_equals_the_plan_from_indices(
+    rules: dict[str, int], joined: int
+) -> None:
+    split = ContextSplit.zigzag(64, 4).joined(joined)
+    assert split.ranges is not None
+    listed = [[i for each in own for i in each] for own in split.ranges]
+    assert listed == split.indices[:, 0].tolist()
+    for rank in range(split.ranks):
+        found, truth = (
+            [
+                [(b.rows, b.columns, b.mask.all_allowed) for b in blocks]
+                for blocks in plan_ring(SequenceMask(**rules), each, rank).blocks
+            ]
+            for each in (split, ContextSplit(split.indices))
+        )
+        assert found == truth
+
+
+@pytest.mark.gpu
+def test_a_plan_waits_for_the_device_only_if_the_mask_depends_on_data(
+    device: torch.device, device_waits: Callable[[], AbstractContextManager[Counter[str]]]
+) -> None:
+    ids = documents([40, 24], 64).to(device)
+    with device_waits() as waits:
+        split = ContextSplit.zigzag(64, 4, device)
+        plan_ring(SequenceMask(window=9), split, 1)
+        plan_ring(SequenceMask(), split.joined(2), 1)
+        split.within(2, 1)
+    assert waits == Counter()
+    with device_waits() as waits:
+        plan_ring(SequenceMask(ids), split, 1)
+        plan_ring(SequenceMask(ids), ContextSplit.per_document(ids, 4), 1)
+    assert waits.total() == 2
 
 
 def test_a_causal_ring_computes_half_of_the_pairs_and_needs_no_mask_for_most() -> None:

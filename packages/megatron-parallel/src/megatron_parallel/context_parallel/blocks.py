@@ -4,10 +4,14 @@ A rank has its own queries and receives the keys of each rank once. Both are cut
 of tiles in which no query may attend to any key are skipped, and the remaining tiles of keys of a
 tile of queries form one range. Under a causal mask and the zig-zag split, exactly half of the pairs
 remain, on every rank and in every step of the ring except the first.
+
+The host needs the pairs to know which blocks to compute. If split and mask do not depend on the
+data, it computes them itself, once for each shape. Otherwise it waits for the device, once.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -67,7 +71,7 @@ def plan_ring(
     """
     tiles = _tiles(mask, split)
     size = split.local_length // tiles
-    needed, full = _classify(mask, split, index, tiles)
+    needed, full = _pairs_of_tiles(mask, split, index, tiles)
     blocks = []
     for source, (some, every) in enumerate(zip(needed, full, strict=True)):
         found = []
@@ -109,14 +113,48 @@ def _ranges(needed: list[list[bool]]) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def _classify(
+Pairs = list[list[list[bool]]]  # by rank, own tile and tile of that rank
+
+
+def _pairs_of_tiles(
     mask: SequenceMask, split: ContextSplit, index: int, tiles: int
-) -> tuple[list[list[list[bool]]], list[list[list[bool]]]]:
+) -> tuple[Pairs, Pairs]:
     """Returns which pairs of tiles have an allowed pair of tokens, and which have only such pairs.
 
-    Indexed by rank, own tile and tile of that rank. The results are based on the extremes of each
-    tile: the first may have additional pairs, and the second may lack some.
+    The results are based on the extremes of each tile: the first may have additional pairs, and the
+    second may lack some.
     """
+    given = mask.document_ids is not None or mask.positions is not None
+    if split.ranges is None or given or isinstance(mask.prefix, Tensor):
+        some, every = torch.stack(_classify(mask, split, index, tiles)).tolist()
+        return some, every
+    return _pairs_by_index(
+        split.ranges, index, tiles, mask.causal, mask.window, mask.prefix, mask.chunk
+    )
+
+
+@lru_cache(maxsize=64)
+def _pairs_by_index(
+    ranges: tuple[tuple[range, ...], ...],
+    index: int,
+    tiles: int,
+    causal: bool,
+    window: int | None,
+    prefix: int | None,
+    chunk: int | None,
+) -> tuple[Pairs, Pairs]:
+    """Returns the same for a mask that depends on indices alone, without a device."""
+    indices = [torch.cat([torch.arange(r.start, r.stop) for r in own]) for own in ranges]
+    split = ContextSplit(torch.stack(indices)[:, None])
+    mask = SequenceMask(causal=causal, window=window, prefix=prefix, chunk=chunk)
+    some, every = torch.stack(_classify(mask, split, index, tiles)).tolist()
+    return some, every
+
+
+def _classify(
+    mask: SequenceMask, split: ContextSplit, index: int, tiles: int
+) -> tuple[Bool[Tensor, "ranks tiles tiles"], Bool[Tensor, "ranks tiles tiles"]]:
+    """Returns the pairs as tensors."""
     low, high = _extremes(mask.positions, split, tiles, split.indices)
     some, every = _by_position(mask, (low[index], high[index]), (low, high))
     if mask.document_ids is not None:
@@ -132,7 +170,7 @@ def _classify(
         query_lowest, key_lowest = _pair(lowest[index], lowest)
         one = (query_lowest == query_last) & (key_lowest == key_last) & (query_last == key_last)
         every = every & one & (query_lowest >= 0)
-    return some.any(1).tolist(), every.all(1).tolist()
+    return some.any(1), every.all(1)
 
 
 def _by_position(

@@ -9,6 +9,7 @@ document is balanced.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from jaxtyping import Int, Shaped
@@ -38,9 +39,12 @@ class ContextSplit:
 
     Attributes:
         indices: int64 `[ranks, b, part]`; `b` is 1 if all samples are cut alike.
+        ranges: The same indices for each rank, in order, if they do not depend on the data. With
+            them the host knows the split without reading `indices`.
     """
 
     indices: Int[Tensor, "ranks b part"]
+    ranges: tuple[tuple[range, ...], ...] | None = None
 
     @classmethod
     def zigzag(cls, length: int, ranks: int, device: torch.device | str = "cpu") -> "ContextSplit":
@@ -51,7 +55,14 @@ class ContextSplit:
         """
         check_length(length, ranks)
         slices = torch.arange(length, device=device).view(2 * ranks, -1)
-        return cls(torch.cat([slices[:ranks], slices[ranks:].flip(0)], 1)[:, None])
+        indices = torch.cat([slices[:ranks], slices[ranks:].flip(0)], 1)[:, None]
+        part = length // (2 * ranks)
+        starts = [(r * part, (2 * ranks - 1 - r) * part) for r in range(ranks)]
+        return cls(indices, tuple(tuple(range(i, i + part) for i in pair) for pair in starts))
+
+    def to(self, device: torch.device | str) -> "ContextSplit":
+        """Returns the split on a device; the transfer may still be in progress."""
+        return ContextSplit(self.indices.to(device, non_blocking=True), self.ranges)
 
     @classmethod
     def per_document(cls, document_ids: Int[Tensor, "b s"], ranks: int) -> "ContextSplit":
@@ -117,7 +128,14 @@ class ContextSplit:
         """Returns the split in which every `size` neighbouring ranks are merged into one."""
         _, b, part = self.indices.shape
         joined = self.indices.view(-1, size, b, part).transpose(1, 2).flatten(2)
-        return ContextSplit(joined.sort(-1).values)
+        ranges = self.ranges
+        if ranges is not None:
+            groups = (ranges[i : i + size] for i in range(0, len(ranges), size))
+            ranges = tuple(
+                tuple(sorted(chain.from_iterable(group), key=lambda each: each.start))
+                for group in groups
+            )
+        return ContextSplit(joined.sort(-1).values, ranges)
 
     def within(self, size: int, index: int) -> "ContextSplit":
         """Returns the split of the tokens of group `index` over its `size` neighbouring ranks.

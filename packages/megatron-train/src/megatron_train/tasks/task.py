@@ -60,9 +60,7 @@ class MicroBatch:
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        split = (
-            None if self.context_split is None else ContextSplit(moved(self.context_split.indices))
-        )
+        split = None if self.context_split is None else self.context_split.to(device)
         fields = {name: moved(tensor) for name, tensor in self.fields.items()}
         return dataclasses.replace(self, fields=fields, context_split=split)
 
