@@ -183,6 +183,14 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     ),
     "model.mscale": (YARN, {"--mscale": "3"}),
     "model.mscale_all_dim": (YARN, {"--mscale-all-dim": "2"}),
+    "model.mrope_section": (
+        {"--position-embedding-type": "mrope", "--mrope-section": "2 1 1"},
+        {"--mrope-section": "2 1 2"},
+    ),
+    "model.mrope_interleaved": (
+        {"--position-embedding-type": "mrope", "--mrope-section": "1 2 1"},
+        {"--mrope-interleaved": ""},
+    ),
     "model.no_rope_freq": (ROPE, {"--no-rope-freq": "2"}),
     "model.normalization": ({}, {"--normalization": "RMSNorm"}),
     "model.norm_epsilon": ({}, {"--norm-epsilon": "0.1"}),
@@ -507,6 +515,9 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
 }
 
 REFUSALS = {
+    # Text has equal positions on all axes, so that all sections give the same model.
+    "model.mrope_section": "--mrope-section must be 3 numbers of at least 0 that sum to 4",
+    "model.mrope_interleaved": "--mrope-interleaved allows at most 1 for the height",
     "model.task_head": "the task gpt predicts tokens",
     "model.num_labels": "--num-labels 3 does not fit --task-head none",
     "model.head_pooling": "--head-pooling mean has no effect without --task-head",

@@ -49,6 +49,7 @@ SAMPLE = {
     "tp3·selective·ep3·etp1·a2a-thirds-dropout",
     "tp2·sp-mamba-dropout",
     "cp2·ep2·a2a-hybrid-dropout",
+    "cp2-axes-dropout",
 }
 FEW = 3
 """Number of steps of the sample, in which every planted defect is detected."""
@@ -91,6 +92,7 @@ DEFECT_SAMPLE = {
     "the states of gated delta nets pass document ends",
     "the buckets of relative positions are off by one",
     "sparse attention reads the keys with the lowest scores",
+    "heights and widths are those of the first tokens of the sequence",
 }
 
 

@@ -251,6 +251,13 @@ MODELS["hybrid"] = HybridConfig(
     moe_ffn_hidden_size=24,
     moe_aux_loss_coeff=0.02,
 )
+MODELS["axes"] = replace(
+    MODELS["untied"],
+    position_embedding_type="mrope",
+    kv_channels=12,
+    mrope_section=(2, 3, 1),
+    mtp_num_layers=1,
+)
 MODELS["sinusoidal"] = replace(MODELS["tied"], position_embedding_type="sinusoidal")
 MODELS["bert"] = BertConfig(**_SIZES, ffn_hidden_size=96)
 MODELS["bert-post"] = replace(
@@ -304,7 +311,8 @@ is `latent` with an indexer that selects five keys for each query, and its loss.
 `mamba` has Mamba-2 layers alone. `hybrid` has Mamba-2, attention, experts and a dense
 feed-forward layer. `bert` is Megatron-LM's encoder with both heads of pretraining; `bert-post` has
 post-LN and a norm of the embeddings, as BERT, and is trained to classify.
-`sinusoidal` is `tied` with fixed positions. `t5` is T5 with biases by
+`sinusoidal` is `tied` with fixed positions. `axes` is `untied` with drawn times, heights and widths
+of tokens, and one depth of multi-token prediction. `t5` is T5 with biases by
 relative position and one embedding for both sides and the output, of two encoder and three decoder
 layers; `t5-learned` is Megatron-LM's, with learned positions.
 """
@@ -340,6 +348,7 @@ Model = Literal[
     "bert",
     "bert-post",
     "sinusoidal",
+    "axes",
     "t5",
     "t5-learned",
 ]

@@ -51,6 +51,9 @@ class Causal(Training):
     def sample(self, case: Case, index: int) -> dict[str, Tensor]:
         """Returns several documents, which end in padding if mixers read it."""
         row = sample(index)
+        if case.config.has_position_axes:
+            generator = torch.Generator().manual_seed(2000 + index)
+            row["positions"] = torch.randint(SEQUENCE, (SEQUENCE, 3), generator=generator).int()
         recurrent = any(mixer.recurrent for mixer in case.config.mixers)
         return padded(row) if case.config.expert_parallel or recurrent else row
 

@@ -17,6 +17,7 @@ from refusals.cases.case import EXPERTS, GROUPS, LATENT, ROPE, SMALL, blocks
 START = (
     {},
     ROPE,
+    {"position_embedding_type": "mrope", "mrope_section": (1, 1, 1)},
     EXPERTS,
     GROUPS,
     LATENT,
@@ -51,6 +52,8 @@ def values(entry: "dataclasses.Field[Any]") -> st.SearchStrategy[Any]:
         return st.booleans()
     if entry.type is int:
         return st.integers(-1, 9)
+    if entry.type == tuple[int, ...]:
+        return st.lists(st.integers(-1, 4), max_size=4)
     return st.sampled_from(NUMBERS if entry.type is float else TEXTS.get(entry.name, PATTERNS))
 
 

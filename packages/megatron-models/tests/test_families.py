@@ -276,6 +276,8 @@ OTHERS = {
     "yarn_correction_range_round_to_int": False,
     "mscale": 2.0,
     "mscale_all_dim": 1.0,
+    "mrope_section": ((1, 1, 0),),
+    "mrope_interleaved": True,
     "no_rope_freq": "2",
     "normalization": ("LayerNorm", "RMSNorm"),
     "norm_epsilon": 1e-3,

@@ -6,6 +6,7 @@ has none. The proof must find every defect (`integration_tests/test_layouts.py`)
 
 from layouts.defects import (  # each enters its defects into the catalogue
     adapters,
+    axes,
     context,
     deltas,
     dropout,
@@ -37,6 +38,7 @@ __all__ = [
     "DEFECTS",
     "Defect",
     "adapters",
+    "axes",
     "context",
     "deltas",
     "dropout",

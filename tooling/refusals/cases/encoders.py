@@ -15,6 +15,12 @@ ENCODER_DECODERS = {
         f"a model of kind 'gpt' does not support {_POSITIONS}; use 'learned_absolute'",
         {"position_embedding_type": "learned_absolute"},
     ),
+    "axes of an encoder-decoder": Case(
+        {"position_embedding_type": "mrope", "mrope_section": (1, 1, 1)},
+        "a model of kind 't5' does not support position_embedding_type 'mrope'; use 'rope'",
+        {"position_embedding_type": "rope", "mrope_section": ()},
+        kind="t5",
+    ),
     "buckets without biases": Case(
         {"relative_attention_num_buckets": 16},
         "relative_attention_num_buckets 16 has no effect with position_embedding_type|leave it out",

@@ -2,6 +2,8 @@
 
 from refusals.cases.case import LATENT, ROPE, Case
 
+_AXES = {"position_embedding_type": "mrope", "mrope_section": (1, 1, 1)}
+
 ROTARY = {
     "a fraction above 1": Case(
         {**ROPE, "rotary_percent": 1.5},
@@ -47,5 +49,36 @@ ROTARY = {
         {"rotary_base_local": 50.0, "sliding_window": 4},
         "rotary_base_local 50.0 needs rotary positions, not|leave it at 0",
         {"rotary_base_local": 0.0},
+    ),
+    "sections without axes": Case(
+        {**ROPE, "mrope_section": (1, 1, 1)},
+        "mrope_section (1, 1, 1) has no effect with position_embedding_type rope|leave it out",
+        {"mrope_section": ()},
+    ),
+    "alternation without axes": Case(
+        {**ROPE, "mrope_interleaved": True},
+        "mrope_interleaved True has no effect with position_embedding_type rope|leave it out",
+        {"mrope_interleaved": False},
+    ),
+    "sections of other channels": Case(
+        {**_AXES, "mrope_section": (2, 4, 0)},
+        "mrope_section must be 3 numbers of at least 0 that sum to 3, half of the|not (2, 4, 0)|"
+        "use 1, 2 and 0",
+        {"mrope_section": (1, 2, 0)},
+    ),
+    "no sections": Case(
+        {"position_embedding_type": "mrope"},
+        "mrope_section must be 3 numbers|sum to 3|not ()|use 1, 1 and 1",
+        {"mrope_section": (1, 1, 1)},
+    ),
+    "sections that are no list": Case(
+        {**_AXES, "mrope_section": "1,1,1"},
+        "mrope_section must be a list of integers, not '1,1,1'",
+        {"mrope_section": (1, 1, 1)},
+    ),
+    "sections that cannot alternate": Case(
+        {**_AXES, "mrope_section": (0, 2, 1), "mrope_interleaved": True},
+        "mrope_interleaved allows at most 1 for the height and 1 for the width|(0, 2, 1); use 1, 1",
+        {"mrope_section": (1, 1, 1)},
     ),
 }

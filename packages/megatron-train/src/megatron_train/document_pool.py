@@ -32,7 +32,7 @@ from megatron_train.tasks.task import MicroBatch
 
 Fields = Mapping[str, Tensor]
 Read = Callable[[Sequence[int]], Fields]
-"""Reads samples by number; returns fields of shape `[b, s]` and `[b]`."""
+"""Reads samples by number; returns fields of shape `[b, s, ...]` and `[b]`."""
 
 _BY_TOKEN: Final = ("tokens", "labels", "loss_mask", "positions")
 
@@ -137,7 +137,8 @@ class DocumentPool:
         for name in parts[0]:
             whole = torch.cat([part[name] for part in parts], 1)
             value = -1 if name in ("document_ids", "indices_in_sample") else 0
-            fields[name] = torch.nn.functional.pad(whole, (0, length - whole.shape[1]), value=value)
+            after = (0, 0) * (whole.ndim - 2) + (0, length - whole.shape[1])
+            fields[name] = torch.nn.functional.pad(whole, after, value=value)
         return fields
 
 

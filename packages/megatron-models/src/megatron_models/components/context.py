@@ -53,7 +53,8 @@ class Context:
             not count again.
         score_bias: Biases of the scores of self-attention for this rank's heads, by relative
             position. None if the model has none.
-        positions: Positions of this rank's tokens. None means ``offset`` and the following ones.
+        positions: Positions of this rank's tokens, ``[3, b, s]`` with three axes. None means
+            ``offset`` and the following ones.
         document_ids: Document of each token of the whole sequence, -1 for padding, for layers that
             pass a state from token to token. None if there is one document, or no such layer.
         continues: Whether the first new token of a sequence is of the document of the last cached
@@ -77,7 +78,7 @@ class Context:
     expert_loads: dict[int, Int[Tensor, " e"]] = field(default_factory=dict)
     counted_layers: set[int] = field(default_factory=set)
     masks: Mapping[Span, Mask] = field(default_factory=dict)
-    positions: Int[Tensor, "b_or_1 s"] | None = None
+    positions: Int[Tensor, "*axes b_or_1 s"] | None = None
     score_bias: Float[Tensor, "_ n s keys"] | None = None
     document_ids: Int[Tensor, "b s"] | None = None
     continues: Bool[Tensor, " b"] | None = None

@@ -165,6 +165,14 @@ def _check_type(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> Non
     if kind is float and type(value) is int and abs(value) < 2**1000:
         object.__setattr__(config, entry.name, float(value))
         return
+    if kind == tuple[int, ...]:
+        if type(value) in (list, tuple) and all(type(each) is int for each in value):
+            object.__setattr__(config, entry.name, tuple(value))  # JSON has lists
+            return
+        raise ConfigError(
+            f"{{{entry.name}:name}} must be a list of integers, not {{{entry.name}:repr}}",
+            vars(config),
+        )
     if type(value) is not kind:
         expected = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[kind]  # type: ignore[index]
         raise ConfigError(

@@ -49,7 +49,7 @@ class Trunk(nn.Module):
         self,
         x: Int[Tensor, "b s"] | Float[Tensor, "part b h"],
         context: Context,
-        positions: Int[Tensor, "b_or_1 s"] | None = None,
+        positions: Int[Tensor, "*axes b_or_1 s"] | None = None,
         token_types: Int[Tensor, "b s"] | None = None,
         embedding: Embedding | None = None,
     ) -> Float[Tensor, "part b h"]:

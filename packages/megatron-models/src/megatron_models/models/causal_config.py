@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_models.components.embedding.spec import EmbeddingConfig, TiedOutputConfig
 from megatron_models.components.head import Head
@@ -15,6 +16,8 @@ from megatron_models.models.trunk_config import TrunkConfig
 @dataclass(frozen=True, kw_only=True)
 class CausalConfig(TrunkConfig, HeadConfig, TiedOutputConfig):
     """The configuration of a decoder-only model over one vocabulary, or with a task head."""
+
+    takes_position_axes: ClassVar[bool] = True
 
     def _check(self) -> None:
         super()._check()

@@ -25,7 +25,8 @@ class DecodingPass:
         tokens: New tokens of each sequence.
         cache: Keys and values of earlier tokens for this rank's layers, to which those of the new
             tokens are added.
-        positions: Positions of the new tokens. Defaults to those after ``cache.length``.
+        positions: Positions of the new tokens, ``[3, b, s]`` with three axes. Defaults to those
+            after ``cache.length``.
         mask: Mask of cached and new tokens together. Defaults to causal.
         logits_at: Indices of the new tokens whose logits are computed. Defaults to all.
         padding: True for new tokens that are padding, which follows the tokens of a sequence. It
@@ -38,7 +39,7 @@ class DecodingPass:
 
     tokens: Int[Tensor, "b s"]
     cache: KVCache
-    positions: Int[Tensor, "b s"] | None = None
+    positions: Int[Tensor, "*axes b s"] | None = None
     mask: Mask | None = None
     logits_at: Int[Tensor, "b k"] | None = None
     source: Int[Tensor, "b t"] | None = None

@@ -61,9 +61,17 @@ class ModelConfig(ComponentConfig, ABC):
 
     kind: ClassVar[str]
     """Name of the kind in the entry-point group ``megatron.models``."""
+    takes_position_axes: ClassVar[bool] = False
+    """Whether models of this kind may have positions with axes, see `has_position_axes`."""
 
     def _check(self) -> None:
         super()._check()
+        if self.has_position_axes and not self.takes_position_axes:
+            raise ConfigError(
+                f"a model of kind {self.kind!r} does not support {{position_embedding_type:name}} "
+                "{position_embedding_type:repr}; use 'rope'",
+                vars(self),
+            )
         relative = getattr(self, "position_embedding_type", None) == "relative"
         if relative and not isinstance(self, RelativeBiasConfig):
             raise ConfigError(
@@ -71,6 +79,11 @@ class ModelConfig(ComponentConfig, ABC):
                 "{position_embedding_type:repr}; use 'learned_absolute'",
                 vars(self),
             )
+
+    @property
+    def has_position_axes(self) -> bool:
+        """Whether a token has a time, a height and a width instead of one position (``mrope``)."""
+        return getattr(self, "position_embedding_type", None) == "mrope"
 
     @abstractmethod
     def trunks(self) -> dict[str, TrunkSpec]:

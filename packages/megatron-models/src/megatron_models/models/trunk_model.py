@@ -42,7 +42,7 @@ from megatron_models.stages import StagePlan, sequence_shard_length
 class PassOptions:
     """Options of a forward pass that all stages get; see `megatron_models.GPT.forward`."""
 
-    positions: Int[Tensor, "b s"] | None = None
+    positions: Int[Tensor, "*axes b s"] | None = None
     dropout: Dropout | None = None
     cache: KVCache | None = None
     split: ContextSplit | None = None
@@ -166,6 +166,7 @@ class TrunkModel(Trunk):
             ConfigError: The options exclude each other, or do not fit the input or the ranks.
         """
         cache, split, cp, positions = options.cache, options.split, options.cp, options.positions
+        self._check_positions(positions)
         whole = cache is not None
         length = self._sequence_length(x, whole)
         offset = 0 if cache is None else cache.length
@@ -222,6 +223,15 @@ class TrunkModel(Trunk):
             document_ids=documents,
             continues=_continues(mask, offset, documents),
         )
+
+    def _check_positions(self, positions: Tensor | None) -> None:
+        """Refuses positions with axes that the model does not have."""
+        if positions is None or positions.ndim == 2:
+            return
+        axes = self.config.has_position_axes
+        if not axes or positions.ndim != 3 or len(positions) != 3:
+            expected = "[b, s] or [3, b, s]" if axes else "[b, s], without axes (mrope)"
+            raise ConfigError(f"positions are {list(positions.shape)}; this model takes {expected}")
 
     def _padding(
         self, mask: Mask, offset: int, end: int, cp: Axis | None, split: ContextSplit | None

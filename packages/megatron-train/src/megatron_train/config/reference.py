@@ -109,7 +109,7 @@ def _default(option: Option) -> str:
         return "required"
     if option.kind == "switch":
         return "on" if option.default else "off"
-    return "" if option.default in (None, "") else f"`{option.default_text}`"
+    return "" if option.default in (None, "", ()) else f"`{option.default_text}`"
 
 
 def _cell(text: str) -> str:

@@ -42,6 +42,8 @@ class GPTTask(StagedTask):
         hidden_dropout: Probability of dropping an element of a residual branch.
         attention_dropout: Probability of dropping an attention probability.
         reset_position_ids: Whether position ids come from the batch instead of counting from 0.
+            They are ``[b, s]``, or for a model with ``mrope`` time, height and width of each token,
+            ``[b, s, 3]``.
         reset_attention_mask: Whether tokens attend only within their own document.
         split_per_document: With context parallelism, whether each document is split over the ranks
             by itself, which balances their work, instead of the whole sequence.
@@ -140,7 +142,8 @@ class GPTTask(StagedTask):
             return batch
         values = {name: fields[name] for name in ("tokens", "labels", "loss_mask")}
         if self._reset_position_ids or self._mesh.layout.hybrid_cp:
-            values["positions"] = fields["positions"]
+            own = fields["positions"]
+            values["positions"] = own if own.ndim == 2 else own[..., 0]  # embeddings have no axes
         else:
             tokens = fields["tokens"]
             indices = torch.arange(tokens.shape[1], device=tokens.device)
@@ -193,7 +196,8 @@ class GPTTask(StagedTask):
                     )
         uses_pool = self._mesh.layout.hybrid_cp
         if self._reset_position_ids or uses_pool:
-            arguments["positions"] = fields["positions"]
+            own = fields["positions"]
+            arguments["positions"] = own if own.ndim == 2 else own.permute(2, 0, 1)
         if self._reset_attention_mask or uses_pool:
             arguments["mask"] = Mask(document_ids=fields["document_ids"])
         if batch.context_split is not None:

@@ -227,7 +227,7 @@ class AttentionConfig(RotaryConfig):
     def _check_unrotated(self) -> None:
         """Refuses options of layers with or without rotary positions that no layer has."""
         rotary = self.position_embedding_type == "rope"
-        if self.qk_l2_norm and not rotary:
+        if self.qk_l2_norm and not self.has_rotation:
             raise ConfigError(
                 "{qk_l2_norm:name} needs rotary positions, not {position_embedding_type}",
                 vars(self),

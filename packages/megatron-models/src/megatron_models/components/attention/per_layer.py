@@ -19,6 +19,8 @@ def _rotation_changes(config: AttentionConfig, number: int) -> dict[str, Any]:
     if config.unrotated_layers[number]:
         return changes | {
             "position_embedding_type": "none",
+            "mrope_section": (),
+            "mrope_interleaved": False,
             "no_rope_freq": "0",
             "qk_l2_norm": False,
         }

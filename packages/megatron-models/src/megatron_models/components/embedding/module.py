@@ -46,7 +46,7 @@ class Embedding(nn.Module):
     def forward(
         self,
         tokens: Int[Tensor, "b s"],
-        positions: Int[Tensor, "b_or_1 s"] | None,
+        positions: Int[Tensor, "*axes b_or_1 s"] | None,
         offset: int,
         sequence_parallel: bool | None = None,
         token_types: Int[Tensor, "b s"] | None = None,

@@ -22,7 +22,9 @@ from megatron_models.components.norm.spec import NormConfig, NormSpec
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 
-PositionEmbedding = Literal["learned_absolute", "sinusoidal", "rope", "alibi", "relative", "none"]
+PositionEmbedding = Literal[
+    "learned_absolute", "sinusoidal", "rope", "mrope", "alibi", "relative", "none"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,18 @@ class PositionConfig(StreamConfig):
         metadata=flag(
             "--position-embedding-type",
             "learned absolute positions added to the embedding, fixed ones (sinusoidal, as in the "
-            "original transformer), rotary positions in attention, linear biases of attention by "
-            "distance (alibi), biases of attention that are learned for relative positions "
-            "(relative, as in T5), or none",
+            "original transformer), rotary positions in attention (rope, or mrope with a time, a "
+            "height and a width of each token), linear biases of attention by distance (alibi), "
+            "biases of attention that are learned for relative positions (relative, as in T5), "
+            "or none",
             choices=get_args(PositionEmbedding),
         ),
     )
+
+    @property
+    def has_rotation(self) -> bool:
+        """Whether attention rotates queries and keys by positions."""
+        return self.position_embedding_type in ("rope", "mrope")
 
     @property
     def longest_sequence(self) -> int:

@@ -177,6 +177,22 @@ class RotaryConfig(PositionConfig):
             nonnegative=True,
         ),
     )
+    mrope_section: tuple[int, ...] = field(
+        default=(),
+        metadata=flag(
+            "--mrope-section",
+            "mrope: pairs of rotated channels that turn by the time, the height and the width of a "
+            "token (Qwen2-VL); they sum to half of the rotated channels",
+        ),
+    )
+    mrope_interleaved: bool = field(
+        default=False,
+        metadata=flag(
+            "--mrope-interleaved",
+            "mrope: time, height and width alternate from pair to pair (Qwen3-VL) instead of "
+            "dividing the pairs into three ranges (our name)",
+        ),
+    )
     no_rope_freq: str = field(
         default="0",
         metadata=flag(
@@ -201,7 +217,8 @@ class RotaryConfig(PositionConfig):
             unrotated = self.unrotated_layers
         except PatternError as error:
             raise ConfigError(f"{{no_rope_freq:name}}: {literal(error)}", vars(self)) from None
-        if self.position_embedding_type == "rope":
+        self._check_axes()
+        if self.has_rotation:
             self._check_scaling()
         elif any(unrotated):
             raise ConfigError(
@@ -215,6 +232,16 @@ class RotaryConfig(PositionConfig):
                 "it at 0",
                 vars(self),
             )
+
+    def _check_axes(self) -> None:
+        """Refuses options of three axes that the rotation does not have."""
+        for name in ("mrope_section", "mrope_interleaved"):
+            if getattr(self, name) and self.position_embedding_type != "mrope":
+                raise ConfigError(
+                    f"{{{name}}} has no effect with {{position_embedding_type}}; use "
+                    "{position_embedding_type:name} 'mrope' or leave it out",
+                    vars(self),
+                )
 
     def _check_scaling(self) -> None:
         """Refuses values of the rotary scaling that do not fit together."""
@@ -232,7 +259,7 @@ class RotaryConfig(PositionConfig):
     def unused_fields(self) -> dict[str, str]:
         """Returns settings of a rotation or of a scaling that the model does not have."""
         used, why = frozenset[str](), "with {position_embedding_type}"
-        if self.position_embedding_type == "rope":
+        if self.has_rotation:
             why = "with {rope_scaling_type}"
             used = _UNSCALED | frozenset(_SCALINGS[self.rope_scaling_type])
         found = super().unused_fields()
@@ -256,9 +283,10 @@ class RotaryConfig(PositionConfig):
         """Returns the rotation of heads of ``head_size`` channels; None without rotary positions.
 
         Raises:
-            ConfigError: The rotated channels are no positive even number.
+            ConfigError: The rotated channels are no positive even number, or three axes cannot
+                divide them.
         """
-        if self.position_embedding_type != "rope":
+        if not self.has_rotation:
             return None
         channels = int(head_size * self.rotary_percent)
         if channels < 2 or channels % 2:
@@ -269,8 +297,38 @@ class RotaryConfig(PositionConfig):
                 {**vars(self), "kv_channels": head_size},
             )
         return RotarySpec(
-            channels, self.rotary_base, self.rotary_interleaved, self._scaling(channels)
+            channels,
+            self.rotary_base,
+            self.rotary_interleaved,
+            self._scaling(channels),
+            self._axes(channels // 2),
         )
+
+    def _axes(self, pairs: int) -> tuple[int, ...]:
+        """Returns the axis of each pair of channels; empty if positions have one axis."""
+        sections = self.mrope_section
+        if self.position_embedding_type != "mrope":
+            return ()
+        if len(sections) != 3 or min(sections) < 0 or sum(sections) != pairs:
+            raise ConfigError(
+                "{mrope_section:name} must be 3 numbers of at least 0 that sum to "
+                f"{pairs}, half of the rotated channels, not {{mrope_section:repr}}; use "
+                f"{_nearest_sections(sections, pairs)}",
+                vars(self),
+            )
+        if not self.mrope_interleaved:
+            return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+        # Every third pair, from pair 1 or pair 2; the time gets the rest.
+        most = (pairs, (pairs + 1) // 3, pairs // 3)
+        if any(count > bound for count, bound in zip(sections, most, strict=True)):
+            height, width = map(min, sections[1:], most[1:])
+            raise ConfigError(
+                f"{{mrope_interleaved:name}} allows at most {most[1]} for the height and {most[2]} "
+                f"for the width, not {{mrope_section}}; use "
+                f"{_spoken((pairs - height - width, height, width))}",
+                vars(self),
+            )
+        return tuple(pair % 3 if pair // 3 < sections[pair % 3] else 0 for pair in range(pairs))
 
     def _scaling(self, channels: int) -> RotaryScaling | None:
         """Returns the rule that scales the frequencies, or None."""
@@ -321,3 +379,16 @@ class RotaryConfig(PositionConfig):
                 vars(self),
             )
         return factors
+
+
+def _nearest_sections(sections: tuple[int, ...], pairs: int) -> str:
+    """Returns text of sections that sum to ``pairs``, in about the proportions of those given."""
+    given = [max(each, 0) for each in sections] if len(sections) == 3 else []
+    weights = given if any(given) else [2, 3, 3]  # Qwen2-VL: 16, 24 and 24
+    height, width = (pairs * each // sum(weights) for each in weights[1:])
+    return _spoken((pairs - height - width, height, width))
+
+
+def _spoken(sections: tuple[int, int, int]) -> str:
+    """Returns the text of three sections."""
+    return "{}, {} and {}".format(*sections)

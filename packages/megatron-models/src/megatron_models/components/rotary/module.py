@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from megatron_kernels import RopeScaling, rope_frequencies, rope_tables
 from torch import Tensor, nn
 
@@ -53,7 +53,7 @@ class RotaryTable(nn.Module):
         self,
         length: int,
         offset: int,
-        positions: Int[Tensor, "b s"] | None,
+        positions: Int[Tensor, "*axes b s"] | None,
         context: int | None = None,
     ) -> Angles:
         """Returns the angles of ``positions``.
@@ -61,19 +61,34 @@ class RotaryTable(nn.Module):
         Args:
             length: Number of tokens.
             offset: Position of the first token without ``positions``.
-            positions: The positions. Defaults to ``offset`` and the following ones.
+            positions: The positions ``[b, s]``, or ``[3, b, s]`` if the rotation has axes. Defaults
+                to ``offset`` and the following ones. One position stands for equal ones on all
+                axes.
             context: Length of the whole sequence, by which a rule of scaling may choose. Defaults
                 to the number of positions of the model.
         """
         scaling = self.rotation.scaling_at(self.positions if context is None else context)
-        if scaling != self.scaling:
-            if positions is None:
-                positions = torch.arange(offset, offset + length, device=self.cos.device)
-            return self._compute(positions, scaling)
-        if positions is None:
+        if positions is not None and positions.ndim == 3:
+            angles = [self._angles(axis, scaling) for axis in positions]
+            cos, sin = (self._by_axis(parts) for parts in zip(*angles, strict=True))
+            return cos, sin
+        if positions is None and scaling == self.scaling:
             return self.cos[offset : offset + length], self.sin[offset : offset + length]
+        if positions is None:
+            positions = torch.arange(offset, offset + length, device=self.cos.device)
+        return self._angles(positions, scaling)
+
+    def _angles(self, positions: Int[Tensor, "*b s"], scaling: RopeScaling | None) -> Angles:
+        """Returns the angles of positions on one axis, from the table if it has the scaling."""
+        if scaling != self.scaling:
+            return self._compute(positions, scaling)
         index = positions.t()
         return self.cos[index, 0], self.sin[index, 0]
+
+    def _by_axis(self, tables: Sequence[Float[Tensor, "s b half"]]) -> Float[Tensor, "s b half"]:
+        """Returns for each pair of channels the column of its axis."""
+        columns = [tables[axis][..., pair] for pair, axis in enumerate(self.rotation.axes)]
+        return torch.stack(columns, -1)
 
     def _compute(self, positions: Int[Tensor, "..."], scaling: RopeScaling | None) -> Angles:
         """Returns the angles of positions under a rule."""
@@ -111,7 +126,7 @@ class RotaryTables(nn.Module):
         self,
         length: int,
         offset: int,
-        positions: Int[Tensor, "b s"] | None,
+        positions: Int[Tensor, "*axes b s"] | None,
         context: int | None = None,
     ) -> dict[RotarySpec, Angles]:
         """Returns the angles by rotation, for the arguments of `RotaryTable`."""

@@ -17,12 +17,16 @@ class RotarySpec:
         base: Base of the frequencies (theta).
         interleaved: Whether neighbouring channels are pairs, rather than the two halves.
         scaling: Rule that scales the frequencies for longer contexts, or None.
+        axes: For each pair of channels the axis of positions that it turns by: 0 for the time, 1
+            for the height, 2 for the width of a token (Qwen2-VL, section 2.1). Empty if a token has
+            one position.
     """
 
     channels: int
     base: float
     interleaved: bool = False
     scaling: RotaryScaling | None = None
+    axes: tuple[int, ...] = ()
 
     def scaling_at(self, length: int) -> RopeScaling | None:
         """Returns the rule for sequences of ``length`` tokens."""

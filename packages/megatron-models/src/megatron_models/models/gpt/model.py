@@ -113,7 +113,7 @@ class GPT(TrunkModel, CausalModel):
         x: Int[Tensor, "b s"] | Float[Tensor, "part b h"],
         *,
         labels: Int[Tensor, "b s"] | None = None,
-        positions: Int[Tensor, "b s"] | None = None,
+        positions: Int[Tensor, "*axes b s"] | None = None,
         mask: Mask | None = None,
         dropout: Dropout | None = None,
         cache: KVCache | None = None,
@@ -144,6 +144,8 @@ class GPT(TrunkModel, CausalModel):
                 stage reads them.
             positions: Position of each token, for its embedding or rotation. Defaults to those of
                 the mask, or without any to the token indices, counted from the cache's length.
+                A model with ``mrope`` takes time, height and width of each token too,
+                ``[3, b, s]``; one position stands for three equal ones.
             mask: Attention mask. Defaults to causal. With a cache it describes cached and new
                 tokens together.
             dropout: Dropout. Defaults to none, in training and evaluation mode.
@@ -177,9 +179,10 @@ class GPT(TrunkModel, CausalModel):
 
         Raises:
             ConfigError: Labels are combined with ``logits_at``, or dropout or a cut sequence
-                (``split``, ``cp``) with a cache; there are more tokens than positions of the model
-                or room in the cache; sequence parallelism cannot cut the length; a split is for
-                other ranks; a later stage gets tokens or the first stage activations.
+                (``split``, ``cp``) with a cache; positions have axes that the model has not; there
+                are more tokens than positions of the model or room in the cache; sequence
+                parallelism cannot cut the length; a split is for other ranks; a later stage gets
+                tokens or the first stage activations.
         """
         whole = cache is not None
         options = PassOptions(
@@ -231,7 +234,7 @@ class GPT(TrunkModel, CausalModel):
         tokens: Int[Tensor, "b s"],
         labels: Int[Tensor, "b s"],
         *,
-        positions: Int[Tensor, "b s"] | None = None,
+        positions: Int[Tensor, "*axes b s"] | None = None,
         mask: Mask | None = None,
         dropout: Dropout | None = None,
         split: ContextSplit | None = None,

@@ -53,8 +53,9 @@ class HybridFields(
         default="none",
         metadata=flag(
             "--position-embedding-type",
-            "learned absolute positions added to the embedding, rotary positions in attention, "
-            "linear biases of attention by distance (alibi), or none",
+            "learned absolute positions added to the embedding, rotary positions in attention "
+            "(rope, or mrope with a time, a height and a width of each token), linear biases of "
+            "attention by distance (alibi), or none",
             choices=get_args(PositionEmbedding),
         ),
     )
