@@ -33,6 +33,11 @@ KINDS = {
         "untie_embeddings_and_output_weights": True,
         "num_query_groups": 2,
     },
+    "axes": {
+        "position_embedding_type": "mrope",
+        "mrope_section": (1, 2, 1),
+        "num_query_groups": 2,
+    },
     "window": {
         "position_embedding_type": "alibi",
         "sliding_window": 4,

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_infer.engine.cache import SlotCache
 from megatron_infer.engine.checks import check_prompt, check_sources
 from megatron_infer.engine.continuation import Continuation, FinishReason
+from megatron_infer.engine.positions import AxisPositions
 from megatron_infer.engine.stages import AnyModel, LocalStages
 from megatron_infer.errors import InferError
 from megatron_infer.params import SamplingParams
@@ -45,7 +46,8 @@ class Batch:
     the gradient mode or the train mode; call it within `evaluating` and ``torch.no_grad()``.
 
     Args:
-        model, prompts, params, sources, stop_tokens, on_token, log_probs: As for `generate_tokens`.
+        model, prompts, params, sources, positions, stop_tokens, on_token, log_probs: As for
+            `generate_tokens`.
         score_only: Whether to score the prompts without generating tokens. Defaults to False.
 
     Raises:
@@ -59,6 +61,7 @@ class Batch:
         params: SamplingParams | Sequence[SamplingParams],
         *,
         sources: Sequence[Sequence[int]] | None = None,
+        positions: Sequence[Int[Tensor, "3 _"]] | None = None,
         stop_tokens: frozenset[int] = frozenset(),
         on_token: Callable[[int, int], object] | None = None,
         log_probs: bool = False,
@@ -73,6 +76,13 @@ class Batch:
         for index, prompt in enumerate(prompts):
             check_prompt(stages, index, prompt, new_tokens=0 if score_only else 1)
         check_sources(stages, sources, prompts)
+        self._axis_positions: AxisPositions | None = None
+        self._lengths = [len(prompt) for prompt in prompts]
+        if positions is not None:
+            count = [each.max_new_tokens for each in settings]
+            room = 0 if score_only else 1
+            self._axis_positions = AxisPositions(stages, prompts, positions, count, room)
+            self._lengths = list(map(max, self._lengths, self._axis_positions.following))
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.log_probs: list[list[float]] = [[] for _ in prompts]
         self.ended: dict[int, FinishReason] = {}
@@ -107,10 +117,19 @@ class Batch:
         prompts: Sequence[Sequence[int]],
         *,
         sources: Sequence[Sequence[int]] | None = None,
+        positions: Sequence[Int[Tensor, "3 _"]] | None = None,
     ) -> "Batch":
         """Returns a batch that is complete once its prompts are scored, as for `score_tokens`."""
         settings = SamplingParams(max_new_tokens=1, temperature=0.0)
-        return cls(model, prompts, settings, sources=sources, log_probs=True, score_only=True)
+        return cls(
+            model,
+            prompts,
+            settings,
+            sources=sources,
+            positions=positions,
+            log_probs=True,
+            score_only=True,
+        )
 
     @property
     def complete(self) -> bool:
@@ -200,6 +219,8 @@ class Batch:
         self._cache.begin_pass(rows, starts)
         width = max(len(tokens) for tokens in new)
         positions, mask = self._positions_and_mask(starts, width)
+        if self._axis_positions is not None:
+            positions = self._axis_positions.take(rows, starts, width)
         source, source_padding = self._source(rows, first=not any(starts))
         return DecodingPass(
             self._padded(new, width),
@@ -297,7 +318,7 @@ class Batch:
         self._on_token(row, token)
         if len(self.tokens[row]) == self._settings[row].max_new_tokens:
             self.ended[row] = "length"
-        elif len(self._prompts[row]) + len(self.tokens[row]) == self._stages.positions:
+        elif self._lengths[row] + len(self.tokens[row]) == self._stages.positions:
             self.ended[row] = "positions"
 
 

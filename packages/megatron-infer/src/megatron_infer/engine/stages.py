@@ -33,6 +33,7 @@ class LocalStages:
         vocabulary: The number of tokens in the vocabulary, without padding.
         last: Whether this rank has the last stage, which returns logits.
         reads_source: Whether the model has an encoder.
+        has_position_axes: Whether positions have a time, a height and a width.
         device: The device of the parameters.
         dtype: The dtype of the parameters.
 
@@ -67,6 +68,7 @@ class LocalStages:
         self._end = layout.pipeline_rank_of(layout.pp * layout.vpp - 1)
         self.last = self._stages[-1].last
         self.reads_source = first_stage.reads_source
+        self.has_position_axes = first_stage.config.has_position_axes
         embedding = first_stage.config.embedding
         self.positions, self.vocabulary = embedding.max_position_embeddings, embedding.vocab_size
         parameter = next(first_stage.parameters())
