@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 
 import pytest
+from megatron_train.config.flags import Parser
 
 ROOT = Path(__file__).parents[1]
 PROPER_NAMES = ("Hugging Face", "Megatron")
@@ -27,7 +28,9 @@ def console_scripts() -> list[EntryPoint]:
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yields a command and all its subcommands, recursively."""
+    """Yields a command and all its subcommands with all their flags, recursively."""
+    if isinstance(parser, Parser):
+        parser.complete()
     yield parser
     for action in subcommands(parser):
         for below in action.choices.values():

@@ -24,7 +24,7 @@ from layouts.proof import STEPS
 from megatron_models import ConfigError
 from megatron_parallel.testing import WorkerPool
 
-FEW = 3
+FEW = 2
 """Steps of the sample."""
 
 

@@ -74,6 +74,8 @@ def test_the_parser_accepts_exactly_the_options():
     for word in PRETRAIN.split()[1:]:
         (commands,) = (action for action in parser._actions if action.metavar and action.choices)
         parser = commands.choices[word]
+    assert set(parser._option_string_actions) == {"-h", "--help"}  # the others wait for its use
+    parser.complete()
     own = {"-h", "--help", "--config", "--recipe", "--print-config", "--nproc-per-node"}
     assert set(parser._option_string_actions) == ACCEPTED | OPPOSITES | own
 

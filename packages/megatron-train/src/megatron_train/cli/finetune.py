@@ -1,6 +1,7 @@
 """``megatron-train finetune TASK``: trains the model of a checkpoint for a task."""
 
 import argparse
+from functools import partial
 
 from megatron_train.cli.pretrain import add_run_flags, run
 from megatron_train.config.extensions import kinds_for
@@ -30,6 +31,7 @@ def _add_task(tasks: "argparse._SubParsersAction[Parser]", task: TaskKind) -> No
     parser = tasks.add_parser(
         task.name,
         megatron=True,
+        flags=partial(_add_flags, task.name),
         usage="%(prog)s --pretrained-checkpoint FOLDER [--config FILE] [flags]",
         help=task.summary,
         description=f"Begin a new run with the weights of --pretrained-checkpoint: {task.summary}. "
@@ -39,5 +41,8 @@ def _add_task(tasks: "argparse._SubParsersAction[Parser]", task: TaskKind) -> No
         "command, given again, continues the run in --save or --load.",
         epilog=_EXAMPLE.replace("finetune gpt", f"finetune {task.name}"),
     )
-    add_run_flags(parser, finetune_options(task.name), finetune_titles(task.name))
     parser.set_defaults(run=run, resolve=resolve_finetuning, task=task.name)
+
+
+def _add_flags(task: str, parser: Parser) -> None:
+    add_run_flags(parser, finetune_options(task), finetune_titles(task))

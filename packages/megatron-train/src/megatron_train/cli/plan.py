@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from functools import partial
 
 from megatron_models import ModelKind, model_kinds
 
@@ -35,12 +36,17 @@ def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> N
     parser = kinds.add_parser(
         kind.name,
         megatron=True,
+        flags=partial(_add_flags, kind.name),
         usage="%(prog)s --count [--recipe NAME | --hf-config FILE] [flags]",
         help=kind.summary,
         description=f"Plan the training of {kind.summary}. Takes the flags of megatron-train "
         "pretrain; data, tokenizer and lengths of training may be left out.",
         epilog=_EXAMPLE,
     )
+    parser.set_defaults(run=run, kind=kind.name)
+
+
+def _add_flags(kind: str, parser: Parser) -> None:
     what = parser.add_argument_group("what to compute")
     what.add_argument(
         "--count",
@@ -59,9 +65,8 @@ def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> N
     )
     parser.add_argument("--recipe", metavar="NAME", help="included settings of a whole run")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")
-    titles = {name: title for name, (title, _) in sections(kind.name).items()}
-    add_run_options(parser, run_options(kind.name), titles)
-    parser.set_defaults(run=run, kind=kind.name)
+    titles = {name: title for name, (title, _) in sections(kind).items()}
+    add_run_options(parser, run_options(kind), titles)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from megatron_models import ModelKind, model_kinds
 
@@ -46,20 +47,24 @@ def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> N
     parser = kinds.add_parser(
         kind.name,
         megatron=True,
+        flags=partial(_add_flags, kind.name),
         usage="%(prog)s [--config FILE] [flags]",
         help=kind.summary,
         description=f"Train {kind.summary}. Flags override --config, which overrides --recipe, "
         "which overrides the defaults.",
         epilog=_EXAMPLE.replace("pretrain gpt", f"pretrain {kind.name}"),
     )
+    parser.set_defaults(run=run, resolve=resolve, kind=kind.name)
+
+
+def _add_flags(kind: str, parser: Parser) -> None:
     parser.add_argument(
         "--recipe",
         metavar="NAME",
         help="included settings of a whole run, see megatron-train recipes list",
     )
-    titles = {name: title for name, (title, _) in sections(kind.name).items()}
-    add_run_flags(parser, run_options(kind.name), titles)
-    parser.set_defaults(run=run, resolve=resolve, kind=kind.name)
+    titles = {name: title for name, (title, _) in sections(kind).items()}
+    add_run_flags(parser, run_options(kind), titles)
 
 
 def add_run_flags(parser: Parser, options: Sequence[Option], titles: Mapping[str, str]) -> None:

@@ -30,7 +30,12 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         "one: each expert is a copy of the feed-forward layer or a slice of it, scaled so that the "
         "outputs of a token's experts add up to that of the layer. Routers are random.",
         epilog=_EXAMPLE,
+        flags=_add_flags,
     )
+    parser.set_defaults(run=_upcycle)
+
+
+def _add_flags(parser: Parser) -> None:
     text = "folder of checkpoints, whose newest one is read, or one checkpoint"
     parser.add_argument("--load", required=True, metavar="DIR", help=text)
     text = "folder to save the new checkpoint into, without optimizer state"
@@ -42,7 +47,6 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     text = "family of the new model [default: that of the dense model, if it has such experts]"
     parser.add_argument("--model-family", metavar="TEXT", help=text)
     add_options(parser, _options(), {"model": "experts"})
-    parser.set_defaults(run=_upcycle)
 
 
 def _options() -> tuple[Option, ...]:

@@ -161,12 +161,39 @@ class Parser(_command.Parser):
 
     Args:
         megatron: Whether to accept flags of Megatron-LM that have no effect here.
+        flags: Adds flags to the parser when it is first used, since a command line uses one of
+            many commands with hundreds of flags each.
         settings: Arguments of `_command.Parser`.
     """
 
-    def __init__(self, *, megatron: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        megatron: bool = False,
+        flags: "Callable[[Parser], None] | None" = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
         self._megatron = megatron
+        self._flags = flags
+
+    def complete(self) -> None:
+        """Adds the flags that wait for the first use of this parser."""
+        add, self._flags = self._flags, None
+        if add is not None:
+            add(self)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parses a command line with all flags, as `_command.Parser` does."""
+        self.complete()
+        return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        """Returns the help with all flags."""
+        self.complete()
+        return super().format_help()
 
     def unknown_option_errors(self, words: Sequence[str]) -> list[str]:
         """Returns a line for each option that this command does not take.
