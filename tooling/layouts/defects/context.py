@@ -24,9 +24,9 @@ from layouts.defects.catalogue import Replace, defect
 def _rotary_offset(mesh: Mesh, replace: Replace) -> None:
     true = RotaryTable.forward
 
-    def wrong(self: RotaryTable, length: int, offset: int, positions: Any) -> Any:
+    def wrong(self: RotaryTable, length: int, offset: int, positions: Any, *rest: Any) -> Any:
         late = mesh.axis("cp").index == 1
-        return true(self, length, offset, positions.roll(1, dims=1) if late else positions)
+        return true(self, length, offset, positions.roll(1, dims=1) if late else positions, *rest)
 
     replace(RotaryTable, "forward", wrong)
 

@@ -47,16 +47,16 @@ def _across_documents(mesh: Mesh, replace: Replace) -> None:
 
 @defect("the last stage has an embedding of its own", "pp2·dp2·ep2·a2a-moe-mtp-dropout")
 def _not_tied(mesh: Mesh, replace: Replace) -> None:
-    true = gpt._of_stage
+    true = gpt.trunk_stage
 
-    def wrong(*arguments: Any) -> TrunkSpec:
-        stage = true(*arguments)
+    def wrong(*arguments: Any, **options: Any) -> TrunkSpec:
+        stage = true(*arguments, **options)
         if stage.embedding is None:
             return stage
         own = changed(stage.embedding, tied_over_stages=False, positions_tied_over_stages=False)
         return changed(stage, embedding=own)
 
-    replace(gpt, "_of_stage", wrong)
+    replace(gpt, "trunk_stage", wrong)
 
 
 @defect("every tensor-parallel rank counts the loss of a depth", "tp2·sp-mtp-dropout")

@@ -55,9 +55,9 @@ def _one_document(mesh: Mesh, replace: Replace) -> None:
 def _dropout_by_row(mesh: Mesh, replace: Replace) -> None:
     true = GPTTask._dropout
 
-    def wrong(self: GPTTask, *arguments: Any) -> Dropout:
-        dropout = true(self, *arguments)
-        return changed(dropout, indices=None, length=None)
+    def wrong(self: GPTTask, *arguments: Any) -> dict[str, Dropout]:
+        given = true(self, *arguments)
+        return {name: changed(each, indices=None, length=None) for name, each in given.items()}
 
     replace(GPTTask, "_dropout", wrong)
 
