@@ -54,7 +54,7 @@ def step(mesh: Mesh, samples: int, length: int, dispatcher: str):
     sums = engine.run(batches, denominators, 1)
     views = parameter_views(engine.stages.gradients(), engine.stages.table, mesh)
     parts = [(name, v.offsets, v.tensor.clone()) for name, held in views.items() for v in held]
-    return {name: float(sums[name]) / denominators[name] for name in sums}, parts
+    return {name: float(sums[name] / denominators[name]) for name in sums}, parts
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,10 @@ class Job:
     def gradients(self, iteration: int = 1) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Runs the passes of a step; returns losses per token, and gradients on the CPU."""
         batches = self.batches(iteration)
-        denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
+        denominators = self.engine.denominators(batches)
         sums = self.engine.run(batches, denominators, iteration)
         gradients = {n: g.detach().cpu() for n, g in self.engine.stages.gradients().items()}
-        return {name: float(sums[name]) / denominators[name] for name in sums}, gradients
+        return {name: float(sums[name] / denominators[name]) for name in sums}, gradients
 
     def step(self, iteration: int) -> tuple[dict[str, float], float]:
         """Runs a whole step; returns losses per token and the gradient norm."""

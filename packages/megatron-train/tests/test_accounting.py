@@ -15,7 +15,8 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.peak import Peak
 from megatron_train.metrics.records import read_records
-from megatron_train.trainer import MAX_NAN_STEPS, StepReport
+from megatron_train.step_report import StepReport, StepValues
+from megatron_train.trainer import MAX_NAN_STEPS
 
 from .conftest import BigramTask
 
@@ -34,18 +35,21 @@ def report(iteration, **changes):
     values = {
         "iteration": iteration,
         "consumed_samples": 4 * iteration,
-        "sums": {"lm loss": 60.0, "z loss": 3.0},
-        "denominators": {"lm loss": 30.0, "z loss": 40.0},
         "learning_rate": 0.25,
-        "grad_norm": 1.5,
-        "updated": True,
-        "finite": True,
         "seconds": 0.5,
         "samples": 4,
         "tokens": 40,
         "flops": 8e12,
     }
-    return StepReport(**{**values, **changes})
+    measured = {
+        "sums": {"lm loss": 60.0, "z loss": 3.0},
+        "denominators": {"lm loss": 30.0, "z loss": 40.0},
+        "grad_norm": 1.5,
+        "updated": True,
+        "finite": True,
+    }
+    measured |= {name: changes.pop(name) for name in measured if name in changes}
+    return StepReport(values=StepValues(**measured), **{**values, **changes})
 
 
 def skipped(iteration, loss=math.nan):

@@ -19,24 +19,23 @@ from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
 from megatron_train.metrics.peak import Peak
 from megatron_train.metrics.records import read_records
-from megatron_train.trainer import StepReport, Stop
+from megatron_train.step_report import StepReport, StepValues
+from megatron_train.trainer import Stop
 
 REPORT = StepReport(
     iteration=2,
     consumed_samples=12,
-    sums={"lm loss": 30.0},
-    denominators={"lm loss": 10.0},
+    values=StepValues({"lm loss": 30.0}, {"lm loss": 10.0}, 1.5, updated=True, finite=True),
     learning_rate=0.25,
-    grad_norm=1.5,
-    updated=True,
-    finite=True,
     seconds=0.5,
     samples=6,
     tokens=48,
     flops=4e12,
 )
 NAN = replace(
-    REPORT, sums={"lm loss": math.nan}, grad_norm=math.nan, updated=False, finite=False, seconds=1.5
+    REPORT,
+    values=StepValues({"lm loss": math.nan}, {"lm loss": 10.0}, math.nan, False, False),
+    seconds=1.5,
 )
 
 

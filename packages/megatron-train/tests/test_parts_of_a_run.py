@@ -146,7 +146,7 @@ def test_a_run_that_ends_early_reports_what_is_saved_and_how_to_continue(make_tr
     )
     saver = Saver(CheckpointStore(tmp_path), {}, None, None, None, Console(silent=True))
     trainer.callbacks = [StopAt(1, None), saver]
-    assert trainer.run() == Stop("--exit-interval 1")
+    assert trainer.run() == Stop("--exit-interval 1", agreed=True)
     saving = CheckpointConfig(save=folder)
     text = f"saved in {tmp_path}/iter_0000001; the same command"
     assert (
@@ -209,7 +209,7 @@ def test_a_signal_during_the_exchange_of_requests_stops_all_ranks_after_the_next
     make_trainer, monkeypatch
 ):
     trainer, requests = make_trainer(), []
-    mesh = SimpleNamespace(axis=lambda name: SimpleNamespace(size=2), device="cpu")
+    mesh = SimpleNamespace(axis=lambda name: SimpleNamespace(size=2), device=torch.device("cpu"))
     trainer.engine = SimpleNamespace(
         mesh=mesh, stages=SimpleNamespace(wait_for_parameters=lambda: None)
     )

@@ -4,9 +4,9 @@ from .clip import gradient_norm as gradient_norm
 from .clip import scale_gradients as scale_gradients
 from .clip import sum_of_squares as sum_of_squares
 from .config import OptimizerConfig as OptimizerConfig
+from .decision import StepResult as StepResult
 from .errors import OptimError as OptimError
 from .optimizer import Optimizer as Optimizer
-from .optimizer import StepResult as StepResult
 from .param_groups import parameter_groups as parameter_groups
 from .rule_registry import UpdateRuleKind as UpdateRuleKind
 from .rule_registry import find_rule as find_rule

@@ -1,33 +1,23 @@
 """The optimizer: gradient clipping, main parameters and state, common to all update rules."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Float, Float64
 from megatron_parallel import View
 from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
 
 from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
 from megatron_optim.config import OptimizerConfig
+from megatron_optim.decision import Rates, StepResult, host_decides
 from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
 from megatron_optim.mixed_precision import MainParameters
-from megatron_optim.param_groups import ParameterGroup, build_parameter_groups
+from megatron_optim.param_groups import ParameterGroup, build_parameter_groups, require_distinct
 from megatron_optim.update_rule import MAIN_SUFFIX, UnreadStep, build_rules
 from megatron_optim.width import WidthRatio
-
-
-class StepResult(NamedTuple):
-    """The result of one optimizer step. Tensors are scalars on the device of the mesh."""
-
-    grad_norm: Float64[Tensor, ""]
-    """The norm of the whole gradient before clipping."""
-    clip_coefficient: Float64[Tensor, ""]
-    """The factor that the gradient was multiplied by; 1 if it was not clipped."""
-    skipped: Bool[Tensor, ""]
-    """Whether the step was skipped because a number was not finite."""
 
 
 class Optimizer:
@@ -66,7 +56,7 @@ class Optimizer:
         config: OptimizerConfig,
         widths: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
-        _require_distinct(trainable)
+        require_distinct(trainable)
         self.config = config
         self._trainable = trainable
         # The numbers of updates and of skipped steps, counted where the decision is made.
@@ -103,9 +93,7 @@ class Optimizer:
         *,
         losses: Iterable[Float64[Tensor, ""]] = (),
     ) -> StepResult:
-        """Clips the gradients and updates every parameter once.
-
-        Gradients must be reduced over the data axis. They are scaled in place if they are clipped.
+        """Clips the gradients, reduced over the data axis, and updates every parameter once.
 
         Args:
             lr: The learning rate.
@@ -144,7 +132,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _update_read(
-        self, gradients: Mapping[str, Tensor], factor: Tensor, finite: Tensor, rates: "_Rates"
+        self, gradients: Mapping[str, Tensor], factor: Tensor, finite: Tensor, rates: Rates
     ) -> None:
         """Updates all groups unless a number is not finite, which the host reads.
 
@@ -163,7 +151,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _update_unread(
-        self, gradients: Mapping[str, Tensor], factor: Tensor, finite: Tensor, rates: "_Rates"
+        self, gradients: Mapping[str, Tensor], factor: Tensor, finite: Tensor, rates: Rates
     ) -> None:
         """Updates all groups; the device skips the update if a number is not finite."""
         divisor: Tensor | None = None
@@ -239,26 +227,3 @@ class Optimizer:
             raise OptimError(f"the optimizer state in the checkpoint lacks {sorted(missing)}")
         counts = [int(scalars["steps"]), int(scalars["skipped_steps"])]
         self._counts.copy_(torch.tensor(counts))
-
-
-_Rates = tuple[float, float | None, float]
-"""Learning rate, that of token embeddings and output matrices, and weight decay of a step."""
-
-
-def host_decides(device: torch.device, groups: Iterable[ParameterGroup]) -> bool:
-    """Returns whether the host reads if a step is finite, instead of the device skipping it.
-
-    Reading is free on a CPU, and necessary if an update rule cannot skip a step by itself.
-    """
-    return device.type == "cpu" or any(device.type not in each.rule.decides_on for each in groups)
-
-
-def _require_distinct(trainable: Trainable) -> None:
-    parameters = {n: p for n, p in trainable.parameters.items() if p.requires_grad}
-    names: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        other = names.setdefault(id(parameter), name)
-        if other != name:
-            raise OptimError(f"{other!r} and {name!r} are the same parameter; name it once")
-    if not parameters and trainable.mesh.layout.pp == 1:  # a whole stage may be frozen
-        raise OptimError("there is no parameter to optimize: none requires a gradient")

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_parallel import Mesh, Sharding
+from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
 
 from megatron_optim.errors import OptimError
@@ -130,3 +131,15 @@ def require_shardings(names: Iterable[str], table: Mapping[str, Sharding]) -> No
             f"the sharding table lacks {len(missing)} parameters, the first is {missing[0]!r}; "
             "use the table of the same module (collect_shardings)"
         )
+
+
+def require_distinct(trainable: Trainable) -> None:
+    """Raises OptimError if a parameter has two names, or none requires a gradient."""
+    parameters = {n: p for n, p in trainable.parameters.items() if p.requires_grad}
+    names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        other = names.setdefault(id(parameter), name)
+        if other != name:
+            raise OptimError(f"{other!r} and {name!r} are the same parameter; name it once")
+    if not parameters and trainable.mesh.layout.pp == 1:  # a whole stage may be frozen
+        raise OptimError("there is no parameter to optimize: none requires a gradient")

@@ -34,7 +34,8 @@ class AuxiliaryLosses:
     """Auxiliary losses of one step on one rank.
 
     Args:
-        denominators: Denominator of each loss, for the global batch, by name of the loss.
+        denominators: Denominator of each loss, for the global batch, by name of the loss: a number
+            or a scalar on the device.
         counters: Number of values that are counted under each name. Defaults to no counters.
 
     Attributes:
@@ -47,7 +48,7 @@ class AuxiliaryLosses:
     """
 
     def __init__(
-        self, denominators: Mapping[str, float], counters: Mapping[str, int] | None = None
+        self, denominators: Mapping[str, float | Tensor], counters: Mapping[str, int] | None = None
     ) -> None:
         self._denominators = dict(denominators)
         self._counters = dict(counters or {})
@@ -126,7 +127,12 @@ class AuxiliaryLosses:
 class _Attach(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, value: Tensor, owner: AuxiliaryLosses | None, name: str, factor: float
+        ctx: Any,
+        x: Tensor,
+        value: Tensor,
+        owner: AuxiliaryLosses | None,
+        name: str,
+        factor: float | Tensor,
     ) -> Tensor:
         ctx.value, ctx.owner, ctx.name, ctx.factor = value.detach(), owner, name, factor
         return x.view_as(x)
@@ -136,4 +142,6 @@ class _Attach(Function):
         if ctx.owner is not None:
             ctx.owner._add(ctx.name, ctx.value)
             ctx.owner = None  # a split backward pass calls this twice
+        if isinstance(ctx.factor, Tensor):  # on the device, so full_like would wait for it
+            return grads[0], ctx.factor.to(ctx.value.dtype), None, None, None
         return grads[0], torch.full_like(ctx.value, ctx.factor), None, None, None

@@ -12,6 +12,8 @@ from .errors import TrainError as TrainError
 from .metrics.records import Records as Records
 from .metrics.records import read_records as read_records
 from .pretrain import train as train
+from .step_report import StepReport as StepReport
+from .step_report import StepValues as StepValues
 from .tasks.gpt import GPTTask as GPTTask
 from .tasks.kinds import TaskData as TaskData
 from .tasks.kinds import TaskKind as TaskKind
@@ -23,6 +25,5 @@ from .tasks.task import PreparingTask as PreparingTask
 from .tasks.task import SummarizingTask as SummarizingTask
 from .tasks.task import Task as Task
 from .trainer import Callback as Callback
-from .trainer import StepReport as StepReport
 from .trainer import Stop as Stop
 from .trainer import Trainer as Trainer

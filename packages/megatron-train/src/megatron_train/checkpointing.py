@@ -49,7 +49,8 @@ from megatron_train.run_record import (
     upgrade_record,
 )
 from megatron_train.saved_values import describe_differences, read_value
-from megatron_train.trainer import Callback, StepReport, Trainer
+from megatron_train.step_report import StepReport
+from megatron_train.trainer import Callback, Trainer
 
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
 
@@ -147,6 +148,7 @@ class Saver(Callback):
     def _save(self, trainer: Trainer) -> None:
         if trainer.iteration == self._saved:
             return
+        trainer.settle()  # all ranks fail together after a step that was not finite
         state: dict[str, Any] = dict(views_of(trainer))
         if trainer.engine.mesh.rank == 0:  # unsharded values are equal on all ranks
             state["trainer"] = trainer.state()

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from megatron_train.errors import TrainError
 from megatron_train.tasks.task import CountingTask, MicroBatch, PreparingTask, Task
+from megatron_train.transfer import pack
 
 
 @dataclass(frozen=True)
@@ -134,26 +135,34 @@ class StepEngine:
         with torch.no_grad():
             return self.task.prepare(batches, iteration)
 
-    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Returns the denominators of the sums of `run`, over the micro-batches of all ranks."""
-        if self.mesh.layout.hybrid_cp:
-            return self.evaluation_denominators(batches)
-        counts = self.task.denominators(batches)
-        if not self._per_token:
-            counts |= dict.fromkeys(self.task.losses, float(len(batches)))
-        return self._count(counts, "dp", "token counts")
+    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, Float64[Tensor, ""]]:
+        """Returns the denominators of the sums of `run`, over the micro-batches of all ranks.
 
-    def evaluation_denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Returns the denominators of the sums of `evaluate`, over all ranks."""
+        They are on the device, and the host does not wait for them. A denominator is 1 if there is
+        nothing to count, for example if all tokens are masked, so that the loss is 0.
+        """
+        if self.mesh.layout.hybrid_cp:
+            found = self.evaluation_denominators(batches)
+        else:
+            counts = dict(self.task.denominators(batches))
+            if not self._per_token:
+                counts |= dict.fromkeys(self.task.losses, float(len(batches)))
+            found = self._summed(counts, "dp", "token counts")
+        return {name: count + (count == 0) for name, count in found.items()}
+
+    def evaluation_denominators(
+        self, batches: Sequence[MicroBatch]
+    ) -> dict[str, Float64[Tensor, ""]]:
+        """Returns the denominators of the sums of `evaluate`, over all ranks, on the device."""
         if self.mesh.layout.hybrid_cp:  # ranks that share documents count equal shares of them
-            counts = dict.fromkeys(self._counted, 0.0)
+            counts: dict[str, float | Tensor] = dict.fromkeys(self._counted, 0.0)
             for batch in batches:
                 ranks = 1 if batch.context_split is None else batch.context_split.ranks
                 for name, count in self.task.denominators([batch]).items():
                     counts[name] += count / ranks
-            return self._count(counts, self._data, "token counts")
+            return self._summed(counts, self._data, "token counts")
         # All ranks of the context-parallel axis count whole sequences.
-        return self._count(self.task.denominators(batches), "dp", "token counts")
+        return self._summed(self.task.denominators(batches), "dp", "token counts")
 
     def batch_totals(self, batches: Sequence[MicroBatch]) -> BatchTotals:
         """Returns the size of the global batch from this rank's micro-batches."""
@@ -162,19 +171,23 @@ class StepEngine:
         flops = self.task.flops(batches)
         if self.mesh.layout.hybrid_cp:
             local = {"samples": samples, "tokens": tokens, "flops": flops}
-            whole = self._count(local, self._data, "totals of the batch")
-            return BatchTotals(int(whole["samples"]), int(whole["tokens"]), whole["flops"])
+            whole = self._summed(local, self._data, "totals of the batch")
+            sizes = {name: float(total) for name, total in whole.items()}
+            return BatchTotals(int(sizes["samples"]), int(sizes["tokens"]), sizes["flops"])
         ranks = self.mesh.axis("dp").size  # all have the same number of samples
         return BatchTotals(ranks * samples, ranks * tokens, ranks * flops)
 
     def run(
-        self, batches: Sequence[MicroBatch], denominators: Mapping[str, float], iteration: int
+        self,
+        batches: Sequence[MicroBatch],
+        denominators: Mapping[str, float | Tensor],
+        iteration: int,
     ) -> dict[str, Float64[Tensor, ""]]:
         """Computes the gradients of all micro-batches and sums them over all ranks.
 
         Args:
             batches: This rank's micro-batches.
-            denominators: Denominators of the global batch.
+            denominators: Denominators of the global batch: numbers, or scalars on the device.
             iteration: Number of the step, from 1; dropout depends on it.
 
         Returns:
@@ -261,7 +274,9 @@ class StepEngine:
         if not batch.loss_denominators:
             return sums
         return {
-            name: value / batch.loss_denominators.get(name, 1.0) for name, value in sums.items()
+            name: value / (below.to(value.dtype) if isinstance(below, Tensor) else below)
+            for name, value in sums.items()
+            for below in [batch.loss_denominators.get(name, 1.0)]
         }
 
     def _weighed(self, batch: MicroBatch) -> MicroBatch:
@@ -269,7 +284,7 @@ class StepEngine:
         if self._per_token:
             return self._own(batch)
         counts = self.task.denominators([batch])  # over whole sequences
-        denominators = {name: counts[name] or 1.0 for name in self.task.losses}
+        denominators = {n: counts[n] + (counts[n] == 0) for n in self.task.losses}
         return dataclasses.replace(self._own(batch), loss_denominators=denominators)
 
     def _own(self, batch: MicroBatch) -> MicroBatch:
@@ -294,18 +309,11 @@ class StepEngine:
         """The axis over which losses are summed: `dp`, or `dp_cp` if micro-batches are split."""
         return "dp_cp" if self._cuts else "dp"
 
-    def _count(self, values: Mapping[str, float], axis: str, purpose: str) -> dict[str, float]:
-        """Sums numbers over the ranks of an axis. Synchronizes with the device."""
-        return {name: float(total) for name, total in self._summed(values, axis, purpose).items()}
-
     def _summed(
         self, values: Mapping[str, float | Tensor], axis: str, purpose: str
     ) -> dict[str, Float64[Tensor, ""]]:
-        """Sums numbers over the ranks of an axis, in float64."""
-        device = self.mesh.device
-        total = torch.stack(
-            [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values.values()]
-        )
+        """Sums numbers over the ranks of an axis, in float64, without waiting for the device."""
+        total = pack(values.values(), self.mesh.device)
         all_reduce(total, self.mesh.axis(axis), purpose=purpose)
         return dict(zip(values, total.unbind(), strict=True))
 

@@ -5,68 +5,33 @@ denominators of losses are known before the first forward pass, from labels and 
 gradient is therefore that of ``sum over unmasked tokens / number of unmasked tokens``, independent
 of how the batch is divided. Everything that determines how the run continues (losses, norms,
 requests to stop) is equal on all ranks.
+
+The host does not wait for a GPU. The device skips a step that is not finite, and what the host has
+to know of a step (whether it was finite, whether a rank requests to stop) it reads one step later,
+when it has arrived. On a CPU it is read at once.
 """
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron_optim import LearningRateSchedule, Optimizer, WeightDecaySchedule
-from megatron_parallel import all_reduce
+from megatron_parallel import HostCopy, all_reduce
 from torch import Tensor
 
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.saved_values import read_value
+from megatron_train.step_report import StepReport, StepValues
 from megatron_train.tasks.task import MicroBatch, Task, reported_values
+from megatron_train.transfer import pack
 
 MAX_NAN_STEPS = 10
 """Maximum number of consecutive steps without a finite loss and gradient."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The results of one step.
-
-    Attributes:
-        iteration: Number of the step, from 1.
-        consumed_samples: Samples consumed by the run, including this step.
-        sums: Sum of each loss and metric over the unmasked tokens of the global batch.
-        denominators: Denominator of each sum.
-        learning_rate: Learning rate of the step.
-        grad_norm: Norm of the gradient over all parameters, before clipping.
-        updated: Whether the parameters were updated; a step that is not finite is skipped.
-        finite: Whether losses and gradient norm were finite.
-        seconds: Duration of the step, including loading of its samples.
-        samples: Number of samples in the step.
-        tokens: Number of tokens in the step, including masked ones.
-        flops: FLOPs of the forward and backward pass.
-        counts: What layers counted over the global batch, by name (`CountingTask`).
-        task: Task of the step, which may summarize its sums (`SummarizingTask`).
-    """
-
-    iteration: int
-    consumed_samples: int
-    sums: Mapping[str, float]
-    denominators: Mapping[str, float]
-    learning_rate: float
-    grad_norm: float
-    updated: bool
-    finite: bool
-    seconds: float
-    samples: int
-    tokens: int
-    flops: float
-    counts: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    task: Task | None = None
-
-    @property
-    def losses(self) -> dict[str, float]:
-        """What is reported of the step: means per unmasked token or sample, and summaries."""
-        return reported_values(self.task, self.sums, self.denominators)
 
 
 class Callback:
@@ -96,10 +61,30 @@ class Callback:
 
 @dataclass(frozen=True)
 class Stop:
-    """The reason why a run ended before its last step, and the exit status."""
+    """The reason why a run ended before its last step.
+
+    Attributes:
+        reason: Words for the user.
+        status: Exit status of the process.
+        agreed: Whether all ranks request it after the same step, so that no rank has to ask others.
+    """
 
     reason: str
     status: int = 0
+    agreed: bool = False
+
+
+@dataclass(frozen=True)
+class _UnreadStep:
+    """A step of which the host does not know yet whether it was finite.
+
+    The inputs are kept to repeat the step, to find what was not finite.
+    """
+
+    iteration: int
+    values: StepValues
+    batches: Sequence[MicroBatch]
+    denominators: Mapping[str, Tensor]
 
 
 class Trainer:
@@ -116,7 +101,7 @@ class Trainer:
             micro-batches of each following step.
         train_iters: Number of steps of the whole run.
         check_for_nan: Whether a loss or gradient that is not finite ends the run. Otherwise the
-            step is skipped.
+            step is skipped. On a GPU the run ends after the following step, which is skipped too.
         callbacks: Callbacks, called in this order.
     """
 
@@ -145,7 +130,12 @@ class Trainer:
         self.iteration = 0
         self.consumed_samples = 0
         self.stopped: Stop | None = None
+        self._all_agree_to_stop = False
         self._nan_steps = 0
+        self._steps_behind = 0 if engine.mesh.device.type == "cpu" else 1
+        self._unread: deque[_UnreadStep] = deque()
+        self._wishes: deque[HostCopy] = deque()
+        self._halted: Tensor | None = None
 
     @property
     def task(self) -> Task:
@@ -173,52 +163,70 @@ class Trainer:
                 callback.on_step(self, report)
             if self._all_stop():
                 break
+        self.settle()
         self.engine.stages.wait_for_parameters()
         for callback in self.callbacks:
             callback.on_end(self)
         return self.stopped if self.iteration < self.train_iters else None
 
     def stop(self, stop: Stop) -> None:
-        """Ends the run after the current step on all ranks. Only the first reason is recorded."""
+        """Ends the run after the current step on all ranks. Only the first reason is recorded.
+
+        On several ranks with GPUs, the run ends one step later, unless the ranks agree already.
+        """
         self.stopped = self.stopped or stop
+        self._all_agree_to_stop |= stop.agreed
+
+    def settle(self) -> None:
+        """Waits until it is known whether all steps so far were finite. Call it on all ranks.
+
+        Raises:
+            TrainError: As `run` does.
+        """
+        self._read_steps(0)
 
     def step(self, steps: Iterator[Sequence[MicroBatch]]) -> StepReport:
         """Performs one step with the next global batch of ``steps``."""
         start = time.perf_counter()
         batches = self.engine.prepare(next(steps), self.iteration + 1)
-        # 1 if all tokens are masked, so that the loss is 0.
-        denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
+        denominators = self.engine.denominators(batches)
         sums = self.engine.run(batches, denominators, self.iteration + 1)
         consumed = self.consumed_samples
         learning_rate = self.learning_rate.at(consumed)
         decoupled = self.decoupled_learning_rate.at(consumed)
         decay = self.weight_decay.at(consumed)
         losses = [sums[name] for name in sums if name not in self.task.metrics]
-        result = self.optimizer.step(learning_rate, decay, decoupled, losses=losses)
-        if result.skipped and self.check_for_nan:
-            raise TrainError(self._not_finite(sums, float(result.grad_norm)))
-        if not result.skipped:
-            self.engine.stages.update_states()
+        halted = self._halting_loss()
+        result = self.optimizer.step(learning_rate, decay, decoupled, losses=[*losses, *halted])
+        values = StepValues(
+            sums,
+            denominators,
+            result.grad_norm,
+            updated=~result.skipped,
+            finite=~result.skipped,
+            counts=self.engine.counts,
+            device=self.engine.mesh.device,
+        )
+        self._unread.append(_UnreadStep(self.iteration + 1, values, batches, denominators))
+        if halted:
+            self._halted = torch.where(result.skipped, math.nan, halted[0])
+        if self._steps_behind == 0:
+            self._read_steps(0, has_gradients=True)
+        self.engine.stages.update_states(unless=result.skipped)
         self.engine.stages.zero()
         totals = self.engine.batch_totals(batches)
         self.iteration += 1
         self.consumed_samples += totals.samples
-        self._count_nan(finite=not result.skipped)
-        grad_norm, *values = torch.stack([result.grad_norm, *sums.values()]).tolist()
+        self._read_steps(self._steps_behind)
         return StepReport(
             iteration=self.iteration,
             consumed_samples=self.consumed_samples,
-            sums=dict(zip(sums, values, strict=True)),
-            denominators=denominators,
             learning_rate=learning_rate,
-            grad_norm=grad_norm,
-            updated=not result.skipped,
-            finite=not result.skipped,
             seconds=time.perf_counter() - start,
             samples=totals.samples,
             tokens=totals.tokens,
             flops=totals.flops,
-            counts={name: values.tolist() for name, values in self.engine.counts.items()},
+            values=values,
             task=self.task,
         )
 
@@ -227,25 +235,28 @@ class Trainer:
 
         Means whose denominator is 0 are left out.
         """
-        totals: dict[str, float] = {}
-        counts: dict[str, float] = {}
+        totals: dict[str, Tensor] = {}
+        counts: dict[str, Tensor] = {}
         for stage in self.task.stages:
             stage.eval()
         for read in steps:
             batches = self.engine.prepare(read, None)
             for name, value in self.engine.evaluate(batches).items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+                totals[name] = totals[name] + value if name in totals else value
             for name, count in self.engine.evaluation_denominators(batches).items():
-                counts[name] = counts.get(name, 0.0) + count
+                counts[name] = counts[name] + count if name in counts else count
         for stage in self.task.stages:
             stage.train()
-        found = reported_values(self.task, totals, counts)
-        return {name: value for name, value in found.items() if counts.get(name, 1.0)}
+        numbers = iter(pack([*totals.values(), *counts.values()], self.engine.mesh.device).tolist())
+        sums, denominators = (dict(zip(n, numbers, strict=False)) for n in (totals, counts))
+        found = reported_values(self.task, sums, denominators)
+        return {name: value for name, value in found.items() if denominators.get(name, 1.0)}
 
     # -- position of the run -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Returns the run's position and the state of its callbacks as plain values."""
+        self.settle()
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
@@ -275,35 +286,70 @@ class Trainer:
         A request that arrives during this exchange counts after the next step, on this rank too,
         because the other ranks continue.
         """
-        world = self.engine.mesh.axis("world")
+        mesh = self.engine.mesh
+        world = mesh.axis("world")
         if world.size == 1:
             return self.stopped is not None
-        wish = -1 if self.stopped is None else self.stopped.status
-        worst = torch.tensor([wish], dtype=torch.int64, device=self.engine.mesh.device)
-        status = int(all_reduce(worst, world, op="max", purpose="requests to stop"))
+        if self._all_agree_to_stop:
+            return True
+        wish = pack([-1 if self.stopped is None else self.stopped.status], mesh.device)
+        self._wishes.append(HostCopy(all_reduce(wish, world, op="max", purpose="requests to stop")))
+        if len(self._wishes) <= self._steps_behind:
+            return False
+        status = int(self._wishes.popleft().read())
         if status < 0:
             return False
         self.stop(Stop("another rank received a request to stop", status))
         return True
 
-    def _not_finite(self, sums: Mapping[str, Tensor], grad_norm: float) -> str:
-        """Describes which losses or gradients of the step are not finite, equally on all ranks."""
-        losses = {name: float(sums[name]) for name in sums if name not in self.task.metrics}
+    def _halting_loss(self) -> list[Tensor]:
+        """Returns a loss that is NaN after a step that was not finite, if such a step ends the run.
+
+        With it, the optimizer skips all steps until the host knows and ends the run.
+        """
+        if not self.check_for_nan or self._steps_behind == 0:
+            return []
+        if self._halted is None:
+            self._halted = torch.zeros((), dtype=torch.float64, device=self.engine.mesh.device)
+        return [self._halted]
+
+    def _read_steps(self, behind: int, *, has_gradients: bool = False) -> None:
+        """Reads whether steps were finite, except for the last ``behind`` steps.
+
+        Args:
+            behind: Number of steps that are left unread.
+            has_gradients: Whether the stages have the gradients of the last step.
+        """
+        while len(self._unread) > behind:
+            step = self._unread.popleft()
+            finite = step.values.read.finite
+            if not finite and self.check_for_nan:
+                raise TrainError(self._not_finite(step, has_gradients))
+            self._nan_steps = 0 if finite else self._nan_steps + 1
+            if self._nan_steps >= MAX_NAN_STEPS:
+                raise TrainError(
+                    f"no finite loss and gradient in {MAX_NAN_STEPS} steps up to step "
+                    f"{step.iteration}; lower --lr, lengthen the warm-up or inspect their data"
+                )
+
+    def _not_finite(self, step: _UnreadStep, has_gradients: bool) -> str:
+        """Describes which losses or gradients of a step are not finite, equally on all ranks.
+
+        If the stages do not have its gradients any more, the step is repeated. Its parameters have
+        not changed.
+        """
+        sums, norm = step.values.read.sums, step.values.read.grad_norm
+        losses = {name: sums[name] for name in sums if name not in self.task.metrics}
         wrong = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
+        if not has_gradients:
+            self.engine.stages.zero()
+            self.engine.run(step.batches, step.denominators, step.iteration)
         if gradient := self.engine.stages.describe_nonfinite_gradients():
             wrong.append(gradient)
         if not wrong:
-            wrong.append(f"the gradient is finite, but its norm is {grad_norm}")
+            wrong.append(f"the gradient is finite, but its norm is {norm}")
         return (
-            f"step {self.iteration + 1}: {'; '.join(wrong)}; lower --lr, lengthen the warm-up, "
+            f"step {step.iteration}: {'; '.join(wrong)}; lower --lr, lengthen the warm-up, "
             "inspect the data of this step, or skip such steps with "
             "--no-check-for-nan-in-loss-and-grad"
         )
-
-    def _count_nan(self, finite: bool) -> None:
-        self._nan_steps = 0 if finite else self._nan_steps + 1
-        if self._nan_steps >= MAX_NAN_STEPS:
-            raise TrainError(
-                f"no finite loss and gradient in {MAX_NAN_STEPS} steps up to step "
-                f"{self.iteration}; lower --lr, lengthen the warm-up or inspect their data"
-            )

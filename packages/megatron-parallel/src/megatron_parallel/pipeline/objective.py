@@ -41,5 +41,12 @@ class Objective:
                 f"the loss returned the sums {list(sums)}, but `sums` lists {list(self.names)}"
             )
         self.totals += torch.stack([sums[name].detach().to(self.totals) for name in self.names])
-        parts = [sums[name] / denominator for name, denominator in self._denominators.items()]
+        parts = [_divided(sums[name], below) for name, below in self._denominators.items()]
         return torch.stack(parts).sum() if parts else self.totals.new_zeros(())
+
+
+def _divided(total: Tensor, denominator: float | Tensor) -> Tensor:
+    """Divides a sum in its dtype, as by a number; a float64 scalar alone would promote it."""
+    if isinstance(denominator, Tensor):
+        denominator = denominator.to(total.dtype)
+    return total / denominator

@@ -17,7 +17,7 @@ The same calls serve every layout and `DataParallelConfig`.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -122,10 +122,14 @@ class TrainableChunks:
         for state in self.states.values():
             state.reset()
 
-    def update_states(self) -> None:
-        """Updates state that is not a parameter from what all ranks observed in this step."""
+    def update_states(self, unless: Bool[Tensor, ""] | None = None) -> None:
+        """Updates state that is not a parameter from what all ranks observed in this step.
+
+        Args:
+            unless: A scalar on the device, equal on all ranks. If it is true, no state changes.
+        """
         for state in self.states.values():
-            state.step()
+            state.step(unless)
 
     def wait_for_parameters(self) -> None:
         """Returns when this rank has all updated weights of the latest step."""

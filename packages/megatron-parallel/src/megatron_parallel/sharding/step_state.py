@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -122,8 +122,12 @@ class StepState:
         self._observed = None
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Combines the observations of all ranks and updates the value. A collective call."""
+    def step(self, unless: Bool[Tensor, ""] | None = None) -> None:
+        """Combines the observations of all ranks and updates the value. A collective call.
+
+        Args:
+            unless: A scalar on the device, equal on all ranks. If it is true, the value stays.
+        """
         total = self._observed
         if total is None:
             nothing = -math.inf if self.sharding.reduce == "max" else 0.0
@@ -132,7 +136,8 @@ class StepState:
             operation = self.sharding.reduce or "sum"
             total = all_reduce(total, axis, op=operation, purpose=f"state {self._name!r}")
         value = self.value
-        value.copy_(self._update(value, total))
+        updated = self._update(value, total)
+        value.copy_(updated if unless is None else torch.where(unless, value, updated))
         self._observed = None
 
     def _add(self, seen: Tensor) -> None:

@@ -10,7 +10,8 @@ from megatron_train.tasks.task import MicroBatch
 from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
-    from megatron_train.trainer import StepReport, Trainer
+    from megatron_train.step_report import StepReport
+    from megatron_train.trainer import Trainer
 
 
 class Evaluation(Callback):

@@ -1,5 +1,6 @@
 """The callback that prints the training log line."""
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -11,16 +12,18 @@ from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import TrainingLine
 from megatron_train.metrics.peak import Peak
 from megatron_train.saved_values import read_value, short_repr
+from megatron_train.step_report import UnreadReports
 from megatron_train.tasks.task import Task, reported_values, worst_layers
 from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
-    from megatron_train.trainer import StepReport, Trainer
+    from megatron_train.step_report import StepReport
+    from megatron_train.trainer import Trainer
 
 
 @dataclass
 class IntervalSums:
-    """Sums over the steps since the last line."""
+    """Sums over the steps since the last line whose values have arrived."""
 
     steps: int = 0
     skipped: int = 0
@@ -79,6 +82,7 @@ class LogLine(Callback):
         self._throughput = throughput
         self._listeners = list(listeners)
         self._interval = IntervalSums()
+        self._unread = UnreadReports()
 
     def on_start(self, trainer: "Trainer") -> None:
         """Prints the peak that MFU is measured against."""
@@ -90,13 +94,28 @@ class LogLine(Callback):
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
         """Adds the step, and prints a line if an interval ends with it."""
-        self._interval.add(report)
-        if report.iteration % self._every == 0:
+        self._unread.add(report)
+        due = report.iteration % self._every == 0
+        self._read(wait=due)
+        if due:
             line = self._line(trainer, report)
             self._console.print_line(line.render(datetime.now()))
             for listener in self._listeners:
                 listener(report.iteration, dict(line.losses))
             self._interval = IntervalSums()
+
+    def _read(self, *, wait: bool) -> None:
+        """Adds the steps whose values have arrived; with ``wait``, all of them.
+
+        The time for which it waits belongs to the steps: the host has run ahead of the device.
+        """
+        for report in self._unread.take():
+            self._interval.add(report)
+        start = time.perf_counter()
+        if wait and (late := self._unread.take(wait=True)):
+            for report in late:
+                self._interval.add(report)
+            self._interval.seconds += time.perf_counter() - start
 
     def _line(self, trainer: "Trainer", report: "StepReport") -> TrainingLine:
         done = self._interval
@@ -120,6 +139,7 @@ class LogLine(Callback):
 
     def state(self) -> dict[str, Any]:
         """Returns the sums of the unfinished interval, without its times."""
+        self._read(wait=True)
         whole = asdict(self._interval)
         counted = ("counts",) if self._interval.counts else ()
         return {name: whole[name] for name in ("skipped", "nan", "sums", "denominators", *counted)}

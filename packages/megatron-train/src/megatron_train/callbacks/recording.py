@@ -9,15 +9,19 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics import plot, records
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.event_file import EventFile
+from megatron_train.step_report import UnreadReports
 from megatron_train.tasks.task import layer_values
 from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
-    from megatron_train.trainer import StepReport, Trainer
+    from megatron_train.step_report import StepReport
+    from megatron_train.trainer import Trainer
 
 
 class Recorder(Callback):
     """Appends steps and evaluations to ``folder/metrics.jsonl`` and draws ``folder/loss.png``.
+
+    A step is recorded when its values have arrived from the device, for which nothing waits.
 
     Args:
         folder: Folder of the run.
@@ -30,6 +34,7 @@ class Recorder(Callback):
         self._folder = folder
         self._facts = facts
         self._losses: list[str] = []
+        self._unread = UnreadReports()
         self._writer: records.RecordWriter
 
     def on_start(self, trainer: "Trainer") -> None:
@@ -38,38 +43,48 @@ class Recorder(Callback):
         self._event("start", trainer, **self._facts)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Records the step."""
-        self._losses = list(report.losses)
-        self._writer.write(
-            {
-                "kind": "train",
-                "iteration": report.iteration,
-                "consumed_samples": report.consumed_samples,
-                **_finite(report.losses),
-                "learning_rate": report.learning_rate,
-                "grad_norm": report.grad_norm if math.isfinite(report.grad_norm) else None,
-                "updated": report.updated,
-                "seconds": report.seconds,
-                "tokens": report.tokens,
-                **_finite(layer_values(trainer.task, report.counts)),
-            }
-        )
+        """Records the step, and earlier ones that have arrived meanwhile."""
+        self._unread.add(report)
+        self._record_steps()
+
+    def _record_steps(self, *, wait: bool = False) -> None:
+        """Records the steps whose values have arrived; with ``wait``, all of them."""
+        for report in self._unread.take(wait=wait):
+            self._losses = list(report.losses)
+            self._writer.write(
+                {
+                    "kind": "train",
+                    "iteration": report.iteration,
+                    "consumed_samples": report.consumed_samples,
+                    **_finite(report.losses),
+                    "learning_rate": report.learning_rate,
+                    "grad_norm": report.grad_norm if math.isfinite(report.grad_norm) else None,
+                    "updated": report.updated,
+                    "seconds": report.seconds,
+                    "tokens": report.tokens,
+                    **_finite(layer_values(report.task, report.counts)),
+                }
+            )
 
     def record_log_line(self, iteration: int, losses: dict[str, float]) -> None:
         """Records the losses of a log line, which cover all steps of its interval."""
+        self._record_steps(wait=True)
         self._writer.write({"kind": "log", "iteration": iteration, **_finite(losses)})
 
     def record_validation(self, iteration: int, losses: dict[str, float]) -> None:
         """Records the losses of an evaluation."""
+        self._record_steps(wait=True)
         self._writer.write({"kind": "validation", "iteration": iteration, **_finite(losses)})
 
     def record_test(self, iteration: int, losses: dict[str, float]) -> None:
         """Records the losses on the test set as the event ``test``."""
+        self._record_steps(wait=True)
         record = {"kind": "event", "event": "test", "iteration": iteration, **_finite(losses)}
         self._writer.write(record)
 
     def on_end(self, trainer: "Trainer") -> None:
         """Records the event ``end`` and draws the loss plot."""
+        self._record_steps(wait=True)
         reason = trainer.stopped.reason if trainer.stopped else "done"
         self._event("end", trainer, reason=reason)
         self._writer.close()
@@ -134,6 +149,8 @@ class ProgressBar(Callback):
     def __init__(self, console: Console, samples: int, tokens_per_sample: int) -> None:
         self._console = console
         self._samples, self._tokens = samples, tokens_per_sample
+        self._unread = UnreadReports()
+        self._newest = ""
 
     def on_start(self, trainer: "Trainer") -> None:
         """Shows the bar."""
@@ -142,9 +159,12 @@ class ProgressBar(Callback):
         )
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Advances the bar."""
-        loss = ", ".join(f"{name} {value:.3f}" for name, value in report.losses.items())
-        self._console.advance_bar(report.tokens, f"step {report.iteration}, {loss}")
+        """Advances the bar, and shows the losses of the last step that has arrived."""
+        self._unread.add(report)
+        for ready in self._unread.take():
+            loss = ", ".join(f"{name} {value:.3f}" for name, value in ready.losses.items())
+            self._newest = f"step {ready.iteration}, {loss}"
+        self._console.advance_bar(report.tokens, self._newest)
 
     def on_end(self, trainer: "Trainer") -> None:
         """Removes the bar."""

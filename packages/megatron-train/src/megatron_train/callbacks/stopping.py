@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 from megatron_train.trainer import Callback, Stop
 
 if TYPE_CHECKING:
-    from megatron_train.trainer import StepReport, Trainer
+    from megatron_train.step_report import StepReport
+    from megatron_train.trainer import Trainer
 
 _AFTER_THIS_STEP = "stopping after this step; send it again to stop at once"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -29,7 +30,7 @@ class StopAt(Callback):
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
         """Stops the run if a limit is reached."""
         if self._every is not None and report.iteration % self._every == 0:
-            trainer.stop(Stop(f"--exit-interval {self._every}"))
+            trainer.stop(Stop(f"--exit-interval {self._every}", agreed=True))
         minutes = (time.monotonic() - self._start) / 60
         if self._minutes is not None and minutes >= self._minutes:
             trainer.stop(Stop(f"--exit-duration-in-mins {self._minutes:g}"))

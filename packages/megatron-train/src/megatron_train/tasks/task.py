@@ -17,6 +17,8 @@ from megatron_parallel import TensorSpec
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
 
+from megatron_train.transfer import to_device
+
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
@@ -38,7 +40,7 @@ class MicroBatch:
     samples: int
     tokens: int
     context_split: ContextSplit | None = None
-    loss_denominators: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    loss_denominators: Mapping[str, float | Tensor] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Tensor], token_field: str) -> "MicroBatch":
@@ -56,12 +58,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Returns a copy on a device; the transfers may still be in progress."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        split = None if self.context_split is None else self.context_split.to(device)
-        fields = {name: moved(tensor) for name, tensor in self.fields.items()}
+        split = self.context_split
+        if split is not None:
+            split = ContextSplit(to_device(split.indices, device), split.ranges)
+        fields = {name: to_device(tensor, device) for name, tensor in self.fields.items()}
         return dataclasses.replace(self, fields=fields, context_split=split)
 
 
@@ -107,8 +107,11 @@ class Task(Protocol):
         the same value.
         """
 
-    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def denominators(self, batches: Sequence[MicroBatch]) -> Mapping[str, float | Tensor]:
         """Returns the denominators of all losses and metrics, computed from labels and masks alone.
+
+        They are numbers if the fields are on the host. If `PreparingTask.prepare` computed labels
+        or masks on the device, they are scalars there, for which the host does not wait.
 
         Auxiliary losses are included. The engine calls this method with the micro-batches of this
         rank before the first forward pass of a step and sums the results over the ranks, so that
@@ -229,7 +232,7 @@ def reported_values(
     return means
 
 
-def layer_values(task: Task, counts: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def layer_values(task: object, counts: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Returns the measures of each layer by their names in files: ``<measure>_layer_<number>``."""
     if not counts or not isinstance(task, CountingTask):
         return {}

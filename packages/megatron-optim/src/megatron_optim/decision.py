@@ -1,0 +1,32 @@
+"""The result of a step, and whether the host or the device decides to skip it."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float64
+from torch import Tensor
+
+from megatron_optim.param_groups import ParameterGroup
+
+Rates = tuple[float, float | None, float]
+"""Learning rate, that of token embeddings and output matrices, and weight decay of a step."""
+
+
+class StepResult(NamedTuple):
+    """The result of one optimizer step. Tensors are scalars on the device of the mesh."""
+
+    grad_norm: Float64[Tensor, ""]
+    """The norm of the whole gradient before clipping."""
+    clip_coefficient: Float64[Tensor, ""]
+    """The factor that the gradient was multiplied by; 1 if it was not clipped."""
+    skipped: Bool[Tensor, ""]
+    """Whether the step was skipped because a number was not finite."""
+
+
+def host_decides(device: torch.device, groups: Iterable[ParameterGroup]) -> bool:
+    """Returns whether the host reads if a step is finite, instead of the device skipping it.
+
+    Reading is free on a CPU, and necessary if an update rule cannot skip a step by itself.
+    """
+    return device.type == "cpu" or any(device.type not in each.rule.decides_on for each in groups)
