@@ -16,7 +16,7 @@ can query which of its gradients a pass needs (`_compat.gradient_wanted`).
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class SplitBackward:
     """The backward pass of one micro-batch. The constructor runs the first half.
 
     Args:
-        roots: The differentiated tensors: outputs of a stage, or a loss.
+        roots: What is differentiated: a loss, or edges of the graph at a stage's outputs.
         gradients: The gradient of each root; None for 1, the gradient of a loss.
         inputs: The tensors that the roots were computed from. The first half computes their
             gradients.
@@ -50,28 +50,30 @@ class SplitBackward:
 
     def __init__(
         self,
-        roots: Sequence[Tensor],
+        roots: Sequence[Tensor | GradientEdge],
         gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
         parameters: Iterable[Parameter],
     ) -> None:
         self._gradients = [
-            torch.ones_like(root) if gradient is None else gradient
+            torch.ones_like(cast(Tensor, root)) if gradient is None else gradient
             for root, gradient in zip(roots, gradients, strict=True)
         ]
-        self._edges = [get_gradient_edge(root) for root in roots]
+        self._edges = [
+            get_gradient_edge(root) if isinstance(root, Tensor) else root for root in roots
+        ]
         wanted = [each for each in inputs if each.requires_grad]
         weights = {get_gradient_edge(p).node: p for p in parameters if p.requires_grad}
         ends = {get_gradient_edge(each).node for each in wanted}
         self._groups = _grouped([edge.node for edge in self._edges], ends, weights)
         self._arrived: dict[Node, Gradients] = {}
-        found = iter(self._first_half(roots, wanted))
+        found = iter(self._first_half(wanted))
         self.input_gradients: Gradients = tuple(
             next(found) if each.requires_grad else None for each in inputs
         )
 
-    def _first_half(self, roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> Gradients:
-        if not roots or not inputs:
+    def _first_half(self, inputs: Sequence[Tensor]) -> Gradients:
+        if not self._edges or not inputs:
             return (None,) * len(inputs)
         handles = [
             fork.register_prehook(lambda arrived, fork=fork: self._keep(fork, arrived))
@@ -80,7 +82,7 @@ class SplitBackward:
         ]
         try:
             return torch.autograd.grad(
-                roots, inputs, self._gradients, retain_graph=True, allow_unused=True
+                self._edges, inputs, self._gradients, retain_graph=True, allow_unused=True
             )
         finally:
             for handle in handles:

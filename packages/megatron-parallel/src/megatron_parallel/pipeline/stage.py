@@ -10,7 +10,8 @@ stage differs from torch's in these ways:
 - A stage takes its inputs from the micro-batch. It refuses an output that does not match the spec
   of the next stage's input; Gloo would abort or deliver zeros.
 - Tensors of a micro-batch are received into memory that is freed after use. torch keeps buffers for
-  all micro-batches of a step.
+  all micro-batches of a step. An output is freed when it is sent: its backward pass starts from the
+  edge of the graph and not from the tensor.
 - Gradients are never scaled; the loss is already divided by its denominator.
 - `PipelineMonitor` records which rank this one waits for, and traffic is counted.
 """
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_parallel._compat.pipelining import BareStage
 from megatron_parallel.errors import LayoutError
@@ -48,14 +50,16 @@ class _MicroBatch:
 
     Attributes:
         inputs: From the previous stage; leaves of the autograd graph.
-        outputs: For the next stage.
-        output_gradients: Gradients of `outputs`, in the same order; None for integer tensors.
+        outputs: For a next stage on another rank, until they are sent.
+        edges: Edges of the autograd graph at the outputs; None for an output without gradient.
+        output_gradients: Gradients of the outputs, in the same order; None for integer tensors.
         input_gradients: Gradients of `inputs`, in the same order; None for integer tensors.
         weight_backward: The weight half of a split backward pass that has not run yet.
     """
 
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
+    edges: tuple[GradientEdge | None, ...] = ()
     output_gradients: tuple[Tensor | None, ...] = ()
     input_gradients: tuple[Tensor | None, ...] = ()
     weight_backward: "SplitBackward | _Roots | None" = None
@@ -63,15 +67,15 @@ class _MicroBatch:
 
 @dataclass(frozen=True)
 class _Roots:
-    """The tensors that a backward pass starts from, and their gradients."""
+    """The edges of the graph that a backward pass starts from, and the gradients there."""
 
-    tensors: list[Tensor] = field(default_factory=list)
+    edges: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def backward(self) -> None:
         """Runs the backward pass."""
-        if self.tensors:
-            torch.autograd.backward(self.tensors, self.gradients)
+        if self.edges:
+            torch.autograd.backward(self.edges, self.gradients)
 
 
 class Stage(BareStage):
@@ -119,7 +123,13 @@ class Stage(BareStage):
             own = self._inputs(micro_batch, self.stage_index)
             output = self.submod(*tensors.inputs, **own)
             if not self.is_last:
-                tensors.outputs = self._check_outputs(output, fwd_chunk_id)
+                outputs = self._check_outputs(output, fwd_chunk_id)
+                if self.has_backward:
+                    tensors.edges = tuple(
+                        get_gradient_edge(t) if t.requires_grad else None for t in outputs
+                    )
+                if self._rank_of(self.stage_index + 1) != self._axis.index:
+                    tensors.outputs = tuple(t.detach() for t in outputs)
             if not self.has_backward:
                 tensors.inputs = ()
             return output
@@ -179,9 +189,7 @@ class Stage(BareStage):
         if self.is_first:  # no stage waits for its input gradient: the whole pass runs later
             tensors.weight_backward = roots
             return
-        half = SplitBackward(
-            roots.tensors, roots.gradients, tensors.inputs, self.submod.parameters()
-        )
+        half = SplitBackward(roots.edges, roots.gradients, tensors.inputs, self.submod.parameters())
         tensors.input_gradients = tuple(
             _sendable(t, gradient)
             for t, gradient in zip(tensors.inputs, half.input_gradients, strict=True)
@@ -192,12 +200,14 @@ class Stage(BareStage):
 
     def _take_roots(self, tensors: _MicroBatch, loss: Tensor | None) -> _Roots:
         """Returns the roots of the backward pass and drops them from the micro-batch."""
-        pairs: list[tuple[Tensor, Tensor | None]] = [] if loss is None else [(loss, None)]
-        if not self.is_last:
-            pairs = list(zip(tensors.outputs, tensors.output_gradients, strict=True))
-            tensors.outputs = tensors.output_gradients = ()
-        found = [(t, gradient) for t, gradient in pairs if t.requires_grad]
-        return _Roots([t for t, _ in found], [gradient for _, gradient in found])
+        if self.is_last:
+            if loss is None or not loss.requires_grad:
+                return _Roots()
+            return _Roots([get_gradient_edge(loss)], [torch.ones_like(loss)])
+        pairs = list(zip(tensors.edges, tensors.output_gradients, strict=True))
+        tensors.edges = tensors.output_gradients = ()
+        found = [(edge, gradient) for edge, gradient in pairs if edge is not None]
+        return _Roots([edge for edge, _ in found], [gradient for _, gradient in found])
 
     def _check_outputs(self, output: Any, micro_batch: int) -> tuple[Tensor, ...]:
         outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
@@ -231,9 +241,7 @@ class Stage(BareStage):
             return []
         self._monitor.expect_send("activations", fwd_chunk_id, self.stage_index + 1)
         tensors = self._tensors_of(fwd_chunk_id)
-        sent = tuple(t.detach() for t in tensors.outputs)
-        if not self.has_backward:
-            tensors.outputs = ()
+        sent, tensors.outputs = tensors.outputs, ()
         return self._messages("send of activations", sent, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
