@@ -59,6 +59,10 @@ from .parameters import stored_shapes as stored_shapes
 from .placement import Placement as Placement
 from .record import config_of as config_of
 from .record import record_of as record_of
+from .shrinking import layers_alike as layers_alike
+from .shrinking import shrunk as shrunk
+from .shrinking import smaller_sizes as smaller_sizes
+from .shrinking import with_layers as with_layers
 from .upcycling.config import UPCYCLING_REFUSED as UPCYCLING_REFUSED
 from .upcycling.config import expert_weight_sum as expert_weight_sum
 from .upcycling.config import upcycled_config as upcycled_config

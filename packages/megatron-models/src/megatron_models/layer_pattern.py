@@ -7,6 +7,7 @@
 """
 
 import ast
+from collections.abc import Iterable
 
 from megatron_models.errors import ConfigError
 
@@ -69,6 +70,15 @@ def skipping_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
         return layer_pattern(text, num_layers)
     skipped = layer_pattern(text, num_layers + 1)  # which counts from 0
     return tuple(not each for each in skipped[1:])
+
+
+def pattern_text(selected: Iterable[bool]) -> str:
+    """Returns the pattern that selects these layers, as a list.
+
+    >>> pattern_text([True, False])
+    '[1, 0]'
+    """
+    return str([int(each) for each in selected])
 
 
 _LONGEST_SHOWN = 200

@@ -11,6 +11,7 @@ Importing this module does not import torch.
 import dataclasses
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -35,6 +36,7 @@ def flag(
     no_effect: bool = False,
     objective: bool = False,
     head: bool = False,
+    small: int | None = None,
     **metadata: Any,
 ) -> dict[str, Any]:
     """Returns the metadata of a field.
@@ -52,6 +54,8 @@ def flag(
             value.
         head: The value selects or shapes heads only. Weights of a model with another value can
             begin a training (`megatron_models.new_head_parameters`).
+        small: Size in a small model of the same structure (`megatron_models.shrunk`), or the next
+            larger one that fits. Defaults to None, which means that the size is kept.
         **metadata: ``unit`` and ``choices``.
     """
     checks = {
@@ -62,6 +66,7 @@ def flag(
         "no_effect": no_effect,
         "objective": objective,
         "head": head,
+        "small": small,
     }
     used = {key: value for key, value in checks.items() if value}
     return {"flag": name, "help": help_text, **used, **metadata}
@@ -107,6 +112,17 @@ class ComponentConfig:
         Such values are accepted, since published models and checkpoints have them. A program shows
         them to its user. The reason follows "has no effect" and names fields in braces. An override
         adds to the result of `super`.
+        """
+        return {}
+
+    def fields_for_layers(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields that differ in a model with only some of the layers.
+
+        An override adds fields that describe single layers, such as patterns, to the result of
+        `super`.
+
+        Args:
+            layers: Global numbers of the layers, ascending.
         """
         return {}
 

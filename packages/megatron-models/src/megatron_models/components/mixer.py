@@ -158,10 +158,17 @@ class LayerPass:
 
 
 Feature = Literal[
-    "compile", "split_backward", "fully_shard", "document_pool", "from_scratch", "decode"
+    "compile",
+    "split_backward",
+    "fully_shard",
+    "document_pool",
+    "from_scratch",
+    "decode",
+    "equal_layouts",
 ]
 """What a component may not support: compilation, split backward passes, fully sharded parameters, a
-pool of ranks that share documents, training from random weights, or decoding with a cache."""
+pool of ranks that share documents, training from random weights, decoding with a cache, or the same
+result on any number of data- and context-parallel ranks."""
 
 
 class UnsupportedFeature(NamedTuple):

@@ -4,7 +4,9 @@ Importing this module does not import torch.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_models.components.fields import ComponentConfig, flag
 
@@ -20,7 +22,11 @@ class StreamConfig(ComponentConfig):
     )
     hidden_size: int = field(
         metadata=flag(
-            "--hidden-size", "width of the residual stream", positive=True, unit="channels"
+            "--hidden-size",
+            "width of the residual stream",
+            positive=True,
+            unit="channels",
+            small=24,
         )
     )
     add_bias_linear: bool = field(
@@ -35,6 +41,10 @@ class StreamConfig(ComponentConfig):
             positive=True,
         ),
     )
+
+    def fields_for_layers(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields that differ in a model with only some of the layers."""
+        return super().fields_for_layers(layers) | {"num_layers": len(layers)}
 
     @property
     def output_std(self) -> float:

@@ -3,9 +3,10 @@
 Importing this module does not import torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from megatron_parallel.nearest import nearest_divisors, nearest_multiples
 
@@ -14,7 +15,7 @@ from megatron_models.components.fields import flag, literal
 from megatron_models.components.rotary.config import RotaryConfig
 from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.errors import ConfigError
-from megatron_models.layer_pattern import PatternError, skipping_pattern
+from megatron_models.layer_pattern import PatternError, pattern_text, skipping_pattern
 
 TEMPERATURE_FLOOR: Final = 8192
 """Default of ``attn_temperature_floor``, that of Llama 4."""
@@ -32,7 +33,12 @@ class AttentionConfig(RotaryConfig):
     """
 
     num_attention_heads: int = field(
-        metadata=flag("--num-attention-heads", "number of query heads", positive=True)
+        metadata=flag(
+            "--num-attention-heads",
+            "number of query heads",
+            positive=True,
+            small=4,
+        )
     )
     num_query_groups: int = field(
         default=0,
@@ -41,6 +47,7 @@ class AttentionConfig(RotaryConfig):
             "key/value heads, each shared by the same number of query heads; 0: one per query head",
             positive=True,
             derived=True,
+            small=2,
         ),
     )
     kv_channels: int = field(
@@ -51,6 +58,7 @@ class AttentionConfig(RotaryConfig):
             positive=True,
             derived=True,
             unit="channels",
+            small=6,
         ),
     )
     add_qkv_bias: bool = field(
@@ -100,6 +108,7 @@ class AttentionConfig(RotaryConfig):
             "Megatron-LM's --window-size L,R counts the tokens beside it)",
             nonnegative=True,
             unit="tokens",
+            small=5,
         ),
     )
     attention_chunk_size: int = field(
@@ -110,6 +119,7 @@ class AttentionConfig(RotaryConfig):
             "(our name)",
             nonnegative=True,
             unit="tokens",
+            small=5,
         ),
     )
     window_attn_skip_freq: str = field(
@@ -181,6 +191,7 @@ class AttentionConfig(RotaryConfig):
             "name)",
             positive=True,
             unit="tokens",
+            small=2,
         ),
     )
 
@@ -280,6 +291,14 @@ class AttentionConfig(RotaryConfig):
                 "to 0, or leave {window_attn_skip_freq:name} out for a window in every layer",
                 vars(self),
             )
+
+    def fields_for_layers(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields that differ in a model with only some of the layers."""
+        changes = super().fields_for_layers(layers)
+        if self.window_attn_skip_freq:
+            windowed = (self.windowed_layers[layer] for layer in layers)
+            changes["window_attn_skip_freq"] = pattern_text(windowed)
+        return changes
 
     @cached_property
     def windowed_layers(self) -> tuple[bool, ...]:

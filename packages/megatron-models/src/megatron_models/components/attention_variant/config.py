@@ -1,7 +1,7 @@
 """The configuration of attention variants. Importing this module does not import torch."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, Literal, get_args
@@ -11,7 +11,7 @@ from megatron_models.components.gated_delta_net.config import GatedDeltaNetConfi
 from megatron_models.components.sparse_attention.config import SparseAttentionConfig
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
-from megatron_models.layer_pattern import PatternError, skipping_pattern
+from megatron_models.layer_pattern import PatternError, pattern_text, skipping_pattern
 
 AttentionVariant = Literal["none", "gated_delta_net", "dsa"]
 _OWN: Final[Mapping[str, type[Any]]] = {
@@ -74,6 +74,14 @@ class AttentionVariantConfig(GatedDeltaNetConfig, SparseAttentionConfig):
                 "{linear_attention_freq:name}, such as 4 for all but every fourth layer",
                 vars(self),
             )
+
+    def fields_for_layers(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields that differ in a model with only some of the layers."""
+        changes = super().fields_for_layers(layers)
+        if self.linear_attention_freq:
+            linear = (self.linear_layers[layer] for layer in layers)
+            changes["linear_attention_freq"] = pattern_text(linear)
+        return changes
 
     @cached_property
     def linear_layers(self) -> tuple[bool, ...]:

@@ -37,6 +37,7 @@ class PositionConfig(StreamConfig):
             "longest sequence that the model supports",
             positive=True,
             unit="tokens",
+            small=16,
         )
     )
     position_embedding_type: PositionEmbedding = field(
@@ -84,6 +85,7 @@ class EmbeddingConfig(PositionConfig):
             "number of tokens in the vocabulary, without padding",
             positive=True,
             unit="tokens",
+            small=150,
         )
     )
     make_vocab_size_divisible_by: int = field(

@@ -33,6 +33,7 @@ class GatedDeltaNetConfig(StreamConfig):
             "gated delta net: width of a query or key head",
             positive=True,
             unit="channels",
+            small=4,
         ),
     )
     linear_value_head_dim: int = field(
@@ -42,6 +43,7 @@ class GatedDeltaNetConfig(StreamConfig):
             "gated delta net: width of a value head",
             positive=True,
             unit="channels",
+            small=6,
         ),
     )
     linear_num_key_heads: int = field(
@@ -50,6 +52,7 @@ class GatedDeltaNetConfig(StreamConfig):
             "--linear-num-key-heads",
             "gated delta net: number of query and of key heads",
             positive=True,
+            small=2,
         ),
     )
     linear_num_value_heads: int = field(
@@ -59,6 +62,7 @@ class GatedDeltaNetConfig(StreamConfig):
             "gated delta net: number of value heads, a multiple of the key heads, each of which "
             "serves the same number of them",
             positive=True,
+            small=4,
         ),
     )
 

@@ -4,8 +4,9 @@ Importing this module does not import torch.
 """
 
 import dataclasses
+import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -79,6 +80,16 @@ class HeterogeneousConfig(MoEConfig, AttentionConfig):
                     "not 0; set it or use the kind dense",
                     vars(self),
                 )
+
+    def fields_for_layers(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields that differ in a model with only some of the layers."""
+        changes = super().fields_for_layers(layers)
+        if text := self.heterogeneous_layers_config_encoded_json:
+            found = json.loads(text)
+            blocks = found["block_configs"] if isinstance(found, dict) else found
+            kept = json.dumps([blocks[layer] for layer in layers])
+            changes["heterogeneous_layers_config_encoded_json"] = kept
+        return changes
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

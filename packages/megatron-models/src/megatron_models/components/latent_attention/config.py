@@ -45,6 +45,7 @@ class LatentAttentionConfig(AttentionConfig):
             "MLA: width of the latent of queries; 0: queries are projected directly",
             nonnegative=True,
             unit="channels",
+            small=10,
         ),
     )
     kv_lora_rank: int = field(
@@ -54,6 +55,7 @@ class LatentAttentionConfig(AttentionConfig):
             "MLA: width of the latent of keys and values",
             positive=True,
             unit="channels",
+            small=8,
         ),
     )
     qk_head_dim: int = field(
@@ -63,6 +65,7 @@ class LatentAttentionConfig(AttentionConfig):
             "MLA: channels of a query or key head that are not rotated",
             positive=True,
             unit="channels",
+            small=6,
         ),
     )
     qk_pos_emb_head_dim: int = field(
@@ -73,6 +76,7 @@ class LatentAttentionConfig(AttentionConfig):
             "heads",
             positive=True,
             unit="channels",
+            small=4,
         ),
     )
     v_head_dim: int = field(
@@ -82,6 +86,7 @@ class LatentAttentionConfig(AttentionConfig):
             "MLA: channels of a value head, at most those of a query head",
             positive=True,
             unit="channels",
+            small=6,
         ),
     )
 

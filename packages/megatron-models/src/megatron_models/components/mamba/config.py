@@ -27,12 +27,17 @@ class MambaConfig(StreamConfig):
             "width of the state of one channel of a Mamba layer",
             positive=True,
             unit="channels",
+            small=6,
         ),
     )
     mamba_head_dim: int = field(
         default=64,
         metadata=flag(
-            "--mamba-head-dim", "width of one head of a Mamba layer", positive=True, unit="channels"
+            "--mamba-head-dim",
+            "width of one head of a Mamba layer",
+            positive=True,
+            unit="channels",
+            small=4,
         ),
     )
     mamba_num_groups: int = field(
@@ -42,6 +47,7 @@ class MambaConfig(StreamConfig):
             "groups of heads of a Mamba layer that share what is written to the state and how it "
             "is read",
             positive=True,
+            small=2,
         ),
     )
     mamba_num_heads: int = field(
@@ -51,6 +57,7 @@ class MambaConfig(StreamConfig):
             f"heads of a Mamba layer; 0: {EXPANSION} x hidden_size / mamba_head_dim",
             positive=True,
             derived=True,
+            small=4,
         ),
     )
     mamba_conv_kernel: int = field(
@@ -98,6 +105,7 @@ class MambaConfig(StreamConfig):
             positive=True,
             no_effect=True,
             unit="tokens",
+            small=6,
         ),
     )
 

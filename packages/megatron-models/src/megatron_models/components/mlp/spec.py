@@ -61,6 +61,7 @@ class MLPConfig(StreamConfig):
             positive=True,
             derived=True,
             unit="channels",
+            small=40,
         ),
     )
     activation: Activation = field(

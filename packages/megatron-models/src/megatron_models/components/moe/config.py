@@ -1,15 +1,17 @@
 """The configuration of a mixture of experts. Importing this module does not import torch."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from megatron_models.components.fields import flag, literal
 from megatron_models.components.mlp.spec import MLPConfig
 from megatron_models.components.moe.capacity_fields import CapacityFields
 from megatron_models.components.moe.router_config import RouterConfig
 from megatron_models.errors import ConfigError
-from megatron_models.layer_pattern import PatternError, layer_pattern
+from megatron_models.layer_pattern import PatternError, layer_pattern, pattern_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class MoEConfig(CapacityFields, RouterConfig, MLPConfig):
             "width of one expert; 0: ffn_hidden_size",
             nonnegative=True,
             unit="channels",
+            small=20,
         ),
     )
     moe_shared_expert_intermediate_size: int = field(
@@ -36,6 +39,7 @@ class MoEConfig(CapacityFields, RouterConfig, MLPConfig):
             "width of a shared expert, which every token uses too; 0: none",
             nonnegative=True,
             unit="channels",
+            small=12,
         ),
     )
     moe_shared_expert_gate: bool = field(
@@ -102,6 +106,14 @@ class MoEConfig(CapacityFields, RouterConfig, MLPConfig):
                 "{num_experts:name} 0",
                 vars(self),
             )
+
+    def fields_for_layers(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields that differ in a model with only some of the layers."""
+        changes = super().fields_for_layers(layers)
+        if self.num_experts:
+            usual = layer_pattern(self.moe_layer_freq, self.num_layers)
+            changes["moe_layer_freq"] = pattern_text(usual[layer] for layer in layers)
+        return changes
 
     @cached_property
     def moe_layers(self) -> tuple[bool, ...]:

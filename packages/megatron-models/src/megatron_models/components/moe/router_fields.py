@@ -28,10 +28,16 @@ class RouterFields(ComponentConfig):
             "number of experts that replace a feed-forward layer (mixture of experts); 0: none",
             nonnegative=True,
             maximum=100_000,
+            small=4,
         ),
     )
     moe_router_topk: int = field(
-        default=2, metadata=flag("--moe-router-topk", "number of experts of each token")
+        default=2,
+        metadata=flag(
+            "--moe-router-topk",
+            "number of experts of each token",
+            small=2,
+        ),
     )
     moe_router_pre_softmax: bool = field(
         default=False,
@@ -72,6 +78,7 @@ class RouterFields(ComponentConfig):
             "--moe-router-num-groups",
             "groups of experts of which a token uses moe_router_group_topk; 0: no groups",
             nonnegative=True,
+            small=2,
         ),
     )
     moe_router_group_topk: int = field(
@@ -80,6 +87,7 @@ class RouterFields(ComponentConfig):
             "--moe-router-group-topk",
             "groups that contain the experts of a token; 0: no groups",
             nonnegative=True,
+            small=1,
         ),
     )
     moe_router_group_score_topk: int = field(

@@ -41,6 +41,10 @@ EXPERT_BIAS: Final = "expert_bias"
 Cut = Literal["outputs", "inputs"]
 
 
+_TURN_ON_RANK = "gives experts the tokens of each rank in turn; leave it out"
+_COUNTS_RANKS = (
+    "counts tokens of micro-batches that other ranks compute at the same time; use another loss"
+)
 _REFUSED: Final[Mapping[Feature, str]] = {
     "compile": "the number of tokens of an expert changes from step to step; leave one out",
     "document_pool": "routers balance experts over micro-batches of whole samples",
@@ -234,8 +238,19 @@ class MoESpec(MoEConfig, Mixer):
             if not self.moe_router_expert_choice:
                 return None
             return UnsupportedFeature("{moe_router_expert_choice:name}", _CHOOSES_LATER_TOKENS)
+        if feature == "equal_layouts":
+            return self._differs_between_layouts()
         why = _REFUSED.get(feature)
         return None if why is None else UnsupportedFeature("{num_experts:name}", why)
+
+    def _differs_between_layouts(self) -> UnsupportedFeature | None:
+        if self.moe_router_force_load_balancing:
+            return UnsupportedFeature("{moe_router_force_load_balancing:name}", _TURN_ON_RANK)
+        if "global_aux_loss" not in self.balancing_losses:
+            return None
+        own = self.moe_router_load_balancing_type == "global_aux_loss"
+        field = "moe_router_load_balancing_type" if own else "moe_global_aux_loss_coeff"
+        return UnsupportedFeature(f"{{{field}}}", _COUNTS_RANKS)
 
     def counters(self) -> int:
         """Returns the number of values of `routing_counts`."""

@@ -30,6 +30,7 @@ class RelativeBiasConfig(PositionConfig):
             "buckets of relative positions, each with a learned bias for each head",
             positive=True,
             maximum=1 << 20,
+            small=8,
         ),
     )
     relative_attention_max_distance: int = field(
@@ -40,6 +41,7 @@ class RelativeBiasConfig(PositionConfig):
             positive=True,
             maximum=1 << 20,
             unit="tokens",
+            small=10,
         ),
     )
 

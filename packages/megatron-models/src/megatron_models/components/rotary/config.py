@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from megatron_kernels import (
     DynamicNtkScaling,
@@ -21,7 +21,7 @@ from megatron_models.components.embedding.spec import PositionConfig
 from megatron_models.components.fields import flag, literal
 from megatron_models.components.rotary.spec import RotaryScaling, RotarySpec
 from megatron_models.errors import ConfigError
-from megatron_models.layer_pattern import PatternError, layer_pattern
+from megatron_models.layer_pattern import PatternError, layer_pattern, pattern_text
 
 RopeScalingType = Literal["none", "linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -114,6 +114,7 @@ class RotaryConfig(PositionConfig):
             "dynamic, llama3, yarn and longrope: sequence length of the original training",
             positive=True,
             unit="tokens",
+            small=8,
         ),
     )
 
@@ -267,6 +268,14 @@ class RotaryConfig(PositionConfig):
             if entry.name in _OWN - used and getattr(self, entry.name) != entry.default:
                 found[entry.name] = why
         return found
+
+    def fields_for_layers(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields that differ in a model with only some of the layers."""
+        changes = super().fields_for_layers(layers)
+        if any(self.unrotated_layers):
+            unrotated = (self.unrotated_layers[layer] for layer in layers)
+            changes["no_rope_freq"] = pattern_text(unrotated)
+        return changes
 
     @cached_property
     def unrotated_layers(self) -> tuple[bool, ...]:

@@ -16,7 +16,10 @@ class SparseAttentionConfig(StreamConfig):
     dsa_indexer_n_heads: int = field(
         default=64,
         metadata=flag(
-            "--dsa-indexer-n-heads", "sparse attention: heads of the indexer", positive=True
+            "--dsa-indexer-n-heads",
+            "sparse attention: heads of the indexer",
+            positive=True,
+            small=2,
         ),
     )
     dsa_indexer_head_dim: int = field(
@@ -27,6 +30,7 @@ class SparseAttentionConfig(StreamConfig):
             "channels are rotated",
             positive=True,
             unit="channels",
+            small=8,
         ),
     )
     dsa_indexer_topk: int = field(
@@ -37,6 +41,7 @@ class SparseAttentionConfig(StreamConfig):
             "the indexer",
             positive=True,
             unit="tokens",
+            small=5,
         ),
     )
     dsa_indexer_loss_coeff: float = field(

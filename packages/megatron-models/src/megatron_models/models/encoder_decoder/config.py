@@ -3,8 +3,9 @@
 Importing this module does not import torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from megatron_parallel import ParallelLayout
 
@@ -103,6 +104,12 @@ class EncoderDecoderConfig(
                 "an encoder-decoder has no windows: {sliding_window}, {attention_chunk_size}",
                 vars(self),
             )
+
+    def fields_for_layers(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Returns the depths of a model with only some of the layers of encoder and decoder."""
+        above = sum(layer < self.encoder_num_layers for layer in layers)
+        depths = {"encoder_num_layers": above, "num_layers": len(layers) - above}
+        return super().fields_for_layers(layers) | depths
 
     def trunks(self) -> dict[str, TrunkSpec]:
         """Returns the encoder and the decoder.

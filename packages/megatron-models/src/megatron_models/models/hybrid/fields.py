@@ -1,9 +1,10 @@
 """The fields of a hybrid model's configuration. Importing this module does not import torch."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import get_args
+from typing import Any, get_args
 
 from megatron_models.components.embedding.spec import PositionEmbedding
 from megatron_models.components.fields import flag, literal
@@ -105,6 +106,12 @@ class HybridFields(
                 "selects the layers with experts; leave it out",
                 vars(self),
             )
+
+    def fields_for_layers(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields that differ in a model with only some layers, without ``|``."""
+        symbols = "".join(self.pattern.layers[layer] for layer in layers)
+        own = {"hybrid_layer_pattern": symbols, "moe_layer_freq": "1"}
+        return super().fields_for_layers(layers) | own
 
     @cached_property
     def pattern(self) -> HybridPattern:

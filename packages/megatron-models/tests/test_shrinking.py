@@ -1,0 +1,145 @@
+"""Small copies of models: the layers that remain, and sizes that keep their order."""
+
+import dataclasses
+
+import pytest
+from megatron_models import (
+    ConfigError,
+    EncoderDecoderConfig,
+    GPTConfig,
+    HybridConfig,
+    ModelConfig,
+    layers_alike,
+    shrunk,
+    smaller_sizes,
+    with_layers,
+)
+from megatron_parallel import ParallelLayout
+
+SIZES = {"hidden_size": 4096, "vocab_size": 128256, "max_position_embeddings": 8192}
+LLAMA = GPTConfig(
+    **SIZES,
+    num_layers=32,
+    num_attention_heads=32,
+    num_query_groups=8,
+    ffn_hidden_size=14336,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+)
+DEEPSEEK = GPTConfig(
+    **SIZES,
+    num_layers=61,
+    num_attention_heads=128,
+    position_embedding_type="rope",
+    multi_latent_attention=True,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_layernorm=True,
+    num_experts=256,
+    moe_router_topk=8,
+    moe_router_num_groups=8,
+    moe_router_group_topk=4,
+    moe_router_score_function="sigmoid",
+    moe_ffn_hidden_size=2048,
+    moe_layer_freq="[0]*3+[1]*58",
+)
+PATTERNED = dataclasses.replace(
+    LLAMA,
+    num_layers=8,
+    sliding_window=1024,
+    window_attn_skip_freq="4",
+    no_rope_freq="3",
+    num_experts=8,
+    moe_layer_freq="2",
+)
+HYBRID = HybridConfig(
+    **SIZES,
+    num_attention_heads=32,
+    hybrid_layer_pattern="MM*-|MMM-",
+    mamba_num_groups=4,
+)
+T5 = EncoderDecoderConfig(**SIZES, num_layers=6, encoder_num_layers=4, num_attention_heads=32)
+
+
+def fits(tp: int, ep: int = 1):
+    layout = ParallelLayout(tp=tp, ep=ep, dp=ep)
+
+    def accepts(config: ModelConfig) -> bool:
+        try:
+            config.check_layout(layout)
+        except ConfigError:
+            return False
+        return True
+
+    return accepts
+
+
+def test_a_small_llama_keeps_grouped_heads_that_four_ranks_divide() -> None:
+    whole = fits(4)
+    small = shrunk(
+        with_layers(LLAMA, [0, 31]), lambda m: whole(m) and m.num_query_groups % 4 == 0, 8192
+    )
+    assert small.num_layers == 2
+    assert (small.num_attention_heads, small.num_query_groups) == (8, 4)
+    assert small.num_attention_heads % 4 == small.ffn_hidden_size % 4 == 0
+    assert small.hidden_size < 64 and small.vocab_size < 256 and small.kv_channels % 2 == 0
+    assert small.activation == "swiglu" and small.untie_embeddings_and_output_weights
+
+
+def test_a_small_mixture_of_experts_selects_some_experts_of_some_groups() -> None:
+    small = shrunk(with_layers(DEEPSEEK, [0, 3, 60]), fits(2, ep=2), 4096)
+    assert small.num_experts % 2 == 0
+    assert 1 <= small.moe_router_group_topk < small.moe_router_num_groups
+    assert small.moe_router_topk < small.num_experts <= 16
+    assert small.moe_layers == (False, True, True)
+    assert small.q_lora_rank > small.kv_lora_rank > small.qk_head_dim
+    assert small.kv_channels == small.qk_head_dim + small.qk_pos_emb_head_dim
+
+
+def test_sizes_that_nothing_reads_are_kept() -> None:
+    small = shrunk(with_layers(LLAMA, [0]), fits(1), 8192)
+    assert small.kv_lora_rank == LLAMA.kv_lora_rank
+    assert small.sliding_window == 0
+
+
+def test_a_window_that_no_sample_exceeds_is_kept() -> None:
+    model = dataclasses.replace(LLAMA, num_layers=1, sliding_window=4096)
+    assert shrunk(model, fits(1), 4096).sliding_window == 4096
+    assert shrunk(model, fits(1), 8192).sliding_window < 16
+
+
+@pytest.mark.parametrize("model", [PATTERNED, DEEPSEEK, HYBRID, T5], ids=lambda m: m.kind)
+def test_chosen_layers_are_those_of_the_model(model: ModelConfig) -> None:
+    kinds = layers_alike(model)
+    chosen = [0, 2, 3, model.depth - 2, model.depth - 1]
+    found = layers_alike(with_layers(model, chosen))
+    expected = [kinds[layer] for layer in chosen]
+    for i in range(len(chosen)):
+        for j in range(i):
+            assert (found[i] == found[j]) == (expected[i] == expected[j])
+    layers = [
+        layer for trunk in with_layers(model, chosen).trunks().values()
+        for layer in trunk.layers.values()
+    ]  # fmt: skip
+    whole = [layer for trunk in model.trunks().values() for layer in trunk.layers.values()]
+    for own, number in zip(layers, chosen, strict=True):
+        assert [type(part.mixer) for part in own] == [type(part.mixer) for part in whole[number]]
+        assert [part.mixer.spans() for part in own] == [
+            part.mixer.spans() for part in whole[number]
+        ]
+        assert [len(part.mixer.rotations()) for part in own] == [
+            len(part.mixer.rotations()) for part in whole[number]
+        ]
+
+
+def test_a_section_of_settings_shrinks_with_what_is_accepted() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        a: int = dataclasses.field(default=100, metadata={"small": 3})
+        b: int = dataclasses.field(default=7, metadata={"small": 3})
+        kept: int = 1000
+
+    assert smaller_sizes(Settings(200), lambda copy: copy.a % 5 == 0) == Settings(5, 3)
