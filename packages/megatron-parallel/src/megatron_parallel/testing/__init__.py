@@ -5,7 +5,7 @@
 
 calls ``function(rank, argument)`` in two processes and returns both results. The processes stay
 alive between calls, so a call takes milliseconds. With pytest, use the fixture ``worker_pool``.
-Needs the extra ``megatron-parallel[testing]``.
+Functions that are not in a package, such as tests, need the extra ``megatron-parallel[testing]``.
 """
 
 import lazy_loader

@@ -2,8 +2,8 @@
 
 A function of a regular package (a directory with an ``__init__.py``) is pickled by name. Other
 functions (of test files, notebooks and scripts, closures, lambdas) are pickled by value, since a
-worker cannot import them. Tensors are copied to the CPU and detached from their graph; no handle to
-shared memory outlives the call.
+worker cannot import them; that needs cloudpickle. Tensors are copied to the CPU and detached from
+their graph; no handle to shared memory outlives the call.
 """
 
 import importlib.util
@@ -20,11 +20,8 @@ import torch
 
 try:
     import cloudpickle  # type: ignore[import-untyped]
-except ModuleNotFoundError as error:  # pragma: no cover - depends on the installation
-    raise ModuleNotFoundError(
-        "megatron_parallel.testing needs cloudpickle: pip install 'megatron-parallel[testing]'",
-        name=error.name,
-    ) from error
+except ModuleNotFoundError:  # pragma: no cover - depends on the installation
+    cloudpickle = None
 
 _LENGTH = struct.Struct("<Q")
 
@@ -39,8 +36,8 @@ def _rebuild_tensor(
     return torch.nn.Parameter(tensor, requires_grad=grad) if kind is torch.nn.Parameter else tensor
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with plain tensors written as bytes."""
+class _Pickler(cloudpickle.Pickler if cloudpickle else pickle.Pickler):  # type: ignore[misc]
+    """cloudpickle if it is installed, with plain tensors written as bytes."""
 
     def reducer_override(self, obj: Any) -> Any:
         if (
@@ -53,7 +50,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
             arguments = (type(obj), data, plain.dtype, tuple(plain.shape), obj.requires_grad)
             return _rebuild_tensor, arguments
-        return super().reducer_override(obj)
+        return NotImplemented if cloudpickle is None else super().reducer_override(obj)
 
 
 def _sent_by_value(function: Callable[..., Any]) -> ModuleType | None:
@@ -73,10 +70,16 @@ def _sent_by_value(function: Callable[..., Any]) -> ModuleType | None:
 
 
 def dumps(message: Any, *functions: Callable[..., Any]) -> bytes:
-    """Pickles ``message``, with the modules of ``functions`` by value if necessary."""
+    """Pickles ``message``, with the modules of ``functions`` by value if necessary.
+
+    Raises:
+        ModuleNotFoundError: A function must be pickled by value, and cloudpickle is missing.
+    """
     modules = []
     for function in functions:
         module = _sent_by_value(function)
+        if module is not None and cloudpickle is None:
+            raise _cloudpickle_missing(function)
         if (
             module is not None
             and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
@@ -86,10 +89,23 @@ def dumps(message: Any, *functions: Callable[..., Any]) -> bytes:
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
+    except (pickle.PicklingError, AttributeError) as error:
+        if cloudpickle is None:
+            raise _cloudpickle_missing(*functions) from error
+        raise
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
     return buffer.getvalue()
+
+
+def _cloudpickle_missing(*functions: object) -> ModuleNotFoundError:
+    names = ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions) or "a result"
+    return ModuleNotFoundError(
+        f"{names}: only functions and classes of packages can be sent to ranks without "
+        "cloudpickle; pip install 'megatron-parallel[testing]'",
+        name="cloudpickle",
+    )
 
 
 def send(connection: socket.socket, payload: bytes) -> None:
