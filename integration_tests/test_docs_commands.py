@@ -51,6 +51,8 @@ SMALLER = {
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --eval-iters 1 --no-progress",
     "finetune classification": "--seq-length 32 --epochs 1 --no-progress",
     "finetune gpt": "--seq-length 64 --micro-batch-size 2 --train-iters 2 --eval-iters 0",
+    "prove gpt": "--steps 1 --world-size 2 --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 1",
     "--hybrid-context-parallel": "--micro-batch-size 1",
     "-m megatron_train": "--pipeline-model-parallel-size 2",
     "--exit-interval": "--exit-interval 1",

@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from layouts.cases import CASES, Case
-from layouts.job import build_trainer, pieces
-from layouts.proof import LEARNING_RATE, absolute, dict_of, joined, reference
+from layouts.job import build_trainer
+from layouts.proof import LEARNING_RATE, reference
 from megatron_ckpt import CheckpointStore
 from megatron_parallel import Mesh
 from megatron_parallel.testing import WorkerPool
 from megatron_train.checkpointing import coordinator_of, views_of
+from megatron_train.prove.compare import absolute, dict_of, joined
+from megatron_train.prove.record import pieces
 
 STEPS, HALF = 4, 2
 BY_TITLE = {case.title: case for case in CASES if not case.dropout}

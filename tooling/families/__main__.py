@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from layouts.output import Table, publish
-from layouts.proof import LIMIT as LAYOUT_LIMIT
 from layouts.proof import STEPS
 from megatron_models import ConfigError
 from megatron_parallel import LayoutError
 from megatron_parallel.testing import WorkerError, WorkerPool
+from megatron_train.prove.compare import LIMIT as LAYOUT_LIMIT
 from tqdm import tqdm
 
 from families import parity, ranks

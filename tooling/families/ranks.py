@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import torch
 from layouts.cases import Case
-from layouts.proof import Differences, prove
+from layouts.proof import prove
 from megatron_ckpt.families import find_family
 from megatron_models import ModelConfig, Placement, StaticKVCache, find_kind
 from megatron_parallel import Mesh, ParallelLayout, collect_shardings, parameter_views
 from megatron_parallel.testing import WorkerPool
+from megatron_train.prove.compare import Differences
 from torch import Tensor, nn
 
 from families.case import FamilyCase

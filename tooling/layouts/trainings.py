@@ -4,8 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from megatron_train import GPTTask
+from megatron_train.prove.samples import (
+    documents,
+    padded,
+    segments,
+    source_and_target,
+    with_axes,
+)
 from megatron_train.tasks.bert import BertTask
 from megatron_train.tasks.classification import ClassificationTask
 from megatron_train.tasks.t5 import T5Task
@@ -50,10 +56,9 @@ class Causal(Training):
 
     def sample(self, case: Case, index: int) -> dict[str, Tensor]:
         """Returns several documents, which end in padding if mixers read it."""
-        row = sample(index)
+        row = documents(index, SEQUENCE)
         if case.config.has_position_axes:
-            generator = torch.Generator().manual_seed(2000 + index)
-            row["positions"] = torch.randint(SEQUENCE, (SEQUENCE, 3), generator=generator).int()
+            row = with_axes(row)
         recurrent = any(mixer.recurrent for mixer in case.config.mixers)
         return padded(row) if case.config.expert_parallel or recurrent else row
 
@@ -69,20 +74,8 @@ class Bidirectional(Training):
         return ClassificationTask(stages, None, config.num_labels, seed=SEED, **dropout)
 
     def sample(self, case: Case, index: int) -> dict[str, Tensor]:
-        """Returns two segments and padding; a sample of `sample` gives tokens and masks."""
-        row = padded(sample(index))
-        indices = torch.arange(SEQUENCE)
-        return {
-            "tokens": row["tokens"],
-            "labels": row["labels"],
-            "loss_mask": row["loss_mask"],
-            "document_ids": -(row["document_ids"] < 0).int(),
-            "token_types": (indices > 4 + index % 7).long(),
-            "is_random": torch.tensor(index % 2),
-            "classes": torch.tensor(index % 2),
-            "weights": torch.tensor(float(index % 5 != 2)),
-            "sample_ids": row["sample_ids"],
-        }
+        """Returns two segments and padding; a sample of `documents` gives tokens and masks."""
+        return segments(padded(documents(index, SEQUENCE)))
 
 
 class SpanCorruption(Training):
@@ -96,17 +89,8 @@ class SpanCorruption(Training):
 
     def sample(self, case: Case, index: int) -> dict[str, Tensor]:
         """Returns two texts of different lengths."""
-        source, target = padded(sample(index)), sample(index + 500)
-        ends = {name: target[name][: self.TARGET] for name in ("tokens", "labels", "loss_mask")}
-        return {
-            "tokens": source["tokens"],  # counted
-            "encoder_tokens": source["tokens"],
-            "encoder_document_ids": -(source["document_ids"] < 0).int(),
-            "decoder_tokens": ends["tokens"],
-            "labels": ends["labels"],
-            "loss_mask": ends["loss_mask"],
-            "sample_ids": source["sample_ids"],
-        }
+        source, target = padded(documents(index, SEQUENCE)), documents(index + 500, SEQUENCE)
+        return source_and_target(source, target, self.TARGET)
 
 
 TRAININGS: Final[Mapping[str, Training]] = {"bert": Bidirectional(), "t5": SpanCorruption()}
@@ -116,38 +100,3 @@ TRAININGS: Final[Mapping[str, Training]] = {"bert": Bidirectional(), "t5": SpanC
 def training_of(case: Case) -> Training:
     """Returns the training of a case's kind of model."""
     return TRAININGS.get(case.config.kind, Causal())
-
-
-def padded(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a sample that ends in padding of its own length; every fourth sample has none."""
-    true = SEQUENCE - 3 * int(row["sample_ids"] % 4)
-    indices = torch.arange(SEQUENCE)
-    return {
-        **row,
-        "loss_mask": row["loss_mask"] * (indices < true),
-        "document_ids": torch.where(indices < true, row["document_ids"], -1),
-    }
-
-
-def sample(index: int) -> dict[str, Tensor]:
-    """Returns a sample of several documents with its own loss mask.
-
-    Every seventh sample has no loss. Text is half random, half predictable. Documents are so short
-    that every cut of the sequence crosses one somewhere.
-    """
-    generator = torch.Generator().manual_seed(1000 + index)
-    text = torch.randint(150, (SEQUENCE + 1,), generator=generator)
-    text[torch.rand(SEQUENCE + 1, generator=generator) < 0.5] = 117
-    kept = 0.0 if index % 7 == 3 else 0.2 + 0.1 * (index % 8)
-    starts = torch.rand(SEQUENCE, generator=generator) < 0.2
-    starts[0] = True
-    places = torch.arange(SEQUENCE)
-    first = torch.cummax(torch.where(starts, places, 0), 0).values
-    return {
-        "tokens": text[:-1],
-        "labels": text[1:],
-        "loss_mask": (torch.rand(SEQUENCE, generator=generator) < kept).float(),
-        "positions": (places - first).int(),
-        "document_ids": (starts.cumsum(0) - 1).int(),
-        "sample_ids": torch.tensor(index),
-    }

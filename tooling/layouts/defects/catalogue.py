@@ -1,15 +1,13 @@
 """What a planted defect is, and the list of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 from megatron_parallel import Mesh
+from megatron_train.prove.planting import Plant, Replace, planting
 
-Replace = Callable[[object, str, Any], None]
-Plant = Callable[[Mesh, Replace], None]
+__all__ = ["DEFECTS", "Defect", "Replace", "defect", "planted"]
 
 
 @dataclass(frozen=True)
@@ -31,17 +29,9 @@ DEFECTS: dict[str, Defect] = {}
 """Defects by name; only the name is sent to the ranks."""
 
 
-@contextmanager
-def planted(name: str | None, mesh: Mesh) -> Iterator[None]:
+def planted(name: str | None, mesh: Mesh) -> AbstractContextManager[None]:
     """Returns a context in which the defect is planted on this rank; None plants nothing."""
-    with ExitStack() as stack:
-        if name is not None:
-
-            def replace(owner: object, attribute: str, new: Any) -> None:
-                stack.enter_context(mock.patch.object(owner, attribute, new))
-
-            DEFECTS[name].plant(mesh, replace)
-        yield
+    return planting(None if name is None else DEFECTS[name].plant, mesh)
 
 
 def defect(name: str, case: str) -> Callable[[Plant], Plant]:

@@ -14,10 +14,11 @@ from megatron_models.components.moe.capacity import ExpertCapacity
 from megatron_models.components.moe.module import MoE
 from megatron_models.components.moe.router import Router
 from megatron_models.components.moe.routing import Routing
-from megatron_parallel import GradientBuffers, Mesh, Sharding
+from megatron_parallel import Mesh, Sharding
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.expert_parallel.dispatch import AllGatherDispatcher
 from megatron_train.engine import StepEngine
+from megatron_train.prove.defects import experts_divided
 from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
@@ -25,15 +26,9 @@ from layouts.defects.catalogue import Replace, defect
 # -- gradients -----------------------------------------------------------------------------------
 
 
-@defect("the gradient of experts is divided by the ranks that hold them", "dp2·ep2-moe")
-def _divided(mesh: Mesh, replace: Replace) -> None:
-    true = GradientBuffers.gradients
-
-    def wrong(self: GradientBuffers) -> dict[str, Tensor]:
-        ranks = mesh.axis("ep").size
-        return {n: g / ranks if ".experts." in n else g for n, g in true(self).items()}
-
-    replace(GradientBuffers, "gradients", wrong)
+defect("the gradient of experts is divided by the ranks that hold them", "dp2·ep2-moe")(
+    experts_divided
+)
 
 
 @defect("the gradient of experts is summed over all data-parallel ranks", "dp2·ep2-moe")

@@ -2,29 +2,18 @@
 
 from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.data_parallel.bucket import Bucket
+from megatron_train.prove.defects import bucket_left_out, norms_not_summed, tied_not_summed
 from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
 
-
-@defect("the gradients of norms are not summed over tensor-parallel ranks", "tp2·sp-untied")
-def _norms_not_summed(mesh: Mesh, replace: Replace) -> None:
-    _without_extra_axis(replace, "tp")
-
-
-@defect("a tied gradient is not summed over its two stages", "pp2-tied")
-def _tied_not_summed(mesh: Mesh, replace: Replace) -> None:
-    _without_extra_axis(replace, "embedding")
-
-
-def _without_extra_axis(replace: Replace, axis: str) -> None:
-    true = Bucket.reduce_extra_axes
-
-    def wrong(self: Bucket) -> None:
-        self.extra_axes = tuple(other for other in self.extra_axes if other.name != axis)
-        true(self)
-
-    replace(Bucket, "reduce_extra_axes", wrong)
+defect("the gradients of norms are not summed over tensor-parallel ranks", "tp2·sp-untied")(
+    norms_not_summed
+)
+defect("a tied gradient is not summed over its two stages", "pp2-tied")(tied_not_summed)
+defect("a bucket of gradients is not summed over data-parallel ranks", "dp2-tied-dropout")(
+    bucket_left_out
+)
 
 
 @defect("a tied gradient is counted twice", "pp2-tied")
@@ -37,19 +26,6 @@ def _tied_summed_twice(mesh: Mesh, replace: Replace) -> None:
             self.flat.mul_(2.0)
 
     replace(Bucket, "reduce_extra_axes", wrong)
-
-
-@defect("a bucket of gradients is not summed over data-parallel ranks", "dp2-tied-dropout")
-def _bucket_left_out(mesh: Mesh, replace: Replace) -> None:
-    true = Bucket.launch
-
-    def wrong(self: Bucket) -> None:
-        if self.label.startswith("1 of"):
-            self.launched = True
-        else:
-            true(self)
-
-    replace(Bucket, "launch", wrong)
 
 
 @defect("gradients are averaged over data-parallel ranks", "dp2-tied-dropout")

@@ -1,5 +1,6 @@
 """Builds the parts of a run on one rank: device, tokenizer, stages, engine, optimizer, trainer."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -26,6 +27,9 @@ def build_trainer(
     mesh: Mesh,
     dtype: torch.dtype,
     family: str | None = None,
+    *,
+    optimizer: type[Optimizer] = Optimizer,
+    prepare: Callable[[StepEngine], None] | None = None,
 ) -> Trainer:
     """Builds this rank's stages of the model, engine, optimizer and trainer, without callbacks.
 
@@ -36,6 +40,9 @@ def build_trainer(
         mesh: Mesh of the run.
         dtype: Dtype of weights and arithmetic.
         family: Family of the model, recorded in checkpoints.
+        optimizer: Class of the optimizer.
+        prepare: Called with the engine before the optimizer is built, for example to change
+            initial values.
 
     Raises:
         TrainError: The model does not support --cross-entropy-fusion-impl linear.
@@ -79,10 +86,11 @@ def build_trainer(
         group_size=config.pipeline.group_size,
         per_token=training.calculate_per_token_loss,
     )
-    optimizer = Optimizer(engine.stages, config.optimizer, widths)
+    if prepare is not None:
+        prepare(engine)
     return Trainer(
         engine=engine,
-        optimizer=optimizer,
+        optimizer=optimizer(engine.stages, config.optimizer, widths),
         learning_rate=config.learning_rate_schedule(),
         decoupled_learning_rate=config.learning_rate_schedule(decoupled=True),
         weight_decay=config.weight_decay_schedule(),

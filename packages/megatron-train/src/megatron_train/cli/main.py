@@ -16,6 +16,7 @@ from megatron_train.cli import (
     models,
     plan,
     pretrain,
+    prove,
     recipes,
     schedule,
     tasks,
@@ -44,6 +45,7 @@ def build_parser() -> Parser:
     tasks.add_command(commands)
     config.add_command(commands)
     plan.add_command(commands)
+    prove.add_command(commands)
     layout.add_command(commands)
     schedule.add_command(commands)
     report_page.add_command(commands)

@@ -43,7 +43,7 @@ def check_features(run: RunSections) -> None:
         TrainError: The message names the flags.
     """
     for feature, asked in _features(run):
-        _refuse(run.model, feature, f"{asked} does not work with {{setting}}: {{why}}")
+        refuse_feature(run.model, feature, f"{asked} does not work with {{setting}}: {{why}}")
 
 
 def check_per_layer_logging(model: ModelConfig, logging: LoggingConfig) -> None:
@@ -69,7 +69,7 @@ def check_initial_weights(model: ModelConfig, checkpoint: CheckpointConfig) -> N
     """
     if not checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
         ending = " (--finetune accepts such a model from a checkpoint)"
-        _refuse(model, "from_scratch", f"{{setting}} {{why}}{ending}")
+        refuse_feature(model, "from_scratch", f"{{setting}} {{why}}{ending}")
 
 
 def _features(run: RunSections) -> Iterator[tuple[Feature, str]]:
@@ -85,7 +85,17 @@ def _features(run: RunSections) -> Iterator[tuple[Feature, str]]:
         yield "document_pool", "--hybrid-context-parallel"
 
 
-def _refuse(model: ModelConfig, feature: Feature, form: str) -> None:
+def refuse_feature(model: ModelConfig, feature: Feature, form: str) -> None:
+    """Refuses a feature that a component of the model does not support.
+
+    Args:
+        model: The model.
+        feature: The feature.
+        form: Message with ``{setting}`` and ``{why}``.
+
+    Raises:
+        TrainError: The message names the flag of the component.
+    """
     refusal = model.unsupported_reason(feature)
     if refusal is not None:
         line = form.format(setting=refusal.setting, why=refusal.reason)

@@ -38,16 +38,7 @@ def resolve_plan(namespace: argparse.Namespace) -> RunSections:
         UsageError: The model or the length of samples is missing.
     """
     kind: str = namespace.kind
-    options = run_options(kind)
-    values = Values()
-    if namespace.recipe is not None:
-        values = recipe_values(namespace.recipe, options, kind)
-    if namespace.hf_config is not None:
-        values = values.updated(_hf_values(Path(namespace.hf_config), kind))
-    if namespace.config is not None:
-        values = values.updated(read_file(Path(namespace.config), options, kind))
-    values = with_flags(values, namespace, kind)
-    values = derive(values, kind)
+    values = derive(described_values(namespace), kind)
     for key, value in _ASSUMED.items():
         values = values.with_derived(key, value, "the plan")
     selected = SelectedExtensions.from_values(values, kind)
@@ -61,7 +52,7 @@ def resolve_plan(namespace: argparse.Namespace) -> RunSections:
             f"missing: {', '.join(missing)}; give them as flags, or the model by --recipe, "
             "--hf-config or --config"
         )
-    planned = RunSections(**build_sections(values, _world_size(namespace), kind, selected))
+    planned = RunSections(**build_sections(values, requested_ranks(namespace), kind, selected))
     with named_by_flags("pipeline"):
         layout = planned.pipeline.resolve_layout(planned.layout)
     planned = dataclasses.replace(planned, layout=layout)
@@ -70,7 +61,30 @@ def resolve_plan(namespace: argparse.Namespace) -> RunSections:
     return planned
 
 
-def _world_size(namespace: argparse.Namespace) -> int | None:
+def described_values(namespace: argparse.Namespace) -> Values:
+    """Returns the values of recipe, model file, settings file and flags of a command line.
+
+    Raises:
+        TrainError: A value cannot be used; the message names it as it was given.
+    """
+    kind: str = namespace.kind
+    options = run_options(kind)
+    values = Values()
+    if namespace.recipe is not None:
+        values = recipe_values(namespace.recipe, options, kind)
+    if namespace.hf_config is not None:
+        values = values.updated(_hf_values(Path(namespace.hf_config), kind))
+    if namespace.config is not None:
+        values = values.updated(read_file(Path(namespace.config), options, kind))
+    return with_flags(values, namespace, kind)
+
+
+def requested_ranks(namespace: argparse.Namespace) -> int | None:
+    """Returns the value of --world-size or --nproc-per-node; None without them.
+
+    Raises:
+        UsageError: It is not a positive integer.
+    """
     for flag in ("world_size", "nproc_per_node"):
         text = getattr(namespace, flag)
         if text is not None and (not text.isdecimal() or int(text) < 1):
@@ -98,8 +112,8 @@ def _hf_values(path: Path, kind: str) -> Values:
         raise TrainError(f"--hf-config {file}: {error}") from None
     if family.kind != kind:
         raise TrainError(
-            f"--hf-config {file} is a model of kind {family.kind}; use megatron-train plan "
-            f"{family.kind}"
+            f"--hf-config {file} is a model of kind {family.kind}, not {kind}; give "
+            f"{family.kind} instead of {kind}"
         )
     origin = f"--hf-config {file}"
     given = {f"model.{name}": GivenValue(value, origin) for name, value in config.to_dict().items()}

@@ -257,12 +257,12 @@ class RunConfig(RunSections):
             raise TrainError(error.format_message(flags)) from None
 
 
-def build_run(values: Values, world_size: int = 1, kind: str = DEFAULT_KIND) -> RunConfig:
+def build_run(values: Values, world_size: int | None = 1, kind: str = DEFAULT_KIND) -> RunConfig:
     """Builds and checks the configuration of a run from given values.
 
     Args:
         values: Given values by section and name.
-        world_size: Number of ranks.
+        world_size: Number of ranks. None means those of one model replica.
         kind: Kind of the model.
 
     Raises:

@@ -37,6 +37,7 @@ TASK = TaskKind(
     summary="predict masked tokens and the order of two segments",
     task="megatron_train.tasks.bert:bert_task",
     data="megatron_train.tasks.bert_data:BertData",
+    proof_data="megatron_train.prove.samples:BidirectionalProof",
     model_kinds=("bert",),
     sections=(Section("masking", MaskingSettings, "masked words"),),
     supported_settings=SETTINGS_READ,

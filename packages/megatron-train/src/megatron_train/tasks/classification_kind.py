@@ -15,6 +15,7 @@ TASK = TaskKind(
     summary="predict the label of one or two texts",
     task="megatron_train.tasks.classification:classification_task",
     data="megatron_train.tasks.classification_data:ClassificationData",
+    proof_data="megatron_train.prove.samples:BidirectionalProof",
     model_kinds=("bert", "gpt", "mamba", "hybrid"),
     sections=(Section(SECTION, ClassificationSettings, "labelled texts"),),
     checks=(check_classification,),

@@ -14,6 +14,7 @@ TASK = TaskKind(
     summary="predict each next token",
     task="megatron_train.tasks.gpt:gpt_task",
     data="megatron_train.tasks.gpt_data:GPTData",
+    proof_data="megatron_train.prove.samples:CausalProof",
     model_kinds=("gpt", "hybrid", "mamba"),
     sections=(Section("fim", FIMConfig, "filling in the middle"),),
     supported_settings=tuple(

@@ -13,6 +13,7 @@ from megatron_parallel.extensions import Section
 
 from megatron_train.config.run import RunConfig
 from megatron_train.config.values import Values
+from megatron_train.errors import TrainError
 from megatron_train.tasks.registry import TASKS
 
 if TYPE_CHECKING:  # datasets import numpy, which --help does not need
@@ -68,6 +69,9 @@ class TaskKind:
             the run, this rank's stages of the model, and the name of the model's family or None.
         data: ``package.module:function`` that returns a `TaskData`. It is called with the run and
             its tokenizer or None.
+        proof_data: ``package.module:function`` that returns a `TaskData` of synthetic samples for
+            ``megatron-train prove``, called with the run. Defaults to none, with which that
+            command refuses the task.
         model_kinds: Names of the kinds of models that the task can train, in addition to those
             whose default task it is. Defaults to None, which means every kind.
         sections: Settings that the task defines. They become flags of ``pretrain KIND`` and
@@ -90,11 +94,28 @@ class TaskKind:
     supported_settings: tuple[str, ...] = ()
     checks: tuple[Callable[[RunConfig], None], ...] = ()
     derive: Callable[[Values], Values] | None = None
+    proof_data: str = ""
 
     def build(self, run: RunConfig, stages: "Sequence[nn.Module]", family: str | None) -> "Task":
         """Returns the task of a run on this rank."""
         make: Callable[..., Task] = import_object(self.task, f"the task {self.name!r}")
         return make(run, stages, family)
+
+    def open_proof_data(self, run: RunConfig) -> TaskData:
+        """Returns a source of synthetic samples.
+
+        Raises:
+            TrainError: The task has none.
+        """
+        if not self.proof_data:
+            raise TrainError(
+                f"the task {self.name} has no samples for a proof; name them in its "
+                "TaskKind.proof_data"
+            )
+        make: Callable[..., TaskData] = import_object(
+            self.proof_data, f"the samples of the task {self.name!r} for proofs"
+        )
+        return make(run)
 
     def open_data(self, run: RunConfig, tokenizer: "Tokenizer | None") -> TaskData:
         """Returns the source of the run's samples."""

@@ -36,7 +36,10 @@ class SpanSettings(MaskingSettings):
         "(our name)",
     )
     decoder_seq_length: int = setting(
-        128, "tokens of the decoder's text; --seq-length counts the encoder's", unit="tokens"
+        128,
+        "tokens of the decoder's text; --seq-length counts the encoder's",
+        unit="tokens",
+        small=12,
     )
 
     def __post_init__(self) -> None:
@@ -81,6 +84,7 @@ TASK = TaskKind(
     summary="write the missing spans of a text",
     task="megatron_train.tasks.t5:t5_task",
     data="megatron_train.tasks.t5_data:T5Data",
+    proof_data="megatron_train.prove.samples:SpanProof",
     model_kinds=("t5",),
     sections=(Section("spans", SpanSettings, "masked spans"),),
     supported_settings=SETTINGS_READ,

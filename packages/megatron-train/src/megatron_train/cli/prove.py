@@ -1,0 +1,206 @@
+"""``megatron-train prove KIND``: whether a layout computes what one rank computes."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_models import ModelKind, model_kinds
+
+from megatron_train.config.extensions import tasks_for
+from megatron_train.config.flags import Parser, add_run_options
+from megatron_train.config.run_sections import run_options, sections
+from megatron_train.errors import UsageError
+from megatron_train.prove.resolve import resolve_run
+from megatron_train.prove.shrink import ShrunkRun, shrink_run
+
+if TYPE_CHECKING:
+    from megatron_train.prove.proof import Proof
+
+_EXAMPLE = """\
+example:
+  megatron-train prove gpt --recipe gpt3-175b --world-size 1024
+  megatron-train prove gpt --recipe llama-tiny --tensor-model-parallel-size 2 \\
+    --sequence-parallel --defect norms-not-summed
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Adds the command to ``commands``."""
+    summary = "prove on this machine that a layout trains as one rank does"
+    prove = commands.add_parser("prove", help=summary, description=summary.capitalize() + ".")
+    kinds = prove.add_subparsers(metavar="MODEL", required=True)
+    for name, kind in model_kinds().items():
+        if tasks_for(name):
+            _add_kind(kinds, kind)
+
+
+def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> None:
+    parser = kinds.add_parser(
+        kind.name,
+        megatron=True,
+        flags=partial(_add_flags, kind.name),
+        usage="%(prog)s [--recipe NAME | --hf-config FILE] [--world-size N] [flags]",
+        help=kind.summary,
+        description=f"Prove a layout for {kind.summary}. Trains a small copy in float64 in the "
+        "layout and on one rank, and compares losses, gradient norms, all gradients and all "
+        "parameters. Takes the flags of megatron-train pretrain; data, tokenizer and lengths may "
+        "be left out. The status is 0 if they are equal, and 1 if they are not.",
+        epilog=_EXAMPLE,
+    )
+    parser.set_defaults(run=run, kind=kind.name)
+
+
+def _add_flags(kind: str, parser: Parser) -> None:
+    parser.add_argument("--steps", metavar="N", default="20", help="steps of either training")
+    parser.add_argument(
+        "--max-ranks", metavar="N", default="8", help="processes of the small layout, at most"
+    )
+    parser.add_argument(
+        "--defect", metavar="NAME", help="plant a defect, which the proof must find"
+    )
+    parser.add_argument(
+        "--list-defects", action="store_true", help="list the defects that the layout can have"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--world-size", metavar="N", help="number of ranks [default: those of one model replica]"
+    )
+    parser.add_argument("--nproc-per-node", metavar="N", help="the same as --world-size")
+    parser.add_argument(
+        "--hf-config",
+        metavar="FILE",
+        help="take the model from a config.json of Hugging Face, or the folder that contains it",
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="included settings of a whole run")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")
+    titles = {name: title for name, (title, _) in sections(kind).items()}
+    add_run_options(parser, run_options(kind), titles)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Proves the layout; returns 0 if it equals one rank, and 1 if not."""
+    steps = _positive("--steps", arguments.steps)
+    max_ranks = _positive("--max-ranks", arguments.max_ranks)
+    small = shrink_run(resolve_run(arguments), steps, max_ranks)
+    if arguments.list_defects:
+        return _list_defects(small)
+    from tqdm import tqdm
+
+    from megatron_train.prove.proof import prove
+
+    if not arguments.json:
+        for line in _describe(small, steps):
+            sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    with tqdm(total=2 * steps, unit="step", disable=None, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.update(done - bar.n)
+
+        proof = prove(small, arguments.defect, show)
+    if arguments.json:
+        sys.stdout.write(json.dumps(_to_dict(small, proof, arguments.defect), indent=2) + "\n")
+    else:
+        for line in _report(small, proof, arguments.defect):
+            sys.stdout.write(line + "\n")
+    return 0 if proof.equal else 1
+
+
+def _positive(flag: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{flag} needs a positive integer, got {text!r}")
+    return int(text)
+
+
+def _list_defects(small: ShrunkRun) -> int:
+    from megatron_train.prove.defects import CATALOGUE
+
+    width = max(len(each.name) for each in CATALOGUE)
+    for each in CATALOGUE:
+        if each.applies(small.run):
+            sys.stdout.write(f"{each.name:<{width}}  {each.summary}\n")
+    return 0
+
+
+def _describe(small: ShrunkRun, steps: int) -> Iterator[str]:
+    """Yields what is proven, and what was shrunk."""
+    config = small.run
+    yield f"small copy: {config.layout}"
+    if config.layout.pp > 1:
+        sizes = " ".join(str(len(layers)) for layers in config.layer_split)
+        yield f"layers of each pipeline stage: {sizes}"
+    count = config.global_batch_size // config.micro_batch_times_data_parallel_size
+    yield (
+        f"{steps} steps of {config.global_batch_size} samples, micro-batches of "
+        f"{config.training.micro_batch_size}, {count} on each data parallel rank; float64; "
+        f"optimizer {config.optimizer.optimizer}"
+    )
+    shrunk = (f"{each.setting} {each.before:,} -> {each.after:,}" for each in small.changes)
+    yield f"shrunk: {'; '.join(shrunk) or 'nothing'}"
+    yield f"not covered: {', '.join(small.not_covered)}"
+
+
+def _rows(proof: "Proof") -> list[tuple[str, float, float]]:
+    """Returns what was compared: its name, its largest difference and the limit."""
+    from megatron_train.prove.compare import LIMIT
+
+    found = proof.differences
+    rows = [
+        ("loss of each step", found.loss, LIMIT),
+        ("gradient norm of each step", found.norm, LIMIT),
+        ("all gradients of each step, relative", found.gradient, LIMIT),
+        ("all parameters after the last step", found.parameter, LIMIT),
+    ]
+    if found.rerouted is not None:
+        rows.append(("tokens with other experts", found.rerouted, 0))
+    return rows
+
+
+def _report(small: ShrunkRun, proof: "Proof", defect: str | None) -> Iterator[str]:
+    """Yields the table and the verdict."""
+    yield ""
+    yield f"{'largest difference from one rank':<38} {'found':>8} {'limit':>8}"
+    for name, found, limit in _rows(proof):
+        yield f"{name:<38} {found:>8.2g} {limit:>8.2g}"
+    yield ""
+    if proof.first is not None:
+        yield f"first: {_first(small, proof)}"
+    planted = f" with the planted defect {defect}" if defect else ""
+    verdict = "equals" if proof.equal else "DOES NOT EQUAL"
+    yield (
+        f"the layout{planted} {verdict} one rank: {proof.parameters:,} parameters, "
+        f"{proof.seconds:.0f} s"
+    )
+
+
+def _first(small: ShrunkRun, proof: "Proof") -> str:
+    first = proof.first
+    if first is None:
+        return ""
+    what = f"{first.what} of {first.name}" if first.name else first.what
+    everywhere = len(first.ranks) == small.run.layout.world_size
+    numbers = ", ".join(map(str, first.ranks))
+    where = "all ranks" if everywhere else f"rank{'s' * (len(first.ranks) != 1)} {numbers}"
+    more = f", and {first.others} others" if first.others else ""
+    return f"step {first.step}, {what} by {first.size:.2g} on {where}{more}"
+
+
+def _to_dict(small: ShrunkRun, proof: "Proof", defect: str | None) -> dict[str, Any]:
+    first = proof.first
+    return {
+        "equal": proof.equal,
+        "defect": defect,
+        "differences": {
+            name: {"found": found, "limit": limit} for name, found, limit in _rows(proof)
+        },
+        "first": None if first is None else vars(first),
+        "layout": str(small.run.layout),
+        "ranks": small.run.layout.world_size,
+        "shrunk": [vars(each) for each in small.changes],
+        "not_covered": list(small.not_covered),
+        "parameters": proof.parameters,
+        "seconds": round(proof.seconds, 1),
+    }

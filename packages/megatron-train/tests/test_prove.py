@@ -1,0 +1,142 @@
+"""Small copies of runs for proofs: layouts, layers and settings."""
+
+import argparse
+
+import pytest
+from megatron_parallel import ParallelLayout
+from megatron_train.cli.main import build_parser, main
+from megatron_train.errors import TrainError
+from megatron_train.prove.layout import small_layout
+from megatron_train.prove.resolve import resolve_run
+from megatron_train.prove.shrink import ShrunkRun, choose_layers, shrink_run
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    return build_parser().parse_args(["prove", *words])
+
+
+def small(*words: str, max_ranks: int = 8) -> ShrunkRun:
+    return shrink_run(resolve_run(arguments(*words)), 20, max_ranks)
+
+
+# -- layouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (ParallelLayout(dp=64), ParallelLayout(dp=2)),
+        (ParallelLayout(tp=8, pp=16, dp=8), ParallelLayout(tp=2, pp=2, dp=2)),
+        (ParallelLayout(tp=8, dp=1), ParallelLayout(tp=8, dp=1)),
+        (ParallelLayout(tp=3, pp=5, dp=1), ParallelLayout(tp=3, pp=2, dp=1)),
+        (ParallelLayout(pp=16, dp=1), ParallelLayout(pp=4, dp=1)),
+        # Experts keep ranks, and copies: dp 2 would hold each expert once.
+        (ParallelLayout(pp=16, ep=64, dp=128), ParallelLayout(pp=2, ep=2, dp=4)),
+        (ParallelLayout(dp=8, dp_outer=2), ParallelLayout(dp=4, dp_outer=2)),
+        (
+            ParallelLayout(cp=8, hierarchical_cp=(4, 2), dp=2),
+            ParallelLayout(cp=4, hierarchical_cp=(2, 2), dp=2),
+        ),
+    ],
+    ids=str,
+)
+def test_each_axis_keeps_several_ranks(layout: ParallelLayout, expected: ParallelLayout) -> None:
+    assert small_layout(layout, 8) == expected
+
+
+def test_a_layout_that_needs_more_ranks_is_refused_with_their_number() -> None:
+    with pytest.raises(TrainError, match=r"--max-ranks 8 is too small .* give --max-ranks 16"):
+        small_layout(ParallelLayout(tp=8, cp=2, pp=4, dp=16), 8)
+    assert small_layout(ParallelLayout(tp=8, cp=2, pp=4, dp=16), 16).world_size == 16
+
+
+# -- layers --------------------------------------------------------------------------------------
+
+
+def test_stages_keep_a_layer_of_each_kind() -> None:
+    kinds = [0, 0, 0, 3, 3, 3, 3, 3]  # dense, then experts
+    split = [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert choose_layers(kinds, split, 4) == [[0, 1], [2, 3], [4], [6, 7]]
+    assert choose_layers(kinds, split, 2) == [[0, 1], [6, 7]]
+
+
+def test_a_kind_that_no_chosen_stage_has_is_added() -> None:
+    kinds = [0, 0, 2, 0, 0, 0]
+    split = [range(2), range(2, 4), range(4, 6)]
+    assert choose_layers(kinds, split, 2) == [[0, 1, 2], [4, 5]]
+
+
+def test_stages_without_layers_stay_empty() -> None:
+    assert choose_layers([0, 0], [range(0), range(1), range(1, 2), range(2, 2)], 4) == [
+        *([], [0], [1], [])
+    ]
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+def test_gpt3_on_1024_ranks_becomes_a_run_of_eight() -> None:
+    found = small("gpt", "--recipe", "gpt3-175b", "--world-size", "1024")
+    run, one = found.run, found.one_rank
+    assert (run.layout.tp, run.layout.pp, run.layout.dp) == (2, 2, 2)
+    assert run.layer_split == (range(2), range(2, 4))
+    assert run.training.float64 and not run.training.bf16
+    assert one.layout.world_size == 1 and one.pipeline.stages is None
+    assert one.global_batch_size == run.global_batch_size
+    assert one.model == run.model
+    assert run.training.hidden_dropout == 0.1
+    changes = {each.setting: (each.before, each.after) for each in found.changes}
+    assert changes["tp"] == (8, 2) and changes["--num-layers"] == (96, 4)
+    assert changes["--global-batch-size"] == (1536, run.global_batch_size)
+
+
+def test_ranks_that_share_a_kv_head_still_do() -> None:
+    words = ("gpt", "--recipe", "llama3.2-1b", "--tensor-model-parallel-size", "16")
+    run = small(*words).run
+    assert run.model.num_query_groups < run.layout.tp == 8 or run.layout.tp == 4
+    assert 1 < run.model.num_query_groups < run.layout.tp
+
+
+def test_samples_are_divided_as_before() -> None:
+    words = ("--context-parallel-size", "4", "--tensor-model-parallel-size", "2")
+    run = small("gpt", "--recipe", "llama-tiny", *words, "--sequence-parallel").run
+    assert run.data.seq_length % (2 * run.layout.cp * run.layout.tp) == 0
+    assert run.data.seq_length < 64
+
+
+def test_the_other_text_of_an_encoder_decoder_shrinks_too() -> None:
+    from megatron_train.tasks.t5_kind import SpanSettings
+
+    run = small("t5", "--recipe", "t5-tiny", "--tensor-model-parallel-size", "2").run
+    assert run.section(SpanSettings).decoder_seq_length <= run.data.seq_length <= 32
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "nothing to prove on one rank"),
+        (("--world-size", "two"), "--world-size needs a positive integer"),
+        (("--steps", "0", "--world-size", "2"), "--steps needs a positive integer"),
+        (("--world-size", "2", "--defect", "none-such"), "unknown --defect 'none-such'"),
+        (("--world-size", "2", "--defect", "tied-not-summed"), "needs --pipeline-model"),
+        (("--tensor-model-parallel-size", "5"), "num-attention-heads"),
+        (
+            ("--world-size", "2", "--num-experts", "4", "--moe-global-aux-loss-coeff", "0.1"),
+            "counts tokens of micro-batches that other ranks compute",
+        ),
+    ],
+    ids=str,
+)
+def test_refusals_are_one_line(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prove", "gpt", "--recipe", "llama-tiny", *words]) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_defects_that_the_layout_can_have_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--recipe", "llama-tiny", "--context-parallel-size", "2", "--list-defects"]
+    assert main(["prove", "gpt", *words]) == 0
+    found = capsys.readouterr().out
+    assert "mask-of-next-rank" in found and "experts" not in found
