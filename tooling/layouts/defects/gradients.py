@@ -22,6 +22,7 @@ def _tied_summed_twice(mesh: Mesh, replace: Replace) -> None:
 
     def wrong(self: Bucket) -> None:
         true(self)
+        self.wait()
         if self.plan.tied and self.flat is not None:
             self.flat.mul_(2.0)
 

@@ -11,6 +11,7 @@ from megatron_parallel.collectives.exposed_time import ExposedTime
 from megatron_parallel.collectives.failure import raise_collective_errors
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import Axis
+from megatron_parallel.side_stream import SideStream
 
 
 @runtime_checkable
@@ -89,15 +90,31 @@ class AsyncCollective:
         """Whether the collective is complete."""
         return self._work.is_completed()
 
-    def wait(self) -> Tensor:
+    def wait(self, side: SideStream | None = None) -> Tensor:
         """Waits for the collective and returns its result.
+
+        Args:
+            side: The stream on which `wait_on_stream` was called, if it was.
 
         Raises:
             CollectiveError: A rank does not take part.
         """
-        with self._naming, self.exposed.measure():
-            self._work.wait()
+        if side is None:
+            with self._naming, self.exposed.measure():
+                self._work.wait()
+        else:
+            with self.exposed.measure():
+                side.join()
         return self._result
+
+    def wait_on_stream(self) -> None:
+        """Lets the current stream, a side stream, wait for the collective.
+
+        Raises:
+            CollectiveError: A rank does not take part.
+        """
+        with self._naming:
+            self._work.wait()
 
 
 def start_all_reduce(t: Tensor, axis: Axis) -> AsyncCollective:

@@ -23,6 +23,7 @@ from megatron_parallel.data_parallel.reduction import (
 )
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import Axis
+from megatron_parallel.side_stream import SideStream
 
 PURPOSE: Final = "gradients"
 """Purpose of the reductions' collectives, as reported in `Traffic`."""
@@ -73,6 +74,10 @@ class Bucket:
     For a low-precision parameter, `.grad` holds only what has not been added to the bucket yet. A
     fused product adds a gradient itself, into its `accumulation_target`.
 
+    On a CUDA device, the collectives of a reduction and what runs between them are queued at once,
+    on a stream of the bucket, and the backward pass continues beside them. On a CPU the host starts
+    one after another.
+
     A sharded bucket reduces each rank's shard only; afterwards the rest of `flat` is undefined. A
     bucket that neither reduces nor has low-precision parameters has no storage (`flat` is None):
     gradients stay where autograd puts them.
@@ -108,6 +113,7 @@ class Bucket:
         self.reductions: list[BucketCollective] = []
         self._sum: CollectiveSequence | None = None
         self._started: AsyncCollective | None = None  # the collective in flight
+        self._side = SideStream.of(plan.device)
         self._low_precision = {n for n, p in self.parameters.items() if p.dtype != plan.dtype}
         self._unwritten = set(self._low_precision)  # those without a gradient in this step yet
         self.closed = False
@@ -223,7 +229,7 @@ class Bucket:
             self._sum = (
                 reduce_scatter_bucket(*operands) if self.sharded else all_reduce_bucket(*operands)
             )
-        self._proceed()
+        self._begin()
 
     def _fill_if_empty(self, name: str, view: Tensor) -> None:
         """Sets the gradient of a parameter that no backward pass of the step reached to zero."""
@@ -233,17 +239,30 @@ class Bucket:
         elif name not in self._low_precision and self.parameters[name].grad is None:
             self.parameters[name].grad = view.zero_()
 
+    def _begin(self) -> None:
+        """Starts the first collective of the reduction; on a side stream, all of them."""
+        if self._side is None:
+            self._proceed()
+            return
+        with self._side.running():
+            for started in self._sum or ():
+                if self._started is not None:
+                    self._record(self._started)
+                self._started = started
+                started.wait_on_stream()
+        self._sum = None
+
     def _proceed(self) -> None:
         """Starts the next collective of the reduction."""
-        if self._sum is not None:
-            self._started = next(self._sum, None)
+        self._started = None if self._sum is None else next(self._sum, None)
         if self._started is None:
             self._sum = None
 
     @property
     def needs_several_collectives(self) -> bool:
-        """Whether the reduction is several collectives, one after another."""
-        return self.axes.outer is not None or (self.sends_bf16 and not self.sharded)
+        """Whether the host starts several collectives for the reduction, one after another."""
+        several = self.axes.outer is not None or (self.sends_bf16 and not self.sharded)
+        return several and self._side is None
 
     @property
     def done(self) -> bool:
@@ -253,25 +272,26 @@ class Bucket:
     def advance(self) -> None:
         """Waits for the collective in flight and starts the next one of the reduction."""
         if self._started is not None:
-            self._wait(self._started)
+            self._started.wait(self._side)
+            self._record(self._started)
             self._proceed()
 
     def wait(self) -> None:
-        """Returns when the reduction over `axes` is complete."""
+        """Returns when all sums that were started are complete."""
         while self._started is not None:
             self.advance()
 
     def reduce_extra_axes(self) -> None:
-        """Sums over `extra_axes`, after `wait`: partial gradients, then copies of a tied weight.
+        """Starts the sums over `extra_axes`: partial gradients, then copies of a tied weight.
 
         The ranks of such an axis have by then summed over their own data-parallel ranks, in buckets
         of equal length. So all of them hold the same shard of the bucket.
         """
+        self.wait()
         local = self.shard if self.sharded else self.flat
-        if local is None:
-            return
-        for axis in self.extra_axes:
-            self._wait(self.collectives.all_reduce(local, axis))
+        if local is not None and self.extra_axes:
+            self._sum = (self.collectives.all_reduce(local, axis) for axis in self.extra_axes)
+            self._begin()
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns main gradients by name; zero for a parameter that no backward pass reached.
@@ -313,8 +333,7 @@ class Bucket:
         """Leaves gradients to autograd from now on."""
         self.closed = True
 
-    def _wait(self, started: AsyncCollective) -> None:
-        started.wait()
+    def _record(self, started: AsyncCollective) -> None:
         self.reductions.append(BucketCollective.of(started, self.parameters))
 
 

@@ -266,8 +266,11 @@ def finish_buffers(buffers: Sequence[GradientBuffers]) -> None:
         (bucket for bucket in buckets if bucket.plan.tied is not None),
         key=lambda bucket: bucket.plan.slots[0].name,
     )
-    for bucket in (*(bucket for bucket in buckets if bucket.plan.tied is None), *tied):
+    ordered = (*(bucket for bucket in buckets if bucket.plan.tied is None), *tied)
+    for bucket in ordered:
         bucket.reduce_extra_axes()
+    for bucket in ordered:
+        bucket.wait()
     for each in buffers:
         each._finished, each._last = True, False
 

@@ -1,0 +1,134 @@
+"""Order of work on side streams, which a recorder stands in for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron_parallel import (
+    DataParallelConfig,
+    GradientBuffers,
+    Mesh,
+    ParallelLayout,
+    Sharding,
+)
+from megatron_parallel.collectives.async_collective import AsyncCollective
+from megatron_parallel.data_parallel import bucket
+from megatron_parallel.side_stream import SideStream
+from megatron_parallel.testing import WorkerPool
+from torch import Tensor, nn
+
+NAMES = "abc"
+
+
+class Recorder:
+    """Records what is queued on side streams and on the stream that computes."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.streams = 0
+        self.current = ""
+
+    def of(self, device: torch.device) -> "Stream":
+        self.streams += 1
+        return Stream(self, str(self.streams))
+
+    def note(self, what: str) -> None:
+        self.order.append(f"{self.current}{what}")
+
+
+class Stream(SideStream):
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder, self.name = recorder, name
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.recorder.current = f"{self.name}: "
+        yield
+        self.recorder.current = ""
+
+    def join(self) -> None:
+        self.recorder.note(f"join {self.name}")
+
+
+def summed(mesh: Mesh, config: DataParallelConfig, tied: str | None) -> list[Tensor]:
+    """Returns the gradients after a step in which they depend on the rank."""
+    weights = {name: nn.Parameter(torch.zeros(128, dtype=torch.bfloat16)) for name in NAMES}
+    table = {name: Sharding((128,)) for name in NAMES}
+    if tied is not None:
+        table["b"] = Sharding((128,), tied=tied)
+    buffers = GradientBuffers(weights, table, mesh, config)
+    buffers.begin(last=True)
+    own = torch.arange(128.0) + 10**mesh.rank
+    sum((weights[name] * own).sum() for name in NAMES).backward()
+    buffers.finish()
+    return [g.clone() for g in buffers.gradients().values()]
+
+
+CASES: dict[str, tuple[ParallelLayout, dict[str, bool], str | None, list[str]]] = {
+    "near and far ranks": (
+        ParallelLayout(dp=4, dp_outer=2),
+        {},
+        None,
+        ["reduce_scatter", "all_reduce", "all_gather"],
+    ),
+    "near and far ranks, sharded": (
+        ParallelLayout(dp=4, dp_outer=2),
+        {"use_distributed_optimizer": True},
+        None,
+        ["reduce_scatter", "all_reduce"],
+    ),
+    "bf16": (
+        ParallelLayout(dp=4),
+        {
+            "ddp_reduce_scatter_with_fp32_accumulation": True,
+            "accumulate_allreduce_grads_in_fp32": False,
+        },
+        None,
+        ["all_to_all", "all_gather"],
+    ),
+    "one collective": (ParallelLayout(dp=4), {}, None, ["all_reduce"]),
+    "tied": (ParallelLayout(dp=2, pp=2), {}, "embedding", ["all_reduce"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_reduction_is_queued_as_a_whole_and_joined_at_the_end(
+    worker_pool: WorkerPool, name: str
+) -> None:
+    layout, settings, tied, collectives = CASES[name]
+
+    def run(mesh: Mesh) -> tuple[bool, list[str]]:
+        config = DataParallelConfig(ddp_bucket_size=1, overlap_grad_reduce=True, **settings)
+        truth = summed(mesh, config, tied)
+        recorder = Recorder()
+        start, wait = AsyncCollective.__init__, AsyncCollective.wait_on_stream
+
+        def starting(self: AsyncCollective, axis: Any, operation: str, *rest: Any, **more: Any):
+            recorder.note(f"start {operation.split(maxsplit=1)[0]}")
+            start(self, axis, operation, *rest, **more)
+
+        def waiting(self: AsyncCollective) -> None:
+            recorder.note(f"wait for {self.operation.split()[0]}")
+            wait(self)
+
+        with (
+            patch.object(bucket, "SideStream", recorder),
+            patch.object(AsyncCollective, "__init__", starting),
+            patch.object(AsyncCollective, "wait_on_stream", waiting),
+        ):
+            found = summed(mesh, config, tied)
+        return all(map(torch.equal, found, truth)), recorder.order
+
+    steps = [line for each in collectives for line in (f"start {each}", f"wait for {each}")]
+    queued = [f"{stream}: {step}" for stream in (1, 2, 3) for step in steps]
+    joined = [f"join {stream}" for stream in (1, 2, 3)]
+    if tied:  # the one tied bucket is summed once more, after the sums of its data ranks
+        number = "2"
+        more = [f"{number}: {step}" for step in steps]
+        joined += [*more, f"join {number}"]
+    for equal, order in worker_pool.run_mesh(layout, run):
+        assert equal
+        assert order == [*queued, *joined]
