@@ -17,15 +17,31 @@ from megatron_train.cli import main
 from megatron_train.metrics import peak, plot
 from preloaded import Preloaded
 
-# Modules that the commands import. None of them starts a thread, which `Preloaded` checks.
+# Modules that runs import. None of them starts a thread, which `Preloaded` checks.
+RUNS = (
+    "megatron_models.models.bert.kind",
+    "megatron_models.models.encoder_decoder.kind",
+    "megatron_models.models.gpt.model",
+    "megatron_models.models.hybrid.kind",
+    "megatron_models.models.mamba.kind",
+    "megatron_train.pretrain",
+    "megatron_train.tasks.bert_kind",
+    "megatron_train.tasks.classification_kind",
+    "megatron_train.tasks.gpt",
+    "megatron_train.tasks.t5_kind",
+)
 MODULES = (
     "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "megatron_ckpt.cli",
     "megatron_data.cli",
+    "megatron_data.datasets.build",
+    "megatron_data.torch",
     "megatron_infer.cli",
     "megatron_train.cli.rank",
-    "megatron_train.pretrain",
+    "tokenizers",
     "torch.distributed.pipelining",
+    *RUNS,
 )
 
 
@@ -39,7 +55,7 @@ def rank_pool(request: pytest.FixtureRequest) -> WorkerPool:
 
 @pytest.fixture(scope="module")
 def worker_pool_preload() -> tuple[str, ...]:
-    return ("megatron_train.pretrain",)
+    return RUNS
 
 
 @pytest.fixture(scope="session")
@@ -97,18 +113,26 @@ def plain_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def train_in(
-    plain_runs: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plain_runs: None,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[[str], list[str]],
+    preloaded: Preloaded,
 ) -> Iterator[Callable[[Path], Callable[..., str]]]:
     """Returns a function that changes to a folder and returns a `megatron-train` to call there.
 
     This takes the words of a command and its exit status, 0 by default. It runs the command in this
-    process and returns what the command prints.
+    process, or in a fork that starts its ranks as forks, and returns what the command prints.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
     def run(words: str, status: int = 0) -> str:
-        found = main(words.split())
+        if "--nproc-per-node" in words:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            found = preloaded.run(command(f"megatron-train {words}"), env=environment).returncode
+        else:
+            found = main(words.split())
         printed = "".join(capfd.readouterr())
         assert found == status, printed
         return printed
