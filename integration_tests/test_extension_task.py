@@ -16,8 +16,13 @@ from megatron_data import IndexedDatasetBuilder
 from megatron_data.tokenizers import bert_tokenizer
 from megatron_optim import Optimizer, OptimizerConfig, find_rule
 from megatron_parallel import Mesh, Sharding, TrainableParameters
+from megatron_parallel.testing import WorkerPool
 from megatron_train import read_records
 from megatron_train.cli import main
+from megatron_train.cli.main import build_parser
+from megatron_train.prove.proof import prove
+from megatron_train.prove.resolve import resolve_run
+from megatron_train.prove.shrink import shrink_run
 from torch import nn
 
 pytest.importorskip("bidirectional", reason="pip install -e integration_tests/stranger")
@@ -49,6 +54,26 @@ def sentences(tmp_path_factory) -> Path:
             builder.end_document()
         builder.finalize()
     return folder
+
+
+@pytest.mark.slow
+def test_a_proof_of_the_task_needs_no_corpus(worker_pool: WorkerPool) -> None:
+    model = [
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "8",
+        "--seq-length",
+        "128",
+    ]
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    words = ["prove", "bidirectional", "--masked-lm-head", *model, *layout]
+    small = shrink_run(resolve_run(build_parser().parse_args(words)), 3, 8)
+    assert small.run.model.num_attention_heads == 4 and small.run.model.hidden_size == 24
+    assert prove(small, pool=worker_pool).equal
+    assert not prove(small, "input-not-summed", pool=worker_pool).equal
 
 
 def steps(folder: Path) -> dict[int, list[float]]:

@@ -252,3 +252,30 @@ def test_shape_annotations_are_checked_inside_ranks(tmp_path, monkeypatch) -> No
             pool.run(call, 2, 3, 4)
     with pytest.raises(ValueError, match="this pool is closed"):
         pool.run(call, 2, 3)
+
+
+def test_functions_of_packages_need_no_cloudpickle(tmp_path: Path) -> None:
+    (tmp_path / "cloudpickle.py").write_text(
+        "raise ModuleNotFoundError('blocked', name='cloudpickle')\n"
+    )
+    program = """
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.testing import WorkerPool
+with WorkerPool(2) as pool:
+    print(pool.run_mesh(ParallelLayout(dp=2), Mesh.has_axis, "tp"))
+    try:
+        pool.run(lambda rank: rank.rank)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found, error = done.stdout.splitlines()
+    assert found == "[True, True]"
+    assert "cloudpickle; pip install 'megatron-parallel[testing]'" in error

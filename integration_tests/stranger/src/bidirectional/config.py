@@ -31,7 +31,7 @@ class HeadsConfig(StreamConfig):
     """Attention heads, whose sizes add up to the hidden size."""
 
     num_attention_heads: int = field(
-        metadata=flag("--num-attention-heads", "number of heads", positive=True)
+        metadata=flag("--num-attention-heads", "number of heads", positive=True, small=4)
     )
     center_inputs: bool = field(
         default=False,

@@ -10,6 +10,7 @@ TASK = TaskKind(
     summary="predict masked tokens",
     task="bidirectional.task:MaskedLM",
     data="bidirectional.data:MaskedText",
+    proof_data="megatron_train.prove.samples:BidirectionalProof",
     model_kinds=("bidirectional",),
     sections=(Section("masked_lm", MaskedLMConfig, "masked tokens"),),
     checks=(check_masked_lm,),

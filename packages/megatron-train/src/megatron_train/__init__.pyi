@@ -12,6 +12,7 @@ from .errors import TrainError as TrainError
 from .metrics.records import Records as Records
 from .metrics.records import read_records as read_records
 from .pretrain import train as train
+from .prove.samples import ProofData as ProofData
 from .step_report import StepReport as StepReport
 from .step_report import StepValues as StepValues
 from .tasks.gpt import GPTTask as GPTTask

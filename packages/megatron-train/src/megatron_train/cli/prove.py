@@ -12,7 +12,7 @@ from megatron_models import ModelKind, model_kinds
 from megatron_train.config.extensions import tasks_for
 from megatron_train.config.flags import Parser, add_run_options
 from megatron_train.config.run_sections import run_options, sections
-from megatron_train.errors import UsageError
+from megatron_train.errors import TrainError, UsageError
 from megatron_train.prove.resolve import resolve_run
 from megatron_train.prove.shrink import ShrunkRun, shrink_run
 
@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     small = shrink_run(resolve_run(arguments), steps, max_ranks)
     if arguments.list_defects:
         return _list_defects(small)
+    from megatron_parallel.testing import WorkerError
     from tqdm import tqdm
 
     from megatron_train.prove.proof import prove
@@ -100,7 +101,12 @@ def run(arguments: argparse.Namespace) -> int:
         def show(done: int, total: int) -> None:
             bar.update(done - bar.n)
 
-        proof = prove(small, arguments.defect, show)
+        try:
+            proof = prove(small, arguments.defect, show)
+        except WorkerError as error:
+            headline, _, details = str(error).partition("\n")
+            sys.stderr.write(details + "\n")
+            raise TrainError(f"the proof did not end: {headline}") from None
     if arguments.json:
         sys.stdout.write(json.dumps(_to_dict(small, proof, arguments.defect), indent=2) + "\n")
     else:
