@@ -1,7 +1,8 @@
 """Order of work on side streams, which a recorder stands in for."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -16,9 +17,11 @@ from megatron_parallel import (
 )
 from megatron_parallel.collectives.async_collective import AsyncCollective
 from megatron_parallel.data_parallel import bucket
+from megatron_parallel.recompute import OffloadSavedTensors, saved_tensors
 from megatron_parallel.side_stream import SideStream
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMES = "abc"
 
@@ -51,6 +54,17 @@ class Stream(SideStream):
 
     def join(self) -> None:
         self.recorder.note(f"join {self.name}")
+
+    def uses(self, t: Tensor) -> None:
+        self.recorder.note(f"uses {t.numel()}")
+
+    def mark(self) -> Any:
+        self.recorder.note("mark")
+        return len(self.recorder.order)
+
+    def hand_over(self, t: Tensor, mark: Any) -> None:
+        assert self.recorder.order[mark - 1] == "mark"
+        self.recorder.note(f"hand over {t.numel()}")
 
 
 def summed(mesh: Mesh, config: DataParallelConfig, tied: str | None) -> list[Tensor]:
@@ -132,3 +146,68 @@ def test_a_reduction_is_queued_as_a_whole_and_joined_at_the_end(
     for equal, order in worker_pool.run_mesh(layout, run):
         assert equal
         assert order == [*queued, *joined]
+
+
+class Copies(TorchDispatchMode):
+    """Records copies between tensors."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.recorder.note(f"offload {args[0].numel()}")
+        if func is torch.ops.aten._to_copy.default:
+            self.recorder.note(f"reload {args[0].numel()}")
+        if func is torch.ops.aten.cos.default:
+            self.recorder.note(f"cos {args[0].numel()}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_offloaded_activations_return_while_the_block_after_them_runs_backward() -> None:
+    """Each block is a sine, whose backward pass is a product with the cosine of its input."""
+
+    def train(steps: bool) -> tuple[Tensor, list[str]]:
+        recorder = Recorder()
+        x = torch.arange(6.0, dtype=torch.float64).requires_grad_()
+        with patch.object(saved_tensors, "SideStream", recorder), Copies(recorder):
+            host = OffloadSavedTensors()
+            y = x
+            for length in (6, 5, 4) if steps else ():
+                with host.enabled():
+                    y = y[:length].sin()
+            if not steps:
+                y = x[:6].sin()[:5].sin()[:4].sin()
+            y.sum().backward()
+        assert x.grad is not None
+        return x.grad, recorder.order
+
+    gradient, order = train(True)
+    truth, _ = train(False)
+    assert torch.equal(gradient, truth)
+    forward = [line for n in (6, 6, 5) for line in (f"1: offload {n}", f"uses {n}")]
+    assert order == [
+        *forward,  # whole storages: a sine saves a view of what is before it
+        *("1: reload 5", "mark", "1: reload 6", "mark", "hand over 5", "cos 4"),
+        *("1: reload 6", "mark", "hand over 6", "cos 5", "hand over 6", "cos 6"),
+    ]
+
+
+@pytest.mark.gpu
+def test_offloading_does_not_wait_for_the_device(
+    device: torch.device, device_waits: Callable[[], AbstractContextManager[Counter[str]]]
+) -> None:
+    gradients = []
+    with device_waits() as waits:
+        for host in (None, OffloadSavedTensors()):
+            x = torch.arange(64, dtype=torch.float32, device=device).view(8, 8).requires_grad_()
+            y = x
+            for _ in range(3):
+                with nullcontext() if host is None else host.enabled():
+                    y = (y @ y).softmax(1).t()
+            y[0].sum().backward()
+            gradients.append(x.grad)
+        assert host is not None and host.offloaded == host.reloaded > 0
+    assert waits == Counter()
+    assert torch.equal(*(g.cpu() for g in gradients))

@@ -41,3 +41,14 @@ class SideStream:
     def uses(self, t: Tensor) -> None:
         """Keeps the memory of a tensor until the work of this stream is complete."""
         t.record_stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event:
+        """Returns a point after the work that this stream has so far."""
+        mark: torch.cuda.Event = self._stream.record_event()
+        return mark
+
+    def hand_over(self, t: Tensor, mark: torch.cuda.Event) -> None:
+        """Lets the current stream use a tensor that this stream made before `mark`."""
+        current = torch.cuda.current_stream()
+        current.wait_event(mark)
+        t.record_stream(current)

@@ -14,7 +14,6 @@ from megatron_parallel._compat.autograd import (
     force_eager,
     gradient_returned,
     gradient_wanted,
-    resolve_weak_storage,
     weak_storage_ref,
 )
 from megatron_parallel._compat.collectives import (
@@ -55,7 +54,6 @@ __all__ = [
     "local_shard",
     "new_groups",
     "reduce_scatter",
-    "resolve_weak_storage",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",

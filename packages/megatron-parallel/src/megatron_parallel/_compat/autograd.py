@@ -56,10 +56,3 @@ def weak_storage_ref(storage: torch.UntypedStorage) -> Any:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def resolve_weak_storage(weak: Any) -> torch.UntypedStorage | None:
-    """Returns the storage of a `weak_storage_ref`, or None if it is freed."""
-    found: torch.UntypedStorage | None
-    found = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-    return found

@@ -1,17 +1,18 @@
 """Where tensors saved for the backward pass stay: sharded over an axis, or in host memory."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from megatron_parallel import _compat
-from megatron_parallel._compat import resolve_weak_storage, weak_storage_ref
+from megatron_parallel._compat import weak_storage_ref
 from megatron_parallel.collectives.operations import all_gather
 from megatron_parallel.mesh.axes import Axis
+from megatron_parallel.side_stream import SideStream
 
 PURPOSE: Final = "saved activations"
 """Purpose of the gathers, as reported in `Traffic` and in errors."""
@@ -72,8 +73,12 @@ class OffloadSavedTensors:
     """Saves activations in host memory, pinned if the device is a GPU.
 
     Parameters and the tensors in `except_for` stay on the device. Whole storages are moved, each
-    once, however many functions save them or views of them. Copies run on the current stream: the
-    host does not wait for them, and nothing hides their time.
+    once, however many functions save them or views of them. They return to the device once in a
+    backward pass and stay there until the last function that saved them has run.
+
+    On a GPU the copies run on a stream beside computation. What was saved in one `enabled()` block
+    returns together, while the backward pass runs through the block after it: the device holds the
+    activations of two blocks.
 
     Args:
         except_for: Tensors that many layers share, such as tables and masks.
@@ -85,66 +90,103 @@ class OffloadSavedTensors:
     """
 
     def __init__(self, except_for: Iterable[Tensor] = ()) -> None:
-        self._stays = {t.untyped_storage().data_ptr() for t in except_for}
-        self._by_storage: WeakValueDictionary[tuple[int, int], _Offloaded] = WeakValueDictionary()
+        self._stays = {t.untyped_storage()._cdata for t in except_for}
+        self._by_storage: WeakValueDictionary[Any, _Offloaded] = WeakValueDictionary()
+        self._blocks: list[WeakValueDictionary[int, _Offloaded]] = []
+        self._side: SideStream | None = None
+        self._next: int | None = None  # the block that returns next
         self.offloaded = self.reloaded = self.nbytes = 0
 
     def enabled(self) -> AbstractContextManager[object]:
         """Returns the context of `SavedTensorsHooks`."""
+        self._blocks.append(WeakValueDictionary())
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, t: Tensor) -> Any:
         owner = t if t._base is None else t._base
         storage = t.untyped_storage()
-        if isinstance(owner, nn.Parameter) or storage.data_ptr() in self._stays or not t.numel():
+        if isinstance(owner, nn.Parameter) or storage._cdata in self._stays or not t.numel():
             return t.detach()
-        key = storage._cdata, t._version
+        key = storage._cdata, t._version, t.dtype
         offloaded = self._by_storage.get(key)
         if offloaded is None or not offloaded.in_use():
-            offloaded = self._by_storage[key] = _Offloaded(storage)
+            if self._side is None:
+                self._side = SideStream.of(t.device)
+            offloaded = self._by_storage[key] = _Offloaded(t, self._side, len(self._blocks) - 1)
+            self._blocks[-1][self.offloaded] = offloaded
+            self._next = None
             self.offloaded += 1
             self.nbytes += offloaded.host.nbytes
-        return offloaded, t.dtype, (t.shape, t.stride(), t.storage_offset())
+        return offloaded, (t.shape, t.stride(), t.storage_offset())
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        offloaded, dtype, view = packed
-        whole, copied = offloaded.reload()
-        self.reloaded += copied
-        result: Tensor = whole.view(dtype).as_strided(*view)
+        offloaded, view = packed
+        self._reload(offloaded)
+        if self._side is not None:
+            self._reload_blocks(offloaded.block)
+        result: Tensor = offloaded.take().as_strided(*view)
         return result
+
+    def _reload_blocks(self, block: int) -> None:
+        """Starts the copies of a block, and of the one before it."""
+        if self._next is None:
+            self._next = block
+        while self._next >= max(0, block - 1):
+            for each in reversed(list(self._blocks[self._next].values())):
+                self._reload(each)
+            self._next -= 1
+
+    def _reload(self, offloaded: "_Offloaded") -> None:
+        if offloaded.reloaded is None:
+            offloaded.reload()
+            self.reloaded += 1
 
 
 class _Offloaded:
     """A storage in host memory; views of it are reloaded together, with their original strides."""
 
-    __slots__ = ("__weakref__", "_device", "_reloaded", "_source", "host")
+    __slots__ = (
+        "__weakref__",
+        "_copied",
+        "_device",
+        "_side",
+        "_source",
+        "block",
+        "host",
+        "reloaded",
+    )
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        source = _bytes(storage)
+    def __init__(self, t: Tensor, side: SideStream | None, block: int) -> None:
+        storage = t.untyped_storage()
+        source = t.detach().as_strided((storage.nbytes() // t.element_size(),), (1,), 0)
+        self.block = block
         self.host = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-        self.host.copy_(source, non_blocking=True)
+        self.reloaded: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
         self._device = source.device
+        self._side = side
         self._source = weak_storage_ref(storage)
-        self._reloaded: Any = None
+        with nullcontext() if side is None else side.running():
+            self.host.copy_(source, non_blocking=True)
+        if side is not None:
+            side.uses(source)
 
     def in_use(self) -> bool:
         """Returns whether a tensor still uses the storage that was copied."""
         return not self._source.expired()
 
-    def reload(self) -> tuple[Tensor, bool]:
-        """Returns the bytes on the device, and whether they had to be copied.
+    def reload(self) -> None:
+        """Starts copying the elements to the device."""
+        with nullcontext() if self._side is None else self._side.running():
+            self.reloaded = self.host.to(self._device, non_blocking=True, copy=True)
+        if self._side is not None:
+            self._copied = self._side.mark()
 
-        They are not copied while a view of an earlier copy is in use.
-        """
-        storage = None if self._reloaded is None else resolve_weak_storage(self._reloaded)
-        if storage is not None:
-            return _bytes(storage), False
-        on_device = self.host.to(self._device, non_blocking=True, copy=True)
-        self._reloaded = weak_storage_ref(on_device.untyped_storage())
-        return on_device, True
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    def take(self) -> Tensor:
+        """Returns the elements on the device; the current stream waits for their copy."""
+        reloaded = cast(Tensor, self.reloaded)
+        if self._side is not None and self._copied is not None:
+            self._side.hand_over(reloaded, self._copied)
+        return reloaded
