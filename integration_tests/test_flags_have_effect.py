@@ -30,7 +30,7 @@ from megatron_data.tokenizers import NullTokenizer
 from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.pipeline import gradients
 from megatron_parallel.recompute import OffloadSavedTensors
-from megatron_train import StepEngine, Trainer, tokenizer
+from megatron_train import StepEngine, Trainer, batches, tokenizer
 from megatron_train.cli import main
 from megatron_train.config.extensions import SelectedExtensions
 from megatron_train.config.flags import ALIASES
@@ -385,6 +385,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.sample_order": ({}, COMPAT),
     "data.data_path_changes": ({}, {"--data-path-changes": "changes"}),
     "data.data_cache_path": (COMPAT, {"--data-cache-path": "cache"}),
+    "data.num_workers": ({}, {"--num-workers": "0"}),
     "data.mmap_bin_files": ({}, {"--no-mmap-bin-files": ""}),
     "data.object_storage_cache_path": (
         {"--data-path": "memory://text"},
@@ -650,12 +651,19 @@ class Probes:
             self.observed["offloaded"] += 1
             return pack(memory, tensor)
 
+        ahead = batches.read_ahead
+
+        def recording_ahead(steps: Any, count: int) -> Any:
+            self.observed["ahead"] = count
+            return ahead(steps, count)
+
         read = FileTokens.__getitem__
 
         def recording_read(tokens: FileTokens, part: slice) -> Any:
             self.observed["reads"] += 1
             return read(tokens, part)
 
+        patch.setattr(batches, "read_ahead", recording_ahead)
         patch.setattr(FileTokens, "__getitem__", recording_read)
         patch.setattr(checkpointing, "checkpoint", recording_checkpoint)
         patch.setattr(OffloadSavedTensors, "_pack", recording_pack)

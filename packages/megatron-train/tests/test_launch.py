@@ -8,7 +8,8 @@ import textwrap
 import time
 
 import pytest
-from megatron_train.launch.environment import rank_environment
+from megatron_parallel import ParallelLayout
+from megatron_train.launch.environment import CONNECTIONS, cuda_defaults, rank_environment
 from megatron_train.launch.launch import launch
 from waiting import HANG, wait_until
 
@@ -321,6 +322,30 @@ def test_variables_of_the_user_take_precedence():
     assert made["RANK"] == made["LOCAL_RANK"] == "1" and made["HOME"] == "/h"
     assert made["WORLD_SIZE"] == made["LOCAL_WORLD_SIZE"] == "4"
     assert made["MASTER_PORT"] == "2345" and "TORCHELASTIC_USE_AGENT_STORE" not in made
+
+
+@pytest.mark.parametrize("given", [None, "8"])
+def test_defaults_of_variables_yield_to_those_of_the_user(run, monkeypatch, given):
+    monkeypatch.delenv(CONNECTIONS, raising=False)
+    if given:
+        monkeypatch.setenv(CONNECTIONS, given)
+    script = f"print(os.environ[{CONNECTIONS!r}]) if rank == 0 else None"
+    outcome, printed, _ = run(script, 2, defaults={CONNECTIONS: "1"})
+    assert outcome.status == 0 and printed.out.splitlines()[-1] == (given or "1")
+
+
+@pytest.mark.parametrize(
+    ("layout", "fully_sharded", "one"),
+    [
+        ({"tp": 2}, False, True),
+        ({"cp": 2}, False, True),
+        ({"tp": 2}, True, False),
+        ({"dp": 4, "pp": 2}, False, False),
+    ],
+)
+def test_kernels_of_layouts_that_overlap_start_in_the_order_of_launches(layout, fully_sharded, one):
+    found = cuda_defaults(ParallelLayout(**{"dp": 2, **layout}), fully_sharded=fully_sharded)
+    assert found == ({CONNECTIONS: "1"} if one else {})
 
 
 def _alive(pid):

@@ -3,9 +3,11 @@
 The order of samples depends on the seed, and in Megatron's order also on the length of the run. It
 does not depend on the layout or on restarts: an iterator that starts at ``consumed_samples``
 continues exactly where another stopped. The micro-batches of a step are assigned to the
-data-parallel ranks in turn. All ranks of one model replica read the same samples.
+data-parallel ranks in turn. All ranks of one model replica read the same samples. A thread reads
+the next steps while one is computed (--num-workers).
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -18,6 +20,7 @@ from megatron_train.config.batch_size import BatchSizeSchedule
 from megatron_train.config.run import RunConfig
 from megatron_train.document_pool import DocumentPool
 from megatron_train.errors import TrainError
+from megatron_train.read_ahead import read_ahead
 from megatron_train.tasks.kinds import TaskData
 from megatron_train.tasks.task import MicroBatch
 
@@ -52,6 +55,9 @@ class RunBatches:
         self._data = data
         self._data_axis = data_axis
         self._pool = pool
+        # A pool exchanges lengths of documents among ranks, which a thread must not do.
+        self._steps_ahead = 0 if pool is not None else config.data.num_workers
+        self._reading = threading.Lock()
         self._micro_batch_size = config.training.micro_batch_size
         self._sizes = config.batch_sizes
         self._evaluated = BatchSizeSchedule.constant(config.batch_sizes.last)
@@ -86,19 +92,22 @@ class RunBatches:
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[MicroBatch]]:
         """Yields the micro-batches of each step after ``consumed_samples`` samples."""
-        return self._steps(self._train, self._train_samples, consumed_samples, self._sizes)
+        steps = self._steps(self._train, self._train_samples, consumed_samples, self._sizes)
+        return read_ahead(steps, self._steps_ahead)
 
     def validation(self) -> Iterator[Sequence[MicroBatch]]:
         """Yields the micro-batches of each global batch of an evaluation, always the same ones."""
         if self._valid is None:
             return iter(())
-        return self._steps(self._valid, self._valid_samples, 0, self._evaluated)
+        steps = self._steps(self._valid, self._valid_samples, 0, self._evaluated)
+        return read_ahead(steps, self._steps_ahead)
 
     def testing(self) -> Iterator[Sequence[MicroBatch]]:
         """Yields the micro-batches of each global batch of the test; none without `has_test`."""
         if self._test is None:
             return iter(())
-        return self._steps(self._test, self._valid_samples, 0, self._evaluated)
+        steps = self._steps(self._test, self._valid_samples, 0, self._evaluated)
+        return read_ahead(steps, self._steps_ahead)
 
     def _steps(
         self, dataset: Dataset, samples: int, consumed: int, sizes: BatchSizeSchedule
@@ -120,7 +129,9 @@ class RunBatches:
             samples, consumed, self._micro_batch_size, axis.index, axis.size
         )
         for indices in sampler:
-            yield self._data.micro_batch(self._data.read(dataset, indices))
+            with self._reading:  # sources of samples need not be safe for several threads
+                batch = self._data.micro_batch(self._data.read(dataset, indices))
+            yield batch
 
 
 def _require(dataset: Dataset | None, purpose: str) -> Dataset:

@@ -102,8 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(format_config(config, values))
         return 0
     if ranks > 1:
-        minutes = config.training.distributed_timeout_minutes
-        return _run_ranks(arguments.words, ranks, minutes * 60)
+        return _run_ranks(arguments.words, ranks, config)
     from megatron_train.pretrain import train
 
     command = shlex.join(["megatron-train", *arguments.words])
@@ -129,12 +128,16 @@ def ranks_to_start(text: str | None) -> int:
     return int(text)
 
 
-def _run_ranks(words: list[str], ranks: int, timeout: float) -> int:
+def _run_ranks(words: list[str], ranks: int, config: RunConfig) -> int:
     """Starts ranks with the same arguments and prints one line for their first error."""
+    from megatron_train.launch.environment import cuda_defaults
     from megatron_train.launch.launch import launch
 
+    timeout = config.training.distributed_timeout_minutes * 60
+    fully_sharded = config.data_parallel.use_torch_fsdp2
+    defaults = cuda_defaults(config.layout, fully_sharded=fully_sharded)
     program = [sys.executable, "-P", "-m", "megatron_train.cli.rank"]
-    outcome = launch(program, words, ranks, timeout=timeout)
+    outcome = launch(program, words, ranks, timeout=timeout, defaults=defaults)
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")  # erase the rest of a killed progress bar
     sys.stderr.write(outcome.details)

@@ -12,7 +12,13 @@ from megatron_data.tokenizers import (
     tokenizer_options_error,
 )
 
-from megatron_train.config.fields import check_positive, flag_of, required, setting
+from megatron_train.config.fields import (
+    check_not_negative,
+    check_positive,
+    flag_of,
+    required,
+    setting,
+)
 from megatron_train.errors import TrainError
 
 CONVERSATION_OPTIONS = (
@@ -200,6 +206,12 @@ class DataConfig:
         "ranks of a machine share it",
         unit="path",
     )
+    num_workers: int = setting(
+        2,
+        "number of steps whose samples a thread of each rank reads ahead; 0 reads them in the step "
+        "itself, and so does --hybrid-context-parallel",
+        unit="steps",
+    )
     broadcast_batches: bool = setting(
         False,
         "read micro-batches on one rank of each model replica and broadcast them to the others; "
@@ -208,6 +220,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "seq_length", *LINE_LIMITS)
+        check_not_negative(self, "num_workers")
         self._check_tokenizer()
         for name in ("train_data_path", "valid_data_path", "test_data_path"):
             if self.data_path and getattr(self, name):

@@ -26,6 +26,11 @@ def settings_without_effect(config: RunConfig, values: Values) -> list[str]:
             f"--data-cache-path has no effect with --sample-order {order}, which has no index to "
             "cache"
         )
+    if values.get("data.num_workers") and config.layout.hybrid_cp:
+        lines.append(
+            "--num-workers has no effect with --hybrid-context-parallel, whose ranks exchange the "
+            "lengths of documents when they read them"
+        )
     flags = flags_of(type(config.model))
     for name, why in config.model.unused_fields().items():
         if f"model.{name}" in values.given:

@@ -1,10 +1,14 @@
-"""Environment variables of a rank: those that torchrun sets, and the number of threads."""
+"""Environment variables of a rank: those that torchrun sets, number of threads, and CUDA's."""
 
 import os
 import socket
 import sys
 from collections.abc import Mapping
+from typing import Final
 
+from megatron_parallel import ParallelLayout
+
+CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 ADDRESS = "127.0.0.1"
 
 
@@ -32,6 +36,19 @@ def rank_environment(
         "MASTER_ADDR": ADDRESS,
         "MASTER_PORT": str(port),
     }
+
+
+def cuda_defaults(layout: ParallelLayout, *, fully_sharded: bool) -> dict[str, str]:
+    """Returns defaults of CUDA's variables for the ranks of a layout.
+
+    With tensor or context parallelism, kernels of all streams share one connection, as Megatron-LM
+    requires on GPUs before Blackwell: the GPU then starts them in the order in which they were
+    launched. A collective thus starts before the matrix product that it overlaps with, which would
+    otherwise occupy all multiprocessors first. With fully sharded parameters the default of the
+    driver remains, so that gathering does not wait for computation that was launched earlier.
+    """
+    overlaps = layout.tp > 1 or layout.cp > 1 or layout.hybrid_cp
+    return {CONNECTIONS: "1"} if overlaps and not fully_sharded else {}
 
 
 def usable_cores() -> int:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_train.launch.environment import free_port, rank_environment, usable_cores
 from megatron_train.launch.outcome import LaunchOutcome, launch_outcome
@@ -20,6 +20,7 @@ def launch(
     *,
     grace: float = GRACE,
     timeout: float | None = None,
+    defaults: Mapping[str, str] | None = None,
 ) -> LaunchOutcome:
     """Runs a program as several ranks on this machine and waits until all of them have ended.
 
@@ -33,7 +34,9 @@ def launch(
         ranks: Number of ranks.
         grace: Seconds, see `Supervisor`.
         timeout: Seconds, see `Supervisor`.
+        defaults: Environment variables of the ranks, unless this process has them.
     """
+    base = {**(defaults or {}), **os.environ}
     threads = max(1, usable_cores() // ranks)
     if "OMP_NUM_THREADS" not in os.environ:
         plural = "thread" if threads == 1 else "threads"
@@ -48,7 +51,7 @@ def launch(
         started: list[RankProcess] = []
         try:
             for rank in range(ranks):
-                environment = rank_environment(os.environ, rank, ranks, port, threads)
+                environment = rank_environment(base, rank, ranks, port, threads)
                 started.append(RankProcess(rank, command, environment))
             supervisor = Supervisor(started, grace=grace, timeout=timeout)
             outcome = launch_outcome(supervisor.run(), supervisor.signals)

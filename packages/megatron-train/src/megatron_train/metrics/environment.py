@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_train.launch.environment import CONNECTIONS
+
 _PACKAGES = ("parallel", "kernels", "models", "data", "optim", "ckpt", "train")
 
 
@@ -20,6 +22,7 @@ def environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name(device)
         facts["cuda"] = str(torch.version.cuda)
+        facts[CONNECTIONS] = os.environ.get(CONNECTIONS, "unset")
     else:
         facts["device"] = (
             f"{platform.machine()} CPU, {torch.get_num_threads()} of {os.cpu_count()} threads"
