@@ -104,3 +104,19 @@ def test_a_step_that_is_not_finite_changes_nothing(job, device, check):
         trainer.run()
     assert bad.optimizer.scalars() == {"steps": 3, "skipped_steps": 1 + check}
     assert all(torch.equal(w, bad.weights()[name]) for name, w in good.weights().items())
+
+
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
+
+
+@pytest.mark.parametrize("config", [{}, EXPERTS, {"mtp_num_layers": 2}], ids=str)
+def test_denominators_of_labels_on_the_device_stay_there(job, device, device_waits, config):
+    engine = job(device, config=config).engine
+    batches = job(device).batches(1)
+    true = {name: float(count) for name, count in engine.denominators(batches).items()}
+    prepared = [batch.to(device) for batch in batches]
+    with device_waits() as waits:
+        found = engine.denominators(prepared)
+    assert not waits
+    assert {name: float(count) for name, count in found.items()} == true
+    assert all(count.device.type == "cuda" for count in found.values())

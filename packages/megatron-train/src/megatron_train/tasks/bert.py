@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_train.config.run import RunConfig
 from megatron_train.tasks.encoder import EncoderTask, class_losses
-from megatron_train.tasks.task import MicroBatch
+from megatron_train.tasks.task import MicroBatch, field_sum
 
 LM_LOSS, ORDER_LOSS, ORDER_ACCURACY = "lm loss", "sop loss", "sop accuracy"
 """Names in logs; those of losses are Megatron-LM's."""
@@ -37,9 +37,9 @@ class BertTask(EncoderTask):
         pairs: bool = self._stages[0].config.bert_binary_head
         return pairs
 
-    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float | Tensor]:
         """Returns the number of masked tokens and, with a binary head, of sequences."""
-        masked = sum(float(batch.fields["loss_mask"].double().sum()) for batch in batches)
+        masked = field_sum(batches, "loss_mask")
         if not self._pairs:
             return {LM_LOSS: masked}
         sequences = float(sum(len(batch.fields["is_random"]) for batch in batches))

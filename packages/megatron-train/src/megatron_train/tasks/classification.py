@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_train.config.run import RunConfig
 from megatron_train.tasks.classification_scores import scores
 from megatron_train.tasks.encoder import EncoderTask, class_losses
-from megatron_train.tasks.task import MicroBatch
+from megatron_train.tasks.task import MicroBatch, field_sum
 
 LOSS, ACCURACY = "classification loss", "accuracy"
 
@@ -56,9 +56,9 @@ class ClassificationTask(EncoderTask):
         }
         return scores(**counts)
 
-    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float | Tensor]:
         """Returns the number of sequences; those that only complete a batch do not count."""
-        count = sum(float(batch.fields["weights"].double().sum()) for batch in batches)
+        count = field_sum(batches, "weights")
         return dict.fromkeys((LOSS, ACCURACY, *self.tallies), count)
 
     def loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_train.config.run import RunConfig
 from megatron_train.tasks.staged import StagedTask
-from megatron_train.tasks.task import MicroBatch
+from megatron_train.tasks.task import MicroBatch, field_sum
 
 LOSS = "lm loss"
 
@@ -106,20 +106,21 @@ class GPTTask(StagedTask):
             if counter_of(layer) in counts
         }
 
-    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float | Tensor]:
         """Returns the number of unmasked tokens; for losses of routers, of non-padding tokens.
 
         For a loss of multi-token prediction, it is the number of tokens with an unmasked label that
         many tokens later in the same document.
         """
-        counts = {LOSS: sum(float(batch.fields["loss_mask"].double().sum()) for batch in batches)}
+        counts: dict[str, float | Tensor] = {LOSS: field_sum(batches, "loss_mask")}
         if self._config.auxiliary_losses:
-            routed = float(sum(self._routed(batch) for batch in batches))
+            routed = sum(self._routed(batch) for batch in batches)
             counts |= dict.fromkeys(self._config.auxiliary_losses, routed)
         names = self._config.multi_token_losses
         for batch in batches if names else ():
             mask = self._shifted(batch.fields, batch.fields["loss_mask"]).double().sum((0, 1))
-            for name, count in zip(names, mask.tolist(), strict=True):
+            found = mask.tolist() if mask.device.type == "cpu" else mask.unbind()
+            for name, count in zip(names, found, strict=True):
                 counts[name] = counts.get(name, 0.0) + count
         return counts
 
@@ -151,10 +152,11 @@ class GPTTask(StagedTask):
         found = {_FUTURE[name]: self._shifted(fields, value) for name, value in values.items()}
         return batch.with_fields(**found)
 
-    def _routed(self, batch: MicroBatch) -> int:
+    def _routed(self, batch: MicroBatch) -> float | Tensor:
         if self._reset_attention_mask:
-            return int((batch.fields["document_ids"] >= 0).sum())
-        return batch.fields["tokens"].numel()
+            count = (batch.fields["document_ids"] >= 0).sum()
+            return float(count) if count.device.type == "cpu" else count
+        return float(batch.fields["tokens"].numel())
 
     def context_parallel_slice(self, batch: MicroBatch) -> MicroBatch:
         """Returns this context-parallel rank's slice of a micro-batch.

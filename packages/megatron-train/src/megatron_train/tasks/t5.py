@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.tasks.staged import StagedTask
-from megatron_train.tasks.task import MicroBatch
+from megatron_train.tasks.task import MicroBatch, field_sum
 
 LOSS = "lm loss"
 
@@ -25,9 +25,9 @@ class T5Task(StagedTask):
     metrics = ()
     auxiliary_losses: tuple[str, ...] = ()
 
-    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float | Tensor]:
         """Returns the number of tokens that the decoder predicts."""
-        return {LOSS: sum(float(batch.fields["loss_mask"].double().sum()) for batch in batches)}
+        return {LOSS: field_sum(batches, "loss_mask")}
 
     def context_parallel_slice(self, batch: MicroBatch) -> MicroBatch:
         """Raises an error, since no encoder-decoder supports context parallelism.

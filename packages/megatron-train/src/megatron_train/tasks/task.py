@@ -65,6 +65,16 @@ class MicroBatch:
         return dataclasses.replace(self, fields=fields, context_split=split)
 
 
+def field_sum(batches: Sequence[MicroBatch], name: str) -> float | Tensor:
+    """Returns the sum of a field over micro-batches, for `Task.denominators`.
+
+    The sum is a number if the field is on the host, and a float64 scalar if it is on the device.
+    """
+    sums = [batch.fields[name].double().sum() for batch in batches]
+    on_device = any(one.device.type != "cpu" for one in sums)
+    return torch.stack(sums).sum() if on_device else sum(map(float, sums))
+
+
 class Task(Protocol):
     """What is trained and how: stages, inputs, losses and denominators, on one rank."""
 
