@@ -97,6 +97,13 @@ def test_ranks_that_share_a_kv_head_still_do() -> None:
     assert 1 < run.model.num_query_groups < run.layout.tp
 
 
+def test_a_model_whose_layers_have_sizes_of_their_own_may_stay_too_large() -> None:
+    blocks = '[{"mlp": {"ffn_hidden_size": 100000}}, {}, {}, {}]'
+    words = ("--heterogeneous-layers-config-encoded-json", blocks, "--world-size", "2")
+    with pytest.raises(TrainError, match=r"still has .* such as layers.0.mlp.* of \["):
+        small("gpt", "--recipe", "llama-tiny", *words)
+
+
 def test_samples_are_divided_as_before() -> None:
     words = ("--context-parallel-size", "4", "--tensor-model-parallel-size", "2")
     run = small("gpt", "--recipe", "llama-tiny", *words, "--sequence-parallel").run

@@ -32,6 +32,9 @@ from megatron_train.prove.layout import small_layout
 BUCKET: Final = 3000
 """Elements of a bucket of gradients, so that several buckets and cut parameters remain."""
 
+MAX_PARAMETERS: Final = 4_000_000
+"""Parameters of a small model, at most; the gradients of all steps are kept."""
+
 SEQUENCE: Final = 16
 """Tokens of a sample, at least."""
 
@@ -164,7 +167,20 @@ def _small_model(
         raise TrainError(
             f"no small model is cut by {layout} as the model is by {run.layout}; raise --max-ranks"
         )
+    _refuse_large(small)
     return small
+
+
+def _refuse_large(model: ModelConfig) -> None:
+    """Refuses a model whose sizes do not shrink, such as those of single layers."""
+    sizes = {name: spec.sharding.shape for name, spec in model.parameters().items()}
+    count = sum(map(math.prod, sizes.values()))
+    if count > MAX_PARAMETERS:
+        name = max(sizes, key=lambda each: math.prod(sizes[each]))
+        raise TrainError(
+            f"the small model still has {count:,} parameters, more than {MAX_PARAMETERS:,}, such "
+            f"as {name} of {list(sizes[name])}; give a model with smaller sizes there"
+        )
 
 
 def _cuts(model: ModelConfig, layout: ParallelLayout) -> dict[str, tuple[bool, ...]]:

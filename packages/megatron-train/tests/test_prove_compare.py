@@ -1,0 +1,94 @@
+"""Comparison of what ranks recorded with one rank: sizes, the first difference, and its ranks."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron_train.prove.compare import Deviation, compare, deviations, first_deviation, joined
+from megatron_train.prove.planting import planting
+from megatron_train.prove.record import Outcome, Piece
+from torch import Tensor
+
+
+def whole_pieces(**tensors: Tensor) -> list[Piece]:
+    return [(name, (0,) * values.ndim, values) for name, values in tensors.items()]
+
+
+A, B = torch.arange(4.0, dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)
+STEP = whole_pieces(a=A, b=B)
+WHOLE = Outcome([1.0, 0.5], [2.0, 1.0], [STEP, STEP], STEP, {})
+RANKS = [
+    replace(WHOLE, gradients=[own, own], parameters=own)
+    for own in (
+        [("a", (0,), A[:2].clone()), ("b", (0, 0), B.clone())],
+        [("a", (2,), A[2:].clone()), ("b", (0, 0), B.clone())],
+    )
+]
+
+
+def changed(rank: int, step: int, name: str, by: float) -> list[Outcome]:
+    """Returns the ranks with another gradient of one rank in one step."""
+    gradients = [
+        [
+            (own, at, values + by * (own == name and number == step))
+            for own, at, values in pieces
+        ]
+        for number, pieces in enumerate(RANKS[rank].gradients)
+    ]  # fmt: skip
+    found = list(RANKS)
+    found[rank] = replace(RANKS[rank], gradients=gradients)
+    return found
+
+
+def test_shards_and_copies_of_one_rank_are_equal() -> None:
+    found = compare(RANKS, WHOLE, experts=False)
+    assert found.equal and found.rerouted is None
+    assert first_deviation(RANKS, WHOLE) is None
+
+
+def test_the_first_step_parameter_and_rank_are_found() -> None:
+    ranks = changed(1, 1, "b", 0.25)
+    assert compare(ranks, WHOLE, experts=False).gradient == pytest.approx(0.25)
+    assert first_deviation(ranks, WHOLE) == Deviation(2, "gradient", "b", 0.25, (1,))
+    both = changed(0, 0, "a", 3e-3)
+    assert first_deviation(both, WHOLE) == Deviation(1, "gradient", "a", pytest.approx(1e-3), (0,))
+
+
+def test_a_difference_of_a_loss_comes_before_that_of_its_gradient() -> None:
+    ranks = [replace(rank, losses=[1.0, 0.75]) for rank in changed(1, 1, "b", 0.25)]
+    assert first_deviation(ranks, WHOLE) == Deviation(2, "loss", "", 0.25, (0, 1))
+
+
+def test_a_norm_alone_and_a_parameter_alone_are_found() -> None:
+    norm = [replace(RANKS[0], norms=[2.0, 1.5]), RANKS[1]]
+    assert first_deviation(norm, WHOLE) == Deviation(2, "norm", "", 0.5, (0,))
+    last = [RANKS[0], replace(RANKS[1], parameters=whole_pieces(a=A, b=B + 1))]
+    assert first_deviation(last, WHOLE) == Deviation(2, "parameter", "b", 1.0, (1,))
+
+
+def test_what_is_not_a_number_or_on_no_rank_is_infinitely_wrong() -> None:
+    assert not compare(changed(0, 1, "a", math.nan), WHOLE, experts=False).equal
+    assert first_deviation(changed(0, 1, "a", math.nan), WHOLE).size == math.inf
+    half = joined([RANKS[0].parameters])
+    assert deviations(half, {"a": A, "b": B}) == {"a": math.inf, "b": 0.0}
+    with pytest.raises(ValueError, match="'c' is not on one rank"):
+        deviations(joined([whole_pieces(c=A)]), {"a": A})
+
+
+def test_a_planted_function_is_replaced_until_the_end_of_the_block() -> None:
+    class Base:
+        def value(self) -> int:
+            return 1
+
+    class Derived(Base):
+        pass
+
+    def plant(mesh, replace) -> None:
+        replace(Derived, "value", lambda self: 2)
+
+    with pytest.raises(KeyError), planting(plant, None):
+        assert Derived().value() == 2
+        assert Base().value() == 1
+        raise KeyError
+    assert Derived().value() == 1 and "value" not in vars(Derived)
