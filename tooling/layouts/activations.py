@@ -71,8 +71,8 @@ class Run(NamedTuple):
     @property
     def saved_bytes(self) -> SavedBytes:
         """Bytes that its operations save."""
-        on = {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
-        return SavedBytes.cpu(self.dtype.itemsize, CONFIG.normalization, **on)
+        size, norm = self.dtype.itemsize, CONFIG.normalization
+        return SavedBytes.cpu(size, norm, attention_dropout=self.dropout)
 
     def formula(self, saved_bytes: SavedBytes) -> int:
         """Returns the bytes by formula."""

@@ -80,7 +80,6 @@ def of_cpu(config: GPTConfig, dtype: torch.dtype, dropout: bool) -> SavedBytes:
     return SavedBytes.cpu(
         dtype.itemsize,
         config.normalization,
-        hidden_dropout=dropout,
         attention_dropout=dropout,
     )
 

@@ -105,9 +105,7 @@ class Sublayer:
             terms[f"{self.name}.{reader}"] = stream * saved_bytes.activation if saved else 0
         for part, size in self.mixer.activations(layer_pass).items():
             terms[f"{self.name}.{part}" if part else self.name] = size
-        terms["dropout"] = (
-            stream * saved_bytes.dropout_mask + width * saved_bytes.dropout_channel_index
-        )
+        terms["dropout"] = stream * saved_bytes.dropout_mask
         return terms
 
 

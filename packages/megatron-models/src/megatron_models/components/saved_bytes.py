@@ -28,8 +28,6 @@ class SavedBytes:
         norm_statistic: Bytes of a statistic that a norm saves for each token.
         normalized_input: Bytes of an element of the normalized input, if a norm saves it too.
         norm_input: Bytes of an element of a norm's input, if it is saved in another precision.
-        dropout_channel_index: Bytes of a channel index that hidden dropout saves.
-        dropout_key_index: Bytes of a key index that attention dropout saves, for each head.
         pads_values: Whether fused attention pads values that are narrower than keys to their width,
             and saves its padded output too.
     """
@@ -44,8 +42,6 @@ class SavedBytes:
     norm_statistic: int = 4
     normalized_input: int = 0
     norm_input: int = 0
-    dropout_channel_index: int = 0
-    dropout_key_index: int = 0
     pads_values: bool = False
 
     @classmethod
@@ -63,7 +59,6 @@ class SavedBytes:
         activation: int,
         normalization: str,
         *,
-        hidden_dropout: bool = False,
         attention_dropout: bool = False,
     ) -> "SavedBytes":
         """Returns what this package's operations save on a CPU.
@@ -74,7 +69,6 @@ class SavedBytes:
         Args:
             activation: Bytes of an element of an activation.
             normalization: ``LayerNorm`` or ``RMSNorm``.
-            hidden_dropout: Whether there is dropout on the residual stream.
             attention_dropout: Whether there is dropout on attention probabilities.
         """
         wide = max(activation, 4)
@@ -86,8 +80,6 @@ class SavedBytes:
             norm_statistic=wide if rms else activation,
             normalized_input=wide if rms else 0,
             norm_input=wide if rms else 0,
-            dropout_channel_index=4 if hidden_dropout else 0,
-            dropout_key_index=4 if attention_dropout else 0,
             pads_values=True,
         )
         return saved_bytes.with_unfused_attention(wide) if attention_dropout else saved_bytes

@@ -142,12 +142,6 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
                 saved_bytes.logsumexp + saved_bytes.per_score * layer_pass.sequence_length
             )
             core += layer_pass.sequence_length**2 * saved_bytes.attention_mask
-            core += (
-                self.num_attention_heads
-                // tp
-                * layer_pass.sequence_length
-                * saved_bytes.dropout_key_index
-            )
             core += self._saved_sinks(saved_bytes) // tp
         if unfused and self.attention_output_gate:
             # The output of attention, and the sigmoid of the gates in at least float32.
