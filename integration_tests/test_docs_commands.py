@@ -51,6 +51,9 @@ SMALLER = {
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --eval-iters 1 --no-progress",
     "finetune classification": "--seq-length 32 --epochs 1 --no-progress",
     "finetune gpt": "--seq-length 64 --micro-batch-size 2 --train-iters 2 --eval-iters 0",
+    "dry-run gpt": "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 128 "
+    "--vocab-size 64 --world-size 16 --pipeline-model-parallel-size 2 --global-batch-size 32 "
+    "--on cpu",
     "prove gpt": "--steps 1 --world-size 2 --tensor-model-parallel-size 2 "
     "--pipeline-model-parallel-size 1",
     "--hybrid-context-parallel": "--micro-batch-size 1",

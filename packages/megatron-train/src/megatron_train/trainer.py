@@ -297,7 +297,7 @@ class Trainer:
         if len(self._wishes) <= self._steps_behind:
             return False
         status = int(self._wishes.popleft().read())
-        if status < 0:
+        if status < 0 or mesh.is_imagined:
             return False
         self.stop(Stop("another rank received a request to stop", status))
         return True

@@ -10,6 +10,7 @@ from megatron_train._command import CommandError, discard_stdout, report_error, 
 from megatron_train._version import __version__
 from megatron_train.cli import (
     config,
+    dry_run,
     finetune,
     layout,
     merge,
@@ -45,6 +46,7 @@ def build_parser() -> Parser:
     tasks.add_command(commands)
     config.add_command(commands)
     plan.add_command(commands)
+    dry_run.add_command(commands)
     prove.add_command(commands)
     layout.add_command(commands)
     schedule.add_command(commands)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_models import ModelKind, model_kinds
 
+from megatron_train.cli.run_source import add_run_source
 from megatron_train.config.extensions import tasks_for
-from megatron_train.config.flags import Parser, add_run_options
-from megatron_train.config.run_sections import run_options, sections
+from megatron_train.config.flags import Parser
 from megatron_train.errors import TrainError, UsageError
 from megatron_train.prove.resolve import resolve_run
 from megatron_train.prove.shrink import ShrunkRun, shrink_run
@@ -65,19 +65,7 @@ def _add_flags(kind: str, parser: Parser) -> None:
         "--list-defects", action="store_true", help="list the defects that the layout can have"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--world-size", metavar="N", help="number of ranks [default: those of one model replica]"
-    )
-    parser.add_argument("--nproc-per-node", metavar="N", help="the same as --world-size")
-    parser.add_argument(
-        "--hf-config",
-        metavar="FILE",
-        help="take the model from a config.json of Hugging Face, or the folder that contains it",
-    )
-    parser.add_argument("--recipe", metavar="NAME", help="included settings of a whole run")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")
-    titles = {name: title for name, (title, _) in sections(kind).items()}
-    add_run_options(parser, run_options(kind), titles)
+    add_run_source(parser, kind)
 
 
 def run(arguments: argparse.Namespace) -> int:

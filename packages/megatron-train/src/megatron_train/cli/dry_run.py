@@ -1,0 +1,119 @@
+"""``megatron-train dry-run KIND``: memory and work of a step, without devices or other ranks."""
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+from megatron_models import ModelKind, model_kinds
+from megatron_parallel.imagined.guard import NoGuardError, load_guard
+
+from megatron_train.cli.run_source import add_run_source
+from megatron_train.config.extensions import tasks_for
+from megatron_train.config.flags import Parser
+from megatron_train.errors import UsageError
+from megatron_train.prove.resolve import resolve_run
+
+_EXAMPLE = """\
+example:
+  megatron-train dry-run gpt --recipe gpt3-175b --world-size 1024 --output memory.png
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Adds the command to ``commands``."""
+    summary = "run a step without devices, and report its memory and work"
+    dry_run = commands.add_parser("dry-run", help=summary, description=summary.capitalize() + ".")
+    kinds = dry_run.add_subparsers(metavar="MODEL", required=True)
+    for name, kind in model_kinds().items():
+        if tasks_for(name):
+            _add_kind(kinds, kind)
+
+
+def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> None:
+    parser = kinds.add_parser(
+        kind.name,
+        megatron=True,
+        flags=partial(_add_flags, kind.name),
+        usage="%(prog)s [--recipe NAME | --hf-config FILE] [--world-size N] [flags]",
+        help=kind.summary,
+        description=f"Run a step of {kind.summary} on tensors without values, for one rank of the "
+        "first, a middle and the last pipeline stage of a job of any size. Takes the flags of "
+        "megatron-train pretrain; data, tokenizer and lengths may be left out.",
+        epilog=_EXAMPLE,
+    )
+    parser.set_defaults(run=run, kind=kind.name)
+
+
+def _add_flags(kind: str, parser: Parser) -> None:
+    parser.add_argument(
+        "--pipeline-ranks", metavar="P", nargs="+", help="pipeline ranks instead of these three"
+    )
+    parser.add_argument(
+        "--on",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="device to imagine; auto is cuda if this machine can [default: auto]",
+    )
+    parser.add_argument("--output", metavar="FILE", help="draw the memory: a .png or .svg file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_run_source(parser, kind)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report; returns 0."""
+    planned = resolve_run(arguments)
+    pipeline_ranks = _pipeline_ranks(arguments.pipeline_ranks, planned.layout.pp)
+    output = None if arguments.output is None else Path(arguments.output)
+    device, missing = _device(arguments.on)
+    from tqdm import tqdm
+
+    from megatron_train.dry_run.dry_run import dry_run
+    from megatron_train.dry_run.picture import check_picture_path, draw_memory
+    from megatron_train.dry_run.report import format_report, to_dict
+
+    if output is not None:
+        check_picture_path(output)
+    with tqdm(total=len(pipeline_ranks), unit="rank", disable=None, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.update(done - bar.n)
+
+        uses = dry_run(planned, device, pipeline_ranks, show)
+    if arguments.json:
+        sys.stdout.write(json.dumps(to_dict(planned, uses, device), indent=2) + "\n")
+    else:
+        for line in format_report(planned, uses, device, missing):
+            sys.stdout.write(line + "\n")
+    if output is not None:
+        draw_memory(planned, uses, output)
+    return 0
+
+
+def _device(wanted: str) -> tuple[str, str]:
+    """Returns the device to imagine, and why it is not "cuda" if that is the reason."""
+    if wanted == "cpu":
+        return "cpu", ""
+    try:
+        load_guard()
+    except NoGuardError as error:
+        if wanted == "cuda" and not _has_cuda():
+            raise
+        return ("cuda", "") if _has_cuda() else ("cpu", str(error))
+    return "cuda", ""
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _pipeline_ranks(texts: list[str] | None, pp: int) -> tuple[int, ...]:
+    if texts is None:
+        return tuple(dict.fromkeys((0, pp // 2, pp - 1)))
+    for text in texts:
+        if not text.isdecimal() or int(text) >= pp:
+            raise UsageError(f"--pipeline-ranks needs numbers from 0 to {pp - 1}, got {text!r}")
+    return tuple(int(text) for text in texts)

@@ -1,0 +1,106 @@
+"""Dry runs: which micro-batches are run, what follows from them, and the report."""
+
+import json
+from collections import Counter
+
+import pytest
+from megatron_train.cli.main import build_parser, main
+from megatron_train.dry_run import rank as rank_module
+from megatron_train.dry_run.dry_run import dry_run
+from megatron_train.dry_run.repetition import Repetition, find_repetition
+from megatron_train.prove.resolve import resolve_run
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --vocab-size 127 --micro-batch-size 1 --lr 1e-3"
+)
+
+
+def resolved(flags):
+    return resolve_run(build_parser().parse_args(["prove", "gpt", *SMALL.split(), *flags.split()]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "pipeline_rank", "expected"),
+    [
+        ("--global-batch-size 9", 0, Repetition(9, 2, 1, 1)),
+        ("--global-batch-size 1", 0, Repetition(1, 1, 1, 1)),
+        # 1F1B: pp - r micro-batches in flight (Narayanan et al. 2021, section 2.2), and one more
+        ("--pipeline-model-parallel-size 4 --global-batch-size 50", 0, Repetition(50, 5, 1, 1)),
+        ("--pipeline-model-parallel-size 4 --global-batch-size 50", 1, Repetition(50, 4, 1, 1)),
+        ("--pipeline-model-parallel-size 4 --global-batch-size 50", 3, Repetition(50, 2, 1, 1)),
+        ("--pipeline-model-parallel-size 4 --global-batch-size 2", 0, Repetition(2, 2, 1, 1)),
+        # GPipe: all of them
+        (
+            "--pipeline-model-parallel-size 2 --global-batch-size 20 --pipeline-schedule gpipe",
+            0,
+            Repetition(20, 20, 1, 1),
+        ),
+        # interleaved: rounds of pp micro-batches
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--global-batch-size 20",
+            0,
+            Repetition(20, 6, 2, 2),
+        ),
+    ],
+)
+def test_the_schedule_repeats_after(flags, pipeline_rank, expected):
+    assert find_repetition(resolved(flags), pipeline_rank) == expected
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    ],
+)
+def test_multiplied_counts_equal_those_of_the_whole_step(flags, monkeypatch):
+    run = resolved(f"{flags} --global-batch-size 6")
+    shorter = dry_run(run, "cpu", [0])
+    whole = Repetition(6, 6, 6, 1)
+    monkeypatch.setattr(rank_module, "find_repetition", lambda *_: whole)
+    for ours, theirs in zip(shorter, dry_run(run, "cpu", [0]), strict=True):
+        for name in ("waits", "kernels", "bytes_moved", "messages", "message_bytes", "flops"):
+            expected = getattr(theirs.counts, name)
+            found = getattr(ours.counts, name)
+            assert (+found if isinstance(found, Counter) else found) == expected, name
+        assert ours.peak == pytest.approx(theirs.peak, rel=0.005)
+
+
+def test_memory_of_the_parts_by_hand():
+    """12 h^2 + 13 h weights of each layer, fp32 AdamW: twice their size of state."""
+    (use,) = dry_run(resolved("--global-batch-size 2"), "cpu", [0])
+    weights = 4 * (12 * 64**2 + 13 * 64) + 128 * 64 + 32 * 64 + 2 * 64
+    assert use.memory["parameters"] == 4 * weights
+    assert use.memory["optimizer state"] >= 8 * weights
+    assert use.layers == 4
+
+
+def test_the_report_and_the_picture(tmp_path, capsys):
+    line = f"dry-run gpt {SMALL} --pipeline-model-parallel-size 2 --world-size 64 --on cpu"
+    picture = tmp_path / "memory.png"
+    assert main([*line.split(), "--output", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("64 ranks: tp 1 x cp 1 x dp 32 x pp 2")
+    assert "counted as on a CPU" in printed
+    assert "send of activations" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*line.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first, last = found["of_ranks"]
+    assert (first["rank"], last["rank"]) == (0, 32)
+    assert sum(entry["bytes"] for entry in first["at_peak"]) == first["peak"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--pipeline-ranks 1", "--pipeline-ranks needs numbers from 0 to 0, got '1'"),
+        ("--output memory.txt", "--output memory.txt: the file name must end in .svg or .png"),
+    ],
+)
+def test_refusals(flags, message, capsys):
+    assert main([*f"dry-run gpt {SMALL} --on cpu {flags}".split()]) != 0
+    assert message in capsys.readouterr().err
