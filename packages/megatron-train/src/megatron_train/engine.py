@@ -23,7 +23,6 @@ from megatron_parallel import (
     DataParallelConfig,
     Mesh,
     PipelineEngine,
-    TensorSpec,
     TrainableChunks,
     all_reduce,
 )
@@ -116,7 +115,7 @@ class StepEngine:
             chunks,
             self._loss,
             inputs=self._inputs,
-            stage_output_spec=self._stage_output_spec,
+            stage_output_spec=task.stage_output_spec,
             sums=sums,
             schedule=schedule or default_schedule(mesh.layout),
             group_size=group_size,
@@ -262,11 +261,6 @@ class StepEngine:
         if self._pipeline.interleaver is not None:
             given[INTERLEAVER] = self._pipeline.interleaver
         return given
-
-    def _stage_output_spec(
-        self, batch: MicroBatch, stage: int
-    ) -> TensorSpec | tuple[TensorSpec, ...]:
-        return self.task.stage_output_spec(batch, stage)
 
     def _loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:
         """Returns the sums of a micro-batch, divided by its loss denominators if it has any."""
