@@ -6,6 +6,7 @@ mathematics, and for all others as slow tests.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@cache
+def draws_of(family: str, count: int) -> list[dict[str, Any]]:
+    """Returns draws of a family, which several tests share."""
+    return drawn(cases()[family].draws, count)
+
+
 def draws(few: int = FEW, many: int = MANY, *, representatives: bool = False) -> Any:
     """Parametrizes a test over families and draws.
 
@@ -40,7 +47,7 @@ def draws(few: int = FEW, many: int = MANY, *, representatives: bool = False) ->
     """
     params = []
     for name, case in cases().items():
-        for at, settings in enumerate(drawn(case.draws, many)):
+        for at, settings in enumerate(draws_of(name, many)):
             fast = at < few and (case.represents or not representatives)
             marks = () if fast else (pytest.mark.slow,)
             params.append(pytest.param(case, settings, id=f"{name}-{at}", marks=marks))

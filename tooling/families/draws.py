@@ -1,5 +1,6 @@
 """Strategies of settings that many families share, with Llama's names of fields."""
 
+import contextlib
 from typing import Any, cast
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -111,22 +112,39 @@ def rope_by_layer(*kinds: str) -> Settings:
     return st.tuples(rope(*kinds), st.sampled_from((100.0, 1e4))).map(fields)
 
 
-def drawn(strategy: Settings, count: int) -> list[dict[str, Any]]:
+class _EnoughError(Exception):
+    """Ends a search for draws."""
+
+
+def drawn(strategy: Settings, count: int, most: int | None = None) -> list[dict[str, Any]]:
     """Returns ``count`` draws, the same in every run.
 
     The first draw of Hypothesis, which is the simplest, is left out.
+
+    Args:
+        strategy: Strategy of settings.
+        count: Number of draws.
+        most: Number of draws of which these are the first. Defaults to ``count``.
     """
+    simplest: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
 
     def collect(one: dict[str, Any]) -> None:
-        found.append(one)
+        if not simplest:
+            simplest.append(one)
+        elif one not in (*simplest, *found):
+            found.append(one)
+        if len(found) >= count:
+            raise _EnoughError
 
     run = settings(
-        max_examples=3 * count + 1,
+        max_examples=3 * (most or count) + 1,
         database=None,
         deadline=None,
         phases=[Phase.generate],
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    cast("Any", seed(18)(run(given(strategy)(collect))))()
-    return [one for at, one in enumerate(found) if at and one not in found[:at]][:count]
+    with contextlib.suppress(_EnoughError):
+        cast("Any", seed(18)(run(given(strategy)(collect))))()
+    return found[:count]
