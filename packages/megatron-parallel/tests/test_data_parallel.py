@@ -29,6 +29,7 @@ from megatron_parallel.data_parallel.fully_sharded import FullySharded
 from megatron_parallel.testing import WorkerError, WorkerPool
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SAMPLES, LENGTH, VOCABULARY, HIDDEN = 16, 6, 13, 10
 SIZES = (1, 150, 10**6)  # elements of a bucket: one for each parameter, several, one for all
@@ -411,6 +412,41 @@ def test_split_backward_passes_of_bf16_parameters_are_collected(single: Mesh) ->
     buffers.start_reductions()
     buffers.finish()
     assert torch.equal(buffers.gradients()["w"], torch.full((3,), 1 + 2.0**-8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_without_hooks_are_moved_in_one_operation(
+    single: Mesh, dtype: torch.dtype
+) -> None:
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            moved.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names = [f"w{number}" for number in range(8)]
+    weights = {name: nn.Parameter(torch.ones(3, dtype=dtype)) for name in names}
+    config = DataParallelConfig(accumulate_allreduce_grads_in_fp32=True)
+    (bucket,) = GradientBuffers(
+        weights, {name: Sharding((3,)) for name in names}, single, config
+    ).buckets
+    if not bucket.views:  # one rank leaves gradients in main precision where they are
+        bucket.flat = torch.zeros(24)
+        bucket.views = dict(zip(names, bucket.flat.view(8, 3).unbind(), strict=True))
+    for step in range(2):
+        moved: list[str] = []
+        for number, weight in enumerate(weights.values()):
+            own = torch.full((3,), float(number), dtype=dtype)
+            weight.grad = own if weight.grad is None else weight.grad.add_(own)
+        with Operations():
+            bucket.collect_gradients()
+        if dtype == torch.bfloat16:
+            assert moved == ["_foreach_add_" if step else "_foreach_copy_"]
+        else:  # autograd adds the second gradient into the bucket itself
+            assert moved == ([] if step else ["_foreach_copy_"])
+    for number, name in enumerate(names):
+        assert bucket.views[name].eq(2 * number).all()
 
 
 def test_mixed_precision_equals_fp32_sums_of_its_own_gradients(worker_pool: WorkerPool) -> None:

@@ -81,9 +81,11 @@ class MainParameters:
 
     @torch.no_grad()
     def copy_main_to_model(self) -> None:
-        """Rounds the fp32 copies into the model's parameters."""
-        for name, main in self.copies.items():
-            self._parameters[name].copy_(main)
+        """Rounds the fp32 copies into the model's parameters, in one operation."""
+        if self.copies:
+            torch._foreach_copy_(
+                [self._parameters[name] for name in self.copies], list(self.copies.values())
+            )
 
     @torch.no_grad()
     def copy_model_to_main(self) -> None:

@@ -149,6 +149,26 @@ class Bucket:
             view.add_(gradient)
         parameter.grad = None
 
+    @torch.no_grad()
+    def collect_gradients(self) -> None:
+        """Moves all gradients that autograd left on `.grad` into the bucket, in one operation."""
+        copied: list[tuple[Tensor, Tensor]] = []
+        added: list[tuple[Tensor, Tensor]] = []
+        for name, view in self.views.items():
+            parameter = self.parameters[name]
+            gradient = parameter.grad
+            if gradient is None or gradient is view:
+                continue
+            low_precision = name in self._low_precision
+            first = not low_precision or name in self._unwritten
+            (copied if first else added).append((view, gradient))
+            self._unwritten.discard(name)
+            parameter.grad = None if low_precision else view
+        for pairs, move in ((copied, torch._foreach_copy_), (added, torch._foreach_add_)):
+            if pairs:
+                views, gradients = zip(*pairs, strict=True)
+                move(views, gradients)
+
     def mark_fused(self, name: str) -> None:
         """Records that products add the gradient of this weight into its `accumulation_target`."""
         self._fused.add(name)
@@ -208,16 +228,15 @@ class Bucket:
                 parameter.grad = left
             else:
                 held.add_(left)
-        for name in self.views:
-            self.collect_gradient(name)
+        self.collect_gradients()
 
     def launch(self) -> None:
         """Starts the reduction; nothing may be added to the bucket from now on."""
         self.launched = True
         if self.flat is None or self.shard is None:
             return
+        self.collect_gradients()
         for name, view in self.views.items():
-            self.collect_gradient(name)
             self._fill_if_empty(name, view)
         if self.checks_finite:
             # The cheapest check; read only if a reduced gradient is not finite.

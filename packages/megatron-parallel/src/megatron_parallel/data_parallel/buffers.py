@@ -135,8 +135,7 @@ class GradientBuffers:
         """
         self._check_open("collect_gradients()")
         for bucket in self.buckets:
-            for name in bucket.views:
-                bucket.collect_gradient(name)
+            bucket.collect_gradients()
 
     @contextmanager
     def weight_backward(self) -> Iterator[None]:
