@@ -292,6 +292,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {**EXPERTS, "--moe-expert-capacity-factor": "0.5"},
         {"--moe-pad-expert-input-to-capacity": ""},
     ),
+    "model.moe_expert_rank_capacity_factor": (
+        EXPERTS,
+        {"--moe-expert-rank-capacity-factor": "0.5"},
+    ),
     "model.moe_layer_freq": (EXPERTS, {"--moe-layer-freq": "[0]+[1]"}),
     "model.moe_router_pre_softmax": (EXPERTS, {"--moe-router-pre-softmax": ""}),
     "model.moe_router_score_function": (EXPERTS, {"--moe-router-score-function": "sigmoid"}),
@@ -523,6 +527,7 @@ REFUSALS = {
     "model.num_labels": "--num-labels 3 does not fit --task-head none",
     "model.head_pooling": "--head-pooling mean has no effect without --task-head",
     "model.normalize_embedding": "--no-normalize-embedding has an effect only with --task-head",
+    "model.moe_expert_rank_capacity_factor": "step 1: layer 0: 64 selections without room, raise",
     "training.task": "--task gtp: no kind of task 'gtp'; did you mean 'gpt'?",
     "checkpoint.exit_on_missing_checkpoint": "--load nowhere has no complete checkpoint",
     "data.max_document_bytes": "lines.jsonl:1: ",

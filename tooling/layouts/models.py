@@ -113,6 +113,7 @@ MODELS["dropping"] = replace(
     MODELS["moe"],
     softmax_type="vanilla",
     moe_expert_capacity_factor=0.7,
+    moe_expert_rank_capacity_factor=1.5,
     init_method_std=0.1,  # so that weights differ
 )
 MODELS["earliest"] = replace(

@@ -11,10 +11,18 @@ import torch
 import megatron_kernels as mk
 from megatron_kernels.cases import CASES, InputGenerator
 
-source = InputGenerator(torch.float64, torch.device("cpu"))
-# How many rows an expert gets is data: a graph would be of one batch only.
-cases = [case for case in CASES if case.op is not mk.grouped_matmul]
-calls = [(case.op, case.arguments(source)) for case in cases]
+def source(op):  # in other dtypes the host reads how many rows an expert gets
+    dtype = torch.bfloat16 if op is mk.grouped_matmul else torch.float64
+    return InputGenerator(dtype, torch.device("cpu"))
+
+calls = [(case.op, case.arguments(source(case.op))) for case in CASES]
+
+def sorted_choices(experts):
+    return mk.sort_by_expert(experts, 5)
+
+experts = torch.tensor([[4, 0], [-1, 2], [2, 7]])
+traced = torch.compile(sorted_choices, fullgraph=True, backend="aot_eager")(experts)
+assert all(map(torch.equal, traced, sorted_choices(experts)))
 
 def everything():
     return [op(*arguments) for op, arguments in calls]

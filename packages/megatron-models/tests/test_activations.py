@@ -268,7 +268,7 @@ def saving_the_gathered_input(mesh: Mesh, run: Any) -> int:
         return sum(counted(*run, mesh, True).values())
 
 
-MOE = {"num_experts": 4, "moe_ffn_hidden_size": 20, "moe_router_topk": 2}
+MOE = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2}
 GATED = {"activation": "swiglu", "add_bias_linear": False}
 EXPERTS = [MOE, {**MOE, **GATED, "moe_shared_expert_intermediate_size": 8}, {**MOE, **GATED}]
 EXPERT_PLANS = [RecomputeConfig(), RecomputeConfig(granularity="selective", modules=("moe",))]

@@ -7,7 +7,7 @@ import torch
 from megatron_kernels import Mask, gelu
 from megatron_models import GPT, ConfigError, Placement
 from megatron_models.components.context import Context
-from megatron_models.components.moe.capacity import kept_choices, pad_rows
+from megatron_models.components.moe.capacity import kept_choices
 from megatron_models.components.moe.module import MoE
 from megatron_parallel import Mesh
 
@@ -91,13 +91,6 @@ def test_equal_weights_are_kept_in_the_order_of_their_indices():
     for by_weight in (False, True):
         kept = kept_choices(experts, weights, indices, capacity=2, by_weight=by_weight)
         assert kept.flatten().tolist() == [False, True, True, True, False]
-
-
-def test_padded_rows_are_zero_behind_those_of_each_expert():
-    rows = torch.arange(1.0, 5).view(4, 1)
-    padded = pad_rows(rows, torch.tensor([1, 0, 3]), 3)
-    assert padded.rows.flatten().tolist() == [1, 0, 0, 0, 0, 0, 2, 3, 4]
-    assert padded.counts.tolist() == [3, 3, 3] and padded.places.tolist() == [0, 6, 7, 8]
 
 
 def test_without_a_capacity_empty_experts_and_uneven_loads_equal_a_loop(small):

@@ -337,6 +337,7 @@ OTHERS = {
     "moe_expert_capacity_factor": 0.5,
     "moe_token_drop_policy": "position",
     "moe_pad_expert_input_to_capacity": True,
+    "moe_expert_rank_capacity_factor": 1.5,
     "task_head": ("classification", "reward"),
     "num_labels": 3,
     "head_pooling": "mean",

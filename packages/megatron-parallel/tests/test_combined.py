@@ -237,9 +237,10 @@ def test_trouble_in_either_pass_of_a_pair_ends_all_ranks_with_one_line(
 
 def test_a_dispatcher_that_waits_where_it_sends_overlaps_nothing(single: Mesh) -> None:
     unused: Any = None
-    dispatcher = build_dispatcher("allgather", single, 4, RowOps(unused, unused, unused))
+    ops = RowOps(lambda experts, count: (experts, experts), unused, unused)
+    dispatcher = build_dispatcher("allgather", single, 4, ops)
     tokens, experts = torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64)
     with pytest.raises(
         LayoutError, match=r"'allgather' communicates synchronously.*use 'alltoall'"
     ):
-        dispatcher.dispatch(tokens, experts, torch.ones(2, 1), PassInterleaver())
+        dispatcher.route(experts).dispatch(tokens, torch.ones(2, 1), PassInterleaver())

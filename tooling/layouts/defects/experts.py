@@ -7,7 +7,7 @@ import megatron_models.components.moe.losses as losses
 import megatron_models.components.moe.module as moe
 import megatron_models.components.moe.router as router
 import megatron_parallel.data_parallel.plan as plan
-import megatron_parallel.expert_parallel.dispatch as dispatch
+import megatron_parallel.expert_parallel.all_gather as all_gather
 import megatron_parallel.sharding.step_state as state
 import torch
 from megatron_models.components.moe.capacity import ExpertCapacity
@@ -16,7 +16,7 @@ from megatron_models.components.moe.router import Router
 from megatron_models.components.moe.routing import Routing
 from megatron_parallel import Mesh, Sharding
 from megatron_parallel.data_parallel.bucket import Bucket
-from megatron_parallel.expert_parallel.dispatch import AllGatherDispatcher
+from megatron_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from megatron_train.engine import StepEngine
 from megatron_train.prove.defects import experts_divided
 from torch import Tensor
@@ -71,7 +71,7 @@ def _partial_answers(mesh: Mesh, replace: Replace) -> None:
     def wrong(rows: Tensor, sizes: Any, axis: Any, *, purpose: str = "") -> Tensor:
         return rows.split(list(sizes))[axis.index]
 
-    replace(dispatch, "scatter_rows", wrong)
+    replace(all_gather, "scatter_rows", wrong)
 
 
 # -- state -----------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from typing import Any
 import megatron_parallel.expert_parallel.exchange as exchange
 import torch
 from megatron_parallel import Mesh
-from megatron_parallel.expert_parallel.dispatch import COMBINE
 from megatron_parallel.expert_parallel.exchange import RowSplits, _Message
+from megatron_parallel.expert_parallel.protocol import COMBINE
 from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect

@@ -57,7 +57,6 @@ def all_gather(routed: Routed) -> Iterator[tuple[str, str, str, int, int]]:
     axis, ranks = "expert_tp_ep", routed.layout.expert_tp * routed.layout.ep
     rows = routed.tokens * routed.config.hidden_size * routed.element
     choices = routed.tokens * routed.config.moe_router_topk
-    yield "tokens of each rank", axis, "all_gather of token counts", 1, 8
     yield "int32 each choice", axis, "all_gather of chosen experts", 1, 4 * choices
     yield "float32 each choice", axis, "all_gather of combine weights", 1, 4 * choices
     yield "their gradient", axis, "reduce_scatter of combine weights", 1, 4 * choices * ranks

@@ -16,6 +16,7 @@ from .ops.attention.scores import PLAIN_SCORES as PLAIN_SCORES
 from .ops.attention.scores import Scores as Scores
 from .ops.loss.cross_entropy import cross_entropy as cross_entropy
 from .ops.moe.grouped_matmul import grouped_matmul as grouped_matmul
+from .ops.moe.grouped_matmul import groups_of_rows as groups_of_rows
 from .ops.moe.permute import Permutation as Permutation
 from .ops.moe.permute import permute as permute
 from .ops.moe.permute import sort_by_expert as sort_by_expert

@@ -150,9 +150,9 @@ def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(5, 3, 37), targets)
 
 
-def _grouped(draw: InputGenerator, counts: tuple[int, ...]) -> tuple[Any, ...]:
-    x, weight = draw.normal(sum(counts), 24), draw.normal(len(counts), 16, 24)
-    return (x, weight.transpose(1, 2), torch.tensor(counts, device=draw.device))
+def _grouped(draw: InputGenerator, counts: tuple[int, ...], tail: int = 0) -> tuple[Any, ...]:
+    x, weight = draw.normal(sum(counts) + tail, 24), draw.normal(len(counts), 16, 24)
+    return (x, weight.transpose(1, 2), torch.tensor(counts, device=draw.device), tail > 0)
 
 
 def _choices(draw: InputGenerator) -> torch.Tensor:
@@ -256,6 +256,7 @@ CASES = (
     Case(cross_entropy, "", _cross_entropy),
     Case(grouped_matmul, "", partial(_grouped, counts=(5, 0, 11, 1))),
     Case(grouped_matmul, "one group", partial(_grouped, counts=(0, 0, 8))),
+    Case(grouped_matmul, "tail", partial(_grouped, counts=(5, 0, 11, 1), tail=6)),
     Case(permute, "", _permute),
     Case(unpermute, "", _unpermute),
     Case(causal_conv, "", _causal_conv),

@@ -27,7 +27,7 @@ from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.saved_values import read_value
 from megatron_train.step_report import StepReport, StepValues
-from megatron_train.tasks.task import MicroBatch, Task, reported_values
+from megatron_train.tasks.task import MicroBatch, Task, reported_values, unusable_layers
 from megatron_train.transfer import pack
 
 MAX_NAN_STEPS = 10
@@ -346,6 +346,8 @@ class Trainer:
             self.engine.run(step.batches, step.denominators, step.iteration)
         if gradient := self.engine.stages.describe_nonfinite_gradients():
             wrong.append(gradient)
+        if unusable := unusable_layers(self.task, step.values.read.counts):
+            return f"step {step.iteration}: {'; '.join([*unusable, *wrong])}"
         if not wrong:
             wrong.append(f"the gradient is finite, but its norm is {norm}")
         return (

@@ -11,12 +11,14 @@ class Measure(NamedTuple):
         title: Name in the log line.
         value: The value; NaN if there was nothing to measure.
         worst: Which of the values of several layers the log line shows.
+        remedy: Why a step with this value is not used, and what to change. Empty if it is used.
     """
 
     name: str
     title: str
     value: float
     worst: Literal["largest", "smallest"]
+    remedy: str = ""
 
 
 def counter_of(layer: int) -> str:

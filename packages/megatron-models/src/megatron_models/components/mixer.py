@@ -341,6 +341,13 @@ class Mixer(ABC):
         """Returns the number of values that the mixer counts for reports. Defaults to 0."""
         return 0
 
+    def always_counts(self) -> bool:
+        """Returns whether it counts without a report too, to name a cause of NaN.
+
+        Defaults to False. See `megatron_models.components.measure.Measure.remedy`.
+        """
+        return False
+
     def measures(self, counts: Sequence[float]) -> tuple[Measure, ...]:
         """Returns what a report shows of the values that the mixer counted. Defaults to nothing.
 

@@ -21,12 +21,6 @@ from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import Axis
 
 
-def gather_sizes(size: int, axis: Axis, device: torch.device, *, purpose: str) -> tuple[int, ...]:
-    """Returns the number of rows of each rank of the axis."""
-    own = torch.tensor([size], dtype=torch.int64, device=device)
-    return tuple(all_gather(own, axis, purpose=purpose).tolist())
-
-
 def gather_rows(
     rows: Shaped[Tensor, "own ..."], sizes: Sequence[int], axis: Axis, *, purpose: str = ""
 ) -> Shaped[Tensor, "all ..."]:

@@ -84,7 +84,11 @@ class GPTTask(StagedTask):
         self._split_per_document = split_per_document
         self._label_smoothing = label_smoothing
         self._config = stages[0].config
-        self._counting = self._config.counting_layers if per_layer_logging else {}
+        self._counting = {
+            layer: mixer
+            for layer, mixer in self._config.counting_layers.items()
+            if per_layer_logging or mixer.always_counts()
+        }
         self._cp = self._mesh.axis("cp")
         self._sequence_length = sequence_length
 

@@ -253,6 +253,18 @@ def layer_values(task: object, counts: Mapping[str, Sequence[float]]) -> dict[st
     }
 
 
+def unusable_layers(task: Task, counts: Mapping[str, Sequence[float]]) -> list[str]:
+    """Returns why layers make a step unusable, with remedies (`Measure.remedy`)."""
+    if not counts or not isinstance(task, CountingTask):
+        return []
+    return [
+        f"layer {layer}: {measure.value:g} {measure.title}, {measure.remedy}"
+        for layer, found in task.measures(counts).items()
+        for measure in found
+        if measure.remedy
+    ]
+
+
 def worst_layers(task: Task, counts: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, int]]:
     """Returns the worst value of each measure with its layer, by title of the measure."""
     if not counts or not isinstance(task, CountingTask):

@@ -15,30 +15,32 @@ class Permutation(NamedTuple):
     """The source of each row of `permute`.
 
     Attributes:
-        order: `[m]`, for each row its flat index `token * k + choice` in `[n, k]`.
-        counts: `[e]`, rows of each expert; m in total.
+        order: `[n * k]`, for each row its flat index `token * k + choice` in `[n, k]`. Choices of
+            no expert come last; the first rows are those of `counts`.
+        counts: `[e]`, rows of each expert; at most `n * k` in total.
     """
 
-    order: Int[Tensor, " m"]
+    order: Int[Tensor, " choices"]
     counts: Int[Tensor, " e"]
 
 
 def sort_by_expert(experts: Int[Tensor, "n k"], num_experts: int) -> Permutation:
     """Returns the order that sorts all choices by expert, with tokens in order for each expert.
 
+    The host reads no number: both results have shapes that do not depend on the choices. A caller
+    that knows a smaller bound for the number of routed choices may use only the first part of
+    `order`.
+
     Args:
         experts: Expert numbers that each of n tokens has chosen. A number outside the range of
-            experts (-1) means none and has no row.
+            experts (-1) means none.
         num_experts: Number of experts.
     """
     flat = experts.flatten()
     routed = (flat >= 0) & (flat < num_experts)
-    key = torch.where(routed, flat, num_experts)
-    counts = torch.bincount(key, minlength=num_experts + 1)[:num_experts]
-    order = torch.argsort(key, stable=True)
-    if flat.device.type == "cpu" and bool(routed.all()):
-        return Permutation(order, counts)
-    return Permutation(order[: int(counts.sum())], counts)
+    keys, order = torch.sort(torch.where(routed, flat, num_experts), stable=True)
+    limits = torch.arange(num_experts + 1, dtype=keys.dtype, device=keys.device)
+    return Permutation(order, torch.searchsorted(keys, limits).diff())
 
 
 def gather_rows(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
@@ -58,7 +60,7 @@ def permute(
 
     Args:
         tokens: `[n, h]`.
-        order: `Permutation.order`.
+        order: `Permutation.order`, or the first part of it.
         choices: Number k of experts that each token has chosen.
         backend: "auto" or the name of one backend.
 
@@ -95,10 +97,11 @@ def unpermute(
     """Returns the weighted sum of each token's rows: the inverse of `permute`.
 
     Args:
-        rows: `[m, h]`, in the order of `sort_by_expert`.
-        order: `Permutation.order`.
+        rows: `[m, h]`, in the order of `sort_by_expert`. Rows of choices without an expert must be
+            zero, as `grouped_matmul` returns them.
+        order: `Permutation.order`, or the first part of it.
         weights: `[n, k]`, weight of each choice of each token. The weight of a choice without a row
-            has no effect and no gradient.
+            or expert has no effect and no gradient.
         backend: "auto" or the name of one backend.
 
     Returns:

@@ -3,19 +3,69 @@
 Each of ``t`` tensor-parallel ranks routes ``n = s b / t`` tokens of its own. The experts are
 divided over ``ep`` ranks, and each expert's matrices are cut over ``expert_tp`` ranks. All-gather
 brings all ``n ep expert_tp`` tokens of these ranks to each rank; all-to-all brings only the rows of
-the rank's own experts. Either way a rank computes ``n k expert_tp`` rows under an even load, where
-``k`` is the number of experts of a token. With ``ep = 1`` that is exact; otherwise it is the mean
-over the ranks of ``ep``.
+the rank's own experts.
+
+By all-to-all a rank computes ``n k expert_tp`` rows under an even load, where ``k`` is the number
+of experts of a token. With ``ep = 1`` that is exact; otherwise it is the mean over the ranks of
+``ep``. By all-gather, and with room for a number of rows that the host knows, a rank saves the
+largest possible number of rows (`megatron_parallel.expert_parallel.dispatch`), so the bytes are
+those of every load.
 """
 
 from math import ceil
-from typing import Final
+from typing import Final, NamedTuple
 
-from megatron_models.components.mixer import BytesByPart, LayerPass
+from megatron_models.components.mixer import BytesByPart, ExpertParallelism, LayerPass
 from megatron_models.components.moe.config import MoEConfig
 
 _INDEX: Final = 8
+_OFFSET: Final = 4
 _FP32: Final = 4
+
+
+class _Rows(NamedTuple):
+    """Rows on one rank.
+
+    Attributes:
+        received: Rows of its experts, with those of no expert.
+        computed: Rows that its experts compute.
+        slots: Rows that it sends if their number is fixed, or None.
+        has_tail: Whether rows of no expert follow the others.
+    """
+
+    received: int
+    computed: int
+    slots: int | None
+    has_tail: bool
+
+
+def _rows(config: MoEConfig, tokens: int, own: int, ranks: ExpertParallelism, cut: int) -> _Rows:
+    """Returns the rows of a micro-batch of ``tokens``, of which a rank has ``own``."""
+    choices, local = config.moe_router_topk, config.num_experts // ranks.ep
+    mean = own * choices * cut
+    padded = config.moe_pad_expert_input_to_capacity
+    gathers = ranks.dispatcher == "allgather" or ranks.ep == cut == 1
+    limits, even = [], 0
+    if factor := config.moe_expert_capacity_factor:
+        even = ceil(mean * factor)
+        limits.append(even)
+    if factor := config.moe_expert_rank_capacity_factor:
+        limits.append(ceil(mean * factor))
+    slots = None
+    if gathers:
+        received = min([own * cut * ranks.ep * min(choices, local), *limits])
+    elif padded or config.moe_expert_rank_capacity_factor:
+        slots = own * min(choices, local)
+        if padded:
+            slots = min(slots, local * config.expert_capacity(tokens, choices, config.num_experts))
+        if factor := config.moe_expert_rank_capacity_factor:
+            slots = min(slots, ceil(own * choices * factor / ranks.ep))
+        slots *= ranks.ep
+        received = slots * cut
+    else:
+        received = min([mean, *limits])
+    has_tail = not padded and (slots is not None or (gathers and ranks.ep > 1))
+    return _Rows(received, even if padded else received, slots, has_tail)
 
 
 def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
@@ -35,10 +85,7 @@ def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
     wide = max(size, _FP32)  # routing and weighted sums are in float32 at least
     own = -(-tokens // tp)
     chosen = own * choices
-    rows = chosen * cut
-    if factor := config.moe_expert_capacity_factor:
-        even = ceil(rows * factor)
-        rows = even if config.moe_pad_expert_input_to_capacity else min(rows, even)
+    rows = _rows(config, tokens, own, ranks, cut)
     # Expert and weight of each choice, and all logits or scores; for lower precisions, float32
     # copies of tokens and weights.
     router = chosen * (_INDEX + wide) + own * config.num_experts * wide
@@ -46,18 +93,24 @@ def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
         router += (own + config.num_experts) * hidden * wide
     # Source and destination index of each row; and the outputs of experts, for the weighted sum.
     if parts == 1:
-        dispatch = rows * _INDEX + chosen * (_INDEX + hidden * wide)
+        dispatch = rows.received * _INDEX + chosen * (_INDEX + hidden * wide)
     elif ranks.dispatcher == "allgather":
-        dispatch = rows * _INDEX + chosen * parts * (_INDEX + wide + hidden * wide)
+        dispatch = rows.received * _INDEX + chosen * parts * (_INDEX + wide + hidden * wide)
     else:  # received rows are sorted by expert, and sorted back
-        dispatch = 2 * rows * _INDEX + chosen * (2 * _INDEX + hidden * wide)
+        sent = chosen if rows.slots is None else rows.slots
+        dispatch = (2 * rows.received + sent) * _INDEX + chosen * (_INDEX + hidden * wide)
+        dispatch += 0 if rows.slots is None else chosen * (_INDEX + 1)
     inner = config.activation_saves + 1  # and the activation's result
     row = (hidden + config.moe_ffn_hidden_size // cut * inner) * size
     row += 2 * _INDEX if config.has_mlp_bias else 0
+    offsets = 0
+    if size <= _FP32:  # of the products of all experts at once, and what clears the tail
+        row += 2 if rows.has_tail else 0
+        offsets = 2 * _OFFSET * config.num_experts // ranks.ep
     shared = config.moe_shared_expert_intermediate_size // tp * inner * size
     return {
         "router": router,
         "": dispatch,
-        "experts": rows * row,
+        "experts": rows.computed * row + offsets,
         "shared": tokens * shared,
     }

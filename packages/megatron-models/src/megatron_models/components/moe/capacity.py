@@ -14,12 +14,13 @@ keeps the earliest. Weights are compared as multiples of `STEP`: equal tokens, s
 ones of documents, have equal weights only up to rounding errors, which depend on the layout.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from megatron_parallel import Mesh
 from megatron_parallel.collectives import all_gather
+from megatron_parallel.expert_parallel import micro_batches_of_experts
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,7 +43,7 @@ class ExpertCapacity:
         self.spec = spec
         self.tp, self.cp = mesh.axis("tp"), mesh.axis("cp")
         self.axis = mesh.axis("tp_cp" if self.cp.size > 1 else "tp")
-        self.batches = _micro_batches(mesh)
+        self.batches = micro_batches_of_experts(mesh)
 
     def limit(
         self,
@@ -121,43 +122,13 @@ def kept_choices(
     flat = experts.flatten()
     order = torch.argsort(indices.repeat_interleave(experts.shape[1]), stable=True)
     if by_weight:
-        rounded = (weights.flatten()[order] / STEP).round()
-        order = order[torch.argsort(rounded, descending=True, stable=True)]
-    order = order[torch.argsort(flat[order], stable=True)]  # by expert, then by preference
-    ordered = flat[order]
+        rounded = (weights.flatten().index_select(0, order) / STEP).round()
+        order = order.index_select(0, torch.argsort(rounded, descending=True, stable=True))
+    by_expert = torch.argsort(flat.index_select(0, order), stable=True)
+    order = order.index_select(0, by_expert)  # by expert, then by preference
+    ordered = flat.index_select(0, order)
     begins = torch.searchsorted(ordered, ordered)  # of the expert's choices
     ranks = torch.arange(len(flat), device=flat.device) - begins
     kept = torch.empty_like(flat, dtype=torch.bool)
-    kept[order] = (ranks < capacity) & (ordered >= 0)
+    kept.index_copy_(0, order, (ranks < capacity) & (ordered >= 0))
     return kept.view(experts.shape)
-
-
-class PaddedRows(NamedTuple):
-    """Rows of experts, the same number for each, and where the true ones are.
-
-    Attributes:
-        rows: Rows sorted by expert; those without a token are 0.
-        counts: Rows of each expert, all equal.
-        places: Index of each true row in `rows`.
-    """
-
-    rows: Float[Tensor, "padded h"]
-    counts: Int[Tensor, " e"]
-    places: Int[Tensor, " m"]
-
-
-def pad_rows(rows: Float[Tensor, "m h"], counts: Int[Tensor, " e"], size: int) -> PaddedRows:
-    """Returns ``rows`` with ``size`` rows for each expert."""
-    experts = torch.arange(len(counts), device=rows.device)
-    owner = experts.repeat_interleave(counts.to(rows.device), output_size=len(rows))
-    begins = (counts.cumsum(0) - counts).to(rows.device)
-    places = torch.arange(len(rows), device=rows.device) - begins[owner] + size * owner
-    padded = rows.new_zeros(size * len(counts), rows.shape[1]).index_copy(0, places, rows)
-    return PaddedRows(padded, torch.full_like(counts, size), places)
-
-
-def _micro_batches(mesh: Mesh) -> int:
-    """Returns the number of micro-batches that have tokens on the ranks that share experts."""
-    first, layout = mesh.axis("world").ranks[0], mesh.layout
-    ranks = mesh.axis("expert_tp_ep").ranks
-    return len({layout.group_of("tp_cp", rank - first) for rank in ranks})

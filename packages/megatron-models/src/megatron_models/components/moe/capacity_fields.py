@@ -36,7 +36,19 @@ class CapacityFields(ComponentConfig):
         default=False,
         metadata=flag(
             "--moe-pad-expert-input-to-capacity",
-            "pad the rows of each expert to its capacity, so that their number never changes",
+            "pad the rows of each expert to its capacity, so that their number never changes and "
+            "the host never waits for it",
+            no_effect=True,
+        ),
+    )
+    moe_expert_rank_capacity_factor: float = field(
+        default=0.0,
+        metadata=flag(
+            "--moe-expert-rank-capacity-factor",
+            "rows of experts that a rank has room for, as a multiple of the mean over expert-"
+            "parallel ranks, so that the host never waits for their number; more are an error; 0: "
+            "as many as there are",
+            nonnegative=True,
             no_effect=True,
         ),
     )

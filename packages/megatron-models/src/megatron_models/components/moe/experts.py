@@ -6,7 +6,7 @@ sums.
 """
 
 from jaxtyping import Float, Int
-from megatron_kernels import grouped_matmul
+from megatron_kernels import grouped_matmul, groups_of_rows
 from megatron_parallel.tensor_parallel import add_product_parameters, product_weights
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,9 +25,17 @@ class Experts(nn.Module):
         self.up = ExpertLinear(spec.experts_up, placement)
         self.down = ExpertLinear(spec.experts_down, placement)
 
-    def forward(self, x: Float[Tensor, "m h"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m h"]:
-        """Returns the output of each row; ``counts`` are the rows of each expert on this rank."""
-        y: Tensor = self.down(self.activate(self.up(x, counts)), counts)
+    def forward(
+        self, x: Float[Tensor, "m h"], counts: Int[Tensor, " e"], has_tail: bool = False
+    ) -> Float[Tensor, "m h"]:
+        """Returns the output of each row; zero for rows after those of the last expert.
+
+        Args:
+            x: Rows, sorted by expert.
+            counts: Rows of each expert on this rank.
+            has_tail: Whether rows of no expert may follow.
+        """
+        y: Tensor = self.down(self.activate(self.up(x, counts, has_tail)), counts, has_tail)
         return y
 
 
@@ -50,20 +58,23 @@ class ExpertLinear(nn.Module):
         axis, outputs = placement.mesh.axis("expert_tp"), spec.outputs[-1]
         self.start = outputs // axis.size * axis.index if spec.cut == "inputs" else 0
 
-    def forward(self, x: Float[Tensor, "m i"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m ..."]:
-        """Transforms each row by its expert."""
+    def forward(
+        self, x: Float[Tensor, "m i"], counts: Int[Tensor, " e"], has_tail: bool = False
+    ) -> Float[Tensor, "m ..."]:
+        """Transforms each row by its expert; rows of no expert give zeros."""
         weight, bias = self.weight, self.bias
 
         def multiply(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
-            y: Tensor = grouped_matmul(x, weight.flatten(1, -2).transpose(1, 2), counts)
+            matrices = weight.flatten(1, -2).transpose(1, 2)
+            y: Tensor = grouped_matmul(x, matrices, counts, has_tail)
             return y
 
         y = self.product.forward(x, product_weights(self), None, multiply)
         if bias is not None:
             whole = bias.flatten(1)
             missing = y.shape[1] - whole.shape[1] - self.start  # channels of later ranks
-            if self.start or missing:
-                whole = functional.pad(whole, (self.start, missing))
-            y = y + whole.repeat_interleave(counts, 0, output_size=len(y))
+            if self.start or missing or has_tail:  # the bias of the tail is 0
+                whole = functional.pad(whole, (self.start, missing, 0, int(has_tail)))
+            y = y + whole.index_select(0, groups_of_rows(counts, len(y)))
         # No view without need: torch's fully_shard warns of a module that returns one.
         return y if weight.dim() == 3 else y.view(len(y), *weight.shape[1:-1])

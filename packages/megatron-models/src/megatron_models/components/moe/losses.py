@@ -136,13 +136,17 @@ def load_balancing_loss(
 
 
 def routing_counts(
-    routing: Routing, kept: Int[Tensor, "n k"], function: ScoreFunction
+    routing: Routing,
+    kept: Int[Tensor, "n k"],
+    overflow: Int[Tensor, ""] | None,
+    function: ScoreFunction,
 ) -> Float64[Tensor, " counts"]:
     """Returns what `megatron_models.components.moe.measures` describes, for this rank's tokens.
 
     Args:
         routing: Routing of this rank's tokens.
         kept: Experts of the routing, with -1 for those that dropped the token.
+        overflow: Selections beyond the bound of the dispatcher. None without a bound.
         function: Function from logits to scores.
     """
     logits, experts = routing.logits.detach(), routing.experts
@@ -154,7 +158,9 @@ def routing_counts(
     routed = routing.unrestricted_experts[:, :1] >= 0
     probabilities = shares.double().masked_fill(~routed, 0.0).sum(0)
     dropped = (experts >= 0).sum() - (kept >= 0).sum()
-    return torch.cat([chosen[1:].double(), probabilities, dropped[None].double()])
+    beyond = torch.zeros_like(dropped) if overflow is None else overflow
+    numbers = torch.stack([dropped, beyond]).double()
+    return torch.cat([chosen[1:].double(), probabilities, numbers])
 
 
 def z_loss(routing: Routing) -> Float[Tensor, ""]:

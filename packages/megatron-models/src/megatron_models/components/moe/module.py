@@ -14,14 +14,20 @@ from jaxtyping import Bool, Float, Int
 from megatron_kernels import permute, sort_by_expert, unpermute
 from megatron_parallel import DropoutKey
 from megatron_parallel.collectives import all_gather, gather_from_axis, scatter_to_axis
-from megatron_parallel.expert_parallel import RowOps, build_dispatcher
+from megatron_parallel.expert_parallel import (
+    ExpertRows,
+    RowLimits,
+    RowOps,
+    assign_slots,
+    build_dispatcher,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_models.components.context import Context
 from megatron_models.components.measure import counter_of
 from megatron_models.components.mlp.module import MLP
-from megatron_models.components.moe.capacity import ExpertCapacity, pad_rows
+from megatron_models.components.moe.capacity import ExpertCapacity
 from megatron_models.components.moe.experts import Experts
 from megatron_models.components.moe.losses import RouterLosses, routing_counts
 from megatron_models.components.moe.router import Router
@@ -45,7 +51,13 @@ class MoE(nn.Module):
         self.tp = mesh.axis("tp")
         self.sequence_parallel = placement.sequence_parallel
         ops = RowOps(sort_by_expert, permute, unpermute)
-        self.dispatcher = build_dispatcher(placement.dispatcher, mesh, spec.num_experts, ops)
+        self.dispatcher = build_dispatcher(
+            placement.dispatcher,
+            mesh,
+            spec.num_experts,
+            ops,
+            rank_capacity_factor=spec.moe_expert_rank_capacity_factor or None,
+        )
         self.losses = RouterLosses(spec, layer, mesh)
         self.router = Router(spec, layer, placement)
         self.capacity = ExpertCapacity(spec, mesh) if spec.moe_expert_capacity_factor else None
@@ -76,33 +88,68 @@ class MoE(nn.Module):
         tokens, routed, sequences = self._own_tokens(x, context.padding, cut)
         noise, replayed = self._noise(context, cut), self._replayed(x, context, cut)
         routing = self.router(tokens, routed, noise, replayed)
-        self._record(routing.experts, x, context, cut)
-        experts, weights = (
-            routing.experts,
-            self.losses.attach(routing, sequences, x.shape[1], context),
-        )
+        experts, choices = routing.experts, routing.experts.shape[1]
         capacity = None if context.cache is not None else self.capacity  # decoding drops nothing
         shape = (x.shape[0] * (self.tp.size if cut else 1), x.shape[1])
         if capacity is not None:
-            experts = capacity.limit(experts, weights, shape, context)
-        self._count(routing, experts, context)
-        choices = experts.shape[1]
-        if self.spec.moe_apply_probs_on_input:  # each choice is a token of its own
+            experts = capacity.limit(experts, routing.weights, shape, context)
+        on_input = self.spec.moe_apply_probs_on_input  # each choice is then a token of its own
+        # Before all that the experts do not need, so that the host waits for no number of rows.
+        route = self.dispatcher.route(
+            experts.view(-1, 1) if on_input else experts,
+            self._limits(len(tokens), shape, capacity, routed is None and replayed is None),
+        )
+        self._record(routing.experts, x, context, cut)
+        weights = self.losses.attach(routing, sequences, x.shape[1], context)
+        self._count(routing, experts, route.overflow, context)
+        if on_input:
             tokens = (tokens[:, None] * weights[..., None]).to(tokens.dtype).flatten(0, 1)
-            experts, weights = experts.view(-1, 1), torch.ones_like(weights).view(-1, 1)
-        dispatch = self.dispatcher.dispatch(tokens, experts, weights, context.interleaver)
+            weights = torch.ones_like(weights).view(-1, 1)
+        dispatch = route.dispatch(tokens, weights, context.interleaver)
         shared = self._shared_output(x, context)
-        rows, counts = dispatch.wait()
+        rows = dispatch.wait()
         if capacity is not None and self.spec.moe_pad_expert_input_to_capacity:
-            padded = pad_rows(rows, counts, capacity.rows(shape))
-            outputs = self.experts(padded.rows, padded.counts).index_select(0, padded.places)
+            outputs = self._padded_outputs(rows, capacity.rows(shape))
         else:
-            outputs = self.experts(rows, counts)
+            outputs = self.experts(*rows)
         combined = dispatch.combine(outputs).wait()
-        if self.spec.moe_apply_probs_on_input and choices > 1:
+        if on_input and choices > 1:
             combined = combined.view(-1, choices, combined.shape[1]).sum(1)
         y = self._all_tokens(combined, x, cut)
         return y if shared is None else y + shared
+
+    def _limits(
+        self,
+        count: int,
+        shape: tuple[int, int],
+        capacity: ExpertCapacity | None,
+        all_routed: bool,
+    ) -> RowLimits:
+        """Returns what the layer knows about the rows of experts.
+
+        Args:
+            count: Tokens of this rank.
+            shape: Length of the sequence on all tensor-parallel ranks together, and sequences of
+                the micro-batch.
+            capacity: The capacity of experts, or None.
+            all_routed: Whether no token is padding, and the router selects the experts.
+        """
+        if self.spec.moe_router_expert_choice:
+            return RowLimits(self.router.largest_share(count))
+        if capacity is None:
+            return RowLimits(all_routed=all_routed)
+        static = self.spec.moe_pad_expert_input_to_capacity
+        return RowLimits(capacity.capacity(shape), static=static)
+
+    def _padded_outputs(self, rows: ExpertRows, size: int) -> Float[Tensor, "m h"]:
+        """Returns the outputs of experts, each of which computes ``size`` rows.
+
+        Rows of an expert are followed by copies of others. Nothing reads their outputs.
+        """
+        slots = assign_slots(rows.counts[:, None], len(rows.rows), size)
+        sizes = torch.full_like(rows.counts, size)
+        outputs: Tensor = self.experts(rows.rows.index_select(0, slots.source), sizes)
+        return outputs.index_select(0, slots.place).masked_fill(~slots.sent[:, None], 0)
 
     def _shared_output(
         self, x: Float[Tensor, "s b h"], context: Context
@@ -185,14 +232,20 @@ class MoE(nn.Module):
         rows = every[: length * batch].view(length, batch, -1)
         replay.record(self.layer, rows.transpose(0, 1).contiguous())
 
-    def _count(self, routing: Routing, kept: Int[Tensor, "n k"], context: Context) -> None:
+    def _count(
+        self,
+        routing: Routing,
+        kept: Int[Tensor, "n k"],
+        overflow: Int[Tensor, ""] | None,
+        context: Context,
+    ) -> None:
         """Counts the routing for reports, once in a pass."""
         collected, name = context.auxiliary_losses, counter_of(self.layer)
         if collected is None or not collected.counts_under(name):
             return
         if self.layer not in context.counted_layers:
             function = self.spec.moe_router_score_function
-            collected.count(name, routing_counts(routing, kept, function))
+            collected.count(name, routing_counts(routing, kept, overflow, function))
             context.counted_layers.add(self.layer)
 
     def _all_tokens(

@@ -28,6 +28,7 @@ from megatron_models.components.moe.selection import (
     Groups,
     balanced_experts,
     best_experts,
+    expert_share,
     normalized,
     scores_of,
     sinkhorn,
@@ -124,7 +125,7 @@ class Router(nn.Module):
         if spec.moe_router_force_load_balancing:
             first = count * self.tp.index
             sizes = (count, spec.moe_router_topk, spec.num_experts)
-            return balanced_experts(*sizes, first).to(logits.device)
+            return balanced_experts(*sizes, first, logits.device)
         if spec.moe_router_expert_choice:
             return tokens_of_experts(scores, routed, spec.moe_router_topk, self.tokens_axis)
         if self.training and spec.moe_router_load_balancing_type == "sinkhorn":
@@ -134,6 +135,15 @@ class Router(nn.Module):
             return best
         ranking = scores if self.load is None else scores + self.expert_bias
         return best_experts(ranking, spec.moe_router_topk, self.groups)
+
+    def largest_share(self, count: int) -> int:
+        """Returns the largest number of tokens of a micro-batch that an expert selects.
+
+        Args:
+            count: Tokens of this rank.
+        """
+        tokens = count * self.tokens_axis.size
+        return expert_share(tokens, self.spec.moe_router_topk, self.spec.num_experts)
 
     def _weigh(
         self, scores: Float[Tensor, "n e"], experts: Int[Tensor, "n k"]

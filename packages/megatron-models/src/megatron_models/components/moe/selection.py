@@ -69,7 +69,9 @@ def best_experts(
     return ranking.topk(top_k, -1).indices
 
 
-def balanced_experts(count: int, top_k: int, num_experts: int, first: int) -> Int[Tensor, "n k"]:
+def balanced_experts(
+    count: int, top_k: int, num_experts: int, first: int, device: torch.device | str = "cpu"
+) -> Int[Tensor, "n k"]:
     """Returns experts in turn, for benchmarks: token ``i`` has ``i k, ..., i k + k - 1``.
 
     Args:
@@ -77,8 +79,9 @@ def balanced_experts(count: int, top_k: int, num_experts: int, first: int) -> In
         top_k: Experts of each token.
         num_experts: Number of experts; numbers are modulo it.
         first: Index of the first token.
+        device: Device of the result.
     """
-    numbers = torch.arange(first * top_k, (first + count) * top_k) % num_experts
+    numbers = torch.arange(first * top_k, (first + count) * top_k, device=device) % num_experts
     return numbers.view(count, top_k)
 
 
@@ -131,9 +134,16 @@ def tokens_of_experts(
     count, experts = scores.shape
     known = scores.detach().masked_fill(~routed[:, None], -torch.inf)
     known = all_gather(known, axis, purpose="scores of experts")
-    real = known[:, 0] > -torch.inf
-    capacity = min(-(-int(real.sum()) * top_k // experts), len(known))
-    best = known.topk(capacity, 0).indices
-    chosen = torch.zeros_like(known, dtype=torch.bool).scatter(0, best, True) & real[:, None]
+    real = known[:, :1] > -torch.inf
+    # The number of tokens without padding stays on the device; the host knows that of all tokens.
+    best = known.topk(expert_share(len(known), top_k, experts), 0).indices
+    share = (real.sum() * top_k + experts - 1) // experts
+    within = (torch.arange(len(best), device=scores.device) < share)[:, None].expand_as(best)
+    chosen = torch.zeros_like(known, dtype=torch.bool).scatter(0, best, within) & real
     own = chosen[count * axis.index : count * (axis.index + 1)]
     return torch.arange(experts, device=scores.device).where(own, -1)
+
+
+def expert_share(tokens: int, top_k: int, experts: int) -> int:
+    """Returns the tokens that each of the experts selects: ``top_k / experts`` of them."""
+    return min(-(-tokens * top_k // experts), tokens)

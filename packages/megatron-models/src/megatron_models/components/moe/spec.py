@@ -254,7 +254,11 @@ class MoESpec(MoEConfig, Mixer):
 
     def counters(self) -> int:
         """Returns the number of values of `routing_counts`."""
-        return 2 * self.num_experts + 1
+        return 2 * self.num_experts + 2
+
+    def always_counts(self) -> bool:
+        """Returns whether rows of experts have a bound, which more rows may exceed."""
+        return self.moe_expert_rank_capacity_factor > 0
 
     def measures(self, counts: Sequence[float]) -> tuple[Measure, ...]:
         """Returns load of the experts, entropy of the router, and share of dropped selections."""
