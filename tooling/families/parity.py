@@ -1,5 +1,6 @@
 """What is measured against transformers: outputs, bfloat16, gradients and the round trip."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from megatron_ckpt import (
     export_hf,
     import_hf,
 )
+from megatron_ckpt.families import detect_family
 from megatron_infer import load_model
 from megatron_models import Placement, config_of, find_kind, record_of
 from megatron_parallel import Mesh, collect_shardings, parameter_views
@@ -44,11 +46,12 @@ def largest_error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 def our_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Returns the model in a folder of theirs; raises CheckpointError if it is refused."""
-    foreign = ForeignModel(folder)
-    kind = find_kind(foreign.model.kind)
+    config = json.loads((folder / "config.json").read_text())
+    kind = find_kind(detect_family(config["architectures"]).kind)
     if kind.supports_decoding:
         (model,) = load_model(folder, tokenizer=None, dtype=dtype).stages
         return model
+    foreign = ForeignModel(folder)
     (built,) = kind.build(config_of(foreign.model), Placement(Mesh.single(), dtype=dtype))
     views = parameter_views(built, collect_shardings(built), Mesh.single())
     foreign.load_tensors(views, cast="floating")
