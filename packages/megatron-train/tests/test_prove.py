@@ -90,6 +90,14 @@ def test_gpt3_on_1024_ranks_becomes_a_run_of_eight() -> None:
     assert changes["--global-batch-size"] == (1536, run.global_batch_size)
 
 
+def test_a_batch_that_is_not_given_is_one_micro_batch_on_each_rank() -> None:
+    sizes = ("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4")
+    found = small("gpt", *sizes, "--seq-length", "64", "--world-size", "16")
+    changes = {each.setting: (each.before, each.after) for each in found.changes}
+    assert changes["--global-batch-size"] == (16, 2)
+    assert all(isinstance(n, int) for pair in changes.values() for n in pair)
+
+
 def test_ranks_that_share_a_kv_head_still_do() -> None:
     words = ("gpt", "--recipe", "llama3.2-1b", "--tensor-model-parallel-size", "16")
     run = small(*words).run

@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_train.prove.compare import Deviation, compare, deviations, first_deviation, joined
+from megatron_train.prove.compare import (
+    Deviation,
+    compare,
+    deviations,
+    first_deviation,
+    joined,
+    relative,
+)
 from megatron_train.prove.planting import planting
 from megatron_train.prove.record import Outcome, Piece
 from torch import Tensor
@@ -74,6 +81,12 @@ def test_what_is_not_a_number_or_on_no_rank_is_infinitely_wrong() -> None:
     assert deviations(half, {"a": A, "b": B}) == {"a": math.inf, "b": 0.0}
     with pytest.raises(ValueError, match="'c' is not on one rank"):
         deviations(joined([whole_pieces(c=A)]), {"a": A})
+
+
+def test_gradients_of_a_step_without_loss_are_compared_absolutely() -> None:
+    zeros = {"a": torch.zeros(2, dtype=torch.float64)}
+    assert relative(joined([whole_pieces(**zeros)]), zeros) == 0
+    assert relative(joined([whole_pieces(a=torch.full((2,), 0.5))]), zeros) == 0.5
 
 
 def test_a_planted_function_is_replaced_until_the_end_of_the_block() -> None:

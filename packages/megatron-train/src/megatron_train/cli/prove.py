@@ -2,8 +2,9 @@
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -182,15 +183,23 @@ def _first(small: ShrunkRun, proof: "Proof") -> str:
     return f"step {first.step}, {what} by {first.size:.2g} on {where}{more}"
 
 
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values for JSON, which has no infinite numbers: None stands for them."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
 def _to_dict(small: ShrunkRun, proof: "Proof", defect: str | None) -> dict[str, Any]:
     first = proof.first
     return {
         "equal": proof.equal,
         "defect": defect,
         "differences": {
-            name: {"found": found, "limit": limit} for name, found, limit in _rows(proof)
+            name: _finite({"found": found, "limit": limit}) for name, found, limit in _rows(proof)
         },
-        "first": None if first is None else vars(first),
+        "first": None if first is None else _finite(vars(first)),
         "layout": str(small.run.layout),
         "ranks": small.run.layout.world_size,
         "shrunk": [vars(each) for each in small.changes],

@@ -189,9 +189,12 @@ def relative(ours: Boxes, whole: Mapping[str, Tensor]) -> float:
 
 
 def _sizes(whole: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the largest element of each tensor, or a thousandth of the rms of all."""
+    """Returns the largest element of each tensor, or a thousandth of the rms of all.
+
+    Returns 1 for each if all are 0, as in a step whose samples have no loss.
+    """
     flat = torch.cat([tensor.flatten() for tensor in whole.values()])
-    floor = 1e-3 * float(flat.square().mean().sqrt())
+    floor = 1e-3 * float(flat.square().mean().sqrt()) or 1.0
     return {name: max(float(tensor.abs().max()), floor) for name, tensor in whole.items()}
 
 

@@ -368,6 +368,8 @@ def _changes(run: RunConfig, small: RunConfig) -> Iterator[Change]:
                 continue
             before = getattr(run.section_by_name(name), option.name)
             after = getattr(small.section_by_name(name), option.name)
+            if before is None and option.name == "global_batch_size":
+                before = run.global_batch_size
             if before != after:
                 yield Change(option.flag, before, after)
 
