@@ -253,3 +253,21 @@ def test_the_page_has_the_counts_of_the_example_scripts():
         assert sum(columns) == len(flags)
         if page.parent.exists():
             assert row in page.read_text(), row
+
+
+def test_the_page_has_the_counts_of_the_flags_of_megatron_bridge():
+    lines = (LISTS / "bridge.txt").read_text().splitlines()
+    names = [line for line in lines if line.startswith("--")]
+    rows, more = names[:230], names[230:]
+    page = Path(__file__).parents[3] / "docs" / "from-megatron.md"
+    for title, flags in (
+        ("230 rows", rows),
+        ("196 flags of the rows", set(rows)),
+        ("73 more flags", more),
+    ):
+        kinds = Counter(TABLE[flag].status for flag in flags)
+        columns = [kinds["works"] + kinds["alias"], *map(kinds.get, ("no effect", "planned"))]
+        row = f"| {title} | {' | '.join(map(str, [*columns, kinds['refused']]))} |"
+        assert sum(kinds.values()) == int(title.split()[0])
+        if page.parent.exists():
+            assert row in page.read_text(), row

@@ -209,7 +209,9 @@ def test_a_signal_during_the_exchange_of_requests_stops_all_ranks_after_the_next
     make_trainer, monkeypatch
 ):
     trainer, requests = make_trainer(), []
-    mesh = SimpleNamespace(axis=lambda name: SimpleNamespace(size=2), device=torch.device("cpu"))
+    mesh = SimpleNamespace(
+        axis=lambda name: SimpleNamespace(size=2), device=torch.device("cpu"), is_imagined=False
+    )
     trainer.engine = SimpleNamespace(
         mesh=mesh, stages=SimpleNamespace(wait_for_parameters=lambda: None)
     )

@@ -150,7 +150,7 @@ def test_a_stop_of_one_rank_is_read_one_step_later(make_trainer, monkeypatch):
     """The exchange of requests among two ranks, of which another one wants to stop."""
     trainer = behind(make_trainer())
     world, device = SimpleNamespace(size=2), trainer.engine.mesh.device
-    trainer.engine.mesh = SimpleNamespace(device=device, axis=lambda name: world)
+    trainer.engine.mesh = SimpleNamespace(device=device, axis=lambda name: world, is_imagined=False)
     wishes = iter([-1.0, -1.0, 143.0, 143.0])
     monkeypatch.setattr(
         "megatron_train.trainer.all_reduce", lambda t, *_, **__: t.fill_(next(wishes))
