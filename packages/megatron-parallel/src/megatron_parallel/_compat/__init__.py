@@ -14,6 +14,7 @@ from megatron_parallel._compat.autograd import (
     force_eager,
     gradient_returned,
     gradient_wanted,
+    storage_identity,
     weak_storage_ref,
 )
 from megatron_parallel._compat.collectives import (
@@ -58,6 +59,7 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "start_reduce_scatter",
+    "storage_identity",
     "tcp_store",
     "weak_storage_ref",
     "why_not_compiled",

@@ -51,6 +51,14 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
     return found
 
 
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Returns a number that tensors share if they are views of the same memory.
+
+    Unlike an address it exists on imagined devices too.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
 def weak_storage_ref(storage: torch.UntypedStorage) -> Any:
     """Returns a weak reference to a storage; its `expired()` tests whether the storage is freed."""
     from torch.multiprocessing.reductions import StorageWeakRef

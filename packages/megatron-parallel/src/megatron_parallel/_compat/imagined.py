@@ -1,5 +1,6 @@
 """Fake tensors, fake process groups, and the classes of torch's operations."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -97,8 +98,9 @@ def init_fake_group(rank: int, world_size: int) -> None:
     """Creates a default process group whose collectives return at once, with wrong values."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
-    store = _distributed_c10d.HashStore()
+    store, hook = _distributed_c10d.HashStore(), sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+    sys.excepthook = hook  # torch's writes the rank before every line
 
 
 def new_fake_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:

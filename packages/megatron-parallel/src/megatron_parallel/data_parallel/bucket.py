@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_parallel import _compat
 from megatron_parallel.collectives.async_collective import AsyncCollective
 from megatron_parallel.collectives.exposed_time import ExposedTime
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
@@ -222,7 +223,9 @@ class Bucket:
         for name, held in aside.items():
             parameter = self.parameters[name]
             left, parameter.grad = parameter.grad, held
-            if left is None or left.data_ptr() == self.dummy_gradient.data_ptr():
+            if left is None or _compat.storage_identity(left) == _compat.storage_identity(
+                self.dummy_gradient
+            ):
                 continue
             if held is None:  # a use of the weight that is not fused
                 parameter.grad = left

@@ -1,21 +1,24 @@
 """Kernels of a CUDA device that a torch without CUDA lacks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from megatron_parallel._compat.imagined import device_type_of
 from megatron_parallel.imagined.ledger import DeviceLedger
 
 _ATEN: Final = torch.ops.aten
+_ATTEND: Final = functional.scaled_dot_product_attention
 
 
-class CudaKernels(TorchFunctionMode):
+@contextmanager
+def cuda_kernels(ledger: DeviceLedger) -> Iterator[None]:
     """Runs functions on fake CUDA tensors as the kernels that torch has on a CUDA device.
 
     A torch without CUDA replaces them by several operations that keep and move more bytes:
@@ -24,36 +27,42 @@ class CudaKernels(TorchFunctionMode):
       memory-efficient kernel. Both take grouped keys and values only as repeated heads.
     - `rms_norm` and `silu`: one kernel for the forward and one for the backward pass.
 
+    The functions of `torch.nn.functional` are replaced, since a mode of torch functions is not
+    active in the threads of autograd, where activations are recomputed.
+
     Args:
         ledger: Counts these kernels.
     """
+    attend, rms_norm, silu = _ATTEND, functional.rms_norm, functional.silu
 
-    def __init__(self, ledger: DeviceLedger) -> None:
-        super().__init__()
-        self._ledger = ledger
+    def on_cuda_attend(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        there = device_type_of(q) == "cuda"
+        return _attend(q, *args, **kwargs) if there else attend(q, *args, **kwargs)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention and device_type_of(args[0]) == "cuda":
-            return _attend(*args, **given)
-        if func is functional.rms_norm and device_type_of(args[0]) == "cuda":
-            return self._rms_norm(*args, **given)
-        if func is functional.silu and device_type_of(args[0]) == "cuda":
-            active: Tensor = _Silu.apply(args[0], self._ledger)  # type: ignore[no-untyped-call]
-            return active
-        return func(*args, **given)
-
-    def _rms_norm(
-        self,
+    def on_cuda_rms_norm(
         x: Tensor,
-        normalized_shape: tuple[int, ...],
+        normalized_shape: list[int],
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
-        normal: Tensor = _RmsNorm.apply(x, weight, len(normalized_shape), self._ledger)  # type: ignore[no-untyped-call]
+        if device_type_of(x) != "cuda":
+            return rms_norm(x, normalized_shape, weight, eps)
+        normal: Tensor = _RmsNorm.apply(x, weight, len(normalized_shape), ledger)  # type: ignore[no-untyped-call]
         return normal
+
+    def on_cuda_silu(x: Tensor, inplace: bool = False) -> Tensor:
+        if device_type_of(x) != "cuda":
+            return silu(x, inplace)
+        active: Tensor = _Silu.apply(x, ledger)  # type: ignore[no-untyped-call]
+        return active
+
+    with patch.multiple(
+        functional,
+        scaled_dot_product_attention=on_cuda_attend,
+        rms_norm=on_cuda_rms_norm,
+        silu=on_cuda_silu,
+    ):
+        yield
 
 
 def _attend(
@@ -77,9 +86,7 @@ def _attend(
         )[0]
         return out
     if q.dtype == torch.float64:  # no fused kernel
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale
-        )
+        return _ATTEND(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
     bias = None
     if attn_mask is not None:
         bias = torch.empty(attn_mask.shape, dtype=q.dtype, device=q.device)

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from megatron_parallel._compat.imagined import fake_tensors
-from megatron_parallel.imagined.cuda_kernels import CudaKernels
+from megatron_parallel.imagined.cuda_kernels import cuda_kernels
 from megatron_parallel.imagined.functions import cuda_functions
 from megatron_parallel.imagined.guard import NoGuardError, guard_loaded
 from megatron_parallel.imagined.ledger import DeviceLedger
@@ -44,7 +44,7 @@ def imagined_device(
         if is_cuda and not torch.cuda.is_available():
             stack.enter_context(cuda_functions(NAME, total_memory, ledger.wait, ledger.queue))
         if is_cuda:
-            stack.enter_context(CudaKernels(ledger))
+            stack.enter_context(cuda_kernels(ledger))
         stack.enter_context(fake_tensors())
         stack.enter_context(ledger)
         yield ledger

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
+from megatron_parallel import _compat
+
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -138,14 +140,14 @@ def _add_up(
     its weight, such as that of a transposed weight. Autograd does so too, and optimizers update
     gradients and weights element by element in memory.
     """
-    shared = {gradient.untyped_storage().data_ptr() for gradient in other_gradients}
+    shared = {_compat.storage_identity(gradient) for gradient in other_gradients}
     for weight, gradient in zip(weights, found, strict=True):
         if gradient is None:
             continue
         if weight.grad is not None:
             weight.grad += gradient
             continue
-        memory = gradient.untyped_storage().data_ptr()
+        memory = _compat.storage_identity(gradient)
         if memory in shared or gradient.stride() != weight.stride():
             gradient = torch.empty_like(weight).copy_(gradient)
         weight.grad = gradient

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_parallel import _compat
+
 
 @dataclass
 class SavedActivations:
@@ -36,13 +38,13 @@ def count_saved_activations(module: nn.Module) -> Iterator[SavedActivations]:
     recomputation saves. The storages stay alive until the block ends.
     """
     saved, running = SavedActivations(), [""]
-    known = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    known = {_compat.storage_identity(t) for t in (*module.parameters(), *module.buffers())}
     storages: list[Any] = []
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        if storage.data_ptr() not in known and storage.nbytes():
-            known.add(storage.data_ptr())
+        if _compat.storage_identity(t) not in known and storage.nbytes():
+            known.add(_compat.storage_identity(t))
             storages.append(storage)
             saved.by_module[running[-1]] = saved.by_module.get(running[-1], 0) + storage.nbytes()
             saved.shapes.append(tuple(t.shape))
