@@ -1,0 +1,105 @@
+"""The jobs: command lines of `megatron-train dry-run` for one rank."""
+
+from typing import Final, NamedTuple
+
+_SMALL: Final = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 4096 "
+    "--seq-length 2048 --max-position-embeddings 2048 --vocab-size 32000 --micro-batch-size 1 "
+    "--lr 1e-3 --bf16 --world-size 8 --attention-dropout 0 --hidden-dropout 0 "
+)
+_EXPERTS: Final = (
+    _SMALL + "--num-layers 8 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 "
+    "--moe-aux-loss-coeff 0.01 --expert-model-parallel-size 4 --global-batch-size 16 "
+)
+_LLAMA_70B: Final = (
+    "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --group-query-attention "
+    "--num-query-groups 8 --ffn-hidden-size 28672 --vocab-size 128255 --seq-length 8192 "
+    "--max-position-embeddings 8192 --normalization RMSNorm --position-embedding-type rope "
+    "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --bf16 --lr 1e-4 "
+    "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer "
+)
+_TP: Final = "--tensor-model-parallel-size 2 --sequence-parallel "
+_PP: Final = "--pipeline-model-parallel-size 2 "
+
+
+class Job(NamedTuple):
+    """A job whose first rank of a pipeline stage is imagined.
+
+    Attributes:
+        name: Name in the table.
+        flags: Flags of ``megatron-train dry-run gpt``.
+        pipeline_rank: Coordinate of the rank on the axis ``pp``.
+        sample: Whether the job is also run in `nox -s tests`.
+    """
+
+    name: str
+    flags: str
+    pipeline_rank: int = 0
+    sample: bool = False
+
+
+def _batch(micro_batches: int, data_parallel: int) -> str:
+    return f"--global-batch-size {micro_batches * data_parallel} "
+
+
+JOBS: Final = (
+    Job("dp8", _SMALL + _batch(2, 8)),
+    Job(
+        "tp2·sp·dp4, distributed optimizer",
+        _SMALL + _TP + "--use-distributed-optimizer " + _batch(2, 4),
+        sample=True,
+    ),
+    Job(
+        "tp2·sp·dp4, overlapped",
+        _SMALL
+        + _TP
+        + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        + _batch(2, 4),
+    ),
+    Job("tp2·sp·dp4, hidden dropout", _SMALL + _TP + "--hidden-dropout 0.1 " + _batch(2, 4)),
+    Job(
+        "tp2·sp·dp4, full recompute",
+        _SMALL
+        + _TP
+        + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        + _batch(2, 4),
+    ),
+    Job(
+        "tp2·sp·dp4, selective recompute",
+        _SMALL + _TP + "--recompute-granularity selective " + _batch(2, 4),
+    ),
+    Job("tp2·sp·dp4, documents", _SMALL + _TP + "--reset-attention-mask " + _batch(2, 4)),
+    Job("tp2·pp2·dp2", _SMALL + _TP + _PP + _batch(8, 2), sample=True),
+    Job("tp2·pp2·dp2, last stage", _SMALL + _TP + _PP + _batch(8, 2), pipeline_rank=1),
+    Job(
+        "tp2·pp2·vpp2·dp2",
+        _SMALL + _TP + _PP + "--num-virtual-stages-per-pipeline-rank 2 " + _batch(8, 2),
+    ),
+    Job(
+        "pp2·dp4, zb-v",
+        _SMALL
+        + _PP
+        + "--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 2 "
+        + _batch(8, 4),
+    ),
+    Job("cp2·dp4, ring", _SMALL + "--context-parallel-size 2 " + _batch(2, 4)),
+    Job(
+        "cp2·dp4, all-to-all",
+        _SMALL + "--context-parallel-size 2 --cp-comm-type a2a " + _batch(2, 4),
+    ),
+    Job("ep4·dp8, all-gather", _EXPERTS + "--moe-token-dispatcher-type allgather ", sample=True),
+    Job("ep4·dp8, all-to-all", _EXPERTS + "--moe-token-dispatcher-type alltoall "),
+    Job(
+        "ep4·dp8, all-to-all, padded to capacity",
+        _EXPERTS
+        + "--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.25 "
+        + "--moe-pad-expert-input-to-capacity ",
+    ),
+    Job(
+        "70B, tp8·sp·pp4·dp32, rank 0 of 1,024",
+        _LLAMA_70B
+        + "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
+        + "--micro-batch-size 1 --world-size 1024 "
+        + _batch(4, 32),
+    ),
+)

@@ -1,0 +1,48 @@
+"""Measures jobs, and compares them with the table."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from megatron_train.cli.main import build_parser
+from megatron_train.dry_run.dry_run import dry_run
+from megatron_train.prove.resolve import resolve_run
+
+from device.cases import Job
+
+TABLE: Final = Path(__file__).with_name("table.json")
+"""The committed numbers of each job."""
+
+Row = dict[str, int]
+
+
+def measure(job: Job) -> Row:
+    """Returns the numbers of a job."""
+    run = resolve_run(build_parser().parse_args(["dry-run", "gpt", *job.flags.split()]))
+    (use,) = dry_run(run, "cuda", [job.pipeline_rank])
+    counts = use.counts
+    return {
+        "waits": counts.waits.total(),
+        "blocking copies": counts.blocking_copies.total(),
+        "kernels": counts.kernels.total(),
+        "element-wise bytes": counts.bytes_moved.total(),
+        "peak bytes": use.peak,
+    }
+
+
+def read_table() -> dict[str, Row]:
+    """Returns the committed numbers by the name of the job."""
+    found: dict[str, Row] = json.loads(TABLE.read_text())
+    return found
+
+
+def rises(name: str, found: Row, table: Mapping[str, Row]) -> list[str]:
+    """Describes each number of a job that is larger than in the table."""
+    if name not in table:
+        return [f"{name}: not in {TABLE.name}"]
+    return [
+        f"{name}: {what} rose from {before:,} to {found[what]:,}"
+        for what, before in table[name].items()
+        if found[what] > before
+    ]
