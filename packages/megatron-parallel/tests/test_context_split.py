@@ -127,7 +127,7 @@ def test_a_plan_from_ranges_equals_the_plan_from_indices(
 
 
 @pytest.mark.gpu
-def test_a_plan_waits_for_the_device_only_if_the_mask_depends_on_data(
+def test_a_plan_waits_for_the_device_only_if_the_host_lacks_the_documents(
     device: torch.device, device_waits: Callable[[], AbstractContextManager[Counter[str]]]
 ) -> None:
     ids = documents([40, 24], 64).to(device)
@@ -141,6 +141,35 @@ def test_a_plan_waits_for_the_device_only_if_the_mask_depends_on_data(
         plan_ring(SequenceMask(ids), split, 1)
         plan_ring(SequenceMask(ids), ContextSplit.per_document(ids, 4), 1)
     assert waits.total() == 2
+    splits = (
+        ContextSplit.zigzag(64, 4).with_documents(ids.cpu()),
+        ContextSplit.per_document(ids.cpu(), 4),
+    )
+    with device_waits() as waits:
+        for known in splits:
+            plan_ring(SequenceMask(ids), known.to(device), 1)
+            plan_ring(SequenceMask(ids, window=9), known.to(device).joined(2), 1)
+    assert waits == Counter()
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_plan_from_documents_on_the_host_equals_that_of_the_mask(window: int | None) -> None:
+    ids = torch.cat([documents([40, 24], 64), documents([10, 3, 51], 64)])
+    mask = SequenceMask(ids, window=window)
+    for split in (
+        ContextSplit.zigzag(64, 4).with_documents(ids),
+        ContextSplit.per_document(ids, 4),
+    ):
+        assert split.host is not None
+        for each, rank in ((split, 0), (split, 3), (split.joined(2), 1)):
+            found, truth = (
+                [
+                    [(b.rows, b.columns, b.mask.all_allowed) for b in blocks]
+                    for blocks in plan_ring(mask, one, rank).blocks
+                ]
+                for one in (each, ContextSplit(each.indices))
+            )
+            assert found == truth
 
 
 def test_a_causal_ring_computes_half_of_the_pairs_and_needs_no_mask_for_most() -> None:

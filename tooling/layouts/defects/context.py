@@ -48,9 +48,8 @@ def _contiguous_documents(mesh: Mesh, replace: Replace) -> None:
 
     def wrong(mask: SequenceMask, split: ContextSplit, *rest: Any) -> RingPlan:
         order = split.indices.flatten().argsort()
-        return true(
-            dataclasses.replace(mask, document_ids=mask.document_ids[:, order]), split, *rest
-        )
+        wrong_mask = dataclasses.replace(mask, document_ids=mask.document_ids[:, order])
+        return true(wrong_mask, dataclasses.replace(split, host=None), *rest)
 
     replace(context_parallel, "plan_ring", wrong)
 

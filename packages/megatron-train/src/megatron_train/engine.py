@@ -283,10 +283,10 @@ class StepEngine:
 
     def _own(self, batch: MicroBatch) -> MicroBatch:
         """Returns this rank's slice of a micro-batch on its device."""
+        if self._cuts:  # on the host, so that it knows the split without waiting for the device
+            batch = self.task.context_parallel_slice(batch)
         device = self.mesh.device
-        if device.type != "cpu":
-            batch = batch.to(device)
-        return self.task.context_parallel_slice(batch) if self._cuts else batch
+        return batch if device.type == "cpu" else batch.to(device)
 
     @property
     def _counted(self) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ tile of queries form one range. Under a causal mask and the zig-zag split, exact
 remain, on every rank and in every step of the ring except the first.
 
 The host needs the pairs to know which blocks to compute. If split and mask do not depend on the
-data, it computes them itself, once for each shape. Otherwise it waits for the device, once.
+data, it computes them once for each shape. If they depend on documents that the split has on the
+host, it computes them for each micro-batch. Otherwise it waits for the device, once.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron_parallel.context_parallel.mask import BlockMask, SequenceMask, gather_rows
 from megatron_parallel.context_parallel.split import ContextSplit
+from megatron_parallel.imagined.reading import read_integers
 
 SMALLEST_TILE: Final = 128
 """Smallest tile in tokens; smaller ones would cost more calls of the block function."""
@@ -124,13 +126,27 @@ def _pairs_of_tiles(
     The results are based on the extremes of each tile: the first may have additional pairs, and the
     second may lack some.
     """
-    given = mask.document_ids is not None or mask.positions is not None
-    if split.ranges is None or given or isinstance(mask.prefix, Tensor):
-        some, every = torch.stack(_classify(mask, split, index, tiles)).tolist()
+    given = mask.positions is not None or isinstance(mask.prefix, Tensor)
+    if split.host is not None and not given:
+        ids = None if mask.document_ids is None else split.host.document_ids
+        host = ContextSplit(split.host.indices)
+        found = torch.stack(_classify(replace(mask, document_ids=ids), host, index, tiles))
+        some, every = found.tolist()
         return some, every
+    if split.ranges is None or given or mask.document_ids is not None:
+        pairs = split.ranks * tiles**2
+        found = torch.stack(_classify(mask, split, index, tiles)).int()
+        values = read_integers(found, lambda: [1] * pairs + [0] * pairs)
+        return _nested(values[:pairs], tiles), _nested(values[pairs:], tiles)
     return _pairs_by_index(
         split.ranges, index, tiles, mask.causal, mask.window, mask.prefix, mask.chunk
     )
+
+
+def _nested(values: list[int], tiles: int) -> Pairs:
+    """Returns values by rank, own tile and tile of that rank."""
+    rows = [list(map(bool, values[i : i + tiles])) for i in range(0, len(values), tiles)]
+    return [rows[i : i + tiles] for i in range(0, len(rows), tiles)]
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ equal work for all `r`. If packed documents do not attend to each other, only a 
 document is balanced.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -34,6 +34,19 @@ def check_length(length: int, ranks: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
+class HostRows:
+    """What the host knows of a split that depends on the data, without waiting for the device.
+
+    Attributes:
+        indices: `ContextSplit.indices`, on the host.
+        document_ids: Documents of the whole sequences; neighbours with equal ids are one document.
+    """
+
+    indices: Int[Tensor, "ranks #b part"]
+    document_ids: Int[Tensor, "b s"]
+
+
+@dataclass(frozen=True, eq=False)
 class ContextSplit:
     """The indices of each rank, ascending. Each index of the sequence belongs to one rank.
 
@@ -41,10 +54,13 @@ class ContextSplit:
         indices: int64 `[ranks, b, part]`; `b` is 1 if all samples are cut alike.
         ranges: The same indices for each rank, in order, if they do not depend on the data. With
             them the host knows the split without reading `indices`.
+        host: Indices and documents on the host, if `with_documents` or `per_document` got them
+            there. With them `plan_ring` does not wait for the device.
     """
 
     indices: Int[Tensor, "ranks b part"]
     ranges: tuple[tuple[range, ...], ...] | None = None
+    host: HostRows | None = None
 
     @classmethod
     def zigzag(cls, length: int, ranks: int, device: torch.device | str = "cpu") -> "ContextSplit":
@@ -62,7 +78,19 @@ class ContextSplit:
 
     def to(self, device: torch.device | str) -> "ContextSplit":
         """Returns the split on a device; the transfer may still be in progress."""
-        return ContextSplit(self.indices.to(device, non_blocking=True), self.ranges)
+        indices = self.indices
+        if indices.device.type == "cpu" and torch.device(device).type == "cuda":
+            indices = indices.pin_memory()  # the driver can only read such memory by itself
+        return replace(self, indices=indices.to(device, non_blocking=True))
+
+    def with_documents(self, document_ids: Int[Tensor, "b s"]) -> "ContextSplit":
+        """Returns the split with the documents of its sequences, for masks that separate them.
+
+        A split or documents on a device stay as they are: `plan_ring` then waits for the device.
+        """
+        if document_ids.device.type != "cpu" or self.indices.device.type != "cpu":
+            return self
+        return replace(self, host=HostRows(self.indices, document_ids))
 
     @classmethod
     def per_document(cls, document_ids: Int[Tensor, "b s"], ranks: int) -> "ContextSplit":
@@ -95,7 +123,7 @@ class ContextSplit:
         own = torch.where(inside < 0, dealt % slices, inside * slices // (extent - rest).clamp(1))
         rank = torch.minimum(own, slices - 1 - own)
         order = (rank * length + indices).argsort(1)
-        return cls(order.view(b, ranks, -1).transpose(0, 1))
+        return cls(order.view(b, ranks, -1).transpose(0, 1)).with_documents(document_ids)
 
     @property
     def ranks(self) -> int:
@@ -126,16 +154,16 @@ class ContextSplit:
 
     def joined(self, size: int) -> "ContextSplit":
         """Returns the split in which every `size` neighbouring ranks are merged into one."""
-        _, b, part = self.indices.shape
-        joined = self.indices.view(-1, size, b, part).transpose(1, 2).flatten(2)
-        ranges = self.ranges
+        ranges, host = self.ranges, self.host
+        if host is not None:
+            host = replace(host, indices=_joined(host.indices, size))
         if ranges is not None:
             groups = (ranges[i : i + size] for i in range(0, len(ranges), size))
             ranges = tuple(
                 tuple(sorted(chain.from_iterable(group), key=lambda each: each.start))
                 for group in groups
             )
-        return ContextSplit(joined.sort(-1).values, ranges)
+        return ContextSplit(_joined(self.indices, size), ranges, host)
 
     def within(self, size: int, index: int) -> "ContextSplit":
         """Returns the split of the tokens of group `index` over its `size` neighbouring ranks.
@@ -154,6 +182,12 @@ class ContextSplit:
     @cached_property
     def _inverse(self) -> Tensor:
         return self._order.argsort(1)
+
+
+def _joined(indices: Tensor, size: int) -> Tensor:
+    _, b, part = indices.shape
+    joined = indices.view(-1, size, b, part).transpose(1, 2).flatten(2)
+    return joined.sort(-1).values
 
 
 def gather(

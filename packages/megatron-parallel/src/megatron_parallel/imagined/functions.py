@@ -124,24 +124,29 @@ def cuda_functions(
     only = Stream()
     bound = type("Event", (Event,), {"queue": queue, "waits_for": staticmethod(waits_for)})
     properties = SimpleNamespace(name=name, total_memory=total_memory)
-    with patch.multiple(
-        torch.cuda,
-        Event=bound,
-        Stream=Stream,
-        _lazy_init=lambda: None,
-        current_device=lambda: 0,
-        current_stream=lambda device=None: only,
-        device_count=lambda: 1,
-        get_device_capability=lambda device=None: (9, 0),
-        get_device_name=lambda device=None: name,
-        get_device_properties=lambda device=None: properties,
-        get_rng_state=lambda device="cuda": torch.empty(16, dtype=torch.uint8),
-        is_available=lambda: True,
-        is_current_stream_capturing=no_graph,
-        set_device=lambda device: None,
-        set_rng_state=lambda state, device="cuda": None,
-        stream=lambda stream: contextlib.nullcontext(),
-        synchronize=lambda device=None: waits_for("synchronize"),
+    # torch's own method accepts only streams of torch.
+    stays = patch.object(torch.Tensor, "record_stream", lambda t, stream: None)
+    with (
+        stays,
+        patch.multiple(
+            torch.cuda,
+            Event=bound,
+            Stream=Stream,
+            _lazy_init=lambda: None,
+            current_device=lambda: 0,
+            current_stream=lambda device=None: only,
+            device_count=lambda: 1,
+            get_device_capability=lambda device=None: (9, 0),
+            get_device_name=lambda device=None: name,
+            get_device_properties=lambda device=None: properties,
+            get_rng_state=lambda device="cuda": torch.empty(16, dtype=torch.uint8),
+            is_available=lambda: True,
+            is_current_stream_capturing=no_graph,
+            set_device=lambda device: None,
+            set_rng_state=lambda state, device="cuda": None,
+            stream=lambda stream: contextlib.nullcontext(),
+            synchronize=lambda device=None: waits_for("synchronize"),
+        ),
     ):
         yield
 

@@ -32,6 +32,7 @@ class EncoderTask(StagedTask):
         if split is None:
             tokens = fields["tokens"]
             split = ContextSplit.zigzag(tokens.shape[1], axis.size, tokens.device)
+            split = split.with_documents(fields["document_ids"])
         own = {name: split.take(fields[name], axis.index) for name in self.cut_fields}
         return dataclasses.replace(batch.with_fields(**own), context_split=split)
 

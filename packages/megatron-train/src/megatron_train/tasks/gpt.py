@@ -175,6 +175,8 @@ class GPTTask(StagedTask):
         elif split is None:
             tokens = fields["tokens"]
             split = ContextSplit.zigzag(tokens.shape[1], self._cp.size, tokens.device)
+            if self._reset_attention_mask:
+                split = split.with_documents(fields["document_ids"])
         index = self._context(split.ranks).index
         sequence_fields = fields.keys() & {*_FUTURE, *_FUTURE.values()}
         own = {name: split.take(fields[name], index) for name in sequence_fields}

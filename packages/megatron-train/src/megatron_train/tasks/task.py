@@ -59,8 +59,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         """Returns a copy on a device; the transfers may still be in progress."""
         split = self.context_split
-        if split is not None:
-            split = ContextSplit(to_device(split.indices, device), split.ranges)
+        split = None if split is None else split.to(device)
         fields = {name: to_device(tensor, device) for name, tensor in self.fields.items()}
         return dataclasses.replace(self, fields=fields, context_split=split)
 
