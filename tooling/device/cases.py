@@ -96,6 +96,11 @@ JOBS: Final = (
         + "--moe-pad-expert-input-to-capacity ",
     ),
     Job(
+        "ep4·dp8, all-to-all, bounded rows",
+        _EXPERTS
+        + "--moe-token-dispatcher-type alltoall --moe-expert-rank-capacity-factor 1.25 ",
+    ),
+    Job(
         "70B, tp8·sp·pp4·dp32, rank 0 of 1,024",
         _LLAMA_70B
         + "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "

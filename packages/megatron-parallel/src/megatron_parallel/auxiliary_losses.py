@@ -84,8 +84,12 @@ class AuxiliaryLosses:
                 f"{list(self._denominators)}"
             )
         factor = coefficient / self._denominators[name]
+        total = self.sums[name]
+        if not isinstance(total, Tensor):
+            total = value.new_zeros((), dtype=torch.float64)
+            self.sums[name] = total
         counts = all(axis.index == 0 for axis in replicated)
-        attached: Tensor = _Attach.apply(x, value, self if counts else None, name, factor)  # type: ignore[no-untyped-call]
+        attached: Tensor = _Attach.apply(x, value, total if counts else None, factor)  # type: ignore[no-untyped-call]
         return attached
 
     def running_sum(self, name: str, x: Tensor) -> Tensor:
@@ -120,28 +124,22 @@ class AuxiliaryLosses:
         before = self.counts[name]
         self.counts[name] = values.detach() if before is None else before + values.detach()
 
-    def _add(self, name: str, value: Tensor) -> None:
-        self.sums[name] = self.sums[name] + value.double()
-
 
 class _Attach(Function):
+    """Identity, whose backward pass adds to a total in place, which compiled code can do too."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        value: Tensor,
-        owner: AuxiliaryLosses | None,
-        name: str,
-        factor: float | Tensor,
+        ctx: Any, x: Tensor, value: Tensor, total: Tensor | None, factor: float | Tensor
     ) -> Tensor:
-        ctx.value, ctx.owner, ctx.name, ctx.factor = value.detach(), owner, name, factor
+        ctx.value, ctx.total, ctx.factor = value.detach(), total, factor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        if ctx.owner is not None:
-            ctx.owner._add(ctx.name, ctx.value)
-            ctx.owner = None  # a split backward pass calls this twice
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if ctx.total is not None:
+            ctx.total.add_(ctx.value)
+            ctx.total = None  # a split backward pass calls this twice
         if isinstance(ctx.factor, Tensor):  # on the device, so full_like would wait for it
-            return grads[0], ctx.factor.to(ctx.value.dtype), None, None, None
-        return grads[0], torch.full_like(ctx.value, ctx.factor), None, None, None
+            return grads[0], ctx.factor.to(ctx.value.dtype), None, None
+        return grads[0], torch.full_like(ctx.value, ctx.factor), None, None

@@ -112,9 +112,12 @@ class StepState:
         """
         if not x.requires_grad:  # no backward pass, for example with frozen parameters
             if torch.is_grad_enabled() and self._module.training:
-                self._add(seen.detach())
+                seen = self._checked(seen)
+                _add(self._total(seen), seen, self.sharding.reduce == "max")
             return x
-        observed: Tensor = _Observe.apply(x, seen.detach(), self)  # type: ignore[no-untyped-call]
+        seen = self._checked(seen)
+        largest = self.sharding.reduce == "max"
+        observed: Tensor = _Observe.apply(x, seen, self._total(seen), largest)  # type: ignore[no-untyped-call]
         return observed
 
     def reset(self) -> None:
@@ -140,19 +143,29 @@ class StepState:
         value.copy_(updated if unless is None else torch.where(unless, value, updated))
         self._observed = None
 
-    def _add(self, seen: Tensor) -> None:
-        seen = seen.double()
+    def _checked(self, seen: Tensor) -> Tensor:
+        """Returns an observation in float64, without gradient."""
         if tuple(seen.shape) != self._shape:
             raise LayoutError(
                 f"state {self._name!r} observes tensors of shape {self._shape}, not "
                 f"{tuple(seen.shape)}"
             )
+        return seen.detach().double()
+
+    def _total(self, like: Tensor) -> Tensor:
+        """Returns the tensor to which observations are added in place."""
         if self._observed is None:
-            self._observed = seen.clone()
-        elif self.sharding.reduce == "max":
-            torch.maximum(self._observed, seen, out=self._observed)
-        else:
-            self._observed += seen
+            nothing = -math.inf if self.sharding.reduce == "max" else 0.0
+            self._observed = torch.full_like(like, nothing)
+        return self._observed
+
+
+def _add(total: Tensor, seen: Tensor, largest: bool) -> None:
+    """Adds an observation to a total in place, which compiled code can do too."""
+    if largest:
+        total.copy_(torch.maximum(total, seen))
+    else:
+        total.add_(seen)
 
 
 def collect_states(modules: Iterable[nn.Module]) -> dict[str, StepState]:
@@ -186,13 +199,13 @@ def _reduction_axes(sharding: Sharding, mesh: Mesh) -> list[Axis]:
 
 class _Observe(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: Tensor, state: StepState) -> Tensor:
-        ctx.seen, ctx.state = seen, state
+    def forward(ctx: Any, x: Tensor, seen: Tensor, total: Tensor, largest: bool) -> Tensor:
+        ctx.seen, ctx.total, ctx.largest = seen, total, largest
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.state is not None:
-            ctx.state._add(ctx.seen)
-            ctx.state = None  # a split backward pass calls this twice
-        return grads[0], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.total is not None:
+            _add(ctx.total, ctx.seen, ctx.largest)
+            ctx.total = None  # a split backward pass calls this twice
+        return grads[0], None, None, None
