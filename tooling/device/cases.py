@@ -97,8 +97,7 @@ JOBS: Final = (
     ),
     Job(
         "ep4·dp8, all-to-all, bounded rows",
-        _EXPERTS
-        + "--moe-token-dispatcher-type alltoall --moe-expert-rank-capacity-factor 1.25 ",
+        _EXPERTS + "--moe-token-dispatcher-type alltoall --moe-expert-rank-capacity-factor 1.25 ",
     ),
     Job(
         "70B, tp8·sp·pp4·dp32, rank 0 of 1,024",
