@@ -18,6 +18,7 @@ _LLAMA_70B: Final = (
     "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --bf16 --lr 1e-4 "
     "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer "
 )
+_T5: Final = "--recipe t5-base --vocab-size 32100 --world-size 8 --micro-batch-size 4 --bf16 "
 _TP: Final = "--tensor-model-parallel-size 2 --sequence-parallel "
 _PP: Final = "--pipeline-model-parallel-size 2 "
 
@@ -27,13 +28,15 @@ class Job(NamedTuple):
 
     Attributes:
         name: Name in the table.
-        flags: Flags of ``megatron-train dry-run gpt``.
+        flags: Flags of ``megatron-train dry-run KIND``.
+        kind: Kind of the model.
         pipeline_rank: Coordinate of the rank on the axis ``pp``.
         sample: Whether the job is also run in `nox -s tests`.
     """
 
     name: str
     flags: str
+    kind: str = "gpt"
     pipeline_rank: int = 0
     sample: bool = False
 
@@ -68,6 +71,7 @@ JOBS: Final = (
         "tp2·sp·dp4, selective recompute",
         _SMALL + _TP + "--recompute-granularity selective " + _batch(2, 4),
     ),
+    Job("tp2·sp·dp4, offloaded", _SMALL + _TP + "--cpu-offloading-num-layers 2 " + _batch(2, 4)),
     Job("tp2·sp·dp4, documents", _SMALL + _TP + "--reset-attention-mask " + _batch(2, 4)),
     Job("tp2·pp2·dp2", _SMALL + _TP + _PP + _batch(8, 2), sample=True),
     Job("tp2·pp2·dp2, last stage", _SMALL + _TP + _PP + _batch(8, 2), pipeline_rank=1),
@@ -98,6 +102,15 @@ JOBS: Final = (
     Job(
         "ep4·dp8, all-to-all, bounded rows",
         _EXPERTS + "--moe-token-dispatcher-type alltoall --moe-expert-rank-capacity-factor 1.25 ",
+    ),
+    Job("BERT, tp2·sp·dp4", _SMALL + _TP + _batch(2, 4), kind="bert"),
+    Job("T5, tp2·dp4", _T5 + "--tensor-model-parallel-size 2 --global-batch-size 32", kind="t5"),
+    Job("T5, pp2·dp4", _T5 + _PP + "--global-batch-size 64", kind="t5"),
+    Job(
+        "Mamba-2 and attention, tp2·sp·dp4",
+        "--recipe hybrid-tiny --world-size 8 --bf16 --micro-batch-size 4 --global-batch-size 32 "
+        + _TP,
+        kind="hybrid",
     ),
     Job(
         "70B, tp8·sp·pp4·dp32, rank 0 of 1,024",

@@ -19,7 +19,7 @@ Row = dict[str, int]
 
 def measure(job: Job) -> Row:
     """Returns the numbers of a job."""
-    run = resolve_run(build_parser().parse_args(["dry-run", "gpt", *job.flags.split()]))
+    run = resolve_run(build_parser().parse_args(["dry-run", job.kind, *job.flags.split()]))
     (use,) = dry_run(run, "cuda", [job.pipeline_rank])
     counts = use.counts
     return {

@@ -19,6 +19,7 @@ from megatron_parallel.imagined import (
     imagined_device,
     read_integers,
 )
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.profiler import profile
 
 LAYOUT = ParallelLayout(tp=4, pp=2, dp=128)
@@ -99,6 +100,17 @@ def test_every_read_of_a_value_is_a_wait():
         bool((x == 2).any())
         torch.bincount(x, minlength=6)
     assert sum(ledger.waits.values()) == 3
+
+
+def test_an_index_of_integers_is_not_a_wait_and_a_mask_is():
+    with imagined_device("cpu") as ledger:
+        x, rows = torch.empty(8, 2), torch.arange(4)
+        assert x[rows, 0].shape == (4,)
+        assert rows.repeat_interleave(rows, output_size=9).shape == (9,)
+        assert not ledger.waits
+        with pytest.raises(DynamicOutputShapeException):
+            x[x[:, 0] > 0]
+    assert sum(ledger.waits.values()) == 1
 
 
 def test_assumed_values_have_to_fit():

@@ -126,7 +126,7 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, kwargs: Mapping[str, Any], on_device: list[Tensor]
     ) -> None:
         packet = func.overloadpacket
-        if on_device and torch.Tag.dynamic_output_shape in func.tags:
+        if on_device and _needs_size(func, args, kwargs):
             self.wait(f"size of {packet.__name__}")
         if packet is _ATEN._to_copy:
             source = device_type_of(args[0])
@@ -167,3 +167,14 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shapes = [x for x in args if not isinstance(x, torch.dtype)]
             named = {name: x for name, x in kwargs.items() if name != "out"}
             self.flops += flop_registry[packet](*shapes, **named, out_val=out)
+
+
+def _needs_size(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether the host needs values to allocate the result of an operation."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func.overloadpacket is _ATEN.index:  # integers give a result of their own shape
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    if func.overloadpacket is _ATEN.repeat_interleave:
+        return kwargs.get("output_size") is None
+    return True
