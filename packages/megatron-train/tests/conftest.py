@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron_ckpt import ModelRecord
 from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, WeightDecaySchedule
-from megatron_parallel import Mesh, Sharding, TensorSpec
+from megatron_parallel import Mesh, Sharding
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.task import MicroBatch
 from megatron_train.trainer import Trainer
@@ -46,9 +46,6 @@ class BigramTask:
         self, batch: MicroBatch, stage: int, iteration: int | None
     ) -> dict[str, Tensor]:
         return {"input": batch.fields["tokens"]}
-
-    def stage_output_spec(self, batch: MicroBatch, stage: int) -> TensorSpec:
-        raise AssertionError("one stage sends nothing")
 
     def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         losses = nn.functional.cross_entropy(

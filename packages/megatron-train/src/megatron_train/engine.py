@@ -115,7 +115,8 @@ class StepEngine:
             chunks,
             self._loss,
             inputs=self._inputs,
-            stage_output_spec=task.stage_output_spec,
+            # A task of one stage need not have it.
+            stage_output_spec=lambda batch, stage: task.stage_output_spec(batch, stage),  # noqa: PLW0108
             sums=sums,
             schedule=schedule or default_schedule(mesh.layout),
             group_size=group_size,

@@ -1,7 +1,7 @@
 """Fake tensors, fake process groups, and the classes of torch's operations."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Final
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils.flop_counter import flop_registry
 
 _ATEN: Final = torch.ops.aten
 
@@ -39,6 +40,17 @@ PRODUCTS: Final = frozenset(
 )
 """Matrix products and fused attention, in every overload."""
 
+OVERWRITES: Final = frozenset(
+    {
+        _ATEN.copy_,
+        _ATEN.fill_,
+        _ATEN.zero_,
+        _ATEN._foreach_copy_,
+        _ATEN._foreach_zero_,
+    }
+)
+"""Operations in place that do not read what they overwrite."""
+
 ALLOCATIONS: Final = frozenset(
     {
         _ATEN.empty,
@@ -58,6 +70,20 @@ ALLOCATIONS: Final = frozenset(
 
 QUERIES: Final = frozenset({torch.ops.prim.device, _ATEN.is_pinned})
 """Operations that return a property of a tensor."""
+
+
+def flops_of(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
+    """Returns the floating-point operations of a matrix product or of attention, else 0."""
+    if packet is _ATEN._grouped_mm:  # which torch does not count
+        (left, right), groups = (t.shape for t in args[:2]), 1
+        if len(left) == 3 and len(right) == 3:
+            groups = left[0]
+        return int(2 * groups * left[-2] * left[-1] * right[-1])
+    if packet not in flop_registry:
+        return 0
+    shapes = [x for x in args if not isinstance(x, torch.dtype)]
+    named = {name: x for name, x in kwargs.items() if name != "out"}
+    return int(flop_registry[packet](*shapes, **named, out_val=out))
 
 
 def device_type_of(tensor: Tensor) -> str:

@@ -42,7 +42,7 @@ class HostRows:
         document_ids: Documents of the whole sequences; neighbours with equal ids are one document.
     """
 
-    indices: Int[Tensor, " ranks #b part"]
+    indices: Int[Tensor, "ranks b_or_1 part"]
     document_ids: Int[Tensor, "b s"]
 
 

@@ -24,7 +24,8 @@ def cuda_kernels(ledger: DeviceLedger) -> Iterator[None]:
     A torch without CUDA replaces them by several operations that keep and move more bytes:
 
     - `scaled_dot_product_attention`: flash attention for 16-bit inputs without a mask, else the
-      memory-efficient kernel. Both take grouped keys and values only as repeated heads.
+      memory-efficient kernel. Only the first takes grouped keys and values as they are; its
+      backward pass sums gradients of each head of queries.
     - `rms_norm` and `silu`: one kernel for the forward and one for the backward pass.
 
     The functions of `torch.nn.functional` are replaced, since a mode of torch functions is not
@@ -36,8 +37,9 @@ def cuda_kernels(ledger: DeviceLedger) -> Iterator[None]:
     attend, rms_norm, silu = _ATTEND, functional.rms_norm, functional.silu
 
     def on_cuda_attend(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        there = device_type_of(q) == "cuda"
-        return _attend(q, *args, **kwargs) if there else attend(q, *args, **kwargs)
+        if device_type_of(q) != "cuda":
+            return attend(q, *args, **kwargs)
+        return _attend(ledger, q, *args, **kwargs)
 
     def on_cuda_rms_norm(
         x: Tensor,
@@ -66,6 +68,7 @@ def cuda_kernels(ledger: DeviceLedger) -> Iterator[None]:
 
 
 def _attend(
+    ledger: DeviceLedger,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -75,16 +78,18 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if enable_gqa:
-        repeats = q.shape[-3] // k.shape[-3]
-        k, v = (t.repeat_interleave(repeats, dim=-3) for t in (k, v))
     out: Tensor
+    repeats = q.shape[-3] // k.shape[-3] if enable_gqa else 1
     half = q.dtype in (torch.float16, torch.bfloat16)
     if half and attn_mask is None and q.shape[-1] == v.shape[-1]:
+        if repeats > 1:
+            k, v = (_Grouped.apply(t, repeats, ledger) for t in (k, v))  # type: ignore[no-untyped-call]
         out = _ATEN._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, False, scale=scale
         )[0]
         return out
+    if repeats > 1:
+        k, v = (t.repeat_interleave(repeats, dim=-3) for t in (k, v))
     if q.dtype == torch.float64:  # no fused kernel
         return _ATTEND(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
     bias = None
@@ -96,6 +101,21 @@ def _attend(
         q, k, v, bias, saves, dropout_p, is_causal, scale=scale
     )[0]
     return out
+
+
+class _Grouped(Function):
+    """Identity of keys or values, whose backward pass sums gradients of the heads of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, repeats: int, ledger: DeviceLedger) -> Tensor:
+        ctx.repeats, ctx.ledger = repeats, ledger
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        of_heads = grads[0].new_empty(ctx.repeats, *grads[0].shape)
+        ctx.ledger.kernel("sum", (of_heads, grads[0]))
+        return grads[0], None, None
 
 
 class _RmsNorm(Function):

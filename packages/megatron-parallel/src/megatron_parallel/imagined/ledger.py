@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from megatron_parallel._compat.imagined import (
     ALLOCATIONS,
+    OVERWRITES,
     PRODUCTS,
     QUERIES,
     device_type_of,
+    flops_of,
     has_no_values,
     values_exist,
 )
@@ -30,8 +31,8 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     A wait is an operation whose result the host needs: a value (``item``), a copy to the host, or a
     shape that depends on values. An operation on several tensors at once (foreach) counts as one
-    kernel. Element-wise bytes are those of inputs and outputs of all kernels that are not matrix
-    products or fused attention.
+    kernel. Element-wise bytes are those that all kernels but matrix products and fused attention
+    read and write; a tensor changed in place counts twice.
 
     Args:
         device_type: Type of the device.
@@ -71,10 +72,9 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.waits[f"{cause} at {code_line()}"] += 1
 
     def kernel(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Counts an element-wise kernel and the bytes of its inputs and outputs."""
+        """Counts an element-wise kernel and the bytes of tensors that it reads and writes."""
         self.kernels[name] += 1
-        moved = {id(t): t.numel() * t.element_size() for t in tensors}
-        self.bytes_moved[code_line()] += sum(moved.values())
+        self.bytes_moved[code_line()] += sum(t.numel() * t.element_size() for t in tensors)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -90,7 +90,7 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "pin_memory" in given:
             given["pin_memory"] = False
         inputs = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
-        on_device = [t for t in inputs if device_type_of(t) == self.device_type]
+        on_device = [t for t in inputs if self._is_on_device(t)]
         if not on_device and self._stays_on_host(inputs, given):
             with values_exist():
                 return func(*args, **given)
@@ -149,24 +149,34 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, kwargs: Mapping[str, Any], on_device: list[Tensor], out: Any
     ) -> None:
         packet = func.overloadpacket
-        results = [
-            t
-            for t in tree_leaves(out)
-            if isinstance(t, Tensor) and device_type_of(t) == self.device_type
-        ]
+        results = [t for t in tree_leaves(out) if self._is_on_device(t)]
         for result in results:
             self.storages.note(result)
         if func.namespace != "aten" or func.is_view or packet in ALLOCATIONS:
             return
-        if packet not in PRODUCTS:
-            if results or on_device:
-                self.kernel(packet.__name__, (*on_device, *results))
-            return
-        self.kernels[packet.__name__] += 1
-        if packet in flop_registry:
-            shapes = [x for x in args if not isinstance(x, torch.dtype)]
-            named = {name: x for name, x in kwargs.items() if name != "out"}
-            self.flops += flop_registry[packet](*shapes, **named, out_val=out)
+        if packet in PRODUCTS:
+            self.kernels[packet.__name__] += 1
+            self.flops += flops_of(packet, args, kwargs, out)
+        elif results or on_device:
+            self.kernel(packet.__name__, self._operands(func, args, kwargs, results))
+
+    def _operands(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], results: list[Tensor]
+    ) -> list[Tensor]:
+        """Returns what an operation reads and writes; twice what it changes in place."""
+        read, written = list[Tensor](), {id(t): t for t in results}
+        for number, argument in enumerate(func._schema.arguments):
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            tensors = [t for t in tree_leaves(value) if self._is_on_device(t)]
+            changed = argument.alias_info is not None and argument.alias_info.is_write
+            if changed:
+                written |= {id(t): t for t in tensors}
+            if not changed or not (argument.is_out or func.overloadpacket in OVERWRITES):
+                read += tensors
+        return [*{id(t): t for t in read}.values(), *written.values()]
+
+    def _is_on_device(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and device_type_of(value) == self.device_type
 
 
 def _needs_size(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> N
         kind.name,
         megatron=True,
         flags=partial(_add_flags, kind.name),
-        usage="%(prog)s [--recipe NAME | --hf-config FILE] [--world-size N] [flags]",
+        usage="%(prog)s [--recipe NAME | --hf-config FILE]\n       [--world-size N] [flags]",
         help=kind.summary,
         description=f"Run a step of {kind.summary} on tensors without values, for one rank of the "
         "first, a middle and the last pipeline stage of a job of any size. Takes the flags of "

@@ -43,7 +43,7 @@ def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> N
         kind.name,
         megatron=True,
         flags=partial(_add_flags, kind.name),
-        usage="%(prog)s [--recipe NAME | --hf-config FILE] [--world-size N] [flags]",
+        usage="%(prog)s [--recipe NAME | --hf-config FILE]\n       [--world-size N] [flags]",
         help=kind.summary,
         description=f"Prove a layout for {kind.summary}. Trains a small copy in float64 in the "
         "layout and on one rank, and compares losses, gradient norms, all gradients and all "

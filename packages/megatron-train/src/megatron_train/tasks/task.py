@@ -153,7 +153,10 @@ class Task(Protocol):
     def stage_output_spec(
         self, batch: MicroBatch, stage: int
     ) -> TensorSpec | tuple[TensorSpec, ...]:
-        """Returns shape and dtype of a stage's output; every rank calls it for every stage."""
+        """Returns shape and dtype of a stage's output.
+
+        Every rank calls it for every stage of a pipeline. Tasks of one stage do not need it.
+        """
 
     def loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:
         """Returns the sum of each loss and metric of a micro-batch from the last stage's output."""

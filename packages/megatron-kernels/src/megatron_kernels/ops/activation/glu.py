@@ -54,13 +54,19 @@ class _GLU(Function):
         (x,) = ctx.saved_tensors
         gate, bound, offset = ctx.options
         g, up = _bounded(x, bound)
-        dx = torch.empty_like(x)
-        dg = _backward(grads[0] * (up + offset if offset else up), g, gate)
-        dup = grads[0] * _activate(g, gate)
+        up = up + offset if offset else up
+        if torch.compiler.is_compiling():  # it fuses, and refuses `out` that is not contiguous
+            dg = _backward(grads[0] * up, g, gate)
+            dup = grads[0] * _activate(g, gate)
+            dx = torch.stack((dg, dup), -2)
+        else:
+            dx = torch.empty_like(x)
+            dg, dup = dx[..., 0, :], dx[..., 1, :]
+            _backward(torch.mul(grads[0], up, out=dg), g, gate, out=dg)
+            torch.mul(grads[0], _activate(g, gate), out=dup)
         if bound:  # no gradient beyond a bound, as for torch.clamp
-            dg = dg.masked_fill(x[..., 0, :] > bound, 0.0)
-            dup = dup.masked_fill(x[..., 1, :].abs() > bound, 0.0)
-        dx[..., 0, :], dx[..., 1, :] = dg, dup
+            beyond = torch.stack((x[..., 0, :] > bound, x[..., 1, :].abs() > bound), -2)
+            dx = dx.masked_fill(beyond, 0.0)
         return dx, None, None, None
 
 
@@ -79,19 +85,20 @@ def _activate(g: Tensor, gate: Gate) -> Tensor:
     return functional.gelu(g, approximate="tanh" if gate == "gelu_tanh" else "none")
 
 
-def _backward(grad: Tensor, g: Tensor, gate: Gate) -> Tensor:
-    """Returns the gradient of the gate's input."""
+def _backward(grad: Tensor, g: Tensor, gate: Gate, out: Tensor | None = None) -> Tensor:
+    """Returns the gradient of the gate's input, written to `out` if given."""
     ops = torch.ops.aten
+    written = {} if out is None else {"grad_input": out}
     result: Tensor
     if gate == "silu":
-        result = ops.silu_backward(grad, g)
+        result = ops.silu_backward(grad, g, **written)
     elif gate == "quick_gelu":
-        result = ops.silu_backward(grad, QUICK * g)
+        result = ops.silu_backward(grad, QUICK * g, **written)
     elif gate == "relu":
-        result = grad.masked_fill(g <= 0, 0.0)
+        result = ops.threshold_backward(grad, g, 0, **written)
     else:
         approximate = "tanh" if gate == "gelu_tanh" else "none"
-        result = ops.gelu_backward(grad, g, approximate=approximate)
+        result = ops.gelu_backward(grad, g, approximate=approximate, **written)
     return result
 
 

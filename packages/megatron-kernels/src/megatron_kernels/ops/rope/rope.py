@@ -1,8 +1,11 @@
 """The rotation of rotary position embedding (Su et al., RoFormer, section 3.2)."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import Function
 
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
@@ -25,19 +28,55 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def direct(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Uses real arithmetic on the two halves; float32 tables promote low-precision input."""
+    if not torch.compiler.is_compiling():
+        result: Tensor = _Rotation.apply(x, cos, sin, interleaved, 1)  # type: ignore[no-untyped-call]
+        return result
     half = cos.shape[-1]
     c, s = cos[:, :, None, :], sin[:, :, None, :]
-    rotated = x[..., : 2 * half] if 2 * half < x.shape[-1] else x
-    if interleaved:
-        first, second = rotated.view(*x.shape[:-1], half, 2).unbind(-1)
-    else:
-        first, second = rotated.chunk(2, -1)
-    parts = (first * c - second * s, second * c + first * s)
+    first, second = _halves(x, half, interleaved)
+    parts = (
+        torch.addcmul(first * c, second, s, value=-1),
+        torch.addcmul(second * c, first, s),
+    )
     rotated = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
     rotated = rotated.to(x.dtype)
     if 2 * half < x.shape[-1]:
         return torch.cat((rotated, x[..., 2 * half :]), -1)
     return rotated
+
+
+class _Rotation(Function):
+    """Writes the rotated halves into one tensor. The gradient is rotated back, likewise."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.direction = interleaved, direction
+        half = cos.shape[-1]
+        c, s = cos[:, :, None, :], sin[:, :, None, :]
+        out = x.new_empty(x.shape)
+        first, second = _halves(x, half, interleaved)
+        into_first, into_second = _halves(out, half, interleaved)
+        torch.addcmul(first * c, second, s, value=-direction, out=into_first)
+        torch.addcmul(second * c, first, s, value=direction, out=into_second)
+        if 2 * half < x.shape[-1]:
+            out[..., 2 * half :] = x[..., 2 * half :]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        back = _Rotation.apply(grads[0], cos, sin, ctx.interleaved, -ctx.direction)  # type: ignore[no-untyped-call]
+        return back, None, None, None, None
+
+
+def _halves(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Returns views of the two channels of each pair."""
+    if interleaved:
+        return x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    return x[..., :half], x[..., half : 2 * half]
 
 
 @op(

@@ -134,12 +134,10 @@ class MLPConfig(StreamConfig):
     def activation_saves(self) -> int:
         """Widths that the activation saves, besides its result: the next projection saves that.
 
-        ReLU saves its result alone. SwiGLU saves both its inputs and the activated gate. Other
-        gated units save their inputs alone.
+        ReLU saves its result alone. Gated units save both their inputs.
         """
         if self.gated:
-            bounded = self.activation_func_clamp_value or self.glu_linear_offset
-            return 3 if self.activation == "swiglu" and not bounded else 2
+            return 2
         return 0 if self.activation == "relu" else 1
 
 
