@@ -32,6 +32,7 @@ class Job(NamedTuple):
         kind: Kind of the model.
         pipeline_rank: Coordinate of the rank on the axis ``pp``.
         sample: Whether the job is also run in `nox -s tests`.
+        new_tokens: Tokens to generate for each of four prompts, instead of a training step.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Job(NamedTuple):
     kind: str = "gpt"
     pipeline_rank: int = 0
     sample: bool = False
+    new_tokens: int = 0
 
 
 def _batch(micro_batches: int, data_parallel: int) -> str:
@@ -103,6 +105,8 @@ JOBS: Final = (
         "ep4·dp8, all-to-all, bounded rows",
         _EXPERTS + "--moe-token-dispatcher-type alltoall --moe-expert-rank-capacity-factor 1.25 ",
     ),
+    Job("4 tokens for 4 prompts, tp2", _SMALL + _TP + _batch(1, 4), new_tokens=4, sample=True),
+    Job("4 tokens for 4 prompts, pp2", _SMALL + _PP + _batch(2, 4), pipeline_rank=1, new_tokens=4),
     Job("BERT, tp2·sp·dp4", _SMALL + _TP + _batch(2, 4), kind="bert"),
     Job("T5, tp2·dp4", _T5 + "--tensor-model-parallel-size 2 --global-batch-size 32", kind="t5"),
     Job("T5, pp2·dp4", _T5 + _PP + "--global-batch-size 64", kind="t5"),

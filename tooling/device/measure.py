@@ -10,6 +10,7 @@ from megatron_train.dry_run.dry_run import dry_run
 from megatron_train.prove.resolve import resolve_run
 
 from device.cases import Job
+from device.decode import decode
 
 TABLE: Final = Path(__file__).with_name("table.json")
 """The committed numbers of each job."""
@@ -20,6 +21,8 @@ Row = dict[str, int]
 def measure(job: Job) -> Row:
     """Returns the numbers of a job."""
     run = resolve_run(build_parser().parse_args(["dry-run", job.kind, *job.flags.split()]))
+    if job.new_tokens:
+        return decode(run, job.pipeline_rank, job.new_tokens, "cuda")
     (use,) = dry_run(run, "cuda", [job.pipeline_rank])
     counts = use.counts
     return {

@@ -11,6 +11,7 @@ from .load import LoadedModel as LoadedModel
 from .load import load_model as load_model
 from .params import SamplingParams as SamplingParams
 from .sampling import Sampler as Sampler
+from .sampling import check_tokens as check_tokens
 from .sampling import sampling_probabilities as sampling_probabilities
 from .server.address import listen as listen
 from .server.app import create_app as create_app

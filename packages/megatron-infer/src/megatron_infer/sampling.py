@@ -5,10 +5,11 @@ float64. The result therefore depends only on its seed and its logits, not on th
 the batch or on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float, Int
+from megatron_parallel import to_device
 from torch import Tensor
 
 from megatron_infer.errors import InferError
@@ -16,7 +17,11 @@ from megatron_infer.params import SamplingParams
 
 
 class Sampler:
-    """Chooses the next token of requests; ``params`` are the settings of each."""
+    """Chooses the next token of requests, without waiting for the device.
+
+    Args:
+        params: The settings of each request.
+    """
 
     def __init__(self, params: Sequence[SamplingParams]) -> None:
         self._params = list(params)
@@ -27,30 +32,39 @@ class Sampler:
     ) -> Int[Tensor, " b"]:
         """Returns the next token of each row, int64, on the device of the logits.
 
+        It is -1 if a logit of the row is NaN or positive infinity; see `check_tokens`.
+
         Args:
             logits: One row for each request.
             requests: The index of the request of each row. Defaults to all requests in order.
-
-        Raises:
-            InferError: A logit is NaN or positive infinity.
         """
-        if bool((logits.isnan() | logits.isposinf()).any()):
-            raise InferError(
-                "the logits of the model contain NaN or infinity; check its weights and dtype"
-            )
+        wrong = (logits.isnan() | logits.isposinf()).any(-1)
         requests = range(len(self._params)) if requests is None else requests
         params = [self._params[request] for request in requests]
         likeliest = logits.argmax(-1)
-        greedy = torch.tensor([one.temperature == 0.0 for one in params], device=logits.device)
-        if bool(greedy.all()):
-            return likeliest
+        is_greedy = [one.temperature == 0.0 for one in params]
+        if all(is_greedy):
+            return likeliest.masked_fill(wrong, -1)
         numbers = [
             torch.rand(1, generator=self._generators[request], dtype=torch.float64)
             for request in requests
         ]
-        uniform = torch.cat(numbers).to(logits.device)
+        uniform = to_device(torch.cat(numbers), logits.device)
         drawn = _inverse_cdf(sampling_probabilities(logits, params), uniform)
-        return torch.where(greedy, likeliest, drawn)
+        greedy = to_device(torch.tensor(is_greedy), logits.device)
+        return torch.where(greedy, likeliest, drawn).masked_fill(wrong, -1)
+
+
+def check_tokens(tokens: Iterable[int]) -> None:
+    """Checks tokens of a `Sampler`.
+
+    Raises:
+        InferError: A token is -1, since a logit was NaN or positive infinity.
+    """
+    if -1 in tokens:
+        raise InferError(
+            "the logits of the model contain NaN or infinity; check its weights and dtype"
+        )
 
 
 def sampling_probabilities(
@@ -67,10 +81,10 @@ def sampling_probabilities(
     if not warm:
         return result
     chosen = [params[row] for row in warm]
-    rows = torch.tensor(warm, device=device)
+    rows = to_device(torch.tensor(warm), device)
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(-1)
+        return to_device(torch.tensor(values, dtype=torch.float64), device).unsqueeze(-1)
 
     temperature = column([one.temperature for one in chosen])
     # The largest logit is subtracted before the division, which would overflow at a temperature

@@ -15,6 +15,7 @@ from .dropout import keyed_uniform as keyed_uniform
 from .errors import CollectiveError as CollectiveError
 from .errors import LayoutError as LayoutError
 from .host_copy import HostCopy as HostCopy
+from .host_copy import to_device as to_device
 from .mesh.abstract_mesh import AbstractMesh as AbstractMesh
 from .mesh.axes import Axis as Axis
 from .mesh.layout import ParallelLayout as ParallelLayout

@@ -1,4 +1,4 @@
-"""Copies of values to the host that nothing waits for."""
+"""Copies between the host and the device that nothing waits for."""
 
 import torch
 from jaxtyping import Shaped
@@ -41,3 +41,14 @@ class HostCopy:
             self._event.synchronize()
             self._event = None
         return self._values
+
+
+def to_device(t: Shaped[Tensor, "..."], device: torch.device | str) -> Shaped[Tensor, "..."]:
+    """Returns a tensor on a device; the copy may still be in progress on the device's stream.
+
+    A copy from the host begins in pinned memory, since the driver can read only such memory by
+    itself.
+    """
+    if t.device.type == "cpu" and torch.device(device).type == "cuda":
+        t = t.pin_memory()
+    return t.to(device, non_blocking=True)

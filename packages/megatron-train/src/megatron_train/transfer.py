@@ -1,21 +1,11 @@
-"""Copies from the host to the device that the host does not wait for.
-
-Such a copy begins in pinned memory, since the driver can read only such memory by itself. Copies in
-the other direction are `megatron_parallel.HostCopy`.
-"""
+"""Numbers of a step on their way to the device, which the host does not wait for."""
 
 from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float64
+from megatron_parallel import to_device
 from torch import Tensor
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor on a device; the copy may still be in progress on the device's stream."""
-    if tensor.device.type == "cpu" and device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def pack(values: Iterable[float | Tensor], device: torch.device) -> Float64[Tensor, " values"]:

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
 from megatron_models import DecodingPass
-from megatron_parallel import all_gather
+from megatron_parallel import all_gather, to_device
+from megatron_parallel.imagined import read_numbers
 from torch import Tensor
 
 from megatron_infer.engine.cache import SlotCache
@@ -27,7 +28,7 @@ from megatron_infer.engine.positions import AxisPositions
 from megatron_infer.engine.stages import AnyModel, LocalStages
 from megatron_infer.errors import InferError
 from megatron_infer.params import SamplingParams
-from megatron_infer.sampling import Sampler
+from megatron_infer.sampling import Sampler, check_tokens
 
 PREFILL_TOKENS = 4096
 """Prompt tokens, including padding, in one pass over several prompts; bounds the memory."""
@@ -191,23 +192,24 @@ class Batch:
         )
         if logits is not None:
             following = self._next_logits(logits, new)
-            prompt_tokens = [self._pending_prompt_token(row) for row in rows]
-            if None in prompt_tokens:
-                chosen = self._sampler(following, rows)
-            else:
-                chosen = torch.tensor(prompt_tokens, device=self._device)
+            pending = [self._pending_prompt_token(row) for row in rows]
+            known = [token for token in pending if token is not None]
+            chosen = (
+                self._there(known) if len(known) == len(rows) else self._sampler(following, rows)
+            )
             if self._scoring:
                 scores = self._score(logits, new, following, chosen)
-        self._stages.broadcast_from_last(chosen, purpose="the chosen tokens")
-        if self._scoring:
-            self._stages.broadcast_from_last(scores, purpose="log-probabilities")
-        for row, tokens, token, known in zip(
-            rows, new, chosen.tolist(), scores.tolist(), strict=True
-        ):
+        # One message and one wait for tokens and scores: float64 has all tokens exactly.
+        results = torch.cat((chosen.double().unsqueeze(-1), scores), -1)
+        self._stages.broadcast_from_last(results, purpose="the chosen tokens")
+        values, size = read_numbers(results, lambda: [0] * results.numel()), results.shape[1]
+        check_tokens(int(token) for token in values[::size])
+        for index, (row, tokens) in enumerate(zip(rows, new, strict=True)):
+            token, *log_probs = values[index * size : (index + 1) * size]
             if self._pending_prompt_token(row) is None:
-                self._accept(row, token, known[: len(tokens)])
+                self._accept(row, int(token), log_probs[: len(tokens)])
             else:
-                self.log_probs[row] += known[: len(tokens)]
+                self.log_probs[row] += log_probs[: len(tokens)]
 
     def _pass(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> DecodingPass:
         """Returns the pass that feeds rows their new tokens.
@@ -240,12 +242,12 @@ class Batch:
         lengths = [len(row) for row in tokens]
         if min(lengths) == width:
             return None
-        real = torch.tensor(lengths, device=self._device).unsqueeze(-1)
+        real = self._there(lengths).unsqueeze(-1)
         return torch.arange(width, device=self._device) >= real
 
     def _padded(self, tokens: Sequence[Sequence[int]], width: int) -> Int[Tensor, "rows width"]:
         padded = [[*row, *[0] * (width - len(row))] for row in tokens]
-        return torch.tensor(padded, device=self._device)
+        return self._there(padded)
 
     def _source(
         self, rows: Sequence[int], *, first: bool
@@ -255,13 +257,17 @@ class Batch:
             return None, None
         texts = [self._sources[row] for row in rows]
         width = max(map(len, texts)) if first else self._max_source
-        lengths = torch.tensor([len(text) for text in texts], device=self._device)
+        lengths = self._there([len(text) for text in texts])
         padding = torch.arange(width, device=self._device) >= lengths.unsqueeze(-1)
         return self._padded(texts, width) if first else None, padding
 
+    def _there(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Int[Tensor, "..."]:
+        """Returns integers on the device of the model."""
+        return to_device(torch.tensor(values), self._device)
+
     def _ends(self, new: Sequence[Sequence[int]]) -> Int[Tensor, " rows"]:
         """Returns the index of the last new token of each row."""
-        return torch.tensor([len(tokens) - 1 for tokens in new], device=self._device)
+        return self._there([len(tokens) - 1 for tokens in new])
 
     def _next_logits(
         self, logits: Float[Tensor, "s_or_1 rows v_part"], new: Sequence[Sequence[int]]
@@ -291,10 +297,10 @@ class Batch:
                 end = min(start + SCORED_TOKENS, len(tokens) - 1)
                 whole = all_gather(logits[start:end, row], self._tp, dim=-1, purpose="logits")
                 known = whole[:, : self._stages.vocabulary].double().log_softmax(-1)
-                following = torch.tensor(tokens[start + 1 : end + 1], device=self._device)
+                following = self._there(tokens[start + 1 : end + 1])
                 scores[row, start:end] = known.gather(-1, following.unsqueeze(-1)).squeeze(-1)
-            scores[row, len(tokens) - 1] = last[row].double().log_softmax(-1)[chosen[row]]
-        return scores
+        known = last.double().log_softmax(-1).gather(-1, chosen.clamp(min=0).unsqueeze(-1))
+        return scores.scatter(-1, self._ends(new).unsqueeze(-1), known)
 
     def _positions_and_mask(
         self, starts: Sequence[int], width: int
@@ -303,7 +309,7 @@ class Batch:
         if len(set(starts)) == 1:
             return None, None
         new = torch.arange(width, device=self._device)
-        positions = torch.tensor(starts, device=self._device).unsqueeze(-1) + new
+        positions = self._there(starts).unsqueeze(-1) + new
         keys = torch.arange(max(starts) + width, device=self._device)
         return positions, Mask(positions=keys.expand(len(starts), -1), query_positions=positions)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from megatron_models import DenseKV, LatentKV, State
+from megatron_parallel import to_device
 from torch import Tensor
 
 
@@ -55,8 +56,8 @@ class SlotCache:
         Row ``i`` belongs to ``slots[i]``, and its first new token is at ``starts[i]``.
         """
         self._all_slots = list(slots) == list(range(self._count))
-        self._slots = torch.tensor(slots, device=self._device)
-        self._starts = torch.tensor(starts, device=self._device)
+        self._slots = to_device(torch.tensor(slots), self._device)
+        self._starts = to_device(torch.tensor(starts), self._device)
         self._length = max(starts)
         self._all_start = not any(starts)
         self._indices: Tensor | None = None  # of the new tokens, equal for all layers

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Int
+from megatron_parallel import to_device
 from torch import Tensor
 
 from megatron_infer.engine.stages import LocalStages
@@ -66,8 +67,9 @@ class AxisPositions:
         Positions after the end of a row are those of padding, and have no meaning.
         """
         device, last = self._whole.device, self._whole.shape[2] - 1
-        index = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
-        own = self._whole[:, torch.tensor(rows, device=device)]
+        first = to_device(torch.tensor(starts), device)[:, None]
+        index = first + torch.arange(width, device=device)
+        own = self._whole[:, to_device(torch.tensor(rows), device)]
         return own.gather(2, index.clamp(max=last).expand(3, -1, -1))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_parallel._compat.collectives import _all_gather, _reduce_scatter
+from megatron_parallel._compat.imagined import values_exist
 
 
 class Named(AbstractContextManager[None], Protocol):
@@ -141,7 +142,8 @@ def fully_shard(
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
         "ignored_params": set(ignored),
     }
-    grids = {id(over): grid(over) for over in (*(over for _, over in units), ranks)}
+    with values_exist():  # a mesh computes with its ranks, also on an imagined device
+        grids = {id(over): grid(over) for over in (*(over for _, over in units), ranks)}
     sharded: list[Any] = []
     for unit, over in (*units, (module, ranks)):
         drops = not keep_gathered and unit is not module

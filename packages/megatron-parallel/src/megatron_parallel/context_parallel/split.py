@@ -16,6 +16,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.host_copy import to_device
 
 
 def check_length(length: int, ranks: int) -> None:
@@ -78,10 +79,7 @@ class ContextSplit:
 
     def to(self, device: torch.device | str) -> "ContextSplit":
         """Returns the split on a device; the transfer may still be in progress."""
-        indices = self.indices
-        if indices.device.type == "cpu" and torch.device(device).type == "cuda":
-            indices = indices.pin_memory()  # the driver can only read such memory by itself
-        return replace(self, indices=indices.to(device, non_blocking=True))
+        return replace(self, indices=to_device(self.indices, device))
 
     def with_documents(self, document_ids: Int[Tensor, "b s"]) -> "ContextSplit":
         """Returns the split with the documents of its sequences, for masks that separate them.

@@ -5,4 +5,5 @@ from .guard import guard_loaded as guard_loaded
 from .guard import load_guard as load_guard
 from .ledger import DeviceLedger as DeviceLedger
 from .reading import read_integers as read_integers
+from .reading import read_numbers as read_numbers
 from .storages import StorageLedger as StorageLedger

@@ -13,11 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from megatron_ckpt import ModelRecord
 from megatron_models import Measure
-from megatron_parallel import TensorSpec
+from megatron_parallel import TensorSpec, to_device
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
-
-from megatron_train.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
