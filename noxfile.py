@@ -168,7 +168,7 @@ def tests(session: nox.Session) -> None:
 @job(venv_backend="none")
 def full(session: nox.Session) -> None:
     """Runs `tests` with all tests of which it runs a sample."""
-    more = ("oldest", "simulated", "mutation", "families", "functional")
+    more = ("oldest", "simulated", "device", "mutation", "families", "functional")
     run_checks(session, ["--slow", *session.posargs], *more)
 
 
@@ -467,6 +467,21 @@ def simulated(session: nox.Session) -> None:
     session.env.setdefault("OMP_NUM_THREADS", "2")
     line = ("python", "-m", "pytest", "-q", "-m", "gpu", "--device", "simulated", "-rs")
     session.run(*line, "--ignore=integration_tests/parity", *folders, *session.posargs)
+
+
+@job()
+def device(session: nox.Session) -> None:
+    """Checks steps on a GPU without one; needs a C++ compiler.
+
+    Jobs of up to 1,024 ranks run on an imagined device: their waits, copies, kernels, bytes and
+    peak memory must not rise over the committed table. Layouts of up to four ranks run on the
+    simulated device and must equal the CPU. `-- --only PATTERN` selects, `-- --sample` runs what
+    `tests` runs, `-- --write` writes the tables.
+    """
+    install(session, *EDITABLE)
+    env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
+    for module in ("device", "device.four_ranks"):
+        session.run("python", "-m", module, *session.posargs, env=env)
 
 
 @job()

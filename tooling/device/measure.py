@@ -43,7 +43,7 @@ def read_table() -> dict[str, Row]:
 def rises(name: str, found: Row, table: Mapping[str, Row]) -> list[str]:
     """Describes each number of a job that is larger than in the table."""
     if name not in table:
-        return [f"{name}: not in {TABLE.name}"]
+        return [f"{name}: not in the table"]
     return [
         f"{name}: {what} rose from {before:,} to {found[what]:,}"
         for what, before in table[name].items()

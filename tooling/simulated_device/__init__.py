@@ -28,16 +28,21 @@ NAME = "a simulated device"
 
 @contextmanager
 def simulated() -> "Iterator[Dispatch]":
-    """Simulates a device in the block, in the entering thread and in the threads of autograd."""
+    """Simulates a device in the block, in the entering thread and in threads that start there."""
     import torch
     from megatron_parallel.imagined.functions import cuda_functions, host_memory
 
-    from simulated_device.tensors import Dispatch
+    from simulated_device.tensors import Dispatch, functions_in_backward_passes
 
     dispatch = Dispatch()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
-        with cuda_functions(NAME, host_memory(), dispatch.waits_for, dispatch.queue), dispatch:
+        with (
+            cuda_functions(NAME, host_memory(), dispatch.waits_for, dispatch.queue),
+            dispatch.in_new_threads(),
+            functions_in_backward_passes(),
+            dispatch,
+        ):
             yield dispatch
     finally:
         torch._C._set_only_lift_cpu_tensors(False)

@@ -2,12 +2,15 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron_parallel.imagined.code_line import code_line
 from megatron_parallel.imagined.functions import Queue
+from megatron_parallel.imagined.sizes import needs_size
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -71,8 +74,8 @@ class DeviceTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.data_ptr:
-            return args[0].on_host.data_ptr()
+        if func in (Tensor.data_ptr, Tensor.untyped_storage):
+            return func(args[0].on_host)
         if func is Tensor.tolist:
             args[0].owner.waits_for("tolist")
             return args[0].on_host.detach().tolist()
@@ -113,6 +116,18 @@ class Dispatch(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return self.run(func, args, dict(kwargs or {}))
+
+    @contextmanager
+    def in_new_threads(self) -> Iterator[None]:
+        """Runs operations of Python threads that start in the block, too: modes have one thread."""
+        run = threading.Thread.run
+
+        def with_mode(thread: threading.Thread) -> None:
+            with _InThread(self):
+                run(thread)
+
+        with patch.object(threading.Thread, "run", with_mode):
+            yield
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -160,7 +175,7 @@ class Dispatch(TorchDispatchMode):
         waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
         if on_device and func is aten._local_scalar_dense.default:
             self.waits_for("item")
-        if on_device and torch.Tag.dynamic_output_shape in func.tags:
+        if on_device and needs_size(func, args, kwargs):
             self.waits_for(f"size of {func.__name__}")
         if (
             on_device
@@ -191,6 +206,36 @@ class Dispatch(TorchDispatchMode):
             return x if stays or any(t is x for t in host) else DeviceTensor(x, self)
 
         return wrap
+
+
+@contextmanager
+def functions_in_backward_passes() -> Iterator[None]:
+    """Calls `DeviceTensor.__torch_function__` for hooks of backward passes that start in the block.
+
+    The function that starts the pass is one of the tensors' functions itself, during which torch
+    disables them, also in the threads of autograd.
+    """
+    run = torch.autograd._engine_run_backward
+
+    def enabled(*arguments: Any, **options: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return run(*arguments, **options)
+
+    with patch.object(torch.autograd, "_engine_run_backward", enabled):
+        yield
+
+
+class _InThread(TorchDispatchMode):
+    """Runs operations of another thread."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        super().__init__()
+        self._dispatch = dispatch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._dispatch.run(func, args, dict(kwargs or {}))
 
 
 def _communicate(

@@ -3,6 +3,7 @@
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_parallel.imagined import guard, guard_loaded
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from megatron_parallel.testing import pool as pool_module
 
@@ -252,6 +254,21 @@ def test_shape_annotations_are_checked_inside_ranks(tmp_path, monkeypatch) -> No
             pool.run(call, 2, 3, 4)
     with pytest.raises(ValueError, match="this pool is closed"):
         pool.run(call, 2, 3)
+
+
+def test_workers_load_the_device_guard_if_asked(worker_pool: WorkerPool) -> None:
+    torch_folder = Path(torch.__file__).parent
+    if (torch_folder / "lib" / "libtorch_cuda.so").exists():
+        pytest.skip("torch is built for CUDA")
+    if not any(map(shutil.which, guard.COMPILERS)):
+        pytest.skip("there is no C++ compiler")
+
+    def call(rank: Rank) -> bool:
+        return guard_loaded()
+
+    with WorkerPool(2, device_guard=True) as pool:
+        assert pool.run(call) == [True, True]
+    assert worker_pool.run(call) == [False, False]
 
 
 def test_functions_of_packages_need_no_cloudpickle(tmp_path: Path) -> None:

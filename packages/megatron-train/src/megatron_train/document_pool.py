@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
-from megatron_parallel import Mesh, all_reduce
+from megatron_parallel import Mesh, all_reduce, to_device
 from megatron_parallel.context_parallel import ContextSplit, PoolPlan, PoolRow, plan_pool
 from torch import Tensor
 
@@ -115,12 +115,13 @@ class DocumentPool:
         """Returns index of sample, start and stop of each document of the batch."""
         axis = self._axis
         own = {i: _runs(samples[i]) for i in range(axis.index, len(numbers), axis.size)}
-        widest = torch.tensor([max(map(len, own.values()), default=0)], device=self._device)
+        widest = torch.full((1,), max(map(len, own.values()), default=0), device=self._device)
         width = int(all_reduce(widest, axis, op="max", purpose="numbers of documents"))
         table = torch.zeros((len(numbers), width, 2), dtype=torch.int64)
         for i, runs in own.items():
             table[i, : len(runs)] = runs
-        table = all_reduce(table.to(self._device), axis, purpose="ends of documents").cpu()
+        table = to_device(table, self._device)
+        table = all_reduce(table, axis, purpose="ends of documents").cpu()
         return [
             (i, start, stop)
             for i, ends in enumerate(table.tolist())

@@ -172,8 +172,8 @@ class StepEngine:
         if self.mesh.layout.hybrid_cp:
             local = {"samples": samples, "tokens": tokens, "flops": flops}
             whole = self._summed(local, self._data, "totals of the batch")
-            sizes = {name: float(total) for name, total in whole.items()}
-            return BatchTotals(int(sizes["samples"]), int(sizes["tokens"]), sizes["flops"])
+            all_samples, all_tokens, all_flops = torch.stack([*whole.values()]).tolist()
+            return BatchTotals(int(all_samples), int(all_tokens), all_flops)
         ranks = self.mesh.axis("dp").size  # all have the same number of samples
         return BatchTotals(ranks * samples, ranks * tokens, ranks * flops)
 

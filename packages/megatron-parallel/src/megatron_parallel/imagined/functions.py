@@ -123,7 +123,8 @@ def cuda_functions(
     """
     only = Stream()
     bound = type("Event", (Event,), {"queue": queue, "waits_for": staticmethod(waits_for)})
-    properties = SimpleNamespace(name=name, total_memory=total_memory)
+    # A device of this process: ranks of a job may not share one.
+    properties = SimpleNamespace(name=name, total_memory=total_memory, uuid=os.getpid())
     # torch's own method accepts only streams of torch.
     stays = patch.object(torch.Tensor, "record_stream", lambda t, stream: None)
     with (

@@ -21,6 +21,7 @@ from megatron_parallel._compat.imagined import (
 )
 from megatron_parallel.imagined.code_line import code_line
 from megatron_parallel.imagined.functions import Queue
+from megatron_parallel.imagined.sizes import needs_size
 from megatron_parallel.imagined.storages import StorageLedger
 
 _ATEN: Final = torch.ops.aten
@@ -126,7 +127,7 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, kwargs: Mapping[str, Any], on_device: list[Tensor]
     ) -> None:
         packet = func.overloadpacket
-        if on_device and _needs_size(func, args, kwargs):
+        if on_device and needs_size(func, args, kwargs):
             self.wait(f"size of {packet.__name__}")
         if packet is _ATEN._to_copy:
             source = device_type_of(args[0])
@@ -177,14 +178,3 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_on_device(self, value: Any) -> bool:
         return isinstance(value, Tensor) and device_type_of(value) == self.device_type
-
-
-def _needs_size(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether the host needs values to allocate the result of an operation."""
-    if torch.Tag.dynamic_output_shape not in func.tags:
-        return False
-    if func.overloadpacket is _ATEN.index:  # integers give a result of their own shape
-        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-    if func.overloadpacket is _ATEN.repeat_interleave:
-        return kwargs.get("output_size") is None
-    return True

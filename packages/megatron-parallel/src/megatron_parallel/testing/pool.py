@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 _START_TIMEOUT = 120.0  # seconds to import torch and join a group on a busy machine
 _GRACE = 1.0  # seconds for the other ranks to report after one has failed
 _BOOT = (
-    "import json, sys; descriptor, directory, preload, typecheck, path = json.loads(sys.argv[1]); "
-    "sys.path[:] = path; from megatron_parallel.testing.server import main; "
-    "main(descriptor, directory, preload, typecheck)"
+    "import json, sys; *settings, path = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "from megatron_parallel.testing.server import main; main(*settings)"
 )
 
 
@@ -76,6 +75,9 @@ class WorkerPool:
         typecheck: Packages whose jaxtyping annotations beartype checks inside the workers.
         preload: Modules to import once, before workers are forked. Defaults to modules for the
             parallel code of torch that take seconds to import.
+        device_guard: Whether workers load the device guard of `megatron_parallel.imagined`, so that
+            they can imagine or simulate a CUDA device. Call `load_guard` first: it names what is
+            missing.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class WorkerPool:
         device: str = "cpu",
         typecheck: Sequence[str] = (),
         preload: Sequence[str] = ("torch.distributed.tensor",),
+        device_guard: bool = False,
     ) -> None:
         if max_ranks < 1:
             raise ValueError(f"max_ranks is {max_ranks}; a pool needs at least 1 rank")
@@ -101,7 +104,7 @@ class WorkerPool:
         self._generation = 0
         self._worker_sets: dict[int, list[_Worker]] = {}
         self._connection, theirs = socket.socketpair()
-        self._server = _start_server(theirs, self._directory, preload, self.typecheck)
+        self._server = _start_server(theirs, self._directory, preload, self.typecheck, device_guard)
         self._ready = False
         self._close = weakref.finalize(
             self, _shut_down, self._server, self._connection, self._directory
@@ -340,17 +343,21 @@ class WorkerPool:
 
 
 def _start_server(
-    theirs: socket.socket, directory: Path, preload: Sequence[str], typecheck: Sequence[str]
+    theirs: socket.socket,
+    directory: Path,
+    preload: Sequence[str],
+    typecheck: Sequence[str],
+    device_guard: bool,
 ) -> "subprocess.Popen[bytes]":
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
     # One thread per rank, none in the server: forking a process with threads is not safe.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = "1"
-    settings = [theirs.fileno(), str(directory), list(preload), list(typecheck), sys.path]
+    settings = [theirs.fileno(), str(directory), list(preload), list(typecheck), device_guard]
     with theirs:
         return subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(settings)],
+            [sys.executable, "-c", _BOOT, json.dumps([*settings, sys.path])],
             env=environment,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],

@@ -20,13 +20,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from megatron_parallel.imagined import load_guard
+
 REQUEST = struct.Struct("<cq")
 ANSWER = struct.Struct("<q")
 STILL_RUNNING = -1000
 _PR_SET_PDEATHSIG = 1
 
 
-def main(descriptor: int, directory: str, preload: Sequence[str], typecheck: Sequence[str]) -> None:
+def main(
+    descriptor: int,
+    directory: str,
+    preload: Sequence[str],
+    typecheck: Sequence[str],
+    device_guard: bool,
+) -> None:
     """Serves requests on a socket until it closes, then removes ``directory``.
 
     Args:
@@ -34,7 +42,10 @@ def main(descriptor: int, directory: str, preload: Sequence[str], typecheck: Seq
         directory: Directory of the pool.
         preload: Modules to import before forking.
         typecheck: Packages whose jaxtyping annotations beartype checks.
+        device_guard: Whether to load the device guard, which precedes the import of torch.
     """
+    if device_guard:
+        load_guard()
     from megatron_parallel.testing import worker
 
     connection = socket.socket(fileno=descriptor)

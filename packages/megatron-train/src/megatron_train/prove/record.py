@@ -125,7 +125,8 @@ def make_asymmetric(engine: StepEngine) -> None:
                 generator = torch.Generator().manual_seed(sum(view_name.encode()))
                 whole = torch.randn(view.global_shape, generator=generator, dtype=torch.float64)
                 ends = zip(view.offsets, view.lengths, strict=True)
-                view.tensor.add_(0.2 * whole[tuple(slice(o, o + n) for o, n in ends)])
+                box = whole[tuple(slice(o, o + n) for o, n in ends)]
+                view.tensor.add_(0.2 * box.to(view.tensor.device))
 
 
 def watch_routes(stages: Sequence[Any], mesh: Mesh, sequence_length: int) -> Routes:
