@@ -104,22 +104,74 @@ for sequence_parallel in (False, True):
 """
 
 
+RING = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.context_parallel import (
+    ContextSplit,
+    SequenceMask,
+    all_to_all_attention,
+    plan_ring,
+    ring_attention,
+)
+from torch.nn.functional import scaled_dot_product_attention
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+mesh = Mesh.bind(ParallelLayout(cp=3), timeout=timedelta(seconds=60))
+axis = mesh.axis("cp")
+whole = torch.randn(4, 24, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+split = ContextSplit.zigzag(24, 3)
+own = split.indices[rank, 0]
+
+def heads(q, k, v):
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+
+def ring(q, k, v):
+    plan = plan_ring(SequenceMask(causal=True), ContextSplit.zigzag(24, 3), rank)
+    return ring_attention(q, k, v, plan, axis)
+
+def scattered(q, k, v):
+    return all_to_all_attention(q, k, v, ContextSplit.zigzag(24, 3), axis, heads)
+
+inputs = [x.clone().requires_grad_() for x in whole[:3]]
+wanted = heads(*inputs)
+wanted.backward(whole[3])
+wanted = [wanted.detach(), *(x.grad for x in inputs)]
+for function in (ring, scattered):
+    parts = [x[own].clone().requires_grad_() for x in whole[:3]]
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(*parts)
+    found.backward(whole[3][own])
+    for ours, expected in zip([found.detach(), *(x.grad for x in parts)], wanted, strict=True):
+        torch.testing.assert_close(ours, expected[own], rtol=0, atol=1e-5)
+"""
+
+
 pytestmark = pytest.mark.slow
 
 
-def test_several_ranks_compile_without_graph_breaks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "world_size"), [(SEVERAL, 2), (RING, 3)], ids=["tensor parallel", "context parallel"]
+)
+def test_several_ranks_compile_without_graph_breaks(
+    tmp_path: Path, code: str, world_size: int
+) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SEVERAL, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-c", code, str(rank), str(tmp_path / "store")],
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
         )
-        for rank in range(2)
+        for rank in range(world_size)
     ]
     errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    assert [rank.returncode for rank in ranks] == [0] * world_size, errors
 
 
 def test_layers_are_one_operator_each_and_the_loss_has_no_graph_breaks() -> None:

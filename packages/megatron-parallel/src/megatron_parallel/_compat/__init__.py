@@ -2,7 +2,7 @@
 
 - `autograd`: queries of the autograd engine, saved-tensor hooks, weak references to storages.
 - `collectives`: torch's collectives, under the names of each version of torch.
-- `compiler`: whether torch.compile can generate code for a GPU.
+- `compiler`: what torch.compile can generate code for, and what it takes as a constant.
 - `fully_sharded`: torch's `fully_shard` with our collectives.
 - `groups`: the key-value store of the job, process groups and aborting them.
 - `pipelining`: torch's pipeline schedules. Import it explicitly: importing torch's pipelining takes
@@ -25,7 +25,7 @@ from megatron_parallel._compat.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from megatron_parallel._compat.compiler import why_not_compiled
+from megatron_parallel._compat.compiler import constant_to_compiler, why_not_compiled
 from megatron_parallel._compat.fully_sharded import (
     ShardedModule,
     ShardRanks,
@@ -47,6 +47,7 @@ __all__ = [
     "abort_groups",
     "active_saved_tensors_hooks",
     "all_gather",
+    "constant_to_compiler",
     "default_store",
     "force_eager",
     "fully_shard",

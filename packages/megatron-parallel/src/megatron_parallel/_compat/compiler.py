@@ -1,4 +1,19 @@
-"""Whether torch.compile can generate code for a GPU."""
+"""What torch.compile can generate code for, and what it takes as a constant."""
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def constant_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function of Python values whose result torch.compile takes as a constant.
+
+    `torch.compiler.assume_constant_result` does the same, but imports the whole compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def why_not_compiled() -> str | None:

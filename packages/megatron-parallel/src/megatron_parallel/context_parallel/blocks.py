@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from megatron_parallel._compat import constant_to_compiler
 from megatron_parallel.context_parallel.mask import BlockMask, SequenceMask, gather_rows
 from megatron_parallel.context_parallel.split import ContextSplit
 from megatron_parallel.imagined.reading import read_integers
@@ -126,6 +127,7 @@ def _pairs_of_tiles(
     The results are based on the extremes of each tile: the first may have additional pairs, and the
     second may lack some.
     """
+    prefix = None if isinstance(mask.prefix, Tensor) else mask.prefix
     given = mask.positions is not None or isinstance(mask.prefix, Tensor)
     if split.host is not None and not given:
         ids = None if mask.document_ids is None else split.host.document_ids
@@ -138,9 +140,7 @@ def _pairs_of_tiles(
         found = torch.stack(_classify(mask, split, index, tiles)).int()
         values = read_integers(found, lambda: [1] * pairs + [0] * pairs)
         return _nested(values[:pairs], tiles), _nested(values[pairs:], tiles)
-    return _pairs_by_index(
-        split.ranges, index, tiles, mask.causal, mask.window, mask.prefix, mask.chunk
-    )
+    return _pairs_by_index(split.ranges, index, tiles, mask.causal, mask.window, prefix, mask.chunk)
 
 
 def _nested(values: list[int], tiles: int) -> Pairs:
@@ -149,7 +149,7 @@ def _nested(values: list[int], tiles: int) -> Pairs:
     return [rows[i : i + tiles] for i in range(0, len(rows), tiles)]
 
 
-@lru_cache(maxsize=64)
+@constant_to_compiler
 def _pairs_by_index(
     ranges: tuple[tuple[range, ...], ...],
     index: int,
@@ -160,6 +160,19 @@ def _pairs_by_index(
     chunk: int | None,
 ) -> tuple[Pairs, Pairs]:
     """Returns the same for a mask that depends on indices alone, without a device."""
+    return _cached_pairs(ranges, index, tiles, causal, window, prefix, chunk)
+
+
+@lru_cache(maxsize=64)
+def _cached_pairs(
+    ranges: tuple[tuple[range, ...], ...],
+    index: int,
+    tiles: int,
+    causal: bool,
+    window: int | None,
+    prefix: int | None,
+    chunk: int | None,
+) -> tuple[Pairs, Pairs]:
     indices = [torch.cat([torch.arange(r.start, r.stop) for r in own]) for own in ranges]
     split = ContextSplit(torch.stack(indices)[:, None])
     mask = SequenceMask(causal=causal, window=window, prefix=prefix, chunk=chunk)

@@ -173,7 +173,11 @@ class _Message:
             match=f"exchange of {what} on axis {axis.name!r}",
         )
         group, tag = axis.process_group, int(homeward)
+        self._works: list[dist.Work] = []
         with self._failures.for_launch():
+            if torch.compiler.is_compiling():  # no graph has messages between two ranks
+                _shift(self._received, sent, axis)
+                return
             self._works = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, sent, after, group, tag),
@@ -187,6 +191,13 @@ class _Message:
             for work in self._works:
                 work.wait()
         return self._received
+
+
+def _shift(received: Tensor, sent: Tensor, axis: Axis) -> None:
+    """Sends a tensor to the next rank of an axis and receives one of the same shape."""
+    to, coming = [0] * axis.size, [0] * axis.size
+    to[(axis.index + 1) % axis.size] = coming[(axis.index - 1) % axis.size] = len(sent)
+    dist.all_to_all_single(received, sent, coming, to, group=axis.process_group)
 
 
 def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

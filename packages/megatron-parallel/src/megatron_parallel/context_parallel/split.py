@@ -7,8 +7,7 @@ equal work for all `r`. If packed documents do not attend to each other, only a 
 document is balanced.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -62,6 +61,8 @@ class ContextSplit:
     indices: Int[Tensor, "ranks b part"]
     ranges: tuple[tuple[range, ...], ...] | None = None
     host: HostRows | None = None
+    # Before Python 3.12, compiled code cannot contain the lock of functools.cached_property.
+    _made: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def zigzag(cls, length: int, ranks: int, device: torch.device | str = "cpu") -> "ContextSplit":
@@ -173,13 +174,17 @@ class ContextSplit:
         found = torch.searchsorted(whole.expand(size, -1, -1).contiguous(), own.contiguous())
         return ContextSplit(found)
 
-    @cached_property
+    @property
     def _order(self) -> Tensor:
-        return self.indices.transpose(0, 1).flatten(1)  # [b or 1, s]
+        if "order" not in self._made:
+            self._made["order"] = self.indices.transpose(0, 1).flatten(1)  # [b or 1, s]
+        return self._made["order"]
 
-    @cached_property
+    @property
     def _inverse(self) -> Tensor:
-        return self._order.argsort(1)
+        if "inverse" not in self._made:
+            self._made["inverse"] = self._order.argsort(1)
+        return self._made["inverse"]
 
 
 def _joined(indices: Tensor, size: int) -> Tensor:

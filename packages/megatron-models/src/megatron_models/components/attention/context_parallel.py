@@ -1,9 +1,9 @@
 """Attention over sequences that are cut over context-parallel ranks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +36,8 @@ from megatron_models.components.attention.span import EVERYTHING, Span
 from megatron_models.components.dropout import StageDropout
 from megatron_models.components.mixer import Mixer
 from megatron_models.errors import ConfigError
+
+Made = TypeVar("Made")
 
 CP_COMM_TYPES: Final = ("p2p", "a2a", "allgather", "a2a+p2p")
 """Megatron's names: ring, scattered heads, gathered keys, and heads inside a ring."""
@@ -220,6 +222,17 @@ class _Plans:
     axis: Axis
     split: ContextSplit
     mask: Mask
+    _made: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def _once(self, name: str, make: Callable[[], Made]) -> Made:
+        """Returns what `make` returned first.
+
+        Before Python 3.12, compiled code cannot contain the lock of `functools.cached_property`.
+        """
+        if name not in self._made:
+            self._made[name] = make()
+        found: Made = self._made[name]
+        return found
 
     @property
     def _rules(self) -> SequenceMask:
@@ -228,24 +241,32 @@ class _Plans:
             mask.document_ids, mask.positions, mask.causal, mask.window, mask.prefix, mask.chunk
         )
 
-    @cached_property
+    @property
     def ring(self) -> RingPlan:
-        return plan_ring(self._rules, self.split, self.axis.index, _lower)
+        return self._once(
+            "ring", lambda: plan_ring(self._rules, self.split, self.axis.index, _lower)
+        )
 
-    @cached_property
+    @property
     def hierarchy(self) -> tuple[ContextSplit, RingPlan]:
+        return self._once("hierarchy", self._plan_hierarchy)
+
+    def _plan_hierarchy(self) -> tuple[ContextSplit, RingPlan]:
         inner, outer = self.mesh.axis("cp_inner"), self.mesh.axis("cp_outer")
         joined = self.split.joined(inner.size)
         plan = plan_ring(self._rules, joined, outer.index, _lower)
         return self.split.within(inner.size, outer.index), plan
 
-    @cached_property
+    @property
     def whole(self) -> Mask:
-        length = self.split.length
-        return self.mask.prepare(length, length, device=self.split.indices.device)
+        length, device = self.split.length, self.split.indices.device
+        return self._once("whole", lambda: self.mask.prepare(length, length, device=device))
 
-    @cached_property
+    @property
     def gathered(self) -> Mask:
+        return self._once("gathered", self._gathered)
+
+    def _gathered(self) -> Mask:
         indices = torch.arange(self.split.length, device=self.split.indices.device)[None]
         return _lower(self._rules.block(self.split.indices[self.axis.index], indices)).mask
 
