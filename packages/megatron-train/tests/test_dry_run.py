@@ -1,10 +1,12 @@
 """Dry runs: which micro-batches are run, what follows from them, and the report."""
 
 import json
+import os
 from collections import Counter
 
 import pytest
 from megatron_train.cli.main import build_parser, main
+from megatron_train.dry_run import dry_run as dry_run_module
 from megatron_train.dry_run import rank as rank_module
 from megatron_train.dry_run.dry_run import dry_run
 from megatron_train.dry_run.repetition import Repetition, find_repetition
@@ -76,6 +78,38 @@ def test_memory_of_the_parts_by_hand():
     assert use.memory["parameters"] == 4 * weights
     assert use.memory["optimizer state"] >= 8 * weights
     assert use.layers == 4
+
+
+def test_ranks_that_run_at_once_have_the_same_results():
+    run, done = resolved("--pipeline-model-parallel-size 2 --global-batch-size 2"), []
+    flags = {"progress": lambda *count: done.append(count), "memory_only": True}
+    one = dry_run(run, "cpu", [0, 1], **flags)
+    both = dry_run(run, "cpu", [0, 1], **flags, processes=2)
+    for ours, theirs in zip(both, one, strict=True):
+        assert (ours.rank, ours.counts) == (theirs.rank, theirs.counts)
+        assert ours.peak == pytest.approx(theirs.peak, rel=1e-4)  # a first import has a tensor
+    assert done == [(1, 2), (2, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        (lambda *_, **__: os._exit(3), r"rank [01] ended without a result \(exit code 3\)"),
+        (lambda run, rank, *_, **__: run.layout.coordinates(64), "rank 64"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_dry_run(ends, message, monkeypatch):
+    monkeypatch.setattr(dry_run_module, "imagine_rank", ends)
+    run = resolved("--pipeline-model-parallel-size 2")
+    with pytest.raises(ValueError, match=message):
+        dry_run(run, "cpu", [0, 1], processes=2)
+
+
+def test_the_memory_alone_is_that_of_the_whole_run():
+    run = resolved("--pipeline-model-parallel-size 2 --global-batch-size 6")
+    (whole,), (memory,) = (dry_run(run, "cpu", [0], memory_only=each) for each in (False, True))
+    assert (memory.peak, memory.at_peak) == (whole.peak, whole.at_peak)
+    assert memory.counts.flops < whole.counts.flops
 
 
 def test_the_report_and_the_picture(tmp_path, capsys):

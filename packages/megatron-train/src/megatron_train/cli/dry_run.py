@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -80,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         def show(done: int, total: int) -> None:
             bar.update(done - bar.n)
 
-        uses = dry_run(planned, device, pipeline_ranks, show)
+        uses = dry_run(planned, device, pipeline_ranks, show, processes=_processes())
     if arguments.json:
         sys.stdout.write(json.dumps(to_dict(planned, uses, device), indent=2) + "\n")
     else:
@@ -108,6 +110,13 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _processes() -> int:
+    """Returns how many ranks run at once: one on each core, where processes can be forked."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return 1
+    return os.cpu_count() or 1
 
 
 def _pipeline_ranks(texts: list[str] | None, pp: int) -> tuple[int, ...]:

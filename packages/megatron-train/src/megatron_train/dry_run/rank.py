@@ -48,7 +48,9 @@ class _SameBatches:
     testing = validation
 
 
-def imagine_rank(run: RunConfig, rank: int, device: torch.device) -> RankUse:
+def imagine_rank(
+    run: RunConfig, rank: int, device: torch.device, *, memory_only: bool = False
+) -> RankUse:
     """Returns what one rank of a run needs and does in a step, from a run without values.
 
     Runs a step with as many micro-batches in flight as in a whole step, for the memory; a short
@@ -59,6 +61,7 @@ def imagine_rank(run: RunConfig, rank: int, device: torch.device) -> RankUse:
         run: The run, with a resolved layout.
         rank: The rank.
         device: Device to imagine, "cuda" or "cpu".
+        memory_only: Runs the first of these steps alone, of which `RankUse.counts` then are.
 
     Raises:
         NoGuardError: A CUDA device cannot be imagined in this process.
@@ -66,6 +69,7 @@ def imagine_rank(run: RunConfig, rank: int, device: torch.device) -> RankUse:
     start = time.monotonic()
     pipeline_rank = run.layout.coordinates(rank).pp
     repetition = find_repetition(run, pipeline_rank)
+    sizes = repetition.sizes[:1] if memory_only else repetition.sizes
     task = find_task_kind(run.task)
     data = task.open_proof_data(run)
     samples = range(run.training.micro_batch_size)
@@ -74,16 +78,18 @@ def imagine_rank(run: RunConfig, rank: int, device: torch.device) -> RankUse:
         raise TrainError(f"the task {run.task} has no samples for a dry run")
     batch = data.micro_batch(data.read(dataset, samples))
     with Mesh.imagined(run.layout, rank, device) as mesh, imagined_device(device) as ledger:
-        batches = _SameBatches(batch, repetition.sizes)
+        batches = _SameBatches(batch, sizes)
         with ledger.storages.part(GRADIENTS):
             trainer = build_trainer(run, task, batches, mesh, choose_dtype(run))
         _label(trainer, ledger)
-        trainer.train_iters = len(repetition.sizes)
+        trainer.train_iters = len(sizes)
         with mesh.counting() as traffic:
             measured = _Measurement(ledger, traffic)
             trainer.callbacks = [measured]
             trainer.run()
-    short, longer = measured.steps[2], measured.steps[-1]
+    counts = measured.steps[0]
+    if not memory_only:
+        counts = measured.steps[2].extrapolated(measured.steps[-1], repetition.times)
     return RankUse(
         rank=rank,
         pipeline_rank=pipeline_rank,
@@ -94,7 +100,7 @@ def imagine_rank(run: RunConfig, rank: int, device: torch.device) -> RankUse:
         memory=measured.memory,
         peak=measured.peak,
         at_peak=measured.at_peak,
-        counts=short.extrapolated(longer, repetition.times),
+        counts=counts,
         seconds=time.monotonic() - start,
     )
 
