@@ -132,6 +132,11 @@ def test_the_report_and_the_picture(tmp_path, capsys):
     ("flags", "message"),
     [
         ("--pipeline-ranks 1", "--pipeline-ranks needs numbers from 0 to 0, got '1'"),
+        (
+            "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16 --reset-attention-mask "
+            "--world-size 2",
+            "--hybrid-context-parallel: ranks share the documents of a step by their lengths",
+        ),
         ("--output memory.txt", "--output memory.txt: the file name must end in .svg or .png"),
     ],
 )

@@ -39,8 +39,14 @@ def dry_run(
 
     Raises:
         NoGuardError: A CUDA device cannot be imagined in this process.
-        TrainError: A process ended without a result, for example for lack of memory.
+        TrainError: Ranks share documents by their lengths, which are unknown; or a process ended
+            without a result, for example for lack of memory.
     """
+    if run.layout.hybrid_cp:
+        raise TrainError(
+            "--hybrid-context-parallel: ranks share the documents of a step by their lengths, "
+            "which a dry run does not know; dry-run the job with --context-parallel-size N"
+        )
     ranks = [run.layout.ranks_of_pipeline_rank(each)[0] for each in pipeline_ranks]
 
     def imagine(rank: int) -> RankUse:
