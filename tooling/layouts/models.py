@@ -120,6 +120,7 @@ MODELS["earliest"] = replace(
     MODELS["dropping"],
     moe_token_drop_policy="position",
     moe_pad_expert_input_to_capacity=True,
+    moe_expert_rank_capacity_factor=2.0,  # on tp4 a rank with few tokens sends most to one rank
 )
 MODELS["few"] = replace(
     MODELS["untied"],

@@ -74,8 +74,10 @@ class ClassificationTask(EncoderTask):
         losses = class_losses(output.sequences, labels)
         found = {LOSS: (losses * weights.to(losses.dtype)).sum(), ACCURACY: hits.sum()}
         counted_by = ((labels, hits), (predicted, weights), (labels, weights))
+        classes = torch.arange(self._classes, device=labels.device)
         for what, (counted, weight) in zip(_COUNTED, counted_by, strict=True):
-            counts = torch.bincount(counted, weight, self._classes)
+            # Not `bincount`: it waits for the device to know the largest class.
+            counts = (weight[:, None] * (counted[:, None] == classes)).sum(0)
             found |= {_tally(what, number): count for number, count in enumerate(counts.unbind())}
         return {name: self._of_sequences(value) for name, value in found.items()}
 
