@@ -17,6 +17,7 @@ from megatron_parallel._compat.imagined import (
     device_type_of,
     flops_of,
     has_no_values,
+    result_of,
     values_exist,
 )
 from megatron_parallel.imagined.code_line import code_line
@@ -100,7 +101,7 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_transfers(func, args, given, on_device)
         if (found := self._assumed(packet, args, given)) is not None:
             return found
-        out = func(*args, **given)
+        out = result_of(func, args, given)
         self._note_result(func, args, given, on_device, out)
         return out
 
