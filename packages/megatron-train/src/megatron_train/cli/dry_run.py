@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 from functools import partial
@@ -114,7 +113,7 @@ def _has_cuda() -> bool:
 
 def _processes() -> int:
     """Returns how many ranks run at once: one on each core, where processes can be forked."""
-    if "fork" not in multiprocessing.get_all_start_methods():
+    if not hasattr(os, "fork"):
         return 1
     return os.cpu_count() or 1
 
