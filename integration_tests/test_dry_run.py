@@ -13,9 +13,9 @@ from megatron_parallel.testing import WorkerPool
 from megatron_train.assembly import build_trainer, choose_dtype
 from megatron_train.broadcast_batches import open_batches
 from megatron_train.cli.main import build_parser
+from megatron_train.config.described_run import resolve_run
 from megatron_train.config.run import RunConfig
 from megatron_train.dry_run.rank import imagine_rank
-from megatron_train.prove.resolve import resolve_run
 from megatron_train.tasks.kinds import find_task_kind
 from torch.profiler import ProfilerActivity, profile
 

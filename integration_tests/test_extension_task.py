@@ -20,8 +20,8 @@ from megatron_parallel.testing import WorkerPool
 from megatron_train import read_records
 from megatron_train.cli import main
 from megatron_train.cli.main import build_parser
+from megatron_train.config.described_run import resolve_run
 from megatron_train.prove.proof import prove
-from megatron_train.prove.resolve import resolve_run
 from megatron_train.prove.shrink import shrink_run
 from torch import nn
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 from megatron_parallel.testing import WorkerPool
 from megatron_train.cli.main import build_parser
+from megatron_train.config.described_run import resolve_run
 from megatron_train.prove.defects import CATALOGUE
 from megatron_train.prove.proof import Proof, prove
-from megatron_train.prove.resolve import resolve_run
 from megatron_train.prove.shrink import ShrunkRun, shrink_run
 
 DENSE = (

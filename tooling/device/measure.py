@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from megatron_train.cli.main import build_parser
+from megatron_train.config.described_run import resolve_run
 from megatron_train.dry_run.dry_run import dry_run
-from megatron_train.prove.resolve import resolve_run
 
 from device.cases import Job
 from device.decode import decode

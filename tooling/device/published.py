@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from megatron_train.cli.main import build_parser
+from megatron_train.config.described_run import resolve_run
 from megatron_train.dry_run.counts import RankUse
 from megatron_train.dry_run.dry_run import dry_run
 from megatron_train.plan.count import Count, count
-from megatron_train.prove.resolve import resolve_run
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "dry-run.md"
 START, END = "<!-- published jobs -->\n", "<!-- end of published jobs -->\n"

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 from megatron_train.cli.main import build_parser, main
+from megatron_train.config.described_run import resolve_run
 from megatron_train.dry_run import dry_run as dry_run_module
 from megatron_train.dry_run import rank as rank_module
 from megatron_train.dry_run.dry_run import dry_run
 from megatron_train.dry_run.repetition import Repetition, find_repetition
-from megatron_train.prove.resolve import resolve_run
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

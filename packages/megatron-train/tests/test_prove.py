@@ -5,9 +5,9 @@ import argparse
 import pytest
 from megatron_parallel import ParallelLayout
 from megatron_train.cli.main import build_parser, main
+from megatron_train.config.described_run import resolve_run
 from megatron_train.errors import TrainError
 from megatron_train.prove.layout import small_layout
-from megatron_train.prove.resolve import resolve_run
 from megatron_train.prove.shrink import ShrunkRun, choose_layers, shrink_run
 
 

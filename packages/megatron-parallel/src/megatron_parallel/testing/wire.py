@@ -20,7 +20,7 @@ import torch
 
 try:
     import cloudpickle  # type: ignore[import-untyped]
-except ModuleNotFoundError:  # pragma: no cover - depends on the installation
+except ModuleNotFoundError:  # pragma: no cover - the extra "testing"; `dumps` says so if needed
     cloudpickle = None
 
 _LENGTH = struct.Struct("<Q")

@@ -4,17 +4,15 @@ import argparse
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
-from megatron_models import ModelKind, model_kinds
 from megatron_parallel.imagined.guard import NoGuardError, load_guard
 
+from megatron_train.cli.model_command import add_model_command
 from megatron_train.cli.run_source import add_run_source
-from megatron_train.config.extensions import tasks_for
+from megatron_train.config.described_run import resolve_run
 from megatron_train.config.flags import Parser
 from megatron_train.errors import UsageError
-from megatron_train.prove.resolve import resolve_run
 
 _EXAMPLE = """\
 example:
@@ -24,27 +22,18 @@ example:
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
-    summary = "run a step without devices, and report its memory and work"
-    dry_run = commands.add_parser("dry-run", help=summary, description=summary.capitalize() + ".")
-    kinds = dry_run.add_subparsers(metavar="MODEL", required=True)
-    for name, kind in model_kinds().items():
-        if tasks_for(name):
-            _add_kind(kinds, kind)
-
-
-def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> None:
-    parser = kinds.add_parser(
-        kind.name,
-        megatron=True,
-        flags=partial(_add_flags, kind.name),
-        usage="%(prog)s [--recipe NAME | --hf-config FILE]\n       [--world-size N] [flags]",
-        help=kind.summary,
-        description=f"Run a step of {kind.summary} on tensors without values, for one rank of the "
+    add_model_command(
+        commands,
+        "dry-run",
+        "run a step without devices, and report its memory and work",
+        add_flags=_add_flags,
+        usage="[--recipe NAME | --hf-config FILE]\n       [--world-size N] [flags]",
+        description="Run a step of {summary} on tensors without values, for one rank of the "
         "first, a middle and the last pipeline stage of a job of any size. Takes the flags of "
         "megatron-train pretrain; data, tokenizer and lengths may be left out.",
-        epilog=_EXAMPLE,
+        example=_EXAMPLE,
+        run=run,
     )
-    parser.set_defaults(run=run, kind=kind.name)
 
 
 def _add_flags(kind: str, parser: Parser) -> None:

@@ -3,12 +3,9 @@
 import argparse
 import json
 import sys
-from functools import partial
 
-from megatron_models import ModelKind, model_kinds
-
+from megatron_train.cli.model_command import add_model_command
 from megatron_train.cli.run_source import add_run_source
-from megatron_train.config.extensions import tasks_for
 from megatron_train.config.flags import Parser
 from megatron_train.config.plan import resolve_plan
 from megatron_train.errors import UsageError
@@ -24,26 +21,17 @@ example:
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
-    summary = "compute sizes and costs of a run without starting it"
-    plan = commands.add_parser("plan", help=summary, description=summary.capitalize() + ".")
-    kinds = plan.add_subparsers(metavar="MODEL", required=True)
-    for name, kind in model_kinds().items():
-        if tasks_for(name):
-            _add_kind(kinds, kind)
-
-
-def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> None:
-    parser = kinds.add_parser(
-        kind.name,
-        megatron=True,
-        flags=partial(_add_flags, kind.name),
-        usage="%(prog)s --count [--recipe NAME | --hf-config FILE] [flags]",
-        help=kind.summary,
-        description=f"Plan the training of {kind.summary}. Takes the flags of megatron-train "
+    add_model_command(
+        commands,
+        "plan",
+        "compute sizes and costs of a run without starting it",
+        add_flags=_add_flags,
+        usage="--count [--recipe NAME | --hf-config FILE] [flags]",
+        description="Plan the training of {summary}. Takes the flags of megatron-train "
         "pretrain; data, tokenizer and lengths of training may be left out.",
-        epilog=_EXAMPLE,
+        example=_EXAMPLE,
+        run=run,
     )
-    parser.set_defaults(run=run, kind=kind.name)
 
 
 def _add_flags(kind: str, parser: Parser) -> None:

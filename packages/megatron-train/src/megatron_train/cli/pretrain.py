@@ -5,12 +5,9 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
-from megatron_models import ModelKind, model_kinds
-
+from megatron_train.cli.model_command import add_model_command
 from megatron_train.config.dump import format_config
-from megatron_train.config.extensions import tasks_for
 from megatron_train.config.flags import Parser, add_run_options, notes_on_ignored_flags
 from megatron_train.config.ignored import settings_without_effect
 from megatron_train.config.options import Option
@@ -26,7 +23,7 @@ Resolver = Callable[[argparse.Namespace, int | None, TokenizerCache], tuple[RunC
 
 _EXAMPLE = """\
 example:
-  megatron-train pretrain gpt --num-layers 4 --hidden-size 256 --num-attention-heads 4 \\
+  megatron-train pretrain {kind} --num-layers 4 --hidden-size 256 --num-attention-heads 4 \\
     --seq-length 256 --micro-batch-size 8 --train-iters 500 --lr 1e-3 \\
     --train-data-path corpus_text_document --valid-data-path valid_text_document \\
     --tokenizer-model tokenizer.json --save run --load run --save-interval 100
@@ -35,26 +32,18 @@ example:
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
-    summary = "train a model from scratch, or continue a run"
-    pretrain = commands.add_parser("pretrain", help=summary, description=summary.capitalize() + ".")
-    kinds = pretrain.add_subparsers(metavar="MODEL", required=True)
-    for name, kind in model_kinds().items():
-        if tasks_for(name):
-            _add_kind(kinds, kind)
-
-
-def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> None:
-    parser = kinds.add_parser(
-        kind.name,
-        megatron=True,
-        flags=partial(_add_flags, kind.name),
-        usage="%(prog)s [--config FILE] [flags]",
-        help=kind.summary,
-        description=f"Train {kind.summary}. Flags override --config, which overrides --recipe, "
+    add_model_command(
+        commands,
+        "pretrain",
+        "train a model from scratch, or continue a run",
+        add_flags=_add_flags,
+        usage="[--config FILE] [flags]",
+        description="Train {summary}. Flags override --config, which overrides --recipe, "
         "which overrides the defaults.",
-        epilog=_EXAMPLE.replace("pretrain gpt", f"pretrain {kind.name}"),
+        example=_EXAMPLE,
+        run=run,
+        resolve=resolve,
     )
-    parser.set_defaults(run=run, resolve=resolve, kind=kind.name)
 
 
 def _add_flags(kind: str, parser: Parser) -> None:

@@ -5,16 +5,13 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_models import ModelKind, model_kinds
-
+from megatron_train.cli.model_command import add_model_command
 from megatron_train.cli.run_source import add_run_source
-from megatron_train.config.extensions import tasks_for
+from megatron_train.config.described_run import resolve_run
 from megatron_train.config.flags import Parser
 from megatron_train.errors import TrainError, UsageError
-from megatron_train.prove.resolve import resolve_run
 from megatron_train.prove.shrink import ShrunkRun, shrink_run
 
 if TYPE_CHECKING:
@@ -30,28 +27,19 @@ example:
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds the command to ``commands``."""
-    summary = "prove on this machine that a layout trains as one rank does"
-    prove = commands.add_parser("prove", help=summary, description=summary.capitalize() + ".")
-    kinds = prove.add_subparsers(metavar="MODEL", required=True)
-    for name, kind in model_kinds().items():
-        if tasks_for(name):
-            _add_kind(kinds, kind)
-
-
-def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> None:
-    parser = kinds.add_parser(
-        kind.name,
-        megatron=True,
-        flags=partial(_add_flags, kind.name),
-        usage="%(prog)s [--recipe NAME | --hf-config FILE]\n       [--world-size N] [flags]",
-        help=kind.summary,
-        description=f"Prove a layout for {kind.summary}. Trains a small copy in float64 in the "
+    add_model_command(
+        commands,
+        "prove",
+        "prove on this machine that a layout trains as one rank does",
+        add_flags=_add_flags,
+        usage="[--recipe NAME | --hf-config FILE]\n       [--world-size N] [flags]",
+        description="Prove a layout for {summary}. Trains a small copy in float64 in the "
         "layout and on one rank, and compares losses, gradient norms, all gradients and all "
         "parameters. Takes the flags of megatron-train pretrain; data, tokenizer and lengths may "
         "be left out. The status is 0 if they are equal, and 1 if they are not.",
-        epilog=_EXAMPLE,
+        example=_EXAMPLE,
+        run=run,
     )
-    parser.set_defaults(run=run, kind=kind.name)
 
 
 def _add_flags(kind: str, parser: Parser) -> None:

@@ -1,4 +1,7 @@
-"""From the command line of a proof to a run. Importing this module does not import torch."""
+"""From the command line of a proof or a dry run to a run.
+
+Importing this module does not import torch.
+"""
 
 import argparse
 from typing import Final
@@ -10,7 +13,7 @@ from megatron_train.config.resolve import derive
 from megatron_train.config.run import RunConfig, build_run
 from megatron_train.config.values import Values
 
-_ORIGIN: Final = "the proof"
+_ORIGIN: Final = "the command"
 _CORPUS: Final = ("synthetic",)
 _VOCABULARY: Final = 32000
 
