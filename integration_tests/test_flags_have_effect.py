@@ -453,6 +453,19 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "optimizer.adam_eps": ({}, {"--adam-eps": "0.1"}),
     "optimizer.sgd_momentum": ({"--optimizer": "sgd"}, {"--sgd-momentum": "0.5"}),
     "optimizer.clip_grad": ({}, {"--clip-grad": "0.01"}),
+    "optimizer.lr_mult": ({}, {"--lr-mult": "*.bias=0.5 layers.1.*=2"}),
+    "optimizer.weight_decay_mult": (
+        {"--weight-decay": "5"},
+        {"--weight-decay-mult": "*norm*=1 layers.0.*=0"},
+    ),
+    "optimizer.apply_wd_to_qk_layernorm": (
+        {"--weight-decay": "5", "--qk-layernorm": ""},
+        {"--apply-wd-to-qk-layernorm": ""},
+    ),
+    "optimizer.embedding_weight_decay": (
+        {"--weight-decay": "5"},
+        {"--no-embedding-weight-decay": ""},
+    ),
     "schedule.lr_decay_iters": ({}, {"--lr-decay-iters": "9"}),
     "schedule.lr_decay_samples": (SAMPLES, {"--lr-decay-samples": "40"}),
     "schedule.lr_warmup_iters": ({}, {"--lr-warmup-iters": "2"}),

@@ -1,10 +1,14 @@
 """Runs with update rules other than AdamW continue bit for bit, and only with the same rule."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from megatron_ckpt import find_checkpoint
+from megatron_models import find_kind
 from megatron_train.cli import main
 from megatron_train.metrics.records import read_records
 
@@ -48,3 +52,33 @@ def test_a_stopped_run_continues_bit_for_bit_only_with_its_rule(train, rule):
         assert torch.equal(one.read_tensor(name), other.read_tensor(name)), name
     train("--save stopped --load stopped --train-iters 5 --no-load-optim")
     assert len(losses("stopped")) == 5
+
+
+def test_a_run_prints_the_parameter_groups_of_all_its_ranks(tmp_path):
+    command = f"{RUN} --lr-mult layers.1.*=0.5 --decoupled-lr 1e-3 --save out"
+    command = command.replace("--num-layers 1", "--num-layers 2 --pipeline-model-parallel-size 2")
+    words = [sys.executable, "-m", "megatron_train", "pretrain", "gpt", "--nproc-per-node", "2"]
+    done = subprocess.run([*words, *command.split()], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    at = lines.index("parameter groups:")
+    rows = [re.split(r" {2,}", line.strip()) for line in lines[at + 1 : at + 7]]
+    model = find_kind("gpt").config(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        vocab_size=41,
+        max_position_embeddings=8,
+    )
+    counts = {}
+    for name, spec in model.parameters().items():
+        rate = "0.5 x --lr" if name.startswith("layers.1.") else "1 x --lr"
+        rate = "1 x --decoupled-lr" if spec.sharding.vocabulary else rate
+        decay = (
+            "1 x --weight-decay" if len(spec.sharding.shape) > 1 and "bias" not in name else "none"
+        )
+        tensors, numel = counts.get((rate, decay), (0, 0))
+        counts[rate, decay] = tensors + 1, numel + spec.numel
+    found = {(row[1], row[2]): (int(row[3]), int(row[4].replace(",", ""))) for row in rows[1:]}
+    assert rows[0] == ["rule", "learning rate", "weight decay", "tensors", "parameters"]
+    assert found == counts

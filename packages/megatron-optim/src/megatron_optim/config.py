@@ -1,9 +1,11 @@
 """Settings of the optimizer and its schedules, with the names of Megatron-LM."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_optim.errors import OptimError
+from megatron_optim.name_rules import NameRules
 from megatron_optim.rule_registry import RULES
 from megatron_optim.schedule import (
     ANNEAL_STYLES,
@@ -111,6 +113,35 @@ class OptimizerConfig:
         default=0.9,
         metadata=_flag("--sgd-momentum", "momentum of SGD"),
     )
+    lr_mult: tuple[str, ...] | None = field(
+        default=None,
+        metadata=_flag(
+            "--lr-mult",
+            "factors of the learning rate by pattern of parameter names, such as "
+            "'embedding.*=0.1' '*.bias=2'; the last pattern that matches applies (our name)",
+        ),
+    )
+    weight_decay_mult: tuple[str, ...] | None = field(
+        default=None,
+        metadata=_flag(
+            "--weight-decay-mult",
+            "factors of the weight decay by pattern of parameter names, such as 'output.*=0'; they "
+            "replace 1 for matrices and 0 for biases and norms (our name)",
+        ),
+    )
+    apply_wd_to_qk_layernorm: bool = field(
+        default=False,
+        metadata=_flag(
+            "--apply-wd-to-qk-layernorm", "apply weight decay to the norms of queries and keys"
+        ),
+    )
+    embedding_weight_decay: bool = field(
+        default=True,
+        metadata=_flag(
+            "--no-embedding-weight-decay",
+            "apply no weight decay to token and position embeddings (our name)",
+        ),
+    )
     clip_grad: float = field(
         default=1.0,
         metadata=_flag("--clip-grad", "largest global gradient norm; 0 disables clipping"),
@@ -143,6 +174,28 @@ class OptimizerConfig:
                 )
         if not self.adam_eps > 0.0:
             raise OptimError("{adam_eps:name} must be positive, got {adam_eps:repr}", vars(self))
+        _ = self.name_rules
+
+    @property
+    def name_rules(self) -> NameRules:
+        """The factors of learning rate and weight decay by name.
+
+        Raises:
+            OptimError: ``lr_mult`` or ``weight_decay_mult`` is not ``PATTERN=FACTOR``.
+        """
+        return NameRules.of(vars(self))
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Refuses patterns that match none of the parameters of a model.
+
+        Args:
+            names: The global names of all parameters, on all ranks.
+
+        Raises:
+            OptimError: A pattern matches none; the message names it.
+        """
+        known = list(names)
+        self.name_rules.refuse_unmatched(vars(self), self.name_rules.matches(known), known)
 
     def learning_rate_schedule(
         self,

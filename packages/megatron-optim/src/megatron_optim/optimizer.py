@@ -15,7 +15,12 @@ from megatron_optim.decision import Rates, StepResult, host_decides
 from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
 from megatron_optim.mixed_precision import MainParameters
-from megatron_optim.param_groups import ParameterGroup, build_parameter_groups, require_distinct
+from megatron_optim.param_groups import (
+    ParameterGroup,
+    build_parameter_groups,
+    require_distinct,
+    require_matches,
+)
 from megatron_optim.update_rule import MAIN_SUFFIX, UnreadStep, build_rules
 from megatron_optim.width import WidthRatio
 
@@ -43,7 +48,8 @@ class Optimizer:
 
     Raises:
         OptimError: No parameter requires a gradient, a parameter has two names, its dtype cannot be
-            trained, or the update rule has no learning rates for other widths.
+            trained, a pattern of names matches no parameter of any rank, or the update rule has no
+            learning rates for other widths.
 
     Attributes:
         config: The settings.
@@ -57,6 +63,7 @@ class Optimizer:
         widths: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         require_distinct(trainable)
+        require_matches(config, trainable.parameters, trainable.mesh)
         self.config = config
         self._trainable = trainable
         # The numbers of updates and of skipped steps, counted where the decision is made.
@@ -70,7 +77,7 @@ class Optimizer:
         )
         ratios = {name: WidthRatio(*sizes) for name, sizes in (widths or {}).items()}
         self._groups = build_parameter_groups(
-            tensors, trainable.table, trainable.mesh, *rules, ratios
+            tensors, trainable.table, trainable.mesh, *rules, config.name_rules, ratios
         )
         self._host_decides = host_decides(trainable.mesh.device, self._groups)
         # Allocated here, so that a checkpoint can be loaded before the first step.
@@ -119,6 +126,11 @@ class Optimizer:
             self._main.copy_main_to_model()
         self._counts += torch.stack([finite, ~finite])
         return StepResult(norm, factor, ~finite)
+
+    @property
+    def groups(self) -> tuple[ParameterGroup, ...]:
+        """The groups of parameters of this rank, each updated by one call of a rule."""
+        return self._groups
 
     @property
     def steps(self) -> int:

@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from megatron_parallel import Mesh, Sharding
+import torch
+from megatron_parallel import Mesh, Sharding, all_reduce
 from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
 
+from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
+from megatron_optim.name_rules import NameRules
 from megatron_optim.update_rule import UpdateRule
 from megatron_optim.width import SAME_WIDTH, WidthRatio
 
@@ -17,29 +20,32 @@ class ParameterGroup(NamedTuple):
 
     Attributes:
         rule: The update rule.
-        decays: Whether weight decay applies to the parameters.
+        decay_factor: Factor of the weight decay; 0 for parameters without weight decay.
         decoupled: Whether they are token embeddings or output matrices, which may have their own
             learning rate.
         names: Their global names.
         matrices: For a rule that needs matrices, the shape in which the rule gets each parameter.
         lr_factor: Factor of the learning rate, for the width of the parameters.
+        lr_mult: Factor of the learning rate, for their names. Unlike the factor for the width, it
+            applies to the rate of token embeddings and output matrices, too.
     """
 
     rule: UpdateRule
-    decays: bool
+    decay_factor: float
     decoupled: bool
     names: tuple[str, ...]
     matrices: Mapping[str, tuple[int, ...]]
     lr_factor: float = 1.0
+    lr_mult: float = 1.0
 
     def rates(
         self, lr: float, decoupled_lr: float | None, weight_decay: float
     ) -> tuple[float, float]:
-        """Returns learning rate and weight decay of the group; a decoupled rate is absolute."""
-        decay = weight_decay if self.decays else 0.0
+        """Returns learning rate and weight decay; a decoupled rate does not depend on the width."""
+        decay = self.decay_factor * weight_decay
         if self.decoupled and decoupled_lr is not None:
-            return decoupled_lr, decay
-        return self.lr_factor * lr, decay
+            return self.lr_mult * decoupled_lr, decay
+        return self.lr_mult * self.lr_factor * lr, decay
 
 
 def parameter_groups(
@@ -72,6 +78,7 @@ def build_parameter_groups(
     mesh: Mesh,
     rule: UpdateRule,
     fallback: UpdateRule,
+    name_rules: NameRules,
     widths: Mapping[str, WidthRatio],
 ) -> tuple[ParameterGroup, ...]:
     """Returns the groups of parameters, those with weight decay first.
@@ -83,6 +90,7 @@ def build_parameter_groups(
         rule: The rule of all parameters, or, if it needs matrices, of the matrices between the
             token embedding and the output layer.
         fallback: The rule of the other parameters.
+        name_rules: Factors of learning rate and weight decay by name.
         widths: The widths of parameters over those in the model of the learning rate. Parameters
             without an entry have the same width.
 
@@ -91,13 +99,14 @@ def build_parameter_groups(
             that the rule needs whole, or a rule has no learning rates for other widths.
     """
     require_shardings(tensors, table)
-    found: dict[tuple[bool, bool, bool, WidthRatio], list[str]] = {}
+    found: dict[tuple[float, bool, bool, WidthRatio, float], list[str]] = {}
     for name in tensors:
         sharding, width = table[name], widths.get(name, SAME_WIDTH)
-        key = sharding.weight_decay, rule.handles(sharding), sharding.vocabulary, width
-        found.setdefault(key, []).append(name)
+        decay = name_rules.decay_factor(name, decays=sharding.weight_decay)
+        own, lr_mult = rule.handles(sharding), name_rules.lr_factor(name)
+        found.setdefault((decay, own, sharding.vocabulary, width, lr_mult), []).append(name)
     groups = []
-    for (decays, own, decoupled, width), names in sorted(found.items(), reverse=True):
+    for (decay, own, decoupled, width, lr_mult), names in sorted(found.items(), reverse=True):
         matrices = (
             {name: _matrix_shape(name, tensors[name], table[name], mesh) for name in names}
             if own and rule.needs == "matrices"
@@ -106,7 +115,9 @@ def build_parameter_groups(
         updating, factor = rule if own else fallback, 1.0
         if width != SAME_WIDTH:
             updating, factor = updating.for_width(width)
-        groups.append(ParameterGroup(updating, decays, decoupled, tuple(names), matrices, factor))
+        groups.append(
+            ParameterGroup(updating, decay, decoupled, tuple(names), matrices, factor, lr_mult)
+        )
     return tuple(groups)
 
 
@@ -121,6 +132,21 @@ def _matrix_shape(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh) -> 
             "(--use-torch-fsdp2) always shards matrices"
         )
     return sharding.local_matrix(mesh)
+
+
+def require_matches(config: OptimizerConfig, names: Iterable[str], mesh: Mesh) -> None:
+    """Refuses patterns of names that match no parameter of any rank. All ranks call it together.
+
+    Raises:
+        OptimError: A pattern matches no parameter; the message names it.
+    """
+    rules = config.name_rules
+    if not rules.given or mesh.is_imagined:
+        return
+    known = list(names)
+    own = torch.tensor(rules.matches(known), dtype=torch.float64, device=mesh.device)
+    matched = all_reduce(own, mesh.axis("world"), op="max", purpose="patterns of names")
+    rules.refuse_unmatched(vars(config), matched.tolist(), known)
 
 
 def require_shardings(names: Iterable[str], table: Mapping[str, Sharding]) -> None:

@@ -32,6 +32,7 @@ from megatron_train.config.dump import write_config
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options
 from megatron_train.config.values import Values
+from megatron_train.group_table import group_table
 from megatron_train.memory_check import check_memory
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
@@ -119,6 +120,8 @@ def train(
                 f"--linear-product {config.product} freezes weights that are initialized from "
                 "--seed; begin with those of a checkpoint, with finetune or with --finetune --load"
             )
+        for line in group_table(trainer.optimizer, trainer.engine.stages.table, coordinator):
+            console.print_line(line)
         console.print_line(str(trainer.engine.fusion))
         if batches.no_test_reason:
             console.print_line(f"no test after the last step: {batches.no_test_reason}")

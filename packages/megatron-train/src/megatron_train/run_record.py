@@ -54,6 +54,9 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
     """Returns batch sizes, learning rates and settings of the update rule."""
     settings, stepped = asdict(config.optimizer), config.training.step_batch_size_schedule
     own = settings.pop("settings") or {}
+    for name, value in settings.items():
+        if isinstance(value, tuple):  # a checkpoint has lists
+            settings[name] = " ".join(value)
     return {
         "global_batch_size": config.global_batch_size,
         "step_batch_size_schedule": None if stepped is None else " ".join(stepped),

@@ -7,6 +7,7 @@ functions here query them and report refusals with the names of flags.
 from collections.abc import Iterator
 
 from megatron_models import ConfigError, Feature, ModelConfig
+from megatron_optim import OptimError, OptimizerConfig
 from megatron_parallel import ParallelLayout
 from megatron_parallel.pipeline import find_schedule_kind
 
@@ -44,6 +45,20 @@ def check_features(run: RunSections) -> None:
     """
     for feature, asked in _features(run):
         refuse_feature(run.model, feature, f"{asked} does not work with {{setting}}: {{why}}")
+
+
+def check_parameter_names(model: ModelConfig, optimizer: OptimizerConfig) -> None:
+    """Refuses patterns of parameter names that match no parameter of the model.
+
+    Parameters that products of linear layers add are not known here; the optimizer checks them.
+
+    Raises:
+        TrainError: The message names the flag and the pattern.
+    """
+    try:
+        optimizer.check_names(model.parameters())
+    except OptimError as error:
+        raise TrainError(error.format_message(flags_of(OptimizerConfig))) from None
 
 
 def check_per_layer_logging(model: ModelConfig, logging: LoggingConfig) -> None:

@@ -28,6 +28,7 @@ from megatron_train.config.model_checks import (
     check_features,
     check_initial_weights,
     check_model_layout,
+    check_parameter_names,
     check_per_layer_logging,
 )
 from megatron_train.config.options import flags_of, options_of
@@ -63,6 +64,7 @@ class RunConfig(RunSections):
             lambda: check_features(self),
             lambda: check_initial_weights(self.model, self.checkpoint),
             lambda: check_per_layer_logging(self.model, self.logging),
+            self._check_parameter_names,
             self._check_evaluation,
             self._check_schedules,
             lambda: refuse_unread_settings(self.task, "data", self.data),
@@ -224,6 +226,11 @@ class RunConfig(RunSections):
             raise TrainError(
                 "--test-data-path has no effect with --eval-iters 0; leave out one of them"
             )
+
+    def _check_parameter_names(self) -> None:
+        """Refuses patterns of names that match no parameter."""
+        if self.product == PLAIN:
+            check_parameter_names(self.model, self.optimizer)
 
     def _check_schedules(self) -> None:
         """Refuses invalid schedules of learning rate and weight decay."""
