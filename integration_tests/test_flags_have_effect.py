@@ -93,6 +93,7 @@ GROWING: Words = {
     "--weight-decay-incr-style": "linear",
 }
 MUP: Words = {"--use-mup": ""}
+SCALED: Words = {"--fp16": ""}
 LORA: Words = {"--linear-product": "lora"}
 SAMPLES: Words = {"--train-iters": None, "--train-samples": "16"}
 BY_SPLIT: Words = {
@@ -421,6 +422,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     ),
     "training.seed": ({}, {"--seed": "1"}),
     "training.bf16": ({}, {"--bf16": ""}),
+    "training.fp16": ({}, {"--fp16": ""}),
     "training.float64": ({}, {"--float64": ""}),
     "training.calculate_per_token_loss": (
         {"--eod-mask-loss": ""},
@@ -466,6 +468,14 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--weight-decay": "5"},
         {"--no-embedding-weight-decay": ""},
     ),
+    "loss_scale.loss_scale": (SCALED, {"--loss-scale": "64"}),
+    "loss_scale.initial_loss_scale": (SCALED, {"--initial-loss-scale": "1e10"}),
+    "loss_scale.min_loss_scale": (SCALED, {"--min-loss-scale": str(2**32)}),
+    "loss_scale.loss_scale_window": (
+        {**SCALED, "--initial-loss-scale": "64"},
+        {"--loss-scale-window": "1"},
+    ),
+    "loss_scale.hysteresis": (SCALED, {"--hysteresis": "1"}),
     "schedule.lr_decay_iters": ({}, {"--lr-decay-iters": "9"}),
     "schedule.lr_decay_samples": (SAMPLES, {"--lr-decay-samples": "40"}),
     "schedule.lr_warmup_iters": ({}, {"--lr-warmup-iters": "2"}),

@@ -99,10 +99,12 @@ def test_the_line_of_175_billion_parameters_has_megatrons_meaning(call, monkeypa
 
 
 def test_unsupported_flags_give_one_line_each(call):
-    flags = "--fp16 --checkpoint-activations --data-impl mmap --distributed-backend nccl"
+    flags = (
+        "--fp8-param-gather --checkpoint-activations --data-impl mmap --distributed-backend nccl"
+    )
     lines = call(f"{README} {flags}", status=2).splitlines()
     assert len(lines) == 4 and "3 arguments cannot be used" in lines[-1]
-    assert "--fp16 is not supported yet; planned: fp16 with loss scaling" in lines[0]
+    assert "--fp8-param-gather is not supported yet; planned: training in FP8" in lines[0]
     assert "give --recompute-granularity full" in lines[1]
     assert "--data-impl is a flag of Megatron-LM and is refused here" in lines[2]
 

@@ -128,7 +128,7 @@ def test_fuzzed_scripts_are_read_or_refused(tmp_path, fuzz_count):
 
 
 def test_flags_are_sorted_by_outcome():
-    words = "--num-layers 2 --manual-gc --fp16 --padded-vocab-size 7 --lr=1e-3 --new-thing 1 2"
+    words = "--num-layers 2 --manual-gc --fp8-wgrad --padded-vocab-size 7 --lr=1e-3 --new-thing 1 2"
     result = translate(words.split(), TABLE)
     assert result.counts() == {
         "accepted": 2,
@@ -139,8 +139,8 @@ def test_flags_are_sorted_by_outcome():
         "unknown": 1,
     }
     assert result.arguments == ["--num-layers", "2", "--lr", "1e-3"]
-    assert result.errors[0] == TABLE["--fp16"].message() and len(result.errors) == 3
-    dropped = translate(words.split(), TABLE, ["--fp16", "--new-thing", "--padded-vocab-size"])
+    assert result.errors[0] == TABLE["--fp8-wgrad"].message() and len(result.errors) == 3
+    dropped = translate(words.split(), TABLE, ["--fp8-wgrad", "--new-thing", "--padded-vocab-size"])
     assert not dropped.errors and dropped.counts()["dropped"] == 3
 
 

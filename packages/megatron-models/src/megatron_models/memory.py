@@ -24,7 +24,7 @@ from megatron_models.models.model_config import ModelConfig
 if TYPE_CHECKING:
     from megatron_parallel.tensor_parallel import Product
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "float16"]
 
 _FP32 = 4
 _ADAM_MOMENTS = 2
@@ -82,8 +82,8 @@ def training_memory(
         config: The model's configuration.
         sequence_length: Tokens in a sequence.
         micro_batch_size: Sequences in a forward pass.
-        precision: Precision of parameters and activations. With bfloat16 the optimizer also holds
-            float32 main parameters.
+        precision: Precision of parameters and activations. With bfloat16 and float16 the optimizer
+            also holds float32 main parameters.
         layout: Parallel sizes, with ``dp`` resolved. Defaults to one rank.
         data_parallel: Which of parameters, gradients and optimizer state are cut over data-parallel
             ranks, and the precision of gradient accumulation. Defaults to cutting nothing.

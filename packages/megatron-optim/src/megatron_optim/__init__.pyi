@@ -6,11 +6,13 @@ from .clip import sum_of_squares as sum_of_squares
 from .config import OptimizerConfig as OptimizerConfig
 from .decision import StepResult as StepResult
 from .errors import OptimError as OptimError
+from .loss_scale_config import LossScaleConfig as LossScaleConfig
 from .optimizer import Optimizer as Optimizer
 from .param_groups import parameter_groups as parameter_groups
 from .rule_registry import UpdateRuleKind as UpdateRuleKind
 from .rule_registry import find_rule as find_rule
 from .rule_registry import update_rules as update_rules
+from .scaler import LossScaler as LossScaler
 from .schedule import LearningRateSchedule as LearningRateSchedule
 from .schedule import WeightDecaySchedule as WeightDecaySchedule
 from .update_rule import MAIN_SUFFIX as MAIN_SUFFIX

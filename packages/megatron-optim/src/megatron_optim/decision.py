@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float32, Float64
 from torch import Tensor
 
 from megatron_optim.param_groups import ParameterGroup
@@ -22,6 +22,11 @@ class StepResult(NamedTuple):
     """The factor that the gradient was multiplied by; 1 if it was not clipped."""
     skipped: Bool[Tensor, ""]
     """Whether the step was skipped because a number was not finite."""
+    overflow: Bool[Tensor, ""] | None = None
+    """Whether the step was skipped because scaled gradients overflowed, although the losses were
+    finite. None without a loss scale."""
+    loss_scale: Float32[Tensor, ""] | None = None
+    """The loss scale of the step, by which the norm is divided already. None without one."""
 
 
 def host_decides(device: torch.device, groups: Iterable[ParameterGroup]) -> bool:

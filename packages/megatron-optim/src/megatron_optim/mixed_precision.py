@@ -1,9 +1,9 @@
 """Full-precision copies of low-precision parameters.
 
 A bf16 number has 8 bits of mantissa, so an update smaller than 1/256 of a weight is lost when it is
-added to the weight. The optimizer therefore updates an fp32 main parameter and rounds the result
-into the bf16 parameter that the model computes with. Parameters in fp32 and float64 are their own
-main parameters and need no copy.
+added to the weight; an fp16 number has 11. The optimizer therefore updates an fp32 main parameter
+and rounds the result into the parameter that the model computes with. Parameters in fp32 and
+float64 are their own main parameters and need no copy.
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_optim.errors import OptimError
 
 FULL_PRECISION = (torch.float32, torch.float64)
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class MainParameters:
@@ -42,13 +43,13 @@ class MainParameters:
         for name, parameter in self._parameters.items():
             if parameter.dtype in FULL_PRECISION:
                 self.tensors[name] = parameter
-            elif parameter.dtype == torch.bfloat16:
+            elif parameter.dtype in HALF_PRECISION:
                 main = parameter.detach().to(torch.float32, copy=True)
                 self.tensors[name] = self.copies[name] = main
             else:
                 raise OptimError(
                     f"parameter {name!r} is {parameter.dtype}; "
-                    "parameters must be float32, float64 or bfloat16"
+                    "parameters must be float32, float64, bfloat16 or float16"
                 )
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:

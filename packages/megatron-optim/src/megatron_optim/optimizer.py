@@ -14,6 +14,7 @@ from megatron_optim.config import OptimizerConfig
 from megatron_optim.decision import Rates, StepResult, host_decides
 from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
+from megatron_optim.loss_scale_config import LossScaleConfig
 from megatron_optim.mixed_precision import MainParameters
 from megatron_optim.param_groups import (
     ParameterGroup,
@@ -21,6 +22,7 @@ from megatron_optim.param_groups import (
     require_distinct,
     require_matches,
 )
+from megatron_optim.scaler import LossScaler
 from megatron_optim.update_rule import MAIN_SUFFIX, UnreadStep, build_rules
 from megatron_optim.width import WidthRatio
 
@@ -33,8 +35,8 @@ class Optimizer:
     On a CUDA device, the device itself decides whether to skip, and the host does not wait for it,
     if all update rules can do so (`UpdateRule.decides_on`).
 
-    bf16 parameters have fp32 main parameters, which hold the exact weights. Optimizer state is
-    fp32, or float64 for float64 parameters. Clipping may scale gradients in place.
+    bf16 and fp16 parameters have fp32 main parameters, which hold the exact weights. Optimizer
+    state is fp32, or float64 for float64 parameters. Clipping may scale gradients in place.
 
     Args:
         trainable: The parameters of this rank, their sharding and their gradients
@@ -45,6 +47,9 @@ class Optimizer:
         widths: The ratios of inputs and outputs of parameters, by global name, over those in the
             model that the learning rate was chosen for (`megatron_optim.WidthRatio`). Parameters
             without an entry have the same sizes.
+        loss_scale: The settings of the loss scale. The caller multiplies losses by
+            ``scaler.scale`` before the backward pass; the optimizer divides the gradients by it.
+            Defaults to no loss scale.
 
     Raises:
         OptimError: No parameter requires a gradient, a parameter has two names, its dtype cannot be
@@ -53,6 +58,7 @@ class Optimizer:
 
     Attributes:
         config: The settings.
+        scaler: The loss scale; None without one.
         state_names: The names of the state tensors that the update rules have for a parameter.
     """
 
@@ -61,10 +67,12 @@ class Optimizer:
         trainable: Trainable,
         config: OptimizerConfig,
         widths: Mapping[str, tuple[float, float]] | None = None,
+        loss_scale: LossScaleConfig | None = None,
     ) -> None:
         require_distinct(trainable)
         require_matches(config, trainable.parameters, trainable.mesh)
         self.config = config
+        self.scaler = None if loss_scale is None else LossScaler(loss_scale, trainable.mesh.device)
         self._trainable = trainable
         # The numbers of updates and of skipped steps, counted where the decision is made.
         self._counts = torch.zeros(2, dtype=torch.int64, device=trainable.mesh.device)
@@ -114,9 +122,12 @@ class Optimizer:
         gradients = self.gradients()
         table, mesh = self._trainable.table, self._trainable.mesh
         norm = gradient_norm(gradients, table, mesh, sharded=self._main.sharded)
+        losses, scale = list(losses), None if self.scaler is None else self.scaler.scale
+        norm = norm if scale is None else norm / scale
         finite = torch.stack([norm, *losses]).isfinite().all()
-        factor = clip_coefficient(norm, self.config.clip_grad)
-        factor = torch.where(finite, factor, torch.ones_like(factor))
+        coefficient = clip_coefficient(norm, self.config.clip_grad)
+        coefficient = torch.where(finite, coefficient, torch.ones_like(coefficient))
+        factor = coefficient if scale is None else coefficient / scale
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         rates = lr, decoupled_lr, decay
         if self._host_decides:
@@ -125,7 +136,11 @@ class Optimizer:
             self._update_unread(gradients, factor, finite, rates)
             self._main.copy_main_to_model()
         self._counts += torch.stack([finite, ~finite])
-        return StepResult(norm, factor, ~finite)
+        if self.scaler is None:
+            return StepResult(norm, coefficient, ~finite)
+        self.scaler.update(~finite)
+        sound = torch.stack(losses).isfinite().all() if losses else torch.ones_like(finite)
+        return StepResult(norm, coefficient, ~finite, ~finite & sound, scale)
 
     @property
     def groups(self) -> tuple[ParameterGroup, ...]:
@@ -169,7 +184,7 @@ class Optimizer:
         divisor: Tensor | None = None
         if any(gradient.dtype == torch.float64 for gradient in gradients.values()):
             torch._foreach_mul_(list(gradients.values()), factor)  # the divisor is in float32
-        elif self.config.clip_grad:
+        elif self.config.clip_grad or self.scaler is not None:
             divisor = factor.reciprocal().float()
         step = UnreadStep((self._counts[0] + 1).float(), (~finite).float(), divisor)
         for group in self._groups:
@@ -221,12 +236,13 @@ class Optimizer:
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Returns the step counts, plain values that are saved beside `views`.
+        """Returns step counts and loss scale, plain values that are saved beside `views`.
 
         Waits for the device.
         """
         steps, skipped_steps = self._counts.tolist()
-        return {"steps": steps, "skipped_steps": skipped_steps}
+        scale = {} if self.scaler is None else self.scaler.scalars()
+        return {"steps": steps, "skipped_steps": skipped_steps, **scale}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Restores the values that `scalars` returned. Tensors are loaded into `views`.
@@ -239,3 +255,5 @@ class Optimizer:
             raise OptimError(f"the optimizer state in the checkpoint lacks {sorted(missing)}")
         counts = [int(scalars["steps"]), int(scalars["skipped_steps"])]
         self._counts.copy_(torch.tensor(counts))
+        if self.scaler is not None:
+            self.scaler.load_scalars(scalars)

@@ -90,7 +90,12 @@ def build_trainer(
         prepare(engine)
     return Trainer(
         engine=engine,
-        optimizer=optimizer(engine.stages, config.optimizer, widths),
+        optimizer=optimizer(
+            engine.stages,
+            config.optimizer,
+            widths,
+            config.loss_scale if training.fp16 else None,
+        ),
         learning_rate=config.learning_rate_schedule(),
         decoupled_learning_rate=config.learning_rate_schedule(decoupled=True),
         weight_decay=config.weight_decay_schedule(),
@@ -111,9 +116,8 @@ def choose_device(name: str) -> torch.device:
 
 def choose_dtype(config: RunConfig) -> torch.dtype:
     """Returns the dtype of weights and arithmetic."""
-    if config.training.float64:
-        return torch.float64
-    return torch.bfloat16 if config.training.bf16 else torch.float32
+    dtype: torch.dtype = getattr(torch, config.training.precision)
+    return dtype
 
 
 def load_run_tokenizer(

@@ -28,7 +28,7 @@ from megatron_ckpt import (
 )
 from megatron_data import Tokenizer
 from megatron_models import config_of, head_fields, new_head_parameters
-from megatron_optim import MAIN_SUFFIX
+from megatron_optim import MAIN_SUFFIX, OptimError
 from megatron_parallel import Mesh
 from megatron_parallel.collectives import raise_collective_errors
 from megatron_parallel.tensor_parallel import added_parameter_names
@@ -259,10 +259,10 @@ def restore(
             if load_optimizer:
                 saved, names = read_value(state, "optimizer", dict), trainer.optimizer.scalars()
                 trainer.optimizer.load_scalars(
-                    {name: read_value(saved, name, int) for name in names}
+                    {n: read_value(saved, n, type(value)) for n, value in names.items()}
                 )
             trainer.load_state(read_value(state, "trainer", dict))
-        except TrainError as error:
+        except (TrainError, OptimError) as error:
             raise TrainError(f"{path}: {error}; load another checkpoint") from None
 
     # Only rank 0 has all callbacks, so it may be the only one that finds damaged state.

@@ -182,6 +182,7 @@ class StepEngine:
         batches: Sequence[MicroBatch],
         denominators: Mapping[str, float | Tensor],
         iteration: int,
+        loss_scale: Tensor | None = None,
     ) -> dict[str, Float64[Tensor, ""]]:
         """Computes the gradients of all micro-batches and sums them over all ranks.
 
@@ -189,6 +190,8 @@ class StepEngine:
             batches: This rank's micro-batches.
             denominators: Denominators of the global batch: numbers, or scalars on the device.
             iteration: Number of the step, from 1; dropout depends on it.
+            loss_scale: Factor of all gradients, a scalar on the device. Losses that layers inside
+                the model add are scaled too, but sums are not. Defaults to 1.
 
         Returns:
             The sum of each loss over the unmasked tokens of the global batch, equal on all ranks.
@@ -196,6 +199,8 @@ class StepEngine:
             over the global batch. The sums are on the device, and the host does not wait for them.
         """
         self._iteration = iteration
+        if loss_scale is not None:
+            denominators = {name: below / loss_scale for name, below in denominators.items()}
         auxiliary = {name: denominators[name] for name in self.task.auxiliary_losses}
         counters = self.task.counters if isinstance(self.task, CountingTask) else {}
         self._auxiliary_losses = None

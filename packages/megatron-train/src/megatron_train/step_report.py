@@ -23,6 +23,7 @@ class _Read(NamedTuple):
     sums: Mapping[str, float]
     denominators: Mapping[str, float]
     counts: Mapping[str, Sequence[float]]
+    loss_scale: float
 
 
 class StepValues:
@@ -33,9 +34,10 @@ class StepValues:
         denominators: Denominator of each sum.
         grad_norm: Norm of the gradient over all parameters, before clipping.
         updated: Whether the parameters were updated; a step that is not finite is skipped.
-        finite: Whether losses and gradient norm were finite.
+        finite: Whether losses and gradient norm were finite, or only scaled gradients overflowed.
         counts: What layers counted over the global batch, by name (`CountingTask`).
         device: Device of the tensors among them.
+        loss_scale: Loss scale of the step; None without one.
     """
 
     def __init__(
@@ -47,11 +49,14 @@ class StepValues:
         finite: bool | Tensor,
         counts: Mapping[str, Tensor] | None = None,
         device: torch.device = HOST,
+        loss_scale: float | Tensor | None = None,
     ) -> None:
         counts = counts or {}
         self._names = tuple(sums), tuple(denominators)
         self._lengths = {name: len(values) for name, values in counts.items()}
-        scalars = (grad_norm, updated, finite, *sums.values(), *denominators.values())
+        self._scaled = loss_scale is not None
+        scale = () if loss_scale is None else (loss_scale,)
+        scalars = (grad_norm, updated, finite, *scale, *sums.values(), *denominators.values())
         self._copy = HostCopy(torch.cat([pack(scalars, device), *counts.values()]))
 
     @property
@@ -64,9 +69,10 @@ class StepValues:
         """The numbers. Waits until the step has ended on the device."""
         norm, updated, finite, *rest = self._copy.read().tolist()
         following = iter(rest)
+        scale = next(following) if self._scaled else 1.0
         sums, denominators = (dict(zip(each, following, strict=False)) for each in self._names)
         counts = {name: list(islice(following, size)) for name, size in self._lengths.items()}
-        return _Read(norm, bool(updated), bool(finite), sums, denominators, counts)
+        return _Read(norm, bool(updated), bool(finite), sums, denominators, counts, scale)
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,13 @@ class StepReport:
 
     @property
     def finite(self) -> bool:
-        """Whether losses and gradient norm were finite."""
+        """Whether losses and gradient norm were finite, or only scaled gradients overflowed."""
         return self.values.read.finite
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale of the step; 1 without one."""
+        return self.values.read.loss_scale
 
     @property
     def counts(self) -> Mapping[str, Sequence[float]]:

@@ -190,7 +190,9 @@ class Trainer:
         start = time.perf_counter()
         batches = self.engine.prepare(next(steps), self.iteration + 1)
         denominators = self.engine.denominators(batches)
-        sums = self.engine.run(batches, denominators, self.iteration + 1)
+        scaler = self.optimizer.scaler
+        scale = None if scaler is None else scaler.scale
+        sums = self.engine.run(batches, denominators, self.iteration + 1, scale)
         consumed = self.consumed_samples
         learning_rate = self.learning_rate.at(consumed)
         decoupled = self.decoupled_learning_rate.at(consumed)
@@ -198,18 +200,21 @@ class Trainer:
         losses = [sums[name] for name in sums if name not in self.task.metrics]
         halted = self._halting_loss()
         result = self.optimizer.step(learning_rate, decay, decoupled, losses=[*losses, *halted])
+        # An overflow under a loss scale is no fault of the run.
+        faulty = result.skipped if result.overflow is None else result.skipped & ~result.overflow
         values = StepValues(
             sums,
             denominators,
             result.grad_norm,
             updated=~result.skipped,
-            finite=~result.skipped,
+            finite=~faulty,
             counts=self.engine.counts,
             device=self.engine.mesh.device,
+            loss_scale=result.loss_scale,
         )
         self._unread.append(_UnreadStep(self.iteration + 1, values, batches, denominators))
         if halted:
-            self._halted = torch.where(result.skipped, math.nan, halted[0])
+            self._halted = torch.where(faulty, math.nan, halted[0])
         if self._steps_behind == 0:
             self._read_steps(0, has_gradients=True)
         self.engine.stages.update_states(unless=result.skipped)
@@ -322,11 +327,19 @@ class Trainer:
         """
         while len(self._unread) > behind:
             step = self._unread.popleft()
-            finite = step.values.read.finite
-            if not finite and self.check_for_nan:
+            read, scaler = step.values.read, self.optimizer.scaler
+            if not read.finite and self.check_for_nan:
                 raise TrainError(self._not_finite(step, has_gradients))
-            self._nan_steps = 0 if finite else self._nan_steps + 1
+            overflow = read.finite and not read.updated
+            stuck = overflow and scaler is not None and read.loss_scale <= scaler.lowest
+            self._nan_steps = 0 if read.finite and not stuck else self._nan_steps + 1
             if self._nan_steps >= MAX_NAN_STEPS:
+                if stuck:
+                    raise TrainError(
+                        f"the gradient overflowed in {MAX_NAN_STEPS} steps up to step "
+                        f"{step.iteration}, although the loss scale was {read.loss_scale:g}, the "
+                        "lowest that is allowed; lower --loss-scale or --min-loss-scale, or --lr"
+                    )
                 raise TrainError(
                     f"no finite loss and gradient in {MAX_NAN_STEPS} steps up to step "
                     f"{step.iteration}; lower --lr, lengthen the warm-up or inspect their data"
@@ -343,7 +356,9 @@ class Trainer:
         wrong = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
         if not has_gradients:
             self.engine.stages.zero()
-            self.engine.run(step.batches, step.denominators, step.iteration)
+            scaler = self.optimizer.scaler
+            scale = None if scaler is None else scaler.scale
+            self.engine.run(step.batches, step.denominators, step.iteration, scale)
         if gradient := self.engine.stages.describe_nonfinite_gradients():
             wrong.append(gradient)
         if unusable := unusable_layers(self.task, step.values.read.counts):

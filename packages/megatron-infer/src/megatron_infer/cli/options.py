@@ -61,7 +61,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float64"),
+        choices=("float32", "bfloat16", "float16", "float64"),
         default="float32",
         help="dtype to compute in",
     )

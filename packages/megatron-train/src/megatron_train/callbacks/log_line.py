@@ -134,6 +134,7 @@ class LogLine(Callback):
             tokens_per_second=done.tokens / done.seconds,
             teraflops=rate / 1e12 if self._throughput else None,
             mfu=rate / self._peak.flops_per_second if self._peak else None,
+            loss_scale=report.loss_scale,
             worst_layers=worst_layers(trainer.task, done.counts),
         )
 

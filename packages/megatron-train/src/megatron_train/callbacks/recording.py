@@ -60,6 +60,7 @@ class Recorder(Callback):
                     "learning_rate": report.learning_rate,
                     "grad_norm": report.grad_norm if math.isfinite(report.grad_norm) else None,
                     "updated": report.updated,
+                    **({} if report.loss_scale == 1.0 else {"loss_scale": report.loss_scale}),
                     "seconds": report.seconds,
                     "tokens": report.tokens,
                     **_finite(layer_values(report.task, report.counts)),

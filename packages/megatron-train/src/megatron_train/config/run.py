@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_optim import OptimError, find_rule
+from megatron_optim import LossScaleConfig, OptimError, find_rule
 from megatron_parallel import ParallelLayout, RecomputeConfig
 from megatron_parallel.errors import FieldError
 from megatron_parallel.nearest import nearest_multiples
@@ -65,6 +65,7 @@ class RunConfig(RunSections):
             lambda: check_initial_weights(self.model, self.checkpoint),
             lambda: check_per_layer_logging(self.model, self.logging),
             self._check_parameter_names,
+            self._check_loss_scale,
             self._check_evaluation,
             self._check_schedules,
             lambda: refuse_unread_settings(self.task, "data", self.data),
@@ -213,6 +214,18 @@ class RunConfig(RunSections):
                 "--use-torch-fsdp2 needs at least 2 data parallel ranks in an optimizer instance, "
                 "but there is 1; leave it out or start more ranks"
             )
+
+    def _check_loss_scale(self) -> None:
+        """Refuses settings of the loss scale in a run that has none."""
+        if self.training.fp16:
+            return
+        plain = LossScaleConfig()
+        for name, flag in flags_of(LossScaleConfig).items():
+            if getattr(self.loss_scale, name) != getattr(plain, name):
+                raise TrainError(
+                    f"{flag} has no effect without --fp16: the loss of other precisions is not "
+                    "scaled; leave it out"
+                )
 
     def _check_evaluation(self) -> None:
         """Refuses an evaluation without data, and test data without an evaluation."""

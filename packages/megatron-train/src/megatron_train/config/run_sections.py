@@ -7,7 +7,12 @@ from functools import cache
 from typing import Any, TypeVar
 
 from megatron_models import ModelConfig, find_kind
-from megatron_optim import LearningRateSchedule, OptimizerConfig, WeightDecaySchedule
+from megatron_optim import (
+    LearningRateSchedule,
+    LossScaleConfig,
+    OptimizerConfig,
+    WeightDecaySchedule,
+)
 from megatron_parallel import DataParallelConfig, ParallelLayout, RecomputeConfig
 from megatron_parallel.pipeline import PipelineConfig
 
@@ -37,6 +42,7 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "data": ("data", DataConfig),
     "training": ("training", TrainingConfig),
     "optimizer": ("optimizer", OptimizerConfig),
+    "loss_scale": ("loss scale of fp16", LossScaleConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
     "layout": ("parallel layout", ParallelLayout),
     "placement": ("placement on the ranks", PlacementConfig),
@@ -113,6 +119,7 @@ class RunSections:
     data: DataConfig
     training: TrainingConfig
     optimizer: OptimizerConfig
+    loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
     placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)

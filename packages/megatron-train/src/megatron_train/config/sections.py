@@ -63,6 +63,10 @@ class TrainingConfig:
     )
     seed: int = setting(1234, "seed of initial weights and data order")
     bf16: bool = setting(False, "store weights and compute in bfloat16, with fp32 main parameters")
+    fp16: bool = setting(
+        False,
+        "store weights and compute in float16, with fp32 main parameters and a loss scale",
+    )
     float64: bool = setting(
         False, "store weights and compute in float64, for exact comparisons (our name)"
     )
@@ -139,8 +143,18 @@ class TrainingConfig:
             if not 0 <= getattr(self, name) < 1:
                 flag = "--" + name.replace("_", "-")
                 raise TrainError(f"{flag} must be in [0, 1), got {getattr(self, name)}")
-        if self.bf16 and self.float64:
-            raise TrainError("--bf16 and --float64 exclude each other; give one")
+        given = [flag_of(name) for name in ("bf16", "fp16", "float64") if getattr(self, name)]
+        if len(given) > 1:
+            raise TrainError(f"{' and '.join(given)} exclude each other; give one")
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16", "float16", "float64"]:
+        """The name of the dtype of weights and arithmetic in torch."""
+        if self.bf16:
+            return "bfloat16"
+        if self.fp16:
+            return "float16"
+        return "float64" if self.float64 else "float32"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class GivenValue:
 
 _ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("training.train_iters",), ("training.train_samples",)),
-    (("training.bf16",), ("training.float64",)),
+    (("training.bf16",), ("training.fp16",), ("training.float64",)),
     (
         ("schedule.lr_warmup_iters",),
         ("schedule.lr_warmup_samples",),

@@ -74,7 +74,7 @@ def assumed_cpu_peak(dtype: torch.dtype) -> Peak:
     The estimate is 100 GFLOP/s for each of torch's threads, and ten times that in bf16, since some
     CPUs have matrix units for bf16. Most CPUs reach less.
     """
-    each = _THREAD * (10 if dtype == torch.bfloat16 else 1)
+    each = _THREAD * (10 if dtype in (torch.bfloat16, torch.float16) else 1)
     threads = torch.get_num_threads()
     return Peak(each * threads, f"{each / 1e9:g} GFLOP/s assumed for each CPU thread")
 
@@ -83,7 +83,7 @@ def data_sheet_peak(device_name: str, dtype: torch.dtype) -> float | None:
     """Returns the data-sheet peak in FLOP/s of a device by name, or None if it is not listed."""
     for name, bf16, fp32 in _KNOWN:
         if re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", device_name):
-            figure = {torch.bfloat16: bf16, torch.float32: fp32}.get(dtype)
+            figure = {torch.bfloat16: bf16, torch.float16: bf16, torch.float32: fp32}.get(dtype)
             return None if figure is None else figure * _TERA
     return None
 
@@ -115,6 +115,10 @@ def _wait(device: torch.device) -> None:
 
 
 def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}.get(
-        dtype, str(dtype).removeprefix("torch.")
-    )
+    names = {
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.float64: "fp64",
+    }
+    return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -142,7 +142,7 @@ def _memory_lines(run: RunSections, found: Count) -> Iterator[str]:
     layout = run.layout
     where = "one rank" if layout.world_size == 1 else f"each of {layout.world_size} ranks, {layout}"
     stage = " (first pipeline stage)" if layout.pp > 1 else ""
-    precision = "bfloat16" if run.training.bf16 else "float32"
+    precision = "float32" if run.training.float64 else run.training.precision
     flight = f"{found.micro_batches_in_flight:g}"
     yield f"memory of {where}{stage}, {precision}"
     notes = {

@@ -32,6 +32,7 @@ def rank_memory(
         layers: Number of layers of the rank. None means the whole model as one stage.
         activations: Whether activations are counted.
     """
+    precision = run.training.precision
     products: Mapping[str, Product] = {}
     if run.product != PLAIN:
         from megatron_train.products import products_of  # imports torch
@@ -41,7 +42,7 @@ def rank_memory(
         run.model,
         seq_length,
         run.training.micro_batch_size,
-        "bfloat16" if run.training.bf16 else "float32",  # float64 needs more
+        "float32" if precision == "float64" else precision,  # float64 needs more
         layout=run.layout,
         data_parallel=run.data_parallel,
         sequence_parallel=sequence_parallel,

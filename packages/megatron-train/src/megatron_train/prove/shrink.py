@@ -17,6 +17,7 @@ from megatron_models import (
     smaller_sizes,
     with_layers,
 )
+from megatron_optim import LossScaleConfig
 from megatron_parallel import DataParallelConfig, LayoutError, ParallelLayout, RecomputeConfig
 from megatron_parallel.pipeline import PipelineConfig, check_micro_batches
 
@@ -240,6 +241,7 @@ def _assembled(
             step_batch_size_schedule=None,
             decrease_batch_size_if_needed=False,
             bf16=False,
+            fp16=False,
             float64=True,
             compile=False,
             deterministic_mode=False,
@@ -249,6 +251,7 @@ def _assembled(
             max_seqlen_per_dp_cp_rank=None if tokens is None else _room(run, layout, length),
         ),
         optimizer=replace(run.optimizer, lr_decay_style="constant", lr_warmup_init=0.0),
+        loss_scale=LossScaleConfig(),
         schedule=ScheduleConfig(),
         data_parallel=replace(
             run.data_parallel,
@@ -376,7 +379,8 @@ def _changes(run: RunConfig, small: RunConfig) -> Iterator[Change]:
 
 def _not_covered(run: RunConfig) -> Iterator[str]:
     """Yields what the small run leaves out."""
-    yield f"{'bfloat16' if run.training.bf16 else 'float32'} rounding and fused GPU kernels"
+    precision = "float32" if run.training.float64 else run.training.precision
+    yield f"{precision} rounding and fused GPU kernels"
     yield "NCCL"
     if run.training.compile:
         yield "--compile"

@@ -1,0 +1,75 @@
+"""`--fp16`: a run finds its loss scale, learns like fp32, and continues with the saved scale."""
+
+import re
+
+import pytest
+from megatron_ckpt import find_checkpoint
+from megatron_train import read_records
+
+RUN = (
+    "pretrain gpt --train-data-path train_text_document --tokenizer-model tokenizer --eval-iters 0 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0 "
+    "--attention-dropout 0 --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --log-interval 1 "
+    "--lr-decay-style constant"
+)
+
+
+@pytest.fixture
+def train(train_in, corpus):
+    """Returns a function that runs `pretrain gpt` in this process and returns its output."""
+    return train_in(corpus)
+
+
+def steps(corpus, name):
+    return read_records(corpus / name / "metrics.jsonl").train
+
+
+def test_a_run_in_fp16_halves_its_scale_until_gradients_fit_and_learns_like_fp32(corpus, train):
+    printed = train(f"{RUN} --train-iters 40 --fp16 --save half --no-progress")
+    found = steps(corpus, "half")
+    scales = [float(text) for text in re.findall(r"loss scale: ([\d.]+)", printed)]
+    assert scales[:3] == [2.0**32, 2.0**32, 2.0**31] and len(scales) == 40
+    skipped = [not record["updated"] for record in found]
+    first = skipped.index(False)
+    assert 5 < first < 30 and not any(skipped[first + 2 :])
+    assert printed.count("number of skipped iterations:   1") == sum(skipped)
+    assert "number of nan iterations:   1" not in printed
+    train(f"{RUN} --train-iters {40 - first} --save full --no-progress")
+    # Samples of skipped steps are lost, so the runs see different batches.
+    half, full = (
+        [record["lm loss"] for record in steps(corpus, name)[-5:]] for name in ("half", "full")
+    )
+    assert sum(half) == pytest.approx(sum(full), rel=0.02)
+
+
+def test_a_run_in_fp16_continues_with_its_scale(corpus, train):
+    train(f"{RUN} --train-iters 24 --fp16 --save whole16 --no-progress")
+    flags = f"{RUN} --train-iters 24 --fp16 --save cut16 --load cut16 --no-progress"
+    train(f"{flags} --exit-interval 20")
+    saved = find_checkpoint(corpus / "cut16").values()["optimizer"]
+    assert saved["loss_scale"] < 2.0**32 and saved["loss_scale_hysteresis"] == 0
+    train(flags)
+    names = ("iteration", "lm loss", "grad_norm", "updated", "loss_scale")
+    whole, cut = (
+        [[record.get(name) for name in names] for record in steps(corpus, folder)]
+        for folder in ("whole16", "cut16")
+    )
+    assert whole == cut
+
+
+def test_fp16_on_ranks_skips_the_same_steps(corpus, run_command):
+    rank = f"megatron-train {RUN} --train-iters 24 --fp16 --device cpu"
+    run_command(corpus, f"{rank} --save one16")
+    run_command(corpus, f"{rank} --save two16 --nproc-per-node 2 --use-distributed-optimizer")
+    one, two = steps(corpus, "one16"), steps(corpus, "two16")
+    names = ("updated", "loss_scale")
+    assert [[r[n] for n in names] for r in one] == [[r[n] for n in names] for r in two]
+    for here, there in zip(one, two, strict=True):
+        assert here["lm loss"] == pytest.approx(there["lm loss"], rel=2e-3)
+
+
+def test_a_loss_scale_without_fp16_is_refused(train):
+    printed = train(f"{RUN} --train-iters 1 --bf16 --hysteresis 3", 1)
+    assert "--hysteresis has no effect without --fp16" in printed
+    printed = train(f"{RUN} --train-iters 1 --fp16 --min-loss-scale 1e10", 1)
+    assert "--min-loss-scale 10000000000.0 exceeds --initial-loss-scale 4294967296.0" in printed
