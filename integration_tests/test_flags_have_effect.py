@@ -454,6 +454,12 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "optimizer.adam_beta2": ({}, {"--adam-beta2": "0.1"}),
     "optimizer.adam_eps": ({}, {"--adam-eps": "0.1"}),
     "optimizer.sgd_momentum": ({"--optimizer": "sgd"}, {"--sgd-momentum": "0.5"}),
+    "adam.decoupled_weight_decay": (
+        {"--weight-decay": "5"},
+        {"--no-decoupled-weight-decay": ""},
+    ),
+    "lion.beta1": ({"--optimizer": "lion"}, {"--lion-beta1": "0.1"}),
+    "lion.beta2": ({"--optimizer": "lion"}, {"--lion-beta2": "0.1"}),
     "optimizer.clip_grad": ({}, {"--clip-grad": "0.01"}),
     "optimizer.lr_mult": ({}, {"--lr-mult": "*.bias=0.5 layers.1.*=2"}),
     "optimizer.weight_decay_mult": (

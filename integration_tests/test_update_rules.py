@@ -33,12 +33,14 @@ def losses(folder):
     return [record["lm loss"] for record in read_records(Path(folder, "metrics.jsonl")).train]
 
 
-@pytest.mark.parametrize("rule", ["--optimizer sgd", "--optimizer sgd --sgd-momentum 0"])
+@pytest.mark.parametrize(
+    "rule", ["--optimizer sgd", "--optimizer sgd --sgd-momentum 0", "--optimizer lion"]
+)
 def test_a_stopped_run_continues_bit_for_bit_only_with_its_rule(train, rule):
     train(f"{rule} --save whole")
     train(f"{rule} --save stopped --exit-interval 2")
     refused = train("--save stopped --load stopped", 1).err
-    kept = "none" if "0" in rule else "momentum_buffer"
+    kept = {"lion": "exp_avg", "0": "none"}.get(rule.split()[-1], "momentum_buffer")
     assert refused.splitlines()[-1] == (
         f"megatron-train: error: stopped/iter_0000002 was saved with another update rule: it "
         f"has the optimizer state {kept}, and --optimizer adam has exp_avg, exp_avg_sq; give the "

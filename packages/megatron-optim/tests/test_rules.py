@@ -8,9 +8,12 @@ from importlib.metadata import EntryPoint
 from types import ModuleType
 
 import megatron_parallel.extensions as extensions
+import numpy as np
 import pytest
 import torch
 from megatron_optim import (
+    AdamSettings,
+    LionSettings,
     OptimError,
     Optimizer,
     OptimizerConfig,
@@ -19,7 +22,7 @@ from megatron_optim import (
     build_rules,
 )
 from megatron_optim.rule_registry import RULES, UpdateRuleKind
-from megatron_optim.rules import AdamW
+from megatron_optim.rules import Adam
 from megatron_parallel import Mesh, Sharding, TrainableParameters
 from megatron_parallel.extensions import Section
 from torch import Tensor, nn
@@ -60,6 +63,81 @@ def test_twenty_steps_of_sgd_equal_torch(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
     names = {name.rsplit(".", 1)[1] for name in optimizer.views()}
     assert names == ({"momentum_buffer"} if momentum else set())
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_twenty_steps_of_adam_equal_torch(
+    model: Model, table: Table, mesh: Mesh, decoupled: bool
+) -> None:
+    ours, theirs = model(), model()
+    config = OptimizerConfig(
+        weight_decay=0.1, clip_grad=0.0, adam_beta2=0.95, settings=AdamSettings(decoupled)
+    )
+    optimizer = Optimizer(TrainableParameters(ours.named_parameters(), table(ours), mesh), config)
+    matrices = [p for p in theirs.parameters() if p.ndim > 1]
+    vectors = [p for p in theirs.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    reference = kind(groups, lr=1.0, betas=(0.9, 0.95), foreach=False, fused=False)
+    for step in range(20):
+        lr = 0.05 * (step + 1) / 20
+        for group in reference.param_groups:
+            group["lr"] = lr
+        for network in (ours, theirs):
+            network.zero_grad()
+            backward(network, step)
+        optimizer.step(lr)
+        reference.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+def published_lion(
+    weight: np.ndarray, gradients: list[np.ndarray], rates: list[float], decay: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns parameters and momentum after the steps of algorithm 2 of Chen et al. 2023."""
+    first, second, momentum = 0.95, 0.98, np.zeros_like(weight)
+    for gradient, rate in zip(gradients, rates, strict=True):
+        interpolated = first * momentum + (1 - first) * gradient
+        weight = weight - rate * (np.sign(interpolated) + decay * weight)
+        momentum = second * momentum + (1 - second) * gradient
+    return weight, momentum
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_twenty_steps_of_lion_equal_the_published_algorithm(mesh: Mesh, dtype: torch.dtype) -> None:
+    draw = np.random.default_rng(4)
+    shapes = {"matrix": (5, 7), "gain": (7,)}
+    start = {name: draw.standard_normal(shape) for name, shape in shapes.items()}
+    gradients = [
+        {name: draw.standard_normal(shape) for name, shape in shapes.items()} for _ in range(20)
+    ]
+    rates = [0.01 * (step + 1) / 20 for step in range(20)]
+    parameters = {
+        name: nn.Parameter(torch.tensor(value, dtype=dtype)) for name, value in start.items()
+    }
+    table = {name: Sharding(shape) for name, shape in shapes.items()}
+    config = OptimizerConfig(optimizer="lion", weight_decay=0.3, clip_grad=0.0)
+    optimizer = Optimizer(TrainableParameters(parameters, table, mesh), config)
+    for given, rate in zip(gradients, rates, strict=True):
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(given[name]).to(dtype)
+        optimizer.step(rate)
+    eps = 1e-14 if dtype == torch.float64 else 1e-6
+    for name, parameter in parameters.items():
+        decay = 0.3 if name == "matrix" else 0.0
+        weight, momentum = published_lion(
+            start[name], [given[name] for given in gradients], rates, decay
+        )
+        kept = optimizer.views()[f"{name}.exp_avg"][0].tensor
+        for value, true in ((parameter.detach(), weight), (kept, momentum)):
+            torch.testing.assert_close(value.double(), torch.from_numpy(true), rtol=0, atol=eps)
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+def test_impossible_settings_of_lion_name_the_field(name: str) -> None:
+    with pytest.raises(OptimError, match=rf"{name} must lie in \[0, 1\), got 1\.0"):
+        LionSettings(**{name: 1.0})
 
 
 class Signed(UpdateRule):
@@ -256,8 +334,8 @@ def test_the_rules_of_the_package_are_described_without_torch() -> None:
     code = "import sys; from megatron_optim import update_rules; print(*update_rules());"
     code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {"adam", "sgd"} <= set(done.stdout.split())
-    assert type(build_rules(OptimizerConfig())[0]) is AdamW
+    assert {"adam", "lion", "sgd"} <= set(done.stdout.split())
+    assert type(build_rules(OptimizerConfig())[0]) is Adam
 
 
 def test_two_distributions_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

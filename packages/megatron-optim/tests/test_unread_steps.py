@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from megatron_optim import Optimizer, OptimizerConfig
+from megatron_optim import AdamSettings, Optimizer, OptimizerConfig
 from megatron_optim.optimizer import host_decides
-from megatron_optim.rules import AdamW
+from megatron_optim.rules import Adam
 from megatron_parallel import Mesh, Sharding, TrainableParameters
 from torch import Tensor, nn
 
@@ -18,6 +18,11 @@ Build = Callable[..., Optimizer]
 KINDS = {
     "adam": OptimizerConfig(weight_decay=0.1, clip_grad=0.01),
     "adam without clipping": OptimizerConfig(weight_decay=0.1, clip_grad=0.0),
+    "adam with L2": OptimizerConfig(
+        weight_decay=0.1, clip_grad=0.01, settings=AdamSettings(decoupled_weight_decay=False)
+    ),
+    "lion": OptimizerConfig(optimizer="lion", weight_decay=0.1, clip_grad=0.01),
+    "lion without clipping": OptimizerConfig(optimizer="lion", weight_decay=0.1, clip_grad=0.0),
     "sgd": OptimizerConfig(optimizer="sgd", weight_decay=0.1, clip_grad=0.01),
     "sgd without momentum": OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, clip_grad=0.01),
 }
@@ -90,7 +95,7 @@ def test_the_host_decides_on_a_cpu_and_for_rules_that_cannot(
     assert not host_decides(torch.device("cuda"), groups)
     assert host_decides(torch.device("xpu"), groups)
 
-    class Undecided(AdamW):
+    class Undecided(Adam):
         decides_on = ()
 
     changed = [group._replace(rule=Undecided(KINDS["adam"])) for group in groups]

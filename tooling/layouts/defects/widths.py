@@ -1,7 +1,7 @@
 """Defects of learning rates that depend on the width of a parameter."""
 
 from megatron_optim import optimizer
-from megatron_optim.rules import AdamW
+from megatron_optim.rules import Adam
 from megatron_optim.width import WidthRatio
 from megatron_parallel import Mesh
 
@@ -17,7 +17,7 @@ def _last_stage_without_widths(mesh: Mesh, replace: Replace) -> None:
 
 @defect("the epsilon of Adam is the same for all widths", "tp2·pp2-mup")
 def _one_epsilon(mesh: Mesh, replace: Replace) -> None:
-    def wrong(self: AdamW, width: WidthRatio) -> tuple[AdamW, float]:
+    def wrong(self: Adam, width: WidthRatio) -> tuple[Adam, float]:
         return self, 1 / width.inputs
 
-    replace(AdamW, "for_width", wrong)
+    replace(Adam, "for_width", wrong)

@@ -12,6 +12,8 @@ from .param_groups import parameter_groups as parameter_groups
 from .rule_registry import UpdateRuleKind as UpdateRuleKind
 from .rule_registry import find_rule as find_rule
 from .rule_registry import update_rules as update_rules
+from .rule_settings import AdamSettings as AdamSettings
+from .rule_settings import LionSettings as LionSettings
 from .scaler import LossScaler as LossScaler
 from .schedule import LearningRateSchedule as LearningRateSchedule
 from .schedule import WeightDecaySchedule as WeightDecaySchedule

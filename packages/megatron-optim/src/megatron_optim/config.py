@@ -35,7 +35,7 @@ class OptimizerConfig:
         default="adam",
         metadata=_flag(
             "--optimizer",
-            "update rule: adam (AdamW), sgd (with momentum), or one of another distribution",
+            "update rule: adam (AdamW), lion, sgd (with momentum), or one of another distribution",
         ),
     )
     lr: float = field(

@@ -17,6 +17,7 @@ RULES = Extensions(
     OptimError,
     builtin={
         "adam": "megatron_optim.builtin_rule_kinds:ADAM",
+        "lion": "megatron_optim.builtin_rule_kinds:LION",
         "sgd": "megatron_optim.builtin_rule_kinds:SGD",
     },
 )

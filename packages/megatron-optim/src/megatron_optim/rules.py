@@ -1,4 +1,4 @@
-"""The update rules of this package: AdamW, and SGD with momentum.
+"""The update rules that torch has as well: Adam, and SGD with momentum.
 
 Both call torch's functional optimizers. The optimizer classes would import the whole compiler when
 they are constructed. The fused implementation is used on CPUs and CUDA devices, torch's default
@@ -7,14 +7,15 @@ implementation elsewhere.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
+from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from megatron_optim.config import OptimizerConfig
+from megatron_optim.rule_settings import AdamSettings
 from megatron_optim.update_rule import StateTensor, UnreadStep, UpdateRule
 from megatron_optim.width import WidthRatio
 
@@ -23,10 +24,12 @@ DECIDING_DEVICES = ("cuda",)
 """Devices whose fused implementations skip a step by themselves."""
 
 
-class AdamW(UpdateRule):
+class Adam(UpdateRule):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019): ``--optimizer adam``.
 
-    Settings are ``adam_beta1``, ``adam_beta2`` and ``adam_eps``.
+    Settings are ``adam_beta1``, ``adam_beta2`` and ``adam_eps``. Without
+    ``AdamSettings.decoupled_weight_decay``, weight decay is part of the gradient, as in the first
+    version of Adam (Kingma and Ba 2015) with L2 regularization.
     """
 
     state = (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
@@ -55,7 +58,7 @@ class AdamW(UpdateRule):
         fused = _fused(parameters)
         device = parameters[0].device if fused else torch.device("cpu")
         counts = torch.full((len(parameters),), step - 1, dtype=torch.float32, device=device)
-        self._adamw(parameters, gradients, state, counts, fused, lr, weight_decay)
+        self._adam(parameters, gradients, state, counts, fused, lr, weight_decay)
 
     def update_unread(
         self,
@@ -69,9 +72,9 @@ class AdamW(UpdateRule):
     ) -> None:
         """Updates the parameters and both moments, unless the device skips the step."""
         counts = (step.number - 1).expand(len(parameters)).clone()
-        self._adamw(parameters, gradients, state, counts, True, lr, weight_decay, step)
+        self._adam(parameters, gradients, state, counts, True, lr, weight_decay, step)
 
-    def _adamw(
+    def _adam(
         self,
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor],
@@ -82,8 +85,8 @@ class AdamW(UpdateRule):
         weight_decay: float,
         unread: UnreadStep | None = None,
     ) -> None:
-        """Calls torch's AdamW, which increments each of the counts in place."""
-        adamw(
+        """Calls torch's Adam, which increments each of the counts in place."""
+        adam(
             list(parameters),
             list(gradients),
             exp_avgs=list(state["exp_avg"]),
@@ -100,6 +103,7 @@ class AdamW(UpdateRule):
             weight_decay=weight_decay,
             eps=self.config.adam_eps,
             maximize=False,
+            decoupled_weight_decay=cast(AdamSettings, self.config.settings).decoupled_weight_decay,
         )
 
 

@@ -46,6 +46,7 @@ from megatron_train.run_record import (
     RECORD_PARTS,
     RunRecord,
     compare_records,
+    recorded_rule,
     upgrade_record,
 )
 from megatron_train.saved_values import describe_differences, read_value
@@ -179,6 +180,8 @@ class _CheckpointInfo:
     """Names of the optimizer's state tensors of a parameter, and of main parameters."""
     product: str
     """Name of the product of its linear layers."""
+    rule: str
+    """Name of its update rule; empty if it is not recorded."""
 
     def to_plain(self) -> dict[str, Any]:
         """Returns plain values to send to other ranks."""
@@ -386,9 +389,10 @@ def _info_of(checkpoint: Checkpoint) -> _CheckpointInfo:
     names = (name for name, record in checkpoint.tensors.items() if record.group == "optim")
     state = sorted({name.rpartition(".")[2] for name in names})
     continues = bool(state) or "trainer" in checkpoint.values()  # some update rules have no state
-    product = recorded_product(checkpoint.values().get("run"))
+    run = checkpoint.values().get("run")
+    product, rule = recorded_product(run), recorded_rule(run)
     return _CheckpointInfo(
-        checkpoint.iteration, checkpoint.path, checkpoint.model, continues, state, product
+        checkpoint.iteration, checkpoint.path, checkpoint.model, continues, state, product, rule
     )
 
 
@@ -396,8 +400,9 @@ def _refuse_other_rule(trainer: Trainer, found: _CheckpointInfo) -> None:
     """Refuses a checkpoint with the state of another update rule."""
     current_names = {*trainer.optimizer.state_names}
     saved_names = {*found.optimizer_state} - {MAIN_SUFFIX}
-    if saved_names - current_names or (current_names and not saved_names):
-        rule = trainer.optimizer.config.optimizer
+    rule = trainer.optimizer.config.optimizer
+    incomplete = current_names - saved_names and found.rule not in ("", rule)
+    if saved_names - current_names or (current_names and not saved_names) or incomplete:
         saved, current = (
             ", ".join(sorted(names)) or "none" for names in (saved_names, current_names)
         )

@@ -66,6 +66,13 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def recorded_rule(record: object) -> str:
+    """Returns the name of the update rule in a record of a run; empty if it has none."""
+    part = record.get("optimizer") if isinstance(record, Mapping) else None
+    name = part.get("optimizer") if isinstance(part, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
 def _objective_fields(section: Any) -> dict[str, Any]:
     """Returns the values of the fields whose metadata have ``objective``, by name."""
     names = [field.name for field in fields(section) if field.metadata.get("objective")]
