@@ -7,6 +7,7 @@ from typing import Literal
 from megatron_models import (
     ModelConfig,
 )
+from megatron_optim import update_rules
 from megatron_parallel import DataParallelConfig, ParallelLayout, RecomputeConfig
 from megatron_parallel.pipeline import SCHEDULES, find_schedule_kind
 
@@ -75,6 +76,7 @@ class Case:
         few_logits: Whether the loss is computed for a few tokens at a time.
         room: Tokens that a rank may hold at a time, if ranks are a pool that shards every document
             over as many of them as it needs.
+        rule: Update rule of the optimizer.
         other: A model of `LAYERS` layers that is trained instead of one of `MODELS`.
     """
 
@@ -95,6 +97,7 @@ class Case:
     lora: bool = False
     few_logits: bool = False
     room: int | None = None
+    rule: str = "adam"
     other: ModelConfig | None = None
 
     @property
@@ -130,6 +133,7 @@ class Case:
         parts += ["smooth"] if self.smooth else []
         parts += ["lora"] if self.lora else []
         parts += ["few-logits"] if self.few_logits else []
+        parts += [self.rule] if self.rule != "adam" else []
         parts += [] if self.per_token else ["means"]
         return "·".join(parts) or "one rank"
 
@@ -154,6 +158,7 @@ class Case:
             per_token=self.per_token,
             smooth=self.smooth,
             lora=self.lora,
+            rule=self.rule,
             other=self.other,
         )
 
@@ -194,6 +199,7 @@ def _case(
         "lora" in options,
         "few-logits" in options,
         room,
+        next((option for option in options if option in update_rules()), "adam"),
     )
 
 
@@ -369,6 +375,11 @@ CASES = (
     _case("moe", 2, "lora", "sp", "alltoall", tp=2, ep=2, etp=1),
     _case("moe", 2, "lora", tp=2, dp=2, ep=2, etp=2),
     _case("moe-gated", 1, "lora", "sp", "alltoall", "sharded", tp=2, dp=2, ep=2),
+    _case("tied", 2, "sgd", "sharded", "dropout", dp=2),
+    _case("moe", 1, "sgd", "sp", "fsdp", tp=2, dp=2, ep=2, etp=1),
+    _case("untied", 2, "lion", "sharded", dp=2),
+    _case("untied", 2, "lion", "sp", "dropout", tp=2, pp=2),
+    _case("untied", 1, "lion", "fsdp", dp=4),
     _case("scaled", 2, "sp", "dropout", "selective", tp=2),
     _case("scaled", 2, "few-logits", tp=2, pp=2),
     _case("scaled", 1, "fsdp", "uniform", cp=2, dp=2),

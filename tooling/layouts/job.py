@@ -74,7 +74,7 @@ def build_trainer(
     make_asymmetric(engine)
     optimizer = RecordingOptimizer(
         engine.stages,
-        OptimizerConfig(lr=learning_rate, weight_decay=0.1, clip_grad=CLIP),
+        OptimizerConfig(optimizer=case.rule, lr=learning_rate, weight_decay=0.1, clip_grad=CLIP),
         case.config.width_ratios(),
     )
     return Trainer(
