@@ -92,6 +92,7 @@ GROWING: Words = {
     "--end-weight-decay": "5",
     "--weight-decay-incr-style": "linear",
 }
+MUON: Words = {"--optimizer": "muon"}
 MUP: Words = {"--use-mup": ""}
 SCALED: Words = {"--fp16": ""}
 LORA: Words = {"--linear-product": "lora"}
@@ -460,6 +461,15 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     ),
     "lion.beta1": ({"--optimizer": "lion"}, {"--lion-beta1": "0.1"}),
     "lion.beta2": ({"--optimizer": "lion"}, {"--lion-beta2": "0.1"}),
+    "muon.momentum": (MUON, {"--muon-momentum": "0.5"}),
+    "muon.nesterov": (MUON, {"--muon-nesterov": ""}),
+    "muon.num_ns_steps": (MUON, {"--muon-num-ns-steps": "10"}),
+    "muon.coefficient_type": (MUON, {"--muon-coefficient-type": "simple"}),
+    "muon.scale_mode": (MUON, {"--muon-scale-mode": "shape_scaling"}),
+    "muon.extra_scale_factor": (MUON, {"--muon-extra-scale-factor": "0.2"}),
+    "muon.split_qkv": (MUON, {"--muon-no-split-qkv": ""}),
+    "muon.fp32_matmul_prec": (MUON, {"--muon-fp32-matmul-prec": "medium"}),
+    "muon.scalar_optimizer": (MUON, {"--muon-scalar-optimizer": "lion"}),
     "optimizer.clip_grad": ({}, {"--clip-grad": "0.01"}),
     "optimizer.lr_mult": ({}, {"--lr-mult": "*.bias=0.5 layers.1.*=2"}),
     "optimizer.weight_decay_mult": (

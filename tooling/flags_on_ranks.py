@@ -48,6 +48,7 @@ EP2: Words = {
 }
 SHARDED: Words = {"--use-distributed-optimizer": ""}
 FSDP: Words = {"--use-torch-fsdp2": ""}
+MUON: Words = {"--optimizer": "muon"}
 FULL: Words = {
     "--recompute-granularity": "full",
     "--recompute-method": "uniform",
@@ -96,6 +97,7 @@ ON_RANKS: dict[str, SetUp] = {
     "data_parallel.torch_fsdp2_no_reshard_after_forward": SetUp(
         2, FSDP, {"--torch-fsdp2-no-reshard-after-forward": ""}
     ),
+    "muon.tp_mode": SetUp(2, {**TP2, **MUON}, {"--muon-tp-mode": "blockwise"}),
     "recompute.distribute_saved_activations": SetUp(
         2, {**TP2, **FULL}, {"--distribute-saved-activations": ""}
     ),

@@ -1,12 +1,18 @@
 """The training that the proof compares, as one rank runs it; sent to every rank of a layout."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from megatron_data import SequentialSampler
 from megatron_models import Placement, find_kind
-from megatron_optim import LearningRateSchedule, OptimizerConfig, WeightDecaySchedule
+from megatron_optim import (
+    LearningRateSchedule,
+    OptimizerConfig,
+    WeightDecaySchedule,
+    needs_matrices,
+)
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import (
     UNFUSED_CROSS_ENTROPY,
@@ -68,13 +74,15 @@ def build_trainer(
     )
     freeze_all_but_adapters(stages, products.values())
     task = training_of(case).task(case, stages)
-    engine = StepEngine(
-        task, mesh, case.data_parallel, schedule=case.schedule, per_token=case.per_token
+    config = OptimizerConfig(
+        optimizer=case.rule, lr=learning_rate, weight_decay=0.1, clip_grad=CLIP
     )
+    data_parallel = replace(case.data_parallel, whole_matrices=needs_matrices(config))
+    engine = StepEngine(task, mesh, data_parallel, schedule=case.schedule, per_token=case.per_token)
     make_asymmetric(engine)
     optimizer = RecordingOptimizer(
         engine.stages,
-        OptimizerConfig(optimizer=case.rule, lr=learning_rate, weight_decay=0.1, clip_grad=CLIP),
+        config,
         case.config.width_ratios(),
     )
     return Trainer(

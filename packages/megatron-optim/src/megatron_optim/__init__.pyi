@@ -7,6 +7,8 @@ from .config import OptimizerConfig as OptimizerConfig
 from .decision import StepResult as StepResult
 from .errors import OptimError as OptimError
 from .loss_scale_config import LossScaleConfig as LossScaleConfig
+from .matrices import Matrices as Matrices
+from .muon_settings import MuonSettings as MuonSettings
 from .optimizer import Optimizer as Optimizer
 from .param_groups import parameter_groups as parameter_groups
 from .rule_registry import UpdateRuleKind as UpdateRuleKind

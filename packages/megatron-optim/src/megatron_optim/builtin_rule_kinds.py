@@ -2,6 +2,7 @@
 
 from megatron_parallel.extensions import Section
 
+from megatron_optim.muon_settings import MuonSettings
 from megatron_optim.rule_registry import UpdateRuleKind
 from megatron_optim.rule_settings import AdamSettings, LionSettings
 
@@ -21,4 +22,10 @@ LION = UpdateRuleKind(
     summary="steps by the sign of a mean of gradients",
     rule="megatron_optim.lion:Lion",
     section=Section("lion", LionSettings, "Lion"),
+)
+MUON = UpdateRuleKind(
+    name="muon",
+    summary="orthogonalized momentum for matrices, AdamW for other parameters",
+    rule="megatron_optim.muon:Muon",
+    section=Section("muon", MuonSettings, "Muon"),
 )

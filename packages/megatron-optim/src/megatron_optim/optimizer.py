@@ -84,9 +84,7 @@ class Optimizer:
             dict.fromkeys(state_tensor.name for rule in rules for state_tensor in rule.state)
         )
         ratios = {name: WidthRatio(*sizes) for name, sizes in (widths or {}).items()}
-        self._groups = build_parameter_groups(
-            tensors, trainable.table, trainable.mesh, *rules, config.name_rules, ratios
-        )
+        self._groups = build_parameter_groups(tensors, trainable, *rules, config.name_rules, ratios)
         self._host_decides = host_decides(trainable.mesh.device, self._groups)
         # Allocated here, so that a checkpoint can be loaded before the first step.
         self._state: dict[str, dict[str, Tensor]] = {}

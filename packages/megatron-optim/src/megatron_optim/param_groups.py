@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
+from megatron_optim.matrix_groups import bind_matrices, require_matrices
 from megatron_optim.name_rules import NameRules
 from megatron_optim.update_rule import UpdateRule
 from megatron_optim.width import SAME_WIDTH, WidthRatio
@@ -23,8 +24,10 @@ class ParameterGroup(NamedTuple):
         decay_factor: Factor of the weight decay; 0 for parameters without weight decay.
         decoupled: Whether they are token embeddings or output matrices, which may have their own
             learning rate.
-        names: Their global names.
+        names: The global names of those that this rank updates. There may be none if the rule
+            gathers matrices.
         matrices: For a rule that needs matrices, the shape in which the rule gets each parameter.
+            Empty if the rule gathers matrices, and gets them in their own shape.
         lr_factor: Factor of the learning rate, for the width of the parameters.
         lr_mult: Factor of the learning rate, for their names. Unlike the factor for the width, it
             applies to the rate of token embeddings and output matrices, too.
@@ -74,8 +77,7 @@ def parameter_groups(
 
 def build_parameter_groups(
     tensors: Mapping[str, Tensor],
-    table: Mapping[str, Sharding],
-    mesh: Mesh,
+    trainable: Trainable,
     rule: UpdateRule,
     fallback: UpdateRule,
     name_rules: NameRules,
@@ -85,8 +87,7 @@ def build_parameter_groups(
 
     Args:
         tensors: The tensors that this rank updates, by global name.
-        table: The sharding of every parameter.
-        mesh: The mesh of the model.
+        trainable: The parameters of this rank and their sharding.
         rule: The rule of all parameters, or, if it needs matrices, of the matrices between the
             token embedding and the output layer.
         fallback: The rule of the other parameters.
@@ -96,42 +97,34 @@ def build_parameter_groups(
 
     Raises:
         OptimError: A parameter is missing from the table, this rank has only a shard of a matrix
-            that the rule needs whole, or a rule has no learning rates for other widths.
+            that the rule needs whole, no parameter is a matrix, or a rule has no learning rates for
+            other widths.
     """
+    table = trainable.table
     require_shardings(tensors, table)
+    require_matrices(trainable, rule)
+    cuts = {name: cut for shards in trainable.shards for name, cut in shards.cuts().items()}
+    # All ranks of a matrix take part in its update, also those with an empty shard of it.
+    empty = [n for n in cuts.keys() - tensors.keys() if rule.gathers and rule.handles(table[n])]
     found: dict[tuple[float, bool, bool, WidthRatio, float], list[str]] = {}
-    for name in tensors:
+    for name in (*tensors, *empty):
         sharding, width = table[name], widths.get(name, SAME_WIDTH)
         decay = name_rules.decay_factor(name, decays=sharding.weight_decay)
         own, lr_mult = rule.handles(sharding), name_rules.lr_factor(name)
         found.setdefault((decay, own, sharding.vocabulary, width, lr_mult), []).append(name)
     groups = []
     for (decay, own, decoupled, width, lr_mult), names in sorted(found.items(), reverse=True):
-        matrices = (
-            {name: _matrix_shape(name, tensors[name], table[name], mesh) for name in names}
-            if own and rule.needs == "matrices"
-            else {}
-        )
         updating, factor = rule if own else fallback, 1.0
         if width != SAME_WIDTH:
             updating, factor = updating.for_width(width)
+        shapes: Mapping[str, tuple[int, ...]] = {}
+        if updating.needs == "matrices":
+            updating, shapes = bind_matrices(updating, names, tensors, trainable, cuts)
+            names = sorted(tensors.keys() & set(names))
         groups.append(
-            ParameterGroup(updating, decay, decoupled, tuple(names), matrices, factor, lr_mult)
+            ParameterGroup(updating, decay, decoupled, tuple(names), shapes, factor, lr_mult)
         )
     return tuple(groups)
-
-
-def _matrix_shape(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
-    """Returns the shape of a parameter as a matrix, or as one matrix for each expert."""
-    local = sharding.local_shape(mesh)
-    if tuple(tensor.shape) != local:
-        raise OptimError(
-            f"the update rule needs whole matrices, but this rank updates a shard of {name!r} of "
-            f"shape {tuple(tensor.shape)} instead of {local}; build the gradient buffers with "
-            "DataParallelConfig(whole_matrices=True); fully sharded data parallelism "
-            "(--use-torch-fsdp2) always shards matrices"
-        )
-    return sharding.local_matrix(mesh)
 
 
 def require_matches(config: OptimizerConfig, names: Iterable[str], mesh: Mesh) -> None:

@@ -18,6 +18,7 @@ RULES = Extensions(
     builtin={
         "adam": "megatron_optim.builtin_rule_kinds:ADAM",
         "lion": "megatron_optim.builtin_rule_kinds:LION",
+        "muon": "megatron_optim.builtin_rule_kinds:MUON",
         "sgd": "megatron_optim.builtin_rule_kinds:SGD",
     },
 )

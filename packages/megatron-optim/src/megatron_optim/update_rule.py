@@ -7,6 +7,7 @@ of bf16 weights, shards of data-parallel ranks, and checkpoint views of the stat
 Importing this module does not import torch.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from megatron_optim.width import WidthRatio
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from megatron_optim.matrices import Matrices
 
 MAIN_SUFFIX = "main"
 """The suffix of fp32 main parameters in checkpoints. State tensors must not have this name."""
@@ -76,6 +79,11 @@ class UpdateRule(ABC):
             range of a parameter. ``matrices`` if a matrix is updated as a whole; see `update`. Such
             a rule gets the matrices that are neither token embeddings nor output matrices; the rule
             ``fallback`` updates the other parameters.
+        gathers: For a rule that needs matrices, whether it computes functions of whole matrices
+            with ``matrices``. `update` then gets this rank's shards in any shape. Otherwise it gets
+            matrices, and those of fully sharded parameters are refused. Defaults to False.
+        matrices: For a rule that needs matrices, the matrices of the parameters that `update` gets;
+            set by `bind`.
         fallback: For a rule that needs matrices, the name of the rule of the other parameters.
             Defaults to ``adam``.
         decides_on: The types of devices on which `update_unread` can be called. On other devices
@@ -85,7 +93,9 @@ class UpdateRule(ABC):
     """
 
     needs: ClassVar[Needs] = "elements"
-    fallback: ClassVar[str] = "adam"
+    gathers: ClassVar[bool] = False
+    matrices: "Matrices | None" = None
+    fallback: str = "adam"
     decides_on: ClassVar[tuple[str, ...]] = ()
     state: Sequence[StateTensor] = ()
 
@@ -100,6 +110,16 @@ class UpdateRule(ABC):
         ranks.
         """
         return self.needs == "elements" or sharding.hidden_matrix
+
+    def bind(self, matrices: "Matrices") -> Self:
+        """Returns the rule for a group of parameters, with the attribute ``matrices``.
+
+        The method is called for each group of a rule that needs matrices, when the optimizer is
+        constructed. A rule may override it to refuse a layout.
+        """
+        bound = copy.copy(self)
+        bound.matrices = matrices
+        return bound
 
     def for_width(self, width: WidthRatio) -> tuple[Self, float]:
         """Returns the rule for parameters of another width, and the factor of their learning rate.
@@ -141,7 +161,8 @@ class UpdateRule(ABC):
             parameters: Main parameters, float32 or float64, all on one device. For a rule that
                 needs matrices, each is a matrix ``[rows, columns]`` or one matrix for each expert
                 of a layer ``[experts, rows, columns]``; under tensor parallelism it is the shard of
-                this rank.
+                this rank. For a rule that ``gathers``, each is this rank's shard of
+                ``matrices.names`` in this order, without empty shards; there may be none.
             gradients: The clipped gradients of these parameters, in the same dtype and shape. The
                 rule may overwrite them.
             state: For each name in ``state``, a tensor for each parameter, in the same shape.

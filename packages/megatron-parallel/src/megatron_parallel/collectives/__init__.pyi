@@ -7,6 +7,7 @@ from .failure import raise_collective_errors as raise_collective_errors
 from .operations import ReduceOp as ReduceOp
 from .operations import all_gather as all_gather
 from .operations import all_reduce as all_reduce
+from .operations import all_to_all as all_to_all
 from .operations import broadcast as broadcast
 from .operations import copy_to_axis as copy_to_axis
 from .operations import gather_from_axis as gather_from_axis

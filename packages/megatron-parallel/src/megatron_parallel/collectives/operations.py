@@ -90,6 +90,18 @@ def reduce_scatter(
     return part.movedim(0, dim)
 
 
+def all_to_all(
+    t: Shaped[Tensor, "ranks ..."], axis: Axis, *, purpose: str = ""
+) -> Shaped[Tensor, "ranks ..."]:
+    """Sends row `i` of `t` to the rank with index `i`; row `i` of the result is from that rank."""
+    if axis.size == 1:
+        return t
+    received = torch.empty_like(t)
+    with _collective(axis, "all_to_all", t, purpose):
+        dist.all_to_all_single(received, t, group=axis.process_group)
+    return received
+
+
 def broadcast(
     t: Shaped[Tensor, "*shape"], axis: Axis, source: int = 0, *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:

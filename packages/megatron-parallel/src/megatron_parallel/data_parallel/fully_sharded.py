@@ -40,7 +40,8 @@ from megatron_parallel.data_parallel.plan import main_dtype
 from megatron_parallel.data_parallel.reduction import AsyncCollectives, ReductionAxes
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.mesh import Mesh
-from megatron_parallel.sharding.sharding import Sharding
+from megatron_parallel.sharding.cut import Cut
+from megatron_parallel.sharding.sharding import Box, Sharding
 from megatron_parallel.sharding.views import View, box_views
 
 GATHERED: Final = "parameters"
@@ -111,7 +112,7 @@ class FullySharded:
         )
         self.module: nn.Module = _Wrapper(module)
         self._parameters: dict[str, Parameter] = dict(module.named_parameters())
-        self._offsets = {name: self._offset(name, whole[name]) for name in named}
+        self._cuts = {name: self._cut(name, whole[name]) for name in named}
         self._reductions: list[BucketCollective] = []
         self._finished = False
 
@@ -210,13 +211,21 @@ class FullySharded:
         }
         return {name: box for name, box in boxes.items() if box.numel()}
 
+    def cuts(self) -> dict[str, Cut]:
+        """Returns how the parameters lie on data-parallel ranks, without those on one rank."""
+        return {
+            name: cut
+            for name, cut in self._cuts.items()
+            if cut.axis.size > 1 and self._parameters[name].requires_grad
+        }
+
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
         """Returns views, for a checkpoint, of tensors with the shapes of this rank's boxes."""
         found = {}
-        for name in self._offsets.keys() & tensors.keys():
-            sharding = self._table[name]
+        for name in self._cuts.keys() & tensors.keys():
+            sharding, offsets = self._table[name], self._cuts[name].own.offsets
             replica = sharding.replica(mesh, sharded=True)
-            found[name] = box_views(tensors[name], self._offsets[name], sharding, mesh, replica)
+            found[name] = box_views(tensors[name], offsets, sharding, mesh, replica)
         return found
 
     def all_local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
@@ -252,22 +261,23 @@ class FullySharded:
             parameter.grad = torch.zeros_like(parameter)
         return _compat.local_shard(parameter.grad)
 
-    def _offset(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns where this rank's box begins in the tensor-parallel rank's tensor.
-
-        torch cuts that tensor like `torch.chunk`.
-        """
+    def _cut(self, name: str, whole: tuple[int, ...]) -> Cut:
+        """Returns how the tensor of the tensor-parallel rank is cut: like `torch.chunk`."""
         dim, axis = self._dims[name], self._axis_of[name]
-        length = -(-whole[dim] // axis.size)
-        start = min(axis.index * length, whole[dim])
-        expected = (*whole[:dim], min(length, whole[dim] - start), *whole[dim + 1 :])
+        length, boxes = -(-whole[dim] // axis.size), []
+        for index in range(axis.size):
+            start = min(index * length, whole[dim])
+            offsets = tuple(start if d == dim else 0 for d in range(len(whole)))
+            size = min(length, whole[dim] - start)
+            boxes.append(Box(offsets, (*whole[:dim], size, *whole[dim + 1 :])))
+        cut = Cut(axis, whole, tuple(boxes))
         box = _compat.local_shard(self._parameters[name])
-        if box.numel() and tuple(box.shape) != expected:
+        if box.numel() and tuple(box.shape) != cut.own.lengths:
             raise LayoutError(
-                f"torch sharded {name!r} {whole} into {tuple(box.shape)}, not {expected}: this "
-                "version of torch is not supported"
+                f"torch sharded {name!r} {whole} into {tuple(box.shape)}, not {cut.own.lengths}: "
+                "this version of torch is not supported"
             )
-        return tuple(start if d == dim else 0 for d in range(len(whole)))
+        return cut
 
 
 class _Wrapper(nn.Module):

@@ -28,6 +28,7 @@ from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.data_parallel.reduction import AsyncCollectives
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.cut import Cut
 from megatron_parallel.sharding.sharding import Sharding
 from megatron_parallel.sharding.views import View, flat_range_views
 
@@ -78,6 +79,10 @@ class ParameterBuffers:
         return {
             name: part for bucket in self.buckets for name, part in bucket.local_shards().items()
         }
+
+    def cuts(self) -> dict[str, Cut]:
+        """Returns nothing: buckets are cut into flat ranges."""
+        return {}
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
         """Returns views, for a checkpoint, of tensors with the shapes of the shards.

@@ -7,6 +7,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from megatron_parallel.mesh.mesh import Mesh
+from megatron_parallel.sharding.cut import Cut
 from megatron_parallel.sharding.views import View
 
 
@@ -19,6 +20,13 @@ class ParameterShards(Protocol):
 
     def local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
         """Returns the shards by global name, in the parameters' own dtype; update them in place."""
+
+    def cuts(self) -> Mapping[str, Cut]:
+        """Returns how the parameters that are cut into boxes lie on data-parallel ranks, by name.
+
+        It includes those of which this rank has an empty box, and leaves out flat ranges, whole
+        parameters and those without a gradient.
+        """
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
         """Returns views, for a checkpoint, of tensors with the shapes of the shards.

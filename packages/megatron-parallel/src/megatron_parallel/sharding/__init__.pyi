@@ -1,3 +1,6 @@
+from .cut import Cut as Cut
+from .cut import map_whole as map_whole
+from .cut import tensor_parallel_cut as tensor_parallel_cut
 from .initialization import initialize as initialize
 from .initialization import initialize_parameters as initialize_parameters
 from .initialization import normal_ as normal_

@@ -151,6 +151,9 @@ class Sharding:
         spill_dim: Second dim to cut. Used only if the axis has more ranks than `dim` has entries
             (fewer query groups than ranks): the ranks that share an entry split it along this dim.
         fused_dim: Dim that enumerates fused weights (gate and up) and must not be cut.
+        fused_sizes: Sizes of the weights that the last dim but one concatenates, such as queries,
+            key and value of a group of heads. Optimizers that orthogonalise treat them, and those
+            that `fused_dim` enumerates, as separate matrices. Defaults to a single weight.
         experts: Whether dim 0 enumerates the experts of a layer. Axis `ep` cuts it into equal
             parts, and `axis` (`expert_tp`) cuts each expert. Each expert has initial values of its
             own, and its gradient is summed over `expert_dp`.
@@ -192,6 +195,7 @@ class Sharding:
     vocabulary: bool = False
     reduce: Literal["sum", "max"] | None = None
     vector: bool = False
+    fused_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.axis is None) != (self.dim is None):
@@ -202,6 +206,11 @@ class Sharding:
                 raise LayoutError(f"{name}={value} is not a dim of shape {self.shape}")
         if self.dim is not None and self.dim == self.fused_dim:
             raise LayoutError(f"dim={self.dim} of shape {self.shape} is fused and cannot be cut")
+        if self.fused_sizes and sum(self.fused_sizes) != prod(self.shape[-2:-1]):
+            raise LayoutError(
+                f"fused_sizes={self.fused_sizes} do not add up to the last dim but one of shape "
+                f"{self.shape}"
+            )
         if self.spill_dim is not None and (
             self.dim is None or self.padded is not None or self.spill_dim == self.dim
         ):

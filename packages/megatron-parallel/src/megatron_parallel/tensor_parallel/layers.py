@@ -56,6 +56,7 @@ class ColumnParallelLinear(nn.Module):
         axis: Name of the axis. Defaults to `"tp"`.
         sequence_parallel: Whether the input is cut along dim 0 and must be gathered.
         init: Initial values of the weight. The bias starts at zero.
+        fused_sizes: Sizes of the weights that the last dim of `out_features` concatenates.
         product: Product that the layer computes. Defaults to `x W^T`.
         dtype: Data type of the parameters.
         device: Device of the parameters. Defaults to the device of the mesh.
@@ -78,13 +79,15 @@ class ColumnParallelLinear(nn.Module):
         axis: str = "tp",
         sequence_parallel: bool = False,
         init: Init = DEFAULT_INIT,
+        fused_sizes: tuple[int, ...] = (),
         product: Product = PLAIN,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
         out = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        spec = ColumnSpec(in_features, out, bias, dim, fused_dim, spill_dim, padded, axis, init)
+        cut = dim, fused_dim, spill_dim, padded, axis
+        spec = ColumnSpec(in_features, out, bias, *cut, init, fused_sizes=fused_sizes)
         self.sharding = spec.shardings(sequence_parallel)
         self.product = product
         self.product_parameters = add_product_parameters(self.sharding, product)

@@ -26,6 +26,8 @@ class ColumnSpec:
         init: Initial values of the weight. The bias starts at zero.
         role: Name of the layer in Megatron-Core, such as `linear_qkv`, by which products are
             chosen.
+        fused_sizes: Sizes of the weights that the last dim of `out_features` concatenates
+            (`Sharding.fused_sizes`).
     """
 
     in_features: int
@@ -38,6 +40,7 @@ class ColumnSpec:
     axis: str = "tp"
     init: Init = DEFAULT_INIT
     role: str = ""
+    fused_sizes: tuple[int, ...] = ()
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of the layer."""
@@ -55,6 +58,7 @@ class ColumnSpec:
                 init=self.init,
                 spill_dim=spill,
                 vocabulary=self.padded is not None,
+                fused_sizes=self.fused_sizes,
             )
         }
         if self.bias:

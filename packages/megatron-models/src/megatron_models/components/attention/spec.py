@@ -81,10 +81,15 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
     @property
     def qkv(self) -> ColumnSpec:
         """The fused projection. Ranks that share a group divide its rows."""
-        rows = (self.num_query_groups, sum(self.heads_by_role) * self.kv_channels)
-        init = Init(scale=self.init_method_std)
+        sizes = tuple(heads * self.kv_channels for heads in self.heads_by_role)
         return ColumnSpec(
-            self.hidden_size, rows, self.has_qkv_bias, spill_dim=1, init=init, role="linear_qkv"
+            self.hidden_size,
+            (self.num_query_groups, sum(sizes)),
+            self.has_qkv_bias,
+            spill_dim=1,
+            init=Init(scale=self.init_method_std),
+            role="linear_qkv",
+            fused_sizes=sizes,
         )
 
     @property
@@ -255,10 +260,14 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
     @property
     def kv(self) -> ColumnSpec:
         """The fused projection of the encoder's output to keys and values."""
-        rows = (self.num_query_groups, 2 * self.kv_channels)
-        init = Init(scale=self.init_method_std)
         return ColumnSpec(
-            self.hidden_size, rows, self.has_qkv_bias, spill_dim=1, init=init, role="linear_kv"
+            self.hidden_size,
+            (self.num_query_groups, 2 * self.kv_channels),
+            self.has_qkv_bias,
+            spill_dim=1,
+            init=Init(scale=self.init_method_std),
+            role="linear_kv",
+            fused_sizes=(self.kv_channels, self.kv_channels),
         )
 
     @property

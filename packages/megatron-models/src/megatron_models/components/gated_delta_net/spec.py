@@ -56,8 +56,14 @@ class GatedDeltaNetSpec(GatedDeltaNetConfig, NormConfig, Mixer):
     @property
     def in_proj(self) -> ColumnSpec:
         """The fused projection of the token."""
-        rows, init = (self.linear_num_key_heads, sum(self.widths)), Init(scale=self.init_method_std)
-        return ColumnSpec(self.hidden_size, rows, False, init=init, role="in_proj")
+        return ColumnSpec(
+            self.hidden_size,
+            (self.linear_num_key_heads, sum(self.widths)),
+            False,
+            init=Init(scale=self.init_method_std),
+            role="in_proj",
+            fused_sizes=self.widths,
+        )
 
     @property
     def out_proj(self) -> RowSpec:

@@ -65,9 +65,15 @@ class LatentAttentionSpec(LatentAttentionConfig, NormConfig, Mixer):
     @property
     def kv_up(self) -> ColumnSpec:
         """The projection of the latent to the key and the value of each head."""
-        rows = (self.num_attention_heads, self.qk_head_dim + self.v_head_dim)
-        init = Init(scale=self.init_method_std)
-        return ColumnSpec(self.kv_lora_rank, rows, False, init=init, role="linear_kv_up_proj")
+        sizes = (self.qk_head_dim, self.v_head_dim)
+        return ColumnSpec(
+            self.kv_lora_rank,
+            (self.num_attention_heads, sum(sizes)),
+            False,
+            init=Init(scale=self.init_method_std),
+            role="linear_kv_up_proj",
+            fused_sizes=sizes,
+        )
 
     @property
     def q_norm(self) -> NormSpec | None:

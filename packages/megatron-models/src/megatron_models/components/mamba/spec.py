@@ -57,9 +57,14 @@ class MambaSpec(MambaConfig, NormConfig, Mixer):
     @property
     def in_proj(self) -> ColumnSpec:
         """The fused projection."""
-        rows = (self.mamba_num_groups, sum(self.widths))
-        init = Init(scale=self.init_method_std)
-        return ColumnSpec(self.hidden_size, rows, self.mamba_proj_bias, init=init, role="in_proj")
+        return ColumnSpec(
+            self.hidden_size,
+            (self.mamba_num_groups, sum(self.widths)),
+            self.mamba_proj_bias,
+            init=Init(scale=self.init_method_std),
+            role="in_proj",
+            fused_sizes=self.widths,
+        )
 
     @property
     def out_proj(self) -> RowSpec:
