@@ -31,13 +31,15 @@ def cuda_kernels(ledger: DeviceLedger) -> Iterator[None]:
     The functions of `torch.nn.functional` are replaced, since a mode of torch functions is not
     active in the threads of autograd, where activations are recomputed.
 
+    Code that is being compiled contains the functions of torch themselves.
+
     Args:
         ledger: Counts these kernels.
     """
     attend, rms_norm, silu = _ATTEND, functional.rms_norm, functional.silu
 
     def on_cuda_attend(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if device_type_of(q) != "cuda":
+        if torch.compiler.is_compiling() or device_type_of(q) != "cuda":
             return attend(q, *args, **kwargs)
         return _attend(ledger, q, *args, **kwargs)
 
@@ -47,13 +49,13 @@ def cuda_kernels(ledger: DeviceLedger) -> Iterator[None]:
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
-        if device_type_of(x) != "cuda":
+        if torch.compiler.is_compiling() or device_type_of(x) != "cuda":
             return rms_norm(x, normalized_shape, weight, eps)
         normal: Tensor = _RmsNorm.apply(x, weight, len(normalized_shape), ledger)  # type: ignore[no-untyped-call]
         return normal
 
     def on_cuda_silu(x: Tensor, inplace: bool = False) -> Tensor:
-        if device_type_of(x) != "cuda":
+        if torch.compiler.is_compiling() or device_type_of(x) != "cuda":
             return silu(x, inplace)
         active: Tensor = _Silu.apply(x, ledger)  # type: ignore[no-untyped-call]
         return active

@@ -78,6 +78,11 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels[name] += 1
         self.bytes_moved[code_line()] += sum(t.numel() * t.element_size() for t in tensors)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns that torch.compile may trace functions while operations are counted."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -70,19 +70,11 @@ def imagine_rank(
     pipeline_rank = run.layout.coordinates(rank).pp
     repetition = find_repetition(run, pipeline_rank)
     sizes = repetition.sizes[:1] if memory_only else repetition.sizes
-    task = find_task_kind(run.task)
-    data = task.open_proof_data(run)
-    samples = range(run.training.micro_batch_size)
-    dataset = data.datasets((len(samples), 0, 0)).train
-    if dataset is None:
-        raise TrainError(f"the task {run.task} has no samples for a dry run")
-    batch = data.micro_batch(data.read(dataset, samples))
+    batch = proof_batch(run)
     with Mesh.imagined(run.layout, rank, device) as mesh, imagined_device(device) as ledger:
-        batches = _SameBatches(batch, sizes)
         with ledger.storages.part(GRADIENTS):
-            trainer = build_trainer(run, task, batches, mesh, choose_dtype(run))
+            trainer = imagine_trainer(run, mesh, batch, sizes)
         _label(trainer, ledger)
-        trainer.train_iters = len(sizes)
         with mesh.counting() as traffic:
             measured = _Measurement(ledger, traffic)
             trainer.callbacks = [measured]
@@ -103,6 +95,35 @@ def imagine_rank(
         counts=counts,
         seconds=time.monotonic() - start,
     )
+
+
+def proof_batch(run: RunConfig) -> MicroBatch:
+    """Returns a micro-batch of a run on the host, with values.
+
+    Raises:
+        TrainError: The task has no samples.
+    """
+    data = find_task_kind(run.task).open_proof_data(run)
+    samples = range(run.training.micro_batch_size)
+    dataset = data.datasets((len(samples), 0, 0)).train
+    if dataset is None:
+        raise TrainError(f"the task {run.task} has no samples for a dry run")
+    return data.micro_batch(data.read(dataset, samples))
+
+
+def imagine_trainer(run: RunConfig, mesh: Mesh, batch: MicroBatch, sizes: Sequence[int]) -> Trainer:
+    """Returns the trainer of a rank, without callbacks; call it within `imagined_device`.
+
+    Args:
+        run: The run, with a resolved layout.
+        mesh: An imagined mesh.
+        batch: Every micro-batch.
+        sizes: Number of micro-batches of each step.
+    """
+    batches = _SameBatches(batch, sizes)
+    trainer = build_trainer(run, find_task_kind(run.task), batches, mesh, choose_dtype(run))
+    trainer.train_iters = len(sizes)
+    return trainer
 
 
 class _Measurement(Callback):
