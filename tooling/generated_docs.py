@@ -6,6 +6,7 @@ Usage: python tooling/generated_docs.py [--check]
 import sys
 from pathlib import Path
 
+from device.page import render_device_page
 from families.pages import pages
 from megatron_train.config.reference import render_reference
 from megatron_train.megatron_lm.page import render_flags
@@ -15,6 +16,7 @@ STRANGER = ROOT / "integration_tests" / "stranger"
 PAGES = {
     "docs/configuration.md": render_reference,
     "docs/megatron-flags.md": render_flags,
+    "docs/device-steps.md": render_device_page,
     "docs/adding-a-model.md": (STRANGER / "README.md").read_text,
     "docs/adding-a-task.md": (STRANGER / "adding-a-task.md").read_text,
     "docs/adding-parts.md": (STRANGER / "adding-parts.md").read_text,

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tooling python -m device [--write] [--only PATTERN]
 
-With ``--write`` the numbers become the table, from which tooling/generated_docs.py makes a page.
+With ``--write`` the numbers become the table, from which tooling/generated_docs.py makes docs/device-steps.md.
 """
 
 from megatron_parallel.imagined import NoGuardError, load_guard

@@ -1,27 +1,38 @@
-"""Counts the graph breaks of a small copy of a job, in which Dynamo traces every stage.
+"""Finds the graph breaks of a small copy of a job, in which Dynamo traces every stage.
 
-The copy has the layout, the layers of each kind and the options of the job (`shrink_run`), in its
-dtype. One rank of it runs a step on an imagined mesh and an imagined GPU, so Dynamo traces the
-branches of a GPU with the collectives of every axis. Graphs are not compiled further.
+The copy has a small layout, a layer of each kind and the options of the job (`shrink_run`), but the
+widths and the dtype of the job, which decide which kernels are used. One rank of it runs a step on
+an imagined mesh and an imagined GPU, so Dynamo traces the branches of a GPU with the collectives of
+every axis. Graphs are not compiled further.
 """
 
 import dataclasses
-from typing import Any
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
-import torch._dynamo.utils
+from megatron_models import with_layers
 from megatron_parallel import Mesh
 from megatron_parallel.imagined import imagined_device
 from megatron_train.config.run import RunConfig
 from megatron_train.dry_run.rank import imagine_trainer, proof_batch
 from megatron_train.dry_run.repetition import find_repetition
-from megatron_train.prove.shrink import shrink_run
+from megatron_train.prove.shrink import kept_layers, shrink_run
+from torch._dynamo import symbolic_convert
 
-_MAX_RANKS = 64
+_MAX_RANKS: Final = 64
+_FOLLOWS: Final = "may have been caused by an earlier graph break"
+_PLACE: Final = re.compile(r"in user code at (.*?:\d+)")
 
 
-def count_graph_breaks(run: RunConfig, pipeline_rank: int, device: str) -> int:
-    """Returns the number of graph breaks in the stages of a rank.
+def find_graph_breaks(run: RunConfig, pipeline_rank: int, device: str) -> set[str]:
+    """Returns the code lines at which graphs of the stages of a rank end.
+
+    Dynamo reports a break in a function again for each of its callers. Such reports are not
+    counted, nor are functions that Dynamo skips after a break in them.
 
     Args:
         run: The run.
@@ -43,20 +54,52 @@ def count_graph_breaks(run: RunConfig, pipeline_rank: int, device: str) -> int:
         return graph.forward
 
     torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    with Mesh.imagined(small.layout, rank, device) as mesh, imagined_device(device):
+    with (
+        Mesh.imagined(small.layout, rank, device) as mesh,
+        imagined_device(device),
+        _reported_breaks() as reports,
+    ):
         trainer = imagine_trainer(small, mesh, batch, sizes)
         trainer.callbacks = []
         for stage in trainer.engine.task.stages:
             stage.compile(dynamic=False, backend=count)
         trainer.run()
     if not graphs:
-        raise RuntimeError("Dynamo traced no stage; counting graph breaks needs torch 2.13")
-    return sum(torch._dynamo.utils.counters["graph_break"].values())
+        raise RuntimeError("Dynamo traced no stage; finding graph breaks needs torch 2.13")
+    found = {_PLACE.search(report) for report in reports if _FOLLOWS not in report}
+    return {place[1] for place in found if place is not None}
+
+
+@contextmanager
+def _reported_breaks() -> Iterator[list[str]]:
+    """Yields a list, to which Dynamo's reports of graph breaks are added."""
+    reports = list[str]()
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            reports.append(record.getMessage())
+
+    log, collector = symbolic_convert.graph_break_log, Collector()
+    level, propagates = log.level, log.propagate
+    log.addHandler(collector)
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+    try:
+        yield reports
+    finally:
+        log.removeHandler(collector)
+        log.setLevel(level)
+        log.propagate = propagates
 
 
 def _small(run: RunConfig) -> RunConfig:
-    """Returns the small copy in the dtype of the run, which decides which kernels are used."""
+    """Returns the small copy with the widths and the dtype of the run."""
     small = shrink_run(run, 1, _MAX_RANKS).run
+    layers = [layer for stage in kept_layers(run, small.layout) for layer in stage]
     training = dataclasses.replace(small.training, float64=False, bf16=run.training.bf16)
-    return dataclasses.replace(small, training=training, optimizer=run.optimizer)
+    return dataclasses.replace(
+        small,
+        model=with_layers(run.model, layers),
+        training=training,
+        optimizer=run.optimizer,
+    )

@@ -151,11 +151,64 @@ for function in (ring, scattered):
 """
 
 
+EXPERTS = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.expert_parallel import RowOps, build_dispatcher
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+mesh = Mesh.bind(ParallelLayout(ep=2), timeout=timedelta(seconds=60))
+torch.manual_seed(rank)
+tokens, weights = torch.randn(6, 4), torch.rand(6, 2)
+experts = torch.stack([torch.randperm(4)[:2] for _ in tokens])
+matrices = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(9))[2 * rank : 2 * rank + 2]
+
+def sort(experts, count):
+    flat = experts.flatten()
+    return flat.argsort(stable=True), torch.zeros(count, dtype=torch.int64).scatter_add(
+        0, flat, torch.ones_like(flat)
+    )
+
+def permute(tokens, order, choices):
+    return tokens[order // choices]
+
+def unpermute(rows, order, weights):
+    weighted = rows * weights.flatten()[order][:, None]
+    return rows.new_zeros(len(weights), rows.shape[1]).index_add(0, order // 2, weighted)
+
+def layer(tokens, weights, dispatcher):
+    dispatch = dispatcher.route(experts).dispatch(tokens, weights)
+    rows, counts, _ = dispatch.wait()
+    owner = torch.searchsorted(counts.cumsum(0), torch.arange(len(rows)), right=True).clamp(max=1)
+    outputs = torch.einsum("mh,mhk->mk", rows, matrices[owner])
+    return dispatch.combine(outputs).wait()
+
+for factor in (None, 2.0):
+    ops = RowOps(sort, permute, unpermute)
+    dispatcher = build_dispatcher("alltoall", mesh, 4, ops, rank_capacity_factor=factor)
+    compiled = torch.compile(layer, fullgraph=factor is not None, backend="aot_eager")
+    results = []
+    for function in (layer, compiled):
+        x = tokens.clone().requires_grad_()
+        y = function(x, weights, dispatcher)
+        y.backward(torch.ones_like(y))
+        results.append((y.detach(), x.grad))
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0, atol=1e-6)
+"""
+
+
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("code", "world_size"), [(SEVERAL, 2), (RING, 3)], ids=["tensor parallel", "context parallel"]
+    ("code", "world_size"),
+    [(SEVERAL, 2), (RING, 3), (EXPERTS, 2)],
+    ids=["tensor parallel", "context parallel", "expert parallel"],
 )
 def test_several_ranks_compile_without_graph_breaks(
     tmp_path: Path, code: str, world_size: int

@@ -25,7 +25,11 @@ from megatron_parallel._compat.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from megatron_parallel._compat.compiler import constant_to_compiler, why_not_compiled
+from megatron_parallel._compat.compiler import (
+    constant_to_compiler,
+    outside_graphs,
+    why_not_compiled,
+)
 from megatron_parallel._compat.fully_sharded import (
     ShardedModule,
     ShardRanks,
@@ -55,6 +59,7 @@ __all__ = [
     "gradient_wanted",
     "local_shard",
     "new_groups",
+    "outside_graphs",
     "reduce_scatter",
     "start_all_gather",
     "start_all_reduce",

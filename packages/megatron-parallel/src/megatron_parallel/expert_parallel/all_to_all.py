@@ -1,5 +1,6 @@
 """The dispatcher that sends one row per chosen expert to the rank that holds the expert."""
 
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Final, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from megatron_parallel._compat import outside_graphs
 from megatron_parallel.collectives.operations import all_gather
 from megatron_parallel.expert_parallel.all_gather import NO_LIMITS, AllGatherDispatcher
 from megatron_parallel.expert_parallel.exchange import (
@@ -70,7 +72,8 @@ class AllToAllDispatcher:
             order = order[: self.num_experts * min(tokens, limits.per_expert)]
         by_rank = every.view(self.expert_tp.size, -1)
         numbers = torch.cat([to_ranks.sum(1), from_ranks.sum(1), by_rank.sum(1)])
-        return _ExactRoute(self, order, every, numbers, _copied_aside(numbers))
+        copy = None if torch.compiler.is_compiling() else _copied_aside(numbers)
+        return _ExactRoute(self, order, every, numbers, copy)
 
     def slots(self, tokens: int, choices: int, limits: RowLimits) -> int | None:
         """Returns the largest number of rows from a rank to another, or None without a bound.
@@ -116,7 +119,7 @@ class _ExactRoute(NamedTuple):
     order: Tensor
     counts: Tensor  # rows by source on `expert_tp` and `ep`, and local expert
     numbers: Tensor  # rows sent, received, and of ranks of `expert_tp`; alive until they are read
-    copy: HostCopy
+    copy: HostCopy | None  # None in compiled code, of which nothing runs aside
     overflow: None = None
 
     def dispatch(
@@ -129,7 +132,7 @@ class _ExactRoute(NamedTuple):
         owner, ranks = self.owner, self.owner.ep.size
         rows = owner.ops.permute(tokens, self.order, weights.shape[1])
         # After the permutation was queued on the device.
-        numbers = tuple(read_integers(self.copy.read(), self._equal_loads))
+        numbers = _read(self.numbers, self.copy, self._equal_loads)
         sent, received, sizes = numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
         order, total = self.order, sum(sent)
         if total < len(order):
@@ -265,6 +268,14 @@ class _Combine(NamedTuple):
         if back.place is not None:
             rows = rows.index_select(0, back.place)
         return self.ops.unpermute(rows, back.order, back.weights)
+
+
+@outside_graphs
+def _read(
+    numbers: Tensor, copy: HostCopy | None, assumed: Callable[[], Sequence[int]]
+) -> tuple[int, ...]:
+    """Reads numbers of rows, for which the host waits."""
+    return tuple(read_integers(numbers if copy is None else copy.read(), assumed))
 
 
 def _copied_aside(numbers: Tensor) -> HostCopy:

@@ -64,7 +64,7 @@ def exchange_counts(
     if axis.size == 1:
         return counts
     ones = (1,) * axis.size
-    return _launch(counts, RowSplits(axis, ones, ones, purpose)).wait()
+    return _exchanged(counts, RowSplits(axis, ones, ones, purpose))
 
 
 class PendingAllToAll:
@@ -90,8 +90,10 @@ def start_all_to_all(
     Before `wait`, other collectives may be started, in the same order on all ranks of the axis.
     `wait` and its counterpart in the backward pass call `interleaver.switch` first.
 
+    Compiled code exchanges the rows at once, as the compiler orders communication itself.
+
     Raises:
-        LayoutError: The number of rows differs from `splits`.
+        LayoutError: The number of rows differs from `splits`, or compiled code has an interleaver.
         CollectiveError: A rank does not take part. Raised here or in `wait`.
     """
     if len(rows) != sum(splits.input_splits):
@@ -100,6 +102,11 @@ def start_all_to_all(
         )
     if splits.axis.size == 1:
         return PendingAllToAll(rows, None)
+    if torch.compiler.is_compiling():
+        if interleaver is not None:
+            raise LayoutError("passes of compiled code cannot be interleaved; leave out --compile")
+        exchanged: Tensor = _Exchanged.apply(rows, splits)  # type: ignore[no-untyped-call]
+        return PendingAllToAll(exchanged, None)
     exchange = _Exchange(splits, interleaver)
     started: Tensor = _Start.apply(rows, exchange)  # type: ignore[no-untyped-call]
     return PendingAllToAll(started, exchange)
@@ -150,6 +157,19 @@ class _Wait(Function):
         return grads[0], None  # autograd needs this shape; `_Start` returns the received one
 
 
+class _Exchanged(Function):
+    """An all-to-all of which nothing is in flight."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, splits: RowSplits) -> Tensor:
+        ctx.splits = splits
+        return _exchanged(rows, splits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grads[0], ctx.splits.transposed), None
+
+
 @dataclass(frozen=True)
 class _Message:
     """An all-to-all in flight. `sent` is referenced until the backend has read it."""
@@ -166,10 +186,7 @@ class _Message:
 
 
 def _launch(rows: Tensor, splits: RowSplits) -> _Message:
-    sent = rows.contiguous()
-    received = torch.empty(
-        (sum(splits.output_splits), *rows.shape[1:]), dtype=rows.dtype, device=rows.device
-    )
+    sent, received = rows.contiguous(), _empty_received(rows, splits)
     splits.axis.count(_operation(splits), sent)
     with _error_context(splits, sent).for_launch():
         work = dist.all_to_all_single(
@@ -181,6 +198,24 @@ def _launch(rows: Tensor, splits: RowSplits) -> _Message:
             async_op=True,
         )
     return _Message(splits, sent, received, work)
+
+
+def _exchanged(rows: Tensor, splits: RowSplits) -> Tensor:
+    sent, received = rows.contiguous(), _empty_received(rows, splits)
+    splits.axis.count(_operation(splits), sent)
+    with _error_context(splits, sent):
+        dist.all_to_all_single(
+            received,
+            sent,
+            list(splits.output_splits),
+            list(splits.input_splits),
+            group=splits.axis.process_group,
+        )
+    return received
+
+
+def _empty_received(rows: Tensor, splits: RowSplits) -> Tensor:
+    return rows.new_empty(sum(splits.output_splits), *rows.shape[1:])
 
 
 def _error_context(splits: RowSplits, sent: Tensor) -> raise_collective_errors:

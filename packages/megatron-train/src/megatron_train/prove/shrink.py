@@ -96,7 +96,7 @@ def shrink_run(run: RunConfig, steps: int, max_ranks: int) -> ShrunkRun:
             "parallel ranks equals one rank",
         )
     layout = small_layout(run.layout, max_ranks, least_tp=4 if _shares_heads(run) else 2)
-    stages = choose_layers(layers_alike(run.model), _split(run), layout.pp * layout.vpp)
+    stages = kept_layers(run, layout)
     layers = [layer for stage in stages for layer in stage]
     length = _sequence_length(run, layout)
     model = _small_model(run, layout, layers, length)
@@ -105,6 +105,11 @@ def shrink_run(run: RunConfig, steps: int, max_ranks: int) -> ShrunkRun:
 
 
 # -- layers and model --------------------------------------------------------------------------
+
+
+def kept_layers(run: RunConfig, layout: ParallelLayout) -> list[list[int]]:
+    """Returns the layers that each stage of a small layout keeps; see `choose_layers`."""
+    return choose_layers(layers_alike(run.model), _split(run), layout.pp * layout.vpp)
 
 
 def choose_layers(kinds: Sequence[int], split: Sequence[range], stages: int) -> list[list[int]]:
