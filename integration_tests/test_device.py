@@ -27,7 +27,7 @@ def run_sample(module, **environment):
 def test_steps_on_a_device_are_as_in_the_table(module):
     done = run_sample(module)
     if done.stdout.startswith("DEVICE NOT CHECKED"):
-        pytest.skip(done.stdout)  # no compiler, or torch for CUDA: the line says which
+        pytest.skip(done.stdout)  # no compiler, or a GPU: the line says which
     assert done.returncode == 0, done.stderr[-3000:]
 
 

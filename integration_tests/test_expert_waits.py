@@ -94,7 +94,7 @@ def run(script: str, given: Any) -> Any:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if missing := re.search("no simulated device: .*", done.stderr):
-        pytest.skip(missing[0])  # no compiler, or torch for CUDA: the line says which
+        pytest.skip(missing[0])  # no compiler, or a GPU: the line says which
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tooling python -m device [--write] [--only PATTERN]
 
-With ``--write`` the numbers become the table, from which tooling/generated_docs.py makes docs/device-steps.md.
+With ``--write`` the numbers become the table, which tooling/generated_docs.py shows in docs/.
 """
 
 from megatron_parallel.imagined import NoGuardError, load_guard

@@ -65,7 +65,7 @@ def find_graph_breaks(run: RunConfig, pipeline_rank: int, device: str) -> set[st
             stage.compile(dynamic=False, backend=count)
         trainer.run()
     if not graphs:
-        raise RuntimeError("Dynamo traced no stage; finding graph breaks needs torch 2.13")
+        raise RuntimeError("Dynamo traced no stage")
     found = {_PLACE.search(report) for report in reports if _FOLLOWS not in report}
     return {place[1] for place in found if place is not None}
 

@@ -1,4 +1,4 @@
-"""Simulates a CUDA device on a torch without CUDA.
+"""Simulates a CUDA device on a machine without a GPU.
 
     load_guard()                    # before torch is imported
     with simulated() as dispatch:

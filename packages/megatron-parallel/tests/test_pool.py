@@ -257,9 +257,8 @@ def test_shape_annotations_are_checked_inside_ranks(tmp_path, monkeypatch) -> No
 
 
 def test_workers_load_the_device_guard_if_asked(worker_pool: WorkerPool) -> None:
-    torch_folder = Path(torch.__file__).parent
-    if (torch_folder / "lib" / "libtorch_cuda.so").exists():
-        pytest.skip("torch is built for CUDA")  # it has a device guard, and ours is not built
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")  # torch has a guard for it, and ours is not built
     if not any(map(shutil.which, guard.COMPILERS)):
         pytest.skip("there is no C++ compiler")  # the guard cannot be built
 

@@ -5,15 +5,30 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils.flop_counter import flop_registry
 
 _ATEN: Final = torch.ops.aten
+
+_ATTENTION: Final = frozenset(
+    {
+        _ATEN._scaled_dot_product_flash_attention,
+        _ATEN._scaled_dot_product_flash_attention_backward,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
+        _ATEN._scaled_dot_product_efficient_attention,
+        _ATEN._scaled_dot_product_efficient_attention_backward,
+        _ATEN._scaled_dot_product_cudnn_attention,
+        _ATEN._scaled_dot_product_cudnn_attention_backward,
+    }
+)
 
 PRODUCTS: Final = frozenset(
     {
@@ -28,14 +43,7 @@ PRODUCTS: Final = frozenset(
         _ATEN._scaled_grouped_mm,
         _ATEN.convolution,
         _ATEN.convolution_backward,
-        _ATEN._scaled_dot_product_flash_attention,
-        _ATEN._scaled_dot_product_flash_attention_backward,
-        _ATEN._scaled_dot_product_flash_attention_for_cpu,
-        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
-        _ATEN._scaled_dot_product_efficient_attention,
-        _ATEN._scaled_dot_product_efficient_attention_backward,
-        _ATEN._scaled_dot_product_cudnn_attention,
-        _ATEN._scaled_dot_product_cudnn_attention_backward,
+        *_ATTENTION,
     }
 )
 """Matrix products and fused attention, in every overload."""
@@ -94,6 +102,12 @@ def flops_of(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int
     if packet not in flop_registry:
         return 0
     shapes = [x for x in args if not isinstance(x, torch.dtype)]
+    if packet in _ATTENTION:  # torch 2.11 does not count grouped heads
+        heads = max(x.shape[1] for x in args if isinstance(x, Tensor) and x.dim() == 4)
+        shapes = [
+            (x.shape[0], heads, *x.shape[2:]) if isinstance(x, Tensor) and x.dim() == 4 else x
+            for x in shapes
+        ]
     named = {name: x for name, x in kwargs.items() if name != "out"}
     return int(flop_registry[packet](*shapes, **named, out_val=out))
 
@@ -116,15 +130,28 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Makes new tensors fake in the block. Constants may be real."""
+def fake_tensors(*, device_exists: bool) -> Iterator[FakeTensorMode]:
+    """Makes new tensors fake in the block. Constants may be real.
+
+    Args:
+        device_exists: Whether torch may allocate a number on the device first, as it otherwise does
+            when it believes that there is one.
+    """
     # Without it, torch allocates constants of a factory on the device.
     torch._C._set_only_lift_cpu_tensors(True)
+    init = fake_tensor.init_gpu_context if device_exists else _init_nothing
     try:
-        with _FakeMode(allow_non_fake_inputs=True) as mode:
+        with (
+            patch.object(fake_tensor, "init_gpu_context", init),
+            _FakeMode(allow_non_fake_inputs=True) as mode,
+        ):
             yield mode
     finally:
         torch._C._set_only_lift_cpu_tensors(False)
+
+
+def _init_nothing(device: torch.device) -> None:
+    """Replaces the allocation."""
 
 
 def values_exist() -> AbstractContextManager[Any]:

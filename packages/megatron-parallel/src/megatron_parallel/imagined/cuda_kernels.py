@@ -31,7 +31,7 @@ def cuda_kernels(ledger: DeviceLedger) -> Iterator[None]:
     The functions of `torch.nn.functional` are replaced, since a mode of torch functions is not
     active in the threads of autograd, where activations are recomputed.
 
-    Code that is being compiled contains the functions of torch themselves.
+    Compiled code contains kernels of attention, and the other functions themselves.
 
     Args:
         ledger: Counts these kernels.
@@ -39,7 +39,9 @@ def cuda_kernels(ledger: DeviceLedger) -> Iterator[None]:
     attend, rms_norm, silu = _ATTEND, functional.rms_norm, functional.silu
 
     def on_cuda_attend(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling() or device_type_of(q) != "cuda":
+        if torch.compiler.is_compiling():
+            return _attend(None, q, *args, **kwargs) if q.is_cuda else attend(q, *args, **kwargs)
+        if device_type_of(q) != "cuda":
             return attend(q, *args, **kwargs)
         return _attend(ledger, q, *args, **kwargs)
 
@@ -70,7 +72,7 @@ def cuda_kernels(ledger: DeviceLedger) -> Iterator[None]:
 
 
 def _attend(
-    ledger: DeviceLedger,
+    ledger: DeviceLedger | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -84,7 +86,7 @@ def _attend(
     repeats = q.shape[-3] // k.shape[-3] if enable_gqa else 1
     half = q.dtype in (torch.float16, torch.bfloat16)
     if half and attn_mask is None and q.shape[-1] == v.shape[-1]:
-        if repeats > 1:
+        if repeats > 1 and ledger is not None:
             k, v = (_Grouped.apply(t, repeats, ledger) for t in (k, v))  # type: ignore[no-untyped-call]
         out = _ATEN._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, False, scale=scale

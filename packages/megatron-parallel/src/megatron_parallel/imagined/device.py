@@ -39,13 +39,14 @@ def imagined_device(
     is_cuda = wanted.type == "cuda"
     if is_cuda and (reason := missing_guard_reason()):
         raise NoGuardError(f"no device can be imagined: {reason}")
+    absent = is_cuda and not torch.cuda.is_available()
     ledger = DeviceLedger(wanted.type, StorageLedger(CUDA_GRANULARITY if is_cuda else 1))
     with contextlib.ExitStack() as stack:
-        if is_cuda and not torch.cuda.is_available():
+        if absent:
             stack.enter_context(cuda_functions(NAME, total_memory, ledger.wait, ledger.queue))
         if is_cuda:
             stack.enter_context(cuda_kernels(ledger))
-        stack.enter_context(fake_tensors())
+        stack.enter_context(fake_tensors(device_exists=not absent))
         stack.enter_context(ledger)
         yield ledger
 
@@ -54,6 +55,4 @@ def missing_guard_reason() -> str | None:
     """Returns why tensors on "cuda" cannot have gradients in this process, or None if they can."""
     if torch.cuda.is_available() or guard_loaded():
         return None
-    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        return "torch is built for CUDA but finds no GPU; install a build for CPUs"
     return "no device guard is loaded; call load_guard() before torch is imported"

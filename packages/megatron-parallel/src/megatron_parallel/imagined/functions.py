@@ -23,6 +23,10 @@ POLLED: Final = 10
 """Operations that the stream completes while the host polls an event once."""
 
 
+_CAPABILITY: Final = (9, 0)
+"""Compute capability of the device: that of an H100 or H200."""
+
+
 class Queue:
     """The operations of a device.
 
@@ -124,7 +128,13 @@ def cuda_functions(
     only = Stream()
     bound = type("Event", (Event,), {"queue": queue, "waits_for": staticmethod(waits_for)})
     # A device of this process: ranks of a job may not share one.
-    properties = SimpleNamespace(name=name, total_memory=total_memory, uuid=os.getpid())
+    properties = SimpleNamespace(
+        name=name,
+        total_memory=total_memory,
+        uuid=os.getpid(),
+        major=_CAPABILITY[0],
+        minor=_CAPABILITY[1],
+    )
     # torch's own method accepts only streams of torch.
     stays = patch.object(torch.Tensor, "record_stream", lambda t, stream: None)
     with (
@@ -137,7 +147,7 @@ def cuda_functions(
             current_device=lambda: 0,
             current_stream=lambda device=None: only,
             device_count=lambda: 1,
-            get_device_capability=lambda device=None: (9, 0),
+            get_device_capability=lambda device=None: _CAPABILITY,
             get_device_name=lambda device=None: name,
             get_device_properties=lambda device=None: properties,
             get_rng_state=lambda device="cuda": torch.empty(16, dtype=torch.uint8),

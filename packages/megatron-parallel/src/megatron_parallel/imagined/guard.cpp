@@ -1,5 +1,6 @@
-// A device guard and hooks for "cuda" that do nothing, for a torch without CUDA: with them autograd
-// and factories accept tensors on such a device.
+// A device guard and hooks for "cuda" that do nothing, for a machine without a GPU: with them
+// autograd and factories accept tensors on such a device. They replace those of a torch with CUDA,
+// whose libraries must be loaded before this one.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -52,7 +53,8 @@ struct CUDAHooks : CUDAHooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(
+    CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace at
 

@@ -1,4 +1,4 @@
-"""A device guard for "cuda" that does nothing, for a torch without CUDA.
+"""A device guard for "cuda" that does nothing, for a machine without a GPU.
 
 With it, autograd and factories accept tensors on the device "cuda". `guard.cpp` is compiled for the
 installed torch on first use (four seconds) and stored in the user's cache.
@@ -30,7 +30,7 @@ def load_guard() -> None:
     Call it before torch is imported, since torch looks for hooks only then.
 
     Raises:
-        NoGuardError: torch is imported already or has CUDA, or there is no compiler.
+        NoGuardError: torch is imported already, there is a GPU, or there is no compiler.
     """
     if guard_loaded():
         return
@@ -40,11 +40,29 @@ def load_guard() -> None:
     if found is None or found.origin is None:
         raise NoGuardError("torch is not installed")
     folder = Path(found.origin).parent
-    if (folder / "lib" / "libtorch_cuda.so").exists():
-        raise NoGuardError("the installed torch is built for CUDA and has its own guard")
+    library, cuda = (folder / "lib" / f"libtorch_{name}.so" for name in ("cpu", "cuda"))
+    if cuda.exists() and _has_gpu():
+        raise NoGuardError("this machine has a GPU, for which torch has its own guard")
     compiled = _compiled(folder)
-    ctypes.CDLL(os.fspath(folder / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(os.fspath(compiled), ctypes.RTLD_GLOBAL)
+    try:
+        for each in (library, cuda, compiled) if cuda.exists() else (library, compiled):
+            ctypes.CDLL(os.fspath(each), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise NoGuardError(f"a library cannot be loaded: {error}") from None
+
+
+def _has_gpu() -> bool:
+    """Returns whether the CUDA driver finds a device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return (
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+        and count.value > 0
+    )
 
 
 def guard_loaded() -> bool:

@@ -8,7 +8,6 @@ from typing import Any, Final, TypeVar
 import torch
 from jaxtyping import Float, Int
 from megatron_kernels import (
-    PLAIN_SCORES,
     Mask,
     Scores,
     attention,
@@ -32,7 +31,7 @@ from megatron_parallel.context_parallel import (
 )
 from torch import Tensor
 
-from megatron_models.components.attention.span import EVERYTHING, Span
+from megatron_models.components.attention.span import Span
 from megatron_models.components.dropout import StageDropout
 from megatron_models.components.mixer import Mixer
 from megatron_models.errors import ConfigError
@@ -127,8 +126,8 @@ class ContextParallel:
         v: Float[Tensor, "part b g d"],
         layer: int,
         first_head: int,
-        scores: Scores = PLAIN_SCORES,
-        span: Span = EVERYTHING,
+        scores: Scores,
+        span: Span,
     ) -> Float[Tensor, "part b n d"]:
         """Returns attention of this rank's queries over the keys of all ranks.
 

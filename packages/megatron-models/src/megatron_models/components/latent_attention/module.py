@@ -10,6 +10,7 @@ from megatron_parallel.tensor_parallel import product_weights
 from torch import Tensor, nn
 
 from megatron_models.cache import KVHandle, LatentKVCache
+from megatron_models.components.attention.span import EVERYTHING
 from megatron_models.components.context import Context
 from megatron_models.components.dropout_sites import ATTENTION_PROBABILITIES
 from megatron_models.components.latent_attention.spec import LatentAttentionSpec
@@ -141,7 +142,7 @@ class LatentAttention(nn.Module):
         """Returns attention without a cache, over the keys of all context-parallel ranks."""
         if context.context_parallel is not None:
             over_ranks = context.context_parallel.attention
-            return over_ranks(q, k, v, self.layer, self.first_head, self.scores)
+            return over_ranks(q, k, v, self.layer, self.first_head, self.scores, EVERYTHING)
         drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
         return attention(q, k, v, context.mask, self.scores, dropout=drop)
 
