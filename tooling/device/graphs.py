@@ -96,7 +96,9 @@ def _small(run: RunConfig) -> RunConfig:
     """Returns the small copy with the widths and the dtype of the run."""
     small = shrink_run(run, 1, _MAX_RANKS).run
     layers = [layer for stage in kept_layers(run, small.layout) for layer in stage]
-    training = dataclasses.replace(small.training, float64=False, bf16=run.training.bf16)
+    training = dataclasses.replace(
+        small.training, float64=False, bf16=run.training.bf16, fp16=run.training.fp16
+    )
     return dataclasses.replace(
         small,
         model=with_layers(run.model, layers),
