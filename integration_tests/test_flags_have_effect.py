@@ -437,6 +437,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.hidden_dropout": ({}, {"--hidden-dropout": "0.3"}),
     "training.attention_dropout": ({}, {"--attention-dropout": "0.3"}),
     "training.distributed_timeout_minutes": ({}, {"--distributed-timeout-minutes": "1"}),
+    "training.iterations_to_skip": ({}, {"--iterations-to-skip": "2 3"}),
     "training.exit_interval": ({}, {"--exit-interval": "3"}),
     "training.exit_duration_in_mins": ({}, {"--exit-duration-in-mins": "1e-9"}),
     "optimizer.optimizer": ({}, {"--optimizer": "sgd"}),
@@ -446,6 +447,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "optimizer.decoupled_min_lr": ({"--decoupled-lr": "9e-3"}, {"--decoupled-min-lr": "5e-3"}),
     "optimizer.lr_warmup_init": ({"--lr-warmup-iters": "2"}, {"--lr-warmup-init": "1e-3"}),
     "optimizer.lr_decay_style": ({}, {"--lr-decay-style": "cosine"}),
+    "optimizer.lr_decay_power": (
+        {"--lr-decay-style": "polynomial"},
+        {"--lr-decay-power": "2"},
+    ),
     "optimizer.lr_wsd_decay_style": (WSD, {"--lr-wsd-decay-style": "linear"}),
     "optimizer.weight_decay": ({}, {"--weight-decay": "5"}),
     "optimizer.start_weight_decay": (GROWING, {"--start-weight-decay": "4"}),
@@ -542,6 +547,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "checkpoint.allow_changed_run": (
         {**LOAD, "--hidden-dropout": "0.3"},
         {"--allow-changed-run": "objective"},
+    ),
+    "checkpoint.use_checkpoint_opt_param_scheduler": (
+        {**LOAD, "--lr": "1e-3"},
+        {"--use-checkpoint-opt-param-scheduler": ""},
     ),
     "checkpoint.use_checkpoint_args": (
         {**LOAD, "--hidden-size": None},
@@ -831,6 +840,7 @@ ALIAS_CONTEXTS: dict[str, Words] = {
     "--rotary-scaling-factor": YARN,
     "--yarn-original-max-position-embeddings": {**ROPE, "--rope-scaling-type": "yarn"},
     "--moe-layer-recompute": EXPERTS,
+    "--use-checkpoint-opt_param-scheduler": {**LOAD, "--lr": "1e-3"},
 }
 ALIAS_VALUES = {
     "--encoder-seq-length": "8",

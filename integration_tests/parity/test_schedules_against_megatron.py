@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron_optim import LearningRateSchedule, OptimizerConfig, WeightDecaySchedule
 
 scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler")
@@ -53,6 +54,68 @@ def test_learning_rates_of_random_schedules_are_equal_to_the_last_bit(style: str
         for samples in edges + [choose.randint(0, decay) for _ in range(40)]:
             reference.num_steps = samples
             assert ours.at(samples) == reference.get_lr({}), (ours, samples)
+
+
+@pytest.mark.parametrize(
+    ("style", "annealing"),
+    [*((style, "linear") for style in STYLES[:-1]), *(("WSD", each) for each in ANNEALINGS)],
+)
+def test_every_step_of_ten_thousand_is_equal_to_the_last_bit(style: str, annealing: str) -> None:
+    batch, steps = 24, 10_000
+    config = OptimizerConfig(
+        lr=3e-4,
+        min_lr=2.7e-5,
+        lr_warmup_init=1e-6,
+        lr_decay_style=style,
+        lr_wsd_decay_style=annealing,
+        start_weight_decay=0.03,
+        end_weight_decay=0.1,
+        weight_decay_incr_style="cosine",
+    )
+    lengths = {"warmup": 700 * batch, "decay": 9_300 * batch, "annealing": 1_900 * batch}
+    rate = config.learning_rate_schedule(
+        warmup_samples=lengths["warmup"],
+        decay_samples=lengths["decay"],
+        wsd_decay_samples=lengths["annealing"],
+    )
+    decay = config.weight_decay_schedule(samples=steps * batch)
+    reference = theirs(
+        init_lr=1e-6,
+        max_lr=3e-4,
+        min_lr=2.7e-5,
+        lr_warmup_steps=lengths["warmup"],
+        lr_decay_steps=lengths["decay"],
+        lr_decay_style=style,
+        wsd_decay_steps=lengths["annealing"],
+        lr_wsd_decay_style=annealing,
+        start_wd=0.03,
+        end_wd=0.1,
+        wd_incr_steps=steps * batch,
+        wd_incr_style="cosine",
+    )
+    (group,) = reference.optimizer.param_groups
+    for step in range(steps):
+        assert rate.at(step * batch) == group["lr"], step
+        assert decay.at(step * batch) == group["weight_decay"], step
+        reference.step(batch)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 3.5])
+def test_polynomial_decay_equals_that_of_transformers(power: float) -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+    highest, lowest, warmup, end = 2e-3, 1e-4, 300, 10_000
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=highest)
+    reference = optimization.get_polynomial_decay_schedule_with_warmup(
+        optimizer, warmup, end, lr_end=lowest, power=power
+    )
+    config = OptimizerConfig(
+        lr=highest, min_lr=lowest, lr_decay_style="polynomial", lr_decay_power=power
+    )
+    ours = config.learning_rate_schedule(decay_samples=end, warmup_samples=warmup)
+    optimizer.step()
+    for step in range(end + 2):
+        assert ours.at(step) == pytest.approx(reference.get_last_lr()[0], rel=1e-11), step
+        reference.step()
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])

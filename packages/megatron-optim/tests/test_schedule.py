@@ -50,6 +50,30 @@ def test_warmup_starts_at_its_initial_value_and_meets_the_decay() -> None:
     assert schedule.at(3000) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("power", "rates"),
+    [
+        (1.0, [0.75, 0.5, 0.25]),
+        (2.0, [0.5625, 0.25, 0.0625]),
+        (0.5, [0.8660254037844386, 0.7071067811865476, 0.5]),
+    ],
+)
+def test_polynomial_decay_equals_hand_computed_rows(power: float, rates: list[float]) -> None:
+    schedule = LearningRateSchedule(
+        max_lr=1.1,
+        min_lr=0.1,
+        warmup_samples=20,
+        decay_samples=60,
+        decay_style="polynomial",
+        decay_power=power,
+    )
+    assert [schedule.at(n) for n in (30, 40, 50)] == pytest.approx(
+        [0.1 + rate for rate in rates], abs=1e-15
+    )
+    assert schedule.at(10) == pytest.approx(0.55)
+    assert (schedule.at(20), schedule.at(60), schedule.at(61)) == (1.1, 0.1, 0.1)
+
+
 def test_weight_decay_grows_and_then_stays_constant() -> None:
     linear = WeightDecaySchedule(0.1, 0.5, 100, "linear")
     assert [linear.at(n) for n in (0, 25, 100, 101, 10**9)] == pytest.approx(
@@ -68,6 +92,7 @@ def test_weight_decay_grows_and_then_stays_constant() -> None:
         ({"warmup_samples": 10}, "warmup_samples 10"),
         ({"decay_samples": 0}, "decay_samples 0"),
         ({"decay_style": "cosin"}, "'cosin'"),
+        ({"decay_style": "polynomial", "decay_power": 0.0}, "decay_power 0.0 must be positive"),
         ({"decay_style": "WSD"}, "wsd_decay_samples"),
         ({"decay_style": "WSD", "wsd_decay_samples": 11}, "wsd_decay_samples 11"),
         ({"decay_style": "WSD", "wsd_decay_samples": 5, "wsd_decay_style": "sqrt"}, "'sqrt'"),
@@ -117,6 +142,8 @@ def test_configuration_builds_both_schedules() -> None:
         {"adam_beta1": 1.0},
         {"adam_eps": 0.0},
         {"clip_grad": -1.0},
+        {"lr_decay_power": 0.0, "lr_decay_style": "polynomial"},
+        {"lr_decay_power": 2.0},
     ],
 )
 def test_impossible_configurations_name_the_field(settings: dict) -> None:

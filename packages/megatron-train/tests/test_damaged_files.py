@@ -171,7 +171,7 @@ def test_a_damaged_state_is_refused_in_one_line(make_trainer):
     trainer.run()
     state = trainer.state()
     made().load_state(state)
-    for name in state:
+    for name in state.keys() - {"schedules"}:  # read on request
         with pytest.raises(TrainError, match=f"the saved state is damaged: it has no '{name}'"):
             made().load_state({key: state[key] for key in state if key != name})
     for wrong in (None, -1, 1.5, True, "3", [1], 2**63):

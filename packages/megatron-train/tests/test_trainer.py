@@ -1,9 +1,12 @@
 """The training loop on one rank, compared with torch and with itself."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from megatron_optim import WeightDecaySchedule
 from megatron_parallel import Mesh
 from megatron_train.callbacks.evaluation import Evaluation
 from megatron_train.callbacks.log_line import LogLine
@@ -96,6 +99,48 @@ def test_schedules_depend_on_the_samples_consumed_before_the_step(make_trainer):
     rates = [report.learning_rate for report in listener.reports]
     assert rates == [trainer.learning_rate.at(6 * step) for step in range(8)]
     assert [report.consumed_samples for report in listener.reports] == list(range(6, 49, 6))
+
+
+def test_listed_steps_read_their_samples_and_change_nothing(make_trainer):
+    console, listener, whole = Lines(), Listener(), Listener()
+    trainer = make_trainer(callbacks=[listener, LogLine(console, 100, peak=None)])
+    trainer._iterations_to_skip = frozenset({1, 4, 8})
+    make_trainer(callbacks=[whole]).run()
+    before, seen = weights(trainer), []
+    for number in (1, 2):  # the first step changes nothing, the second does
+        trainer.train_iters = number
+        trainer.run()
+        seen.append(torch.equal(weights(trainer), before))
+    trainer.train_iters = 8
+    trainer.run()
+    assert seen == [True, False]
+    steps = [report.iteration for report in listener.reports]
+    assert steps == [2, 3, 5, 6, 7] and (trainer.iteration, trainer.consumed_samples) == (8, 48)
+    assert [r.consumed_samples for r in listener.reports] == [6 * step for step in steps]
+    assert [r.learning_rate for r in listener.reports] == [
+        whole.reports[step - 1].learning_rate for step in steps
+    ]
+    assert console.lines == [
+        f"step {step} is in --iterations-to-skip: 6 samples are not trained on"
+        for step in (1, 4, 8)
+    ]
+    assert trainer.optimizer.scalars()["steps"] == 5
+
+
+def test_a_trainer_may_continue_with_saved_schedules(make_trainer):
+    first, second = make_trainer(), make_trainer()
+    second.learning_rate = replace(first.learning_rate, max_lr=2.0, decay_style="cosine")
+    second.weight_decay = WeightDecaySchedule(0.2, 0.3, 7, "linear")
+    state = json.loads(json.dumps(second.state()))
+    first.load_schedules(state)
+    for name in ("learning_rate", "decoupled_learning_rate", "weight_decay"):
+        assert getattr(first, name) == getattr(second, name)
+    del state["schedules"]["weight_decay"]["end"]
+    with pytest.raises(TrainError, match=r"the schedule weight_decay is \{'samples': 7"):
+        first.load_schedules(state)
+    del state["schedules"]
+    with pytest.raises(TrainError, match="no record of its schedules; set them with flags"):
+        first.load_schedules(state)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(make_trainer):

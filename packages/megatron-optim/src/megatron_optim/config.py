@@ -1,5 +1,6 @@
 """Settings of the optimizer and its schedules, with the names of Megatron-LM."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +76,12 @@ class OptimizerConfig:
         default="exponential",
         metadata=_flag(
             "--lr-wsd-decay-style", "shape of the decay phase of style WSD", choices=ANNEAL_STYLES
+        ),
+    )
+    lr_decay_power: float = field(
+        default=1.0,
+        metadata=_flag(
+            "--lr-decay-power", "exponent of the style polynomial; 1 is linear (our name)"
         ),
     )
     weight_decay: float = field(
@@ -172,6 +179,16 @@ class OptimizerConfig:
                 raise OptimError(
                     f"{{{name}:name}} must lie in [0, 1), got {{{name}:repr}}", vars(self)
                 )
+        if not 0.0 < self.lr_decay_power < math.inf:
+            raise OptimError(
+                "{lr_decay_power:name} must be positive, got {lr_decay_power:repr}", vars(self)
+            )
+        if self.lr_decay_power != 1.0 and self.lr_decay_style != "polynomial":
+            raise OptimError(
+                "{lr_decay_power} has no effect with {lr_decay_style}; set {lr_decay_style:name} "
+                "to polynomial or leave it out",
+                vars(self),
+            )
         if not self.adam_eps > 0.0:
             raise OptimError("{adam_eps:name} must be positive, got {adam_eps:repr}", vars(self))
         _ = self.name_rules
@@ -223,6 +240,7 @@ class OptimizerConfig:
             decay_style=self.lr_decay_style,
             wsd_decay_samples=wsd_decay_samples,
             wsd_decay_style=self.lr_wsd_decay_style,
+            decay_power=self.lr_decay_power,
         )
 
     def weight_decay_schedule(self, *, samples: int) -> WeightDecaySchedule:

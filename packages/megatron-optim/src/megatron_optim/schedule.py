@@ -3,7 +3,7 @@
 Both schedules are plain functions of one number, so they have no state to save or restore. A run
 that is resumed or changes its batch size evaluates them at the number of samples consumed. The
 formulas are those of Megatron-LM's ``OptimizerParamScheduler``, in the same order of operations, so
-the values are equal to the last bit. This module does not import torch.
+the values are equal to the last bit. It has no polynomial decay. This module does not import torch.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from megatron_optim.errors import OptimError
 
-DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "polynomial", "WSD"]
 AnnealStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 IncreaseStyle = Literal["constant", "linear", "cosine"]
 
@@ -32,7 +32,8 @@ class LearningRateSchedule:
     - ``n > D``: ``min_lr``
     - ``inverse-square-root``: ``max_lr * sqrt(W) / sqrt(n)``, at least ``min_lr``; 0 counts as 1
     - otherwise ``min_lr + c * (max_lr - min_lr)`` with ``r = (n - W) / (D - W)`` and ``c`` equal to
-      ``1 - r`` (``linear``) or ``(cos(pi r) + 1) / 2`` (``cosine``). ``WSD`` (warm-up, stable,
+      ``1 - r`` (``linear``), ``(cos(pi r) + 1) / 2`` (``cosine``) or ``(1 - r) ** power``
+      (``polynomial``, with ``power`` as ``decay_power``). ``WSD`` (warm-up, stable,
       decay) has ``c = 1`` until ``D - S`` with ``S = wsd_decay_samples``, and then, with ``r = (n -
       (D - S)) / S``, ``1 - r`` (``linear``), ``(cos(pi r) + 1) / 2`` (``cosine``), ``2 * 0.5**r -
       1`` (``exponential``) or ``1 - sqrt(r)`` (``minus_sqrt``).
@@ -46,6 +47,7 @@ class LearningRateSchedule:
     decay_style: DecayStyle = "linear"
     wsd_decay_samples: int | None = None
     wsd_decay_style: AnnealStyle = "exponential"
+    decay_power: float = 1.0
 
     def __post_init__(self) -> None:
         _check_choice("decay_style", self.decay_style, DECAY_STYLES)
@@ -59,6 +61,8 @@ class LearningRateSchedule:
             raise OptimError(
                 "{init_lr} must lie between 0 and {max_lr}; the warm-up starts there", vars(self)
             )
+        if not 0.0 < self.decay_power < math.inf:
+            raise OptimError("{decay_power} must be positive", vars(self))
         if not 0 <= self.warmup_samples < self.decay_samples:
             raise OptimError(
                 "the warm-up must end before the decay: {warmup_samples}, {decay_samples}; shorten "
@@ -90,12 +94,15 @@ class LearningRateSchedule:
             return self.min_lr
         if self.decay_style == "inverse-square-root":
             warmup, consumed = max(self.warmup_samples, 1), max(samples, 1)
-            return max(self.min_lr, self.max_lr * math.sqrt(warmup) / math.sqrt(consumed))
+            # Megatron-LM's power may differ from math.sqrt in the last bit.
+            return max(self.min_lr, self.max_lr * math.pow(warmup, 0.5) / math.pow(consumed, 0.5))
         if self.decay_style == "WSD":
             return self.min_lr + self._annealing(samples) * span
         ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
         if self.decay_style == "linear":
             return self.min_lr + (1.0 - ratio) * span
+        if self.decay_style == "polynomial":
+            return self.min_lr + math.pow(1.0 - ratio, self.decay_power) * span
         return self.min_lr + 0.5 * (math.cos(math.pi * ratio) + 1.0) * span
 
     def _annealing(self, samples: int) -> float:

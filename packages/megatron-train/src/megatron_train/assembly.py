@@ -102,6 +102,7 @@ def build_trainer(
         micro_batches=batches.training,
         train_iters=config.train_iters,
         check_for_nan=config.data_parallel.check_for_nan_in_loss_and_grad,
+        iterations_to_skip=training.iterations_to_skip or (),
     )
 
 

@@ -48,6 +48,7 @@ from megatron_train.run_record import (
     compare_records,
     recorded_rule,
     upgrade_record,
+    without_schedules,
 )
 from megatron_train.saved_values import describe_differences, read_value
 from megatron_train.step_report import StepReport
@@ -201,6 +202,7 @@ def restore(
     console: Console,
     *,
     load_optimizer: bool = True,
+    load_schedules: bool = False,
     allowed_changes: Collection[str] = (),
 ) -> SavedCheckpoint | None:
     """Continues from the newest complete checkpoint in ``folder``.
@@ -214,6 +216,8 @@ def restore(
         run: Record of the run that continues. A warning names allowed differences.
         console: Console that warnings are printed to.
         load_optimizer: Whether to load the optimizer's state, instead of beginning with a new one.
+        load_schedules: Whether the run continues with the schedules of learning rate and weight
+            decay in the checkpoint.
         allowed_changes: Parts of the record (`RECORD_PARTS` of `run_record`) that may differ.
 
     Returns:
@@ -264,13 +268,23 @@ def restore(
                 trainer.optimizer.load_scalars(
                     {n: read_value(saved, n, type(value)) for n, value in names.items()}
                 )
-            trainer.load_state(read_value(state, "trainer", dict))
+            position = read_value(state, "trainer", dict)
+            trainer.load_state(position)
+            if load_schedules:
+                trainer.load_schedules(position)
         except (TrainError, OptimError) as error:
             raise TrainError(f"{path}: {error}; load another checkpoint") from None
 
     # Only rank 0 has all callbacks, so it may be the only one that finds damaged state.
     map_reduce(store.coordinator, take, lambda _: None)
-    _compare(state.get("run"), run, trainer, path, allowed_changes, console)
+    _compare(
+        state.get("run"),
+        without_schedules(run) if load_schedules else run,
+        trainer,
+        path,
+        allowed_changes,
+        console,
+    )
     return SavedCheckpoint(path, trainer.iteration)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from megatron_data import Tokenizer
 
 from megatron_train.config.run import RunConfig
+from megatron_train.config.sections import ScheduleConfig
 from megatron_train.data_identity import corpora_identity, drop_allowed_differences
 from megatron_train.errors import TrainError
 from megatron_train.product_record import record_product
@@ -20,6 +21,12 @@ from megatron_train.saved_values import describe_differences
 
 RECORD_PARTS: Final = ("data", "tokenizer", "seed", "objective")
 """The parts that identify a run. The model's configuration is recorded elsewhere."""
+
+_SCHEDULE_SETTINGS: Final = {field.name for field in fields(ScheduleConfig)} | {
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
+    *("lr_warmup_init", "lr_decay_style", "lr_decay_power", "lr_wsd_decay_style"),
+    *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+}
 
 RunRecord = Mapping[str, Any]
 """The record of a run: plain values, equal on all ranks."""
@@ -64,6 +71,12 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
         **asdict(config.schedule),
         **{f"{config.optimizer.optimizer}.{name}": value for name, value in own.items()},
     }
+
+
+def without_schedules(record: RunRecord) -> RunRecord:
+    """Returns a record without the settings of the schedules of learning rate and weight decay."""
+    kept = record.get("optimizer", {}).items()
+    return {**record, "optimizer": {n: v for n, v in kept if n not in _SCHEDULE_SETTINGS}}
 
 
 def recorded_rule(record: object) -> str:

@@ -14,8 +14,8 @@ when it has arrived. On a CPU it is read at once.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,15 +23,22 @@ from megatron_optim import LearningRateSchedule, Optimizer, WeightDecaySchedule
 from megatron_parallel import HostCopy, all_reduce
 from torch import Tensor
 
-from megatron_train.engine import StepEngine
+from megatron_train.engine import BatchTotals, StepEngine
 from megatron_train.errors import TrainError
-from megatron_train.saved_values import read_value
+from megatron_train.saved_values import read_value, short_repr
 from megatron_train.step_report import StepReport, StepValues
 from megatron_train.tasks.task import MicroBatch, Task, reported_values, unusable_layers
 from megatron_train.transfer import pack
 
 MAX_NAN_STEPS = 10
 """Maximum number of consecutive steps without a finite loss and gradient."""
+
+_SCHEDULES: Mapping[str, type[LearningRateSchedule] | type[WeightDecaySchedule]] = {
+    "learning_rate": LearningRateSchedule,
+    "decoupled_learning_rate": LearningRateSchedule,
+    "weight_decay": WeightDecaySchedule,
+}
+"""Schedules of a trainer by attribute."""
 
 
 class Callback:
@@ -47,6 +54,14 @@ class Callback:
 
     def on_step(self, trainer: "Trainer", report: StepReport) -> None:
         """Runs after each step."""
+
+    def on_listed_step(self, trainer: "Trainer", totals: BatchTotals) -> None:
+        """Runs instead of `on_step` after a step that only reads its samples.
+
+        Args:
+            trainer: The trainer, after the step.
+            totals: Size of the global batch that was read.
+        """
 
     def on_end(self, trainer: "Trainer") -> None:
         """Runs after the last step of this process."""
@@ -102,6 +117,7 @@ class Trainer:
         train_iters: Number of steps of the whole run.
         check_for_nan: Whether a loss or gradient that is not finite ends the run. Otherwise the
             step is skipped. On a GPU the run ends after the following step, which is skipped too.
+        iterations_to_skip: Numbers of steps, from 1, that only read their samples.
         callbacks: Callbacks, called in this order.
     """
 
@@ -116,6 +132,7 @@ class Trainer:
         micro_batches: Callable[[int], Iterator[Sequence[MicroBatch]]],
         train_iters: int,
         check_for_nan: bool = False,
+        iterations_to_skip: Collection[int] = (),
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.engine = engine
@@ -126,6 +143,7 @@ class Trainer:
         self.micro_batches = micro_batches
         self.train_iters = train_iters
         self.check_for_nan = check_for_nan
+        self._iterations_to_skip = frozenset(iterations_to_skip)
         self.callbacks = list(callbacks)
         self.iteration = 0
         self.consumed_samples = 0
@@ -158,6 +176,9 @@ class Trainer:
             callback.on_start(self)
         steps = self.micro_batches(self.consumed_samples)
         while self.iteration < self.train_iters:
+            if self.iteration + 1 in self._iterations_to_skip:
+                self._only_read(next(steps))
+                continue
             report = self.step(steps)
             for callback in self.callbacks:
                 callback.on_step(self, report)
@@ -266,6 +287,7 @@ class Trainer:
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
             "nan_steps": self._nan_steps,
+            "schedules": {name: asdict(getattr(self, name)) for name in _SCHEDULES},
             "callbacks": {c.name: c.state() for c in self.callbacks if c.name},
         }
 
@@ -283,7 +305,34 @@ class Trainer:
             if callback.name in kept:
                 callback.load_state(kept[callback.name])
 
+    def load_schedules(self, state: Mapping[str, Any]) -> None:
+        """Replaces the schedules of learning rate and weight decay by those of a saved state.
+
+        Raises:
+            TrainError: The state has no schedules, or damaged ones.
+        """
+        if "schedules" not in state:
+            raise TrainError("it has no record of its schedules; set them with flags")
+        saved = read_value(state, "schedules", Mapping)  # type: ignore[type-abstract]
+        for name, kind in _SCHEDULES.items():
+            fields = read_value(saved, name, dict)
+            try:
+                setattr(self, name, kind(**fields))
+            except (TypeError, ValueError) as error:
+                raise TrainError(
+                    f"the saved state is damaged: the schedule {name} is {short_repr(fields)}: "
+                    f"{error}"
+                ) from None
+
     # -- parts of a step -----------------------------------------------------------------------
+
+    def _only_read(self, batches: Sequence[MicroBatch]) -> None:
+        """Counts a step whose samples were read, without computing anything."""
+        totals = self.engine.batch_totals(batches)
+        self.iteration += 1
+        self.consumed_samples += totals.samples
+        for callback in self.callbacks:
+            callback.on_listed_step(self, totals)
 
     def _all_stop(self) -> bool:
         """Returns whether any rank requests to stop, since a signal may reach only one of them.

@@ -17,6 +17,7 @@ from megatron_train.tasks.task import Task, reported_values, worst_layers
 from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
+    from megatron_train.engine import BatchTotals
     from megatron_train.step_report import StepReport
     from megatron_train.trainer import Trainer
 
@@ -103,6 +104,13 @@ class LogLine(Callback):
             for listener in self._listeners:
                 listener(report.iteration, dict(line.losses))
             self._interval = IntervalSums()
+
+    def on_listed_step(self, trainer: "Trainer", totals: "BatchTotals") -> None:
+        """Prints that the step was skipped."""
+        self._console.print_line(
+            f"step {trainer.iteration} is in --iterations-to-skip: {totals.samples} samples are "
+            "not trained on"
+        )
 
     def _read(self, *, wait: bool) -> None:
         """Adds the steps whose values have arrived; with ``wait``, all of them.

@@ -14,6 +14,7 @@ from megatron_train.tasks.task import layer_values
 from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
+    from megatron_train.engine import BatchTotals
     from megatron_train.step_report import StepReport
     from megatron_train.trainer import Trainer
 
@@ -46,6 +47,11 @@ class Recorder(Callback):
         """Records the step, and earlier ones that have arrived meanwhile."""
         self._unread.add(report)
         self._record_steps()
+
+    def on_listed_step(self, trainer: "Trainer", totals: "BatchTotals") -> None:
+        """Records the event ``skip``."""
+        self._record_steps(wait=True)
+        self._event("skip", trainer, samples=totals.samples)
 
     def _record_steps(self, *, wait: bool = False) -> None:
         """Records the steps whose values have arrived; with ``wait``, all of them."""
@@ -166,6 +172,10 @@ class ProgressBar(Callback):
             loss = ", ".join(f"{name} {value:.3f}" for name, value in ready.losses.items())
             self._newest = f"step {ready.iteration}, {loss}"
         self._console.advance_bar(report.tokens, self._newest)
+
+    def on_listed_step(self, trainer: "Trainer", totals: "BatchTotals") -> None:
+        """Advances the bar."""
+        self._console.advance_bar(totals.tokens, self._newest)
 
     def on_end(self, trainer: "Trainer") -> None:
         """Removes the bar."""

@@ -58,6 +58,11 @@ class CheckpointConfig:
     use_checkpoint_args: bool = setting(
         False, "take settings of the model that are not given from the checkpoint to load"
     )
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        False,
+        "take the schedules of learning rate and weight decay from the checkpoint in --load, "
+        "instead of those that flags describe",
+    )
     exit_on_missing_checkpoint: bool = setting(
         False, "fail if --load has no complete checkpoint, instead of starting a new run"
     )
@@ -68,11 +73,20 @@ class CheckpointConfig:
             for name in ("save_interval", "keep_last"):
                 if getattr(self, name) is not None:
                     raise TrainError(f"{flag_of(name)} needs --save, the folder for checkpoints")
-        for name in ("exit_on_missing_checkpoint", "no_load_optim"):
+        for name in (
+            "exit_on_missing_checkpoint",
+            "no_load_optim",
+            "use_checkpoint_opt_param_scheduler",
+        ):
             if getattr(self, name) and self.load is None:
                 raise TrainError(
                     f"{flag_of(name)} needs --load, the folder of checkpoints to continue from"
                 )
+        if self.finetune and self.use_checkpoint_opt_param_scheduler:
+            raise TrainError(
+                "--use-checkpoint-opt-param-scheduler has no effect with --finetune, which begins "
+                "a new run; leave out one of them"
+            )
         for name in ("finetune", "use_checkpoint_args", "no_load_rng", "allow_changed_run"):
             if getattr(self, name) and self.load is None and self.pretrained_checkpoint is None:
                 raise TrainError(

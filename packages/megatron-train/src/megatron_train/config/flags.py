@@ -138,6 +138,10 @@ ALIASES: Mapping[str, Alias] = {
     "--persistent-save-interval": Alias(
         (("checkpoint.save_interval", FLAG_VALUE),), "the same as --save-interval"
     ),
+    "--use-checkpoint-opt_param-scheduler": Alias(
+        (("checkpoint.use_checkpoint_opt_param_scheduler", True),),
+        "the same as --use-checkpoint-opt-param-scheduler",
+    ),
     "--virtual-pipeline-model-parallel-size": Alias(
         (("layout.vpp", FLAG_VALUE),), "the same as --num-virtual-stages-per-pipeline-rank"
     ),

@@ -252,6 +252,12 @@ class RunConfig(RunSections):
                 f"--train-samples {self.training.train_samples} is less than one step of "
                 f"{self.batch_sizes.at(0)} samples; raise it or lower --global-batch-size"
             )
+        listed = self.training.iterations_to_skip or ()
+        if max(listed, default=0) > self.train_iters:
+            raise TrainError(
+                f"--iterations-to-skip {max(listed)} is beyond the last step {self.train_iters}; "
+                "leave it out"
+            )
         unit, other = ("samples", "iters") if self.training.train_samples else ("iters", "samples")
         self.schedule.refuse_other_unit(unit, other)
         length = self.train_samples if unit == "samples" else self.train_iters

@@ -100,6 +100,12 @@ class TrainingConfig:
         "time-out of ranks that wait for another rank",
         unit="minutes",
     )
+    iterations_to_skip: tuple[int, ...] | None = setting(
+        None,
+        "numbers of steps, from 1, that only read their samples: no update, log line, evaluation "
+        "or checkpoint",
+        unit="steps",
+    )
     exit_interval: int | None = setting(
         None,
         "save a checkpoint and stop at the next step that is a multiple of this number",
@@ -134,6 +140,9 @@ class TrainingConfig:
                         f"--step-batch-size-schedule and {flag_of(name)} exclude each other; give "
                         "one"
                     )
+        for number in self.iterations_to_skip or ():
+            if number < 1:
+                raise TrainError(f"--iterations-to-skip: steps count from 1, got {number}")
         check_positive(self, "max_seqlen_per_dp_cp_rank")
         check_positive(
             self, "exit_interval", "exit_duration_in_mins", "distributed_timeout_minutes"
