@@ -94,6 +94,7 @@ GROWING: Words = {
 }
 MUON: Words = {"--optimizer": "muon"}
 MUP: Words = {"--use-mup": ""}
+AWARE: Words = {"--use-precision-aware-optimizer": ""}
 SCALED: Words = {"--fp16": ""}
 LORA: Words = {"--linear-product": "lora"}
 SAMPLES: Words = {"--train-iters": None, "--train-samples": "16"}
@@ -497,6 +498,16 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--loss-scale-window": "1"},
     ),
     "loss_scale.hysteresis": (SCALED, {"--hysteresis": "1"}),
+    "state_formats.use_precision_aware_optimizer": (
+        {"--exp-avg-dtype": "bf16"},
+        {"--use-precision-aware-optimizer": ""},
+    ),
+    "state_formats.exp_avg_dtype": (AWARE, {"--exp-avg-dtype": "fp8"}),
+    "state_formats.exp_avg_sq_dtype": (AWARE, {"--exp-avg-sq-dtype": "fp16"}),
+    "state_formats.main_params_dtype": (
+        {**AWARE, "--bf16": ""},
+        {"--main-params-dtype": "bf16"},
+    ),
     "schedule.lr_decay_iters": ({}, {"--lr-decay-iters": "9"}),
     "schedule.lr_decay_samples": (SAMPLES, {"--lr-decay-samples": "40"}),
     "schedule.lr_warmup_iters": ({}, {"--lr-warmup-iters": "2"}),
@@ -834,6 +845,7 @@ def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
 FP32 = "--accumulate-allreduce-grads-in-fp32"
 ALIAS_CONTEXTS: dict[str, Words] = {
     "--grad-reduce-in-bf16": {"--bf16": ""},
+    "--main-grads-dtype": {"--bf16": ""},
     "--grad-reduce-in-fp32": {"--bf16": "", f"--no-{FP32[2:]}": ""},
     "--use-rope-scaling": {**ROPE, "--seq-length": "64", "--rope-scaling-original-length": "8"},
     "--rotary-seq-len-interpolation-factor": ROPE,
@@ -852,6 +864,7 @@ ALIAS_VALUES = {
     "--rotary-scaling-factor": "2",
     "--yarn-original-max-position-embeddings": "64",
     "--layernorm-epsilon": "0.1",
+    "--main-grads-dtype": "bf16",
     "--persistent-save-interval": "2",
 }
 

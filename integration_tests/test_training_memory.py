@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from megatron_models import GPTConfig, Placement, TrainingMemory, gpt_chunks, training_memory
-from megatron_optim import Optimizer, OptimizerConfig
+from megatron_optim import Optimizer, OptimizerConfig, StateFormatConfig, state_bytes
 from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
 from megatron_parallel.testing import WorkerPool
 from megatron_train.engine import StepEngine
@@ -34,12 +34,19 @@ def nbytes(tensors) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype) -> TrainingMemory:
+def held(
+    mesh: Mesh,
+    config: GPTConfig,
+    data_parallel: DataParallelConfig,
+    dtype,
+    formats: StateFormatConfig | None = None,
+) -> TrainingMemory:
     """Returns the bytes that a rank holds after a step."""
     split = (range(1), range(1, 2)) if mesh.layout.pp > 1 else None
     stages = gpt_chunks(config, Placement(mesh, dtype=dtype), split=split)
     engine = StepEngine(GPTTask(stages, None), mesh, data_parallel)
-    optimizer = Optimizer(engine.stages, OptimizerConfig(lr=0.1))
+    rule = OptimizerConfig(lr=0.1, adam_beta2=0.95)
+    optimizer = Optimizer(engine.stages, rule, formats=formats)
     tokens = torch.arange(8).view(1, 8)
     fields = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, 8)}
     batch = MicroBatch.from_fields(fields, token_field="tokens")
@@ -53,13 +60,12 @@ def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype
         flats += [parameter.grad for some in alone for parameter in some]
     gradients = nbytes(flats)
     optimizer.step(0.1)
-    state = [v.tensor for views in optimizer.views().values() for v in views]
     return TrainingMemory(
         parameters=sum(v.tensor.nbytes for views in engine.stages.views().values() for v in views)
         if data_parallel.use_torch_fsdp2
         else nbytes(engine.stages.parameters.values()),
         gradients=gradients,
-        optimizer=sum(t.nbytes for t in state),
+        optimizer=sum(tensor.nbytes for tensor in optimizer.state_tensors()),
         activations=0,
     )
 
@@ -107,3 +113,71 @@ def test_the_bytes_of_a_rank_equal_the_formula(
     for name in ("parameters", "gradients"):
         assert [getattr(rank, name) for rank in ours] == [getattr(states, name)] * len(ours)
     assert sum(rank.optimizer for rank in ours) == len(ours) * states.optimizer
+
+
+AWARE = {"use_precision_aware_optimizer": True}
+HALF_SUMS = DataParallelConfig(
+    use_distributed_optimizer=True, accumulate_allreduce_grads_in_fp32=False
+)
+# Bytes of a parameter on every rank, and bytes that d ranks share.
+PRECISIONS = {
+    "float32": ("float32", SHARDED, {}, 8, 8),
+    "bfloat16": ("bfloat16", SHARDED, {}, 6, 12),
+    "float16": ("float16", SHARDED, {}, 6, 12),
+    # Gradients in fp16, and fp32 copies of a rank's shard of them in the optimizer step.
+    "float16-sums": ("float16", HALF_SUMS, {}, 4, 16),
+    "bfloat16-sums": ("bfloat16", HALF_SUMS, {}, 4, 16),
+    "remainder": ("bfloat16", SHARDED, AWARE, 6, 10),
+    "bf16-state": (
+        "bfloat16",
+        SHARDED,
+        {**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+        6,
+        6,
+    ),
+    "fp16-state": (
+        "bfloat16",
+        SHARDED,
+        {**AWARE, "exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"},
+        6,
+        6,
+    ),
+    "fp8-state": (
+        "bfloat16",
+        SHARDED,
+        {**AWARE, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"},
+        6,
+        5,
+    ),
+    "pure-bf16": ("bfloat16", SHARDED, {**AWARE, "main_params_dtype": "bf16"}, 6, 8),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2), pytest.param(4, marks=SLOW)])
+def test_the_bytes_of_each_precision_equal_the_closed_form(
+    worker_pool: WorkerPool, ranks: int
+) -> None:
+    """Megatron-LM's table has 4 + 16/d, 6 + 12/d and 8 + 8/d bytes for the first precisions."""
+    layout = ParallelLayout(dp=ranks)
+    rule = OptimizerConfig(adam_beta2=0.95)
+    for dtype, data_parallel, settings, everywhere, shared in PRECISIONS.values():
+        formats = StateFormatConfig(**settings)
+        found = worker_pool.run_mesh(
+            layout, held, DENSE, data_parallel, getattr(torch, dtype), formats
+        )
+        count = found[0].parameters // getattr(torch, dtype).itemsize
+        copies = 4 * count if data_parallel is HALF_SUMS else 0
+        total = sum(rank.total for rank in found) + copies
+        assert total == pytest.approx(count * (everywhere * ranks + shared), rel=3e-4)
+        said = training_memory(
+            DENSE,
+            8,
+            1,
+            dtype,
+            layout=layout,
+            data_parallel=data_parallel,
+            state_bytes=state_bytes(rule, formats),
+            main_bytes=formats.main_bytes(dtype),
+            activations=False,
+        )
+        assert total - copies == pytest.approx(ranks * said.total, rel=3e-4)

@@ -73,9 +73,9 @@ def test_parameters_gradients_and_moments(small):
     assert (full.parameters, full.gradients, full.optimizer) == (4 * count, 4 * count, 8 * count)
     assert (half.parameters, half.gradients, half.optimizer) == (2 * count, 4 * count, 12 * count)
     assert full.total == 16 * count + full.activations
-    assert training_memory(config, 8, 1, moments=1).optimizer == 4 * count
+    assert training_memory(config, 8, 1, state_bytes=4).optimizer == 4 * count
     assert (
-        training_memory(config, 8, 1, "bfloat16", moments=0).optimizer == 4 * count
+        training_memory(config, 8, 1, "bfloat16", state_bytes=0).optimizer == 4 * count
     )  # main parameter
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Precision = Literal["float32", "bfloat16", "float16"]
 
 _FP32 = 4
-_ADAM_MOMENTS = 2
+_ADAM_STATE = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def training_memory(
     in_flight: int = 1,
     recompute: RecomputeConfig | None = None,
     dispatcher: str = "allgather",
-    moments: int = _ADAM_MOMENTS,
+    state_bytes: float = _ADAM_STATE,
+    main_bytes: float = _FP32,
     products: "Mapping[str, Product] | None" = None,
     saves_logits: bool = True,
     activations: bool = True,
@@ -94,8 +95,10 @@ def training_memory(
             stage of 1F1B with enough micro-batches.
         recompute: What activation checkpointing recomputes. Defaults to nothing.
         dispatcher: How tokens are sent to experts, ``allgather`` or ``alltoall``.
-        moments: Number of float32 tensors that the update rule holds for each parameter. Defaults
-            to the two of AdamW.
+        state_bytes: Bytes of state that the update rule holds for each parameter. Defaults to those
+            of AdamW in float32.
+        main_bytes: Bytes of the main parameter of each parameter in 16 bits. Defaults to those of
+            float32.
         products: Products of linear layers by role (`Placement.products`). Under an adapter only
             the adapter's parameters have gradients and optimizer state. Defaults to plain products.
         saves_logits: Whether the loss saves a number for each token and vocabulary entry, as all
@@ -113,7 +116,8 @@ def training_memory(
         raise ConfigError(f"{layout} has no data-parallel size; call its resolve(world_size)")
     size = _FP32 if precision == "float32" else 2
     data_parallel = data_parallel or DataParallelConfig()
-    held = _model_states(config, layout, data_parallel, size, layers, moments, products or {})
+    state = state_bytes if size == _FP32 else state_bytes + main_bytes
+    held = _model_states(config, layout, data_parallel, size, layers, state, products or {})
     if not activations:
         return held
     trunk = config.trunk()
@@ -166,10 +170,13 @@ def _model_states(
     data_parallel: DataParallelConfig,
     size: int,
     layers: int | None,
-    moments: int,
+    state: float,
     products: "Mapping[str, Product]",
 ) -> TrainingMemory:
-    """Returns the bytes of parameters of ``size`` bytes, gradients and optimizer state."""
+    """Returns the bytes of parameters of ``size`` bytes, gradients and optimizer state.
+
+    Each parameter has ``state`` bytes of optimizer state.
+    """
     base = _elements(config, layout, layers)
     further = _elements(config, layout, layers, products)
     held = size * (sum(base) + sum(further))
@@ -179,17 +186,16 @@ def _model_states(
     whole = dense + experts
     data_ranks = (layout.dp or 1) * layout.cp // layout.dp_outer
     part = -(-dense // data_ranks) + -(-experts // layout.expert_dp)
-    state = _FP32 * (moments if size == _FP32 else moments + 1)
     if data_parallel.use_torch_fsdp2:
         dense_held, experts_held = (a + b for a, b in zip(base, further, strict=True))
         cut = -(-dense_held // data_ranks) + -(-experts_held // layout.expert_dp)
         gradients = part * size
         if layout.expert_dp == 1:  # experts that one rank holds whole have main gradients
             gradients += experts * (_FP32 - size)
-        return TrainingMemory(cut * size, gradients, part * state, 0)
+        return TrainingMemory(cut * size, gradients, round(part * state), 0)
     main = 2 if size == 2 and data_parallel.low_precision else _FP32
     updated = part if data_parallel.use_distributed_optimizer else whole
-    return TrainingMemory(held, whole * main, updated * state, 0)
+    return TrainingMemory(held, whole * main, round(updated * state), 0)
 
 
 def _elements(

@@ -19,11 +19,14 @@ from .rule_settings import LionSettings as LionSettings
 from .scaler import LossScaler as LossScaler
 from .schedule import LearningRateSchedule as LearningRateSchedule
 from .schedule import WeightDecaySchedule as WeightDecaySchedule
+from .state_format_config import StateFormatConfig as StateFormatConfig
 from .update_rule import MAIN_SUFFIX as MAIN_SUFFIX
 from .update_rule import StateTensor as StateTensor
 from .update_rule import UnreadStep as UnreadStep
 from .update_rule import UpdateRule as UpdateRule
 from .update_rule import build_rules as build_rules
+from .update_rule import check_state_formats as check_state_formats
 from .update_rule import check_width_rules as check_width_rules
 from .update_rule import needs_matrices as needs_matrices
+from .update_rule import state_bytes as state_bytes
 from .width import WidthRatio as WidthRatio

@@ -23,12 +23,12 @@ class Lion(UpdateRule):
     is 3 to 10 times smaller than that of AdamW, and the best weight decay as much larger.
     """
 
-    state = (StateTensor("exp_avg"),)
     decides_on = ("cuda",)
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
         self._betas = cast(LionSettings, config.settings)
+        self.state = (StateTensor("exp_avg", decay=self._betas.beta2),)
 
     def for_width(self, width: WidthRatio) -> tuple[Self, float]:
         """Divides the learning rate by the ratio of the inputs, as for Adam."""

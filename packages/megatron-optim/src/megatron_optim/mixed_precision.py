@@ -3,10 +3,12 @@
 A bf16 number has 8 bits of mantissa, so an update smaller than 1/256 of a weight is lost when it is
 added to the weight; an fp16 number has 11. The optimizer therefore updates an fp32 main parameter
 and rounds the result into the parameter that the model computes with. Parameters in fp32 and
-float64 are their own main parameters and need no copy.
+float64 are their own main parameters and need no copy. Main parameters may also be stored in other
+forms (`megatron_optim.stored`).
 """
 
 from collections.abc import Mapping
+from zlib import crc32
 
 import torch
 from jaxtyping import Float
@@ -15,6 +17,8 @@ from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
 
 from megatron_optim.errors import OptimError
+from megatron_optim.state_format_config import StateFormatConfig
+from megatron_optim.stored import MainStored, Remainder, StochasticallyRounded, element_hash
 
 FULL_PRECISION = (torch.float32, torch.float64)
 HALF_PRECISION = (torch.bfloat16, torch.float16)
@@ -26,23 +30,36 @@ class MainParameters:
     Args:
         trainable: The parameters of this rank. Parameters that do not require a gradient are left
             out.
+        formats: How main parameters of bf16 parameters are stored. Defaults to fp32 copies.
+        seed: Seed of stochastic rounding.
 
     Attributes:
-        tensors: The main parameter of every parameter by name, on the same device.
+        tensors: The main parameter of every parameter by name, on the same device; the parameter
+            itself if its main parameter is stored in another form.
         copies: The main parameters that are fp32 copies.
+        stored: The main parameters that are stored in another form.
+        step: The number of the current step, for stochastic rounding.
     """
 
     sharded = False
     """Whether each data-parallel rank updates a shard of the parameters instead of all of them."""
 
-    def __init__(self, trainable: Trainable) -> None:
+    def __init__(
+        self, trainable: Trainable, formats: StateFormatConfig | None = None, seed: int = 0
+    ) -> None:
         self._trainable = trainable
         self._parameters = self._local_parameters()
+        self._formats, self._seed = formats or StateFormatConfig(), seed
+        self.step = 0
         self.tensors: dict[str, Tensor] = {}
         self.copies: dict[str, Tensor] = {}
+        self.stored: dict[str, MainStored] = {}
         for name, parameter in self._parameters.items():
             if parameter.dtype in FULL_PRECISION:
                 self.tensors[name] = parameter
+            elif parameter.dtype == torch.bfloat16 and self._formats.use_precision_aware_optimizer:
+                self.tensors[name] = parameter
+                self.stored[name] = self._store(name, parameter)
             elif parameter.dtype in HALF_PRECISION:
                 main = parameter.detach().to(torch.float32, copy=True)
                 self.tensors[name] = self.copies[name] = main
@@ -69,11 +86,22 @@ class MainParameters:
             )
         gradients = {}
         for name, main in self.tensors.items():
-            gradient = available[name]
+            gradient, dtype = available[name], update_dtype(main)
             gradients[name] = (
-                torch.zeros_like(main) if gradient is None else gradient.to(main.dtype)
+                torch.zeros_like(main, dtype=dtype) if gradient is None else gradient.to(dtype)
             )
         return gradients
+
+    def _store(self, name: str, parameter: Tensor) -> MainStored:
+        """Returns the main parameter of a bf16 parameter in the configured form."""
+        if self._formats.main_params_dtype == "fp32":
+            return Remainder(parameter)
+        number = crc32(name.encode())
+        return StochasticallyRounded(
+            parameter,
+            lambda values: self.views({name: values})[name],
+            lambda index: element_hash(self._seed, self.step, number, index),
+        )
 
     def _local_parameters(self) -> dict[str, Tensor]:
         """Returns the parameters that this rank updates, by name."""
@@ -93,7 +121,21 @@ class MainParameters:
         """Copies the model's parameters to the fp32 copies, after weights were loaded."""
         for name, main in self.copies.items():
             main.copy_(self._parameters[name])
+        for stored in self.stored.values():
+            stored.reset()
+
+    @property
+    def saved(self) -> dict[str, Tensor | MainStored]:
+        """The main parameters that a checkpoint has besides the model's parameters."""
+        rounded = StochasticallyRounded
+        stored = {n: each for n, each in self.stored.items() if not isinstance(each, rounded)}
+        return {**self.copies, **stored}
 
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, list[View]]:
         """Returns views of tensors shaped like the main parameters, for a checkpoint."""
         return parameter_views(tensors, self._trainable.table, self._trainable.mesh)
+
+
+def update_dtype(tensor: Tensor) -> torch.dtype:
+    """Returns the dtype that a parameter is updated in: its own if it is full, otherwise fp32."""
+    return tensor.dtype if tensor.dtype in FULL_PRECISION else torch.float32

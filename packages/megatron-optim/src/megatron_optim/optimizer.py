@@ -1,6 +1,6 @@
 """The optimizer: gradient clipping, main parameters and state, common to all update rules."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,11 @@ from megatron_optim.param_groups import (
     require_matches,
 )
 from megatron_optim.scaler import LossScaler
-from megatron_optim.update_rule import MAIN_SUFFIX, UnreadStep, build_rules
+from megatron_optim.state_format_config import StateFormatConfig
+from megatron_optim.stored import Stored
+from megatron_optim.update_rule import MAIN_SUFFIX, UnreadStep, build_rules, check_state_formats
 from megatron_optim.width import WidthRatio
+from megatron_optim.working_copies import Operands, Values, new_state, operands
 
 
 class Optimizer:
@@ -36,7 +39,8 @@ class Optimizer:
     if all update rules can do so (`UpdateRule.decides_on`).
 
     bf16 and fp16 parameters have fp32 main parameters, which hold the exact weights. Optimizer
-    state is fp32, or float64 for float64 parameters. Clipping may scale gradients in place.
+    state is fp32, or float64 for float64 parameters, unless ``formats`` has other formats. Clipping
+    may scale gradients in place.
 
     Args:
         trainable: The parameters of this rank, their sharding and their gradients
@@ -50,11 +54,13 @@ class Optimizer:
         loss_scale: The settings of the loss scale. The caller multiplies losses by
             ``scaler.scale`` before the backward pass; the optimizer divides the gradients by it.
             Defaults to no loss scale.
+        formats: The formats of state and main parameters. Defaults to fp32.
+        seed: Seed of stochastic rounding, where ``formats`` need it.
 
     Raises:
         OptimError: No parameter requires a gradient, a parameter has two names, its dtype cannot be
-            trained, a pattern of names matches no parameter of any rank, or the update rule has no
-            learning rates for other widths.
+            trained, a pattern of names matches no parameter of any rank, a format cannot hold a
+            state, or the update rule has no learning rates for other widths.
 
     Attributes:
         config: The settings.
@@ -68,16 +74,21 @@ class Optimizer:
         config: OptimizerConfig,
         widths: Mapping[str, tuple[float, float]] | None = None,
         loss_scale: LossScaleConfig | None = None,
+        formats: StateFormatConfig | None = None,
+        seed: int = 0,
     ) -> None:
         require_distinct(trainable)
+        formats = formats or StateFormatConfig()
+        check_state_formats(config, formats)
         require_matches(config, trainable.parameters, trainable.mesh)
         self.config = config
         self.scaler = None if loss_scale is None else LossScaler(loss_scale, trainable.mesh.device)
         self._trainable = trainable
         # The numbers of updates and of skipped steps, counted where the decision is made.
         self._counts = torch.zeros(2, dtype=torch.int64, device=trainable.mesh.device)
+        self._calls = 0  # of `step`, known to the host
         main_class = ShardedMainParameters if trainable.shards else MainParameters
-        self._main = main_class(trainable)
+        self._main = main_class(trainable, formats, seed)
         tensors = self._main.tensors
         rules = build_rules(config)
         self.state_names = tuple(
@@ -87,11 +98,12 @@ class Optimizer:
         self._groups = build_parameter_groups(tensors, trainable, *rules, config.name_rules, ratios)
         self._host_decides = host_decides(trainable.mesh.device, self._groups)
         # Allocated here, so that a checkpoint can be loaded before the first step.
-        self._state: dict[str, dict[str, Tensor]] = {}
+        self._state: dict[str, dict[str, Values]] = {}
+        self._opened: list[tuple[Stored, Tensor]] = []  # values that a checkpoint may load
         for group in self._groups:
             for state_tensor in group.rule.state:
                 self._state.setdefault(state_tensor.name, {}).update(
-                    {n: torch.zeros_like(tensors[n], dtype=state_tensor.dtype) for n in group.names}
+                    {n: new_state(state_tensor, tensors[n], formats) for n in group.names}
                 )
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
@@ -117,6 +129,9 @@ class Optimizer:
             losses: The losses of this step, equal on every rank. The step is skipped if one is not
                 finite.
         """
+        self._opened.clear()
+        self._calls += 1
+        self._main.step = self._calls
         gradients = self.gradients()
         table, mesh = self._trainable.table, self._trainable.mesh
         norm = gradient_norm(gradients, table, mesh, sharded=self._main.sharded)
@@ -169,9 +184,8 @@ class Optimizer:
         scale_gradients(gradients.values(), scale)
         for group in self._groups:
             lr, decay = group.rates(*rates)
-            group.rule.update(
-                *self._tensors(group, gradients), lr=lr, weight_decay=decay, step=int(steps) + 1
-            )
+            for tensors in self._operands(group, gradients):
+                group.rule.update(*tensors, lr=lr, weight_decay=decay, step=int(steps) + 1)
         self._main.copy_main_to_model()
 
     @torch.no_grad()
@@ -187,25 +201,15 @@ class Optimizer:
         step = UnreadStep((self._counts[0] + 1).float(), (~finite).float(), divisor)
         for group in self._groups:
             lr, decay = group.rates(*rates)
-            group.rule.update_unread(
-                *self._tensors(group, gradients), lr=lr, weight_decay=decay, step=step
-            )
+            for tensors in self._operands(group, gradients):
+                group.rule.update_unread(*tensors, lr=lr, weight_decay=decay, step=step)
 
-    def _tensors(
+    def _operands(
         self, group: ParameterGroup, gradients: Mapping[str, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
-        """Returns the parameters, gradients and state of a group in the form its rule needs."""
-
-        def select(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-            return [
-                tensors[name].view(group.matrices[name]) if group.matrices else tensors[name]
-                for name in group.names
-            ]
-
-        if group.matrices:  # autograd may return gradients with other strides
-            gradients = {name: gradients[name].contiguous() for name in group.names}
-        state = {kept.name: select(self._state[kept.name]) for kept in group.rule.state}
-        return select(self._main.tensors), select(gradients), state
+    ) -> Iterator[Operands]:
+        """Yields the operands of each call of a group's rule, and stores the results."""
+        mains = {**self._main.tensors, **self._main.stored}
+        return operands(group, mains, gradients, self._state)
 
     def zero_grad(self) -> None:
         """Drops all gradients; see `megatron_parallel.data_parallel.Trainable.zero`."""
@@ -224,14 +228,33 @@ class Optimizer:
 
         A tensor is named ``PARAMETER.STATE``: ``NAME.exp_avg`` and ``NAME.exp_avg_sq`` for AdamW,
         ``NAME.momentum_buffer`` for SGD, and ``NAME.main`` for main parameters of bf16 parameters.
-        The step counts are in `scalars`.
+        The step counts are in `scalars`. Values in other formats are copied to fp32, so that a
+        checkpoint does not depend on the formats. After loading, call `load_scalars`, which stores
+        them.
         """
-        state = {**self._state, MAIN_SUFFIX: self._main.copies}
+        self._opened.clear()
+        state: dict[str, Mapping[str, Values]] = {**self._state, MAIN_SUFFIX: self._main.saved}
         return {
             f"{name}.{suffix}": views
-            for suffix, tensors in state.items()
-            for name, views in self._main.views(tensors).items()
+            for suffix, values in state.items()
+            for name, views in self._main.views(self._open(values)).items()
         }
+
+    def _open(self, values: Mapping[str, Values]) -> dict[str, Tensor]:
+        """Returns values by name; copies of those that are stored in other forms.
+
+        `load_scalars` stores the copies again, and the next step drops them.
+        """
+        found = {n: v.load_all() if isinstance(v, Stored) else v for n, v in values.items()}
+        self._opened += [(v, found[n]) for n, v in values.items() if isinstance(v, Stored)]
+        return found
+
+    def state_tensors(self) -> list[Tensor]:
+        """Returns the tensors of state and main parameters as they are stored."""
+        values: list[Values] = [*self._main.copies.values(), *self._main.stored.values()]
+        values += [value for each in self._state.values() for value in each.values()]
+        parts = (v.tensors if isinstance(v, Stored) else (v,) for v in values)
+        return [tensor for part in parts for tensor in part]
 
     def scalars(self) -> dict[str, Any]:
         """Returns step counts and loss scale, plain values that are saved beside `views`.
@@ -243,7 +266,7 @@ class Optimizer:
         return {"steps": steps, "skipped_steps": skipped_steps, **scale}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Restores the values that `scalars` returned. Tensors are loaded into `views`.
+        """Restores the values that `scalars` returned, after tensors were loaded into `views`.
 
         Raises:
             OptimError: A value is missing.
@@ -253,5 +276,9 @@ class Optimizer:
             raise OptimError(f"the optimizer state in the checkpoint lacks {sorted(missing)}")
         counts = [int(scalars["steps"]), int(scalars["skipped_steps"])]
         self._counts.copy_(torch.tensor(counts))
+        self._calls = sum(counts)
+        for stored, values in self._opened:
+            stored.store_all(values)
+        self._opened.clear()
         if self.scaler is not None:
             self.scaler.load_scalars(scalars)

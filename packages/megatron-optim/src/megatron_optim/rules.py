@@ -32,8 +32,14 @@ class Adam(UpdateRule):
     version of Adam (Kingma and Ba 2015) with L2 regularization.
     """
 
-    state = (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
     decides_on = DECIDING_DEVICES
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        super().__init__(config)
+        self.state = (
+            StateTensor("exp_avg", decay=config.adam_beta1),
+            StateTensor("exp_avg_sq", decay=config.adam_beta2, positive=True),
+        )
 
     def for_width(self, width: WidthRatio) -> tuple[Self, float]:
         """Divides learning rate and ``adam_eps`` by the ratio of the inputs, as Megatron-LM does.

@@ -19,6 +19,12 @@ from megatron_parallel import Sharding
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
 from megatron_optim.rule_registry import RULES, UpdateRuleKind, find_rule
+from megatron_optim.state_format_config import (
+    PRECISION_BITS,
+    STATE_FORMATS,
+    StateFormatConfig,
+    bytes_of,
+)
 from megatron_optim.width import WidthRatio
 
 if TYPE_CHECKING:
@@ -40,10 +46,16 @@ class StateTensor:
     Attributes:
         name: The suffix in checkpoints, where the tensor is named ``PARAMETER.NAME``.
         dtype: The dtype of the tensor. Defaults to that of the main parameter, float32 or float64.
+        decay: The factor by which a running mean keeps its value in a step. Formats that would
+            round the change away are refused. None if any format can hold the state.
+        positive: Whether the rule divides by the value, so that formats must not round positive
+            values to 0.
     """
 
     name: str
     dtype: "torch.dtype | None" = None
+    decay: float | None = None
+    positive: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,6 +237,48 @@ def needs_matrices(config: OptimizerConfig) -> bool:
     ``DataParallelConfig(whole_matrices=True)``.
     """
     return build_rules(config)[0].needs == "matrices"
+
+
+def state_bytes(config: OptimizerConfig, formats: StateFormatConfig) -> float:
+    """Returns the least bytes of state of a parameter, without its main parameter.
+
+    A rule and the rule of the parameters that it does not handle may differ.
+    """
+    return min(
+        sum(bytes_of(formats.format_of(state.name)) for state in rule.state)
+        for rule in build_rules(config)
+    )
+
+
+def check_state_formats(config: OptimizerConfig, formats: StateFormatConfig) -> None:
+    """Refuses formats of state that the update rule does not have, or that cannot hold it.
+
+    A running mean of decay rate `r` changes by a share of up to ``1 - r`` in a step. Rounding must
+    not undo the change: half a unit in the last place of `p` bits is a share of up to ``2**-p``.
+
+    Raises:
+        OptimError: A format does not fit.
+    """
+    states = {state.name: state for rule in build_rules(config) for state in rule.state}
+    for name in ("exp_avg", "exp_avg_sq"):
+        wanted = formats.format_of(name)
+        if wanted == "fp32":
+            continue
+        if name not in states:
+            raise OptimError(
+                f"{{{name}_dtype}} has no effect: the update rule {config.optimizer} has no state "
+                f"{name}; leave it out",
+                vars(formats),
+            )
+        decay, lost = states[name].decay, 2.0 ** -PRECISION_BITS[wanted]
+        if decay is not None and 1.0 - decay <= lost:
+            fits = [f for f in STATE_FORMATS if 1.0 - decay > 2.0 ** -PRECISION_BITS[f]]
+            raise OptimError(
+                f"{{{name}_dtype}} cannot hold a running mean of decay rate {decay}, which changes "
+                f"by {1.0 - decay:.4g} in a step: {wanted} rounds changes up to {lost:.4g} away; "
+                f"use {' or '.join(fits)}, or a decay rate below {1.0 - lost:.4g}",
+                vars(formats),
+            )
 
 
 def check_width_rules(config: OptimizerConfig) -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from megatron_data import Tokenizer
 from megatron_models import Placement, find_kind
-from megatron_optim import Optimizer, check_width_rules, needs_matrices
+from megatron_optim import Optimizer, check_state_formats, check_width_rules, needs_matrices
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import freeze_all_but_adapters
 
 from megatron_train.broadcast_batches import Batches
-from megatron_train.config.run import RunConfig
+from megatron_train.config.run import RunConfig, named_by_flags
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.products import products_of, vocabulary_loss_of
@@ -45,12 +45,15 @@ def build_trainer(
             initial values.
 
     Raises:
-        TrainError: The model does not support --cross-entropy-fusion-impl linear.
+        TrainError: The model does not support --cross-entropy-fusion-impl linear, or a format
+            cannot hold a state of the update rule.
     """
     training, placement, products = config.training, config.placement, products_of(config)
     widths = config.model.width_ratios()
     if widths:
         check_width_rules(config.optimizer)
+    with named_by_flags("state_formats"):
+        check_state_formats(config.optimizer, config.state_formats)
     stages = find_kind(config.model.kind).build(
         config.model,
         Placement(
@@ -95,6 +98,8 @@ def build_trainer(
             config.optimizer,
             widths,
             config.loss_scale if training.fp16 else None,
+            config.state_formats,
+            training.seed,
         ),
         learning_rate=config.learning_rate_schedule(),
         decoupled_learning_rate=config.learning_rate_schedule(decoupled=True),

@@ -60,7 +60,7 @@ class DataParallelConfig:
         default=True,
         metadata=_flag(
             "--accumulate-allreduce-grads-in-fp32",
-            "accumulate and reduce gradients of bf16 weights in fp32, not in bf16",
+            "accumulate and reduce gradients of bf16 and fp16 weights in fp32, not in their dtype",
         ),
     )
     ddp_reduce_scatter_with_fp32_accumulation: bool = field(
@@ -141,7 +141,7 @@ class DataParallelConfig:
 
     @property
     def low_precision(self) -> bool:
-        """Whether gradients of bf16 weights are accumulated and reduced in bf16."""
+        """Whether gradients of bf16 and fp16 weights are accumulated and reduced in their dtype."""
         return not (
             self.accumulate_allreduce_grads_in_fp32
             or self.ddp_reduce_scatter_with_fp32_accumulation

@@ -143,9 +143,9 @@ def main_dtype(dtype: torch.dtype, *, low_precision: bool = False) -> torch.dtyp
     """Returns the dtype in which gradients of `dtype` parameters are accumulated and reduced.
 
     float32 for bfloat16, float16 and float32; float64 for float64. With `low_precision`, bfloat16
-    for bfloat16.
+    for bfloat16 and float16 for float16.
     """
-    if low_precision and dtype == torch.bfloat16:
+    if low_precision and dtype in (torch.bfloat16, torch.float16):
         return dtype
     if dtype not in _MAIN_DTYPES:
         raise LayoutError(f"parameters of {dtype} have no gradients: use a floating-point dtype")
@@ -177,7 +177,8 @@ def plan_buckets(
         table: Their sharding.
         num_shards: Sizes of the axes `dp_cp` and `expert_dp`.
         bucket_size: Maximum number of elements of a bucket with more than one parameter.
-        low_precision: Whether gradients of bf16 parameters are accumulated in bf16 (`main_dtype`).
+        low_precision: Whether gradients of bf16 and fp16 parameters are accumulated in their dtype
+            (`main_dtype`).
         whole_matrices: Whether matrices (`Sharding.hidden_matrix`) have buckets of their own, in
             which each matrix lies in one shard.
 

@@ -36,7 +36,7 @@ class Alias:
     sets: tuple[tuple[str, Any], ...]
     help: str
     weak: bool = False
-    convert: Callable[[str], str] = str
+    convert: Callable[[str], str | bool] = str
 
     @property
     def takes_value(self) -> bool:
@@ -66,6 +66,13 @@ def _inverse(text: str) -> str:
         raise TrainError(f"{text!r} is not a number other than 0; use for example 0.25") from None
 
 
+def _is_fp32(text: str) -> bool:
+    """Returns whether a format of gradients is fp32 and not bf16."""
+    if text not in ("fp32", "bf16"):
+        raise TrainError(f"{text!r} is not a format of gradients; use fp32 or bf16")
+    return text == "fp32"
+
+
 ALIASES: Mapping[str, Alias] = {
     "--encoder-seq-length": Alias((("data.seq_length", FLAG_VALUE),), "the same as --seq-length"),
     "--decoder-num-layers": Alias((("model.num_layers", FLAG_VALUE),), "the same as --num-layers"),
@@ -85,6 +92,11 @@ ALIASES: Mapping[str, Alias] = {
     "--grad-reduce-in-bf16": Alias(
         (("data_parallel.accumulate_allreduce_grads_in_fp32", False),),
         "the same as --no-accumulate-allreduce-grads-in-fp32",
+    ),
+    "--main-grads-dtype": Alias(
+        (("data_parallel.accumulate_allreduce_grads_in_fp32", FLAG_VALUE),),
+        "fp32 is the same as --accumulate-allreduce-grads-in-fp32, and bf16 the opposite",
+        convert=_is_fp32,
     ),
     "--grad-reduce-in-fp32": Alias(
         (("data_parallel.accumulate_allreduce_grads_in_fp32", True),),
@@ -383,7 +395,8 @@ def _keep(option: Option) -> dict[str, Any]:
 def _metavar(option: Option) -> str:
     if option.unit == "path":
         return "PATH"
-    return {"integer": "N", "number": "X", "text": "TEXT"}[option.kind]
+    # A value of an alias may set a switch.
+    return {"integer": "N", "number": "X", "text": "TEXT", "switch": "TEXT"}[option.kind]
 
 
 def describe(option: Option) -> str:

@@ -66,6 +66,7 @@ class RunConfig(RunSections):
             lambda: check_per_layer_logging(self.model, self.logging),
             self._check_parameter_names,
             self._check_loss_scale,
+            self._check_state_formats,
             self._check_evaluation,
             self._check_schedules,
             lambda: refuse_unread_settings(self.task, "data", self.data),
@@ -198,8 +199,17 @@ class RunConfig(RunSections):
                 f"--compile does not work with {flag}: a compiled stage cannot wait for the "
                 "weights of single modules; leave out one of them"
             )
-        if not shared.accumulate_allreduce_grads_in_fp32 and not self.training.bf16:
-            raise TrainError("--grad-reduce-in-bf16 needs --bf16; give both or leave it out")
+        half = self.training.bf16 or self.training.fp16
+        if not shared.accumulate_allreduce_grads_in_fp32 and not half:
+            raise TrainError(
+                "--no-accumulate-allreduce-grads-in-fp32 (--grad-reduce-in-bf16) needs --bf16 or "
+                "--fp16; give both or leave it out"
+            )
+        if shared.ddp_reduce_scatter_with_fp32_accumulation and not self.training.bf16:
+            raise TrainError(
+                "--ddp-reduce-scatter-with-fp32-accumulation sends gradients in bf16, so it needs "
+                "--bf16; give both or leave it out"
+            )
         if not shared.use_torch_fsdp2:
             return
         schedule = self.pipeline.resolve_schedule(layout)
@@ -214,6 +224,11 @@ class RunConfig(RunSections):
                 "--use-torch-fsdp2 needs at least 2 data parallel ranks in an optimizer instance, "
                 "but there is 1; leave it out or start more ranks"
             )
+
+    def _check_state_formats(self) -> None:
+        """Refuses a format of main parameters that does not fit the precision of the weights."""
+        with named_by_flags("state_formats"):
+            self.state_formats.require_main_format(self.training.precision)
 
     def _check_loss_scale(self) -> None:
         """Refuses settings of the loss scale in a run that has none."""

@@ -11,6 +11,7 @@ from megatron_optim import (
     LearningRateSchedule,
     LossScaleConfig,
     OptimizerConfig,
+    StateFormatConfig,
     WeightDecaySchedule,
 )
 from megatron_parallel import DataParallelConfig, ParallelLayout, RecomputeConfig
@@ -43,6 +44,7 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "training": ("training", TrainingConfig),
     "optimizer": ("optimizer", OptimizerConfig),
     "loss_scale": ("loss scale of fp16", LossScaleConfig),
+    "state_formats": ("formats of optimizer state", StateFormatConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
     "layout": ("parallel layout", ParallelLayout),
     "placement": ("placement on the ranks", PlacementConfig),
@@ -120,6 +122,7 @@ class RunSections:
     training: TrainingConfig
     optimizer: OptimizerConfig
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
+    state_formats: StateFormatConfig = dataclasses.field(default_factory=StateFormatConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
     placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from megatron_models import TrainingMemory, training_memory
-from megatron_optim import build_rules
+from megatron_optim import state_bytes
 from megatron_parallel.pipeline import simulate
 
 from megatron_train.config.products import PLAIN
@@ -49,7 +49,8 @@ def rank_memory(
         layers=layers,
         recompute=run.recompute,
         dispatcher=run.placement.moe_token_dispatcher_type,
-        moments=min(len(rule.state) for rule in build_rules(run.optimizer)),
+        state_bytes=state_bytes(run.optimizer, run.state_formats),
+        main_bytes=run.state_formats.main_bytes(precision),
         products=products,
         saves_logits=run.placement.cross_entropy_fusion_impl != "linear",
         activations=activations,

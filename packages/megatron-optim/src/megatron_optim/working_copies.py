@@ -1,0 +1,131 @@
+"""The tensors that a rule updates, from state that is stored in other forms.
+
+Values that are stored as they are updated are passed to the rule themselves. Others are copied for
+the update and stored again after it, a piece at a time, so that the copies take little memory.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_optim.mixed_precision import update_dtype
+from megatron_optim.param_groups import ParameterGroup
+from megatron_optim.state_format_config import BLOCK, StateFormatConfig
+from megatron_optim.stored import Rounded, Scaled, Stored
+from megatron_optim.update_rule import StateTensor
+
+Values = Tensor | Stored
+
+PIECE = 2**24 // BLOCK * BLOCK
+"""The largest number of elements that are copied at once, except for whole matrices."""
+
+Operands = tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]
+"""The parameters, gradients and state of one call of a rule."""
+
+
+class _Range(NamedTuple):
+    """Elements of a parameter that are updated in one call; all of them if ``stop`` is None."""
+
+    name: str
+    start: int = 0
+    stop: int | None = None
+
+
+def new_state(state: StateTensor, parameter: Tensor, formats: StateFormatConfig) -> Values:
+    """Returns state of a parameter, which is 0, in its format.
+
+    Args:
+        state: Its description.
+        parameter: The main parameter, or the parameter of one that is stored in another form.
+        formats: The formats of state.
+    """
+    format_name = formats.format_of(state.name)
+    dtype = state.dtype or update_dtype(parameter)
+    if format_name == "fp32":
+        return torch.zeros_like(parameter, dtype=dtype)
+    if format_name == "bf16":
+        return Rounded(parameter, dtype)
+    return Scaled(parameter, dtype, format_name, state.positive)
+
+
+def operands(
+    group: ParameterGroup,
+    mains: Mapping[str, Values],
+    gradients: Mapping[str, Tensor],
+    state: Mapping[str, Mapping[str, Values]],
+    piece: int = PIECE,
+) -> Iterator[Operands]:
+    """Yields the operands of each call of a group's rule; stores the results after the call.
+
+    A rule that needs matrices is called once. So is every rule if all values are stored as they are
+    updated.
+
+    Args:
+        group: The group.
+        mains: The main parameters by name.
+        gradients: The gradients by name.
+        state: The state by name of the state tensor and of the parameter.
+        piece: The largest number of elements in a call.
+    """
+    names = [kept.name for kept in group.rule.state]
+    plain = not any(
+        isinstance(values[name], Stored)
+        for values in (mains, *(state[kept] for kept in names))
+        for name in group.names
+    )
+    whole = [_Range(name) for name in group.names]
+    if group.matrices or not plain:  # autograd may return gradients with other strides
+        gradients = {name: gradients[name].contiguous() for name in group.names}
+    if plain or group.rule.needs == "matrices":
+        calls = iter([whole])
+    else:
+        calls = _calls(group, mains, gradients, piece)
+    for ranges in calls:
+        parameters = [_load(mains[each.name], each, group) for each in ranges]
+        kept = {k: [_load(state[k][each.name], each, group) for each in ranges] for k in names}
+        yield parameters, [_load(gradients[each.name], each, group) for each in ranges], kept
+        for values, held in ((mains, parameters), *((state[k], kept[k]) for k in names)):
+            for each, value in zip(ranges, held, strict=True):
+                target = values[each.name]
+                if isinstance(target, Stored):
+                    stop = target.numel if each.stop is None else each.stop
+                    target.store(value.reshape(-1), each.start, stop)
+
+
+def _calls(
+    group: ParameterGroup,
+    mains: Mapping[str, Values],
+    gradients: Mapping[str, Tensor],
+    piece: int,
+) -> Iterator[list[_Range]]:
+    """Yields the ranges of each call, which together have at most ``piece`` elements if cut."""
+    ranges: list[_Range] = []
+    room = piece
+    for name in group.names:
+        main, numel = mains[name], gradients[name].numel()
+        if isinstance(main, Stored) and not main.cut:
+            ranges, room = [*ranges, _Range(name, 0, numel)], room - numel
+        else:
+            for start in range(0, numel, piece):
+                stop = min(start + piece, numel)
+                ranges, room = [*ranges, _Range(name, start, stop)], room - (stop - start)
+                if room <= 0:
+                    yield ranges
+                    ranges, room = [], piece
+        if room <= 0:
+            yield ranges
+            ranges, room = [], piece
+    if ranges:
+        yield ranges
+
+
+def _load(values: Values, part: _Range, group: ParameterGroup) -> Tensor:
+    """Returns a range of values, in the shape that the rule of the group needs if it is whole."""
+    if part.stop is not None:
+        if isinstance(values, Stored):
+            return values.load(part.start, part.stop)
+        return values.view(-1)[part.start : part.stop]
+    whole = values.load_all() if isinstance(values, Stored) else values
+    return whole.view(group.matrices[part.name]) if group.matrices else whole
