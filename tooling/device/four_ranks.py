@@ -8,7 +8,7 @@ above `LIMIT`, and a number of waits or blocking copies above the committed tabl
 must be found.
 """
 
-from megatron_parallel.imagined import NoGuardError, load_guard
+from simulated_device import NoGuardError, load_guard
 
 try:
     load_guard()

@@ -9,14 +9,18 @@ GPU: host and device tensors do not mix, reading a value synchronizes, a collect
 device tensors, and autograd runs in a thread of the device. Kernels, their speed and their rounding
 are not simulated. The package is for tests (`gpu_device`, a pytest plugin) and in no wheel.
 
-It needs the device guard of `megatron_parallel.imagined`. `NoGuardError` names what is missing.
+It needs the device guard of `megatron_parallel.imagined`, and a torch that is built for CPUs.
+`NoGuardError` names what is missing.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_parallel.imagined import NoGuardError, load_guard
+from megatron_parallel import imagined
+from megatron_parallel.imagined import NoGuardError
 
 if TYPE_CHECKING:
     from simulated_device.tensors import Dispatch
@@ -24,6 +28,20 @@ if TYPE_CHECKING:
 __all__ = ["NoGuardError", "load_guard", "simulated"]
 
 NAME = "a simulated device"
+
+
+def load_guard() -> None:
+    """Loads the guard for the rest of this process; call it before torch is imported.
+
+    Raises:
+        NoGuardError: There is no guard, or torch is built for CUDA. Such a torch asks the libraries
+            of the device which kernel of attention to use.
+    """
+    found = find_spec("torch")
+    folder = Path(found.origin).parent if found is not None and found.origin is not None else Path()
+    if (folder / "lib" / "libtorch_cuda.so").exists():
+        raise NoGuardError("torch is built for CUDA; a simulated device needs one for CPUs")
+    imagined.load_guard()
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""The device guard for a torch without CUDA: its compilation, its errors, its coverage."""
+"""The device guard for a machine without a GPU: its compilation, its errors, its coverage."""
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -46,6 +47,25 @@ def test_loading_after_torch_is_refused():
         pytest.skip("this process has the guard")
     with pytest.raises(NoGuardError, match="torch was imported before"):
         load_guard()
+
+
+DRIVER = "int cuInit(unsigned f) {{return 0;}} int cuDeviceGetCount(int *n) {{*n = {}; return 0;}}"
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_gpu_is_found_by_its_driver(tmp_path, count):
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        pytest.skip("there is no C compiler")  # to build a driver that finds this many devices
+    (tmp_path / "driver.c").write_text(DRIVER.format(count))
+    line = [compiler, "-shared", "-fPIC", "driver.c", "-o", "libcuda.so.1"]
+    subprocess.run(line, check=True, cwd=tmp_path)
+    program = "from megatron_parallel.imagined import guard; print(guard._has_gpu())"
+    environment = {**os.environ, "LD_LIBRARY_PATH": os.fspath(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment
+    )
+    assert done.stdout == f"{count > 0}\n"
 
 
 def test_all_uses_of_torch_cuda_in_the_packages_are_replaced():
