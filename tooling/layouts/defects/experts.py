@@ -1,5 +1,6 @@
 """Defects of mixtures of experts: gradients, routes, losses."""
 
+from collections.abc import Callable
 from typing import Any
 
 import megatron_models.components.moe.capacity as capacity
@@ -16,6 +17,7 @@ from megatron_models.components.moe.router import Router
 from megatron_models.components.moe.routing import Routing
 from megatron_parallel import Mesh, Sharding
 from megatron_parallel.data_parallel.bucket import Bucket
+from megatron_parallel.data_parallel.plan import BucketPlan, Slot
 from megatron_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from megatron_train.engine import StepEngine
 from megatron_train.prove.defects import experts_divided
@@ -238,7 +240,7 @@ def _expert_offset(mesh: Mesh, replace: Replace) -> None:
 
 @defect("the norm counts copies of experts", "dp4·ep2·a2a-moe")
 def _norm_counts_copies(mesh: Mesh, replace: Replace) -> None:
-    _numbered(replace, lambda sharding, true: 0 if sharding.experts else true)
+    _counted_whole(replace, lambda plan, slot: plan.axis == "expert_dp")
 
 
 @defect("the norm leaves out the experts of other data-parallel ranks", "dp2·ep2-moe")
@@ -249,7 +251,18 @@ def _norm_without_experts(mesh: Mesh, replace: Replace) -> None:
 
 @defect("the norm counts attention sinks on every rank", "dp2·ep2-moe")
 def _norm_counts_sinks(mesh: Mesh, replace: Replace) -> None:
-    _numbered(replace, lambda sharding, true: 0 if sharding.shape == (8,) else true)
+    _counted_whole(replace, lambda plan, slot: slot.shape == (8,))
+
+
+def _counted_whole(replace: Replace, chosen: Callable[[BucketPlan, Slot], bool]) -> None:
+    """Adds whole gradients to the norm on every data-parallel rank."""
+    true = Bucket.shard_gradients
+
+    def wrong(self: Bucket) -> dict[str, Tensor]:
+        whole = {slot.name for slot in self.plan.slots if chosen(self.plan, slot)}
+        return {**true(self), **{n: g for n, g in self.gradients().items() if n in whole}}
+
+    replace(Bucket, "shard_gradients", wrong)
 
 
 def _numbered(replace: Replace, number: Any) -> None:

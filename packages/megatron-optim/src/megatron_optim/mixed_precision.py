@@ -103,6 +103,20 @@ class MainParameters:
             lambda index: element_hash(self._seed, self.step, number, index),
         )
 
+    def norm_terms(
+        self, gradients: Mapping[str, Float[Tensor, "..."]]
+    ) -> tuple[Mapping[str, Float[Tensor, "..."]], bool]:
+        """Returns what this rank adds to the norm, and whether it is sharded over the data axis.
+
+        A rank with whole gradients adds only the shard that it would have if they were sharded.
+        The norm is then equal to the last bit in both cases, and takes less time.
+        """
+        shards = None if self.sharded else self._trainable.shard_gradients()
+        if shards is None:
+            return gradients, self.sharded
+        tensors = self.tensors
+        return {name: g.to(update_dtype(tensors[name])) for name, g in shards.items()}, True
+
     def _local_parameters(self) -> dict[str, Tensor]:
         """Returns the parameters that this rank updates, by name."""
         parameters = self._trainable.parameters

@@ -134,7 +134,8 @@ class Optimizer:
         self._main.step = self._calls
         gradients = self.gradients()
         table, mesh = self._trainable.table, self._trainable.mesh
-        norm = gradient_norm(gradients, table, mesh, sharded=self._main.sharded)
+        terms, sharded = self._main.norm_terms(gradients)
+        norm = gradient_norm(terms, table, mesh, sharded=sharded)
         losses, scale = list(losses), None if self.scaler is None else self.scaler.scale
         norm = norm if scale is None else norm / scale
         finite = torch.stack([norm, *losses]).isfinite().all()

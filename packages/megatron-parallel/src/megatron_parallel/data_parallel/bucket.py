@@ -332,6 +332,12 @@ class Bucket:
             return {name: gradient.view(-1) for name, gradient in local.items()}
         return local
 
+    def shard_gradients(self) -> dict[str, Float[Tensor, "..."]]:
+        """Returns the ranges in this rank's shard, also if the rank has whole gradients."""
+        if self.shard is None:
+            return self.gradients()
+        return self.plan.split_shard(self.shard, self.axes.inner.index)
+
     def nonfinite_gradients(self) -> list[NonFiniteGradient]:
         """Returns summed gradients that are NaN or infinite, and whether this rank's own were."""
         total = self._local_total

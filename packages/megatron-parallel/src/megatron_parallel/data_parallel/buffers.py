@@ -181,6 +181,13 @@ class GradientBuffers:
         found = {name: g for bucket in self.buckets for name, g in bucket.gradients().items()}
         return {name: found[name] for name in self._names if name in found}
 
+    def shard_gradients(self) -> dict[str, Float[Tensor, "..."]]:
+        """Returns this rank's shards of the gradients, whether or not it holds whole ones.
+
+        The shards of all ranks of the data axis cover every gradient once.
+        """
+        return {n: g for bucket in self.buckets for n, g in bucket.shard_gradients().items()}
+
     def nonfinite_gradients(self) -> list[NonFiniteGradient]:
         """Returns the gradients that are NaN or infinite after `finish`, bucket by bucket."""
         return [found for bucket in self.buckets for found in bucket.nonfinite_gradients()]

@@ -44,6 +44,14 @@ class Trainable(Protocol):
         None stands for a gradient of zero.
         """
 
+    def shard_gradients(self) -> Mapping[str, Float[Tensor, "..."]] | None:
+        """Returns one shard of the gradients, of which every data-parallel rank has another.
+
+        It is the shard that the rank has with `shards`. A norm that is computed from these shards
+        is the same with and without `shards`, to the last bit. None if the ranks cannot divide
+        their gradients.
+        """
+
     def zero(self) -> None:
         """Drops all gradients and starts the next step."""
 
@@ -96,6 +104,10 @@ class TrainableParameters:
         if self._source is not None:
             return self._source()
         return {name: parameter.grad for name, parameter in self.parameters.items()}
+
+    def shard_gradients(self) -> None:
+        """Returns None: the function `gradients` does not say how ranks would divide them."""
+        return
 
     def zero(self) -> None:
         """Drops the gradients on the parameters; the owner of `gradients` drops its own."""

@@ -108,6 +108,12 @@ class TrainableChunks:
         """Returns the main gradients by global name, after `finish`."""
         return self._gradients.gradients()
 
+    def shard_gradients(self) -> dict[str, Float[Tensor, "..."]] | None:
+        """Returns this rank's shards of the gradients, after `finish`; None without buffers."""
+        if not self.buffers:
+            return None
+        return {n: g for each in self.buffers for n, g in each.shard_gradients().items()}
+
     def describe_nonfinite_gradients(self) -> str:
         """Describes gradients that are not finite, in one line that is equal on all ranks.
 
