@@ -250,6 +250,11 @@ class Optimizer:
         self._opened += [(v, found[n]) for n, v in values.items() if isinstance(v, Stored)]
         return found
 
+    @property
+    def has_main_parameters(self) -> bool:
+        """Whether `views` has main parameters."""
+        return bool(self._main.saved)
+
     def state_tensors(self) -> list[Tensor]:
         """Returns the tensors of state and main parameters as they are stored."""
         values: list[Values] = [*self._main.copies.values(), *self._main.stored.values()]

@@ -411,7 +411,13 @@ def _info_of(checkpoint: Checkpoint) -> _CheckpointInfo:
 
 
 def _refuse_other_rule(trainer: Trainer, found: _CheckpointInfo) -> None:
-    """Refuses a checkpoint with the state of another update rule."""
+    """Refuses a checkpoint with the state of another update rule, or without main parameters."""
+    if trainer.optimizer.has_main_parameters and MAIN_SUFFIX not in found.optimizer_state:
+        raise TrainError(
+            f"{found.path} has no main weights, because it was saved with fp32 weights or with "
+            "--main-params-dtype bf16; give the flags of precision that it was saved with, or "
+            "--no-load-optim to begin with a new state"
+        )
     current_names = {*trainer.optimizer.state_names}
     saved_names = {*found.optimizer_state} - {MAIN_SUFFIX}
     rule = trainer.optimizer.config.optimizer

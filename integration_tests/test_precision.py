@@ -1,4 +1,4 @@
-"""`--fp16`: a run finds its loss scale, learns like fp32, and continues with the saved scale."""
+"""`--fp16` finds its scale, learns like fp32 and continues; formats of state in checkpoints."""
 
 import re
 
@@ -73,3 +73,13 @@ def test_a_loss_scale_without_fp16_is_refused(train):
     assert "--hysteresis has no effect without --fp16" in printed
     printed = train(f"{RUN} --train-iters 1 --fp16 --min-loss-scale 1e10", 1)
     assert "--min-loss-scale 10000000000.0 exceeds --initial-loss-scale 4294967296.0" in printed
+
+
+def test_a_checkpoint_without_main_weights_is_refused_where_they_are_needed(train):
+    flags = f"{RUN} --bf16 --train-iters 2 --save pure16 --no-progress"
+    pure = "--use-precision-aware-optimizer --main-params-dtype bf16"
+    train(f"{flags} {pure} --exit-interval 1")
+    printed = train(f"{flags} --load pure16", 1)
+    assert "has no main weights, because it was saved with fp32 weights or with" in printed
+    printed = train(f"{flags} {pure} --load pure16")
+    assert "continuing from pure16 after step 1" in printed
