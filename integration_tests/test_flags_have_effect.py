@@ -92,6 +92,7 @@ GROWING: Words = {
     "--end-weight-decay": "5",
     "--weight-decay-incr-style": "linear",
 }
+ADAFACTOR: Words = {"--optimizer": "adafactor"}
 MUON: Words = {"--optimizer": "muon"}
 MUP: Words = {"--use-mup": ""}
 AWARE: Words = {"--use-precision-aware-optimizer": ""}
@@ -467,6 +468,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     ),
     "lion.beta1": ({"--optimizer": "lion"}, {"--lion-beta1": "0.1"}),
     "lion.beta2": ({"--optimizer": "lion"}, {"--lion-beta2": "0.1"}),
+    "adafactor.beta2_decay": (ADAFACTOR, {"--adafactor-beta2-decay": "-0.3"}),
+    "adafactor.eps1": (ADAFACTOR, {"--adafactor-eps1": "0.1"}),
+    "adafactor.eps2": (ADAFACTOR, {"--adafactor-eps2": "1.5"}),
+    "adafactor.clip_threshold": (ADAFACTOR, {"--adafactor-clip-threshold": "3"}),
     "muon.momentum": (MUON, {"--muon-momentum": "0.5"}),
     "muon.nesterov": (MUON, {"--muon-nesterov": ""}),
     "muon.num_ns_steps": (MUON, {"--muon-num-ns-steps": "10"}),

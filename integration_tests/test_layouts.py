@@ -35,6 +35,7 @@ SAMPLE = {
     "tp2·sp·ep2·etp1·a2a·lora-moe",
     "dp2·sharded·lion-untied",
     "tp2·sp·dp2·fsdp·muon-tied",
+    "tp2·sp·dp2·sharded·adafactor-untied",
     "tp2·sp·dp2·sharded·ep2·etp1·muon-moe-gated",
     "tp2·sp·cp2·a2a-latent",
     "tp2·sp·cp2·a2a-gated",

@@ -34,13 +34,26 @@ def losses(folder):
 
 
 @pytest.mark.parametrize(
-    "rule", ["--optimizer sgd", "--optimizer sgd --sgd-momentum 0", "--optimizer lion"]
+    "rule",
+    [
+        "--optimizer sgd",
+        "--optimizer sgd --sgd-momentum 0",
+        "--optimizer lion",
+        "--optimizer muon",
+        "--optimizer adafactor",
+    ],
 )
 def test_a_stopped_run_continues_bit_for_bit_only_with_its_rule(train, rule):
     train(f"{rule} --save whole")
     train(f"{rule} --save stopped --exit-interval 2")
     refused = train("--save stopped --load stopped", 1).err
-    kept = {"lion": "exp_avg", "0": "none"}.get(rule.split()[-1], "momentum_buffer")
+    kept = {
+        "lion": "exp_avg",
+        "0": "none",
+        "sgd": "momentum_buffer",
+        "muon": "exp_avg, exp_avg_sq, momentum_buffer",
+        "adafactor": "col_var, row_var, variance",
+    }[rule.split()[-1]]
     assert refused.splitlines()[-1] == (
         f"megatron-train: error: stopped/iter_0000002 was saved with another update rule: it "
         f"has the optimizer state {kept}, and --optimizer adam has exp_avg, exp_avg_sq; give the "

@@ -8,6 +8,7 @@ import torch
 from megatron_data import SequentialSampler
 from megatron_models import Placement, find_kind
 from megatron_optim import (
+    AdafactorSettings,
     LearningRateSchedule,
     OptimizerConfig,
     WeightDecaySchedule,
@@ -40,6 +41,9 @@ from layouts.trainings import training_of
 
 CLIP = 3.0
 LATENT_ROLES = tuple(f"linear_{which}_proj" for which in ("q_down", "q_up", "kv_down", "kv_up"))
+RULE_SETTINGS = {"adafactor": AdafactorSettings(eps1=1e-6)}
+"""Biases of keys have gradients of 0 but for rounding. Adafactor divides by their size unless its
+epsilon is larger, as that of Adam is by default."""
 MAMBA_ROLES = ("in_proj", "out_proj")
 ADAPTERS = LoRAConfig(
     rank=3, alpha=6.0, target_modules=(*LoRAConfig().target_modules, *LATENT_ROLES, *MAMBA_ROLES)
@@ -75,7 +79,11 @@ def build_trainer(
     freeze_all_but_adapters(stages, products.values())
     task = training_of(case).task(case, stages)
     config = OptimizerConfig(
-        optimizer=case.rule, lr=learning_rate, weight_decay=0.1, clip_grad=CLIP
+        optimizer=case.rule,
+        lr=learning_rate,
+        weight_decay=0.1,
+        clip_grad=CLIP,
+        settings=RULE_SETTINGS.get(case.rule),
     )
     data_parallel = replace(case.data_parallel, whole_matrices=needs_matrices(config))
     engine = StepEngine(task, mesh, data_parallel, schedule=case.schedule, per_token=case.per_token)

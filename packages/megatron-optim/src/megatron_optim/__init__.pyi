@@ -1,4 +1,5 @@
 from ._version import __version__ as __version__
+from .adafactor_settings import AdafactorSettings as AdafactorSettings
 from .clip import clip_coefficient as clip_coefficient
 from .clip import gradient_norm as gradient_norm
 from .clip import scale_gradients as scale_gradients
@@ -20,6 +21,7 @@ from .scaler import LossScaler as LossScaler
 from .schedule import LearningRateSchedule as LearningRateSchedule
 from .schedule import WeightDecaySchedule as WeightDecaySchedule
 from .state_format_config import StateFormatConfig as StateFormatConfig
+from .sums import Sums as Sums
 from .update_rule import MAIN_SUFFIX as MAIN_SUFFIX
 from .update_rule import StateTensor as StateTensor
 from .update_rule import UnreadStep as UnreadStep

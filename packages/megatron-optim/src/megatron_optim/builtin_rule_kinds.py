@@ -2,6 +2,7 @@
 
 from megatron_parallel.extensions import Section
 
+from megatron_optim.adafactor_settings import AdafactorSettings
 from megatron_optim.muon_settings import MuonSettings
 from megatron_optim.rule_registry import UpdateRuleKind
 from megatron_optim.rule_settings import AdamSettings, LionSettings
@@ -28,4 +29,10 @@ MUON = UpdateRuleKind(
     summary="orthogonalized momentum for matrices, AdamW for other parameters",
     rule="megatron_optim.muon:Muon",
     section=Section("muon", MuonSettings, "Muon"),
+)
+ADAFACTOR = UpdateRuleKind(
+    name="adafactor",
+    summary="Adam without momentum, with means over rows and columns of squared gradients",
+    rule="megatron_optim.adafactor:Adafactor",
+    section=Section("adafactor", AdafactorSettings, "Adafactor"),
 )

@@ -36,7 +36,7 @@ class OptimizerConfig:
         default="adam",
         metadata=_flag(
             "--optimizer",
-            "update rule: adam (AdamW), lion, sgd (with momentum), or one of another distribution",
+            "update rule: adam (AdamW), muon, lion, adafactor, sgd, or one of another distribution",
         ),
     )
     lr: float = field(

@@ -1,4 +1,4 @@
-"""Groups of parameters of a rule that needs matrices: the rule is bound to the matrices."""
+"""Groups of parameters of a rule that needs matrices or sums: the rule is bound to them."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_optim.errors import OptimError
 from megatron_optim.matrices import Matrices
+from megatron_optim.sums import Sums
 from megatron_optim.update_rule import UpdateRule
 
 
@@ -54,6 +55,14 @@ def bind_matrices(
     return rule.bind(matrices), {} if rule.gathers else shapes
 
 
+def bind_sums(rule: UpdateRule, names: Iterable[str], trainable: Trainable) -> UpdateRule:
+    """Returns the rule of a group of parameters that needs sums."""
+    names = list(names)
+    dtype = main_dtype(trainable.parameters[names[0]].dtype)
+    regions = {name: r for shards in trainable.shards for name, r in shards.regions().items()}
+    return rule.bind_sums(Sums(names, trainable.table, trainable.mesh, regions, dtype))
+
+
 def require_matrices(trainable: Trainable, rule: UpdateRule) -> None:
     """Refuses a rule that needs matrices if there is none; a stage of several may have none.
 
@@ -61,7 +70,7 @@ def require_matrices(trainable: Trainable, rule: UpdateRule) -> None:
         OptimError: No parameter that requires a gradient is a matrix.
     """
     table = {n: trainable.table[n] for n, p in trainable.parameters.items() if p.requires_grad}
-    if rule.needs == "elements" or trainable.mesh.layout.pp > 1 or not table:
+    if rule.needs != "matrices" or trainable.mesh.layout.pp > 1 or not table:
         return
     if not any(rule.handles(sharding) for sharding in table.values()):
         name, sharding = next(iter(table.items()))

@@ -92,7 +92,11 @@ class Optimizer:
         tensors = self._main.tensors
         rules = build_rules(config)
         self.state_names = tuple(
-            dict.fromkeys(state_tensor.name for rule in rules for state_tensor in rule.state)
+            dict.fromkeys(
+                name
+                for rule in rules
+                for name in (*(each.name for each in rule.state), *rule.summed_state)
+            )
         )
         ratios = {name: WidthRatio(*sizes) for name, sizes in (widths or {}).items()}
         self._groups = build_parameter_groups(tensors, trainable, *rules, config.name_rules, ratios)
@@ -235,7 +239,8 @@ class Optimizer:
         """
         self._opened.clear()
         state: dict[str, Mapping[str, Values]] = {**self._state, MAIN_SUFFIX: self._main.saved}
-        return {
+        summed = {name: views for each in self._groups for name, views in each.rule.views().items()}
+        return summed | {
             f"{name}.{suffix}": views
             for suffix, values in state.items()
             for name, views in self._main.views(self._open(values)).items()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
-from megatron_optim.matrix_groups import bind_matrices, require_matrices
+from megatron_optim.matrix_groups import bind_matrices, bind_sums, require_matrices
 from megatron_optim.name_rules import NameRules
 from megatron_optim.update_rule import UpdateRule
 from megatron_optim.width import SAME_WIDTH, WidthRatio
@@ -106,20 +106,28 @@ def build_parameter_groups(
     cuts = {name: cut for shards in trainable.shards for name, cut in shards.cuts().items()}
     # All ranks of a matrix take part in its update, also those with an empty shard of it.
     empty = [n for n in cuts.keys() - tensors.keys() if rule.gathers and rule.handles(table[n])]
-    found: dict[tuple[float, bool, bool, WidthRatio, float], list[str]] = {}
+    if rule.needs == "sums":
+        everything = (n for n, p in trainable.parameters.items() if p.requires_grad)
+        empty = [name for name in everything if name not in tensors]
+    found: dict[tuple[float, bool, bool, WidthRatio, float, bool], list[str]] = {}
     for name in (*tensors, *empty):
         sharding, width = table[name], widths.get(name, SAME_WIDTH)
         decay = name_rules.decay_factor(name, decays=sharding.weight_decay)
         own, lr_mult = rule.handles(sharding), name_rules.lr_factor(name)
-        found.setdefault((decay, own, sharding.vocabulary, width, lr_mult), []).append(name)
+        matrix = rule.needs == "sums" and sharding.matrix is not None
+        key = decay, own, sharding.vocabulary, width, lr_mult, matrix
+        found.setdefault(key, []).append(name)
     groups = []
-    for (decay, own, decoupled, width, lr_mult), names in sorted(found.items(), reverse=True):
+    for (decay, own, decoupled, width, lr_mult, _), names in sorted(found.items(), reverse=True):
         updating, factor = rule if own else fallback, 1.0
         if width != SAME_WIDTH:
             updating, factor = updating.for_width(width)
         shapes: Mapping[str, tuple[int, ...]] = {}
         if updating.needs == "matrices":
             updating, shapes = bind_matrices(updating, names, tensors, trainable, cuts)
+            names = sorted(tensors.keys() & set(names))
+        elif updating.needs == "sums":
+            updating = bind_sums(updating, names, trainable)
             names = sorted(tensors.keys() & set(names))
         groups.append(
             ParameterGroup(updating, decay, decoupled, tuple(names), shapes, factor, lr_mult)

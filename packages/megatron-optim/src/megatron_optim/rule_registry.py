@@ -17,6 +17,7 @@ RULES = Extensions(
     OptimError,
     builtin={
         "adam": "megatron_optim.builtin_rule_kinds:ADAM",
+        "adafactor": "megatron_optim.builtin_rule_kinds:ADAFACTOR",
         "lion": "megatron_optim.builtin_rule_kinds:LION",
         "muon": "megatron_optim.builtin_rule_kinds:MUON",
         "sgd": "megatron_optim.builtin_rule_kinds:SGD",

@@ -29,14 +29,16 @@ from megatron_optim.width import WidthRatio
 
 if TYPE_CHECKING:
     import torch
+    from megatron_parallel import View
     from torch import Tensor
 
     from megatron_optim.matrices import Matrices
+    from megatron_optim.sums import Sums
 
 MAIN_SUFFIX = "main"
 """The suffix of fp32 main parameters in checkpoints. State tensors must not have this name."""
 
-Needs = Literal["elements", "matrices"]
+Needs = Literal["elements", "matrices", "sums"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ class UpdateRule(ABC):
         needs: ``elements`` if every element is updated by itself; `update` may then get any flat
             range of a parameter. ``matrices`` if a matrix is updated as a whole; see `update`. Such
             a rule gets the matrices that are neither token embeddings nor output matrices; the rule
-            ``fallback`` updates the other parameters.
+            ``fallback`` updates the other parameters. ``sums`` if an element depends on sums over
+            rows, columns or whole parameters; see `bind_sums`. All parameters of a group are then
+            updated in one call, also if this rank has no part of one.
         gathers: For a rule that needs matrices, whether it computes functions of whole matrices
             with ``matrices``. `update` then gets this rank's shards in any shape. Otherwise it gets
             matrices, and those of fully sharded parameters are refused. Defaults to False.
@@ -102,6 +106,7 @@ class UpdateRule(ABC):
             the host waits in each step until it knows whether the gradients are finite, and then
             calls `update`. Defaults to none. On a CPU, `update` is always called.
         state: The state tensors of each parameter.
+        summed_state: The names of state that `views` returns.
     """
 
     needs: ClassVar[Needs] = "elements"
@@ -110,6 +115,7 @@ class UpdateRule(ABC):
     fallback: str = "adam"
     decides_on: ClassVar[tuple[str, ...]] = ()
     state: Sequence[StateTensor] = ()
+    summed_state: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
@@ -121,7 +127,7 @@ class UpdateRule(ABC):
         handle other parameters, because only these matrices are not sharded over data-parallel
         ranks.
         """
-        return self.needs == "elements" or sharding.hidden_matrix
+        return self.needs != "matrices" or sharding.hidden_matrix
 
     def bind(self, matrices: "Matrices") -> Self:
         """Returns the rule for a group of parameters, with the attribute ``matrices``.
@@ -132,6 +138,21 @@ class UpdateRule(ABC):
         bound = copy.copy(self)
         bound.matrices = matrices
         return bound
+
+    def bind_sums(self, sums: "Sums") -> Self:
+        """Returns the rule for a group of parameters, with state whose shape differs from theirs.
+
+        The method is called for each group of a rule that needs sums, when the optimizer is
+        constructed. The parameters of a group are either all matrices, or none of them is.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs sums, but has no bind_sums")
+
+    def views(self) -> "dict[str, list[View]]":
+        """Returns views of state whose shape differs from the parameters', for a checkpoint.
+
+        Names are those of parameters with a suffix of ``summed_state``. Defaults to none.
+        """
+        return {}
 
     def for_width(self, width: WidthRatio) -> tuple[Self, float]:
         """Returns the rule for parameters of another width, and the factor of their learning rate.
@@ -219,7 +240,7 @@ def build_rules(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
         OptimError: A rule is not installed, cannot be imported, or violates the contract.
     """
     rule = _build(config.optimizer, config)
-    if rule.needs == "elements":
+    if rule.needs != "matrices":
         return rule, rule
     fallback = _build(rule.fallback, config)
     if fallback.needs != "elements":

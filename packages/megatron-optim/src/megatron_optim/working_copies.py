@@ -59,8 +59,8 @@ def operands(
 ) -> Iterator[Operands]:
     """Yields the operands of each call of a group's rule; stores the results after the call.
 
-    A rule that needs matrices is called once. So is every rule if all values are stored as they are
-    updated.
+    A rule that needs matrices or sums is called once. So is every rule if all values are stored as
+    they are updated.
 
     Args:
         group: The group.
@@ -78,7 +78,7 @@ def operands(
     whole = [_Range(name) for name in group.names]
     if group.matrices or not plain:  # autograd may return gradients with other strides
         gradients = {name: gradients[name].contiguous() for name in group.names}
-    if plain or group.rule.needs == "matrices":
+    if plain or group.rule.needs != "elements":
         calls = iter([whole])
     else:
         calls = _calls(group, mains, gradients, piece)

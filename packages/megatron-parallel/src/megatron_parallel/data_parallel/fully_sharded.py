@@ -41,6 +41,7 @@ from megatron_parallel.data_parallel.reduction import AsyncCollectives, Reductio
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.cut import Cut
+from megatron_parallel.sharding.region import Region
 from megatron_parallel.sharding.sharding import Box, Sharding
 from megatron_parallel.sharding.views import View, box_views
 
@@ -217,6 +218,14 @@ class FullySharded:
             name: cut
             for name, cut in self._cuts.items()
             if cut.axis.size > 1 and self._parameters[name].requires_grad
+        }
+
+    def regions(self) -> dict[str, Region]:
+        """Returns this rank's box of each parameter with a gradient; none if it is empty."""
+        return {
+            name: Region(cut.axis, (cut.own,) if cut.own.numel else ())
+            for name, cut in self._cuts.items()
+            if self._parameters[name].requires_grad
         }
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:

@@ -29,7 +29,8 @@ from megatron_parallel.data_parallel.reduction import AsyncCollectives
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.cut import Cut
-from megatron_parallel.sharding.sharding import Sharding
+from megatron_parallel.sharding.region import Region
+from megatron_parallel.sharding.sharding import Sharding, flat_range_boxes
 from megatron_parallel.sharding.views import View, flat_range_views
 
 PURPOSE: Final = "parameters"
@@ -83,6 +84,10 @@ class ParameterBuffers:
     def cuts(self) -> dict[str, Cut]:
         """Returns nothing: buckets are cut into flat ranges."""
         return {}
+
+    def regions(self) -> dict[str, Region]:
+        """Returns which part of each parameter lies in this rank's shards."""
+        return {name: r for bucket in self.buckets for name, r in bucket.regions().items()}
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
         """Returns views, for a checkpoint, of tensors with the shapes of the shards.
@@ -174,6 +179,16 @@ class _ParameterBucket:
     def starts(self) -> dict[str, int]:
         """Returns where each of these ranges begins in its flattened parameter."""
         return {part.name: part.start for part in self._plan.shard_ranges(self._axis.index)}
+
+    def regions(self) -> dict[str, Region]:
+        """Returns the boxes that cover these ranges; none of parameters in other shards."""
+        ranges = {part.name: part for part in self._plan.shard_ranges(self._axis.index)}
+        found = {}
+        for slot in self._plan.slots:
+            part = ranges.get(slot.name)
+            boxes = () if part is None else flat_range_boxes(slot.shape, part.start, part.stop)
+            found[slot.name] = Region(self._axis, boxes)
+        return found
 
     def start(self) -> int:
         """Starts gathering; returns the number of gathers to wait for."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.cut import Cut
+from megatron_parallel.sharding.region import Region
 from megatron_parallel.sharding.views import View
 
 
@@ -26,6 +27,12 @@ class ParameterShards(Protocol):
 
         It includes those of which this rank has an empty box, and leaves out flat ranges, whole
         parameters and those without a gradient.
+        """
+
+    def regions(self) -> Mapping[str, Region]:
+        """Returns which part of each parameter with a gradient this rank updates, by name.
+
+        It includes parameters of which this rank updates nothing.
         """
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:

@@ -6,6 +6,7 @@ from .initialization import initialize_parameters as initialize_parameters
 from .initialization import normal_ as normal_
 from .initialization import scaled_std as scaled_std
 from .initialization import uniform_ as uniform_
+from .region import Region as Region
 from .sharding import DEFAULT_INIT as DEFAULT_INIT
 from .sharding import ONES as ONES
 from .sharding import ZEROS as ZEROS
