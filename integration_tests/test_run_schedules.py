@@ -72,6 +72,7 @@ def test_listed_steps_are_skipped_once_and_after_a_restart_too(train):
         ("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler needs --lo"),
         ("--lr-mult bias", "--lr-mult: 'bias' is not PATTERN=FACTOR"),
         ("--weight-decay-mult nothing=1", "--weight-decay-mult: no parameter matches 'nothing'"),
+        ("--linear-product lora --lr-mult nothing=1", "--lr-mult: no parameter matches 'nothing'"),
         ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm: no parameter matches '*.q_"),
         ("--optimizer sgd --lion-beta1 0.5", "--lion-beta1 is a setting of the update rule lion"),
         ("--optimizer lion --lion-beta2 1", "--lion-beta2 must lie in [0, 1), got 1.0"),

@@ -1,5 +1,7 @@
 """Runs with update rules other than AdamW continue bit for bit, and only with the same rule."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +17,8 @@ from megatron_train.metrics.records import read_records
 RUN = """--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8
     --micro-batch-size 2 --train-iters 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 40
     --eval-iters 0 --log-interval 4 --lr 1e-2 --device cpu --no-progress"""
+
+PROGRAM = [sys.executable, "-m", "megatron_train"]
 
 
 @pytest.fixture
@@ -69,11 +73,16 @@ def test_a_stopped_run_continues_bit_for_bit_only_with_its_rule(train, rule):
     assert len(losses("stopped")) == 5
 
 
-def test_a_run_prints_the_parameter_groups_of_all_its_ranks(tmp_path):
+def options(folder):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return {"cwd": folder, "capture_output": True, "text": True, "env": environment}
+
+
+def test_a_run_prints_the_parameter_groups_of_all_its_ranks(tmp_path, preloaded):
     command = f"{RUN} --lr-mult layers.1.*=0.5 --decoupled-lr 1e-3 --save out"
     command = command.replace("--num-layers 1", "--num-layers 2 --pipeline-model-parallel-size 2")
-    words = [sys.executable, "-m", "megatron_train", "pretrain", "gpt", "--nproc-per-node", "2"]
-    done = subprocess.run([*words, *command.split()], cwd=tmp_path, capture_output=True, text=True)
+    words = [*PROGRAM, "pretrain", "gpt", "--nproc-per-node", "2", *command.split()]
+    done = preloaded.run(words, **options(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     at = lines.index("parameter groups:")
@@ -97,3 +106,14 @@ def test_a_run_prints_the_parameter_groups_of_all_its_ranks(tmp_path):
     found = {(row[1], row[2]): (int(row[3]), int(row[4].replace(",", ""))) for row in rows[1:]}
     assert rows[0] == ["rule", "learning rate", "weight decay", "tensors", "parameters"]
     assert found == counts
+
+
+def test_a_step_of_lion_never_waits_and_has_one_state_tensor(tmp_path):
+    shape = RUN.split("--train-iters", maxsplit=1)[0]
+    command = f"dry-run gpt {shape} --vocab-size 40 --optimizer lion --on cuda --json"
+    # A forked process cannot imagine a CUDA device.
+    done = subprocess.run([*PROGRAM, *command.split()], **options(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (rank,) = json.loads(done.stdout)["of_ranks"]
+    assert rank["waits"] == {} and rank["kernels"]["_foreach_sign_"] == 3  # one for each group
+    assert rank["memory"]["optimizer state"] == rank["memory"]["parameters"]

@@ -91,16 +91,18 @@ def build_trainer(
     )
     if prepare is not None:
         prepare(engine)
-    return Trainer(
-        engine=engine,
-        optimizer=optimizer(
+    with named_by_flags("optimizer"):
+        built_optimizer = optimizer(
             engine.stages,
             config.optimizer,
             widths,
             config.loss_scale if training.fp16 else None,
             config.state_formats,
             training.seed,
-        ),
+        )
+    return Trainer(
+        engine=engine,
+        optimizer=built_optimizer,
         learning_rate=config.learning_rate_schedule(),
         decoupled_learning_rate=config.learning_rate_schedule(decoupled=True),
         weight_decay=config.weight_decay_schedule(),
