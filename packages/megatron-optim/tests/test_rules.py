@@ -309,7 +309,9 @@ def test_a_rule_that_breaks_the_contract_is_one_line(mesh: Mesh, name: str, mess
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
-    message = r"^optimizer: no update rule 'adamm'; did you mean 'adam'\?; installed are adafactor, adam, .*sgd"
+    message = (
+        r"^optimizer: no update rule 'adamm'; did you mean 'adam'\?; installed are adafactor, adam"
+    )
     with pytest.raises(OptimError, match=message) as caught:
         OptimizerConfig(optimizer="adamm")
     assert caught.value.format_message({"optimizer": "--optimizer"}).startswith(
