@@ -1,5 +1,8 @@
 from ._version import __version__ as __version__
 from .adafactor_settings import AdafactorSettings as AdafactorSettings
+from .averages import AVERAGE_SUFFIX as AVERAGE_SUFFIX
+from .averages import ParameterAverages as ParameterAverages
+from .averages_config import AveragesConfig as AveragesConfig
 from .clip import clip_coefficient as clip_coefficient
 from .clip import gradient_norm as gradient_norm
 from .clip import scale_gradients as scale_gradients

@@ -25,14 +25,22 @@ class ShardedMainParameters(MainParameters):
     def copy_main_to_model(self) -> None:
         """Rounds the fp32 copies into the parameters and starts gathering those of other ranks."""
         super().copy_main_to_model()
-        for shard in self._trainable.shards:
-            shard.start_gather()
+        self.publish()
 
     def copy_model_to_main(self) -> None:
         """Copies the model's parameters to the fp32 copies, after weights were loaded."""
+        self.wait()
+        super().copy_model_to_main()
+
+    def wait(self) -> None:
+        """Returns when parameters may be read and written."""
         for shard in self._trainable.shards:
             shard.wait_for_parameters()
-        super().copy_model_to_main()
+
+    def publish(self) -> None:
+        """Starts gathering the shards of all ranks."""
+        for shard in self._trainable.shards:
+            shard.start_gather()
 
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, list[View]]:
         """Returns views of tensors shaped like the shards, for a checkpoint."""

@@ -7,7 +7,7 @@ float64 are their own main parameters and need no copy. Main parameters may also
 forms (`megatron_optim.stored`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from zlib import crc32
 
 import torch
@@ -68,6 +68,23 @@ class MainParameters:
                     f"parameter {name!r} is {parameter.dtype}; "
                     "parameters must be float32, float64, bfloat16 or float16"
                 )
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters that this rank updates, or its shards of them, by name."""
+        return self._parameters
+
+    def values(self) -> Iterator[tuple[str, Float[Tensor, "..."]]]:
+        """Yields every main parameter by name, a copy if it is stored in another form."""
+        for name, tensor in self.tensors.items():
+            stored = self.stored.get(name)
+            yield name, tensor.detach() if stored is None else stored.load_all()
+
+    def wait(self) -> None:
+        """Returns when parameters may be read and written."""
+
+    def publish(self) -> None:
+        """Lets other ranks have the parameters that this rank has changed."""
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns every gradient in the dtype of its main parameter.

@@ -161,6 +161,11 @@ class Optimizer:
         return StepResult(norm, coefficient, ~finite, ~finite & sound, scale)
 
     @property
+    def main(self) -> MainParameters:
+        """The main parameters of this rank."""
+        return self._main
+
+    @property
     def groups(self) -> tuple[ParameterGroup, ...]:
         """The groups of parameters of this rank, each updated by one call of a rule."""
         return self._groups

@@ -6,7 +6,13 @@ from dataclasses import replace
 import torch
 from megatron_data import Tokenizer
 from megatron_models import Placement, find_kind
-from megatron_optim import Optimizer, check_state_formats, check_width_rules, needs_matrices
+from megatron_optim import (
+    Optimizer,
+    ParameterAverages,
+    check_state_formats,
+    check_width_rules,
+    needs_matrices,
+)
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import freeze_all_but_adapters
 
@@ -100,9 +106,12 @@ def build_trainer(
             config.state_formats,
             training.seed,
         )
+    decay = config.averages.ema_decay
     return Trainer(
         engine=engine,
         optimizer=built_optimizer,
+        averages=None if decay is None else ParameterAverages(built_optimizer, decay),
+        evaluates_averages=config.averages.ema_evaluate == "average",
         learning_rate=config.learning_rate_schedule(),
         decoupled_learning_rate=config.learning_rate_schedule(decoupled=True),
         weight_decay=config.weight_decay_schedule(),

@@ -28,7 +28,7 @@ from megatron_ckpt import (
 )
 from megatron_data import Tokenizer
 from megatron_models import config_of, head_fields, new_head_parameters
-from megatron_optim import MAIN_SUFFIX, OptimError
+from megatron_optim import AVERAGE_SUFFIX, MAIN_SUFFIX, OptimError
 from megatron_parallel import Mesh
 from megatron_parallel.collectives import raise_collective_errors
 from megatron_parallel.tensor_parallel import added_parameter_names
@@ -252,10 +252,18 @@ def restore(
             "--finetune and another --save folder"
         )
     iteration = found.iteration if is_single else None
+    has_averages = AVERAGE_SUFFIX in found.optimizer_state
     state: Any
     if load_optimizer:
         _refuse_other_rule(trainer, found)
-        state = store.load(iteration, views_of(trainer))
+        views, unused = views_of(trainer), set[str]()
+        if trainer.averages is None and has_averages:
+            unused = {f"{name}.{AVERAGE_SUFFIX}" for name in trainer.engine.stages.table}
+            console.warn(f"{found.path} has averages of weights, which end here: no --ema-decay")
+        elif trainer.averages is not None and not has_averages:
+            views = {n: v for n, v in views.items() if not n.endswith(f".{AVERAGE_SUFFIX}")}
+            console.warn(f"{found.path} has no averages of weights: they begin with its weights")
+        state = store.load(iteration, views, unused=unused)
     else:
         state = store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
         trainer.optimizer.reload_model_parameters()
@@ -268,6 +276,8 @@ def restore(
                 trainer.optimizer.load_scalars(
                     {n: read_value(saved, n, type(value)) for n, value in names.items()}
                 )
+            if trainer.averages is not None and not (load_optimizer and has_averages):
+                trainer.averages.reset()
             position = read_value(state, "trainer", dict)
             trainer.load_state(position)
             if load_schedules:
@@ -370,6 +380,8 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> tuple[int, l
         del weights[name]
     store.load(iteration, weights, groups=["model"], unused=unused, cast="floating")
     trainer.optimizer.reload_model_parameters()
+    if trainer.averages is not None:
+        trainer.averages.reset()
     return found.iteration, new
 
 
@@ -419,7 +431,7 @@ def _refuse_other_rule(trainer: Trainer, found: _CheckpointInfo) -> None:
             "--no-load-optim to begin with a new state"
         )
     current_names = {*trainer.optimizer.state_names}
-    saved_names = {*found.optimizer_state} - {MAIN_SUFFIX}
+    saved_names = {*found.optimizer_state} - {MAIN_SUFFIX, AVERAGE_SUFFIX}
     rule = trainer.optimizer.config.optimizer
     incomplete = current_names - saved_names and found.rule not in ("", rule)
     if saved_names - current_names or (current_names and not saved_names) or incomplete:
@@ -434,8 +446,9 @@ def _refuse_other_rule(trainer: Trainer, found: _CheckpointInfo) -> None:
 
 
 def views_of(trainer: Trainer) -> dict[str, list[View]]:
-    """Returns views of all parameters and optimizer states by global name."""
-    return {**_weights_of(trainer), **trainer.optimizer.views()}
+    """Returns views of all parameters, optimizer states and averages by global name."""
+    averages = {} if trainer.averages is None else trainer.averages.views()
+    return {**_weights_of(trainer), **trainer.optimizer.views(), **averages}
 
 
 def _added_shapes(trainer: Trainer) -> dict[str, list[int]]:

@@ -19,7 +19,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from megatron_optim import LearningRateSchedule, Optimizer, WeightDecaySchedule
+from megatron_optim import (
+    LearningRateSchedule,
+    Optimizer,
+    ParameterAverages,
+    WeightDecaySchedule,
+)
 from megatron_parallel import HostCopy, all_reduce
 from torch import Tensor
 
@@ -118,6 +123,8 @@ class Trainer:
         check_for_nan: Whether a loss or gradient that is not finite ends the run. Otherwise the
             step is skipped. On a GPU the run ends after the following step, which is skipped too.
         iterations_to_skip: Numbers of steps, from 1, that only read their samples.
+        averages: Averages of the parameters, which every update moves.
+        evaluates_averages: Whether evaluations use the averages.
         callbacks: Callbacks, called in this order.
     """
 
@@ -133,6 +140,8 @@ class Trainer:
         train_iters: int,
         check_for_nan: bool = False,
         iterations_to_skip: Collection[int] = (),
+        averages: ParameterAverages | None = None,
+        evaluates_averages: bool = True,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.engine = engine
@@ -144,6 +153,8 @@ class Trainer:
         self.train_iters = train_iters
         self.check_for_nan = check_for_nan
         self._iterations_to_skip = frozenset(iterations_to_skip)
+        self.averages = averages
+        self.evaluates_averages = averages is not None and evaluates_averages
         self.callbacks = list(callbacks)
         self.iteration = 0
         self.consumed_samples = 0
@@ -221,6 +232,8 @@ class Trainer:
         losses = [sums[name] for name in sums if name not in self.task.metrics]
         halted = self._halting_loss()
         result = self.optimizer.step(learning_rate, decay, decoupled, losses=[*losses, *halted])
+        if self.averages is not None:
+            self.averages.update(result.skipped)
         # An overflow under a loss scale is no fault of the run.
         faulty = result.skipped if result.overflow is None else result.skipped & ~result.overflow
         values = StepValues(
@@ -261,6 +274,13 @@ class Trainer:
 
         Means whose denominator is 0 are left out.
         """
+        if self.averages is None or not self.evaluates_averages:
+            return self._evaluate(steps)
+        with self.averages.in_model():
+            return self._evaluate(steps)
+
+    def _evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> dict[str, float]:
+        """Evaluates with the weights that are in the model."""
         totals: dict[str, Tensor] = {}
         counts: dict[str, Tensor] = {}
         for stage in self.task.stages:

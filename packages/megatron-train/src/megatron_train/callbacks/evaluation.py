@@ -42,7 +42,7 @@ class Evaluation(Callback):
         if report.iteration % self._every and not last:
             return
         losses = trainer.evaluate(self._batches())
-        label = f"iteration {report.iteration}"
+        label = f"iteration {report.iteration}" + _weights(trainer)
         for line in evaluation_lines(label, losses, trainer.task.losses):
             self._console.print_line(line)
         for listener in self._listeners:
@@ -73,8 +73,13 @@ class TestSetEvaluation(Callback):
         if report.iteration < trainer.train_iters:
             return
         losses = trainer.evaluate(self._batches())
-        label = f"iteration {report.iteration} on test set"
+        label = f"iteration {report.iteration} on test set" + _weights(trainer)
         for line in evaluation_lines(label, losses, trainer.task.losses):
             self._console.print_line(line)
         for listener in self._listeners:
             listener(report.iteration, losses)
+
+
+def _weights(trainer: "Trainer") -> str:
+    """Returns words for weights that are not those of the training."""
+    return " with averaged weights" if trainer.evaluates_averages else ""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from megatron_models import ModelConfig, find_kind
 from megatron_optim import (
+    AveragesConfig,
     LearningRateSchedule,
     LossScaleConfig,
     OptimizerConfig,
@@ -45,6 +46,7 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "optimizer": ("optimizer", OptimizerConfig),
     "loss_scale": ("loss scale of fp16", LossScaleConfig),
     "state_formats": ("formats of optimizer state", StateFormatConfig),
+    "averages": ("averages of weights", AveragesConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
     "layout": ("parallel layout", ParallelLayout),
     "placement": ("placement on the ranks", PlacementConfig),
@@ -123,6 +125,7 @@ class RunSections:
     optimizer: OptimizerConfig
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     state_formats: StateFormatConfig = dataclasses.field(default_factory=StateFormatConfig)
+    averages: AveragesConfig = dataclasses.field(default_factory=AveragesConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
     placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)

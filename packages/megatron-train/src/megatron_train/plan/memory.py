@@ -49,7 +49,7 @@ def rank_memory(
         layers=layers,
         recompute=run.recompute,
         dispatcher=run.placement.moe_token_dispatcher_type,
-        state_bytes=state_bytes(run.optimizer, run.state_formats),
+        state_bytes=state_bytes(run.optimizer, run.state_formats) + run.averages.average_bytes,
         main_bytes=run.state_formats.main_bytes(precision),
         products=products,
         saves_logits=run.placement.cross_entropy_fusion_impl != "linear",
