@@ -513,6 +513,8 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {**AWARE, "--bf16": ""},
         {"--main-params-dtype": "bf16"},
     ),
+    "averages.ema_decay": ({}, {"--ema-decay": "0.5"}),
+    "averages.ema_evaluate": ({"--ema-decay": "0.5"}, {"--ema-evaluate": "trained"}),
     "schedule.lr_decay_iters": ({}, {"--lr-decay-iters": "9"}),
     "schedule.lr_decay_samples": (SAMPLES, {"--lr-decay-samples": "40"}),
     "schedule.lr_warmup_iters": ({}, {"--lr-warmup-iters": "2"}),

@@ -69,6 +69,7 @@ def at(iteration, train_iters=4, **more):
         evaluate=lambda batches: {"lm loss": float(len(list(batches)))},
         engine=SimpleNamespace(mesh=SimpleNamespace(rank=0, world_size=2)),
         task=SimpleNamespace(losses=("lm loss",), metrics=()),
+        evaluates_averages=False,
         **more,
     )
 
@@ -280,9 +281,9 @@ def test_the_engine_gets_the_number_of_each_step(make_trainer):
     trainer, numbers = make_trainer(train_iters=3), []
     run = trainer.engine.run
 
-    def noting(batches, denominators, iteration):
+    def noting(batches, denominators, iteration, loss_scale):
         numbers.append(iteration)
-        return run(batches, denominators, iteration)
+        return run(batches, denominators, iteration, loss_scale)
 
     trainer.engine.run = noting
     trainer.run()
