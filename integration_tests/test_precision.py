@@ -1,6 +1,7 @@
 """`--fp16` finds its scale, learns like fp32 and continues; formats of state in checkpoints."""
 
 import re
+import subprocess
 
 import pytest
 from megatron_ckpt import find_checkpoint
@@ -83,3 +84,27 @@ def test_a_checkpoint_without_main_weights_is_refused_where_they_are_needed(trai
     assert "has no main weights, because it was saved with fp32 weights or with" in printed
     printed = train(f"{flags} {pure} --load pure16")
     assert "continuing from pure16 after step 1" in printed
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp16",
+        pytest.param(
+            "--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "--bf16 --use-precision-aware-optimizer --main-params-dtype bf16",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_step_on_a_gpu_waits_for_nothing(command, tmp_path, flags):
+    sizes = RUN.partition("--eval-iters")[2].replace("--log-interval 1", "--vocab-size 300")
+    line = f"megatron-train dry-run gpt --mock-data --eval-iters {sizes} --train-iters 2 {flags}"
+    # A device is imagined before torch is imported, so a forked process cannot.
+    printed = subprocess.check_output(command(line), cwd=tmp_path, text=True)
+    assert "since no CUDA device could be imagined" not in printed
+    assert re.search(r"waits for the device +0\n", printed)
+    assert re.search(r"blocking copies +0\n", printed)

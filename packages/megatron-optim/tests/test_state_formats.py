@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateFormatConfig
 from megatron_optim.state_format_config import BLOCK
-from megatron_optim.stored import Remainder, Rounded, Scaled, element_hash
+from megatron_optim.stored import Part, Remainder, Rounded, Scaled, element_hash
 from megatron_optim.working_copies import operands
 from megatron_parallel import Mesh, Sharding, TrainableParameters
 from torch import Tensor, nn
@@ -73,8 +73,9 @@ def test_ranges_are_parts_of_the_whole() -> None:
     whole, parts = Scaled(values, FP32, "fp16"), Scaled(values, FP32, "fp16")
     whole.store_all(values)
     for start, stop in ((0, BLOCK), (BLOCK, 3 * BLOCK), (3 * BLOCK, len(values))):
-        parts.store(values[start:stop], start, stop)
-        assert torch.equal(parts.load(start, stop), whole.load_all()[start:stop])
+        part = Part(parts, start, stop)
+        parts.store([part], [values[start:stop]])
+        assert torch.equal(parts.load([part])[0], whole.load_all()[start:stop])
     assert all(map(torch.equal, whole.tensors, parts.tensors))
 
 
@@ -183,10 +184,11 @@ def test_stochastic_rounding_is_right_on_average_and_repeats() -> None:
 
 
 def test_hashes_are_uniform_in_their_low_bits() -> None:
-    bits = element_hash(3, 1, 7, torch.arange(100_000)) & 0xFFFF
+    numbers = torch.full((100_000,), 7)
+    bits = element_hash(3, 1, numbers, torch.arange(100_000)) & 0xFFFF
     counts = torch.bincount(bits >> 12, minlength=16)
     assert ((counts - 6250).abs() < 5 * math.sqrt(6250)).all()
-    assert not torch.equal(bits, element_hash(3, 2, 7, torch.arange(100_000)) & 0xFFFF)
+    assert not torch.equal(bits, element_hash(3, 2, numbers, torch.arange(100_000)) & 0xFFFF)
 
 
 def test_large_parameters_are_updated_in_pieces() -> None:
@@ -280,3 +282,22 @@ def test_fp32_parameters_may_have_state_in_other_formats(
     optimizer.step(1e-2)
     assert not [name for name in optimizer.views() if name.endswith(".main")]
     assert optimizer.views()["0.weight.exp_avg"][0].tensor.any()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8"])
+def test_tensors_are_stored_together_as_one_by_one(name: str) -> None:
+    sizes = (5, BLOCK, 3 * BLOCK + 1, 1)
+    values = [spread(size, seed) * 10.0**seed for seed, size in enumerate(sizes)]
+
+    def stored() -> list[Rounded | Scaled]:
+        return [Rounded(v, FP32) if name == "bf16" else Scaled(v, FP32, name) for v in values]
+
+    alone, together = stored(), stored()
+    for each, value in zip(alone, values, strict=True):
+        each.store_all(value)
+    parts = [Part(each, 0, each.numel) for each in together]
+    together[0].store(parts, values)
+    loaded = together[0].load(parts)
+    for one, each, value in zip(alone, together, loaded, strict=True):
+        assert all(map(torch.equal, one.tensors, each.tensors))
+        assert torch.equal(value, one.load_all())

@@ -117,7 +117,8 @@ class MainParameters:
         return StochasticallyRounded(
             parameter,
             lambda values: self.views({name: values})[name],
-            lambda index: element_hash(self._seed, self.step, number, index),
+            number,
+            lambda numbers, index: element_hash(self._seed, self.step, numbers, index),
         )
 
     def norm_terms(

@@ -14,8 +14,9 @@ A rule updates fp32 copies, which `Stored.load` makes and `Stored.store` takes b
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Float32, Int8, Int32
@@ -24,19 +25,47 @@ from torch import Tensor
 
 from megatron_optim.state_format_config import BLOCK, PRECISION_BITS, StateFormat
 
-_CODES = {"fp16": (torch.float16, 15), "fp8": (torch.float8_e4m3fn, 8)}
-"""Dtype of each format with shared exponents, and the exponent that values of a block stay below.
-The dtype must represent 2 to the power of that exponent."""
+
+class _Code(NamedTuple):
+    """A format with shared exponents: its dtype, an integer dtype of its size, and an exponent.
+
+    Values of a block are less than 2 to the power of that exponent, which the dtype represents.
+    """
+
+    dtype: torch.dtype
+    bits: torch.dtype
+    top: int
+
+
+_CODES = {
+    "fp16": _Code(torch.float16, torch.int16, 15),
+    "fp8": _Code(torch.float8_e4m3fn, torch.int8, 8),
+}
 _HIGH_BITS = -(2**16)
 _ROUNDED_AT_ONCE = 2**20
+
+
+class Part(NamedTuple):
+    """A range of a flattened stored tensor. It begins at a multiple of `BLOCK`."""
+
+    stored: Any
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the range of a flattened tensor of the same size."""
+        return tensor.view(-1)[self.start : self.stop]
 
 
 class Stored(ABC):
     """A tensor that is stored in another form than that of its updates.
 
+    Several tensors of one class are loaded and stored at once, with a number of kernels that does
+    not depend on their number.
+
     Attributes:
         shape: Its shape.
-        cut: Whether ranges of it can be loaded and stored; they begin at multiples of `BLOCK`.
+        cut: Whether ranges of it can be loaded and stored.
     """
 
     cut = True
@@ -54,21 +83,23 @@ class Stored(ABC):
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that take memory, without the model's parameters."""
 
+    @staticmethod
     @abstractmethod
-    def load(self, start: int, stop: int) -> Float[Tensor, " n"]:
-        """Returns a copy of a range of the flattened values, in fp32 or float64."""
+    def load(parts: Sequence[Part]) -> list[Float[Tensor, " n"]]:
+        """Returns copies of ranges of tensors of this class, in fp32 or float64."""
 
+    @staticmethod
     @abstractmethod
-    def store(self, values: Float[Tensor, " n"], start: int, stop: int) -> None:
-        """Takes new values of a range."""
+    def store(parts: Sequence[Part], values: Sequence[Float[Tensor, " n"]]) -> None:
+        """Takes new values of ranges of tensors of this class."""
 
     def load_all(self) -> Float[Tensor, "..."]:
         """Returns a copy of all values, in their shape."""
-        return self.load(0, self.numel).view(self.shape)
+        return self.load([Part(self, 0, self.numel)])[0].view(self.shape)
 
     def store_all(self, values: Float[Tensor, "..."]) -> None:
         """Takes new values."""
-        self.store(values.reshape(-1), 0, self.numel)
+        self.store([Part(self, 0, self.numel)], [values.reshape(-1)])
 
 
 class Rounded(Stored):
@@ -81,21 +112,25 @@ class Rounded(Stored):
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         super().__init__(like.shape)
-        self._dtype = dtype
-        self._values = torch.zeros(self.numel, dtype=torch.bfloat16, device=like.device)
+        self.dtype = dtype
+        self.values = torch.zeros(self.numel, dtype=torch.bfloat16, device=like.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The rounded values."""
-        return (self._values,)
+        return (self.values,)
 
-    def load(self, start: int, stop: int) -> Float[Tensor, " n"]:
-        """Returns a copy of a range."""
-        return self._values[start:stop].to(self._dtype)
+    @staticmethod
+    def load(parts: Sequence[Part]) -> list[Float[Tensor, " n"]]:
+        """Returns copies of ranges."""
+        rounded = torch.cat([part.of(part.stored.values) for part in parts])
+        return _split(rounded.to(parts[0].stored.dtype), parts)
 
-    def store(self, values: Float[Tensor, " n"], start: int, stop: int) -> None:
-        """Rounds new values of a range."""
-        self._values[start:stop].copy_(values)
+    @staticmethod
+    def store(parts: Sequence[Part], values: Sequence[Float[Tensor, " n"]]) -> None:
+        """Rounds new values of ranges."""
+        rounded = torch.cat([*values]).to(torch.bfloat16)
+        torch._foreach_copy_([p.of(p.stored.values) for p in parts], _split(rounded, parts))
 
 
 class Scaled(Stored):
@@ -113,49 +148,48 @@ class Scaled(Stored):
         self, like: Tensor, dtype: torch.dtype, format_name: StateFormat, positive: bool = False
     ) -> None:
         super().__init__(like.shape)
-        code, self._top = _CODES[format_name]
-        self._dtype, self._positive = dtype, positive
-        # One unit in the last place may carry a value over the next power of two.
-        self._carry = 1.0 + 2.0 ** -PRECISION_BITS[format_name]
-        self._smallest = float(torch.finfo(code).smallest_normal) * 2.0 ** (
-            1 - PRECISION_BITS[format_name]
-        )
-        self._codes = torch.zeros(self.numel, dtype=code, device=like.device)
+        self.dtype, self.format_name, self.positive = dtype, format_name, positive
+        # Codes are integers here, which all operations support.
+        self.codes = torch.zeros(self.numel, dtype=_CODES[format_name].bits, device=like.device)
         blocks = -(-self.numel // BLOCK)
-        self._exponents = torch.zeros(blocks, dtype=torch.int8, device=like.device)
+        self.exponents = torch.zeros(blocks, dtype=torch.int8, device=like.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The codes and the exponents."""
-        return self._codes, self._exponents
+        return self.codes, self.exponents
 
-    def load(self, start: int, stop: int) -> Float[Tensor, " n"]:
-        """Returns a copy of a range."""
-        values = self._codes[start:stop].to(self._dtype)
-        for block, exponents in self._blocks(values, start):
-            block.mul_(_power_of_two(exponents))
-        return values
+    @staticmethod
+    def load(parts: Sequence[Part]) -> list[Float[Tensor, " n"]]:
+        """Returns copies of ranges."""
+        first: Scaled = parts[0].stored
+        code = _CODES[first.format_name]
+        flat, slots = _padded(parts, code.bits, first.codes.device)
+        torch._foreach_copy_(slots, [part.of(part.stored.codes) for part in parts])
+        exponents = torch.cat(_exponents(parts))
+        values = flat.view(code.dtype).to(first.dtype).view(-1, BLOCK)
+        return _slots(values.mul_(_power_of_two(exponents)[:, None]).view(-1), parts)
 
-    def store(self, values: Float[Tensor, " n"], start: int, stop: int) -> None:
-        """Rounds new values of a range."""
-        scaled = values.clone()
-        for block, exponents in self._blocks(scaled, start):
-            largest = torch.linalg.vector_norm(block, torch.inf, dim=1)
-            needed = torch.frexp(largest * self._carry).exponent - self._top
-            exponents.copy_(needed[:, None].clamp(-100, 100))  # powers stay normal numbers
-            block.mul_(_power_of_two(-exponents))
-        if self._positive:
-            scaled = torch.where(scaled > 0, scaled.clamp(min=self._smallest), scaled)
-        self._codes[start:stop].copy_(scaled)
-
-    def _blocks(self, flat: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields rows of whole blocks, and a last shorter one, with their exponents `[rows, 1]`."""
-        first, rows = start // BLOCK, len(flat) // BLOCK
-        if rows:
-            whole = flat[: rows * BLOCK].view(rows, BLOCK)
-            yield whole, self._exponents[first : first + rows].view(-1, 1)
-        if rows * BLOCK < len(flat):
-            yield flat[rows * BLOCK :].view(1, -1), self._exponents[first + rows :][:1].view(1, 1)
+    @staticmethod
+    def store(parts: Sequence[Part], values: Sequence[Float[Tensor, " n"]]) -> None:
+        """Rounds new values of ranges."""
+        first: Scaled = parts[0].stored
+        code, bits = _CODES[first.format_name], PRECISION_BITS[first.format_name]
+        flat, slots = _padded(parts, first.dtype, first.codes.device)
+        torch._foreach_copy_(slots, [*values])
+        blocks = flat.view(-1, BLOCK)
+        # One unit in the last place may carry a value over the next power of two.
+        largest = torch.linalg.vector_norm(blocks, torch.inf, dim=1) * (1.0 + 2.0**-bits)
+        exponents = torch.frexp(largest).exponent - code.top
+        exponents = exponents.clamp(-100, 100).to(torch.int8)  # powers stay normal numbers
+        blocks.mul_(_power_of_two(-exponents)[:, None])
+        if first.positive:
+            smallest = float(torch.finfo(code.dtype).smallest_normal) * 2.0 ** (1 - bits)
+            flat = torch.where(flat > 0, flat.clamp(min=smallest), flat)
+        codes = _slots(flat.to(code.dtype).view(code.bits), parts)
+        torch._foreach_copy_([part.of(part.stored.codes) for part in parts], codes)
+        targets = _exponents(parts)
+        torch._foreach_copy_(targets, list(torch.split(exponents, [len(each) for each in targets])))
 
 
 class Remainder(Stored):
@@ -171,30 +205,34 @@ class Remainder(Stored):
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__(parameter.shape)
-        self._parameter = parameter.detach()
-        self._low = torch.zeros(self.numel, dtype=torch.int16, device=parameter.device)
+        self.high = parameter.detach().view(-1).view(torch.int16)
+        self.low = torch.zeros(self.numel, dtype=torch.int16, device=parameter.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The remainders."""
-        return (self._low,)
+        return (self.low,)
 
-    def load(self, start: int, stop: int) -> Float32[Tensor, " n"]:
-        """Returns the exact values of a range."""
-        high = self._parameter.view(-1)[start:stop].view(torch.int16).int()
-        bits: Tensor = (high << 16).add_(self._low[start:stop])
-        return bits.view(torch.float32)
+    @staticmethod
+    def load(parts: Sequence[Part]) -> list[Float32[Tensor, " n"]]:
+        """Returns the exact values of ranges."""
+        high = torch.cat([part.of(part.stored.high) for part in parts]).int()
+        low = torch.cat([part.of(part.stored.low) for part in parts])
+        return _split((high << 16).add_(low).view(torch.float32), parts)
 
-    def store(self, values: Float[Tensor, " n"], start: int, stop: int) -> None:
-        """Takes new values of a range, and rounds them into the parameter."""
-        bits = values.view(torch.int32)
+    @staticmethod
+    def store(parts: Sequence[Part], values: Sequence[Float[Tensor, " n"]]) -> None:
+        """Takes new values of ranges, and rounds them into the parameters."""
+        bits = torch.cat([*values]).view(torch.int32)
         high = (bits + 2**15) >> 16
-        self._low[start:stop].copy_(bits - (high << 16))
-        self._parameter.view(-1)[start:stop].view(torch.int16).copy_(high)
+        low = (bits - (high << 16)).to(torch.int16)
+        torch._foreach_copy_([part.of(part.stored.low) for part in parts], _split(low, parts))
+        rounded = _split(high.to(torch.int16), parts)
+        torch._foreach_copy_([part.of(part.stored.high) for part in parts], rounded)
 
     def reset(self) -> None:
         """Takes the values of the parameter, after weights were loaded."""
-        self._low.zero_()
+        self.low.zero_()
 
 
 class StochasticallyRounded(Stored):
@@ -206,7 +244,9 @@ class StochasticallyRounded(Stored):
     Args:
         parameter: The parameter.
         views: Returns views of a tensor of the parameter's shape as boxes of the global tensor.
-        key: Returns the hash of some elements in the current step, for their indices.
+        number: A number that stands for the name of the parameter.
+        key: Returns the hash of elements in the current step, for the numbers of their parameters
+            and their indices.
     """
 
     cut = False
@@ -215,31 +255,45 @@ class StochasticallyRounded(Stored):
         self,
         parameter: Tensor,
         views: Callable[[Tensor], list[View]],
-        key: Callable[[Tensor], Int32[Tensor, "..."]],
+        number: int,
+        key: Callable[[Tensor, Tensor], Int32[Tensor, " n"]],
     ) -> None:
         super().__init__(parameter.shape)
-        self._parameter, self._views, self._key = parameter.detach(), views, key
+        self.parameter = parameter.detach()
+        self.views, self.number, self.key = views, number, key
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Nothing."""
         return ()
 
-    def load(self, start: int, stop: int) -> Float32[Tensor, " n"]:
-        """Returns a copy of a range."""
-        return self._parameter.view(-1)[start:stop].float()
+    @staticmethod
+    def load(parts: Sequence[Part]) -> list[Float32[Tensor, " n"]]:
+        """Returns copies of ranges."""
+        rounded = torch.cat([part.of(part.stored.parameter) for part in parts])
+        return _split(rounded.float(), parts)
 
-    def store(self, values: Float[Tensor, " n"], start: int, stop: int) -> None:
+    @staticmethod
+    def store(parts: Sequence[Part], values: Sequence[Float[Tensor, " n"]]) -> None:
         """Rounds all new values at random."""
-        del start, stop
-        values = values.view(self.shape)
-        for view in self._views(values):
-            for part, first in _slices(view):
-                bits = part.view(torch.int32)
-                index = _global_index(view, first, len(part) if part.dim() else 1)
-                random = self._key(index).view(part.shape) & 0xFFFF
-                part.copy_(((bits + random) & _HIGH_BITS).view(torch.float32))
-        self._parameter.copy_(values)
+        boxes: list[Tensor] = []
+        indices: list[Tensor] = []
+        numbers: list[Tensor] = []
+        waiting = 0
+        for part, value in zip(parts, values, strict=True):
+            for view in part.stored.views(value.view(part.stored.shape)):
+                for box, first in _slices(view):
+                    boxes.append(box)
+                    indices.append(_global_index(view, first, len(box) if box.dim() else 1))
+                    numbers.append(torch.full_like(indices[-1], part.stored.number))
+                    waiting += box.numel()
+                    if waiting >= _ROUNDED_AT_ONCE:
+                        _round(boxes, part.stored.key(torch.cat(numbers), torch.cat(indices)))
+                        boxes, indices, numbers, waiting = [], [], [], 0
+        if boxes:
+            _round(boxes, parts[0].stored.key(torch.cat(numbers), torch.cat(indices)))
+        rounded = torch.cat([*values]).to(torch.bfloat16)
+        torch._foreach_copy_([p.of(p.stored.parameter) for p in parts], _split(rounded, parts))
 
     def reset(self) -> None:
         """Does nothing: the parameter has the weights that were loaded."""
@@ -248,18 +302,53 @@ class StochasticallyRounded(Stored):
 MainStored = Remainder | StochasticallyRounded
 
 
-def element_hash(seed: int, step: int, name: int, index: Tensor) -> Int32[Tensor, " n"]:
-    """Returns 32 random bits for elements of a parameter.
+def element_hash(seed: int, step: int, numbers: Tensor, index: Tensor) -> Int32[Tensor, " n"]:
+    """Returns 32 random bits for elements of parameters.
 
     Args:
         seed: Seed of the run.
         step: Number of the step.
-        name: A number that stands for the name of the parameter.
+        numbers: A number that stands for the name of the parameter of each element, `[n]`.
         index: Index of each element in the flattened global tensor, `[n]`.
     """
-    position = torch.full((1,), name, dtype=torch.int64, device=index.device)
-    key = DropoutKey.for_batch(seed=seed, iteration=step, samples=index, positions=position)
-    return key.word0.view(-1)
+    return DropoutKey.for_tokens(seed, step, index[None], numbers[None]).word0.view(-1)
+
+
+def _round(boxes: Sequence[Tensor], random: Int32[Tensor, " n"]) -> None:
+    """Rounds fp32 tensors in place, with random bits for each of their elements in order."""
+    bits = torch.cat([box.reshape(-1) for box in boxes]).view(torch.int32)
+    rounded = ((bits + (random & 0xFFFF)) & _HIGH_BITS).view(torch.float32)
+    parts = torch.split(rounded, [box.numel() for box in boxes])
+    torch._foreach_copy_([*boxes], [p.view(b.shape) for p, b in zip(parts, boxes, strict=True)])
+
+
+def _split(flat: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """Returns consecutive slices of the sizes of some ranges."""
+    return list(torch.split(flat, [part.stop - part.start for part in parts]))
+
+
+def _padded(
+    parts: Sequence[Part], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns zeros for whole blocks of each range, and the slices for the ranges themselves."""
+    blocks = sum(-(-(part.stop - part.start) // BLOCK) for part in parts)
+    flat = torch.zeros(blocks * BLOCK, dtype=dtype, device=device)
+    return flat, _slots(flat, parts)
+
+
+def _slots(flat: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """Returns the slices of `_padded` for ranges, of another tensor of the same size."""
+    slots, start = [], 0
+    for part in parts:
+        size = part.stop - part.start
+        slots.append(flat[start : start + size])
+        start += -(-size // BLOCK) * BLOCK
+    return slots
+
+
+def _exponents(parts: Sequence[Part]) -> list[Tensor]:
+    """Returns the exponents of the blocks of each range."""
+    return [p.stored.exponents[p.start // BLOCK : -(-p.stop // BLOCK)] for p in parts]
 
 
 def _power_of_two(exponents: Int8[Tensor, "..."]) -> Float32[Tensor, "..."]:

@@ -4,7 +4,7 @@ Values that are stored as they are updated are passed to the rule themselves. Ot
 the update and stored again after it, a piece at a time, so that the copies take little memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_optim.mixed_precision import update_dtype
 from megatron_optim.param_groups import ParameterGroup
 from megatron_optim.state_format_config import BLOCK, StateFormatConfig
-from megatron_optim.stored import Rounded, Scaled, Stored
+from megatron_optim.stored import Part, Rounded, Scaled, Stored
 from megatron_optim.update_rule import StateTensor
 
 Values = Tensor | Stored
@@ -83,15 +83,14 @@ def operands(
     else:
         calls = _calls(group, mains, gradients, piece)
     for ranges in calls:
-        parameters = [_load(mains[each.name], each, group) for each in ranges]
-        kept = {k: [_load(state[k][each.name], each, group) for each in ranges] for k in names}
-        yield parameters, [_load(gradients[each.name], each, group) for each in ranges], kept
-        for values, held in ((mains, parameters), *((state[k], kept[k]) for k in names)):
-            for each, value in zip(ranges, held, strict=True):
-                target = values[each.name]
-                if isinstance(target, Stored):
-                    stop = target.numel if each.stop is None else each.stop
-                    target.store(value.reshape(-1), each.start, stop)
+        parameters = _load(mains, ranges, group)
+        kept = {each: _load(state[each], ranges, group) for each in names}
+        yield parameters, _load(gradients, ranges, group), kept
+        for values, held in ((mains, parameters), *((state[each], kept[each]) for each in names)):
+            found = [(p, h) for p, h in zip(_parts(values, ranges), held, strict=True) if p]
+            if found:
+                parts = [part for part, _ in found]
+                parts[0].stored.store(parts, [value.reshape(-1) for _, value in found])
 
 
 def _calls(
@@ -121,11 +120,30 @@ def _calls(
         yield ranges
 
 
-def _load(values: Values, part: _Range, group: ParameterGroup) -> Tensor:
-    """Returns a range of values, in the shape that the rule of the group needs if it is whole."""
-    if part.stop is not None:
-        if isinstance(values, Stored):
-            return values.load(part.start, part.stop)
-        return values.view(-1)[part.start : part.stop]
-    whole = values.load_all() if isinstance(values, Stored) else values
-    return whole.view(group.matrices[part.name]) if group.matrices else whole
+def _parts(values: Mapping[str, Values], ranges: Sequence[_Range]) -> list[Part | None]:
+    """Returns the range of each stored value; None for values that are passed themselves."""
+    found: list[Part | None] = []
+    for name, start, stop in ranges:
+        value = values[name]
+        end = value.numel if stop is None and isinstance(value, Stored) else stop
+        found.append(Part(value, start, end or 0) if isinstance(value, Stored) else None)
+    return found
+
+
+def _load(
+    values: Mapping[str, Values], ranges: Sequence[_Range], group: ParameterGroup
+) -> list[Tensor]:
+    """Returns ranges of values, in the shape that the rule of the group needs if they are whole."""
+    stored = [part for part in _parts(values, ranges) if part]
+    copies = iter(stored[0].stored.load(stored) if stored else ())
+    found = []
+    for name, start, stop in ranges:
+        value = values[name]
+        if isinstance(value, Tensor):
+            found.append(value if stop is None else value.view(-1)[start:stop])
+        else:
+            copied: Tensor = next(copies)
+            found.append(copied.view(value.shape) if stop is None else copied)
+        if stop is None and group.matrices:
+            found[-1] = found[-1].view(group.matrices[name])
+    return found
