@@ -10,6 +10,8 @@ from megatron_optim import (
     OptimError,
     Optimizer,
     OptimizerConfig,
+    StateFormatConfig,
+    state_bytes,
 )
 from megatron_parallel import (
     DataParallelConfig,
@@ -17,6 +19,7 @@ from megatron_parallel import (
     ParallelLayout,
     Sharding,
     TrainableChunks,
+    TrainableParameters,
 )
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
@@ -126,6 +129,17 @@ def polar(matrix: Tensor, coefficients: object) -> Tensor:
     for a, b, c in coefficients:  # type: ignore[attr-defined]
         s = a * s + b * s**3 + c * s**5
     return u @ torch.diag(s) @ vh
+
+
+@pytest.mark.parametrize("rule", ["adam", *SETTINGS])
+def test_state_has_the_predicted_bytes(rule: str) -> None:
+    config = OptimizerConfig(optimizer=rule)
+    weights = Weights(TABLE, Mesh.single()).float()
+    named = dict(weights.named_parameters())
+    optimizer = Optimizer(TrainableParameters(named, TABLE, Mesh.single()), config)
+    held = sum(tensor.nbytes for tensor in optimizer.state_tensors())
+    predicted = state_bytes(config, StateFormatConfig())
+    assert held == pytest.approx(sum(p.numel() * predicted(TABLE[n]) for n, p in named.items()))
 
 
 def gradient_of(name: str) -> Tensor:

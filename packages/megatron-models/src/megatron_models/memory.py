@@ -6,12 +6,18 @@ and unused memory of an allocator come on top.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from megatron_parallel import AbstractMesh, DataParallelConfig, ParallelLayout, RecomputeConfig
+from megatron_parallel import (
+    AbstractMesh,
+    DataParallelConfig,
+    ParallelLayout,
+    RecomputeConfig,
+    Sharding,
+)
 
 from megatron_models.activations import stack_activations
 from megatron_models.components.embedding.spec import OutputConfig
@@ -65,7 +71,7 @@ def training_memory(
     in_flight: int = 1,
     recompute: RecomputeConfig | None = None,
     dispatcher: str = "allgather",
-    state_bytes: float = _ADAM_STATE,
+    state_bytes: float | Callable[[Sharding], float] = _ADAM_STATE,
     main_bytes: float = _FP32,
     products: "Mapping[str, Product] | None" = None,
     saves_logits: bool = True,
@@ -95,8 +101,8 @@ def training_memory(
             stage of 1F1B with enough micro-batches.
         recompute: What activation checkpointing recomputes. Defaults to nothing.
         dispatcher: How tokens are sent to experts, ``allgather`` or ``alltoall``.
-        state_bytes: Bytes of state that the update rule holds for each parameter. Defaults to those
-            of AdamW in float32.
+        state_bytes: Bytes of state that the update rule holds for each element of a parameter, or a
+            function of the parameter's sharding. Defaults to those of AdamW in float32.
         main_bytes: Bytes of the main parameter of each parameter in 16 bits. Defaults to those of
             float32.
         products: Products of linear layers by role (`Placement.products`). Under an adapter only
@@ -116,7 +122,11 @@ def training_memory(
         raise ConfigError(f"{layout} has no data-parallel size; call its resolve(world_size)")
     size = _FP32 if precision == "float32" else 2
     data_parallel = data_parallel or DataParallelConfig()
-    state = state_bytes if size == _FP32 else state_bytes + main_bytes
+    main = 0.0 if size == _FP32 else main_bytes
+
+    def state(sharding: Sharding) -> float:
+        return main + (state_bytes(sharding) if callable(state_bytes) else state_bytes)
+
     held = _model_states(config, layout, data_parallel, size, layers, state, products or {})
     if not activations:
         return held
@@ -170,32 +180,36 @@ def _model_states(
     data_parallel: DataParallelConfig,
     size: int,
     layers: int | None,
-    state: float,
+    state: Callable[[Sharding], float],
     products: "Mapping[str, Product]",
 ) -> TrainingMemory:
     """Returns the bytes of parameters of ``size`` bytes, gradients and optimizer state.
 
-    Each parameter has ``state`` bytes of optimizer state.
+    Each element of a parameter has ``state`` bytes of optimizer state.
     """
     base = _elements(config, layout, layers)
     further = _elements(config, layout, layers, products)
+    states = _elements(config, layout, layers, products, state)
     held = size * (sum(base) + sum(further))
     dense, experts = further
     if not any(product.is_adapter for product in products.values()):
         dense, experts = dense + base[0], experts + base[1]
+        more = _elements(config, layout, layers, None, state)
+        states = states[0] + more[0], states[1] + more[1]
     whole = dense + experts
     data_ranks = (layout.dp or 1) * layout.cp // layout.dp_outer
     part = -(-dense // data_ranks) + -(-experts // layout.expert_dp)
+    state_part = round(states[0] / data_ranks + states[1] / layout.expert_dp)
     if data_parallel.use_torch_fsdp2:
         dense_held, experts_held = (a + b for a, b in zip(base, further, strict=True))
         cut = -(-dense_held // data_ranks) + -(-experts_held // layout.expert_dp)
         gradients = part * size
         if layout.expert_dp == 1:  # experts that one rank holds whole have main gradients
             gradients += experts * (_FP32 - size)
-        return TrainingMemory(cut * size, gradients, round(part * state), 0)
+        return TrainingMemory(cut * size, gradients, state_part, 0)
     main = 2 if size == 2 and data_parallel.low_precision else _FP32
-    updated = part if data_parallel.use_distributed_optimizer else whole
-    return TrainingMemory(held, whole * main, round(updated * state), 0)
+    updated = state_part if data_parallel.use_distributed_optimizer else round(sum(states))
+    return TrainingMemory(held, whole * main, updated, 0)
 
 
 def _elements(
@@ -203,11 +217,12 @@ def _elements(
     layout: ParallelLayout,
     layers: int | None,
     products: "Mapping[str, Product] | None" = None,
+    weight: Callable[[Sharding], float] = lambda _: 1,
 ) -> tuple[int, int]:
     """Returns the elements of one rank's dense parameters, and of its experts' parameters.
 
     Counts the first stage or the whole model. With ``products``, counts only the parameters that
-    these add. Padding of the vocabulary is included.
+    these add. Padding of the vocabulary is included. Each element counts ``weight``.
     """
     dense = experts = 0
     parameters = config.parameters()
@@ -222,7 +237,7 @@ def _elements(
         if products is not None:
             product = products.get(spec.role)
             shardings = [] if product is None else [*product.shardings(spec.sharding).values()]
-        numel = sum(prod(sharding.local_shape(mesh)) for sharding in shardings)
+        numel = round(sum(prod(cut.local_shape(mesh)) * weight(cut) for cut in shardings))
         if spec.sharding.experts:
             experts += numel
         else:

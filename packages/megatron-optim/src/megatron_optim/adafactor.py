@@ -8,10 +8,11 @@ matrix update them, in any layout.
 
 import copy
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Self
 
 import torch
-from megatron_parallel import View, parameter_views
+from megatron_parallel import Sharding, View, parameter_views
 from torch import Tensor
 
 from megatron_optim.adafactor_settings import AdafactorSettings
@@ -46,6 +47,14 @@ class Adafactor(UpdateRule):
         self.sums: Sums | None = None
         self._rows: dict[str, Tensor] = {}
         self._columns: dict[str, Tensor] = {}
+
+    def state_sizes(self, sharding: Sharding) -> dict[str, float]:
+        """Returns the elements of each state tensor for each element of a parameter."""
+        if sharding.matrix is None:
+            return {ELEMENTS: 1.0}
+        dims = {over: summed_dims(sharding, over) for over in ("columns", "rows")}
+        counts = {over: prod(sharding.shape[d] for d in dims[over]) for over in dims}
+        return {ROWS: 1 / counts["columns"], COLUMNS: 1 / counts["rows"]}
 
     def bind_sums(self, sums: Sums) -> Self:
         """Returns the rule for a group of parameters, with new state of matrices."""

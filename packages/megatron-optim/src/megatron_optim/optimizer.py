@@ -269,6 +269,9 @@ class Optimizer:
         """Returns the tensors of state and main parameters as they are stored."""
         values: list[Values] = [*self._main.copies.values(), *self._main.stored.values()]
         values += [value for each in self._state.values() for value in each.values()]
+        values += [
+            v.tensor for g in self._groups for views in g.rule.views().values() for v in views
+        ]
         parts = (v.tensors if isinstance(v, Stored) else (v,) for v in values)
         return [tensor for part in parts for tensor in part]
 

@@ -9,7 +9,7 @@ Importing this module does not import torch.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
@@ -128,6 +128,11 @@ class UpdateRule(ABC):
         ranks.
         """
         return self.needs != "matrices" or sharding.hidden_matrix
+
+    def state_sizes(self, sharding: Sharding) -> dict[str, float]:
+        """Returns the elements of each state tensor for each element of a parameter."""
+        del sharding
+        return {tensor.name: 1.0 for tensor in self.state}
 
     def bind(self, matrices: "Matrices") -> Self:
         """Returns the rule for a group of parameters, with the attribute ``matrices``.
@@ -260,15 +265,18 @@ def needs_matrices(config: OptimizerConfig) -> bool:
     return build_rules(config)[0].needs == "matrices"
 
 
-def state_bytes(config: OptimizerConfig, formats: StateFormatConfig) -> float:
-    """Returns the least bytes of state of a parameter, without its main parameter.
+def state_bytes(config: OptimizerConfig, formats: StateFormatConfig) -> Callable[[Sharding], float]:
+    """Returns a function of a parameter's sharding: bytes of state for each of its elements.
 
-    A rule and the rule of the parameters that it does not handle may differ.
+    Main parameters are not counted.
     """
-    return min(
-        sum(bytes_of(formats.format_of(state.name)) for state in rule.state)
-        for rule in build_rules(config)
-    )
+    rule, fallback = build_rules(config)
+
+    def of_parameter(sharding: Sharding) -> float:
+        sizes = (rule if rule.handles(sharding) else fallback).state_sizes(sharding)
+        return sum(size * bytes_of(formats.format_of(name)) for name, size in sizes.items())
+
+    return of_parameter
 
 
 def check_state_formats(config: OptimizerConfig, formats: StateFormatConfig) -> None:

@@ -38,6 +38,7 @@ def rank_memory(
         from megatron_train.products import products_of  # imports torch
 
         products = products_of(run)
+    of_rule = state_bytes(run.optimizer, run.state_formats)
     return training_memory(
         run.model,
         seq_length,
@@ -49,7 +50,7 @@ def rank_memory(
         layers=layers,
         recompute=run.recompute,
         dispatcher=run.placement.moe_token_dispatcher_type,
-        state_bytes=state_bytes(run.optimizer, run.state_formats) + run.averages.average_bytes,
+        state_bytes=lambda sharding: of_rule(sharding) + run.averages.average_bytes,
         main_bytes=run.state_formats.main_bytes(precision),
         products=products,
         saves_logits=run.placement.cross_entropy_fusion_impl != "linear",
