@@ -199,7 +199,9 @@ def test_large_parameters_are_updated_in_pieces() -> None:
     mains = {**optimizer._main.tensors, **optimizer._main.stored}
     sizes: dict[str, list[int]] = {}
     for group in optimizer.groups:
-        for weights, grads, state in operands(group, mains, gradients, optimizer._state, BLOCK):
+        for weights, grads, state in operands(
+            group, mains, gradients, optimizer._state.values, BLOCK
+        ):
             assert sum(w.numel() for w in weights) <= BLOCK + 60 * 40
             assert [w.shape for w in weights] == [g.shape for g in grads]
             assert [w.shape for w in weights] == [m.shape for m in state["exp_avg"]]

@@ -1,6 +1,6 @@
 """The optimizer: gradient clipping, main parameters and state, common to all update rules."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
 from megatron_optim.loss_scale_config import LossScaleConfig
 from megatron_optim.mixed_precision import MainParameters
+from megatron_optim.optimizer_state import OptimizerState, names_of_state
 from megatron_optim.param_groups import (
     ParameterGroup,
     build_parameter_groups,
@@ -24,10 +25,8 @@ from megatron_optim.param_groups import (
 )
 from megatron_optim.scaler import LossScaler
 from megatron_optim.state_format_config import StateFormatConfig
-from megatron_optim.stored import Stored
-from megatron_optim.update_rule import MAIN_SUFFIX, UnreadStep, build_rules, check_state_formats
+from megatron_optim.update_rule import UnreadStep, build_rules, check_state_formats
 from megatron_optim.width import WidthRatio
-from megatron_optim.working_copies import Operands, Values, new_state, operands
 
 
 class Optimizer:
@@ -91,24 +90,12 @@ class Optimizer:
         self._main = main_class(trainable, formats, seed)
         tensors = self._main.tensors
         rules = build_rules(config)
-        self.state_names = tuple(
-            dict.fromkeys(
-                name
-                for rule in rules
-                for name in (*(each.name for each in rule.state), *rule.summed_state)
-            )
-        )
+        self.state_names = names_of_state(rules)
         ratios = {name: WidthRatio(*sizes) for name, sizes in (widths or {}).items()}
         self._groups = build_parameter_groups(tensors, trainable, *rules, config.name_rules, ratios)
         self._host_decides = host_decides(trainable.mesh.device, self._groups)
         # Allocated here, so that a checkpoint can be loaded before the first step.
-        self._state: dict[str, dict[str, Values]] = {}
-        self._opened: list[tuple[Stored, Tensor]] = []  # values that a checkpoint may load
-        for group in self._groups:
-            for state_tensor in group.rule.state:
-                self._state.setdefault(state_tensor.name, {}).update(
-                    {n: new_state(state_tensor, tensors[n], formats) for n in group.names}
-                )
+        self._state = OptimizerState(self._groups, self._main, formats)
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns the gradients for the next step by global name, in the main dtype."""
@@ -133,7 +120,7 @@ class Optimizer:
             losses: The losses of this step, equal on every rank. The step is skipped if one is not
                 finite.
         """
-        self._opened.clear()
+        self._state.forget_copies()
         self._calls += 1
         self._main.step = self._calls
         gradients = self.gradients()
@@ -194,7 +181,7 @@ class Optimizer:
         scale_gradients(gradients.values(), scale)
         for group in self._groups:
             lr, decay = group.rates(*rates)
-            for tensors in self._operands(group, gradients):
+            for tensors in self._state.operands(group, gradients):
                 group.rule.update(*tensors, lr=lr, weight_decay=decay, step=int(steps) + 1)
         self._main.copy_main_to_model()
 
@@ -211,15 +198,8 @@ class Optimizer:
         step = UnreadStep((self._counts[0] + 1).float(), (~finite).float(), divisor)
         for group in self._groups:
             lr, decay = group.rates(*rates)
-            for tensors in self._operands(group, gradients):
+            for tensors in self._state.operands(group, gradients):
                 group.rule.update_unread(*tensors, lr=lr, weight_decay=decay, step=step)
-
-    def _operands(
-        self, group: ParameterGroup, gradients: Mapping[str, Tensor]
-    ) -> Iterator[Operands]:
-        """Yields the operands of each call of a group's rule, and stores the results."""
-        mains = {**self._main.tensors, **self._main.stored}
-        return operands(group, mains, gradients, self._state)
 
     def zero_grad(self) -> None:
         """Drops all gradients; see `megatron_parallel.data_parallel.Trainable.zero`."""
@@ -242,38 +222,11 @@ class Optimizer:
         checkpoint does not depend on the formats. After loading, call `load_scalars`, which stores
         them.
         """
-        self._opened.clear()
-        state: dict[str, Mapping[str, Values]] = {**self._state, MAIN_SUFFIX: self._main.saved}
-        summed = {name: views for each in self._groups for name, views in each.rule.views().items()}
-        return summed | {
-            f"{name}.{suffix}": views
-            for suffix, values in state.items()
-            for name, views in self._main.views(self._open(values)).items()
-        }
-
-    def _open(self, values: Mapping[str, Values]) -> dict[str, Tensor]:
-        """Returns values by name; copies of those that are stored in other forms.
-
-        `load_scalars` stores the copies again, and the next step drops them.
-        """
-        found = {n: v.load_all() if isinstance(v, Stored) else v for n, v in values.items()}
-        self._opened += [(v, found[n]) for n, v in values.items() if isinstance(v, Stored)]
-        return found
-
-    @property
-    def has_main_parameters(self) -> bool:
-        """Whether `views` has main parameters."""
-        return bool(self._main.saved)
+        return self._state.views()
 
     def state_tensors(self) -> list[Tensor]:
         """Returns the tensors of state and main parameters as they are stored."""
-        values: list[Values] = [*self._main.copies.values(), *self._main.stored.values()]
-        values += [value for each in self._state.values() for value in each.values()]
-        values += [
-            v.tensor for g in self._groups for views in g.rule.views().values() for v in views
-        ]
-        parts = (v.tensors if isinstance(v, Stored) else (v,) for v in values)
-        return [tensor for part in parts for tensor in part]
+        return self._state.tensors()
 
     def scalars(self) -> dict[str, Any]:
         """Returns step counts and loss scale, plain values that are saved beside `views`.
@@ -296,8 +249,6 @@ class Optimizer:
         counts = [int(scalars["steps"]), int(scalars["skipped_steps"])]
         self._counts.copy_(torch.tensor(counts))
         self._calls = sum(counts)
-        for stored, values in self._opened:
-            stored.store_all(values)
-        self._opened.clear()
+        self._state.store_copies()
         if self.scaler is not None:
             self.scaler.load_scalars(scalars)

@@ -424,7 +424,7 @@ def _info_of(checkpoint: Checkpoint) -> _CheckpointInfo:
 
 def _refuse_other_rule(trainer: Trainer, found: _CheckpointInfo) -> None:
     """Refuses a checkpoint with the state of another update rule, or without main parameters."""
-    if trainer.optimizer.has_main_parameters and MAIN_SUFFIX not in found.optimizer_state:
+    if trainer.optimizer.main.saved and MAIN_SUFFIX not in found.optimizer_state:
         raise TrainError(
             f"{found.path} has no main weights, because it was saved with fp32 weights or with "
             "--main-params-dtype bf16; give the flags of precision that it was saved with, or "

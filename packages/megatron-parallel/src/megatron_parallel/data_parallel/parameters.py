@@ -29,8 +29,9 @@ from megatron_parallel.data_parallel.reduction import AsyncCollectives
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.cut import Cut
+from megatron_parallel.sharding.flat_ranges import flat_range_boxes
 from megatron_parallel.sharding.region import Region
-from megatron_parallel.sharding.sharding import Sharding, flat_range_boxes
+from megatron_parallel.sharding.sharding import Sharding
 from megatron_parallel.sharding.views import View, flat_range_views
 
 PURPOSE: Final = "parameters"

@@ -1,6 +1,7 @@
 from .cut import Cut as Cut
 from .cut import map_whole as map_whole
 from .cut import tensor_parallel_cut as tensor_parallel_cut
+from .flat_ranges import flat_range_boxes as flat_range_boxes
 from .initialization import initialize as initialize
 from .initialization import initialize_parameters as initialize_parameters
 from .initialization import normal_ as normal_
@@ -16,7 +17,6 @@ from .sharding import Init as Init
 from .sharding import MeshLike as MeshLike
 from .sharding import ShardBox as ShardBox
 from .sharding import Sharding as Sharding
-from .sharding import flat_range_boxes as flat_range_boxes
 from .step_state import StepState as StepState
 from .step_state import collect_states as collect_states
 from .views import View as View

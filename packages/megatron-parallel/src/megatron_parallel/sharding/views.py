@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.mesh import Mesh
-from megatron_parallel.sharding.sharding import Box, Sharding, flat_range_boxes
+from megatron_parallel.sharding.flat_ranges import flat_range_boxes
+from megatron_parallel.sharding.sharding import Box, Sharding
 from megatron_parallel.sharding.step_state import collect_states
 
 

@@ -1,0 +1,92 @@
+"""The state tensors of an optimizer, and their views for checkpoints."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from megatron_parallel import View
+from torch import Tensor
+
+from megatron_optim.mixed_precision import MainParameters
+from megatron_optim.param_groups import ParameterGroup
+from megatron_optim.state_format_config import StateFormatConfig
+from megatron_optim.stored import Stored
+from megatron_optim.update_rule import MAIN_SUFFIX, UpdateRule
+from megatron_optim.working_copies import Operands, Values, new_state, operands
+
+
+def names_of_state(rules: Iterable[UpdateRule]) -> tuple[str, ...]:
+    """Returns the names of the state tensors that rules have for a parameter."""
+    names = [(*(each.name for each in rule.state), *rule.summed_state) for rule in rules]
+    return tuple(dict.fromkeys(name for each in names for name in each))
+
+
+class OptimizerState:
+    """State of the parameters of this rank.
+
+    Args:
+        groups: The groups of parameters, whose rules describe the state.
+        main: The main parameters.
+        formats: The formats of state.
+
+    Attributes:
+        values: The state by name of the state tensor and of the parameter.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        main: MainParameters,
+        formats: StateFormatConfig,
+    ) -> None:
+        self._groups = groups
+        self._main = main
+        self.values: dict[str, dict[str, Values]] = {}
+        self._copies: list[tuple[Stored, Tensor]] = []  # into which a checkpoint may be loaded
+        for group in groups:
+            for state_tensor in group.rule.state:
+                self.values.setdefault(state_tensor.name, {}).update(
+                    {n: new_state(state_tensor, main.tensors[n], formats) for n in group.names}
+                )
+
+    def operands(
+        self, group: ParameterGroup, gradients: Mapping[str, Tensor]
+    ) -> Iterator[Operands]:
+        """Yields the operands of each call of a group's rule, and stores the results."""
+        mains = {**self._main.tensors, **self._main.stored}
+        return operands(group, mains, gradients, self.values)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors of state and main parameters as they are stored."""
+        values: list[Values] = [*self._main.copies.values(), *self._main.stored.values()]
+        values += [value for each in self.values.values() for value in each.values()]
+        parts = (v.tensors if isinstance(v, Stored) else (v,) for v in values)
+        return [tensor for part in parts for tensor in part]
+
+    def views(self) -> dict[str, list[View]]:
+        """Returns views by name, ``PARAMETER.STATE``.
+
+        Values in other formats are copied to fp32. `store_copies` stores the copies again.
+        """
+        self.forget_copies()
+        state: dict[str, Mapping[str, Values]] = {**self.values, MAIN_SUFFIX: self._main.saved}
+        summed = {name: views for each in self._groups for name, views in each.rule.views().items()}
+        return summed | {
+            f"{name}.{suffix}": views
+            for suffix, values in state.items()
+            for name, views in self._main.views(self._copied(values)).items()
+        }
+
+    def _copied(self, values: Mapping[str, Values]) -> dict[str, Tensor]:
+        """Returns values by name; copies of those that are stored in other forms."""
+        found = {n: v.load_all() if isinstance(v, Stored) else v for n, v in values.items()}
+        self._copies += [(v, found[n]) for n, v in values.items() if isinstance(v, Stored)]
+        return found
+
+    def store_copies(self) -> None:
+        """Stores the copies that `views` returned, into which a checkpoint was loaded."""
+        for stored, values in self._copies:
+            stored.store_all(values)
+        self.forget_copies()
+
+    def forget_copies(self) -> None:
+        """Drops the copies that `views` returned."""
+        self._copies.clear()
