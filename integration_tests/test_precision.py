@@ -1,11 +1,18 @@
 """`--fp16` finds its scale, learns like fp32 and continues; formats of state in checkpoints."""
 
+import dataclasses
 import re
 import subprocess
 
 import pytest
+import torch
 from megatron_ckpt import find_checkpoint
+from megatron_models import GPTConfig, Placement, gpt_chunks
+from megatron_parallel import Mesh
 from megatron_train import read_records
+from megatron_train.engine import StepEngine
+from megatron_train.tasks.gpt import GPTTask
+from megatron_train.tasks.task import MicroBatch
 
 RUN = (
     "pretrain gpt --train-data-path train_text_document --tokenizer-model tokenizer --eval-iters 0 "
@@ -108,3 +115,38 @@ def test_a_step_on_a_gpu_waits_for_nothing(command, tmp_path, flags):
     assert "since no CUDA device could be imagined" not in printed
     assert re.search(r"waits for the device +0\n", printed)
     assert re.search(r"blocking copies +0\n", printed)
+
+
+def test_losses_inside_the_model_are_scaled_like_the_main_loss():
+    config = GPTConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        vocab_size=64,
+        max_position_embeddings=16,
+        num_experts=4,
+        moe_aux_loss_coeff=0.1,
+        moe_z_loss_coeff=0.1,
+        mtp_num_layers=1,
+    )
+
+    def gradients(scale, **coefficients):
+        changed = dataclasses.replace(config, **coefficients)
+        mesh = Mesh.single()
+        stages = gpt_chunks(changed, Placement(mesh, dtype=torch.float64), seed=3)
+        engine = StepEngine(GPTTask(stages, None), mesh)
+        tokens = torch.arange(32).view(2, 16)
+        fields = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(2, 16)}
+        batches = [MicroBatch.from_fields(fields, token_field="tokens")]
+        sums = engine.run(batches, engine.denominators(batches), 1, scale)
+        return dict(engine.stages.gradients()), sums
+
+    one, plain = gradients(None)
+    many, same = gradients(torch.tensor(2.0**40))
+    assert plain.keys() == same.keys() and len(plain) == 4
+    for name, gradient in one.items():
+        assert torch.equal(many[name], 2.0**40 * gradient), name
+    # Each of these losses contributes to the gradient.
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor"):
+        without, _ = gradients(None, **{name: 0.0})
+        assert any(not torch.equal(without[n], gradient) for n, gradient in one.items())

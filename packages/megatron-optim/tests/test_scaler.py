@@ -187,7 +187,6 @@ def test_a_device_that_decides_divides_by_the_scale(mesh: Mesh) -> None:
                 optimizer.scaler.scale.fill_(2.0**8)
             results = [optimizer.step(1e-2) for optimizer in (read, unread)]
             assert [bool(result.overflow) for result in results] == [step == 3] * 2
-        for name in TABLE:
-            torch.testing.assert_close(
-                read.views()[f"{name}.main"][0].tensor, unread.views()[f"{name}.main"][0].tensor
-            )
+        found = unread.views()
+        for name, (view,) in read.views().items():  # the moments show the scale of gradients
+            torch.testing.assert_close(view.tensor, found[name][0].tensor, rtol=1e-5, atol=1e-9)

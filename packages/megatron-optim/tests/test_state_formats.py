@@ -47,8 +47,9 @@ def test_values_are_rounded_to_the_bits_of_the_format(name: str, bits: int) -> N
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e20])
 def test_storing_what_was_loaded_changes_nothing(name: str, scale: float) -> None:
     values = spread(2 * BLOCK + 5) * scale
-    edges = torch.tensor([2.0**8, 2.0**8 - 2.0**-3, 0.0, 255.9, 2.0**15 - 4, 2.0**15 - 20])
-    for each in (values, edges, values.abs()):
+    # The largest value is rounded up to a power of two, and the smallest is subnormal.
+    edges = [torch.tensor([2.0**15 - 4, 3 * 2.0**-24]), torch.tensor([255.9, 3 * 2.0**-9])]
+    for each in (values, values.abs(), *edges):
         stored = Rounded(each, FP32) if name == "bf16" else Scaled(each, FP32, name, True)
         stored.store_all(each)
         first = stored.load_all()
@@ -178,6 +179,8 @@ def test_stochastic_rounding_is_right_on_average_and_repeats() -> None:
     share = (moved > 1).double().mean()
     assert abs(share - 0.1) < 5 * math.sqrt(0.09 / 30_000)
     assert torch.equal(moved, run(1)) and not torch.equal(moved, run(2))
+    both = (run(1, 2) > 1).double().mean()  # another element moves in another step
+    assert abs(both - 0.19) < 5 * math.sqrt(0.19 * 0.81 / 30_000)
     assert abs(run(1, 10).double().mean() - (1 + 2**-7)) < 2e-4
     rows = (moved > 1).double().mean(1)
     assert rows.var() < 2 * 0.09 / 100  # bits of neighbours are independent
