@@ -513,6 +513,19 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {**AWARE, "--bf16": ""},
         {"--main-params-dtype": "bf16"},
     ),
+    "spikes.skip_grad_norm": ({}, {"--skip-grad-norm": "1e-6"}),
+    "spikes.skip_grad_norm_spike": (
+        {"--spike-window": "1", "--skip-loss-spike": "1e6"},
+        {"--skip-grad-norm-spike": "1.000001"},
+    ),
+    "spikes.skip_loss_spike": (
+        {"--spike-window": "1", "--skip-grad-norm-spike": "1e6", "--lr": "1"},
+        {"--skip-loss-spike": "1.000001"},
+    ),
+    "spikes.spike_window": (
+        {"--skip-grad-norm-spike": "1.000001", "--spike-window": "1"},
+        {"--spike-window": "2"},
+    ),
     "averages.ema_decay": ({}, {"--ema-decay": "0.5"}),
     "averages.ema_evaluate": ({"--ema-decay": "0.5"}, {"--ema-evaluate": "trained"}),
     "schedule.lr_decay_iters": ({}, {"--lr-decay-iters": "9"}),

@@ -23,6 +23,8 @@ from .rule_settings import LionSettings as LionSettings
 from .scaler import LossScaler as LossScaler
 from .schedule import LearningRateSchedule as LearningRateSchedule
 from .schedule import WeightDecaySchedule as WeightDecaySchedule
+from .spike_config import SpikeConfig as SpikeConfig
+from .spikes import SpikeDetector as SpikeDetector
 from .state_format_config import StateFormatConfig as StateFormatConfig
 from .sums import Sums as Sums
 from .update_rule import MAIN_SUFFIX as MAIN_SUFFIX

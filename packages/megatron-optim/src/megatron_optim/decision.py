@@ -21,12 +21,14 @@ class StepResult(NamedTuple):
     clip_coefficient: Float64[Tensor, ""]
     """The factor that the gradient was multiplied by; 1 if it was not clipped."""
     skipped: Bool[Tensor, ""]
-    """Whether the step was skipped because a number was not finite."""
+    """Whether the step was skipped, because a number was not finite or by a veto."""
     overflow: Bool[Tensor, ""] | None = None
     """Whether the step was skipped because scaled gradients overflowed, although the losses were
     finite. None without a loss scale."""
     loss_scale: Float32[Tensor, ""] | None = None
     """The loss scale of the step, by which the norm is divided already. None without one."""
+    vetoed: Bool[Tensor, ""] | None = None
+    """Whether the step was finite, but a veto skipped it. None without a veto."""
 
 
 def host_decides(device: torch.device, groups: Iterable[ParameterGroup]) -> bool:

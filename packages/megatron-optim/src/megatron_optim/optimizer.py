@@ -1,10 +1,10 @@
 """The optimizer: gradient clipping, main parameters and state, common to all update rules."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64
 from megatron_parallel import View
 from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
@@ -108,6 +108,7 @@ class Optimizer:
         decoupled_lr: float | None = None,
         *,
         losses: Iterable[Float64[Tensor, ""]] = (),
+        veto: Callable[[Tensor], Bool[Tensor, ""]] | None = None,
     ) -> StepResult:
         """Clips the gradients, reduced over the data axis, and updates every parameter once.
 
@@ -119,6 +120,8 @@ class Optimizer:
                 (`Sharding.vocabulary`). Defaults to ``lr``.
             losses: The losses of this step, equal on every rank. The step is skipped if one is not
                 finite.
+            veto: Returns from the norm of the gradient whether to skip the step although it is
+                finite, equally on every rank. Defaults to None, with which no such step is skipped.
         """
         self._state.forget_copies()
         self._calls += 1
@@ -135,17 +138,19 @@ class Optimizer:
         factor = coefficient if scale is None else coefficient / scale
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         rates = lr, decoupled_lr, decay
+        vetoed = None if veto is None else veto(norm) & finite
+        updates = finite if vetoed is None else finite & ~vetoed
         if self._host_decides:
-            self._update_read(gradients, factor, finite, rates)
+            self._update_read(gradients, factor, updates, rates)
         else:
-            self._update_unread(gradients, factor, finite, rates)
+            self._update_unread(gradients, factor, updates, rates)
             self._main.copy_main_to_model()
-        self._counts += torch.stack([finite, ~finite])
+        self._counts += torch.stack([updates, ~updates])
         if self.scaler is None:
-            return StepResult(norm, coefficient, ~finite)
+            return StepResult(norm, coefficient, ~updates, vetoed=vetoed)
         self.scaler.update(~finite)
         sound = torch.stack(losses).isfinite().all() if losses else torch.ones_like(finite)
-        return StepResult(norm, coefficient, ~finite, ~finite & sound, scale)
+        return StepResult(norm, coefficient, ~updates, ~finite & sound, scale, vetoed)
 
     @property
     def main(self) -> MainParameters:
@@ -164,19 +169,19 @@ class Optimizer:
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps skipped because a number was not finite. Waits for the device."""
+        """The number of steps that updated nothing. Waits for the device."""
         return int(self._counts[1])
 
     @torch.no_grad()
     def _update_read(
-        self, gradients: Mapping[str, Tensor], factor: Tensor, finite: Tensor, rates: Rates
+        self, gradients: Mapping[str, Tensor], factor: Tensor, updates: Tensor, rates: Rates
     ) -> None:
-        """Updates all groups unless a number is not finite, which the host reads.
+        """Updates all groups if ``updates``, which the host reads.
 
         This is free on a CPU. Elsewhere it is the only wait for the device in a step.
         """
-        scale, updates, steps = torch.stack([factor, finite, self._counts[0]]).tolist()
-        if not updates:
+        scale, wanted, steps = torch.stack([factor, updates, self._counts[0]]).tolist()
+        if not wanted:
             return
         scale_gradients(gradients.values(), scale)
         for group in self._groups:
@@ -187,15 +192,15 @@ class Optimizer:
 
     @torch.no_grad()
     def _update_unread(
-        self, gradients: Mapping[str, Tensor], factor: Tensor, finite: Tensor, rates: Rates
+        self, gradients: Mapping[str, Tensor], factor: Tensor, updates: Tensor, rates: Rates
     ) -> None:
-        """Updates all groups; the device skips the update if a number is not finite."""
+        """Updates all groups; the device skips the update unless ``updates``."""
         divisor: Tensor | None = None
         if any(gradient.dtype == torch.float64 for gradient in gradients.values()):
             torch._foreach_mul_(list(gradients.values()), factor)  # the divisor is in float32
         elif self.config.clip_grad or self.scaler is not None:
             divisor = factor.reciprocal().float()
-        step = UnreadStep((self._counts[0] + 1).float(), (~finite).float(), divisor)
+        step = UnreadStep((self._counts[0] + 1).float(), (~updates).float(), divisor)
         for group in self._groups:
             lr, decay = group.rates(*rates)
             for tensors in self._state.operands(group, gradients):

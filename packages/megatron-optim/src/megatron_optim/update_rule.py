@@ -68,7 +68,7 @@ class UnreadStep:
 
     Attributes:
         number: The number of the update, from 1. Skipped steps do not count.
-        skip: 1 if the step must not change any value, because a number is not finite; otherwise 0.
+        skip: 1 if the step must not change any value; otherwise 0.
             The gradients of such a step may contain NaN.
         divisor: The number that the rule divides the gradients by, to clip them. None if it must
             not divide them.

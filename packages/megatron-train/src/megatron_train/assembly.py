@@ -9,6 +9,7 @@ from megatron_models import Placement, find_kind
 from megatron_optim import (
     Optimizer,
     ParameterAverages,
+    SpikeDetector,
     check_state_formats,
     check_width_rules,
     needs_matrices,
@@ -111,6 +112,7 @@ def build_trainer(
         engine=engine,
         optimizer=built_optimizer,
         averages=None if decay is None else ParameterAverages(built_optimizer, decay),
+        spikes=SpikeDetector(config.spikes, mesh.device) if config.spikes.skips else None,
         evaluates_averages=config.averages.ema_evaluate == "average",
         learning_rate=config.learning_rate_schedule(),
         decoupled_learning_rate=config.learning_rate_schedule(decoupled=True),

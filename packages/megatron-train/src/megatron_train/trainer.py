@@ -23,6 +23,7 @@ from megatron_optim import (
     LearningRateSchedule,
     Optimizer,
     ParameterAverages,
+    SpikeDetector,
     WeightDecaySchedule,
 )
 from megatron_parallel import HostCopy, all_reduce
@@ -125,6 +126,7 @@ class Trainer:
         iterations_to_skip: Numbers of steps, from 1, that only read their samples.
         averages: Averages of the parameters, which every update moves.
         evaluates_averages: Whether evaluations use the averages.
+        spikes: Decides on the device which finite steps are skipped.
         callbacks: Callbacks, called in this order.
     """
 
@@ -142,6 +144,7 @@ class Trainer:
         iterations_to_skip: Collection[int] = (),
         averages: ParameterAverages | None = None,
         evaluates_averages: bool = True,
+        spikes: SpikeDetector | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.engine = engine
@@ -154,6 +157,7 @@ class Trainer:
         self.check_for_nan = check_for_nan
         self._iterations_to_skip = frozenset(iterations_to_skip)
         self.averages = averages
+        self.spikes = spikes
         self.evaluates_averages = averages is not None and evaluates_averages
         self.callbacks = list(callbacks)
         self.iteration = 0
@@ -231,11 +235,21 @@ class Trainer:
         decay = self.weight_decay.at(consumed)
         losses = [sums[name] for name in sums if name not in self.task.metrics]
         halted = self._halting_loss()
-        result = self.optimizer.step(learning_rate, decay, decoupled, losses=[*losses, *halted])
+        result = self.optimizer.step(
+            learning_rate,
+            decay,
+            decoupled,
+            losses=[*losses, *halted],
+            veto=self._veto(sums, denominators),
+        )
+        if self.spikes is not None:
+            self.spikes.update(result.skipped)
         if self.averages is not None:
             self.averages.update(result.skipped)
-        # An overflow under a loss scale is no fault of the run.
-        faulty = result.skipped if result.overflow is None else result.skipped & ~result.overflow
+        # An overflow under a loss scale is no fault of the run, nor is a spike.
+        faulty = result.skipped
+        for excused in (result.overflow, result.vetoed):
+            faulty = faulty if excused is None else faulty & ~excused
         values = StepValues(
             sums,
             denominators,
@@ -307,6 +321,7 @@ class Trainer:
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
             "nan_steps": self._nan_steps,
+            **({} if self.spikes is None else {"spikes": self.spikes.state()}),
             "schedules": {name: asdict(getattr(self, name)) for name in _SCHEDULES},
             "callbacks": {c.name: c.state() for c in self.callbacks if c.name},
         }
@@ -321,6 +336,8 @@ class Trainer:
         self.consumed_samples = read_value(state, "consumed_samples", int)
         self._nan_steps = read_value(state, "nan_steps", int)
         kept = read_value(state, "callbacks", Mapping)  # type: ignore[type-abstract]
+        if self.spikes is not None and "spikes" in state:
+            self.spikes.load_state(read_value(state, "spikes", dict))
         for callback in self.callbacks:
             if callback.name in kept:
                 callback.load_state(kept[callback.name])
@@ -353,6 +370,16 @@ class Trainer:
         self.consumed_samples += totals.samples
         for callback in self.callbacks:
             callback.on_listed_step(self, totals)
+
+    def _veto(
+        self, sums: Mapping[str, Tensor], denominators: Mapping[str, Tensor]
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Returns a function of the norm that decides whether the step is a spike."""
+        spikes = self.spikes
+        if spikes is None:
+            return None
+        means = [sums[name] / denominators[name].clamp(min=1e-30) for name in self.task.losses]
+        return lambda norm: spikes.spiked(norm, means)
 
     def _all_stop(self) -> bool:
         """Returns whether any rank requests to stop, since a signal may reach only one of them.
@@ -399,10 +426,17 @@ class Trainer:
             read, scaler = step.values.read, self.optimizer.scaler
             if not read.finite and self.check_for_nan:
                 raise TrainError(self._not_finite(step, has_gradients))
-            overflow = read.finite and not read.updated
-            stuck = overflow and scaler is not None and read.loss_scale <= scaler.lowest
+            skipped = read.finite and not read.updated
+            stuck = skipped and (scaler is None or read.loss_scale <= scaler.lowest)
             self._nan_steps = 0 if read.finite and not stuck else self._nan_steps + 1
             if self._nan_steps >= MAX_NAN_STEPS:
+                if stuck and scaler is None:
+                    raise TrainError(
+                        f"{MAX_NAN_STEPS} steps up to step {step.iteration} were skipped as "
+                        f"spikes, the last with the gradient norm {read.grad_norm:.4g}; raise "
+                        "--skip-grad-norm, --skip-grad-norm-spike or --skip-loss-spike, or lower "
+                        "--lr"
+                    )
                 if stuck:
                     raise TrainError(
                         f"the gradient overflowed in {MAX_NAN_STEPS} steps up to step "

@@ -12,6 +12,7 @@ from megatron_optim import (
     LearningRateSchedule,
     LossScaleConfig,
     OptimizerConfig,
+    SpikeConfig,
     StateFormatConfig,
     WeightDecaySchedule,
 )
@@ -47,6 +48,7 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "loss_scale": ("loss scale of fp16", LossScaleConfig),
     "state_formats": ("formats of optimizer state", StateFormatConfig),
     "averages": ("averages of weights", AveragesConfig),
+    "spikes": ("steps skipped because of a spike", SpikeConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
     "layout": ("parallel layout", ParallelLayout),
     "placement": ("placement on the ranks", PlacementConfig),
@@ -126,6 +128,7 @@ class RunSections:
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     state_formats: StateFormatConfig = dataclasses.field(default_factory=StateFormatConfig)
     averages: AveragesConfig = dataclasses.field(default_factory=AveragesConfig)
+    spikes: SpikeConfig = dataclasses.field(default_factory=SpikeConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
     placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
