@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_optim import MuonSettings, OptimError, Optimizer, OptimizerConfig
+from megatron_optim import MuonSettings, OptimError, Optimizer, OptimizerConfig, WidthRatio
 from megatron_optim.muon import orthogonalized
 from megatron_parallel import (
     Mesh,
@@ -100,6 +100,21 @@ def test_muon_without_a_matrix_is_refused() -> None:
     with pytest.raises(OptimError) as caught:
         Optimizer(trainable, OptimizerConfig(optimizer="muon"))
     assert "none of the 2 parameters is one: 'gain' has shape (7,); use adam" in str(caught.value)
+
+
+def test_only_one_scale_mode_fits_every_width() -> None:
+    wide = {"tall": WidthRatio(4.0, 2.0)}
+    table = {"tall": Sharding((6, 4))}
+
+    def optimizer(mode: str) -> Optimizer:
+        parameters = {"tall": Parameter(torch.ones(6, 4))}
+        config = OptimizerConfig(optimizer="muon", settings=MuonSettings(scale_mode=mode))
+        return Optimizer(TrainableParameters(parameters, table, Mesh.single()), config, wide)
+
+    (group,) = optimizer("unit_rms_norm").groups
+    assert group.rates(0.3, None, 0.0) == (0.3, 0.0)
+    with pytest.raises(OptimError, match=r"^--muon-scale-mode spectral has no learning rates for"):
+        optimizer("spectral")
 
 
 def drawn(sharding: Sharding, seed: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Rules that need matrices or sums compute the same in every layout."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from megatron_parallel import (
     TrainableChunks,
     TrainableParameters,
 )
+from megatron_parallel.pipeline import BackwardPass
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -82,10 +83,15 @@ def drawn(name: str, seed: int) -> Tensor:
 
 
 def trained(
-    mesh: Mesh, data: DataParallelConfig, steps: int, rule: str = "muon", **settings: object
+    mesh: Mesh,
+    data: DataParallelConfig,
+    steps: int,
+    rule: str = "muon",
+    dtype: torch.dtype = torch.float64,
+    **settings: object,
 ) -> Boxes:
     """Trains on four samples a step; returns the boxes of weights and state."""
-    chunks = TrainableChunks([Weights(TABLE, mesh)], mesh, data)
+    chunks = TrainableChunks([Weights(TABLE, mesh).to(dtype)], mesh, data)
     own = SETTINGS[rule](**settings)
     config = OptimizerConfig(optimizer=rule, weight_decay=DECAY, clip_grad=0.0, settings=own)
     optimizer = Optimizer(chunks, config)
@@ -93,11 +99,8 @@ def trained(
     for _ in range(steps):
         samples = range(axis.index, 4, axis.size)
         for sample in samples:
-            if data.use_torch_fsdp2:
-                chunks._gradients.buffers[0].begin(last=sample == samples[-1])
-            else:
-                chunks.buffers[0].begin(last=sample == samples[-1])
-            chunks.modules[0](sample).backward()
+            with chunks.around_backward(BackwardPass(0, sample, last=sample == samples[-1])):
+                chunks.modules[0](sample).backward()
         chunks.finish()
         optimizer.step(LR)
         chunks.zero()
@@ -108,9 +111,7 @@ def trained(
     }
 
 
-def whole_tensors(
-    ranks: list[dict[str, list[tuple[Tensor, tuple[int, ...]]]]],
-) -> dict[str, Tensor]:
+def whole_tensors(ranks: Sequence[Boxes]) -> dict[str, Tensor]:
     """Returns global tensors from the boxes of all ranks."""
     found: dict[str, Tensor] = {}
     for rank in ranks:
@@ -201,6 +202,23 @@ ADAFACTOR = {
 def test_muon_equals_one_rank(worker_pool: WorkerPool, name: str) -> None:
     layout, data, mode = LAYOUTS[name]
     check_equal(worker_pool, layout, data, "muon", tp_mode=mode)
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2", "ep2 etp1", "fsdp4"])
+def test_a_single_update_in_fp32_is_close_to_one_rank(worker_pool: WorkerPool, name: str) -> None:
+    layout, data, mode = LAYOUTS[name]
+    single = torch.float32
+    whole = whole_tensors([trained(Mesh.single(), DataParallelConfig(), 1, dtype=single)])
+    found = whole_tensors(
+        worker_pool.run_mesh(
+            layout, lambda mesh: trained(mesh, data, 1, dtype=single, tp_mode=mode)
+        )
+    )
+    for tensor, sharding in TABLE.items():
+        if sharding.hidden_matrix:
+            start = drawn(tensor, 0).float() * (1 - LR * DECAY)
+            update = whole[tensor] - start
+            assert (found[tensor] - whole[tensor]).norm() <= 1e-4 * update.norm(), tensor
 
 
 @pytest.mark.parametrize("name", ADAFACTOR)
