@@ -72,9 +72,10 @@ class Weights(nn.Module):
 
     def samples_of(self, sharding: Sharding, sample: int) -> list[int]:
         """Returns the samples whose tokens reach a weight: experts see those of all ep ranks."""
-        if not sharding.experts or self.mesh.layout.tp > 1:
+        if not sharding.experts:
             return [sample]
-        return [sample + rank - self.mesh.rank for rank in self.mesh.axis("ep").ranks]
+        tp, own = self.mesh.layout.tp, self.mesh.rank
+        return sorted({sample + rank // tp - own // tp for rank in self.mesh.axis("ep").ranks})
 
 
 def drawn(name: str, seed: int) -> Tensor:
@@ -180,6 +181,7 @@ LAYOUTS = {
     "tp2 duplicated": (ParallelLayout(tp=2, dp=1), DataParallelConfig(), "duplicated"),
     "tp4 ep4": (ParallelLayout(tp=4, dp=1, ep=4, etp=1), DataParallelConfig(), "distributed"),
     "tp2 dp2": (ParallelLayout(tp=2, dp=2), SHARDED, "distributed"),
+    "ep2 etp2": (ParallelLayout(tp=2, dp=2, ep=2, etp=2), SHARDED, "distributed"),
     "ep2 etp1": (ParallelLayout(tp=2, dp=1, ep=2, etp=1), SHARDED, "distributed"),
     "fsdp4": (ParallelLayout(dp=4), FULLY_SHARDED, "distributed"),
     "tp2 fsdp2": (ParallelLayout(tp=2, dp=2), FULLY_SHARDED, "distributed"),
@@ -191,7 +193,7 @@ ADAFACTOR = {
     "dp4": (ParallelLayout(dp=4), FLAT),
     "tp2 dp2": (ParallelLayout(tp=2, dp=2), FLAT),
     "tp4 ep4": (ParallelLayout(tp=4, dp=1, ep=4, etp=1), DataParallelConfig()),
-    "tp2 etp2": (ParallelLayout(tp=2, dp=2, etp=2), FLAT),
+    "ep2 etp2": (ParallelLayout(tp=2, dp=2, ep=2, etp=2), FLAT),
     "fsdp4": (ParallelLayout(dp=4), FULLY_SHARDED),
     "tp2 fsdp2": (ParallelLayout(tp=2, dp=2), FULLY_SHARDED),
     "ep2 fsdp4": (ParallelLayout(dp=4, ep=2), FULLY_SHARDED),

@@ -104,10 +104,9 @@ class Sums:
         axes: dict[str, Axis | None] = {}
         for name in self.names:
             cut = self.table[name]
-            summed = {cut.dim, cut.spill_dim} & {*summed_dims(cut, over)}
-            if cut.spill_dim is not None and cut.ranks_per_entry(self.mesh) == 1:
-                summed -= {cut.spill_dim}
-            axes[name] = self.mesh.axis(cut.axis) if cut.axis is not None and summed else None
+            # Ranks that share an entry of `dim` cut `spill_dim`, which is a dim of rows as well.
+            summed = cut.axis is not None and cut.dim in summed_dims(cut, over)
+            axes[name] = self.mesh.axis(cut.axis) if cut.axis and summed else None
         self._reduce(sums, axes)
         return dict(sums)
 
