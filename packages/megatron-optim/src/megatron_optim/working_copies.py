@@ -12,14 +12,18 @@ from torch import Tensor
 
 from megatron_optim.mixed_precision import update_dtype
 from megatron_optim.param_groups import ParameterGroup
-from megatron_optim.state_format_config import BLOCK, StateFormatConfig
+from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.stored import Part, Rounded, Scaled, Stored
 from megatron_optim.update_rule import StateTensor
 
 Values = Tensor | Stored
 
-PIECE = 2**24 // BLOCK * BLOCK
-"""The largest number of elements that are copied at once, except for whole matrices."""
+PIECE = 2**24
+PIECE_ON_CPU = 2**20
+"""The largest number of elements that are copied at once, except for whole matrices.
+
+They are multiples of `BLOCK`. On a CPU the copies fit into its caches.
+"""
 
 Operands = tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]
 """The parameters, gradients and state of one call of a rule."""
@@ -55,7 +59,7 @@ def operands(
     mains: Mapping[str, Values],
     gradients: Mapping[str, Tensor],
     state: Mapping[str, Mapping[str, Values]],
-    piece: int = PIECE,
+    piece: int | None = None,
 ) -> Iterator[Operands]:
     """Yields the operands of each call of a group's rule; stores the results after the call.
 
@@ -67,7 +71,8 @@ def operands(
         mains: The main parameters by name.
         gradients: The gradients by name.
         state: The state by name of the state tensor and of the parameter.
-        piece: The largest number of elements in a call.
+        piece: The largest number of elements in a call, a multiple of `BLOCK`. Defaults to `PIECE`,
+            or `PIECE_ON_CPU`.
     """
     names = [kept.name for kept in group.rule.state]
     plain = not any(
@@ -81,7 +86,8 @@ def operands(
     if plain or group.rule.needs != "elements":
         calls = iter([whole])
     else:
-        calls = _calls(group, mains, gradients, piece)
+        on_cpu = gradients[group.names[0]].device.type == "cpu"
+        calls = _calls(group, mains, gradients, piece or (PIECE_ON_CPU if on_cpu else PIECE))
     for ranges in calls:
         parameters = _load(mains, ranges, group)
         kept = {each: _load(state[each], ranges, group) for each in names}

@@ -81,8 +81,9 @@ class MegatronFlag:
         wrong = [value for value in values if self.choices and value not in self.choices]
         if not wrong:
             return ""
+        why = f": {self.reason}" if self.reason else ""
         return (
-            f"{self.flag} {wrong[0]} is not supported: {self.reason}; give "
+            f"{self.flag} {wrong[0]} is not supported{why}; give "
             f"{' or '.join(self.choices)}, or leave it out"
         )
 
