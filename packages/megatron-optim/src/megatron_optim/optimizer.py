@@ -85,14 +85,14 @@ class Optimizer:
         self._trainable = trainable
         # The numbers of updates and of skipped steps, counted where the decision is made.
         self._counts = torch.zeros(2, dtype=torch.int64, device=trainable.mesh.device)
-        self._calls = 0  # of `step`, known to the host
         main_class = ShardedMainParameters if trainable.shards else MainParameters
         self._main = main_class(trainable, formats, seed)
-        tensors = self._main.tensors
         rules = build_rules(config)
         self.state_names = names_of_state(rules)
         ratios = {name: WidthRatio(*sizes) for name, sizes in (widths or {}).items()}
-        self._groups = build_parameter_groups(tensors, trainable, *rules, config.name_rules, ratios)
+        self._groups = build_parameter_groups(
+            self._main.tensors, trainable, *rules, config.name_rules, ratios
+        )
         self._host_decides = host_decides(trainable.mesh.device, self._groups)
         # Allocated here, so that a checkpoint can be loaded before the first step.
         self._state = OptimizerState(self._groups, self._main, formats)
@@ -124,8 +124,7 @@ class Optimizer:
                 finite, equally on every rank. Defaults to None, with which no such step is skipped.
         """
         self._state.forget_copies()
-        self._calls += 1
-        self._main.step = self._calls
+        self._main.step += 1
         gradients = self.gradients()
         table, mesh = self._trainable.table, self._trainable.mesh
         terms, sharded = self._main.norm_terms(gradients)
@@ -253,7 +252,7 @@ class Optimizer:
             raise OptimError(f"the optimizer state in the checkpoint lacks {sorted(missing)}")
         counts = [int(scalars["steps"]), int(scalars["skipped_steps"])]
         self._counts.copy_(torch.tensor(counts))
-        self._calls = sum(counts)
+        self._main.step = sum(counts)
         self._state.store_copies()
         if self.scaler is not None:
             self.scaler.load_scalars(scalars)

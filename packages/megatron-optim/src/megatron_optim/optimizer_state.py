@@ -58,6 +58,9 @@ class OptimizerState:
         """Returns the tensors of state and main parameters as they are stored."""
         values: list[Values] = [*self._main.copies.values(), *self._main.stored.values()]
         values += [value for each in self.values.values() for value in each.values()]
+        values += [
+            v.tensor for g in self._groups for views in g.rule.views().values() for v in views
+        ]
         parts = (v.tensors if isinstance(v, Stored) else (v,) for v in values)
         return [tensor for part in parts for tensor in part]
 

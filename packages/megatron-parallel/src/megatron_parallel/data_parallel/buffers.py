@@ -182,10 +182,7 @@ class GradientBuffers:
         return {name: found[name] for name in self._names if name in found}
 
     def shard_gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """Returns this rank's shards of the gradients, whether or not it holds whole ones.
-
-        The shards of all ranks of the data axis cover every gradient once.
-        """
+        """Returns this rank's shards of the gradients, whether or not it holds whole ones."""
         return {n: g for bucket in self.buckets for n, g in bucket.shard_gradients().items()}
 
     def nonfinite_gradients(self) -> list[NonFiniteGradient]:
