@@ -71,13 +71,18 @@ def gradient_norm(
 def sum_of_squares(tensors: Iterable[Float[Tensor, "..."]]) -> Float64[Tensor, ""]:
     """Returns the sum of the squares of all elements, a float64 scalar on the tensors' device."""
     norms: list[Tensor] = []
+    short: list[Tensor] = []
     for tensor in tensors:
+        whole = tensor.numel() // ROW * ROW
+        if not whole:
+            short.append(tensor)
+            continue
         flat = tensor.reshape(-1)
-        whole = flat.numel() // ROW * ROW
-        if whole:
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
-        if whole < flat.numel():
-            norms.append(torch.linalg.vector_norm(flat[whole:]).view(1))
+        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
+        if whole < tensor.numel():
+            short.append(flat[whole:])
+    if short := [tensor for tensor in short if tensor.numel()]:
+        norms.append(torch.stack(torch._foreach_norm(short)))
     return torch.cat(norms).double().square().sum()
 
 

@@ -104,9 +104,9 @@ class MainParameters:
         gradients = {}
         for name, main in self.tensors.items():
             gradient, dtype = available[name], update_dtype(main)
-            gradients[name] = (
-                torch.zeros_like(main, dtype=dtype) if gradient is None else gradient.to(dtype)
-            )
+            if gradient is None:
+                gradient = torch.zeros_like(main, dtype=dtype)
+            gradients[name] = gradient if gradient.dtype == dtype else gradient.to(dtype)
         return gradients
 
     def _store(self, name: str, parameter: Tensor) -> MainStored:
