@@ -106,3 +106,14 @@ def test_overflows_end_the_run_only_if_the_scale_cannot_fall(scaled):
     trainer, _ = scaled(LossScaleConfig(loss_scale=64.0), range(100), train_iters=100)
     with pytest.raises(TrainError, match="up to step 10, although the loss scale was 64"):
         trainer.run()
+
+
+@pytest.mark.parametrize("config", [LossScaleConfig(), LossScaleConfig(loss_scale=64.0)], ids=str)
+def test_spikes_under_a_scale_are_no_overflows(scaled, config):
+    trainer, reports = scaled(config, train_iters=100)
+    trainer._veto = lambda *_: lambda norm: norm > 0
+    with pytest.raises(TrainError, match="10 steps up to step 10 were skipped as spikes, the last"):
+        trainer.run()
+    assert len(reports) == 9 and {report.loss_scale for report in reports} == {
+        config.loss_scale or config.initial_loss_scale
+    }

@@ -427,10 +427,11 @@ class Trainer:
             if not read.finite and self.check_for_nan:
                 raise TrainError(self._not_finite(step, has_gradients))
             skipped = read.finite and not read.updated
-            stuck = skipped and (scaler is None or read.loss_scale <= scaler.lowest)
+            spike = skipped and math.isfinite(read.grad_norm)  # otherwise the gradient overflowed
+            stuck = spike or (skipped and scaler is not None and read.loss_scale <= scaler.lowest)
             self._nan_steps = 0 if read.finite and not stuck else self._nan_steps + 1
             if self._nan_steps >= MAX_NAN_STEPS:
-                if stuck and scaler is None:
+                if spike:
                     raise TrainError(
                         f"{MAX_NAN_STEPS} steps up to step {step.iteration} were skipped as "
                         f"spikes, the last with the gradient norm {read.grad_norm:.4g}; raise "
