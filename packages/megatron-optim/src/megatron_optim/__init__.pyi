@@ -26,6 +26,9 @@ from .schedule import WeightDecaySchedule as WeightDecaySchedule
 from .spike_config import SpikeConfig as SpikeConfig
 from .spikes import SpikeDetector as SpikeDetector
 from .state_format_config import StateFormatConfig as StateFormatConfig
+from .statistics import count_zeros as count_zeros
+from .statistics import gradient_norms as gradient_norms
+from .statistics import parameter_norms as parameter_norms
 from .sums import Sums as Sums
 from .update_rule import MAIN_SUFFIX as MAIN_SUFFIX
 from .update_rule import StateTensor as StateTensor

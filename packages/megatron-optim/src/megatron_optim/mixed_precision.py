@@ -70,6 +70,11 @@ class MainParameters:
                 )
 
     @property
+    def trainable(self) -> Trainable:
+        """The parameters, their sharding and their gradients."""
+        return self._trainable
+
+    @property
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters that this rank updates, or its shards of them, by name."""
         return self._parameters

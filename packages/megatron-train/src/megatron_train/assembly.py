@@ -22,6 +22,7 @@ from megatron_train.config.run import RunConfig, named_by_flags
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.products import products_of, vocabulary_loss_of
+from megatron_train.statistics import Statistics
 from megatron_train.tasks.kinds import TaskKind
 from megatron_train.tokenizer import TokenizerCache
 from megatron_train.trainer import Trainer
@@ -107,11 +108,21 @@ def build_trainer(
             config.state_formats,
             training.seed,
         )
-    decay = config.averages.ema_decay
+    decay, logging = config.averages.ema_decay, config.logging
+    statistics = None
+    if logging.measures:
+        statistics = Statistics(
+            config.model.parameters(),
+            logging.log_interval,
+            num_zeros=logging.log_num_zeros_in_grad,
+            params_norm=logging.log_params_norm,
+            layer_norms=logging.log_layer_norms,
+        )
     return Trainer(
         engine=engine,
         optimizer=built_optimizer,
         averages=None if decay is None else ParameterAverages(built_optimizer, decay),
+        statistics=statistics,
         spikes=SpikeDetector(config.spikes, mesh.device) if config.spikes.skips else None,
         evaluates_averages=config.averages.ema_evaluate == "average",
         learning_rate=config.learning_rate_schedule(),

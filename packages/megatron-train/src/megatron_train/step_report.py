@@ -24,6 +24,7 @@ class _Read(NamedTuple):
     denominators: Mapping[str, float]
     counts: Mapping[str, Sequence[float]]
     loss_scale: float
+    statistics: Mapping[str, float]
 
 
 class StepValues:
@@ -38,6 +39,7 @@ class StepValues:
         counts: What layers counted over the global batch, by name (`CountingTask`).
         device: Device of the tensors among them.
         loss_scale: Loss scale of the step; None without one.
+        statistics: Scalars about gradients and parameters by name; in some steps only.
     """
 
     def __init__(
@@ -50,13 +52,15 @@ class StepValues:
         counts: Mapping[str, Tensor] | None = None,
         device: torch.device = HOST,
         loss_scale: float | Tensor | None = None,
+        statistics: Mapping[str, Tensor] | None = None,
     ) -> None:
-        counts = counts or {}
-        self._names = tuple(sums), tuple(denominators)
+        counts, statistics = counts or {}, statistics or {}
+        self._names = tuple(sums), tuple(denominators), tuple(statistics)
         self._lengths = {name: len(values) for name, values in counts.items()}
         self._scaled = loss_scale is not None
         scale = () if loss_scale is None else (loss_scale,)
         scalars = (grad_norm, updated, finite, *scale, *sums.values(), *denominators.values())
+        scalars += (*statistics.values(),)
         self._copy = HostCopy(torch.cat([pack(scalars, device), *counts.values()]))
 
     @property
@@ -70,9 +74,12 @@ class StepValues:
         norm, updated, finite, *rest = self._copy.read().tolist()
         following = iter(rest)
         scale = next(following) if self._scaled else 1.0
-        sums, denominators = (dict(zip(each, following, strict=False)) for each in self._names)
+        named = (dict(zip(each, following, strict=False)) for each in self._names)
+        sums, denominators, statistics = named
         counts = {name: list(islice(following, size)) for name, size in self._lengths.items()}
-        return _Read(norm, bool(updated), bool(finite), sums, denominators, counts, scale)
+        return _Read(
+            norm, bool(updated), bool(finite), sums, denominators, counts, scale, statistics
+        )
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,11 @@ class StepReport:
     def loss_scale(self) -> float:
         """Loss scale of the step; 1 without one."""
         return self.values.read.loss_scale
+
+    @property
+    def statistics(self) -> Mapping[str, float]:
+        """Numbers about gradients and parameters by name; none in most steps."""
+        return self.values.read.statistics
 
     @property
     def counts(self) -> Mapping[str, Sequence[float]]:

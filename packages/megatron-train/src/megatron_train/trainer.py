@@ -32,6 +32,7 @@ from torch import Tensor
 from megatron_train.engine import BatchTotals, StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.saved_values import read_value, short_repr
+from megatron_train.statistics import Statistics
 from megatron_train.step_report import StepReport, StepValues
 from megatron_train.tasks.task import MicroBatch, Task, reported_values, unusable_layers
 from megatron_train.transfer import pack
@@ -127,6 +128,7 @@ class Trainer:
         averages: Averages of the parameters, which every update moves.
         evaluates_averages: Whether evaluations use the averages.
         spikes: Decides on the device which finite steps are skipped.
+        statistics: Measures gradients and parameters of some steps.
         callbacks: Callbacks, called in this order.
     """
 
@@ -145,6 +147,7 @@ class Trainer:
         averages: ParameterAverages | None = None,
         evaluates_averages: bool = True,
         spikes: SpikeDetector | None = None,
+        statistics: Statistics | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.engine = engine
@@ -157,7 +160,7 @@ class Trainer:
         self.check_for_nan = check_for_nan
         self._iterations_to_skip = frozenset(iterations_to_skip)
         self.averages = averages
-        self.spikes = spikes
+        self.spikes, self.statistics = spikes, statistics
         self.evaluates_averages = averages is not None and evaluates_averages
         self.callbacks = list(callbacks)
         self.iteration = 0
@@ -235,6 +238,9 @@ class Trainer:
         decay = self.weight_decay.at(consumed)
         losses = [sums[name] for name in sums if name not in self.task.metrics]
         halted = self._halting_loss()
+        measured, number = dict[str, Tensor](), self.iteration + 1
+        if self.statistics is not None:
+            measured |= self.statistics.before(self.optimizer, number)
         result = self.optimizer.step(
             learning_rate,
             decay,
@@ -242,6 +248,8 @@ class Trainer:
             losses=[*losses, *halted],
             veto=self._veto(sums, denominators),
         )
+        if self.statistics is not None:
+            measured |= self.statistics.after(self.optimizer, number)
         if self.spikes is not None:
             self.spikes.update(result.skipped)
         if self.averages is not None:
@@ -259,6 +267,7 @@ class Trainer:
             counts=self.engine.counts,
             device=self.engine.mesh.device,
             loss_scale=result.loss_scale,
+            statistics=measured,
         )
         self._unread.append(_UnreadStep(self.iteration + 1, values, batches, denominators))
         if halted:

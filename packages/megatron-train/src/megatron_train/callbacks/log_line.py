@@ -12,6 +12,7 @@ from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import TrainingLine
 from megatron_train.metrics.peak import Peak
 from megatron_train.saved_values import read_value, short_repr
+from megatron_train.statistics import NUM_ZEROS, PARAMS_NORM
 from megatron_train.step_report import UnreadReports
 from megatron_train.tasks.task import Task, reported_values, worst_layers
 from megatron_train.trainer import Callback
@@ -143,6 +144,8 @@ class LogLine(Callback):
             teraflops=rate / 1e12 if self._throughput else None,
             mfu=rate / self._peak.flops_per_second if self._peak else None,
             loss_scale=report.loss_scale,
+            num_zeros=report.statistics.get(NUM_ZEROS),
+            params_norm=report.statistics.get(PARAMS_NORM),
             worst_layers=worst_layers(trainer.task, done.counts),
         )
 

@@ -69,6 +69,7 @@ class Recorder(Callback):
                     **({} if report.loss_scale == 1.0 else {"loss_scale": report.loss_scale}),
                     "seconds": report.seconds,
                     "tokens": report.tokens,
+                    **_finite(report.statistics),
                     **_finite(layer_values(report.task, report.counts)),
                 }
             )

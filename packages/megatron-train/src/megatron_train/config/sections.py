@@ -269,6 +269,13 @@ class LoggingConfig:
 
     log_interval: int = setting(100, "steps between log lines", unit="steps")
     log_throughput: bool = setting(False, "add throughput per GPU (TFLOP/s/GPU) to the log line")
+    log_num_zeros_in_grad: bool = setting(False, "add the zeros in the gradient to the log line")
+    log_params_norm: bool = setting(False, "add the norm of all parameters to the log line")
+    log_layer_norms: bool = setting(
+        False,
+        "record norms of gradient and parameters of each layer at every log line, in metrics.jsonl "
+        "(our name)",
+    )
     moe_per_layer_logging: bool = setting(
         False,
         "report load, router entropy and dropped share of each layer with experts: the worst layer "
@@ -279,3 +286,8 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "log_interval")
+
+    @property
+    def measures(self) -> bool:
+        """Whether gradients or parameters are measured for log lines."""
+        return self.log_num_zeros_in_grad or self.log_params_norm or self.log_layer_norms

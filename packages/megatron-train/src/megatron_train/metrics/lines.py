@@ -35,6 +35,8 @@ class TrainingLine:
     teraflops: float | None = None
     mfu: float | None = None
     loss_scale: float = 1.0
+    num_zeros: float | None = None
+    params_norm: float | None = None
     worst_layers: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     def render(self, now: datetime) -> str:
@@ -52,6 +54,8 @@ class TrainingLine:
         fields += [
             f"loss scale: {self.loss_scale:.1f}",
             f"grad norm: {self.grad_norm:.3f}",
+            *([] if self.num_zeros is None else [f"num zeros: {self.num_zeros:.1f}"]),
+            *([] if self.params_norm is None else [f"params norm: {self.params_norm:.3f}"]),
             f"number of skipped iterations: {self.skipped:3d}",
             f"number of nan iterations: {self.nan:3d}",
             f"tokens/s: {self.tokens_per_second:.1f}",
