@@ -1,6 +1,7 @@
 """Callbacks that record and show a run: metrics file, loss plot, TensorBoard, progress bar."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,6 @@ class ProgressBar(Callback):
         self._console.stop_bar()
 
 
-def _finite(values: dict[str, float]) -> dict[str, float | None]:
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
     """Replaces NaN and infinities, which JSON cannot hold, by None."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -1,0 +1,83 @@
+"""Zeros and norms of a run against those of its checkpoints, and equal in every layout."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from megatron_ckpt import Checkpoint
+from megatron_train import read_records
+from megatron_train.statistics import part_of
+
+RUN = (
+    "pretrain gpt --mock-data --tokenizer-type NullTokenizer --vocab-size 101 --split 9,1,0 "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --lr 1e-2 "
+    "--micro-batch-size 1 --global-batch-size 4 --lr-decay-style constant --log-interval 2 "
+    "--train-iters 2 --eval-iters 0 --device cpu --no-progress --float64 --log-layer-norms "
+    "--log-params-norm --log-num-zeros-in-grad"
+)
+LAYOUTS = {
+    "tp2, distributed": "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    "dp2, distributed": "--nproc-per-node 2 --use-distributed-optimizer",
+    "pp2": "--nproc-per-node 2 --pipeline-model-parallel-size 2",
+}
+
+
+def train(folder, *options):
+    """Returns the records of the two steps and the output."""
+    line = [sys.executable, "-W", "ignore", "-m", "megatron_train", *RUN.split(), *options]
+    done = subprocess.run(
+        [*line, "--save", os.fspath(folder)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_records(folder / "metrics.jsonl").train, done.stdout
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    return folder, *train(folder)
+
+
+def measured(record):
+    return {n: v for n, v in record.items() if " of " in n or n in ("num zeros", "params norm")}
+
+
+def test_norms_of_layers_are_those_of_the_saved_weights_and_add_up(one_rank):
+    folder, (first, second), output = one_rank
+    assert measured(first) == {}
+    checkpoint = Checkpoint(folder / "iter_0000002")
+    squares, whole = {}, 0.0
+    for name, record in checkpoint.tensors.items():
+        if record.group == "model":
+            square = checkpoint.read_tensor(name).square().sum().item()
+            whole += square
+            squares[part_of(name)] = squares.get(part_of(name), 0.0) + square
+    assert {"layers.0", "layers.1"} < squares.keys()
+    found = measured(second)
+    for part, square in squares.items():
+        assert found[f"params norm of {part}"] == pytest.approx(square**0.5, rel=1e-12)
+    assert found["params norm"] == pytest.approx(whole**0.5, rel=1e-12)
+    gradient = sum(found[f"grad norm of {part}"] ** 2 for part in squares)
+    assert second["grad_norm"] == pytest.approx(gradient**0.5, rel=1e-12)
+    assert f"params norm: {whole**0.5:.3f} |" in output
+    assert f"num zeros: {found['num zeros']:.1f} |" in output
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_measures_the_same(one_rank, layout, tmp_path):
+    wanted = measured(one_rank[1][1])
+    found = measured(train(tmp_path, *LAYOUTS[layout].split())[0][1])
+    assert found.keys() == wanted.keys()
+    torch.testing.assert_close(
+        torch.tensor([found[name] for name in wanted], dtype=torch.float64),
+        torch.tensor([*wanted.values()], dtype=torch.float64),
+        rtol=1e-9,
+        atol=0,
+    )
