@@ -1,16 +1,13 @@
 """Settings of averages of parameters. This module does not import torch."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_optim.errors import OptimError
+from megatron_optim.fields import flag
 
 EvaluatedWeights = Literal["average", "trained"]
 EVALUATED_WEIGHTS: tuple[EvaluatedWeights, ...] = ("average", "trained")
-
-
-def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
-    return {"flag": flag, "help": help_text, **metadata}
 
 
 @dataclass(frozen=True)
@@ -23,14 +20,14 @@ class AveragesConfig:
 
     ema_decay: float | None = field(
         default=None,
-        metadata=_flag(
+        metadata=flag(
             "--ema-decay",
             "keep an exponential moving average of the weights with this decay; unset: none",
         ),
     )
     ema_evaluate: EvaluatedWeights = field(
         default="average",
-        metadata=_flag(
+        metadata=flag(
             "--ema-evaluate",
             "weights that evaluations use, with --ema-decay",
             choices=EVALUATED_WEIGHTS,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_optim.errors import OptimError
+from megatron_optim.fields import flag
 from megatron_optim.name_rules import NameRules
 from megatron_optim.rule_registry import RULES
 from megatron_optim.schedule import (
@@ -20,10 +21,6 @@ from megatron_optim.schedule import (
 )
 
 
-def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
-    return {"flag": flag, "help": help_text, **metadata}
-
-
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The update rule, gradient clipping, and the shape of the schedules.
@@ -34,29 +31,29 @@ class OptimizerConfig:
 
     optimizer: str = field(
         default="adam",
-        metadata=_flag(
+        metadata=flag(
             "--optimizer",
             "update rule: adam (AdamW), muon, lion, adafactor, sgd, or one of another distribution",
         ),
     )
     lr: float = field(
         default=1e-3,
-        metadata=_flag("--lr", "highest learning rate, reached at the end of the warm-up"),
+        metadata=flag("--lr", "highest learning rate, reached at the end of the warm-up"),
     )
     min_lr: float = field(
         default=0.0,
-        metadata=_flag("--min-lr", "learning rate at the end of the decay and afterwards"),
+        metadata=flag("--min-lr", "learning rate at the end of the decay and afterwards"),
     )
     decoupled_lr: float | None = field(
         default=None,
-        metadata=_flag(
+        metadata=flag(
             "--decoupled-lr",
             "highest learning rate of the token embedding and the output matrix; unset: lr",
         ),
     )
     decoupled_min_lr: float | None = field(
         default=None,
-        metadata=_flag(
+        metadata=flag(
             "--decoupled-min-lr",
             "learning rate of the token embedding and the output matrix at the end of the decay; "
             "unset: min_lr",
@@ -64,41 +61,41 @@ class OptimizerConfig:
     )
     lr_warmup_init: float = field(
         default=0.0,
-        metadata=_flag("--lr-warmup-init", "learning rate at the start of the warm-up"),
+        metadata=flag("--lr-warmup-init", "learning rate at the start of the warm-up"),
     )
     lr_decay_style: DecayStyle = field(
         default="linear",
-        metadata=_flag(
+        metadata=flag(
             "--lr-decay-style", "shape of the decay after the warm-up", choices=DECAY_STYLES
         ),
     )
     lr_wsd_decay_style: AnnealStyle = field(
         default="exponential",
-        metadata=_flag(
+        metadata=flag(
             "--lr-wsd-decay-style", "shape of the decay phase of style WSD", choices=ANNEAL_STYLES
         ),
     )
     lr_decay_power: float = field(
         default=1.0,
-        metadata=_flag(
+        metadata=flag(
             "--lr-decay-power", "exponent of the style polynomial; 1 is linear (our name)"
         ),
     )
     weight_decay: float = field(
         default=0.01,
-        metadata=_flag("--weight-decay", "decoupled weight decay of matrices and embeddings"),
+        metadata=flag("--weight-decay", "decoupled weight decay of matrices and embeddings"),
     )
     start_weight_decay: float | None = field(
         default=None,
-        metadata=_flag("--start-weight-decay", "initial weight decay; unset: weight_decay"),
+        metadata=flag("--start-weight-decay", "initial weight decay; unset: weight_decay"),
     )
     end_weight_decay: float | None = field(
         default=None,
-        metadata=_flag("--end-weight-decay", "final weight decay; unset: weight_decay"),
+        metadata=flag("--end-weight-decay", "final weight decay; unset: weight_decay"),
     )
     weight_decay_incr_style: IncreaseStyle = field(
         default="constant",
-        metadata=_flag(
+        metadata=flag(
             "--weight-decay-incr-style",
             "shape of the schedule from the initial to the final weight decay",
             choices=INCREASE_STYLES,
@@ -106,23 +103,23 @@ class OptimizerConfig:
     )
     adam_beta1: float = field(
         default=0.9,
-        metadata=_flag("--adam-beta1", "decay rate of the running mean of the gradient"),
+        metadata=flag("--adam-beta1", "decay rate of the running mean of the gradient"),
     )
     adam_beta2: float = field(
         default=0.999,
-        metadata=_flag("--adam-beta2", "decay rate of the running mean of the squared gradient"),
+        metadata=flag("--adam-beta2", "decay rate of the running mean of the squared gradient"),
     )
     adam_eps: float = field(
         default=1e-8,
-        metadata=_flag("--adam-eps", "term added to the denominator of the update"),
+        metadata=flag("--adam-eps", "term added to the denominator of the update"),
     )
     sgd_momentum: float = field(
         default=0.9,
-        metadata=_flag("--sgd-momentum", "momentum of SGD"),
+        metadata=flag("--sgd-momentum", "momentum of SGD"),
     )
     lr_mult: tuple[str, ...] | None = field(
         default=None,
-        metadata=_flag(
+        metadata=flag(
             "--lr-mult",
             "factors of the learning rate by pattern of parameter names, such as "
             "'embedding.*=0.1' '*.bias=2'; the last pattern that matches applies (our name)",
@@ -130,7 +127,7 @@ class OptimizerConfig:
     )
     weight_decay_mult: tuple[str, ...] | None = field(
         default=None,
-        metadata=_flag(
+        metadata=flag(
             "--weight-decay-mult",
             "factors of the weight decay by pattern of parameter names, such as 'output.*=0'; they "
             "replace 1 for matrices and 0 for biases and norms (our name)",
@@ -138,20 +135,20 @@ class OptimizerConfig:
     )
     apply_wd_to_qk_layernorm: bool = field(
         default=False,
-        metadata=_flag(
+        metadata=flag(
             "--apply-wd-to-qk-layernorm", "apply weight decay to the norms of queries and keys"
         ),
     )
     embedding_weight_decay: bool = field(
         default=True,
-        metadata=_flag(
+        metadata=flag(
             "--no-embedding-weight-decay",
             "apply no weight decay to token and position embeddings (our name)",
         ),
     )
     clip_grad: float = field(
         default=1.0,
-        metadata=_flag("--clip-grad", "largest global gradient norm; 0 disables clipping"),
+        metadata=flag("--clip-grad", "largest global gradient norm; 0 disables clipping"),
     )
 
     settings: Any = field(

@@ -1,13 +1,9 @@
 """Settings of the loss scale, with Megatron-LM's names. This module does not import torch."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_optim.errors import OptimError
-
-
-def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
-    return {"flag": flag, "help": help_text, **metadata}
+from megatron_optim.fields import flag
 
 
 @dataclass(frozen=True)
@@ -22,21 +18,21 @@ class LossScaleConfig:
 
     loss_scale: float | None = field(
         default=None,
-        metadata=_flag(
+        metadata=flag(
             "--loss-scale", "constant loss scale of fp16, a power of two; unset: dynamic"
         ),
     )
     initial_loss_scale: float = field(
         default=2.0**32,
-        metadata=_flag("--initial-loss-scale", "dynamic loss scale of the first step"),
+        metadata=flag("--initial-loss-scale", "dynamic loss scale of the first step"),
     )
     min_loss_scale: float = field(
         default=1.0,
-        metadata=_flag("--min-loss-scale", "lowest dynamic loss scale"),
+        metadata=flag("--min-loss-scale", "lowest dynamic loss scale"),
     )
     loss_scale_window: int = field(
         default=1000,
-        metadata=_flag(
+        metadata=flag(
             "--loss-scale-window",
             "steps without overflow after which the dynamic loss scale doubles",
             unit="steps",
@@ -44,7 +40,7 @@ class LossScaleConfig:
     )
     hysteresis: int = field(
         default=2,
-        metadata=_flag(
+        metadata=flag(
             "--hysteresis",
             "overflows since the last doubling from which on each overflow halves the loss scale",
             unit="steps",

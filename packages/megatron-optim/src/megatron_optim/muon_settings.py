@@ -1,9 +1,10 @@
 """Settings of Muon, with the names of Megatron-LM. This module does not import torch."""
 
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from megatron_optim.errors import OptimError
+from megatron_optim.fields import flag
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling", "match_rms_adamw"]
 SCALE_MODES: tuple[str, ...] = get_args(ScaleMode)
@@ -33,30 +34,26 @@ _POLAR_EXPRESS: Final = (
 )
 
 
-def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
-    return {"flag": flag, "help": help_text, **metadata}
-
-
 @dataclass(frozen=True)
 class MuonSettings:
     """Settings of `megatron_optim.muon.Muon`."""
 
     momentum: float = field(
         default=0.95,
-        metadata=_flag("--muon-momentum", "decay rate of the running mean of the gradient"),
+        metadata=flag("--muon-momentum", "decay rate of the running mean of the gradient"),
     )
     nesterov: bool = field(
         default=False,
-        metadata=_flag(
+        metadata=flag(
             "--muon-nesterov", "orthogonalize the mean of gradient and running mean (Nesterov)"
         ),
     )
     num_ns_steps: int = field(
-        default=5, metadata=_flag("--muon-num-ns-steps", "number of Newton-Schulz iterations")
+        default=5, metadata=flag("--muon-num-ns-steps", "number of Newton-Schulz iterations")
     )
     coefficient_type: CoefficientType = field(
         default="quintic",
-        metadata=_flag(
+        metadata=flag(
             "--muon-coefficient-type",
             "coefficients of the iterations: simple repeats the same three",
             choices=COEFFICIENT_TYPES,
@@ -64,7 +61,7 @@ class MuonSettings:
     )
     scale_mode: ScaleMode = field(
         default="spectral",
-        metadata=_flag(
+        metadata=flag(
             "--muon-scale-mode",
             "factor of the update by the sizes of the matrix; match_rms_adamw: that of AdamW",
             choices=SCALE_MODES,
@@ -72,17 +69,17 @@ class MuonSettings:
     )
     extra_scale_factor: float = field(
         default=1.0,
-        metadata=_flag("--muon-extra-scale-factor", "another factor of the update"),
+        metadata=flag("--muon-extra-scale-factor", "another factor of the update"),
     )
     split_qkv: bool = field(
         default=True,
-        metadata=_flag(
+        metadata=flag(
             "--muon-no-split-qkv", "queries, keys and values (fused rows) as separate matrices"
         ),
     )
     tp_mode: TensorParallelMode = field(
         default="distributed",
-        metadata=_flag(
+        metadata=flag(
             "--muon-tp-mode",
             "whole matrices, each on one rank or on all (duplicated); blockwise: shards",
             choices=get_args(TensorParallelMode),
@@ -90,7 +87,7 @@ class MuonSettings:
     )
     fp32_matmul_prec: Precision | None = field(
         default=None,
-        metadata=_flag(
+        metadata=flag(
             "--muon-fp32-matmul-prec",
             "precision of the iterations: highest (fp32), medium (bf16); unset: of the model",
             choices=get_args(Precision),
@@ -98,7 +95,7 @@ class MuonSettings:
     )
     scalar_optimizer: str = field(
         default="adam",
-        metadata=_flag("--muon-scalar-optimizer", "update rule of all other parameters"),
+        metadata=flag("--muon-scalar-optimizer", "update rule of all other parameters"),
     )
 
     def __post_init__(self) -> None:

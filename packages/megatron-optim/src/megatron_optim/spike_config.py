@@ -1,13 +1,9 @@
 """Settings of steps that are skipped because of a spike. This module does not import torch."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_optim.errors import OptimError
-
-
-def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
-    return {"flag": flag, "help": help_text, **metadata}
+from megatron_optim.fields import flag
 
 
 @dataclass(frozen=True)
@@ -20,28 +16,28 @@ class SpikeConfig:
 
     skip_grad_norm: float | None = field(
         default=None,
-        metadata=_flag(
+        metadata=flag(
             "--skip-grad-norm",
             "skip steps whose gradient norm exceeds this before clipping; unset: none",
         ),
     )
     skip_grad_norm_spike: float | None = field(
         default=None,
-        metadata=_flag(
+        metadata=flag(
             "--skip-grad-norm-spike",
             "skip steps whose gradient norm exceeds this multiple of its running mean; unset: none",
         ),
     )
     skip_loss_spike: float | None = field(
         default=None,
-        metadata=_flag(
+        metadata=flag(
             "--skip-loss-spike",
             "skip steps of which a loss exceeds this multiple of its running mean; unset: none",
         ),
     )
     spike_window: int = field(
         default=100,
-        metadata=_flag(
+        metadata=flag(
             "--spike-window",
             "updates that running means cover; before as many, they skip no step",
             unit="steps",

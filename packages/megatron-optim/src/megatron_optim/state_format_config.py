@@ -5,9 +5,10 @@ State in another format than that of the update is converted when it is used
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_optim.errors import OptimError
+from megatron_optim.fields import flag
 
 StateFormat = Literal["fp32", "bf16", "fp16", "fp8"]
 STATE_FORMATS: tuple[StateFormat, ...] = ("fp32", "bf16", "fp16", "fp8")
@@ -21,10 +22,6 @@ PRECISION_BITS = {"fp32": 24, "bf16": 8, "fp16": 11, "fp8": 4}
 """Bits of the significand of each format, with the hidden bit. fp8 is E4M3."""
 
 
-def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
-    return {"flag": flag, "help": help_text, **metadata}
-
-
 @dataclass(frozen=True)
 class StateFormatConfig:
     """How optimizer state and main parameters are stored. The update is always in fp32 or float64.
@@ -35,7 +32,7 @@ class StateFormatConfig:
 
     use_precision_aware_optimizer: bool = field(
         default=False,
-        metadata=_flag(
+        metadata=flag(
             "--use-precision-aware-optimizer",
             "store optimizer state in the formats of --exp-avg-dtype and others; fp32 main weights "
             "of bf16 weights then store only the 16 bits that those lack",
@@ -43,13 +40,13 @@ class StateFormatConfig:
     )
     exp_avg_dtype: StateFormat = field(
         default="fp32",
-        metadata=_flag(
+        metadata=flag(
             "--exp-avg-dtype", "format of the running mean of the gradient", choices=STATE_FORMATS
         ),
     )
     exp_avg_sq_dtype: StateFormat = field(
         default="fp32",
-        metadata=_flag(
+        metadata=flag(
             "--exp-avg-sq-dtype",
             "format of the running mean of the squared gradient",
             choices=STATE_FORMATS,
@@ -57,7 +54,7 @@ class StateFormatConfig:
     )
     main_params_dtype: MainFormat = field(
         default="fp32",
-        metadata=_flag(
+        metadata=flag(
             "--main-params-dtype",
             "format of main weights of bf16 weights; bf16 means none: weights are updated "
             "themselves, with stochastic rounding",
