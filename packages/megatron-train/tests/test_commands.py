@@ -84,7 +84,7 @@ def test_config_find_shows_settings_that_contain_a_word(capsys):
     assert main(["config", "find", "fp8", "recipe"]) == 0
     assert capsys.readouterr().out.startswith("--fp8-recipe is not supported yet; planned: ")
     assert main(["config", "find", "decay-style"]) == 0
-    assert "{constant,linear,cosine,inverse-square-root,WSD}" in capsys.readouterr().out
+    assert "{constant,linear,cosine,inverse-square-root,polynomial,WSD}" in capsys.readouterr().out
 
 
 def test_config_find_replaces_a_misspelt_word_by_the_nearest(capsys):
