@@ -18,6 +18,10 @@ from megatron_parallel.mesh.store import BoundedStore, StoreError
 _EQUAL: Final = "equal"
 _OWN: Final = "own"
 
+_READING: Final = 10.0
+"""Seconds for which the first rank, which may keep the store, waits until others have read why it
+raises."""
+
 
 def agree(
     store: BoundedStore,
@@ -74,6 +78,11 @@ class _Verdict(NamedTuple):
     missing: list[int]
     differences: str
 
+    @property
+    def fails(self) -> bool:
+        """Whether the ranks raise."""
+        return bool(self.missing or self.differences)
+
 
 def _verdict(
     store: BoundedStore,
@@ -90,12 +99,19 @@ def _verdict(
     if rank == ranks[0]:
         verdict = _judge(store, base, ranks, deadline)
         store.set(f"{base}/verdict", json.dumps(verdict))
+        if verdict.fails:
+            until = time.monotonic() + _READING
+            for other in set(ranks) - {rank, *verdict.missing}:
+                _read(store, f"{base}/read/{other}", until)
         return verdict
     found = _read(store, f"{base}/verdict", deadline)
     if found is None:
         absent = [r for r in ranks if not store.check([f"{base}/{r}"])]
         return _Verdict(absent or [ranks[0]], "")
-    return _Verdict(*json.loads(found))
+    verdict = _Verdict(*json.loads(found))
+    if verdict.fails:
+        store.set(f"{base}/read/{rank}", "yes")
+    return verdict
 
 
 def _judge(store: BoundedStore, base: str, ranks: Sequence[int], deadline: float) -> _Verdict:
