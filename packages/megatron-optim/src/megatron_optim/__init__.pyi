@@ -13,6 +13,7 @@ from .errors import OptimError as OptimError
 from .loss_scale_config import LossScaleConfig as LossScaleConfig
 from .matrices import Matrices as Matrices
 from .muon_settings import MuonSettings as MuonSettings
+from .offload_config import OffloadConfig as OffloadConfig
 from .optimizer import Optimizer as Optimizer
 from .param_groups import parameter_groups as parameter_groups
 from .rule_registry import UpdateRuleKind as UpdateRuleKind

@@ -23,7 +23,7 @@ class Lion(UpdateRule):
     is 3 to 10 times smaller than that of AdamW, and the best weight decay as much larger.
     """
 
-    decides_on = ("cuda",)
+    decides_on = ("cuda", "cpu")
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)

@@ -4,7 +4,8 @@ A bf16 number has 8 bits of mantissa, so an update smaller than 1/256 of a weigh
 added to the weight; an fp16 number has 11. The optimizer therefore updates an fp32 main parameter
 and rounds the result into the parameter that the model computes with. Parameters in fp32 and
 float64 are their own main parameters and need no copy. Main parameters may also be stored in other
-forms (`megatron_optim.stored`).
+forms (`megatron_optim.stored`), or in host memory, where those of fp32 and float64 parameters are
+copies as well (`megatron_optim.offload`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
 
 from megatron_optim.errors import OptimError
+from megatron_optim.offload_config import OffloadConfig
 from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.stored import MainStored, Remainder, StochasticallyRounded, element_hash
 
@@ -32,11 +34,13 @@ class MainParameters:
             out.
         formats: How main parameters of bf16 parameters are stored. Defaults to fp32 copies.
         seed: Seed of stochastic rounding.
+        offload: Which main parameters are in host memory. Defaults to none.
 
     Attributes:
-        tensors: The main parameter of every parameter by name, on the same device; the parameter
-            itself if its main parameter is stored in another form.
-        copies: The main parameters that are fp32 copies.
+        tensors: The main parameter of every parameter by name, on the same device or in host
+            memory; the parameter itself if its main parameter is stored in another form.
+        copies: The main parameters that are fp32 copies on the same device.
+        hosted: The main parameters in host memory, in fp32 or float64.
         stored: The main parameters that are stored in another form.
         step: The number of the current step, for stochastic rounding.
     """
@@ -45,17 +49,27 @@ class MainParameters:
     """Whether each data-parallel rank updates a shard of the parameters instead of all of them."""
 
     def __init__(
-        self, trainable: Trainable, formats: StateFormatConfig | None = None, seed: int = 0
+        self,
+        trainable: Trainable,
+        formats: StateFormatConfig | None = None,
+        seed: int = 0,
+        offload: OffloadConfig | None = None,
     ) -> None:
         self._trainable = trainable
         self._parameters = self._local_parameters()
+        sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
+        away = (offload or OffloadConfig()).choose(sizes)
         self._formats, self._seed = formats or StateFormatConfig(), seed
         self.step = 0
         self.tensors: dict[str, Tensor] = {}
         self.copies: dict[str, Tensor] = {}
+        self.hosted: dict[str, Tensor] = {}
         self.stored: dict[str, MainStored] = {}
         for name, parameter in self._parameters.items():
-            if parameter.dtype in FULL_PRECISION:
+            if name in away and parameter.dtype in (*FULL_PRECISION, *HALF_PRECISION):
+                main = host_like(parameter, update_dtype(parameter))
+                self.tensors[name] = self.hosted[name] = main.copy_(parameter.detach())
+            elif parameter.dtype in FULL_PRECISION:
                 self.tensors[name] = parameter
             elif parameter.dtype == torch.bfloat16 and self._formats.use_precision_aware_optimizer:
                 self.tensors[name] = parameter
@@ -110,7 +124,7 @@ class MainParameters:
         for name, main in self.tensors.items():
             gradient, dtype = available[name], update_dtype(main)
             if gradient is None:
-                gradient = torch.zeros_like(main, dtype=dtype)
+                gradient = torch.zeros_like(self._parameters[name], dtype=dtype)
             gradients[name] = gradient if gradient.dtype == dtype else gradient.to(dtype)
         return gradients
 
@@ -156,21 +170,50 @@ class MainParameters:
     @torch.no_grad()
     def copy_model_to_main(self) -> None:
         """Copies the model's parameters to the fp32 copies, after weights were loaded."""
-        for name, main in self.copies.items():
+        for name, main in (self.copies | self.hosted).items():
             main.copy_(self._parameters[name])
         for stored in self.stored.values():
             stored.reset()
+
+    @torch.no_grad()
+    def copy_model_to_unsaved(self) -> None:
+        """Copies the model's parameters to the copies that a checkpoint does not have."""
+        saved = self.saved
+        if unsaved := self.hosted.keys() - saved.keys():
+            self.wait()
+            for name in unsaved:
+                self.hosted[name].copy_(self._parameters[name])
 
     @property
     def saved(self) -> dict[str, Tensor | MainStored]:
         """The main parameters that a checkpoint has besides the model's parameters."""
         rounded = StochasticallyRounded
         stored = {n: each for n, each in self.stored.items() if not isinstance(each, rounded)}
-        return {**self.copies, **stored}
+        half = {n: t for n, t in self.hosted.items() if self._parameters[n].dtype != t.dtype}
+        return {**self.copies, **stored, **half}
 
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, list[View]]:
         """Returns views of tensors shaped like the main parameters, for a checkpoint."""
         return parameter_views(tensors, self._trainable.table, self._trainable.mesh)
+
+
+def host_like(
+    tensor: Float[Tensor, "..."], dtype: torch.dtype | None = None
+) -> Float[Tensor, "..."]:
+    """Returns an uninitialized tensor on the host, in pinned memory if the other is on a GPU.
+
+    Args:
+        tensor: A tensor of the same shape.
+        dtype: Its dtype. Defaults to that of ``tensor``.
+    """
+    return torch.empty_like(
+        tensor,
+        dtype=dtype,
+        device="cpu",
+        pin_memory=tensor.is_cuda,
+        requires_grad=False,
+        memory_format=torch.contiguous_format,
+    )
 
 
 def update_dtype(tensor: Tensor) -> torch.dtype:

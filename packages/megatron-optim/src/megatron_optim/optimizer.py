@@ -11,11 +11,13 @@ from torch import Tensor
 
 from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
 from megatron_optim.config import OptimizerConfig
-from megatron_optim.decision import Rates, StepResult, host_decides
+from megatron_optim.decision import Decision, Rates, StepResult, host_decides, unread_step
 from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
 from megatron_optim.loss_scale_config import LossScaleConfig
 from megatron_optim.mixed_precision import MainParameters
+from megatron_optim.offload import HostUpdates
+from megatron_optim.offload_config import OffloadConfig
 from megatron_optim.optimizer_state import OptimizerState, names_of_state
 from megatron_optim.param_groups import (
     ParameterGroup,
@@ -25,7 +27,7 @@ from megatron_optim.param_groups import (
 )
 from megatron_optim.scaler import LossScaler
 from megatron_optim.state_format_config import StateFormatConfig
-from megatron_optim.update_rule import UnreadStep, build_rules, check_state_formats
+from megatron_optim.update_rule import build_rules, check_state_formats
 from megatron_optim.width import WidthRatio
 
 
@@ -55,11 +57,14 @@ class Optimizer:
             Defaults to no loss scale.
         formats: The formats of state and main parameters. Defaults to fp32.
         seed: Seed of stochastic rounding, where ``formats`` need it.
+        offload: Which main parameters and state are in host memory, and are updated by the host.
+            It waits once in each step. Defaults to none.
 
     Raises:
         OptimError: No parameter requires a gradient, a parameter has two names, its dtype cannot be
             trained, a pattern of names matches no parameter of any rank, a format cannot hold a
-            state, or the update rule has no learning rates for other widths.
+            state, state cannot be offloaded, or the update rule has no learning rates for other
+            widths.
 
     Attributes:
         config: The settings.
@@ -75,10 +80,12 @@ class Optimizer:
         loss_scale: LossScaleConfig | None = None,
         formats: StateFormatConfig | None = None,
         seed: int = 0,
+        offload: OffloadConfig | None = None,
     ) -> None:
         require_distinct(trainable)
-        formats = formats or StateFormatConfig()
+        formats, offload = formats or StateFormatConfig(), offload or OffloadConfig()
         check_state_formats(config, formats)
+        offload.check(config, formats, trainable.mesh.device.type)
         require_matches(config, trainable.parameters, trainable.mesh)
         self.config = config
         self.scaler = None if loss_scale is None else LossScaler(loss_scale, trainable.mesh.device)
@@ -86,7 +93,7 @@ class Optimizer:
         # The numbers of updates and of skipped steps, counted where the decision is made.
         self._counts = torch.zeros(2, dtype=torch.int64, device=trainable.mesh.device)
         main_class = ShardedMainParameters if trainable.shards else MainParameters
-        self._main = main_class(trainable, formats, seed)
+        self._main = main_class(trainable, formats, seed, offload)
         rules = build_rules(config)
         self.state_names = names_of_state(rules)
         ratios = {name: WidthRatio(*sizes) for name, sizes in (widths or {}).items()}
@@ -96,6 +103,14 @@ class Optimizer:
         self._host_decides = host_decides(trainable.mesh.device, self._groups)
         # Allocated here, so that a checkpoint can be loaded before the first step.
         self._state = OptimizerState(self._groups, self._main, formats)
+        self._host: HostUpdates | None = None
+        self._device_groups = self._groups
+        if offload.optimizer_cpu_offload:
+            device, overlap = trainable.mesh.device, offload.overlap_cpu_optimizer_d2h_h2d
+            self._host = HostUpdates(
+                self._groups, self._main, self._state, device, overlap=overlap
+            )
+            self._device_groups = self._host.device_groups
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns the gradients for the next step by global name, in the main dtype."""
@@ -126,6 +141,8 @@ class Optimizer:
         self._state.forget_copies()
         self._main.step += 1
         gradients = self.gradients()
+        if self._host is not None:
+            self._host.take(gradients)
         table, mesh = self._trainable.table, self._trainable.mesh
         terms, sharded = self._main.norm_terms(gradients)
         norm = gradient_norm(terms, table, mesh, sharded=sharded)
@@ -143,7 +160,6 @@ class Optimizer:
             self._update_read(gradients, factor, updates, rates)
         else:
             self._update_unread(gradients, factor, updates, rates)
-            self._main.copy_main_to_model()
         self._counts += torch.stack([updates, ~updates])
         if self.scaler is None:
             return StepResult(norm, coefficient, ~updates, vetoed=vetoed)
@@ -179,31 +195,44 @@ class Optimizer:
 
         This is free on a CPU. Elsewhere it is the only wait for the device in a step.
         """
-        scale, wanted, steps = torch.stack([factor, updates, self._counts[0]]).tolist()
-        if not wanted:
-            return
-        scale_gradients(gradients.values(), scale)
-        for group in self._groups:
-            lr, decay = group.rates(*rates)
-            for tensors in self._state.operands(group, gradients):
-                group.rule.update(*tensors, lr=lr, weight_decay=decay, step=int(steps) + 1)
-        self._main.copy_main_to_model()
+        decision = Decision.read(factor, updates, self._counts[0])
+        if decision.updates:
+            own = self._on_device(gradients)
+            scale_gradients(own.values(), decision.factor)
+            for group in self._device_groups:
+                lr, decay = group.rates(*rates)
+                for tensors in self._state.operands(group, own):
+                    group.rule.update(*tensors, lr=lr, weight_decay=decay, step=decision.number)
+        if self._host is not None:
+            self._host.update(decision, rates, divides=decision.factor != 1.0, unread=False)
+        if decision.updates:
+            self._main.copy_main_to_model()
 
     @torch.no_grad()
     def _update_unread(
         self, gradients: Mapping[str, Tensor], factor: Tensor, updates: Tensor, rates: Rates
     ) -> None:
-        """Updates all groups; the device skips the update unless ``updates``."""
-        divisor: Tensor | None = None
-        if any(gradient.dtype == torch.float64 for gradient in gradients.values()):
-            torch._foreach_mul_(list(gradients.values()), factor)  # the divisor is in float32
-        elif self.config.clip_grad or self.scaler is not None:
-            divisor = factor.reciprocal().float()
-        step = UnreadStep((self._counts[0] + 1).float(), (~updates).float(), divisor)
-        for group in self._groups:
+        """Updates all groups; the device skips the update unless ``updates``.
+
+        If the host updates a part of them, it reads the decision before.
+        """
+        host, own = self._host, self._on_device(gradients)
+        divides = bool(self.config.clip_grad) or self.scaler is not None
+        decision = None if host is None else Decision.read(factor, updates, self._counts[0])
+        given = factor if divides else None
+        step = unread_step(own.values(), given, updates, self._counts[0] + 1)
+        for group in self._device_groups:
             lr, decay = group.rates(*rates)
-            for tensors in self._state.operands(group, gradients):
+            for tensors in self._state.operands(group, own):
                 group.rule.update_unread(*tensors, lr=lr, weight_decay=decay, step=step)
+        if host is not None and decision is not None:
+            host.update(decision, rates, divides=divides, unread=True)
+        self._main.copy_main_to_model()
+
+    def _on_device(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns the gradients of the parameters that the device updates."""
+        hosted = self._main.hosted
+        return {n: g for n, g in gradients.items() if n not in hosted} if hosted else gradients
 
     def zero_grad(self) -> None:
         """Drops all gradients; see `megatron_parallel.data_parallel.Trainable.zero`."""
@@ -254,5 +283,6 @@ class Optimizer:
         self._counts.copy_(torch.tensor(counts))
         self._main.step = sum(counts)
         self._state.store_copies()
+        self._main.copy_model_to_unsaved()
         if self.scaler is not None:
             self.scaler.load_scalars(scalars)

@@ -56,7 +56,9 @@ class OptimizerState:
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors of state and main parameters as they are stored."""
-        values: list[Values] = [*self._main.copies.values(), *self._main.stored.values()]
+        main = self._main
+        values: list[Values] = [*main.copies.values(), *main.hosted.values()]
+        values += main.stored.values()
         values += [value for each in self.values.values() for value in each.values()]
         values += [
             v.tensor for g in self._groups for views in g.rule.views().values() for v in views

@@ -20,8 +20,8 @@ from megatron_optim.update_rule import StateTensor, UnreadStep, UpdateRule
 from megatron_optim.width import WidthRatio
 
 FUSED_DEVICES = ("cpu", "cuda")
-DECIDING_DEVICES = ("cuda",)
-"""Devices whose fused implementations skip a step by themselves."""
+DECIDING_DEVICES = ("cuda", "cpu")
+"""Devices whose fused implementations skip a step by themselves; the host for offloaded state."""
 
 
 class Adam(UpdateRule):

@@ -104,7 +104,8 @@ class UpdateRule(ABC):
             Defaults to ``adam``.
         decides_on: The types of devices on which `update_unread` can be called. On other devices
             the host waits in each step until it knows whether the gradients are finite, and then
-            calls `update`. Defaults to none. On a CPU, `update` is always called.
+            calls `update`. Defaults to none. If the CPU trains, `update` is always called. With
+            ``cpu``, `update_unread` also updates state that is offloaded to the host.
         state: The state tensors of each parameter.
         summed_state: The names of state that `views` returns.
     """
