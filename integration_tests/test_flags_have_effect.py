@@ -513,6 +513,9 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {**AWARE, "--bf16": ""},
         {"--main-params-dtype": "bf16"},
     ),
+    "offload.optimizer_cpu_offload": ({}, {"--optimizer-cpu-offload": ""}),  # refused on a CPU
+    "offload.optimizer_offload_fraction": ({}, {"--optimizer-offload-fraction": "0.5"}),
+    "offload.overlap_cpu_optimizer_d2h_h2d": ({}, {"--overlap-cpu-optimizer-d2h-h2d": ""}),
     "spikes.skip_grad_norm": ({}, {"--skip-grad-norm": "1e-6"}),
     "spikes.skip_grad_norm_spike": (
         {"--spike-window": "1", "--skip-loss-spike": "1e6"},

@@ -53,8 +53,8 @@ def build_trainer(
             initial values.
 
     Raises:
-        TrainError: The model does not support --cross-entropy-fusion-impl linear, or a format
-            cannot hold a state of the update rule.
+        TrainError: The model does not support --cross-entropy-fusion-impl linear, a format
+            cannot hold a state of the update rule, or its state cannot be offloaded.
     """
     training, placement, products = config.training, config.placement, products_of(config)
     widths = config.model.width_ratios()
@@ -62,6 +62,8 @@ def build_trainer(
         check_width_rules(config.optimizer)
     with named_by_flags("state_formats"):
         check_state_formats(config.optimizer, config.state_formats)
+    with named_by_flags("offload"):
+        config.offload.check(config.optimizer, config.state_formats, mesh.device.type)
     stages = find_kind(config.model.kind).build(
         config.model,
         Placement(
@@ -107,6 +109,7 @@ def build_trainer(
             config.loss_scale if training.fp16 else None,
             config.state_formats,
             training.seed,
+            config.offload,
         )
     decay, logging = config.averages.ema_decay, config.logging
     statistics = None

@@ -67,6 +67,7 @@ class RunConfig(RunSections):
             self._check_parameter_names,
             self._check_loss_scale,
             self._check_state_formats,
+            self._check_offload,
             self._check_evaluation,
             self._check_schedules,
             lambda: refuse_unread_settings(self.task, "data", self.data),
@@ -229,6 +230,14 @@ class RunConfig(RunSections):
         """Refuses a format of main parameters that does not fit the precision of the weights."""
         with named_by_flags("state_formats"):
             self.state_formats.require_main_format(self.training.precision)
+
+    def _check_offload(self) -> None:
+        """Refuses averages of weights whose main weights are in host memory."""
+        if self.offload.optimizer_cpu_offload and self.averages.ema_decay is not None:
+            raise TrainError(
+                "--ema-decay does not work with --optimizer-cpu-offload, since averages are on the "
+                "device; leave out one of them"
+            )
 
     def _check_loss_scale(self) -> None:
         """Refuses settings of the loss scale in a run that has none."""

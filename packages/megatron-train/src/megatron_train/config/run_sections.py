@@ -11,6 +11,7 @@ from megatron_optim import (
     AveragesConfig,
     LearningRateSchedule,
     LossScaleConfig,
+    OffloadConfig,
     OptimizerConfig,
     SpikeConfig,
     StateFormatConfig,
@@ -47,6 +48,7 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "optimizer": ("optimizer", OptimizerConfig),
     "loss_scale": ("loss scale of fp16", LossScaleConfig),
     "state_formats": ("formats of optimizer state", StateFormatConfig),
+    "offload": ("optimizer state in host memory", OffloadConfig),
     "averages": ("averages of weights", AveragesConfig),
     "spikes": ("steps skipped because of a spike", SpikeConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
@@ -127,6 +129,7 @@ class RunSections:
     optimizer: OptimizerConfig
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     state_formats: StateFormatConfig = dataclasses.field(default_factory=StateFormatConfig)
+    offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     averages: AveragesConfig = dataclasses.field(default_factory=AveragesConfig)
     spikes: SpikeConfig = dataclasses.field(default_factory=SpikeConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_models import ConfigError, TrainingMemory, parameter_count, training_flops
 
 from megatron_train.config.run_sections import RunSections
-from megatron_train.plan.memory import micro_batches_in_flight, rank_memory
+from megatron_train.plan.memory import host_memory, micro_batches_in_flight, rank_memory
 
 _GIB = 1 << 30
 _UNITS = ((10**18, "E"), (10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"))
@@ -28,6 +28,7 @@ class Count:
         memory: Bytes of a rank of the first pipeline stage; None if `memory_unknown` says why.
         micro_batches_in_flight: Micro-batches whose activations are counted.
         memory_unknown: Why there is no formula for the memory; empty if there is one.
+        host_memory: Bytes of offloaded optimizer state in host memory, for the same rank.
     """
 
     parameters: int
@@ -39,6 +40,7 @@ class Count:
     memory: TrainingMemory | None
     micro_batches_in_flight: float
     memory_unknown: str = ""
+    host_memory: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as plain JSON values; bytes and operations are integers."""
@@ -73,18 +75,22 @@ def count(run: RunSections) -> Count:
         memory=memory,
         micro_batches_in_flight=flight,
         memory_unknown=unknown,
+        host_memory=host_memory(run, _layers(run)) if run.offload.optimizer_cpu_offload else 0,
     )
 
 
 def _memory(run: RunSections, numerator: int, denominator: int) -> TrainingMemory:
     """Returns the memory of a rank with the activations of a fraction of micro-batches."""
-    layout, layers = run.layout, None
-    if layout.pp * layout.vpp > 1:
-        split = run.layer_split
-        layers = sum(len(split[stage]) for stage in layout.stages(0))
-    cut = run.placement.sequence_parallel
+    cut, layers = run.placement.sequence_parallel, _layers(run)
     one = rank_memory(run, seq_length=run.data.seq_length, sequence_parallel=cut, layers=layers)
     return dataclasses.replace(one, activations=one.activations * numerator // denominator)
+
+
+def _layers(run: RunSections) -> int | None:
+    """Returns the number of layers of the first pipeline rank; None if it has the whole model."""
+    if run.layout.pp * run.layout.vpp == 1:
+        return None
+    return sum(len(run.layer_split[stage]) for stage in run.layout.stages(0))
 
 
 def _parts(run: RunSections) -> dict[str, int]:
@@ -154,6 +160,9 @@ def _memory_lines(run: RunSections, found: Count) -> Iterator[str]:
         size = getattr(found.memory, name) / _GIB
         note = f"  ({notes[name]})" if name in notes else ""
         yield f"  {name:<11}  {size:>9,.2f} GiB{note}"
+    if found.host_memory:
+        size = found.host_memory / _GIB
+        yield f"  {'on the host':<11}  {size:>9,.2f} GiB  (main weights, gradients and state)"
 
 
 def _flop(operations: float) -> str:

@@ -1,11 +1,13 @@
 """Memory that a rank needs, from the configuration of a run alone."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from megatron_models import TrainingMemory, training_memory
 from megatron_optim import state_bytes
+from megatron_optim.offload_config import GRADIENT_BYTES, MAIN_BYTES
+from megatron_parallel import Sharding
 from megatron_parallel.pipeline import simulate
 
 from megatron_train.config.products import PLAIN
@@ -25,6 +27,8 @@ def rank_memory(
 ) -> TrainingMemory:
     """Returns the bytes of a rank of the first stage, with the activations of one micro-batch.
 
+    Optimizer state in host memory is not counted; see `host_memory`.
+
     Args:
         run: The run, with a resolved layout.
         seq_length: Tokens of a sample.
@@ -32,13 +36,61 @@ def rank_memory(
         layers: Number of layers of the rank. None means the whole model as one stage.
         activations: Whether activations are counted.
     """
+    kept = 1.0 - run.offload.fraction
+    of_rule, averages = _state_bytes(run), run.averages.average_bytes
+    return _rank_memory(
+        run,
+        lambda sharding: kept * of_rule(sharding) + averages,
+        kept * run.state_formats.main_bytes(run.training.precision),
+        seq_length=seq_length,
+        sequence_parallel=sequence_parallel,
+        layers=layers,
+        activations=activations,
+    )
+
+
+def host_memory(run: RunSections, layers: int | None) -> int:
+    """Returns the bytes of optimizer state, and of its gradients, in host memory.
+
+    Args:
+        run: The run, with a resolved layout.
+        layers: As for `rank_memory`.
+    """
+    of_rule, fraction = _state_bytes(run), run.offload.fraction
+    in_full = MAIN_BYTES + GRADIENT_BYTES
+    held = _rank_memory(
+        run,
+        lambda sharding: fraction * (of_rule(sharding) + in_full),
+        0.0,
+        seq_length=1,
+        sequence_parallel=False,
+        layers=layers,
+        activations=False,
+    )
+    return held.optimizer
+
+
+def _state_bytes(run: RunSections) -> Callable[[Sharding], float]:
+    return state_bytes(run.optimizer, run.state_formats)
+
+
+def _rank_memory(
+    run: RunSections,
+    state: Callable[[Sharding], float],
+    main_bytes: float,
+    *,
+    seq_length: int,
+    sequence_parallel: bool,
+    layers: int | None,
+    activations: bool,
+) -> TrainingMemory:
+    """Returns the bytes of a rank with ``state`` and main parameters of these bytes."""
     precision = run.training.precision
     products: Mapping[str, Product] = {}
     if run.product != PLAIN:
         from megatron_train.products import products_of  # imports torch
 
         products = products_of(run)
-    of_rule = state_bytes(run.optimizer, run.state_formats)
     return training_memory(
         run.model,
         seq_length,
@@ -50,8 +102,8 @@ def rank_memory(
         layers=layers,
         recompute=run.recompute,
         dispatcher=run.placement.moe_token_dispatcher_type,
-        state_bytes=lambda sharding: of_rule(sharding) + run.averages.average_bytes,
-        main_bytes=run.state_formats.main_bytes(precision),
+        state_bytes=state,
+        main_bytes=main_bytes,
         products=products,
         saves_logits=run.placement.cross_entropy_fusion_impl != "linear",
         activations=activations,

@@ -17,7 +17,7 @@ from megatron_models import (
     smaller_sizes,
     with_layers,
 )
-from megatron_optim import LossScaleConfig, StateFormatConfig
+from megatron_optim import LossScaleConfig, OffloadConfig, StateFormatConfig
 from megatron_parallel import DataParallelConfig, LayoutError, ParallelLayout, RecomputeConfig
 from megatron_parallel.pipeline import PipelineConfig, check_micro_batches
 
@@ -258,6 +258,7 @@ def _assembled(
         optimizer=replace(run.optimizer, lr_decay_style="constant", lr_warmup_init=0.0),
         loss_scale=LossScaleConfig(),
         state_formats=StateFormatConfig(),
+        offload=OffloadConfig(),
         schedule=ScheduleConfig(),
         data_parallel=replace(
             run.data_parallel,
