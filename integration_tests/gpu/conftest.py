@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_models import GPTConfig, Placement, gpt_chunks
-from megatron_optim import Optimizer, OptimizerConfig
+from megatron_optim import OffloadConfig, Optimizer, OptimizerConfig, StateFormatConfig
 from megatron_parallel import DataParallelConfig, Mesh, RecomputeConfig
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
@@ -37,6 +37,10 @@ class Job:
     dispatcher: str = "allgather"
     compile: bool = False
     data_parallel: DataParallelConfig | None = None
+    rule: str = "adam"
+    clip_grad: float = 1.0
+    formats: StateFormatConfig | None = None
+    offload: OffloadConfig | None = None
 
     def __post_init__(self) -> None:
         mesh = Mesh.single(self.device)
@@ -59,7 +63,12 @@ class Job:
             reset_attention_mask=True,
         )
         self.engine = StepEngine(task, mesh, self.data_parallel, compile=self.compile)
-        self.optimizer = Optimizer(self.engine.stages, OptimizerConfig(lr=LEARNING_RATE))
+        self.optimizer = Optimizer(
+            self.engine.stages,
+            OptimizerConfig(optimizer=self.rule, lr=LEARNING_RATE, clip_grad=self.clip_grad),
+            formats=self.formats,
+            offload=self.offload,
+        )
 
     def batches(self, iteration: int) -> list[MicroBatch]:
         """Returns two micro-batches of two samples with documents and padding, drawn on the CPU."""

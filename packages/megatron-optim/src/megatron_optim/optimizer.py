@@ -107,9 +107,7 @@ class Optimizer:
         self._device_groups = self._groups
         if offload.optimizer_cpu_offload:
             device, overlap = trainable.mesh.device, offload.overlap_cpu_optimizer_d2h_h2d
-            self._host = HostUpdates(
-                self._groups, self._main, self._state, device, overlap=overlap
-            )
+            self._host = HostUpdates(self._groups, self._main, self._state, device, overlap=overlap)
             self._device_groups = self._host.device_groups
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
