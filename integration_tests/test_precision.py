@@ -1,6 +1,7 @@
 """`--fp16` finds its scale, learns like fp32 and continues; formats of state in checkpoints."""
 
 import dataclasses
+import json
 import re
 import subprocess
 
@@ -83,6 +84,14 @@ def test_a_loss_scale_without_fp16_is_refused(train):
     assert "--min-loss-scale 10000000000.0 exceeds --initial-loss-scale 4294967296.0" in printed
 
 
+def test_offloading_that_does_not_work_is_refused(train):
+    flags = f"{RUN} --train-iters 1 --optimizer-cpu-offload"
+    printed = train(flags, 1)
+    assert "error: --optimizer-cpu-offload has no effect, since the device is a CPU" in printed
+    printed = train(f"{flags} --ema-decay 0.9", 1)
+    assert "error: --ema-decay does not work with --optimizer-cpu-offload" in printed
+
+
 def test_a_checkpoint_without_main_weights_is_refused_where_they_are_needed(train):
     flags = f"{RUN} --bf16 --train-iters 2 --save pure16 --no-progress"
     pure = "--use-precision-aware-optimizer --main-params-dtype bf16"
@@ -115,6 +124,28 @@ def test_a_step_on_a_gpu_waits_for_nothing(command, tmp_path, flags):
     assert "since no CUDA device could be imagined" not in printed
     assert re.search(r"waits for the device +0\n", printed)
     assert re.search(r"blocking copies +0\n", printed)
+
+
+def test_offloaded_state_leaves_the_device_and_costs_one_wait(command, tmp_path):
+    sizes = (
+        "gpt --mock-data --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 32 "
+        "--vocab-size 512 --global-batch-size 2 --micro-batch-size 1 --bf16 --json "
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
+    )
+    found, planned = (
+        json.loads(subprocess.check_output(command(line), cwd=tmp_path, text=True))
+        for line in (
+            f"megatron-train dry-run {sizes} --eval-iters 0 --train-iters 2",
+            f"megatron-train plan {sizes} --count",
+        )
+    )
+    rank, said = found["of_ranks"][0], planned["memory"]["optimizer"]
+    assert found["device"] == "cuda"
+    assert said == 6 * planned["parameters"]  # half of 12 bytes
+    # Whole tensors are offloaded, and sizes are rounded up to 512 bytes.
+    assert said <= rank["memory"]["optimizer state"] <= 1.05 * said
+    waits = {line: count for line, count in rank["waits"].items() if count}
+    assert list(waits.values()) == [1] and "decision.py" in next(iter(waits))
 
 
 def test_losses_inside_the_model_are_scaled_like_the_main_loss():

@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = (
-    "refused or waits_for_the_device or (losses_and_gradients and (dropout or shared)) or waits_once "
-    "or (runs_with_offloaded_state and half and bf16 and not formats) or (elsewhere and float32)"
+    "refused or waits_for_the_device or (losses_and_gradients and (dropout or shared)) "
+    "or waits_once or (elsewhere and float32) "
+    "or (runs_with_offloaded_state and half and bf16 and not formats)"
 )
 FILES = ["integration_tests/gpu/test_training_step.py", "integration_tests/gpu/test_offload.py"]
 

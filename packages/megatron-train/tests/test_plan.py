@@ -84,6 +84,24 @@ def test_memory_of_a_rank_is_that_of_its_shards(capsys):
     assert sum(whole["memory"].values()) == 2 * whole["memory"]["total"]
 
 
+@pytest.mark.parametrize(
+    ("precision", "whole"), [("", 8), ("--bf16", 12), ("--fp16", 12)], ids=["fp32", "bf16", "fp16"]
+)
+def test_offloaded_state_is_counted_on_the_host(capsys, precision, whole):
+    words = [*SMALL.split(), *precision.split()]
+    count = planned(capsys, *words)["parameters"]
+    offload = [*words, "--optimizer-cpu-offload"]
+    every = planned(capsys, *offload)
+    # The host has main weights, gradients and two means in fp32.
+    assert (every["memory"]["optimizer"], every["host_memory"]) == (0, 16 * count)
+    part = [*offload, "--optimizer-offload-fraction", "0.25"]
+    some = planned(capsys, *part, "--use-distributed-optimizer", "--world-size", "2")
+    assert some["memory"]["optimizer"] == pytest.approx(0.75 * whole * count / 2, abs=8)
+    assert some["host_memory"] == pytest.approx(0.25 * 16 * count / 2, abs=8)
+    assert main(["plan", "gpt", "--count", *part]) == 0
+    assert "  on the host       0.00 GiB  (main weights, gradients" in capsys.readouterr().out
+
+
 def test_the_report_names_every_number(capsys, hf):
     words = (*hf(MIXTRAL), *["--seq-length", "4096", "--bf16", "--expert-model-parallel-size", "8"])
     assert main(["plan", "gpt", "--count", *words]) == 0
@@ -112,6 +130,11 @@ def test_the_report_names_every_number(capsys, hf):
         ),
         (f"--count {SMALL} --pipeline-model-parallel-size 2 --world-size 3", 1, "multiple of 2"),
         (f"--count {SMALL} --num-experts 3 --expert-model-parallel-size 2", 1, "--num-experts 3"),
+        (
+            f"--count {SMALL} --optimizer-offload-fraction 0.5",
+            1,
+            "--optimizer-offload-fraction 0.5 has no effect without --optimizer-cpu-offload",
+        ),
         ("--count --seq-length 8 --hf-config nowhere", 1, "nowhere: No such file or directory"),
     ],
 )
