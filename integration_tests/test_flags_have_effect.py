@@ -513,7 +513,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {**AWARE, "--bf16": ""},
         {"--main-params-dtype": "bf16"},
     ),
-    "offload.optimizer_cpu_offload": ({}, {"--optimizer-cpu-offload": ""}),  # refused on a CPU
+    "offload.optimizer_cpu_offload": ({}, {"--optimizer-cpu-offload": ""}),
     "offload.optimizer_offload_fraction": ({}, {"--optimizer-offload-fraction": "0.5"}),
     "offload.overlap_cpu_optimizer_d2h_h2d": ({}, {"--overlap-cpu-optimizer-d2h-h2d": ""}),
     "spikes.skip_grad_norm": ({}, {"--skip-grad-norm": "1e-6"}),
@@ -614,6 +614,8 @@ REFUSALS = {
     "model.normalize_embedding": "--no-normalize-embedding has an effect only with --task-head",
     "model.moe_expert_rank_capacity_factor": "step 1: layer 0: 64 selections without room, raise",
     "training.task": "--task gtp: no kind of task 'gtp'; did you mean 'gpt'?",
+    "offload.optimizer_offload_fraction": "has no effect without --optimizer-cpu-offload; give",
+    "offload.overlap_cpu_optimizer_d2h_h2d": "has no effect without --optimizer-cpu-offload; give",
     "checkpoint.exit_on_missing_checkpoint": "--load nowhere has no complete checkpoint",
     "data.max_document_bytes": "lines.jsonl:1: ",
     "data.max_template_steps": "it exceeds the limit of steps (--max-template-steps",
@@ -622,6 +624,7 @@ REFUSALS = {
 """Flags whose effect is an error, with a part of its message."""
 if not torch.cuda.is_available():
     REFUSALS["training.device"] = "--device cuda: torch finds no GPU"
+    REFUSALS["offload.optimizer_cpu_offload"] = "has no effect, since the device is a CPU"
 
 pytestmark = pytest.mark.usefixtures("plain_runs")
 

@@ -2,19 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
+from megatron_optim.fields import flag
 from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.update_rule import build_rules
 
 GRADIENT_BYTES = MAIN_BYTES = 4
 """Bytes of an offloaded element's gradient and main parameter on the host, in fp32."""
-
-
-def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
-    return {"flag": flag, "help": help_text, **metadata}
 
 
 @dataclass(frozen=True)
@@ -27,21 +23,21 @@ class OffloadConfig:
 
     optimizer_cpu_offload: bool = field(
         default=False,
-        metadata=_flag(
+        metadata=flag(
             "--optimizer-cpu-offload",
             "keep main weights and optimizer state in host memory, and update them there",
         ),
     )
     optimizer_offload_fraction: float = field(
         default=1.0,
-        metadata=_flag(
+        metadata=flag(
             "--optimizer-offload-fraction",
             "largest share of the optimizer state that --optimizer-cpu-offload keeps on the host",
         ),
     )
     overlap_cpu_optimizer_d2h_h2d: bool = field(
         default=False,
-        metadata=_flag(
+        metadata=flag(
             "--overlap-cpu-optimizer-d2h-h2d",
             "copy offloaded gradients and weights in slices, while the host updates others",
         ),

@@ -73,7 +73,8 @@ def _summed(
     counted = [n for n in values if table[n].replica(mesh, sharded=main.sharded) == 0]
     if counted:
         groups = torch.tensor([group_of[name] for name in counted])
-        stacked = torch.stack([values[name].double() for name in counted])
+        # Main parameters may be in host memory.
+        stacked = torch.stack([to_device(values[n].double(), mesh.device) for n in counted])
         total.index_add_(0, to_device(groups, mesh.device), stacked)
     for axis in ("tp_dp_cp", "pp"):
         total = all_reduce(total, mesh.axis(axis), purpose="statistics of parameters")
