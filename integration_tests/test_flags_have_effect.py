@@ -624,7 +624,7 @@ REFUSALS = {
 """Flags whose effect is an error, with a part of its message."""
 if not torch.cuda.is_available():
     REFUSALS["training.device"] = "--device cuda: torch finds no GPU"
-    REFUSALS["offload.optimizer_cpu_offload"] = "has no effect, since the device is a CPU"
+    REFUSALS["offload.optimizer_cpu_offload"] = "has no effect: the device is a CPU"
 
 pytestmark = pytest.mark.usefixtures("plain_runs")
 

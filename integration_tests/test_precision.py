@@ -87,7 +87,7 @@ def test_a_loss_scale_without_fp16_is_refused(train):
 def test_offloading_that_does_not_work_is_refused(train):
     flags = f"{RUN} --train-iters 1 --optimizer-cpu-offload"
     printed = train(flags, 1)
-    assert "error: --optimizer-cpu-offload has no effect, since the device is a CPU" in printed
+    assert "error: --optimizer-cpu-offload has no effect: the device is a CPU" in printed
     printed = train(f"{flags} --ema-decay 0.9", 1)
     assert "error: --ema-decay does not work with --optimizer-cpu-offload" in printed
 

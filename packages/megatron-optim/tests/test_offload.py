@@ -52,7 +52,7 @@ def test_settings_out_of_range_or_without_effect_are_refused(settings, message) 
 @pytest.mark.parametrize(
     ("rule", "formats", "device", "message"),
     [
-        ("adam", {}, "cpu", "has no effect, since the device is a CPU"),
+        ("adam", {}, "cpu", "has no effect: the device is a CPU"),
         ("muon", {}, "cuda", "update rule muon, which needs matrices .* use adam, lion or sgd"),
         ("adafactor", {}, "cuda", "update rule adafactor, which needs sums"),
         ("sgd", {**AWARE, "main_params_dtype": "bf16"}, "cuda", "main weights in bf16"),

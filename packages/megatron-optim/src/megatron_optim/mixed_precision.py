@@ -67,7 +67,8 @@ class MainParameters:
         self.stored: dict[str, MainStored] = {}
         for name, parameter in self._parameters.items():
             if name in away and parameter.dtype in (*FULL_PRECISION, *HALF_PRECISION):
-                main = host_like(parameter, update_dtype(parameter))
+                dtype = update_dtype(parameter)
+                main = host_like(parameter, dtype, copied=parameter.dtype == dtype)
                 self.tensors[name] = self.hosted[name] = main.copy_(parameter.detach())
             elif parameter.dtype in FULL_PRECISION:
                 self.tensors[name] = parameter
@@ -198,19 +199,21 @@ class MainParameters:
 
 
 def host_like(
-    tensor: Float[Tensor, "..."], dtype: torch.dtype | None = None
+    tensor: Float[Tensor, "..."], dtype: torch.dtype, *, copied: bool
 ) -> Float[Tensor, "..."]:
-    """Returns an uninitialized tensor on the host, in pinned memory if the other is on a GPU.
+    """Returns an uninitialized tensor on the host.
 
     Args:
         tensor: A tensor of the same shape.
-        dtype: Its dtype. Defaults to that of ``tensor``.
+        dtype: Its dtype.
+        copied: Whether it is copied between the devices in each step. It is then in pinned memory
+            if ``tensor`` is on a GPU.
     """
     return torch.empty_like(
         tensor,
         dtype=dtype,
         device="cpu",
-        pin_memory=tensor.is_cuda,
+        pin_memory=copied and tensor.is_cuda,
         requires_grad=False,
         memory_format=torch.contiguous_format,
     )

@@ -1,8 +1,8 @@
 """Optimizer state in host memory, and its updates by the host.
 
 ZeRO-Offload (Ren et al. 2021) with the twin-flow ratio of ZeRO-Offload++: the largest tensors, up
-to a fraction of the elements that a rank updates, have main parameters and state in pinned host
-memory. In a step the host
+to a fraction of the elements that a rank updates, have main parameters and state in host memory.
+In a step the host
 
 1. gets their gradients, whose copies follow the backward pass;
 2. waits once, until it knows whether to update, and the factor of the gradients;
@@ -62,7 +62,8 @@ class HostUpdates:
             for part in (_slices(group, hosted) if overlap else [group])
         ]
         self._gradients = {
-            name: host_like(main.parameters[name], tensor.dtype) for name, tensor in hosted.items()
+            name: host_like(main.parameters[name], tensor.dtype, copied=True)
+            for name, tensor in hosted.items()
         }
         self._copied: list[torch.cuda.Event] = []
 

@@ -96,16 +96,16 @@ class OffloadConfig:
         rule = build_rules(config)[0]
         wrong = ""
         if device == "cpu":
-            wrong = "has no effect, since the device is a CPU and its state is in host memory"
+            wrong = "has no effect: the device is a CPU, whose memory has the state already; "
         elif rule.needs != "elements":
             wrong = (
                 f"does not work with the update rule {config.optimizer}, which needs {rule.needs} "
-                "that are summed or gathered on devices; use adam, lion or sgd"
+                "over several tensors of a device; use adam, lion or sgd, or "
             )
         elif formats.main_params_dtype != "fp32":
             wrong = (
                 f"does not work with main weights in {formats.main_params_dtype}, which are the "
-                "weights on the device; use fp32 main weights"
+                "weights on the device; use fp32 main weights, or "
             )
         if wrong:
-            raise OptimError(f"{{optimizer_cpu_offload:name}} {wrong}, or leave it out", vars(self))
+            raise OptimError(f"{{optimizer_cpu_offload:name}} {wrong}leave it out", vars(self))
