@@ -20,7 +20,13 @@ from torch import Tensor
 from megatron_optim.errors import OptimError
 from megatron_optim.offload_config import OffloadConfig
 from megatron_optim.state_format_config import StateFormatConfig
-from megatron_optim.stored import MainStored, Remainder, StochasticallyRounded, element_hash
+from megatron_optim.stored import (
+    MainStored,
+    Remainder,
+    StochasticallyRounded,
+    element_hash,
+    nearest_high_bits,
+)
 
 FULL_PRECISION = (torch.float32, torch.float64)
 HALF_PRECISION = (torch.bfloat16, torch.float16)
@@ -167,6 +173,20 @@ class MainParameters:
             torch._foreach_copy_(
                 [self._parameters[name] for name in self.copies], list(self.copies.values())
             )
+
+    @torch.no_grad()
+    def round_hosted(self, name: str, rounded: Float[Tensor, "..."]) -> None:
+        """Rounds a main parameter in host memory as it would be rounded on the device.
+
+        Args:
+            name: The name of the parameter.
+            rounded: A tensor in the parameter's shape and dtype.
+        """
+        main, aware = self.hosted[name], self._formats.use_precision_aware_optimizer
+        if aware and rounded.dtype == torch.bfloat16:
+            rounded.view(torch.int16).copy_(nearest_high_bits(main.view(torch.int32)))
+        else:
+            rounded.copy_(main)
 
     @torch.no_grad()
     def copy_model_to_main(self) -> None:

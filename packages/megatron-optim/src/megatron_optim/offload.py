@@ -122,7 +122,8 @@ class HostUpdates:
         values, parameter = self._main.hosted[name], self._main.parameters[name]
         if values.dtype != parameter.dtype:  # the memory of the gradient is free until the next
             room = self._gradients[name].view(-1).view(parameter.dtype)[: values.numel()]
-            values = room.view(values.shape).copy_(values)
+            values = room.view(values.shape)
+            self._main.round_hosted(name, values)
         parameter.copy_(values, non_blocking=True)
 
     def _copying(self) -> AbstractContextManager[object]:

@@ -224,7 +224,7 @@ class Remainder(Stored):
     def store(parts: Sequence[Part], values: Sequence[Float[Tensor, " n"]]) -> None:
         """Takes new values of ranges, and rounds them into the parameters."""
         bits = torch.cat([*values]).view(torch.int32)
-        high = (bits + 2**15) >> 16
+        high = nearest_high_bits(bits)
         low = (bits - (high << 16)).to(torch.int16)
         torch._foreach_copy_([part.of(part.stored.low) for part in parts], _split(low, parts))
         rounded = _split(high.to(torch.int16), parts)
@@ -233,6 +233,11 @@ class Remainder(Stored):
     def reset(self) -> None:
         """Takes the values of the parameter, after weights were loaded."""
         self.low.zero_()
+
+
+def nearest_high_bits(bits: Int32[Tensor, "*n"]) -> Int32[Tensor, "*n"]:
+    """Returns the bits of the nearest bf16 numbers, as `Remainder` rounds fp32 numbers."""
+    return (bits + 2**15) >> 16
 
 
 class StochasticallyRounded(Stored):
