@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 from megatron_models import GPTConfig, Placement, gpt_chunks
-from megatron_optim import OffloadConfig, Optimizer, OptimizerConfig, StateFormatConfig
+from megatron_optim import (
+    LossScaleConfig,
+    OffloadConfig,
+    Optimizer,
+    OptimizerConfig,
+    StateFormatConfig,
+)
 from megatron_parallel import DataParallelConfig, Mesh, RecomputeConfig
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
@@ -39,6 +45,7 @@ class Job:
     data_parallel: DataParallelConfig | None = None
     rule: str = "adam"
     clip_grad: float = 1.0
+    loss_scale: LossScaleConfig | None = None
     formats: StateFormatConfig | None = None
     offload: OffloadConfig | None = None
 
@@ -66,6 +73,7 @@ class Job:
         self.optimizer = Optimizer(
             self.engine.stages,
             OptimizerConfig(optimizer=self.rule, lr=LEARNING_RATE, clip_grad=self.clip_grad),
+            loss_scale=self.loss_scale,
             formats=self.formats,
             offload=self.offload,
         )

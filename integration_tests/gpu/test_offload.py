@@ -3,7 +3,14 @@
 import pytest
 import torch
 from megatron_ckpt import CheckpointStore
-from megatron_optim import OffloadConfig, StateFormatConfig
+from megatron_optim import (
+    LossScaleConfig,
+    OffloadConfig,
+    OptimError,
+    ParameterAverages,
+    StateFormatConfig,
+)
+from megatron_optim.lion import Lion
 from megatron_parallel import DataParallelConfig
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +30,7 @@ CASES = {
     "adam in bf16": {"dtype": torch.bfloat16},
     "adam in fp64": {"dtype": torch.float64},
     "sgd": {"rule": "sgd"},
+    "sgd with a loss scale": {"rule": "sgd", "loss_scale": LossScaleConfig(loss_scale=8.0)},
     "lion in bf16": {"rule": "lion", "dtype": torch.bfloat16},
     "shards in bf16": {"data_parallel": SHARDED, "dtype": torch.bfloat16},
     "formats in bf16": {"dtype": torch.bfloat16, "formats": FORMATS},
@@ -75,6 +83,25 @@ def test_runs_with_offloaded_state_equal_those_without(job, device, same, name, 
     assert sum(t.numel() for t in held) >= 2 * on_host  # the main parameters and state
 
 
+@pytest.mark.parametrize("devices", [(), ("cuda",)], ids=["read", "unread"])
+def test_rules_that_cannot_decide_are_updated_on_the_host_as_on_a_cpu(
+    job, device, monkeypatch, devices
+):
+    """With ``cuda`` alone, only the part on the device is updated unread: it rounds otherwise."""
+    monkeypatch.setattr(Lion, "decides_on", devices)
+    plain, away = (
+        job(device, rule="lion", clip_grad=0.01, dtype=torch.float64, offload=each)
+        for each in (None, HALF)
+    )
+    for iteration in (1, 2):
+        for one in (plain, away):
+            one.step(iteration)
+    before, found = states(plain), states(away)
+    for key, tensors in before.items():
+        for a, b in zip(tensors, found[key], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("there", ["to the host", "to the device"])
 def test_a_checkpoint_loads_where_the_state_is_elsewhere(job, device, same, tmp_path, there, dtype):
@@ -117,3 +144,8 @@ def test_weights_without_state_begin_on_the_host(job, device, same):
         each.step(1)
     weights = other.weights()
     assert all(same(weight, weights[name]) for name, weight in one.weights().items())
+
+
+def test_averages_of_offloaded_parameters_are_refused(job, device):
+    with pytest.raises(OptimError, match="averages of parameters .* in host memory"):
+        ParameterAverages(job(device, offload=HALF).optimizer, 0.9)

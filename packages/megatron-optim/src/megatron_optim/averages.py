@@ -40,8 +40,8 @@ class ParameterAverages:
         decay: The weight of the previous average in a step, between 0 and 1.
 
     Raises:
-        OptimError: The decay is out of range, or a state of the update rule has the suffix of
-            averages.
+        OptimError: The decay is out of range, a state of the update rule has the suffix of
+            averages, or main parameters are in host memory.
     """
 
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
@@ -51,6 +51,11 @@ class ParameterAverages:
             raise OptimError(
                 f"the update rule has a state named {AVERAGE_SUFFIX!r}, the suffix of averages of "
                 "parameters; rename it"
+            )
+        if optimizer.main.hosted:
+            raise OptimError(
+                "averages of parameters do not work with main parameters in host memory, since "
+                "they are on the device; leave out one of them"
             )
         self.decay = decay
         self._main = optimizer.main
