@@ -147,5 +147,5 @@ def test_weights_without_state_begin_on_the_host(job, device, same):
 
 
 def test_averages_of_offloaded_parameters_are_refused(job, device):
-    with pytest.raises(OptimError, match="averages of parameters .* in host memory"):
+    with pytest.raises(OptimError, match=r"averages of parameters .* in host memory"):
         ParameterAverages(job(device, offload=HALF).optimizer, 0.9)
