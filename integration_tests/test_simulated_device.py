@@ -32,4 +32,4 @@ def test_steps_on_the_simulated_device_and_a_planted_host_tensor():
     if missing := re.search("no simulated device: .*", done.stdout):
         pytest.skip(missing[0])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert re.search(r"^14 passed, \d+ deselected", done.stdout, re.MULTILINE), done.stdout[-500:]
+    assert re.search(r"^15 passed, \d+ deselected", done.stdout, re.MULTILINE), done.stdout[-500:]
