@@ -83,6 +83,33 @@ def test_runs_with_offloaded_state_equal_those_without(job, device, same, name, 
     assert sum(t.numel() for t in held) >= 2 * on_host  # the main parameters and state
 
 
+@pytest.mark.parametrize("fraction", [None, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("dtype", "formats", "device_bytes", "host_bytes"),
+    [
+        (torch.float32, None, 8, 12),
+        (torch.bfloat16, None, 12, 12),
+        (torch.float32, FORMATS, 4, 8),
+        (torch.bfloat16, FORMATS, 6, 8),
+    ],
+    ids=["fp32", "bf16", "fp32-formats", "bf16-formats"],
+)
+def test_state_takes_the_bytes_of_the_closed_form(
+    job, device, dtype, formats, device_bytes, host_bytes, fraction
+):
+    """The host also has the main parameter of fp32 weights; a gradient of 4 bytes comes on top."""
+    offload = None if fraction is None else OffloadConfig(True, fraction)
+    optimizer = job(device, dtype=dtype, formats=formats, offload=offload).optimizer
+    elements = sum(tensor.numel() for tensor in optimizer.main.tensors.values())
+    held = {"cpu": 0, "cuda": 0}
+    for tensor in optimizer.state_tensors():
+        held[tensor.device.type] += tensor.nbytes
+    share = fraction or 0.0
+    # Whole tensors are offloaded; blocks of 2,048 elements share a byte.
+    assert held["cuda"] / elements == pytest.approx(device_bytes * (1 - share), abs=5e-3)
+    assert held["cpu"] / elements == pytest.approx(host_bytes * share, abs=5e-3)
+
+
 @pytest.mark.parametrize("devices", [(), ("cuda",)], ids=["read", "unread"])
 def test_rules_that_cannot_decide_are_updated_on_the_host_as_on_a_cpu(
     job, device, monkeypatch, devices
