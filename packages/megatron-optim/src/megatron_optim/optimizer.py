@@ -9,14 +9,13 @@ from megatron_parallel import View
 from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
 
-from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
+from megatron_optim.clip import clip_coefficient, gradient_norm
 from megatron_optim.config import OptimizerConfig
-from megatron_optim.decision import Decision, Rates, StepResult, host_decides, unread_step
+from megatron_optim.decision import StepResult, host_decides
 from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
 from megatron_optim.loss_scale_config import LossScaleConfig
 from megatron_optim.mixed_precision import MainParameters
-from megatron_optim.offload import HostUpdates
 from megatron_optim.offload_config import OffloadConfig
 from megatron_optim.optimizer_state import OptimizerState, names_of_state
 from megatron_optim.param_groups import (
@@ -28,6 +27,7 @@ from megatron_optim.param_groups import (
 from megatron_optim.scaler import LossScaler
 from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.update_rule import build_rules, check_state_formats
+from megatron_optim.updates import Updates
 from megatron_optim.width import WidthRatio
 
 
@@ -103,12 +103,9 @@ class Optimizer:
         self._host_decides = host_decides(trainable.mesh.device, self._groups)
         # Allocated here, so that a checkpoint can be loaded before the first step.
         self._state = OptimizerState(self._groups, self._main, formats)
-        self._host: HostUpdates | None = None
-        self._device_groups = self._groups
-        if offload.optimizer_cpu_offload:
-            device, overlap = trainable.mesh.device, offload.overlap_cpu_optimizer_d2h_h2d
-            self._host = HostUpdates(self._groups, self._main, self._state, device, overlap=overlap)
-            self._device_groups = self._host.device_groups
+        self._updates = Updates(
+            self._groups, self._main, self._state, trainable.mesh.device, offload
+        )
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns the gradients for the next step by global name, in the main dtype."""
@@ -139,8 +136,7 @@ class Optimizer:
         self._state.forget_copies()
         self._main.step += 1
         gradients = self.gradients()
-        if self._host is not None:
-            self._host.take(gradients)
+        self._updates.take(gradients)
         table, mesh = self._trainable.table, self._trainable.mesh
         terms, sharded = self._main.norm_terms(gradients)
         norm = gradient_norm(terms, table, mesh, sharded=sharded)
@@ -155,9 +151,10 @@ class Optimizer:
         vetoed = None if veto is None else veto(norm) & finite
         updates = finite if vetoed is None else finite & ~vetoed
         if self._host_decides:
-            self._update_read(gradients, factor, updates, rates)
+            self._updates.read(gradients, factor, updates, self._counts[0], rates)
         else:
-            self._update_unread(gradients, factor, updates, rates)
+            divided = factor if self.config.clip_grad or scale is not None else None
+            self._updates.unread(gradients, factor, updates, self._counts[0], rates, divided)
         self._counts += torch.stack([updates, ~updates])
         if self.scaler is None:
             return StepResult(norm, coefficient, ~updates, vetoed=vetoed)
@@ -184,53 +181,6 @@ class Optimizer:
     def skipped_steps(self) -> int:
         """The number of steps that updated nothing. Waits for the device."""
         return int(self._counts[1])
-
-    @torch.no_grad()
-    def _update_read(
-        self, gradients: Mapping[str, Tensor], factor: Tensor, updates: Tensor, rates: Rates
-    ) -> None:
-        """Updates all groups if ``updates``, which the host reads.
-
-        This is free on a CPU. Elsewhere it is the only wait for the device in a step.
-        """
-        decision = Decision.read(factor, updates, self._counts[0])
-        if decision.updates:
-            own = self._on_device(gradients)
-            scale_gradients(own.values(), decision.factor)
-            for group in self._device_groups:
-                lr, decay = group.rates(*rates)
-                for tensors in self._state.operands(group, own):
-                    group.rule.update(*tensors, lr=lr, weight_decay=decay, step=decision.number)
-        if self._host is not None:
-            self._host.update(decision, rates, divides=decision.factor != 1.0, unread=False)
-        if decision.updates:
-            self._main.copy_main_to_model()
-
-    @torch.no_grad()
-    def _update_unread(
-        self, gradients: Mapping[str, Tensor], factor: Tensor, updates: Tensor, rates: Rates
-    ) -> None:
-        """Updates all groups; the device skips the update unless ``updates``.
-
-        If the host updates a part of them, it reads the decision before.
-        """
-        host, own = self._host, self._on_device(gradients)
-        divides = bool(self.config.clip_grad) or self.scaler is not None
-        decision = None if host is None else Decision.read(factor, updates, self._counts[0])
-        given = factor if divides else None
-        step = unread_step(own.values(), given, updates, self._counts[0] + 1)
-        for group in self._device_groups:
-            lr, decay = group.rates(*rates)
-            for tensors in self._state.operands(group, own):
-                group.rule.update_unread(*tensors, lr=lr, weight_decay=decay, step=step)
-        if host is not None and decision is not None:
-            host.update(decision, rates, divides=divides, unread=True)
-        self._main.copy_main_to_model()
-
-    def _on_device(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns the gradients of the parameters that the device updates."""
-        hosted = self._main.hosted
-        return {n: g for n, g in gradients.items() if n not in hosted} if hosted else gradients
 
     def zero_grad(self) -> None:
         """Drops all gradients; see `megatron_parallel.data_parallel.Trainable.zero`."""

@@ -1,0 +1,117 @@
+"""Calls update rules: on the device, and on the host for offloaded state."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_optim.clip import scale_gradients
+from megatron_optim.decision import Decision, Rates, unread_step
+from megatron_optim.mixed_precision import MainParameters
+from megatron_optim.offload import HostUpdates
+from megatron_optim.offload_config import OffloadConfig
+from megatron_optim.optimizer_state import OptimizerState
+from megatron_optim.param_groups import ParameterGroup
+
+
+class Updates:
+    """Updates all groups of parameters.
+
+    Args:
+        groups: The groups.
+        main: The main parameters.
+        state: The state of the rules.
+        device: The device of the model.
+        offload: What the host updates.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        main: MainParameters,
+        state: OptimizerState,
+        device: torch.device,
+        offload: OffloadConfig,
+    ) -> None:
+        self._groups, self._main, self._state = groups, main, state
+        self._host: HostUpdates | None = None
+        if offload.optimizer_cpu_offload:
+            overlap = offload.overlap_cpu_optimizer_d2h_h2d
+            self._host = HostUpdates(groups, main, state, device, overlap=overlap)
+            self._groups = self._host.device_groups
+
+    def take(self, gradients: Mapping[str, Tensor]) -> None:
+        """Starts copying the gradients that the host needs."""
+        if self._host is not None:
+            self._host.take(gradients)
+
+    @torch.no_grad()
+    def read(
+        self,
+        gradients: Mapping[str, Tensor],
+        factor: Tensor,
+        updates: Tensor,
+        count: Tensor,
+        rates: Rates,
+    ) -> None:
+        """Updates all groups if ``updates``, which the host reads.
+
+        This is free on a CPU. Elsewhere it is the only wait for the device in a step.
+
+        Args:
+            gradients: The gradients by name.
+            factor: The factor that clips and unscales them.
+            updates: Whether the step updates anything.
+            count: The number of updates before.
+            rates: The rates of the step.
+        """
+        decision = Decision.read(factor, updates, count)
+        if decision.updates:
+            own = self._on_device(gradients)
+            scale_gradients(own.values(), decision.factor)
+            for group in self._groups:
+                lr, decay = group.rates(*rates)
+                for tensors in self._state.operands(group, own):
+                    group.rule.update(*tensors, lr=lr, weight_decay=decay, step=decision.number)
+        if self._host is not None:
+            self._host.update(decision, rates, divides=decision.factor != 1.0, unread=False)
+        if decision.updates:
+            self._main.copy_main_to_model()
+
+    @torch.no_grad()
+    def unread(
+        self,
+        gradients: Mapping[str, Tensor],
+        factor: Tensor,
+        updates: Tensor,
+        count: Tensor,
+        rates: Rates,
+        divided: Tensor | None,
+    ) -> None:
+        """Updates all groups; the device skips the update unless ``updates``.
+
+        If the host updates a part of them, it reads the decision before.
+
+        Args:
+            gradients: As for `read`.
+            factor: As for `read`.
+            updates: As for `read`.
+            count: As for `read`.
+            rates: As for `read`.
+            divided: The factor if gradients have to be multiplied by it; otherwise None.
+        """
+        host, own = self._host, self._on_device(gradients)
+        decision = None if host is None else Decision.read(factor, updates, count)
+        step = unread_step(own.values(), divided, updates, count + 1)
+        for group in self._groups:
+            lr, decay = group.rates(*rates)
+            for tensors in self._state.operands(group, own):
+                group.rule.update_unread(*tensors, lr=lr, weight_decay=decay, step=step)
+        if host is not None and decision is not None:
+            host.update(decision, rates, divides=divided is not None, unread=True)
+        self._main.copy_main_to_model()
+
+    def _on_device(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns the gradients of the parameters that the device updates."""
+        hosted = self._main.hosted
+        return {n: g for n, g in gradients.items() if n not in hosted} if hosted else gradients
