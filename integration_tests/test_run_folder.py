@@ -10,8 +10,8 @@ from megatron_data import ByteTokenizer, IndexedDatasetBuilder, train_bpe
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.testing import WorkerPool
 from megatron_train import CheckpointConfig, read_records
-from megatron_train.checkpointing import coordinator_of
 from megatron_train.cli import main
+from megatron_train.mesh_coordinator import coordinator_of
 from megatron_train.starting_point import lock_save_folder
 
 TRAIN = (

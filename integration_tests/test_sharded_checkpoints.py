@@ -10,7 +10,8 @@ from layouts.proof import LEARNING_RATE, reference
 from megatron_ckpt import CheckpointStore
 from megatron_parallel import Mesh
 from megatron_parallel.testing import WorkerPool
-from megatron_train.checkpointing import coordinator_of, views_of
+from megatron_train.checkpointing import views_of
+from megatron_train.mesh_coordinator import coordinator_of
 from megatron_train.prove.compare import absolute, dict_of, joined
 from megatron_train.prove.record import pieces
 

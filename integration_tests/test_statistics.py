@@ -70,6 +70,14 @@ def test_norms_of_layers_are_those_of_the_saved_weights_and_add_up(one_rank):
     assert f"num zeros: {found['num zeros']:.1f} |" in output
 
 
+def test_parameters_that_a_product_adds_belong_to_their_layers(tmp_path):
+    found = measured(train(tmp_path, "--linear-product", "lora")[0][1])
+    layers = [f"grad norm of layers.{number}" for number in range(2)]
+    assert all(found[name] > 0 for name in layers)
+    # The others are frozen.
+    assert {name for name, norm in found.items() if "grad" in name and norm} == {*layers}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_measures_the_same(one_rank, layout, tmp_path):
     wanted = measured(one_rank[1][1])

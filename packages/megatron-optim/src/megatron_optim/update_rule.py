@@ -150,8 +150,14 @@ class UpdateRule(ABC):
 
         The method is called for each group of a rule that needs sums, when the optimizer is
         constructed. The parameters of a group are either all matrices, or none of them is.
+
+        Raises:
+            OptimError: The rule needs sums, and does not override this method.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs sums, but has no bind_sums")
+        raise OptimError(
+            f"the update rule {type(self).__name__} needs sums, but does not define bind_sums; "
+            'define it, or set needs to "elements"'
+        )
 
     def views(self) -> "dict[str, list[View]]":
         """Returns views of state whose shape differs from the parameters', for a checkpoint.

@@ -17,11 +17,8 @@ from typing import Any, Self
 from megatron_ckpt import (
     Checkpoint,
     CheckpointStore,
-    Coordinator,
-    DistributedCoordinator,
     ModelRecord,
     Retention,
-    SingleProcessCoordinator,
     View,
     find_checkpoint,
     map_reduce,
@@ -29,13 +26,12 @@ from megatron_ckpt import (
 from megatron_data import Tokenizer
 from megatron_models import config_of, head_fields, new_head_parameters
 from megatron_optim import AVERAGE_SUFFIX, MAIN_SUFFIX, OptimError
-from megatron_parallel import Mesh
-from megatron_parallel.collectives import raise_collective_errors
 from megatron_parallel.tensor_parallel import added_parameter_names
 
 from megatron_train.config.from_checkpoint import TOKENIZER_FOLDER
 from megatron_train.config.products import PLAIN
 from megatron_train.errors import TrainError
+from megatron_train.mesh_coordinator import coordinator_of
 from megatron_train.metrics.console import Console
 from megatron_train.product_record import (
     recorded_product,
@@ -55,29 +51,6 @@ from megatron_train.step_report import StepReport
 from megatron_train.trainer import Callback, Trainer
 
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
-
-
-class MeshCoordinator(DistributedCoordinator):
-    """Coordinates saves and loads of all ranks of a mesh; errors name missing ranks."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._axis = mesh.axis("world")
-        super().__init__(self._axis.process_group)
-
-    def gather(self, text: str) -> list[str] | None:
-        """Returns the texts of all ranks, by rank, on rank 0; None on other ranks."""
-        with raise_collective_errors(self._axis, "the agreement on a checkpoint"):
-            return super().gather(text)
-
-    def broadcast(self, text: str) -> str:
-        """Returns rank 0's text on every rank."""
-        with raise_collective_errors(self._axis, "the agreement on a checkpoint"):
-            return super().broadcast(text)
-
-
-def coordinator_of(mesh: Mesh) -> Coordinator:
-    """Returns the coordinator of saves and loads of the ranks of ``mesh``."""
-    return SingleProcessCoordinator() if mesh.world_size == 1 else MeshCoordinator(mesh)
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,14 @@ from megatron_train.callbacks.listener import Listener
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import ProgressBar, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
-from megatron_train.checkpointing import Saver, coordinator_of
+from megatron_train.checkpointing import Saver
 from megatron_train.config.dump import write_config
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options
 from megatron_train.config.values import Values
 from megatron_train.group_table import group_table
 from megatron_train.memory_check import check_memory
+from megatron_train.mesh_coordinator import coordinator_of
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
 from megatron_train.metrics.peak import Peak, assumed_cpu_peak, device_peak

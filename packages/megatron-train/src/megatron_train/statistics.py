@@ -18,7 +18,7 @@ class Statistics:
     """Measures the steps at whose end a log line is printed.
 
     Args:
-        names: Global names of all parameters of the model, equal on all ranks.
+        names: Global names of the parameters of the model, equal on all ranks.
         interval: Steps between log lines.
         num_zeros: Whether zeros of the gradient are counted.
         params_norm: Whether the norm of the parameters is measured.
@@ -34,10 +34,8 @@ class Statistics:
         params_norm: bool = False,
         layer_norms: bool = False,
     ) -> None:
-        parts = {name: part_of(name) for name in names}
-        self.parts = tuple(dict.fromkeys(parts.values()))
-        numbers = {part: number for number, part in enumerate(self.parts)}
-        self._group_of = {name: numbers[part] for name, part in parts.items()}
+        self.parts = tuple(dict.fromkeys(map(part_of, names)))
+        self._number_of = {part: number for number, part in enumerate(self.parts)}
         self._interval = interval
         self._num_zeros, self._params_norm, self._layers = num_zeros, params_norm, layer_norms
 
@@ -49,7 +47,7 @@ class Statistics:
         if self._num_zeros:
             found[NUM_ZEROS] = count_zeros(optimizer)
         if self._layers:
-            norms = gradient_norms(optimizer, self._group_of, len(self.parts))
+            norms = gradient_norms(optimizer, self._groups(optimizer), len(self.parts))
             found |= self._by_part("grad norm", norms)
         return found
 
@@ -58,12 +56,16 @@ class Statistics:
         found: dict[str, Tensor] = {}
         if iteration % self._interval or not (self._params_norm or self._layers):
             return found
-        norms = parameter_norms(optimizer, self._group_of, len(self.parts))
+        norms = parameter_norms(optimizer, self._groups(optimizer), len(self.parts))
         if self._params_norm:
             found[PARAMS_NORM] = norms.square().sum().sqrt()
         if self._layers:
             found |= self._by_part(PARAMS_NORM, norms)
         return found
+
+    def _groups(self, optimizer: Optimizer) -> Mapping[str, int]:
+        """Returns the part of each parameter of this rank, also of those that products add."""
+        return {name: self._number_of[part_of(name)] for name in optimizer.main.tensors}
 
     def _by_part(self, what: str, norms: Tensor) -> Mapping[str, Tensor]:
         return {

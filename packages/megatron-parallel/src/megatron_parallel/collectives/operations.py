@@ -96,6 +96,7 @@ def all_to_all(
     """Sends row `i` of `t` to the rank with index `i`; row `i` of the result is from that rank."""
     if axis.size == 1:
         return t
+    t = t.contiguous()
     received = torch.empty_like(t)
     with _collective(axis, "all_to_all", t, purpose):
         dist.all_to_all_single(received, t, group=axis.process_group)

@@ -7,15 +7,14 @@ they are replicated until it does: with 2 KV heads on 4 ranks, each one goes to 
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_parallel.collectives.failure import raise_collective_errors
+from megatron_parallel.collectives.operations import all_to_all
 from megatron_parallel.context_parallel.blocks import RingPlan
 from megatron_parallel.context_parallel.plain import BlockOperations
 from megatron_parallel.context_parallel.ring import ring_attention
@@ -25,6 +24,9 @@ from megatron_parallel.mesh.axes import Axis
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """An attention function, differentiable by autograd: q, k, v to `[s, b, n, dv]`."""
+
+HEADS: Final = "heads"
+"""Purpose of the exchanges, as reported in `Traffic` and in errors."""
 
 
 def check_heads(heads: int, ranks: int) -> None:
@@ -162,18 +164,10 @@ class _GatherHeads(Function):
 
 
 def _scatter(x: Tensor, axis: Axis) -> Tensor:
-    return _exchange(torch.unflatten(x, 2, (axis.size, -1)).movedim(2, 0), axis).flatten(0, 1)
+    by_rank = torch.unflatten(x, 2, (axis.size, -1)).movedim(2, 0)
+    return all_to_all(by_rank, axis, purpose=HEADS).flatten(0, 1)
 
 
 def _gather(x: Tensor, axis: Axis) -> Tensor:
-    return _exchange(torch.unflatten(x, 0, (axis.size, -1)), axis).movedim(0, 2).flatten(2, 3)
-
-
-def _exchange(parts: Tensor, axis: Axis) -> Tensor:
-    """Sends `parts[i]` to rank `i` of the axis and returns one part from each rank."""
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    axis.count("all_to_all of heads", parts)
-    with raise_collective_errors(axis, "all_to_all of heads", parts):
-        dist.all_to_all_single(received, parts, group=axis.process_group)
-    return received
+    by_rank = torch.unflatten(x, 0, (axis.size, -1))
+    return all_to_all(by_rank, axis, purpose=HEADS).movedim(0, 2).flatten(2, 3)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel.collectives.failure import raise_collective_errors
+from megatron_parallel.collectives.operations import all_to_all
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.pipeline.pass_interleaving import PassInterleaver
@@ -61,10 +62,7 @@ def exchange_counts(
 
     Used before an exchange of rows, so that each rank knows how many rows it will receive.
     """
-    if axis.size == 1:
-        return counts
-    ones = (1,) * axis.size
-    return _exchanged(counts, RowSplits(axis, ones, ones, purpose))
+    return all_to_all(counts, axis, purpose=purpose)
 
 
 class PendingAllToAll:

@@ -270,7 +270,7 @@ class LoggingConfig:
     log_interval: int = setting(100, "steps between log lines", unit="steps")
     log_throughput: bool = setting(False, "add throughput per GPU (TFLOP/s/GPU) to the log line")
     log_num_zeros_in_grad: bool = setting(False, "add the zeros in the gradient to the log line")
-    log_params_norm: bool = setting(False, "add the norm of all parameters to the log line")
+    log_params_norm: bool = setting(False, "add the norm of the trained parameters to the log line")
     log_layer_norms: bool = setting(
         False,
         "record norms of gradient and parameters of each layer at every log line, in metrics.jsonl "
