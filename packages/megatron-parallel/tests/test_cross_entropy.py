@@ -1,5 +1,6 @@
 """Vocab-parallel cross entropy against torch in float64, with padded and cut vocabularies."""
 
+from typing import Any
 from unittest import mock
 
 import megatron_parallel.tensor_parallel.cross_entropy as cross_entropy
@@ -10,6 +11,7 @@ from megatron_parallel.recompute import count_saved_activations
 from megatron_parallel.tensor_parallel import IGNORE_INDEX
 from megatron_parallel.testing import WorkerPool
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCAB = 37
 
@@ -160,3 +162,72 @@ def test_a_second_backward_pass_is_refused(single: Mesh) -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Passes(TorchDispatchMode):
+    """Counts operations on every element of tensors as large as the logits, and new such tensors.
+
+    Views have none, and `gather` and `scatter_add_` read the target's element alone.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.reads, self.allocations = size, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = [a for a in args if isinstance(a, torch.Tensor) and a.numel() == self.size]
+        found = func(*args, **(kwargs or {}))
+        of_few = ("alias", "slice", "detach", "gather", "scatter_add_")
+        self.reads += bool(inputs) and func.overloadpacket.__name__ not in of_few
+        known = {a.data_ptr() for a in inputs}
+        if isinstance(found, torch.Tensor) and found.numel() == self.size:
+            self.allocations += found.data_ptr() not in known
+        return found
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_logits_are_read_four_times_and_copied_at_most_once(single: Mesh, overwrites: bool) -> None:
+    leaf = torch.randn(16, 64, requires_grad=True)
+    logits = leaf * 1.0
+    with Passes(logits.numel()) as passes:
+        loss = vocab_parallel_cross_entropy(
+            logits, torch.arange(16), single.axis("tp"), 64, overwrites=overwrites
+        )
+        torch.autograd.grad(loss.sum(), logits)
+    # The largest logit, the softmax, the largest probability; the gradient.
+    assert (passes.reads, passes.allocations) == (4, 0 if overwrites else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_overwritten_logits_give_the_same_loss_and_gradient(
+    single: Mesh, smoothing: float, dtype: torch.dtype
+) -> None:
+    logits, targets, upstream = problem(dtype)
+    padded = functional.pad(logits, (0, 11), value=50.0)
+    found = []
+    for overwrites in (False, True):
+        leaf = padded.clone().requires_grad_()
+        made = leaf * 1.0
+        loss = vocab_parallel_cross_entropy(
+            made,
+            targets,
+            single.axis("tp"),
+            VOCAB,
+            label_smoothing=smoothing,
+            overwrites=overwrites,
+        )
+        (grad,) = torch.autograd.grad(loss, leaf, upstream.to(loss.dtype))
+        found.append((loss.detach(), grad))
+    check([found[1]], dtype, smoothing)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.allclose(found[0][1], found[1][1], rtol=1e-6, atol=0)
+
+
+def test_overwriting_logits_that_another_function_saved_is_detected(single: Mesh) -> None:
+    logits = torch.randn(4, 8, requires_grad=True).exp()  # exp saves its result
+    loss = vocab_parallel_cross_entropy(
+        logits, torch.arange(4), single.axis("tp"), 8, overwrites=True
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()

@@ -31,6 +31,7 @@ def vocab_parallel_cross_entropy(
     *,
     label_smoothing: float = 0.0,
     softcap: float = 0.0,
+    overwrites: bool = False,
 ) -> Float[Tensor, "*batch"]:
     """Returns the loss of each token, `-log softmax(logits)[target]`, over the whole vocabulary.
 
@@ -41,10 +42,11 @@ def vocab_parallel_cross_entropy(
     section 7). Megatron-Core distributes its a over the other `v - 1` tokens: its a corresponds to
     `e = a v / (v - 1)`.
 
-    The same code is used for every axis size. It saves one buffer of the size of the logits, the
-    probabilities, which the backward pass turns into the gradient in place. A second backward pass
-    therefore raises. `F.cross_entropy` allocates three such buffers, and a fourth to cut off
-    padding.
+    The same code is used for every axis size. It reads the logits three times: once for the largest
+    one, once for the probabilities under this rank's columns alone, and once, as probabilities, for
+    their largest one, from which the log-sum-exp follows. The backward pass turns the probabilities
+    into the gradient in place. A second backward pass therefore raises. `F.cross_entropy` allocates
+    three buffers of the size of the logits, and a fourth to cut off padding.
 
     Args:
         logits: This rank's columns of the logits, `[..., v/n]`. Columns from `true_vocab` on are
@@ -55,15 +57,18 @@ def vocab_parallel_cross_entropy(
         true_vocab: Size of the vocabulary without padding.
         label_smoothing: Part of the loss that all tokens share, `0 <= e < 1`. Defaults to 0.
         softcap: Bound of the logits, see `bound_logits`. Defaults to 0, no bound.
+        overwrites: Whether float32 or float64 logits are overwritten with probabilities, which
+            saves the buffer. No other code may read them. Defaults to False. Ignored in code
+            compiled by torch.compile.
 
     Raises:
         LayoutError: `label_smoothing` is not in `0 <= e < 1`.
     """
     if not 0.0 <= label_smoothing < 1.0:
         raise LayoutError(f"label_smoothing {label_smoothing} is not in 0 <= e < 1")
-    logits = bound_logits(logits, softcap)
+    owned = (overwrites or softcap > 0) and not torch.compiler.is_compiling()
     result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, targets, axis, true_vocab, label_smoothing
+        bound_logits(logits, softcap), targets, axis, true_vocab, label_smoothing, owned
     )
     return result
 
@@ -89,6 +94,7 @@ class _CrossEntropy(Function):
         axis: Axis,
         true_vocab: int,
         smoothing: float,
+        owned: bool,
     ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         width = logits.shape[-1]
@@ -98,51 +104,68 @@ class _CrossEntropy(Function):
         held = (local >= 0) & (local < valid)
         local = local.clamp(0, width - 1)
 
-        exact = logits.to(dtype)  # a copy only if the dtype changes
-        at_target = exact.gather(-1, local).masked_fill_(~held, -torch.inf)
-        if valid:
-            largest = exact[..., :valid].amax(-1, keepdim=True)
-        else:
-            largest = torch.full_like(at_target, -torch.inf)
+        at_target = logits.gather(-1, local).to(dtype).masked_fill_(~held, -torch.inf)
+        # Before the logits are overwritten.
+        every = logits[..., :valid].sum(-1, keepdim=True, dtype=dtype) if smoothing else None
+        probabilities, own = _softmax(logits, valid, dtype, owned)
+        scale = None
         if axis.size > 1:
-            both = all_reduce(torch.stack((largest, at_target)), axis, "max", purpose=PURPOSE)
+            both = all_reduce(torch.stack((own, at_target)), axis, "max", purpose=PURPOSE)
             largest, at_target = both.unbind()
-
-        probabilities = exact - largest if exact is logits else exact.sub_(largest)
-        # Sum of the logits minus the largest one, before they are overwritten.
-        shifted = probabilities[..., :valid].sum(-1, keepdim=True) if smoothing else None
-        probabilities[..., valid:] = -torch.inf
-        probabilities.exp_()
-        total = probabilities.sum(-1, keepdim=True)
-        if shifted is None:
-            total = all_reduce(total, axis, purpose=PURPOSE)
+            terms = [(own - largest).exp_(), *([] if every is None else [every])]
+            total, *rest = all_reduce(torch.stack(terms), axis, purpose=PURPOSE).unbind()
+            whole = total.log_().add_(largest)
+            scale = (own - whole).exp_()  # this rank's part of the probability
+            every = rest[0] if rest else None
         else:
-            both = all_reduce(torch.stack((total, shifted)), axis, purpose=PURPOSE)
-            total, shifted = both.unbind()
-        probabilities /= total
+            whole = own
 
-        loss = total.log().add_(largest).sub_(at_target)
+        loss = whole - at_target
         share = _share(smoothing, true_vocab)
-        if shifted is not None:  # subtracting log(total) per token gives log-probabilities
-            every = shifted.sub_(total.log().mul_(true_vocab))
+        if every is not None:  # subtracting the log-sum-exp per token gives log-probabilities
+            every = every - whole * true_vocab
             loss = loss.mul_(1.0 - smoothing).sub_(every.mul_(share))
         loss = loss.squeeze(-1)
         ignored = targets == IGNORE_INDEX
-        ctx.save_for_backward(probabilities, local, held, ignored)
+        ctx.save_for_backward(probabilities, scale, local, held, ignored)
         ctx.dtype, ctx.smoothing, ctx.valid = logits.dtype, smoothing, valid
         ctx.share = share
         # Not in place: torch 2.11 compiles in-place changes to a result without gradient.
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        probabilities, local, held, ignored = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, scale, local, held, ignored = ctx.saved_tensors
         upstream = grads[0].masked_fill(ignored, 0.0).unsqueeze(-1)
+        grad = probabilities.mul_(upstream if scale is None else upstream * scale)
         if ctx.smoothing:
-            probabilities[..., : ctx.valid] -= ctx.share
-        grad = probabilities.mul_(upstream)
+            grad[..., : ctx.valid] -= upstream * ctx.share
         grad.scatter_add_(-1, local, upstream * held * (ctx.smoothing - 1.0))
-        return grad.to(ctx.dtype), None, None, None, None
+        return grad.to(ctx.dtype), None, None, None, None, None
+
+
+def _softmax(logits: Tensor, valid: int, dtype: torch.dtype, owned: bool) -> tuple[Tensor, Tensor]:
+    """Returns the probabilities under the first `valid` columns, and their log-sum-exp.
+
+    The logits are overwritten if they are `owned` and of the dtype of the result.
+    """
+    width = logits.shape[-1]
+    if valid == 0:
+        own = torch.full_like(logits[..., :1], -torch.inf, dtype=dtype)
+        return torch.zeros_like(logits, dtype=dtype), own
+    largest = logits[..., :valid].amax(-1, keepdim=True).to(dtype)
+    exact = logits.to(dtype)  # a copy only if the dtype changes
+    if exact is not logits or owned:
+        exact[..., valid:] = -torch.inf
+        # Every element is read for the last time where it is written, so the memory can be shared.
+        probabilities = torch.softmax(exact, -1, out=exact)
+    elif valid == width:
+        probabilities = torch.softmax(exact, -1)
+    else:
+        probabilities = torch.zeros_like(exact)
+        probabilities[..., :valid] = torch.softmax(exact[..., :valid], -1)
+    # The largest probability is 1 / sum(exp(logits - largest)), at least 1 / valid.
+    return probabilities, largest - probabilities.amax(-1, keepdim=True).log_()
 
 
 def _share(smoothing: float, vocabulary: int) -> float:

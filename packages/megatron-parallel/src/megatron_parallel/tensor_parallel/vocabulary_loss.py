@@ -91,6 +91,7 @@ def unfused_cross_entropy(
         true_vocab,
         label_smoothing=label_smoothing,
         softcap=softcap,
+        overwrites=True,  # no other code holds the logits
     )
 
 
