@@ -166,13 +166,16 @@ class MainParameters:
         parameters = self._trainable.parameters
         return {name: p for name, p in parameters.items() if p.requires_grad}
 
+    @property
+    def rounded(self) -> dict[str, Tensor]:
+        """The model's parameters that the fp32 copies are rounded into."""
+        return {name: self._parameters[name] for name in self.copies}
+
     @torch.no_grad()
     def copy_main_to_model(self) -> None:
         """Rounds the fp32 copies into the model's parameters, in one operation."""
         if self.copies:
-            torch._foreach_copy_(
-                [self._parameters[name] for name in self.copies], list(self.copies.values())
-            )
+            torch._foreach_copy_(list(self.rounded.values()), list(self.copies.values()))
 
     @torch.no_grad()
     def round_hosted(self, name: str, rounded: Float[Tensor, "..."]) -> None:

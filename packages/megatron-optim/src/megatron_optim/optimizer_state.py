@@ -48,11 +48,18 @@ class OptimizerState:
                 )
 
     def operands(
-        self, group: ParameterGroup, gradients: Mapping[str, Tensor]
+        self, group: ParameterGroup, gradients: Mapping[str, Tensor], *, rounds: bool = False
     ) -> Iterator[Operands]:
-        """Yields the operands of each call of a group's rule, and stores the results."""
+        """Yields the operands of each call of a group's rule, and stores the results.
+
+        Args:
+            group: The group.
+            gradients: The gradients by name.
+            rounds: Whether to round fp32 copies into the model's parameters after each call.
+        """
         mains = {**self._main.tensors, **self._main.stored}
-        return operands(group, mains, gradients, self.values)
+        rounded = self._main.rounded if rounds else {}
+        return operands(group, mains, gradients, self.values, rounded=rounded)
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors of state and main parameters as they are stored."""

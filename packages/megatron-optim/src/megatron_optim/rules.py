@@ -1,8 +1,7 @@
 """The update rules that torch has as well: Adam, and SGD with momentum.
 
-Both call torch's functional optimizers. The optimizer classes would import the whole compiler when
-they are constructed. The fused implementation is used on CPUs and CUDA devices, torch's default
-implementation elsewhere.
+Both call torch's fused kernels on CPUs and CUDA devices, and its functional optimizers elsewhere.
+The optimizer classes would import the whole compiler when they are constructed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,6 +40,10 @@ class Adam(UpdateRule):
             StateTensor("exp_avg_sq", decay=config.adam_beta2, positive=True),
         )
 
+    @property
+    def _decoupled(self) -> bool:
+        return cast(AdamSettings, self.config.settings).decoupled_weight_decay
+
     def for_width(self, width: WidthRatio) -> tuple[Self, float]:
         """Divides learning rate and ``adam_eps`` by the ratio of the inputs, as Megatron-LM does.
 
@@ -61,10 +64,26 @@ class Adam(UpdateRule):
         step: int,
     ) -> None:
         """Updates the parameters and both moments."""
-        fused = _fused(parameters)
-        device = parameters[0].device if fused else torch.device("cpu")
-        counts = torch.full((len(parameters),), step - 1, dtype=torch.float32, device=device)
-        self._adam(parameters, gradients, state, counts, fused, lr, weight_decay)
+        if _fused(parameters):
+            number = torch.tensor(float(step), device=parameters[0].device)
+            self._fused(parameters, gradients, state, number, lr, weight_decay)
+            return
+        adam(
+            list(parameters),
+            list(gradients),
+            exp_avgs=list(state["exp_avg"]),
+            exp_avg_sqs=list(state["exp_avg_sq"]),
+            max_exp_avg_sqs=[],
+            state_steps=list(torch.full((len(parameters),), step - 1.0).unbind()),
+            amsgrad=False,
+            beta1=self.config.adam_beta1,
+            beta2=self.config.adam_beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.config.adam_eps,
+            maximize=False,
+            decoupled_weight_decay=self._decoupled,
+        )
 
     def update_unread(
         self,
@@ -77,39 +96,42 @@ class Adam(UpdateRule):
         step: UnreadStep,
     ) -> None:
         """Updates the parameters and both moments, unless the device skips the step."""
-        counts = (step.number - 1).expand(len(parameters)).clone()
-        self._adam(parameters, gradients, state, counts, True, lr, weight_decay, step)
+        number, divisor, skip = step.number, step.divisor, step.skip
+        self._fused(parameters, gradients, state, number, lr, weight_decay, divisor, skip)
 
-    def _adam(
+    def _fused(
         self,
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor],
         state: Mapping[str, Sequence[Tensor]],
-        counts: Tensor,
-        fused: bool,
+        number: Tensor,
         lr: float,
         weight_decay: float,
-        unread: UnreadStep | None = None,
+        divisor: Tensor | None = None,
+        skip: Tensor | None = None,
     ) -> None:
-        """Calls torch's Adam, which increments each of the counts in place."""
-        adam(
+        """Calls the kernel of torch's fused Adam with one number of the update for all tensors.
+
+        ``torch.optim.adam.adam`` needs a number for each tensor, which costs an operation for each
+        of them.
+        """
+        kernel = torch._fused_adamw_ if self._decoupled else torch._fused_adam_
+        kernel(
             list(parameters),
             list(gradients),
-            exp_avgs=list(state["exp_avg"]),
-            exp_avg_sqs=list(state["exp_avg_sq"]),
-            max_exp_avg_sqs=[],
-            state_steps=list(counts.unbind()),
-            fused=fused,
-            grad_scale=None if unread is None else unread.divisor,
-            found_inf=None if unread is None else unread.skip,
-            amsgrad=False,
+            list(state["exp_avg"]),
+            list(state["exp_avg_sq"]),
+            [],
+            [number] * len(parameters),
+            lr=lr,
             beta1=self.config.adam_beta1,
             beta2=self.config.adam_beta2,
-            lr=lr,
             weight_decay=weight_decay,
             eps=self.config.adam_eps,
+            amsgrad=False,
             maximize=False,
-            decoupled_weight_decay=cast(AdamSettings, self.config.settings).decoupled_weight_decay,
+            grad_scale=divisor,
+            found_inf=skip,
         )
 
 

@@ -34,6 +34,8 @@ class Updates:
         offload: OffloadConfig,
     ) -> None:
         self._groups, self._main, self._state = groups, main, state
+        # A CPU rounds what is still in its caches; other devices round all in one kernel.
+        self._rounds_early = device.type == "cpu"
         self._host: HostUpdates | None = None
         if offload.optimizer_cpu_offload:
             overlap = offload.overlap_cpu_optimizer_d2h_h2d
@@ -68,14 +70,17 @@ class Updates:
         decision = Decision.read(factor, updates, count)
         if decision.updates:
             own = self._on_device(gradients)
-            scale_gradients(own.values(), decision.factor)
             for group in self._groups:
                 lr, decay = group.rates(*rates)
-                for tensors in self._state.operands(group, own):
+                calls = self._state.operands(group, own, rounds=self._rounds_early)
+                for tensors in calls:
+                    scale_gradients(tensors[1], decision.factor)
                     group.rule.update(*tensors, lr=lr, weight_decay=decay, step=decision.number)
         if self._host is not None:
             self._host.update(decision, rates, divides=decision.factor != 1.0, unread=False)
-        if decision.updates:
+        if decision.updates and self._rounds_early:
+            self._main.publish()
+        elif decision.updates:
             self._main.copy_main_to_model()
 
     @torch.no_grad()

@@ -1,10 +1,13 @@
 """The tensors that a rule updates, from state that is stored in other forms.
 
 Values that are stored as they are updated are passed to the rule themselves. Others are copied for
-the update and stored again after it, a piece at a time, so that the copies take little memory.
+the update and stored again after it, a piece at a time, so that the copies take little memory. On a
+CPU, main parameters are also rounded a piece at a time, while they are in its caches.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -15,6 +18,8 @@ from megatron_optim.param_groups import ParameterGroup
 from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.stored import Part, Rounded, Scaled, Stored
 from megatron_optim.update_rule import StateTensor
+
+EMPTY: Mapping[str, Tensor] = MappingProxyType({})
 
 Values = Tensor | Stored
 
@@ -60,11 +65,12 @@ def operands(
     gradients: Mapping[str, Tensor],
     state: Mapping[str, Mapping[str, Values]],
     piece: int | None = None,
+    rounded: Mapping[str, Tensor] = EMPTY,
 ) -> Iterator[Operands]:
     """Yields the operands of each call of a group's rule; stores the results after the call.
 
     A rule that needs matrices or sums is called once. So is every rule if all values are stored as
-    they are updated.
+    they are updated, and none is rounded.
 
     Args:
         group: The group.
@@ -73,30 +79,39 @@ def operands(
         state: The state by name of the state tensor and of the parameter.
         piece: The largest number of elements in a call, a multiple of `BLOCK`. Defaults to `PIECE`,
             or `PIECE_ON_CPU`.
+        rounded: The tensors that main parameters are rounded into after each call.
     """
     names = [kept.name for kept in group.rule.state]
-    plain = not any(
-        isinstance(values[name], Stored)
-        for values in (mains, *(state[kept] for kept in names))
-        for name in group.names
-    )
-    whole = [_Range(name) for name in group.names]
-    if group.matrices or not plain:  # autograd may return gradients with other strides
+    tables = [mains, *(state[each] for each in names)]
+    plain = all(isinstance(table[name], Tensor) for table in tables for name in group.names)
+    pieces = group.rule.needs == "elements" and (not plain or _flat(group, mains, rounded))
+    if group.matrices or pieces or not plain:  # autograd may return gradients with other strides
         gradients = {name: gradients[name].contiguous() for name in group.names}
-    if plain or group.rule.needs != "elements":
-        calls = iter([whole])
-    else:
+    if pieces:
         on_cpu = gradients[group.names[0]].device.type == "cpu"
         calls = _calls(group, mains, gradients, piece or (PIECE_ON_CPU if on_cpu else PIECE))
+    else:
+        calls = iter([[_Range(name) for name in group.names]])
     for ranges in calls:
-        parameters = _load(mains, ranges, group)
-        kept = {each: _load(state[each], ranges, group) for each in names}
-        yield parameters, _load(gradients, ranges, group), kept
-        for values, held in ((mains, parameters), *((state[each], kept[each]) for each in names)):
-            found = [(p, h) for p, h in zip(_parts(values, ranges), held, strict=True) if p]
-            if found:
-                parts = [part for part, _ in found]
-                parts[0].stored.store(parts, [value.reshape(-1) for _, value in found])
+        loaded = [_load(table, ranges, group) for table in tables]
+        parameters, *kept = loaded
+        yield parameters, _load(gradients, ranges, group), dict(zip(names, kept, strict=True))
+        if not plain:
+            for table, held in zip(tables, loaded, strict=True):
+                _store(table, ranges, held)
+        rounds = [each.name in rounded for each in ranges]
+        if any(rounds):
+            into = _load(rounded, list(compress(ranges, rounds)), group)
+            torch._foreach_copy_(into, list(compress(parameters, rounds)))
+
+
+def _flat(
+    group: ParameterGroup, mains: Mapping[str, Values], rounded: Mapping[str, Tensor]
+) -> bool:
+    """Returns whether main parameters are rounded, and flat ranges of all parameters exist."""
+    tensors = [table[n] for table in (mains, rounded) for n in group.names if n in table]
+    contiguous = (isinstance(t, Tensor) and t.is_contiguous() for t in tensors)
+    return any(name in rounded for name in group.names) and all(contiguous)
 
 
 def _calls(
@@ -110,8 +125,8 @@ def _calls(
     room = piece
     for name in group.names:
         main, numel = mains[name], gradients[name].numel()
-        if isinstance(main, Stored) and not main.cut:
-            ranges, room = [*ranges, _Range(name, 0, numel)], room - numel
+        if numel <= piece or (isinstance(main, Stored) and not main.cut):
+            ranges, room = [*ranges, _Range(name)], room - numel
         else:
             for start in range(0, numel, piece):
                 stop = min(start + piece, numel)
@@ -126,30 +141,37 @@ def _calls(
         yield ranges
 
 
-def _parts(values: Mapping[str, Values], ranges: Sequence[_Range]) -> list[Part | None]:
-    """Returns the range of each stored value; None for values that are passed themselves."""
-    found: list[Part | None] = []
-    for name, start, stop in ranges:
-        value = values[name]
-        end = value.numel if stop is None and isinstance(value, Stored) else stop
-        found.append(Part(value, start, end or 0) if isinstance(value, Stored) else None)
-    return found
-
-
 def _load(
     values: Mapping[str, Values], ranges: Sequence[_Range], group: ParameterGroup
 ) -> list[Tensor]:
     """Returns ranges of values, in the shape that the rule of the group needs if they are whole."""
-    stored = [part for part in _parts(values, ranges) if part]
-    copies = iter(stored[0].stored.load(stored) if stored else ())
+    parts = _parts(values, ranges)
+    copies = iter(parts[0].stored.load(parts) if parts else ())
     found = []
     for name, start, stop in ranges:
         value = values[name]
-        if isinstance(value, Tensor):
-            found.append(value if stop is None else value.view(-1)[start:stop])
-        else:
+        if not isinstance(value, Tensor):
             copied: Tensor = next(copies)
-            found.append(copied.view(value.shape) if stop is None else copied)
+            value = copied.view(value.shape) if stop is None else copied
+        elif stop is not None:
+            value = value.view(-1)[start:stop]
         if stop is None and group.matrices:
-            found[-1] = found[-1].view(group.matrices[name])
+            value = value.view(group.matrices[name])
+        found.append(value)
     return found
+
+
+def _store(values: Mapping[str, Values], ranges: Sequence[_Range], held: Sequence[Tensor]) -> None:
+    """Stores the copies that `_load` returned; leaves values that were passed themselves."""
+    if parts := _parts(values, ranges):
+        copied = (not isinstance(values[each.name], Tensor) for each in ranges)
+        parts[0].stored.store(parts, [copy.reshape(-1) for copy in compress(held, copied)])
+
+
+def _parts(values: Mapping[str, Values], ranges: Sequence[_Range]) -> list[Part]:
+    """Returns the ranges of stored values."""
+    return [
+        Part(value, start, value.numel if stop is None else stop)
+        for name, start, stop in ranges
+        if not isinstance(value := values[name], Tensor)
+    ]
