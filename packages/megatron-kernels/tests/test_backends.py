@@ -36,7 +36,11 @@ def test_every_usable_backend_on_a_gpu_equals_the_reference_in_float64(
     assert [result for result in results if not result.passed] == []
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op.name}-{case.label or 'plain'}")
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.op.name != "attention_backward"],  # it has no gradient
+    ids=lambda case: f"{case.op.name}-{case.label or 'plain'}",
+)
 def test_gradients_of_the_references_equal_finite_differences(case: Case) -> None:
     given = case.arguments(InputGenerator(torch.float64, CPU))
     leaves = [g for g in given if isinstance(g, torch.Tensor) and g.requires_grad]

@@ -173,7 +173,10 @@ def test_a_plan_from_documents_on_the_host_equals_that_of_the_mask(window: int |
 
 
 def test_a_causal_ring_computes_half_of_the_pairs_and_needs_no_mask_for_most() -> None:
-    """Fully masked blocks are skipped, and each rank has equal work in each step."""
+    """Fully masked blocks are skipped, and each rank has equal work in each step.
+
+    A kernel for triangles computes half of the square of a rank's own tokens.
+    """
     split = ContextSplit.zigzag(64, 4)
     for rank in range(4):
         plan = plan_ring(SequenceMask(), split, rank)
@@ -182,9 +185,26 @@ def test_a_causal_ring_computes_half_of_the_pairs_and_needs_no_mask_for_most() -
                 (b.rows.stop - b.rows.start) * (b.columns.stop - b.columns.start) for b in blocks
             ]
             if source == rank:
-                assert sum(sizes) == 3 * 8 * 8
+                assert sizes == [16 * 16] and blocks[0].mask.triangular
+                assert torch.equal(blocks[0].mask.allowed()[0], torch.ones(16, 16).tril() > 0)
             else:
                 assert sizes == [2 * 8 * 8] and blocks[0].mask.all_allowed
+
+
+def test_own_tokens_are_no_triangle_under_other_rules() -> None:
+    split = ContextSplit.zigzag(64, 4)
+    positions = torch.arange(64).flip(0)[None]
+    rules = (
+        SequenceMask(torch.zeros(1, 64, dtype=torch.int32)),
+        SequenceMask(positions=positions),
+        SequenceMask(causal=False),
+        SequenceMask(window=64),
+        SequenceMask(chunk=64),
+        SequenceMask(prefix=1),
+    )
+    for mask in rules:
+        blocks = plan_ring(mask, split, 1).blocks
+        assert not any(block.mask.triangular for own in blocks for block in own)
 
 
 def test_no_mask_is_needed_inside_one_document_and_padding_is_skipped() -> None:

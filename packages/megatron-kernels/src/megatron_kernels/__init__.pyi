@@ -7,11 +7,11 @@ from .ops.activation.glu import glu as glu
 from .ops.activation.pointwise import pointwise as pointwise
 from .ops.activation.swiglu import swiglu as swiglu
 from .ops.attention.attention import attention as attention
+from .ops.attention.blocks import attention_backward as attention_backward
+from .ops.attention.blocks import attention_forward as attention_forward
 from .ops.attention.index_scores import index_scores as index_scores
 from .ops.attention.index_scores import select_keys as select_keys
 from .ops.attention.mask import Mask as Mask
-from .ops.attention.reference import attention_backward as attention_backward
-from .ops.attention.reference import attention_forward as attention_forward
 from .ops.attention.scores import PLAIN_SCORES as PLAIN_SCORES
 from .ops.attention.scores import Scores as Scores
 from .ops.loss.cross_entropy import cross_entropy as cross_entropy

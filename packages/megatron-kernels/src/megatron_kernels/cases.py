@@ -7,7 +7,7 @@ careless kernel would turn into NaN.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from megatron_kernels.ops.activation.glu import Gate, glu
 from megatron_kernels.ops.activation.pointwise import Pointwise, pointwise
 from megatron_kernels.ops.activation.swiglu import swiglu
 from megatron_kernels.ops.attention.attention import attention
+from megatron_kernels.ops.attention.blocks import attention_backward, attention_forward
 from megatron_kernels.ops.attention.index_scores import index_scores
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
@@ -144,6 +145,44 @@ def _prefixes(draw: InputGenerator) -> tuple[Any, ...]:
     return _attention(draw, Mask(prefix=torch.tensor([4, 9], device=draw.device)))
 
 
+def _block(
+    draw: InputGenerator,
+    *,
+    triangle: bool = False,
+    documents: bool = False,
+    groups: int = 4,
+    width: int = 16,
+) -> tuple[Any, ...]:
+    """Returns a block of a ring: 11 queries after the keys, or among them."""
+    q, k, v = (
+        draw.normal(11, 2, 4, 16),
+        draw.normal(11, 2, groups, 16),
+        draw.normal(11, 2, groups, width),
+    )
+    first = torch.arange(11, dtype=torch.int32, device=draw.device).expand(2, -1)
+    if triangle:
+        triangular = Mask(positions=first, query_positions=first, ascending=True)
+        return (q, k, v, triangular, PLAIN_SCORES, 0)
+    own = others = None
+    if documents:  # the second sequence has a row without keys, and padding
+        own = torch.tensor([[1] * 9 + [2] * 2, [4] + [3] * 8 + [-1] * 2], device=draw.device)
+        others = torch.tensor([[0] * 5 + [1] * 6, [3] * 11], device=draw.device)
+    later = Mask(others, first, query_document_ids=own, query_positions=first + 11)
+    return (q, k, v, later, PLAIN_SCORES, 0)
+
+
+def _block_backward(draw: InputGenerator, **options: Any) -> tuple[Any, ...]:
+    """Returns the same with an output and an lse that count keys of another block."""
+    q, k, v, mask, *rest = _block(draw, **options)
+    q, k, v = (x.detach() for x in (q, k, v))
+    wide = (x.double() for x in (q, k, v))
+    out, lse = attention_forward.run("reference", *wide, mask, *rest)
+    lse = torch.logaddexp(lse, draw.normal(11, 2, 4).detach().double())
+    statistics = torch.float64 if draw.dtype is torch.float64 else torch.float32
+    dout = draw.normal(*out.shape).detach()
+    return (dout, q, k, v, out.to(draw.dtype), lse.to(statistics), mask, *rest)
+
+
 def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
     targets = draw.integers(37, 5, 3)
     targets[2, 1] = IGNORED
@@ -224,6 +263,12 @@ def _index_scores(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(5, 2, 3, 8), draw.normal(9, 2, 8), draw.normal(5, 2, 3, mean=0.5))
 
 
+BLOCKS: Final[dict[str, dict[str, Any]]] = {
+    "of one token range": {"triangle": True},
+    "of earlier keys, grouped": {"groups": 2},
+    "documents": {"documents": True, "groups": 1},
+    "narrow values": {"width": 10},
+}
 CASES = (
     Case(layer_norm, "", partial(_norm, bias=True)),
     Case(layer_norm, "no bias", _norm_without_bias),
@@ -252,6 +297,14 @@ CASES = (
     Case(attention, "documents", _documents),
     Case(attention, "cache", partial(_attention, mask=Mask(), queries=4, offset=7)),
     Case(attention, "decode", partial(_attention, mask=Mask(), queries=1, offset=9, groups=2)),
+    *(
+        Case(operation, label, partial(make, **options))
+        for operation, make in (
+            (attention_forward, _block),
+            (attention_backward, _block_backward),
+        )
+        for label, options in BLOCKS.items()
+    ),
     Case(index_scores, "", _index_scores),
     Case(cross_entropy, "", _cross_entropy),
     Case(grouped_matmul, "", partial(_grouped, counts=(5, 0, 11, 1))),

@@ -73,7 +73,7 @@ def check_backend(case: Case, backend: Backend, dtype: torch.dtype, device: torc
     exact = tuple(_in_float64(value) for value in arguments)
     expected, actual = _run(reference, exact), _run(backend, arguments)
     outputs, gradients = (
-        max(_deviation(a, e) for a, e in zip(found, known, strict=True))
+        max((_deviation(a, e) for a, e in zip(found, known, strict=True)), default=0.0)
         for found, known in zip(actual, expected, strict=True)
     )
     return Result(name, case.label, backend.name, dtype, None, outputs, gradients)
@@ -82,12 +82,13 @@ def check_backend(case: Case, backend: Backend, dtype: torch.dtype, device: torc
 def _run(
     backend: Backend, arguments: tuple[Any, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Returns the outputs, and the gradients of a weighted sum of them."""
+    """Returns the outputs, and the gradients of a weighted sum of those with a gradient."""
     found = backend.run(*arguments)
     outputs = found if isinstance(found, tuple) else (found,)
     leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
-    weights = [_weights(out) for out in outputs]
-    gradients = torch.autograd.grad(outputs, leaves, weights)
+    followed = [out for out in outputs if out.requires_grad]
+    weights = [_weights(out) for out in followed]
+    gradients = torch.autograd.grad(followed, leaves, weights) if followed else ()
     return tuple(out.detach() for out in outputs), gradients
 
 

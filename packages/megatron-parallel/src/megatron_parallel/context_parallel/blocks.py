@@ -3,7 +3,9 @@
 A rank has its own queries and receives the keys of each rank once. Both are cut into tiles. Pairs
 of tiles in which no query may attend to any key are skipped, and the remaining tiles of keys of a
 tile of queries form one range. Under a causal mask and the zig-zag split, exactly half of the pairs
-remain, on every rank and in every step of the ring except the first.
+remain, on every rank and in every step of the ring except the first. There a causal mask without
+other rules is one triangle, because the indices of a rank ascend: fused kernels need no mask tensor
+for it.
 
 The host needs the pairs to know which blocks to compute. If split and mask do not depend on the
 data, it computes them once for each shape. If they depend on documents that the split has on the
@@ -75,8 +77,15 @@ def plan_ring(
     tiles = _tiles(mask, split)
     size = split.local_length // tiles
     needed, full = _pairs_of_tiles(mask, split, index, tiles)
-    blocks = []
+    blocks: list[tuple[Block, ...]] = []
     for source, (some, every) in enumerate(zip(needed, full, strict=True)):
+        if source == index and _only_causal(mask):
+            own = split.indices[index]
+            block = replace(mask.block(own, own), triangular=True)
+            every_token = slice(0, split.local_length)
+            triangle = Block(every_token, every_token, block if lower is None else lower(block))
+            blocks.append((triangle,))
+            continue
         found = []
         for first, last, begin, end in _ranges(some):
             rows, columns = slice(first * size, last * size), slice(begin * size, end * size)
@@ -88,6 +97,12 @@ def plan_ring(
             found.append(Block(rows, columns, block if lower is None else lower(block)))
         blocks.append(tuple(found))
     return RingPlan(split, tuple(blocks))
+
+
+def _only_causal(mask: SequenceMask) -> bool:
+    """Returns whether a query may attend to keys at indices up to its own, and to no others."""
+    others = mask.document_ids, mask.positions, mask.window, mask.prefix, mask.chunk
+    return mask.causal and all(rule is None for rule in others)
 
 
 def _tiles(mask: SequenceMask, split: ContextSplit) -> int:

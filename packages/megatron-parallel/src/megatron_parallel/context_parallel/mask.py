@@ -66,6 +66,8 @@ class BlockMask:
         prefix: As in `SequenceMask`.
         chunk: As in `SequenceMask`.
         all_allowed: Whether all queries are known to be allowed to attend to all keys.
+        triangular: Whether queries and keys are known to be the same tokens, and a query to be
+            allowed to attend to itself and the keys before it in this block, and to no others.
     """
 
     query_indices: Int[Tensor, "#b s"]
@@ -79,6 +81,7 @@ class BlockMask:
     prefix: Int[Tensor, " b"] | int | None
     chunk: int | None = None
     all_allowed: bool = False
+    triangular: bool = False
 
     def allowed(self) -> Bool[Tensor, "#b s t"]:
         """Returns the mask as a tensor; True means that the query may attend to the key."""

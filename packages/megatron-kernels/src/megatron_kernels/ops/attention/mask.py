@@ -29,6 +29,8 @@ class Mask:
             ring attention). None means `document_ids` from the query offset on.
         query_positions: int32 `[b, s]`, likewise for `positions`.
         dense: bool `[b or 1, s, t]`, True = may attend: the rules as a tensor, from `prepare`.
+        ascending: Whether queries and keys are known to be the same tokens with ascending
+            `positions`, so that `causal` alone needs no tensor.
     """
 
     document_ids: Int[Tensor, "b t"] | None = None
@@ -40,6 +42,7 @@ class Mask:
     query_document_ids: Int[Tensor, "b s"] | None = None
     query_positions: Int[Tensor, "b s"] | None = None
     dense: Bool[Tensor, "b_or_1 s t"] | None = None
+    ascending: bool = False
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -64,6 +67,12 @@ class Mask:
             and self.dense is None
             and (self.prefix is None or not self.causal)
         )
+
+    @property
+    def _unlimited(self) -> bool:
+        """Whether no rule but `causal` limits attention."""
+        rules = self.document_ids, self.dense, self.window, self.chunk
+        return all(rule is None for rule in rules) and (self.prefix is None or not self.causal)
 
     def narrowed(self, window: int | None = None, chunk: int | None = None) -> "Mask":
         """Returns the mask with further limits; the narrower of two windows counts.
@@ -100,8 +109,13 @@ class Mask:
 
         No tensor is needed if the rules depend on indices alone and window and chunk are at least
         as wide as the sequence: without `causal`, for a single query after all keys, and for
-        queries that are the keys.
+        queries that are the keys. Positions that no rule compares, or that ascend, need none.
         """
+        if self._unlimited:
+            if not self.causal:
+                return None, False
+            if self.ascending:
+                return None, True
         end = max(keys, query_offset + queries)
         if self.positions is None and self.chunk is not None and self.chunk >= end:
             return replace(self, chunk=None).lower(queries, keys, query_offset, device=device)

@@ -2,22 +2,17 @@
 
     scores = cap(scale * q k^T) + bias - slope * distance    p = softmax of the allowed    out = p v
 
-A block pass also returns lse, the log-sum-exp of each row. Passes over disjoint sets of keys are
-combined by weighting each `out` with exp(lse - logaddexp of all lse). The backward pass takes the
-*final* out and lse and recomputes p = exp(scores - lse), so a block's part of the gradients needs
-nothing from other blocks (Dao, FlashAttention-2, section 3.1).
+`blocks.py` describes the pair.
 """
 
 import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.attention.mask import Mask
-from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
+from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.precision import upcast
 
 
@@ -34,74 +29,34 @@ def reference(
     return _forward(q, k, v, mask, scores, query_offset, dropout)[0]
 
 
-def attention_forward(
-    q: Float[Tensor, "s b n d"],
-    k: Float[Tensor, "t b g d"],
-    v: Float[Tensor, "t b g dv"],
+def reference_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Mask,
-    scores: Scores = PLAIN_SCORES,
-    query_offset: int = 0,
-    *,
+    scores: Scores,
+    query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Float[Tensor, "s b n dv"], Float[Tensor, "s b n"]]:
-    """Computes attention over one block of keys.
-
-    Args:
-        q: Queries `[s, b, n, d]`.
-        k: Keys `[t, b, g, d]`; each of the g groups serves n/g heads.
-        v: Values `[t, b, g, dv]`.
-        mask: Which queries may attend to which keys of this block.
-        scores: Scale, soft-cap and biases, as in `attention`. Sinks belong to a whole row:
-            they are one more block, whose out is zero and whose lse is the sink.
-        query_offset: Index of the first query among the keys.
-        dropout: Applied to the block's probabilities `[b, n, s, t]`: a product with a mask that is
-            the same in the backward pass. The lse is that of all probabilities.
-
-    Returns:
-        out `[s, b, n, dv]` in the dtype of `q`, and lse `[s, b, n]` in float32 (float64 for
-        float64), -inf for a row that may attend to nothing, whose out is zero.
-
-    Raises:
-        KernelError: The scores have sinks.
-    """
-    _check_block(scores)
-    return _forward(q, k, v, mask, scores, query_offset, dropout)
+) -> tuple[Tensor, Tensor]:
+    """Returns out and lse of one block; out is differentiable by autograd."""
+    out, lse = _forward(q, k, v, mask, scores, query_offset, dropout)
+    return out, lse.detach()
 
 
-def attention_backward(
-    dout: Float[Tensor, "s b n dv"],
-    q: Float[Tensor, "s b n d"],
-    k: Float[Tensor, "t b g d"],
-    v: Float[Tensor, "t b g dv"],
-    out: Float[Tensor, "s b n dv"],
-    lse: Float[Tensor, "s b n"],
+@torch.no_grad()
+def reference_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     mask: Mask,
-    scores: Scores = PLAIN_SCORES,
-    query_offset: int = 0,
-    *,
+    scores: Scores,
+    query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "t b g d"], Float[Tensor, "t b g dv"]]:
-    """Computes the gradients of attention from one block of keys.
-
-    Args:
-        dout: Gradient of the final output.
-        q: Queries.
-        k: Keys of this block.
-        v: Values of this block.
-        out: The final output, combined over all blocks.
-        lse: The final log-sum-exp, combined over all blocks.
-        mask: Which queries may attend to which keys of this block.
-        scores: As in the forward pass.
-        query_offset: As in the forward pass.
-        dropout: As in the forward pass.
-
-    Returns:
-        This block's part of dq, and the whole of its dk and dv, in the dtypes of q, k and v.
-
-    Raises:
-        KernelError: The scores have sinks.
-    """
-    _check_block(scores)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of one block from the final out and lse."""
     groups = k.shape[2]
     capped = _capped(q, k, scores)
     p = _probabilities(_masked(capped, q, k, mask, scores, query_offset), _grouped(lse, groups))
@@ -133,14 +88,6 @@ def _forward(
     p = _probabilities(allowed, lse)
     out = torch.einsum("bgmst,tbgd->bgmsd", _dropped(p, dropout), upcast(v))  # p is not copied
     return out.permute(3, 0, 1, 2, 4).flatten(2, 3).to(q.dtype), _ungrouped(lse)
-
-
-def _check_block(scores: Scores) -> None:
-    if scores.sinks is not None:
-        raise KernelError(
-            "scores of a block have sinks, which would count in every block; merge them once, as "
-            "a block with lse = sinks and out = 0, and pass scores.without_sinks()"
-        )
 
 
 def _scale(q: Tensor, scores: Scores) -> float:

@@ -297,6 +297,7 @@ def _lower(block: BlockMask) -> _Lowered:
         prefix=block.prefix,
         query_document_ids=block.query_document_ids,
         query_positions=block.query_positions,
+        ascending=block.triangular,
     )
     return _Lowered(mask.prepare(queries.shape[1], keys.shape[1]), queries, keys)
 
