@@ -1,12 +1,14 @@
 """Compares output layer and loss with all logits, with few, and by torch alone; interleaved.
 
-Forward and backward pass of an output matrix and its loss, in fp32 on one rank:
-`UNFUSED_CROSS_ENTROPY`, `LinearCrossEntropy` of 1,024 tokens, and torch's `F.linear` and
-`F.cross_entropy`, which is the peer.
-Milliseconds are medians of CPU time; peak bytes are torch's largest allocation in one pass, beyond
-the memory allocated before it.
+Forward and backward pass of an output matrix and its loss, in fp32 or bf16 on one rank:
+`UNFUSED_CROSS_ENTROPY`; `LinearCrossEntropy`, whose gradients come from the backward or from the
+forward pass; and torch's `F.linear` and `F.cross_entropy`, which is the peer.
+Milliseconds are medians of wall-clock time. Peak bytes are torch's largest allocation in one pass,
+beyond the memory allocated before it and the gradients that it returns; the last columns give their
+part of the logits of all tokens in float32, and the largest relative difference to torch, of losses
+and gradients in fp32.
 
-    OMP_NUM_THREADS=1 python tooling/bench/vocabulary_loss.py [--repeats 5]
+    OMP_NUM_THREADS=1 python tooling/bench/vocabulary_loss.py [--repeats 7] [--threads 1]
 """
 
 import argparse
@@ -26,17 +28,19 @@ from megatron_parallel.tensor_parallel import (
 from torch import Tensor
 from torch.nn import functional
 
-HIDDEN, VOCAB = 256, 32_768
-TOKENS = (1024, 4096, 8192)
+VOCAB = 131_072
 
 
-def passes(tokens: int) -> dict[str, Callable[[], None]]:
-    """Returns a forward and a backward pass for each variant."""
+def passes(
+    tokens: int, hidden: int, dtype: torch.dtype
+) -> tuple[dict[str, Callable[[], None]], Callable[[], list[Tensor]]]:
+    """Returns a forward and a backward pass for each variant, and what takes its results away."""
     mesh = Mesh.single()
-    layer = ColumnParallelLinear(HIDDEN, VOCAB, mesh, bias=False)
+    layer = ColumnParallelLinear(hidden, VOCAB, mesh, bias=False, dtype=dtype)
     initialize_parameters(layer, seed=1, mesh=mesh)
-    x = torch.randn(tokens, 1, HIDDEN, requires_grad=True)
+    x = torch.randn(tokens, 1, hidden).to(dtype).requires_grad_()
     targets = torch.randint(VOCAB, (tokens, 1))
+    kept: list[Tensor] = []
 
     def ours(loss: VocabularyLoss) -> Tensor:
         found: Tensor = layer(x, loss=partial(loss, targets=targets, true_vocab=VOCAB))
@@ -44,43 +48,75 @@ def passes(tokens: int) -> dict[str, Callable[[], None]]:
 
     def torchs() -> Tensor:
         logits = functional.linear(x, layer.weight).flatten(0, 1)
-        return functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+        return functional.cross_entropy(logits.float(), targets.flatten(), reduction="sum")
 
     def run(loss: Callable[[], Tensor]) -> None:
+        kept[:] = [loss()]
+        kept[0].backward()
+
+    def results() -> list[Tensor]:
+        found = [t for t in (kept[0].detach(), x.grad, layer.weight.grad) if t is not None]
         x.grad = layer.weight.grad = None
-        loss().backward()
+        return found
 
     ways = {
         "all logits": partial(ours, UNFUSED_CROSS_ENTROPY),
-        "few": partial(ours, LinearCrossEntropy()),
+        "few, backward": partial(ours, LinearCrossEntropy()),
+        "few, forward": partial(ours, LinearCrossEntropy(gradients="forward")),
+        "torch": torchs,
     }
-    ways["torch"] = torchs
-    return {name: partial(run, loss) for name, loss in ways.items()}
+    return {name: partial(run, loss) for name, loss in ways.items()}, results
 
 
-def seconds(run: Callable[[], None]) -> float:
-    """Returns the CPU time of one pass."""
-    start = time.process_time()
+def seconds(run: Callable[[], None], clear: Callable[[], list[Tensor]]) -> float:
+    """Returns the time of one pass."""
+    start = time.perf_counter()
     run()
-    return time.process_time() - start
+    taken = time.perf_counter() - start
+    clear()
+    return taken
+
+
+def difference(found: list[Tensor], truth: list[Tensor]) -> float:
+    """Returns the largest difference of a tensor relative to its largest element."""
+    pairs = zip(found, truth, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 def main() -> None:
     """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    repeats = parser.parse_args().repeats
-    torch.set_num_threads(1)
-    print("| tokens | way | ms | peak MiB |\n|---|---|---|---|")
-    for tokens in TOKENS:
-        ways = passes(tokens)
-        peaks = {name: peak_bytes(run) / 2**20 for name, run in ways.items()}
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(repeats):
-            for name, run in ways.items():
-                taken[name].append(seconds(run))
-        for name in ways:
-            print(f"| {tokens} | {name} | {1e3 * median(taken[name]):.0f} | {peaks[name]:.0f} |")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a pass")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the input")
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    dtype = getattr(torch, arguments.dtype)
+    print("| tokens x hidden | way | ms | of torch | peak MiB | of the logits | difference |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    tokens, hidden = arguments.tokens, arguments.hidden
+    ways, results = passes(tokens, hidden, dtype)
+    returned = (tokens + VOCAB) * hidden * dtype.itemsize
+    peaks, found = {}, {}
+    for name, run in ways.items():
+        peaks[name] = peak_bytes(run) - returned
+        found[name] = results()
+    errors = {name: difference(values, found["torch"]) for name, values in found.items()}
+    found.clear()
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(arguments.repeats):
+        for name, run in ways.items():
+            taken[name].append(seconds(run, results))
+    for name in ways:
+        ratio = median(a / b for a, b in zip(taken[name], taken["torch"], strict=True))
+        share = peaks[name] / (tokens * VOCAB * 4)
+        print(
+            f"| {tokens} x {hidden} | {name} | {1e3 * median(taken[name]):.0f} | {ratio:.2f} "
+            f"| {peaks[name] / 2**20:.0f} | {share:.3f} | {errors[name]:.0e} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from megatron_parallel.tensor_parallel import (
     UNFUSED_CROSS_ENTROPY,
     LinearCrossEntropy,
     LoRAConfig,
+    VocabularyLoss,
     freeze_all_but_adapters,
 )
 from megatron_parallel.tensor_parallel.lora import lora_products
@@ -72,7 +73,7 @@ def build_trainer(
             dtype=dtype,
             cp_comm_type=case.comm,
             products=products,
-            vocabulary_loss=LinearCrossEntropy(5) if case.few_logits else UNFUSED_CROSS_ENTROPY,
+            vocabulary_loss=loss_of(case),
         ),
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
     )
@@ -103,6 +104,13 @@ def build_trainer(
         micro_batches=lambda consumed: batches(case, mesh, consumed, steps),
         train_iters=steps,
     )
+
+
+def loss_of(case: Case) -> VocabularyLoss:
+    """Returns output layer and loss; with smoothed labels, few logits are computed again."""
+    if not case.few_logits:
+        return UNFUSED_CROSS_ENTROPY
+    return LinearCrossEntropy(5, "backward" if case.smooth else "forward")
 
 
 def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Sequence[MicroBatch]]:

@@ -50,7 +50,14 @@ def set_bias(part: Tensor, mesh: Mesh) -> None:
 
 
 def step(
-    mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str, softcap: float = 0.0
+    mesh: Mesh,
+    loss: Any,
+    cut: bool,
+    smoothing: float,
+    how: str,
+    softcap: float = 0.0,
+    equal: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Any]:
     """Returns losses of a batch, and gradients of input and weights over two micro-batches."""
     product = LoRA(2, 3.0) if how == "lora" else PLAIN
@@ -63,7 +70,7 @@ def step(
         sequence_parallel=cut,
         init=Init("normal", 1.0),
         product=product,
-        dtype=torch.float64,
+        dtype=dtype,
     )
     initialize_parameters(layer, seed=1, mesh=mesh)
     if how == "lora":
@@ -77,13 +84,13 @@ def step(
         assert fuse_gradient_accumulation([layer], [buffers]).fused == ("weight",)
     tp = mesh.axis("tp")
     whole = drawn(1, S, B, H)
-    x = (whole.chunk(tp.size)[tp.index] if cut else whole).clone().requires_grad_()
+    x = (whole.chunk(tp.size)[tp.index] if cut else whole).to(dtype, copy=True).requires_grad_()
     settings = {"targets": labels(), "true_vocab": VOCAB, "label_smoothing": smoothing}
     settings["softcap"] = softcap
     losses = torch.empty(0)
     for _ in range(2):
         losses = layer(x, loss=partial(loss, **settings))
-        (losses * drawn(2, S, B)).sum().backward()
+        (losses * (0.3 if equal else drawn(2, S, B))).sum().backward()
     buffers.finish()
     gradients = {
         name: [(p.box, gradient[p.local.slices].clone()) for p in table[name].shard_boxes(mesh)]
@@ -121,6 +128,75 @@ def test_linear_cross_entropy_on_ranks_equals_the_unfused_loss_of_one(
     close(torch.cat([r["x"] for r in found]) if cut else found[0]["x"], truth["x"])
 
 
+@pytest.mark.parametrize("how", ["plain", "biased", "fused", "lora"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_gradients_of_the_forward_pass_on_ranks_equal_those_of_one(
+    worker_pool: WorkerPool, single: Mesh, cut: bool, how: str
+) -> None:
+    alone = "plain" if how == "fused" else how
+    truth = step(single, UNFUSED_CROSS_ENTROPY, False, 0.2, alone, 0.7, True)
+    loss = LinearCrossEntropy(5, "forward")
+    found = worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), step, loss, cut, 0.2, how, 0.7, True)
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    for rank in found:
+        close(rank["losses"], truth["losses"])
+        for name, ((_, whole),) in truth["gradients"].items():
+            for box, gradient in rank["gradients"][name]:
+                close(gradient, whole[box.slices])
+    close(torch.cat([r["x"] for r in found]) if cut else found[0]["x"], truth["x"])
+
+
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+def test_gradients_in_16_bits_are_summed_in_float32(single: Mesh, gradients: Any) -> None:
+    exact = step(single, UNFUSED_CROSS_ENTROPY, False, 0.0, "biased", 0.0, True)
+    loss = LinearCrossEntropy(1, gradients)
+    found = step(single, loss, False, 0.0, "biased", 0.0, True, torch.bfloat16)
+    for name, ((_, gradient),) in found["gradients"].items():
+        ((_, whole),) = exact["gradients"][name]
+        error = (gradient.double() - whole).abs().max() / whole.abs().max()
+        assert error < 2e-2, name
+    assert (found["x"].double() - exact["x"]).abs().max() < 2e-2
+
+
+def test_losses_with_different_gradients_need_those_of_the_backward_pass(single: Mesh) -> None:
+    with pytest.raises(LayoutError, match="differ between tokens with a label"):
+        step(single, LinearCrossEntropy(5, "forward"), False, 0.0, "plain")
+
+
+def test_a_second_backward_pass_with_gradients_of_the_forward_pass_is_refused(
+    single: Mesh,
+) -> None:
+    layer = ColumnParallelLinear(H, VOCAB, single, bias=False)
+    initialize_parameters(layer, seed=1, mesh=single)
+    loss = partial(LinearCrossEntropy(5, "forward"), targets=labels(), true_vocab=VOCAB)
+    losses = layer(drawn(1, S, B, H).float(), loss=loss).sum()
+    losses.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.backward()
+
+
+def test_tokens_without_a_label_alone_have_no_gradient(single: Mesh) -> None:
+    layer = ColumnParallelLinear(H, VOCAB, single, bias=False)
+    initialize_parameters(layer, seed=1, mesh=single)
+    x = drawn(1, S, B, H).float().requires_grad_()
+    targets = torch.full((S, B), IGNORE_INDEX)
+    loss = partial(LinearCrossEntropy(5, "forward"), targets=targets, true_vocab=VOCAB)
+    layer(x, loss=loss).sum().backward()
+    assert x.grad is not None and layer.weight.grad is not None
+    assert not x.grad.any() and not layer.weight.grad.any()
+
+
+def test_losses_without_gradients_save_nothing(single: Mesh) -> None:
+    layer = ColumnParallelLinear(H, VOCAB, single, bias=False)
+    initialize_parameters(layer, seed=1, mesh=single)
+    loss = partial(LinearCrossEntropy(5, "forward"), targets=labels(), true_vocab=VOCAB)
+    x = drawn(1, S, B, H).float()
+    with torch.no_grad(), Largest() as largest:
+        found = layer(x, loss=loss)
+    assert not found.requires_grad and largest.elements == 5 * VOCAB
+    torch.testing.assert_close(found, layer(x, loss=loss).detach())
+
+
 @pytest.mark.parametrize("how", ["plain", "biased"])
 def test_the_unfused_loss_equals_torch(single: Mesh, how: str) -> None:
     found = step(single, LinearCrossEntropy(3), False, 0.1, how)
@@ -155,14 +231,24 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("loss", "rows"), [(UNFUSED_CROSS_ENTROPY, S * B), (LinearCrossEntropy(4), 4)]
+    ("loss", "rows"),
+    [
+        (UNFUSED_CROSS_ENTROPY, S * B),
+        (LinearCrossEntropy(4), 4),
+        (LinearCrossEntropy(4, "forward"), 4),
+    ],
 )
 def test_logits_are_computed_for_one_slice_at_a_time(single: Mesh, loss: Any, rows: int) -> None:
     with Largest() as largest:
-        step(single, loss, False, 0.0, "plain")
+        step(single, loss, False, 0.0, "plain", equal=True)
     assert largest.elements == max(rows * PADDED, PADDED * H)
 
 
 def test_slices_without_tokens_are_refused() -> None:
     with pytest.raises(LayoutError, match="tokens_per_slice=0 is not a number of tokens"):
         LinearCrossEntropy(0)
+
+
+def test_gradients_of_no_pass_are_refused() -> None:
+    with pytest.raises(LayoutError, match="gradients='both' is not 'backward' or 'forward'"):
+        LinearCrossEntropy(4, "both")

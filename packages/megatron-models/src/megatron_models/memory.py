@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_parallel.tensor_parallel import Product
 
 Precision = Literal["float32", "bfloat16", "float16"]
+LossSaves = Literal["logits", "input", "gradients"]
 
 _FP32 = 4
 _ADAM_STATE = 8
@@ -74,7 +75,7 @@ def training_memory(
     state_bytes: float | Callable[[Sharding], float] = _ADAM_STATE,
     main_bytes: float = _FP32,
     products: "Mapping[str, Product] | None" = None,
-    saves_logits: bool = True,
+    loss_saves: LossSaves = "logits",
     activations: bool = True,
 ) -> TrainingMemory:
     """Returns the bytes that training holds on one rank, with fused kernels.
@@ -107,8 +108,9 @@ def training_memory(
             float32.
         products: Products of linear layers by role (`Placement.products`). Under an adapter only
             the adapter's parameters have gradients and optimizer state. Defaults to plain products.
-        saves_logits: Whether the loss saves a number for each token and vocabulary entry, as all
-            but `LinearCrossEntropy` do (`Placement.vocabulary_loss`).
+        loss_saves: What output layer and loss save (`Placement.vocabulary_loss`): a number for each
+            token and vocabulary entry (``logits``), or as `LinearCrossEntropy` the ``input`` alone,
+            or the ``gradients`` of input and weights.
         activations: Whether activations are counted. Models of several trunks have no formula for
             them.
 
@@ -145,7 +147,7 @@ def training_memory(
     if layers is None:
         bounded = isinstance(config, OutputConfig) and config.final_logit_softcapping > 0
         if config.predicts_tokens:
-            ends += _end(trunk, layer_pass, saves_logits, bounded)
+            ends += _end(trunk, layer_pass, loss_saves, bounded)
         elif trunk.final_norm is not None:
             ends += trunk.final_norm.activation_bytes(layer_pass)
         ends += sum(head.activation_bytes(layer_pass) for head in config.heads().values())
@@ -153,11 +155,11 @@ def training_memory(
             ends += sum(spec.activations(layer_pass).values())
             # Each depth has its own final norm in `activations`.
             head = dataclasses.replace(trunk, final_norm=None)
-            ends += _end(head, layer_pass, saves_logits, bounded)
+            ends += _end(head, layer_pass, loss_saves, bounded)
     return dataclasses.replace(held, activations=in_flight * (stack + ends))
 
 
-def _end(trunk: TrunkSpec, layer_pass: LayerPass, saves_logits: bool, bounded: bool) -> int:
+def _end(trunk: TrunkSpec, layer_pass: LayerPass, loss_saves: LossSaves, bounded: bool) -> int:
     """Returns the bytes that the final norm, the output layer and the loss save.
 
     Logits that are ``bounded`` are saved a second time, for the bound.
@@ -170,7 +172,10 @@ def _end(trunk: TrunkSpec, layer_pass: LayerPass, saves_logits: bool, bounded: b
         # The label, two flags for it, and probabilities over the vocabulary; or the label alone.
         part = trunk.embedding.padded_vocab_size // layer_pass.tp
         copies = 2 if bounded else 1
-        saved += layer_pass.tokens * (8 + 2 + part * _FP32 * copies if saves_logits else 8)
+        logits = 2 + part * _FP32 * copies if loss_saves == "logits" else 0
+        saved += layer_pass.tokens * (8 + logits)
+        if loss_saves == "gradients":  # that of the input, instead of the input, is counted above
+            saved += part * trunk.width * _FP32
     return saved
 
 

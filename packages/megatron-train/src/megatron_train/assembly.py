@@ -81,11 +81,12 @@ def build_trainer(
         split=config.layer_split,
         seed=training.seed,
     )
-    if config.placement.cross_entropy_fusion_impl == "linear" and not any(
+    fusion = config.placement.cross_entropy_fusion_impl
+    if fusion.startswith("linear") and not any(
         hasattr(stage, "vocabulary_loss") for stage in stages
     ):
         raise TrainError(
-            "--cross-entropy-fusion-impl linear has no effect on models of kind "
+            f"--cross-entropy-fusion-impl {fusion} has no effect on models of kind "
             f"{config.model.kind}, which do not use the fused loss; leave it out"
         )
     freeze_all_but_adapters(stages, products.values())

@@ -49,8 +49,7 @@ def trains_adapters_only(config: RunSections) -> bool:
 
 def vocabulary_loss_of(config: RunSections) -> VocabularyLoss:
     """Returns the implementation of output layer and loss."""
-    return (
-        LinearCrossEntropy()
-        if config.placement.cross_entropy_fusion_impl == "linear"
-        else UNFUSED_CROSS_ENTROPY
-    )
+    fusion = config.placement.cross_entropy_fusion_impl
+    if not fusion.startswith("linear"):
+        return UNFUSED_CROSS_ENTROPY
+    return LinearCrossEntropy(gradients="forward" if fusion == "linear" else "backward")

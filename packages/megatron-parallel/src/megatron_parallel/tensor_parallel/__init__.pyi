@@ -9,6 +9,7 @@ from .layers import VocabParallelEmbedding as VocabParallelEmbedding
 from .layers import overlap_forward as overlap_forward
 from .linear import column_parallel_linear as column_parallel_linear
 from .linear import row_parallel_linear as row_parallel_linear
+from .linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from .lora import LoRA as LoRA
 from .lora_config import LoRAConfig as LoRAConfig
 from .product import PLAIN as PLAIN
@@ -35,6 +36,5 @@ from .specs import ReplicatedSpec as ReplicatedSpec
 from .specs import RowSpec as RowSpec
 from .specs import VocabSpec as VocabSpec
 from .vocabulary_loss import UNFUSED_CROSS_ENTROPY as UNFUSED_CROSS_ENTROPY
-from .vocabulary_loss import LinearCrossEntropy as LinearCrossEntropy
 from .vocabulary_loss import OutputLayer as OutputLayer
 from .vocabulary_loss import VocabularyLoss as VocabularyLoss

@@ -154,8 +154,8 @@ def _softmax(logits: Tensor, valid: int, dtype: torch.dtype, owned: bool) -> tup
         own = torch.full_like(logits[..., :1], -torch.inf, dtype=dtype)
         return torch.zeros_like(logits, dtype=dtype), own
     largest = logits[..., :valid].amax(-1, keepdim=True).to(dtype)
-    exact = logits.to(dtype)  # a copy only if the dtype changes
-    if exact is not logits or owned:
+    exact = logits.detach().to(dtype)  # a copy only if the dtype changes
+    if logits.dtype != dtype or owned:
         exact[..., valid:] = -torch.inf
         # Every element is read for the last time where it is written, so the memory can be shared.
         probabilities = torch.softmax(exact, -1, out=exact)

@@ -38,10 +38,11 @@ class PlacementConfig:
         "communication of tokens to experts on other ranks: every token to every rank (allgather), "
         "or to the ranks of its experts (alltoall)",
     )
-    cross_entropy_fusion_impl: Literal["native", "te", "linear"] = setting(
+    cross_entropy_fusion_impl: Literal["native", "te", "linear", "linear-recompute"] = setting(
         "native",
         "computation of output layer and loss: with the logits of all tokens (native; te is the "
-        "same here), or of 1,024 tokens at a time, recomputed in the backward pass (linear)",
+        "same here), or of a slice of the tokens at a time, with gradients in the forward pass "
+        "(linear), or logits recomputed in the backward pass (linear-recompute, our name)",
     )
     linear_product: str = setting(
         "plain",

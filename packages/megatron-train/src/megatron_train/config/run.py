@@ -150,10 +150,11 @@ class RunConfig(RunSections):
                 "--tp-comm-overlap has no effect on compiled code (--compile), whose communication "
                 "the compiler orders; leave out one of them"
             )
-        if placement.cross_entropy_fusion_impl == "linear" and self.training.compile:
+        fusion = placement.cross_entropy_fusion_impl
+        if fusion.startswith("linear") and self.training.compile:
             raise TrainError(
-                "--cross-entropy-fusion-impl linear does not work with --compile, which computes "
-                "the logits of all tokens; leave out one of them"
+                f"--cross-entropy-fusion-impl {fusion} does not work with --compile, which "
+                "computes the logits of all tokens; leave out one of them"
             )
 
     def _place_stages(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from megatron_models import TrainingMemory, training_memory
 from megatron_optim import state_bytes
@@ -15,6 +15,11 @@ from megatron_train.config.run_sections import RunSections
 
 if TYPE_CHECKING:
     from megatron_parallel.tensor_parallel import Product
+
+_LOSS_SAVES: Final[Mapping[str, Literal["input", "gradients"]]] = {
+    "linear": "gradients",
+    "linear-recompute": "input",
+}
 
 
 def rank_memory(
@@ -105,7 +110,7 @@ def _rank_memory(
         state_bytes=state,
         main_bytes=main_bytes,
         products=products,
-        saves_logits=run.placement.cross_entropy_fusion_impl != "linear",
+        loss_saves=_LOSS_SAVES.get(run.placement.cross_entropy_fusion_impl, "logits"),
         activations=activations,
     )
 

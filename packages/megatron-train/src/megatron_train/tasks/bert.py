@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_train.config.run import RunConfig
 from megatron_train.tasks.encoder import EncoderTask, class_losses
-from megatron_train.tasks.task import MicroBatch, field_sum
+from megatron_train.tasks.task import MicroBatch, field_sum, labels_with_loss
 
 LM_LOSS, ORDER_LOSS, ORDER_ACCURACY = "lm loss", "sop loss", "sop accuracy"
 """Names in logs; those of losses are Megatron-LM's."""
@@ -51,7 +51,7 @@ class BertTask(EncoderTask):
         """Returns the keyword arguments of a stage; the last one gets the masked tokens."""
         found = dict(super().stage_inputs(batch, stage, iteration))
         if self._stage(stage).last:
-            found["labels"] = batch.fields["labels"]
+            found["labels"] = labels_with_loss(batch.fields)
         return found
 
     def loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:

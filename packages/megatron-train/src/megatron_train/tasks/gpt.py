@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_train.config.run import RunConfig
 from megatron_train.tasks.staged import StagedTask
-from megatron_train.tasks.task import MicroBatch, field_sum
+from megatron_train.tasks.task import MicroBatch, field_sum, labels_with_loss
 
 LOSS = "lm loss"
 
@@ -194,11 +194,12 @@ class GPTTask(StagedTask):
         if module.first:
             arguments["x"] = fields["tokens"]
         if module.last:
-            arguments["labels"] = fields["labels"]
+            arguments["labels"] = labels_with_loss(fields)
             if iteration is not None:
                 arguments["label_smoothing"] = self._label_smoothing
                 if self._config.multi_token_losses:
-                    known = self._with_future(batch).fields
+                    known = dict(self._with_future(batch).fields)
+                    known[_FUTURE["labels"]] = labels_with_loss(known, "future_")
                     arguments["future"] = FutureTokens(
                         **{name: known[field] for name, field in _FUTURE.items()}
                     )

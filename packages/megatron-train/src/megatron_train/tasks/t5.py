@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.tasks.staged import StagedTask
-from megatron_train.tasks.task import MicroBatch, field_sum
+from megatron_train.tasks.task import MicroBatch, field_sum, labels_with_loss
 
 LOSS = "lm loss"
 
@@ -52,7 +52,7 @@ class T5Task(StagedTask):
             **self._dropout(batch, iteration),
         }
         if module.last:
-            found["labels"] = fields["labels"]
+            found["labels"] = labels_with_loss(fields)
         return found
 
     def _dropout(self, batch: MicroBatch, iteration: int | None) -> dict[str, Dropout]:

@@ -72,6 +72,14 @@ def field_sum(batches: Sequence[MicroBatch], name: str) -> float | Tensor:
     return torch.stack(sums).sum() if on_device else sum(map(float, sums))
 
 
+def labels_with_loss(fields: Mapping[str, Tensor], prefix: str = "") -> Tensor:
+    """Returns the labels, -100 for those that the loss mask leaves out.
+
+    `LinearCrossEntropy` may compute gradients before it knows the mask.
+    """
+    return fields[f"{prefix}labels"].masked_fill(fields[f"{prefix}loss_mask"] == 0, -100)
+
+
 class Task(Protocol):
     """What is trained and how: stages, inputs, losses and denominators, on one rank."""
 
