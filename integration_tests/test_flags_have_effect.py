@@ -532,6 +532,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "logging.log_num_zeros_in_grad": ({}, {"--log-num-zeros-in-grad": ""}),
     "logging.log_params_norm": ({}, {"--log-params-norm": ""}),
     "logging.log_layer_norms": ({}, {"--log-layer-norms": ""}),
+    "logging.log_update_ratios": ({}, {"--log-update-ratios": ""}),
     "averages.ema_decay": ({}, {"--ema-decay": "0.5"}),
     "averages.ema_evaluate": ({"--ema-decay": "0.5"}, {"--ema-evaluate": "trained"}),
     "schedule.lr_decay_iters": ({}, {"--lr-decay-iters": "9"}),

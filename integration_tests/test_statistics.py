@@ -15,12 +15,13 @@ RUN = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --lr 1e-2 "
     "--micro-batch-size 1 --global-batch-size 4 --lr-decay-style constant --log-interval 2 "
     "--train-iters 2 --eval-iters 0 --device cpu --no-progress --float64 --log-layer-norms "
-    "--log-params-norm --log-num-zeros-in-grad"
+    "--log-params-norm --log-num-zeros-in-grad --log-update-ratios --save-interval 1"
 )
 LAYOUTS = {
     "tp2, distributed": "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel",
     "dp2, distributed": "--nproc-per-node 2 --use-distributed-optimizer",
     "pp2": "--nproc-per-node 2 --pipeline-model-parallel-size 2",
+    "fully sharded": "--nproc-per-node 2 --use-torch-fsdp2",
 }
 
 
@@ -68,6 +69,23 @@ def test_norms_of_layers_are_those_of_the_saved_weights_and_add_up(one_rank):
     assert second["grad_norm"] == pytest.approx(gradient**0.5, rel=1e-12)
     assert f"params norm: {whole**0.5:.3f} |" in output
     assert f"num zeros: {found['num zeros']:.1f} |" in output
+
+
+def test_update_ratios_are_those_of_the_saved_weights(one_rank):
+    folder, (_, second), _ = one_rank
+    before, after = (Checkpoint(folder / f"iter_000000{number}") for number in (1, 2))
+    updates, weights = {}, {}
+    for name, record in after.tensors.items():
+        if record.group == "model":
+            old, new = before.read_tensor(name), after.read_tensor(name)
+            part = part_of(name)
+            weights[part] = weights.get(part, 0.0) + old.square().sum().item()
+            updates[part] = updates.get(part, 0.0) + (new - old).square().sum().item()
+    found = measured(second)
+    assert {"layers.0", "layers.1"} < updates.keys()
+    for part, square in updates.items():
+        wanted = (square / weights[part]) ** 0.5
+        assert found[f"update ratio of {part}"] == pytest.approx(wanted, rel=1e-9)
 
 
 def test_parameters_that_a_product_adds_belong_to_their_layers(tmp_path):

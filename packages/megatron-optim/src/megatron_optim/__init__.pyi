@@ -30,6 +30,7 @@ from .state_format_config import StateFormatConfig as StateFormatConfig
 from .statistics import count_zeros as count_zeros
 from .statistics import gradient_norms as gradient_norms
 from .statistics import parameter_norms as parameter_norms
+from .statistics import update_ratios as update_ratios
 from .sums import Sums as Sums
 from .update_rule import MAIN_SUFFIX as MAIN_SUFFIX
 from .update_rule import StateTensor as StateTensor
@@ -40,4 +41,5 @@ from .update_rule import check_state_formats as check_state_formats
 from .update_rule import check_width_rules as check_width_rules
 from .update_rule import needs_matrices as needs_matrices
 from .update_rule import state_bytes as state_bytes
+from .update_squares import UpdateSquares as UpdateSquares
 from .width import WidthRatio as WidthRatio

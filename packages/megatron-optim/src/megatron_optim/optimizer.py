@@ -27,6 +27,7 @@ from megatron_optim.param_groups import (
 from megatron_optim.scaler import LossScaler
 from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.update_rule import build_rules, check_state_formats
+from megatron_optim.update_squares import UpdateSquares
 from megatron_optim.updates import Updates
 from megatron_optim.width import WidthRatio
 
@@ -119,6 +120,7 @@ class Optimizer:
         *,
         losses: Iterable[Float64[Tensor, ""]] = (),
         veto: Callable[[Tensor], Bool[Tensor, ""]] | None = None,
+        squares: UpdateSquares | None = None,
     ) -> StepResult:
         """Clips the gradients, reduced over the data axis, and updates every parameter once.
 
@@ -132,9 +134,11 @@ class Optimizer:
                 finite.
             veto: Returns from the norm of the gradient whether to skip the step although it is
                 finite, equally on every rank. Defaults to None, with which no such step is skipped.
+            squares: Measures the update (`megatron_optim.update_ratios`). Defaults to None.
         """
         self._state.forget_copies()
         self._main.step += 1
+        self._state.squares = squares
         gradients = self.gradients()
         self._updates.take(gradients)
         table, mesh = self._trainable.table, self._trainable.mesh

@@ -10,6 +10,7 @@ from megatron_optim.param_groups import ParameterGroup
 from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.stored import Stored
 from megatron_optim.update_rule import MAIN_SUFFIX, UpdateRule
+from megatron_optim.update_squares import UpdateSquares
 from megatron_optim.working_copies import Operands, Values, new_state, operands
 
 
@@ -29,6 +30,7 @@ class OptimizerState:
 
     Attributes:
         values: The state by name of the state tensor and of the parameter.
+        squares: What measures the update of the current step, if anything does.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class OptimizerState:
     ) -> None:
         self._groups = groups
         self._main = main
+        self.squares: UpdateSquares | None = None
         self.values: dict[str, dict[str, Values]] = {}
         self._copies: list[tuple[Stored, Tensor]] = []  # into which a checkpoint may be loaded
         for group in groups:
@@ -59,7 +62,7 @@ class OptimizerState:
         """
         mains = {**self._main.tensors, **self._main.stored}
         rounded = self._main.rounded if rounds else {}
-        return operands(group, mains, gradients, self.values, rounded=rounded)
+        return operands(group, mains, gradients, self.values, rounded=rounded, squares=self.squares)
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors of state and main parameters as they are stored."""

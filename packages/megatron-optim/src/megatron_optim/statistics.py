@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_optim.clip import sum_of_squares
 from megatron_optim.optimizer import Optimizer
+from megatron_optim.update_squares import UpdateSquares
 
 
 def count_zeros(optimizer: Optimizer) -> Float64[Tensor, ""]:
@@ -50,6 +51,25 @@ def parameter_norms(
         count: The number of parts, equal on all ranks.
     """
     return _norms(optimizer, dict(optimizer.main.values()), group_of, count)
+
+
+def update_ratios(
+    optimizer: Optimizer, squares: UpdateSquares, group_of: Mapping[str, int], count: int
+) -> Float64[Tensor, " count"]:
+    """Returns norms of parts of the update over those of the main parameters before it.
+
+    A part whose parameters were all 0, or that has none, has a ratio of 0.
+
+    Args:
+        optimizer: The optimizer.
+        squares: What was passed to the step.
+        group_of: The part of each parameter, by global name, from 0.
+        count: The number of parts, equal on all ranks.
+    """
+    found = [
+        _summed(optimizer, each, group_of, count) for each in (squares.updates, squares.parameters)
+    ]
+    return torch.where(found[1] > 0, found[0] / found[1], 0.0).sqrt()
 
 
 def _norms(

@@ -18,6 +18,7 @@ from megatron_optim.param_groups import ParameterGroup
 from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.stored import Part, Rounded, Scaled, Stored
 from megatron_optim.update_rule import StateTensor
+from megatron_optim.update_squares import UpdateSquares
 
 EMPTY: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -66,11 +67,12 @@ def operands(
     state: Mapping[str, Mapping[str, Values]],
     piece: int | None = None,
     rounded: Mapping[str, Tensor] = EMPTY,
+    squares: UpdateSquares | None = None,
 ) -> Iterator[Operands]:
     """Yields the operands of each call of a group's rule; stores the results after the call.
 
     A rule that needs matrices or sums is called once. So is every rule if all values are stored as
-    they are updated, and none is rounded.
+    they are updated, none is rounded, and no squares are measured.
 
     Args:
         group: The group.
@@ -80,11 +82,15 @@ def operands(
         piece: The largest number of elements in a call, a multiple of `BLOCK`. Defaults to `PIECE`,
             or `PIECE_ON_CPU`.
         rounded: The tensors that main parameters are rounded into after each call.
+        squares: Measures the update. Defaults to None.
     """
     names = [kept.name for kept in group.rule.state]
     tables = [mains, *(state[each] for each in names)]
     plain = all(isinstance(table[name], Tensor) for table in tables for name in group.names)
-    pieces = group.rule.needs == "elements" and (not plain or _flat(group, mains, rounded))
+    pieces = group.rule.needs == "elements" and (
+        not plain
+        or (_flat(group, mains, rounded) and (_rounds(group, rounded) or squares is not None))
+    )
     if group.matrices or pieces or not plain:  # autograd may return gradients with other strides
         gradients = {name: gradients[name].contiguous() for name in group.names}
     if pieces:
@@ -95,7 +101,11 @@ def operands(
     for ranges in calls:
         loaded = [_load(table, ranges, group) for table in tables]
         parameters, *kept = loaded
+        before = None if squares is None else squares.copy(parameters)
         yield parameters, _load(gradients, ranges, group), dict(zip(names, kept, strict=True))
+        if squares is not None and before is not None:
+            squares.add([each.name for each in ranges], before, parameters)
+            del before
         if not plain:
             for table, held in zip(tables, loaded, strict=True):
                 _store(table, ranges, held)
@@ -108,10 +118,14 @@ def operands(
 def _flat(
     group: ParameterGroup, mains: Mapping[str, Values], rounded: Mapping[str, Tensor]
 ) -> bool:
-    """Returns whether main parameters are rounded, and flat ranges of all parameters exist."""
+    """Returns whether flat ranges of all parameters exist."""
     tensors = [table[n] for table in (mains, rounded) for n in group.names if n in table]
-    contiguous = (isinstance(t, Tensor) and t.is_contiguous() for t in tensors)
-    return any(name in rounded for name in group.names) and all(contiguous)
+    return all(isinstance(t, Tensor) and t.is_contiguous() for t in tensors)
+
+
+def _rounds(group: ParameterGroup, rounded: Mapping[str, Tensor]) -> bool:
+    """Returns whether main parameters of a group are rounded."""
+    return any(name in rounded for name in group.names)
 
 
 def _calls(

@@ -121,6 +121,7 @@ def build_trainer(
             num_zeros=logging.log_num_zeros_in_grad,
             params_norm=logging.log_params_norm,
             layer_norms=logging.log_layer_norms,
+            ratios=logging.log_update_ratios,
         )
     return Trainer(
         engine=engine,

@@ -4,7 +4,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from megatron_optim import Optimizer, count_zeros, gradient_norms, parameter_norms
+from megatron_optim import (
+    Optimizer,
+    UpdateSquares,
+    count_zeros,
+    gradient_norms,
+    parameter_norms,
+    update_ratios,
+)
 from torch import Tensor
 
 NUM_ZEROS: Final = "num zeros"
@@ -22,7 +29,8 @@ class Statistics:
         interval: Steps between log lines.
         num_zeros: Whether zeros of the gradient are counted.
         params_norm: Whether the norm of the parameters is measured.
-        layer_norms: Whether norms of gradient, parameters and update are measured by layer.
+        layer_norms: Whether norms of gradient and parameters are measured by layer.
+        ratios: Whether norms of the update over those of the parameters are measured by layer.
     """
 
     def __init__(
@@ -33,11 +41,14 @@ class Statistics:
         num_zeros: bool = False,
         params_norm: bool = False,
         layer_norms: bool = False,
+        ratios: bool = False,
     ) -> None:
         self.parts = tuple(dict.fromkeys(map(part_of, names)))
         self._number_of = {part: number for number, part in enumerate(self.parts)}
         self._interval = interval
         self._num_zeros, self._params_norm, self._layers = num_zeros, params_norm, layer_norms
+        self._ratios = ratios
+        self._squares: UpdateSquares | None = None
 
     def before(self, optimizer: Optimizer, iteration: int) -> dict[str, Tensor]:
         """Returns the numbers of a step's gradient, before the update."""
@@ -51,9 +62,19 @@ class Statistics:
             found |= self._by_part("grad norm", norms)
         return found
 
+    def squares(self, iteration: int) -> UpdateSquares | None:
+        """Returns what measures the update of a step; None if the step is not measured."""
+        measured = self._ratios and iteration % self._interval == 0
+        self._squares = UpdateSquares() if measured else None
+        return self._squares
+
     def after(self, optimizer: Optimizer, iteration: int) -> dict[str, Tensor]:
-        """Returns the numbers of the parameters, after the update."""
+        """Returns the numbers of update and parameters, after the update."""
         found: dict[str, Tensor] = {}
+        if self._squares is not None:
+            parts = self._groups(optimizer), len(self.parts)
+            found |= self._by_part("update ratio", update_ratios(optimizer, self._squares, *parts))
+            self._squares = None
         if iteration % self._interval or not (self._params_norm or self._layers):
             return found
         norms = parameter_norms(optimizer, self._groups(optimizer), len(self.parts))

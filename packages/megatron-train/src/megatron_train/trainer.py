@@ -247,6 +247,7 @@ class Trainer:
             decoupled,
             losses=[*losses, *halted],
             veto=self._veto(sums, denominators),
+            squares=None if self.statistics is None else self.statistics.squares(number),
         )
         if self.statistics is not None:
             measured |= self.statistics.after(self.optimizer, number)

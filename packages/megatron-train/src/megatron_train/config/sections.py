@@ -276,6 +276,11 @@ class LoggingConfig:
         "record norms of gradient and parameters of each layer at every log line, in metrics.jsonl "
         "(our name)",
     )
+    log_update_ratios: bool = setting(
+        False,
+        "record the norm of the update of each layer over that of its parameters at every log "
+        "line, in metrics.jsonl (our name)",
+    )
     moe_per_layer_logging: bool = setting(
         False,
         "report load, router entropy and dropped share of each layer with experts: the worst layer "
@@ -290,4 +295,5 @@ class LoggingConfig:
     @property
     def measures(self) -> bool:
         """Whether gradients or parameters are measured for log lines."""
-        return self.log_num_zeros_in_grad or self.log_params_norm or self.log_layer_norms
+        norms = self.log_params_norm or self.log_layer_norms
+        return self.log_num_zeros_in_grad or norms or self.log_update_ratios
