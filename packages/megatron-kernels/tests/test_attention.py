@@ -382,6 +382,68 @@ def test_blocks_of_keys_and_queries_combine_to_one_pass(documents: bool) -> None
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+BY_HEAD = torch.tensor([0.5, 0.0, 0.25, 1.0], dtype=F64)
+PACKED = torch.tensor(
+    [[3] * 16 + [4] * 16 + [1] * 16 + [-1] * 16, [7] * 5 + [-1] * 2 + [0] * 40 + [2] * 17],
+    dtype=torch.int32,
+)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [Scores(), Scores(softcap=0.5), Scores(slopes=BY_HEAD), Scores(sinks=BY_HEAD)],
+    ids=["plain", "softcap", "slopes", "sinks"],
+)
+@pytest.mark.parametrize("rules", [{}, {"causal": False}, {"window": 9}], ids=str)
+def test_packed_documents_are_computed_one_by_one(rules: dict[str, Any], scores: Scores) -> None:
+    """The truth is the reference with the mask as a tensor of all pairs."""
+    q, k, v = inputs(s=64, t=64, g=2)
+    mask = Mask(PACKED, **rules)
+    prepared = mask.prepare(64, 64)
+    assert prepared.runs == ((16, 16, 16, -16), (5, -2, 40, 17)) and prepared.dense is None
+    out = attention(q, k, v, prepared, scores)
+    truth = attention(q, k, v, mask, scores, backend="reference")
+    assert torch.equal(out[48:, 0], torch.zeros_like(out[48:, 0]))
+    torch.testing.assert_close(out, truth, rtol=1e-12, atol=1e-12)
+    dout = torch.randn_like(out)
+    found, expected = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, truth))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_fused_kernels_see_no_pair_of_two_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    true = torch.nn.functional.scaled_dot_product_attention
+
+    def called(q: Tensor, *rest: Any, **options: Any) -> Tensor:
+        shapes.append((q.shape[0], q.shape[2], options["attn_mask"]))
+        return true(q, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", called)
+    q, k, v = inputs(s=64, t=64)
+    attention(q, k, v, Mask(PACKED).prepare(64, 64))
+    assert shapes == [(3, 16, None), (1, 5, None), (1, 40, None), (1, 17, None)]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(PACKED, positions=torch.arange(64, dtype=torch.int32).expand(2, -1)),
+        Mask(PACKED, chunk=10),
+        Mask(PACKED, prefix=3),
+        Mask(PACKED[:, :32].repeat(1, 2)),  # documents that come back
+        Mask(torch.arange(64, dtype=torch.int32).expand(2, -1)),  # too many
+    ],
+    ids=["positions", "chunk", "prefix", "twice", "many"],
+)
+def test_other_documents_get_a_mask_of_all_pairs(mask: Mask) -> None:
+    prepared = mask.prepare(64, 64)
+    assert prepared.runs is None and prepared.dense is not None
+    q, k, v = inputs(s=64, t=64)
+    truth = attention(q, k, v, mask, backend="reference")
+    torch.testing.assert_close(attention(q, k, v, prepared), truth)
+
+
 def test_flash_attn_gets_the_softcap_and_the_deterministic_mode_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,11 +1,13 @@
 """The attention operation."""
 
 from collections.abc import Callable
+from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.errors import KernelError
+from megatron_kernels.ops.attention.documents import by_document, over_documents
 from megatron_kernels.ops.attention.flash import flash, flash_unsupported_reason
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.reference import reference
@@ -59,4 +61,10 @@ def attention(
             f"attention: {q.shape[2]} heads do not divide over {k.shape[2]} query groups"
         )
     scores.check_shapes(q.shape[1], q.shape[2], q.shape[0], k.shape[0])
+    if by_document(q, k, mask, scores, query_offset, dropout=dropout is not None):
+        return over_documents(partial(_attend, backend), q, k, v, mask, scores)
     return attention.run(backend, q, k, v, mask, scores, query_offset, dropout)
+
+
+def _attend(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    return attention.run(backend, q, k, v, mask, scores, 0, None)

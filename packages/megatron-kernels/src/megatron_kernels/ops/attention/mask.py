@@ -1,12 +1,16 @@
 """The attention mask as plain data."""
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from megatron_kernels.errors import KernelError
+
+_PAIRS_OF_A_CALL: Final = 1000
+"""Pairs of tokens, for all heads, that a CPU computes in the time that starting a call takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +35,8 @@ class Mask:
         dense: bool `[b or 1, s, t]`, True = may attend: the rules as a tensor, from `prepare`.
         ascending: Whether queries and keys are known to be the same tokens with ascending
             `positions`, so that `causal` alone needs no tensor.
+        runs: The lengths of the documents of each row in order, padding as a negative length: what
+            the host knows of `document_ids`, from `prepare`.
     """
 
     document_ids: Int[Tensor, "b t"] | None = None
@@ -43,6 +49,7 @@ class Mask:
     query_positions: Int[Tensor, "b s"] | None = None
     dense: Bool[Tensor, "b_or_1 s t"] | None = None
     ascending: bool = False
+    runs: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -97,10 +104,49 @@ class Mask:
     ) -> "Mask":
         """Returns the same mask with `dense` filled in, unless attention needs no mask tensor.
 
-        A model calls this once per step, so that its layers share one tensor.
+        A model calls this once per step, so that its layers share one tensor. Packed documents on a
+        CPU get `runs` instead, with which attention computes document by document.
         """
+        runs = self._runs(queries, keys, query_offset)
+        if runs is not None:
+            return replace(self, runs=runs)
         written, _ = self.lower(queries, keys, query_offset, device=device)
         return self if written is None else replace(self, dense=written)
+
+    def _runs(
+        self, queries: int, keys: int, query_offset: int
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """Returns the lengths of documents if the host has them and few calls compute them."""
+        ids = self.document_ids
+        given = self.positions, self.query_document_ids, self.dense, self.chunk
+        if (
+            torch.compiler.is_compiling()
+            or type(ids) is not Tensor  # an imagined tensor has no values
+            or ids.device.type != "cpu"
+            or any(rule is not None for rule in given)
+            or (self.prefix is not None and self.causal)
+            or not (queries == keys == ids.shape[1] and query_offset == 0)
+        ):
+            return None
+        changes = ids[:, 1:] != ids[:, :-1]
+        calls = len(ids) + int(changes.sum())
+        if calls * _PAIRS_OF_A_CALL > ids.numel() * keys:
+            return None
+        found = []
+        for row, changed in zip(ids, changes, strict=True):
+            starts = [0, *(changed.nonzero().flatten() + 1).tolist()]
+            numbers = row[starts].tolist()
+            documents = [number for number in numbers if number >= 0]
+            if len({*documents}) < len(documents):
+                return None  # a document in several places
+            ends = [*starts[1:], keys]
+            found.append(
+                tuple(
+                    end - start if number >= 0 else start - end
+                    for number, start, end in zip(numbers, starts, ends, strict=True)
+                )
+            )
+        return tuple(found)
 
     def lower(
         self, queries: int, keys: int, query_offset: int = 0, *, device: torch.device | str = "cpu"
