@@ -1,0 +1,92 @@
+"""The peer of the benchmarks: a Llama written by hand with torch's own modules."""
+
+import torch
+from megatron_models import GPT, GPTConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class PlainLayer(nn.Module):
+    """A Llama layer written by hand, batch first."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden, ffn = config.hidden_size, config.ffn_hidden_size
+        self.heads = config.num_attention_heads
+        self.norm_1 = nn.RMSNorm(hidden, eps=config.norm_epsilon)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.proj = nn.Linear(hidden, hidden, bias=False)
+        self.norm_2 = nn.RMSNorm(hidden, eps=config.norm_epsilon)
+        self.gate_up = nn.Linear(hidden, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        b, s, h = x.shape
+        qkv = self.qkv(self.norm_1(x)).view(b, s, 3, self.heads, h // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(b, s, h))
+        gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
+        return x + self.down(functional.silu(gate) * up)
+
+
+class PlainLlama(nn.Module):
+    """The peer: rotary positions, untied output, cross entropy."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.word = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(PlainLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.output = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        channels = config.kv_channels
+        powers = torch.arange(0, channels, 2, dtype=torch.float64) / channels
+        positions = torch.arange(config.max_position_embeddings, dtype=torch.float64)
+        angles = torch.outer(positions, config.rotary_base**-powers).repeat(1, 2)
+        self.tables = angles.cos().float(), angles.sin().float()
+
+    def forward(self, tokens: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+        """Returns the cross entropy of `labels`, `[b, s]` like `tokens`."""
+        x = self.word(tokens)
+        cos, sin = (table[: tokens.shape[1]].to(x.dtype) for table in self.tables)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits = self.output(self.norm(x)).flatten(0, 1).float()
+        return functional.cross_entropy(logits, labels.flatten(), reduction=reduction)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns `[b, n, s, d]` rotated by the angles of its positions."""
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+def plain_llama(model: GPT) -> PlainLlama:
+    """Returns the peer with the weights of our model."""
+    config = model.config
+    heads, d, hidden = config.num_attention_heads, config.kv_channels, config.hidden_size
+    ours = {name: value.detach() for name, value in model.named_parameters()}
+    state = {
+        "word.weight": ours["embedding.word.weight"],
+        "norm.weight": ours["final_norm.weight"],
+        "output.weight": ours["output.weight"],
+    }
+    for i in range(config.num_layers):
+        own = {
+            name.removeprefix(f"layers.{i}."): value
+            for name, value in ours.items()
+            if name.startswith(f"layers.{i}.")
+        }
+        fused = own["attention.qkv.weight"].view(heads, 3, d, hidden).transpose(0, 1)
+        state |= {
+            f"layers.{i}.norm_1.weight": own["attention_norm.weight"],
+            f"layers.{i}.qkv.weight": fused.reshape(3 * hidden, hidden),
+            f"layers.{i}.proj.weight": own["attention.out.weight"],
+            f"layers.{i}.norm_2.weight": own["mlp_norm.weight"],
+            f"layers.{i}.gate_up.weight": own["mlp.up.weight"].reshape(-1, hidden),
+            f"layers.{i}.down.weight": own["mlp.down.weight"],
+        }
+    peer = PlainLlama(config)
+    peer.load_state_dict(state)
+    return peer
