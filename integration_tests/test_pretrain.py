@@ -282,3 +282,12 @@ def test_a_compiled_run_has_the_same_losses(corpus, train, whole):
     train(f"{ALWAYS} --compile --save compiled")
     expected = losses(corpus / "whole")
     assert losses(corpus / "compiled") == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_with_experts_has_the_same_losses(corpus, train):
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+    train(f"{ALWAYS} {experts} --save experts")
+    train(f"{ALWAYS} {experts} --compile --save compiled-experts")
+    expected = losses(corpus / "experts")
+    assert losses(corpus / "compiled-experts") == pytest.approx(expected, rel=1e-4)

@@ -54,3 +54,44 @@ def test_loss_compiles_as_one_graph_and_gives_the_same_gradients(small, model_ch
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+EXPERTS = """
+import sys
+import torch
+from megatron_models import GPT, GPTConfig, Placement
+from megatron_parallel import AuxiliaryLosses, Mesh
+from torch._dynamo.utils import counters
+
+config = GPTConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=50, num_experts=4,
+    max_position_embeddings=16, make_vocab_size_divisible_by=1, moe_aux_loss_coeff=0.01,
+)
+model = GPT(config, Placement(Mesh.single(), dtype=getattr(torch, sys.argv[1])))
+compiled = torch.compile(model, dynamic=False, backend="aot_eager")
+graphs = []
+for _ in range(4):
+    tokens = torch.randint(50, (2, 16))
+    found = []
+    for forward in (model, compiled):
+        losses = AuxiliaryLosses({name: 32.0 for name in config.auxiliary_losses})
+        loss = forward(tokens, labels=tokens, auxiliary_losses=losses).mean()
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters()), *losses.sums.values()])
+        model.zero_grad()
+    for eager, other in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(other), torch.as_tensor(eager))
+    graphs.append(counters["stats"]["unique_graphs"])
+assert graphs[0] > 0
+# Tokens of an expert change from batch to batch, but nothing is compiled again.
+assert len({*graphs}) == 1, graphs
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_experts_compile_once_and_give_the_same_gradients(dtype):
+    """Compares experts in a loop (float32), and in one kernel (bfloat16)."""
+    done = subprocess.run(
+        [sys.executable, "-c", EXPERTS, dtype], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

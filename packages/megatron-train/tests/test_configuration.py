@@ -170,7 +170,6 @@ def test_errors_in_flags_are_usage_errors(flags, message):
             "parallel-size of at least 2: with 1",
         ),
         ("--moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff 0.1 has no effect without experts; set"),
-        ("--num-experts 4 --compile", "--compile does not work with --num-experts"),
         ("--num-experts 4 --moe-layer-freq [1]*9", "--moe-layer-freq: the pattern [1]*9 has 9"),
         ("--hidden-dropout 1", "--hidden-dropout must be in [0, 1), got 1.0"),
         ("--bf16 --float64", "exclude each other"),
@@ -504,6 +503,17 @@ def test_expert_communication_overlaps_with_and_without_a_pipeline():
     for pipeline, ranks in (("", 2), ("--pipeline-model-parallel-size 2", 4)):
         run = parse(f"{MINIMAL} {OVERLAP} {ALLTOALL} --global-batch-size 8 {pipeline}", ranks=ranks)
         assert run.pipeline.resolve_schedule(run.layout) == "combined-1f1b"
+
+
+def test_compiled_code_sends_only_fixed_numbers_of_rows():
+    flags = f"{MINIMAL} --num-experts 4 --expert-model-parallel-size 2 --compile"
+    parse(flags, ranks=2)
+    parse(f"{flags} {ALLTOALL} --moe-expert-rank-capacity-factor 1.5", ranks=2)
+    with pytest.raises(TrainError) as caught:
+        parse(f"{flags} {ALLTOALL}", ranks=2)
+    message = "--compile with --moe-token-dispatcher-type alltoall does not work with --num-experts"
+    assert message in str(caught.value) and "--moe-expert-rank-capacity" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 PP4 = "--pipeline-model-parallel-size 4"

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from torch._C._dynamo import eval_frame
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -14,4 +16,16 @@ def constant_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
     4 seconds of CPU time at every start, also of programs that compile nothing.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function that compiled code calls as it is, between two graphs.
+
+    `torch.compiler.disable` does the same, but imports the whole compiler.
+    """
+    skip = eval_frame._FrameAction.SKIP  # this function and all that it calls
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = function.__doc__  # type: ignore[attr-defined]
     return function

@@ -91,6 +91,9 @@ def _features(run: RunSections) -> Iterator[tuple[Feature, str]]:
     """Yields the features that a component may refuse, and the flag that turned each on."""
     if run.training.compile:
         yield "compile", "--compile"
+        dispatcher = run.placement.moe_token_dispatcher_type
+        if dispatcher == "alltoall" and run.layout.ep > 1:
+            yield "compiled_exchange", f"--compile with --moe-token-dispatcher-type {dispatcher}"
     schedule = run.pipeline.resolve_schedule(run.layout)
     if find_schedule_kind(schedule).splits_backward:
         yield "split_backward", f"--pipeline-schedule {schedule}"

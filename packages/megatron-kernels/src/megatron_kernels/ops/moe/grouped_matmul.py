@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from megatron_kernels._compat import outside_graphs
 from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
@@ -45,11 +46,13 @@ def reference(x: Tensor, weight: Tensor, counts: Tensor, has_tail: bool) -> Tens
     return torch.where(own, products, 0).sum(0).to(x.dtype)
 
 
+@outside_graphs
 def looped(x: Tensor, weight: Tensor, counts: Tensor, has_tail: bool) -> Tensor:
     """Computes one product for each group, in its own dtype. The host reads the counts.
 
     `unbind` instead of indexing: its backward stacks all gradients once, where each index would
     fill a zero tensor of the whole size. A group without rows takes part and gets a zero gradient.
+    Compiled code would be compiled again for other counts.
     """
     sizes = counts.tolist()
     tail = len(x) - sum(sizes)

@@ -45,10 +45,12 @@ _TURN_ON_RANK = "gives experts the tokens of each rank in turn; leave it out"
 _COUNTS_RANKS = (
     "counts tokens of micro-batches that other ranks compute at the same time; use another loss"
 )
-_REFUSED: Final[Mapping[Feature, str]] = {
-    "compile": "the number of tokens of an expert changes from step to step; leave one out",
-    "document_pool": "routers balance experts over micro-batches of whole samples",
-}
+_WHOLE_SAMPLES: Final = "routers balance experts over micro-batches of whole samples"
+_ROWS_CHANGE: Final = (
+    "the number of tokens that a rank gets changes from step to step; bound it with "
+    "{moe_expert_rank_capacity_factor:name}, pad with {moe_pad_expert_input_to_capacity:name}, or "
+    "use the dispatcher allgather"
+)
 _CHOOSES_LATER_TOKENS: Final = "lets experts select among later tokens too; use another router"
 _NO_ROUTER_GRADIENT: Final = (
     "gives the router no gradient of the loss, since the weight of the only expert is always 1; "
@@ -240,7 +242,11 @@ class MoESpec(MoEConfig, Mixer):
             return UnsupportedFeature("{moe_router_expert_choice:name}", _CHOOSES_LATER_TOKENS)
         if feature == "equal_layouts":
             return self._differs_between_layouts()
-        why = _REFUSED.get(feature)
+        why = {"document_pool": _WHOLE_SAMPLES, "compiled_exchange": _ROWS_CHANGE}.get(feature)
+        if feature == "compiled_exchange" and (
+            self.moe_expert_rank_capacity_factor or self.moe_pad_expert_input_to_capacity
+        ):
+            return None
         return None if why is None else UnsupportedFeature("{num_experts:name}", why)
 
     def _differs_between_layouts(self) -> UnsupportedFeature | None:
