@@ -86,6 +86,7 @@ LONGROPE: Words = {
     "--rope-scaling-short-factors": "1,2,3,4",
     "--rope-scaling-long-factors": "5,6,7,8",
 }
+CLIPPED: Words = {"--qk-clip": "", "--qk-clip-threshold": "1e-6"}
 WSD: Words = {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "2"}
 GROWING: Words = {
     "--start-weight-decay": "0",
@@ -533,6 +534,11 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "logging.log_params_norm": ({}, {"--log-params-norm": ""}),
     "logging.log_layer_norms": ({}, {"--log-layer-norms": ""}),
     "logging.log_update_ratios": ({}, {"--log-update-ratios": ""}),
+    "logging.log_layer_outputs": ({}, {"--log-layer-outputs": ""}),
+    "logging.log_max_attention_logit": ({}, {"--log-max-attention-logit": ""}),
+    "qk_clip.qk_clip": ({}, {"--qk-clip": "", "--qk-clip-threshold": "1e-6"}),
+    "qk_clip.qk_clip_alpha": (CLIPPED, {"--qk-clip-alpha": "0.25"}),
+    "qk_clip.qk_clip_threshold": (CLIPPED, {"--qk-clip-threshold": "2e-6"}),
     "averages.ema_decay": ({}, {"--ema-decay": "0.5"}),
     "averages.ema_evaluate": ({"--ema-decay": "0.5"}, {"--ema-evaluate": "trained"}),
     "schedule.lr_decay_iters": ({}, {"--lr-decay-iters": "9"}),

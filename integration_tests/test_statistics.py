@@ -96,7 +96,10 @@ def test_parameters_that_a_product_adds_belong_to_their_layers(tmp_path):
     assert {name for name, norm in found.items() if "grad" in name and norm} == {*layers}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each == "fully sharded")) for each in LAYOUTS],
+)
 def test_every_layout_measures_the_same(one_rank, layout, tmp_path):
     wanted = measured(one_rank[1][1])
     found = measured(train(tmp_path, *LAYOUTS[layout].split())[0][1])

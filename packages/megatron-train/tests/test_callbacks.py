@@ -281,9 +281,9 @@ def test_the_engine_gets_the_number_of_each_step(make_trainer):
     trainer, numbers = make_trainer(train_iters=3), []
     run = trainer.engine.run
 
-    def noting(batches, denominators, iteration, loss_scale):
+    def noting(batches, denominators, iteration, *more):
         numbers.append(iteration)
-        return run(batches, denominators, iteration, loss_scale)
+        return run(batches, denominators, iteration, *more)
 
     trainer.engine.run = noting
     trainer.run()

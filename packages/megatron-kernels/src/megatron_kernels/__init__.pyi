@@ -11,6 +11,7 @@ from .ops.attention.blocks import attention_backward as attention_backward
 from .ops.attention.blocks import attention_forward as attention_forward
 from .ops.attention.index_scores import index_scores as index_scores
 from .ops.attention.index_scores import select_keys as select_keys
+from .ops.attention.largest_scores import largest_scores as largest_scores
 from .ops.attention.mask import Mask as Mask
 from .ops.attention.scores import PLAIN_SCORES as PLAIN_SCORES
 from .ops.attention.scores import Scores as Scores

@@ -12,8 +12,11 @@ from .cache import StateCache as StateCache
 from .cache import StaticKVCache as StaticKVCache
 from .components.dropout import Dropout as Dropout
 from .components.heads.module import sentence_embeddings as sentence_embeddings
+from .components.measure import OUTPUT_COUNTS as OUTPUT_COUNTS
 from .components.measure import Measure as Measure
 from .components.measure import counter_of as counter_of
+from .components.measure import output_name as output_name
+from .components.measure import scores_name as scores_name
 from .components.mixer import CacheSpec as CacheSpec
 from .components.mixer import ExpertParallelism as ExpertParallelism
 from .components.mixer import Feature as Feature

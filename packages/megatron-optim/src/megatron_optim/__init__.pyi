@@ -16,6 +16,7 @@ from .muon_settings import MuonSettings as MuonSettings
 from .offload_config import OffloadConfig as OffloadConfig
 from .optimizer import Optimizer as Optimizer
 from .param_groups import parameter_groups as parameter_groups
+from .qk_clip_config import QKClipConfig as QKClipConfig
 from .rule_registry import UpdateRuleKind as UpdateRuleKind
 from .rule_registry import find_rule as find_rule
 from .rule_registry import update_rules as update_rules

@@ -24,6 +24,7 @@ from megatron_optim.param_groups import (
     require_distinct,
     require_matches,
 )
+from megatron_optim.row_factors import RowFactors
 from megatron_optim.scaler import LossScaler
 from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.update_rule import build_rules, check_state_formats
@@ -121,6 +122,7 @@ class Optimizer:
         losses: Iterable[Float64[Tensor, ""]] = (),
         veto: Callable[[Tensor], Bool[Tensor, ""]] | None = None,
         squares: UpdateSquares | None = None,
+        factors: RowFactors | None = None,
     ) -> StepResult:
         """Clips the gradients, reduced over the data axis, and updates every parameter once.
 
@@ -135,6 +137,9 @@ class Optimizer:
             veto: Returns from the norm of the gradient whether to skip the step although it is
                 finite, equally on every rank. Defaults to None, with which no such step is skipped.
             squares: Measures the update (`megatron_optim.update_ratios`). Defaults to None.
+            factors: Factors of rows of parameters, by global name; their dims are the first ones of
+                the parameter. They are multiplied after the update, unless the step is skipped.
+                Defaults to none.
         """
         self._state.forget_copies()
         self._main.step += 1
@@ -154,6 +159,8 @@ class Optimizer:
         rates = lr, decoupled_lr, decay
         vetoed = None if veto is None else veto(norm) & finite
         updates = finite if vetoed is None else finite & ~vetoed
+        ones = {name: torch.where(updates, each, 1.0) for name, each in (factors or {}).items()}
+        self._updates.scale(ones)
         if self._host_decides:
             self._updates.read(gradients, factor, updates, self._counts[0], rates)
         else:

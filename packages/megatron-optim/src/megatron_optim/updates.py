@@ -7,11 +7,13 @@ from torch import Tensor
 
 from megatron_optim.clip import scale_gradients
 from megatron_optim.decision import Decision, Rates, unread_step
+from megatron_optim.errors import OptimError
 from megatron_optim.mixed_precision import MainParameters
 from megatron_optim.offload import HostUpdates
 from megatron_optim.offload_config import OffloadConfig
 from megatron_optim.optimizer_state import OptimizerState
 from megatron_optim.param_groups import ParameterGroup
+from megatron_optim.row_factors import RowFactors, scale_rows
 
 
 class Updates:
@@ -36,11 +38,28 @@ class Updates:
         self._groups, self._main, self._state = groups, main, state
         # A CPU rounds what is still in its caches; other devices round all in one kernel.
         self._rounds_early = device.type == "cpu"
+        self._factors: RowFactors = {}
         self._host: HostUpdates | None = None
         if offload.optimizer_cpu_offload:
             overlap = offload.overlap_cpu_optimizer_d2h_h2d
             self._host = HostUpdates(groups, main, state, device, overlap=overlap)
             self._groups = self._host.device_groups
+
+    def scale(self, factors: RowFactors) -> None:
+        """Scales rows of parameters after the next update.
+
+        Args:
+            factors: Factors by name, which are 1 in a step that is skipped.
+
+        Raises:
+            OptimError: Main parameters are in host memory.
+        """
+        if factors and self._main.hosted:
+            raise OptimError(
+                "rows of parameters are scaled on the device, but main parameters are in host "
+                "memory; leave out the factors or the offloading"
+            )
+        self._factors = factors
 
     def take(self, gradients: Mapping[str, Tensor]) -> None:
         """Starts copying the gradients that the host needs."""
@@ -78,6 +97,8 @@ class Updates:
                     group.rule.update(*tensors, lr=lr, weight_decay=decay, step=decision.number)
         if self._host is not None:
             self._host.update(decision, rates, divides=decision.factor != 1.0, unread=False)
+        if decision.updates:
+            scale_rows(self._main, self._factors, rounds=self._rounds_early)
         if decision.updates and self._rounds_early:
             self._main.publish()
         elif decision.updates:
@@ -114,6 +135,7 @@ class Updates:
                 group.rule.update_unread(*tensors, lr=lr, weight_decay=decay, step=step)
         if host is not None and decision is not None:
             host.update(decision, rates, divides=divided is not None, unread=True)
+        scale_rows(self._main, self._factors, rounds=False)
         self._main.copy_main_to_model()
 
     def _on_device(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -15,7 +15,8 @@ values, for example tensor-parallel ranks outside the tensor-parallel layers. A 
 axes in ``replicated``, and only the first rank of each axis counts the value. The loss of a router
 is not replicated: each rank computes it for its own tokens.
 
-Layers may also count, for reports, what no gradient depends on (`AuxiliaryLosses.count`).
+Layers may also count what no gradient depends on, for reports (`AuxiliaryLosses.count`), or report
+maxima (`AuxiliaryLosses.maximum`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron_parallel.errors import LayoutError
@@ -37,6 +38,7 @@ class AuxiliaryLosses:
         denominators: Denominator of each loss, for the global batch, by name of the loss: a number
             or a scalar on the device.
         counters: Number of values that are counted under each name. Defaults to no counters.
+        maxima: Number of values whose maxima are reported under each name. Defaults to none.
 
     Attributes:
         sums: Sum of the values attached so far, by name of the loss, without coefficients: float64
@@ -45,14 +47,21 @@ class AuxiliaryLosses:
             the first rank of its axes.
         counts: Sum of the values counted so far, by name: float64 vectors, to be summed over all
             ranks of the job. None under a name that no layer of this rank has counted.
+        maxima: Largest values reported so far, by name: float64 vectors, whose maxima are to be
+            taken over all ranks of the job. None under a name without values.
     """
 
     def __init__(
-        self, denominators: Mapping[str, float | Tensor], counters: Mapping[str, int] | None = None
+        self,
+        denominators: Mapping[str, float | Tensor],
+        counters: Mapping[str, int] | None = None,
+        maxima: Mapping[str, int] | None = None,
     ) -> None:
         self._denominators = dict(denominators)
         self._counters = dict(counters or {})
         self.counts: dict[str, Tensor | None] = dict.fromkeys(self._counters)
+        self._sizes = dict(maxima or {})
+        self.maxima: dict[str, Tensor | None] = dict.fromkeys(self._sizes)
         self.sums: dict[str, float | Tensor] = dict.fromkeys(self._denominators, 0.0)
         self._running_sums: dict[str, Tensor] = {}
 
@@ -123,6 +132,32 @@ class AuxiliaryLosses:
             )
         before = self.counts[name]
         self.counts[name] = values.detach() if before is None else before + values.detach()
+
+    def has_maximum(self, name: str) -> bool:
+        """Returns whether maxima are reported under a name."""
+        return name in self._sizes
+
+    def maximum(self, name: str, values: Float[Tensor, " some"], first: int = 0) -> None:
+        """Reports values, without gradient, of which the largest count under a name.
+
+        Args:
+            name: The name.
+            values: Values of some of the entries.
+            first: Index of the first of these entries.
+
+        Raises:
+            LayoutError: There is no such name, or it has fewer entries.
+        """
+        size = self._sizes.get(name, 0)
+        if first + len(values) > size:
+            raise LayoutError(
+                f"{len(values)} values from entry {first} cannot be maxima of {name!r}: there are "
+                f"maxima of {self._sizes}"
+            )
+        own = values.detach().double()
+        whole = nn.functional.pad(own, (first, size - first - len(own)), value=-torch.inf)
+        before = self.maxima[name]
+        self.maxima[name] = whole if before is None else torch.maximum(before, whole)
 
 
 class _Attach(Function):

@@ -21,6 +21,7 @@ from megatron_train.broadcast_batches import Batches
 from megatron_train.config.run import RunConfig, named_by_flags
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
+from megatron_train.observation import Observation
 from megatron_train.products import products_of, vocabulary_loss_of
 from megatron_train.statistics import Statistics
 from megatron_train.tasks.kinds import TaskKind
@@ -123,8 +124,19 @@ def build_trainer(
             layer_norms=logging.log_layer_norms,
             ratios=logging.log_update_ratios,
         )
+    observation = None
+    if config.qk_clip.qk_clip or logging.observes:
+        observation = Observation(
+            config.model,
+            stages,
+            config.qk_clip,
+            logging.log_interval,
+            scores=logging.log_max_attention_logit,
+            outputs=logging.log_layer_outputs,
+        )
     return Trainer(
         engine=engine,
+        observation=observation,
         optimizer=built_optimizer,
         averages=None if decay is None else ParameterAverages(built_optimizer, decay),
         statistics=statistics,

@@ -31,6 +31,7 @@ from megatron_parallel.pipeline import default_schedule
 from torch import Tensor, nn
 
 from megatron_train.errors import TrainError
+from megatron_train.observation import NO_REPORTS, Reports
 from megatron_train.tasks.task import CountingTask, MicroBatch, PreparingTask, Task
 from megatron_train.transfer import pack
 
@@ -77,6 +78,8 @@ class StepEngine:
         fusion: Weights with fused gradient accumulation, and reasons why others have none.
         counts: What layers counted in the last step over the global batch (`CountingTask`), by name
             of the counter: float64 vectors on the device, equal on all ranks.
+        maxima: The largest values that layers reported in the last step (`Reports.maxima`), in the
+            same form.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class StepEngine:
         self._iteration: int | None = None
         self._auxiliary_losses: AuxiliaryLosses | None = None
         self.counts: dict[str, Float64[Tensor, " values"]] = {}
+        self.maxima: dict[str, Float64[Tensor, " values"]] = {}
         self._pipeline = PipelineEngine(
             mesh,
             chunks,
@@ -183,6 +187,7 @@ class StepEngine:
         denominators: Mapping[str, float | Tensor],
         iteration: int,
         loss_scale: Tensor | None = None,
+        reports: Reports = NO_REPORTS,
     ) -> dict[str, Float64[Tensor, ""]]:
         """Computes the gradients of all micro-batches and sums them over all ranks.
 
@@ -192,6 +197,7 @@ class StepEngine:
             iteration: Number of the step, from 1; dropout depends on it.
             loss_scale: Factor of all gradients, a scalar on the device. Losses that layers inside
                 the model add are scaled too, but sums are not. Defaults to 1.
+            reports: What layers report besides, in ``counts`` and ``maxima``. Defaults to nothing.
 
         Returns:
             The sum of each loss over the unmasked tokens of the global batch, equal on all ranks.
@@ -202,10 +208,11 @@ class StepEngine:
         if loss_scale is not None:
             denominators = {name: below / loss_scale for name, below in denominators.items()}
         auxiliary = {name: denominators[name] for name in self.task.auxiliary_losses}
-        counters = self.task.counters if isinstance(self.task, CountingTask) else {}
+        counters = dict(self.task.counters if isinstance(self.task, CountingTask) else {})
+        counters |= reports.counters
         self._auxiliary_losses = None
-        if auxiliary or counters:
-            self._auxiliary_losses = AuxiliaryLosses(auxiliary, counters)
+        if auxiliary or counters or reports.maxima:
+            self._auxiliary_losses = AuxiliaryLosses(auxiliary, counters, reports.maxima)
         outer = {name: denominators[name] for name in self.task.losses}
         found = self._pipeline.run([self._weighed(batch) for batch in batches], outer)
         self.stages.finish()
@@ -213,7 +220,23 @@ class StepEngine:
         if auxiliary and self._auxiliary_losses:  # replicated values are counted on one rank
             sums |= self._summed(self._auxiliary_losses.sums, "world", "auxiliary loss sums")
         self.counts = self._counted_values(self._auxiliary_losses, counters)
+        self.maxima = self._largest_values(self._auxiliary_losses, reports.maxima)
         return sums
+
+    def _largest_values(
+        self, collected: AuxiliaryLosses | None, sizes: Mapping[str, int]
+    ) -> dict[str, Float64[Tensor, " values"]]:
+        """Returns the maxima that layers reported, over all ranks."""
+        if collected is None or not sizes:
+            return {}
+        lowest = torch.full((1,), -torch.inf, dtype=torch.float64, device=self.mesh.device)
+        own = [
+            lowest.expand(size) if (found := collected.maxima[name]) is None else found
+            for name, size in sizes.items()
+        ]
+        largest = torch.cat(own)
+        all_reduce(largest, self.mesh.axis("world"), op="max", purpose="maxima of layers")
+        return dict(zip(sizes, torch.split(largest, [*sizes.values()]), strict=True))
 
     def _counted_values(
         self, collected: AuxiliaryLosses | None, counters: Mapping[str, int]

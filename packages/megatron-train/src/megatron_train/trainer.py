@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron_train.engine import BatchTotals, StepEngine
 from megatron_train.errors import TrainError
+from megatron_train.observation import NO_REPORTS, Observation
 from megatron_train.saved_values import read_value, short_repr
 from megatron_train.statistics import Statistics
 from megatron_train.step_report import StepReport, StepValues
@@ -129,6 +130,7 @@ class Trainer:
         evaluates_averages: Whether evaluations use the averages.
         spikes: Decides on the device which finite steps are skipped.
         statistics: Measures gradients and parameters of some steps.
+        observation: Chooses what layers report, and scales weights to bound attention scores.
         callbacks: Callbacks, called in this order.
     """
 
@@ -148,6 +150,7 @@ class Trainer:
         evaluates_averages: bool = True,
         spikes: SpikeDetector | None = None,
         statistics: Statistics | None = None,
+        observation: Observation | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.engine = engine
@@ -160,7 +163,7 @@ class Trainer:
         self.check_for_nan = check_for_nan
         self._iterations_to_skip = frozenset(iterations_to_skip)
         self.averages = averages
-        self.spikes, self.statistics = spikes, statistics
+        self.spikes, self.statistics, self.observation = spikes, statistics, observation
         self.evaluates_averages = averages is not None and evaluates_averages
         self.callbacks = list(callbacks)
         self.iteration = 0
@@ -231,14 +234,20 @@ class Trainer:
         denominators = self.engine.denominators(batches)
         scaler = self.optimizer.scaler
         scale = None if scaler is None else scaler.scale
-        sums = self.engine.run(batches, denominators, self.iteration + 1, scale)
+        observed, number = self.observation, self.iteration + 1
+        reports = NO_REPORTS if observed is None else observed.reports(number)
+        sums = self.engine.run(batches, denominators, number, scale, reports)
         consumed = self.consumed_samples
         learning_rate = self.learning_rate.at(consumed)
         decoupled = self.decoupled_learning_rate.at(consumed)
         decay = self.weight_decay.at(consumed)
         losses = [sums[name] for name in sums if name not in self.task.metrics]
         halted = self._halting_loss()
-        measured, number = dict[str, Tensor](), self.iteration + 1
+        measured, factors = dict[str, Tensor](), dict[str, Tensor]()
+        if observed is not None:
+            maxima = self.engine.maxima
+            measured |= observed.measured(self.engine.counts, maxima, number)
+            factors = observed.factors(maxima)
         if self.statistics is not None:
             measured |= self.statistics.before(self.optimizer, number)
         result = self.optimizer.step(
@@ -248,6 +257,7 @@ class Trainer:
             losses=[*losses, *halted],
             veto=self._veto(sums, denominators),
             squares=None if self.statistics is None else self.statistics.squares(number),
+            factors=factors,
         )
         if self.statistics is not None:
             measured |= self.statistics.after(self.optimizer, number)

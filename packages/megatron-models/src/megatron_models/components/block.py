@@ -46,6 +46,7 @@ class Block(nn.Module):
             for sublayer in chain.from_iterable(group):
                 if sublayer.norm_sum is not None:
                     x = getattr(self, f"{sublayer.name}_norm_sum")(x)
+        context.observe_output(self.layer, x)
         return x
 
     def _outputs(self, readers: Layer, x: Tensor, context: Context) -> Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
-from megatron_kernels import Mask
+from megatron_kernels import Mask, largest_scores
 from megatron_parallel import AuxiliaryLosses, RecomputeConfig
 from megatron_parallel.pipeline import PassInterleaver
 from megatron_parallel.recompute import activation_checkpoint, discard_output, discard_outputs
@@ -17,6 +17,7 @@ from megatron_models.cache import KVCache
 from megatron_models.components.attention.context_parallel import ContextParallel
 from megatron_models.components.attention.span import EVERYTHING, Span
 from megatron_models.components.dropout import StageDropout
+from megatron_models.components.measure import output_name, scores_name
 from megatron_models.components.moe.replay import RouterReplay
 from megatron_models.components.rotary.module import Angles
 from megatron_models.components.rotary.spec import RotarySpec
@@ -51,6 +52,8 @@ class Context:
             global load-balancing loss. Recomputation reads them.
         counted_layers: Layers whose routing this pass has counted for reports. A recomputation does
             not count again.
+        observed: Names under which this pass has reported scores or outputs. A recomputation does
+            not report again.
         score_bias: Biases of the scores of self-attention for this rank's heads, by relative
             position. None if the model has none.
         positions: Positions of this rank's tokens, ``[3, b, s]`` with three axes. None means
@@ -77,6 +80,7 @@ class Context:
     router_replay: RouterReplay | None = None
     expert_loads: dict[int, Int[Tensor, " e"]] = field(default_factory=dict)
     counted_layers: set[int] = field(default_factory=set)
+    observed: set[str] = field(default_factory=set)
     masks: Mapping[Span, Mask] = field(default_factory=dict)
     positions: Int[Tensor, "*axes b_or_1 s"] | None = None
     score_bias: Float[Tensor, "_ n s keys"] | None = None
@@ -98,6 +102,58 @@ class Context:
             return self.mask
         prepared = self.masks.get(span)
         return self.mask.narrowed(span.window, span.chunk) if prepared is None else prepared
+
+    def observe_scores(
+        self,
+        layer: int,
+        first_head: int,
+        q: Float[Tensor, "s b n d"],
+        k: Float[Tensor, "s b g d"],
+        span: Span,
+        scale: float | None,
+    ) -> None:
+        """Reports the largest score of each head of a layer, if a step asks for it.
+
+        Args:
+            layer: Global layer number.
+            first_head: Global number of the first head.
+            q: Queries of this rank.
+            k: Keys of this rank.
+            span: How far the layer's attention reaches.
+            scale: Factor of the products. None means 1/sqrt(d).
+        """
+        collected, name = self.auxiliary_losses, scores_name(layer)
+        if collected is None or not collected.has_maximum(name) or name in self.observed:
+            return
+        self.observed.add(name)
+        with torch.no_grad():
+            if self.context_parallel is None:
+                mask = self.mask_of(span)
+            else:
+                k, mask = self.context_parallel.keys_of_all_ranks(k, span)
+            collected.maximum(name, largest_scores(q, k, mask, scale), first_head)
+
+    def observe_output(self, layer: int, x: Float[Tensor, "s b h"]) -> None:
+        """Reports statistics of the output of a layer, if a step asks for them.
+
+        They are sums of squares, zeros, numbers that are not finite, and elements; the maximum is
+        that of the magnitude. Sums count an element once for each rank that has it.
+        """
+        collected, name = self.auxiliary_losses, output_name(layer)
+        if collected is None or not collected.has_maximum(name) or name in self.observed:
+            return
+        self.observed.add(name)
+        with torch.no_grad():
+            finite = x.isfinite()
+            values = torch.where(finite, x, 0.0)
+            squares = torch.linalg.vector_norm(
+                values, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)
+            ).double()
+            counts = (squares.square().sum(), (x == 0).sum(), (~finite).sum())
+            sums = torch.stack([each.double() for each in counts])
+            size = torch.full((1,), float(x.numel()), dtype=torch.float64, device=x.device)
+            collected.count(name, torch.cat([sums, size]))
+            collected.maximum(name, values.abs().amax()[None])
 
     def hidden_dropout(
         self, x: Float[Tensor, "s b h"], layer: int, site: int

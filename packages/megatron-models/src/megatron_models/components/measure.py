@@ -24,3 +24,17 @@ class Measure(NamedTuple):
 def counter_of(layer: int) -> str:
     """Returns the name under which a layer counts values (`megatron_parallel.AuxiliaryLosses`)."""
     return f"layer {layer}"
+
+
+OUTPUT_COUNTS = 4
+"""The number of values that are counted of the output of a layer: see `Context.observe_output`."""
+
+
+def scores_name(layer: int) -> str:
+    """Returns the name under which a layer reports the largest score of each head."""
+    return f"largest scores of layer {layer}"
+
+
+def output_name(layer: int) -> str:
+    """Returns the name under which a layer reports statistics of its output."""
+    return f"output of layer {layer}"

@@ -18,6 +18,9 @@ from megatron_models.components.measure import Measure
 from megatron_models.components.rotary.spec import RotarySpec
 from megatron_models.components.saved_bytes import SavedBytes
 
+ClippedRows = dict[str, tuple[tuple[int, float], ...]]
+"""Numbers of consecutive rows and their exponents, by name of the parameter."""
+
 BytesByPart = dict[str, int]
 """Saved bytes by the name of the submodule that saves them."""
 
@@ -349,6 +352,22 @@ class Mixer(ABC):
         Defaults to False. See `megatron_models.components.measure.Measure.remedy`.
         """
         return False
+
+    def clipped_rows(self, alpha: float) -> ClippedRows:
+        """Returns how the rows of weights are scaled to bound the scores of each head.
+
+        The keys are names of parameters, whose first dim is that of heads or groups of heads. The
+        values are for consecutive rows of the second dim their number and the exponent of the
+        factor of the head. Defaults to none: the scores of the mixer cannot be bounded.
+
+        Args:
+            alpha: The share of the queries in the factor; the rest is that of the keys.
+
+        Raises:
+            ConfigError: Scaled rows do not scale the scores.
+        """
+        del alpha
+        return {}
 
     def measures(self, counts: Sequence[float]) -> tuple[Measure, ...]:
         """Returns what a report shows of the values that the mixer counted. Defaults to nothing.

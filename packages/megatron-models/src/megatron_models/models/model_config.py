@@ -213,6 +213,15 @@ class ModelConfig(ComponentConfig, ABC):
         }
 
     @cached_property
+    def numbered_mixers(self) -> dict[int, tuple[Mixer, ...]]:
+        """The mixers of each layer, by global number of the layer."""
+        return {
+            part.layer_offset + number: tuple(sublayer.mixer for sublayer in layer)
+            for part in self._parts
+            for number, layer in part.layers.items()
+        }
+
+    @cached_property
     def multi_token_losses(self) -> tuple[str, ...]:
         """Names of the losses of multi-token prediction, one for each depth."""
         return tuple(multi_token_loss(spec.depth) for spec in self.multi_token())

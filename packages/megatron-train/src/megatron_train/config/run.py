@@ -233,7 +233,12 @@ class RunConfig(RunSections):
             self.state_formats.require_main_format(self.training.precision)
 
     def _check_offload(self) -> None:
-        """Refuses averages of weights whose main weights are in host memory."""
+        """Refuses averages and scaled rows of weights whose main weights are in host memory."""
+        if self.offload.optimizer_cpu_offload and self.qk_clip.qk_clip:
+            raise TrainError(
+                "--qk-clip does not work with --optimizer-cpu-offload, since it scales main "
+                "weights on the device; leave out one of them"
+            )
         if self.offload.optimizer_cpu_offload and self.averages.ema_decay is not None:
             raise TrainError(
                 "--ema-decay does not work with --optimizer-cpu-offload, since averages are on the "

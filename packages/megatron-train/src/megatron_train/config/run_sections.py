@@ -13,6 +13,7 @@ from megatron_optim import (
     LossScaleConfig,
     OffloadConfig,
     OptimizerConfig,
+    QKClipConfig,
     SpikeConfig,
     StateFormatConfig,
     WeightDecaySchedule,
@@ -50,6 +51,7 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "state_formats": ("formats of optimizer state", StateFormatConfig),
     "offload": ("optimizer state in host memory", OffloadConfig),
     "averages": ("averages of weights", AveragesConfig),
+    "qk_clip": ("bounds of attention scores", QKClipConfig),
     "spikes": ("steps skipped because of a spike", SpikeConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
     "layout": ("parallel layout", ParallelLayout),
@@ -131,6 +133,7 @@ class RunSections:
     state_formats: StateFormatConfig = dataclasses.field(default_factory=StateFormatConfig)
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     averages: AveragesConfig = dataclasses.field(default_factory=AveragesConfig)
+    qk_clip: QKClipConfig = dataclasses.field(default_factory=QKClipConfig)
     spikes: SpikeConfig = dataclasses.field(default_factory=SpikeConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)

@@ -281,6 +281,14 @@ class LoggingConfig:
         "record the norm of the update of each layer over that of its parameters at every log "
         "line, in metrics.jsonl (our name)",
     )
+    log_layer_outputs: bool = setting(
+        False,
+        "record root mean square, largest magnitude, zeros and non-finite share of the output of "
+        "each layer at every log line, in metrics.jsonl (our name)",
+    )
+    log_max_attention_logit: bool = setting(
+        False, "record the largest attention score of all layers at every log line"
+    )
     moe_per_layer_logging: bool = setting(
         False,
         "report load, router entropy and dropped share of each layer with experts: the worst layer "
@@ -291,6 +299,11 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "log_interval")
+
+    @property
+    def observes(self) -> bool:
+        """Whether layers report scores or outputs for log lines."""
+        return self.log_layer_outputs or self.log_max_attention_logit
 
     @property
     def measures(self) -> bool:

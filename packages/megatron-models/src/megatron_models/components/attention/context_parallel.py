@@ -15,6 +15,7 @@ from megatron_kernels import (
     attention_forward,
 )
 from megatron_parallel import Axis, Mesh, ParallelLayout
+from megatron_parallel.collectives import gather_sequence
 from megatron_parallel.context_parallel import (
     BlockMask,
     ContextSplit,
@@ -168,6 +169,18 @@ class ContextParallel:
     def index(self) -> int:
         """Coordinate of this rank on the axis that cuts the micro-batch."""
         return self.axis.index
+
+    def keys_of_all_ranks(
+        self, k: Float[Tensor, "part b g d"], span: Span
+    ) -> tuple[Float[Tensor, "s b g d"], Mask]:
+        """Returns the keys of all ranks, and their mask for this rank's queries.
+
+        Args:
+            k: Keys of this rank.
+            span: How far the layer's attention reaches.
+        """
+        keys = self.split.to_sequence_order(gather_sequence(k, self.axis))
+        return keys, self._plans_of(span).gathered
 
     def scatter_heads(self, x: Float[Tensor, "part b n d"]) -> Float[Tensor, "s b n_part d"]:
         """Returns the whole sequence in its order, for this rank's part of the heads or groups."""

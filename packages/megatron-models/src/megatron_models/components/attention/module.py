@@ -40,6 +40,7 @@ class Attention(nn.Module):
         self.span = spec.span
         self.l2_epsilon = spec.norm_epsilon if spec.qk_l2_norm else None
         self.temperature = (spec.attn_temperature_scale, spec.attn_temperature_floor)
+        self.clipped_rows = spec.clipped_rows
         self.scores = Scores(spec.softmax_scale or None, spec.attn_logit_softcapping)
         self.alibi_factor = 0.0
         if spec.has_alibi:
@@ -95,6 +96,7 @@ class Attention(nn.Module):
     def _over_all_keys(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns attention over the keys of all context-parallel ranks."""
         scores = self._scores_of(q, context)
+        context.observe_scores(self.layer, self.first_head, q, k, self.span, scores.scale)
         if context.context_parallel is not None:
             over_ranks = context.context_parallel.attention
             return over_ranks(q, k, v, self.layer, self.first_head, scores, self.span)

@@ -14,6 +14,7 @@ from megatron_models.components.attention.span import Span
 from megatron_models.components.fields import check_divisible
 from megatron_models.components.mixer import (
     BytesByPart,
+    ClippedRows,
     KVSpec,
     LayerPass,
     Mixer,
@@ -96,6 +97,27 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
     def out(self) -> RowSpec:
         """The output projection, back to the residual stream."""
         return out_projection(self)
+
+    def clipped_rows(self, alpha: float) -> ClippedRows:
+        """Returns the rows of queries and keys in the fused projection of each group.
+
+        Raises:
+            ConfigError: Queries and keys are normed, so that scaled rows have no effect.
+        """
+        if self.qk_layernorm or self.qk_l2_norm:
+            name = "qk_layernorm" if self.qk_layernorm else "qk_l2_norm"
+            raise ConfigError(
+                f"{name} norms queries and keys after the projection, so that scaled weights do "
+                "not bound the scores; leave out one of both"
+            )
+        heads = self.heads_by_role
+        exponents = (alpha, *(0.0,) * (len(heads) - 3), 1.0 - alpha, 0.0)
+        rows = tuple(
+            (count * self.kv_channels, exponent)
+            for count, exponent in zip(heads, exponents, strict=True)
+        )
+        bias = {"qkv.bias": rows} if self.has_qkv_bias else {}
+        return {"qkv.weight": rows, **bias}
 
     def sinks(self) -> dict[str, Sharding]:
         """Returns the sharding of learned sink logits ``[n]``; empty without learned sinks."""

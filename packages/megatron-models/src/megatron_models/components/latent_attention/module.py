@@ -42,6 +42,7 @@ class LatentAttention(nn.Module):
         self.query_sizes = [spec.qk_head_dim, spec.qk_pos_emb_head_dim]
         self.key_value_sizes = [spec.qk_head_dim, spec.v_head_dim]
         self.latent_sizes = [spec.kv_lora_rank, spec.qk_pos_emb_head_dim]
+        self.clipped_rows = spec.clipped_rows
         self.scores = Scores(spec.latent_softmax_scale, spec.attn_logit_softcapping)
         self.q_name = spec.q_name
         self.q_down = None if spec.q_down is None else placement.replicated_linear(spec.q_down)
@@ -140,6 +141,8 @@ class LatentAttention(nn.Module):
 
     def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor, *index: Tensor) -> Tensor:
         """Returns attention without a cache, over the keys of all context-parallel ranks."""
+        scale = self.scores.scale
+        context.observe_scores(self.layer, self.first_head, q, k, EVERYTHING, scale)
         if context.context_parallel is not None:
             over_ranks = context.context_parallel.attention
             return over_ranks(q, k, v, self.layer, self.first_head, self.scores, EVERYTHING)

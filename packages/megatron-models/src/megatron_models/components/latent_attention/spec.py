@@ -11,6 +11,7 @@ from megatron_models.components.fields import check_divisible
 from megatron_models.components.latent_attention.config import LatentAttentionConfig
 from megatron_models.components.mixer import (
     BytesByPart,
+    ClippedRows,
     KVSpec,
     LayerPass,
     Mixer,
@@ -109,6 +110,16 @@ class LatentAttentionSpec(LatentAttentionConfig, NormConfig, Mixer):
     def q_name(self) -> str:
         """Name of the last projection of queries: ``q_up`` after a latent, else ``q``."""
         return "q_up" if self.q_lora_rank else "q"
+
+    def clipped_rows(self, alpha: float) -> ClippedRows:
+        """Returns the rows of queries and keys of each head.
+
+        All heads share the rotated key, which is not scaled. The factor of the rotated queries is
+        therefore that of both.
+        """
+        queries = ((self.qk_head_dim, alpha), (self.qk_pos_emb_head_dim, 1.0))
+        keys = ((self.qk_head_dim, 1.0 - alpha), (self.v_head_dim, 0.0))
+        return {f"{self.q_name}.weight": queries, "kv_up.weight": keys}
 
     def rotations(self) -> tuple[RotarySpec, ...]:
         """Returns the rotation of queries and of the shared key."""
