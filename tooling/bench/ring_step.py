@@ -2,7 +2,7 @@
 
 Forward and backward pass of rank 0 of a ring of two, with messages that arrive at once: the
 triangle of its own tokens, and the block of the other rank's keys. "SDPA" is torch's function on
-the same queries and keys, with two outputs that nobody combines. Milliseconds are medians.
+the same queries and keys, without combining the two outputs. Milliseconds are medians.
 
     python tooling/bench/ring_step.py [--repeats 9] [--threads 1 2]
 """

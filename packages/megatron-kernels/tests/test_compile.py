@@ -31,8 +31,10 @@ traced = torch.compile(everything, fullgraph=True, backend="aot_eager")()
 def parts(found):
     return found if isinstance(found, tuple) else (found,)
 
-for (op, _), ours, plain in zip(calls, traced, everything(), strict=True):
-    assert all(map(torch.equal, parts(ours), parts(plain))), op.name
+for case, ours, plain in zip(CASES, traced, everything(), strict=True):
+    # Compiled code has the reference of dropout, and eager code its tiles.
+    same = torch.allclose if "dropout" in case.label else torch.equal
+    assert all(map(same, parts(ours), parts(plain))), case.op.name
 sum(t.sum() for found in traced for t in parts(found)).backward()
 
 def prepared(q, ids):

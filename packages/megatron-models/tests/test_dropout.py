@@ -1,7 +1,7 @@
 import pytest
 import torch
 from megatron_models.cache import StaticKVCache
-from megatron_models.components.dropout import Dropout
+from megatron_models.components.dropout import Dropout, ProbabilityDropout, StageDropout
 from megatron_models.errors import ConfigError
 from megatron_models.models.gpt.model import GPT
 from megatron_models.placement import Placement
@@ -80,3 +80,24 @@ def test_a_key_of_another_batch_and_dropout_while_decoding_are_refused(model, to
     cache = StaticKVCache(model.config, model.mesh, 3, 8, dtype=torch.float64)
     with torch.no_grad(), pytest.raises(ConfigError, match="decoding has no dropout"):
         model(tokens, dropout=Dropout(key(), 0.1), cache=cache)
+
+
+ROWS = torch.tensor([[0, 3, 4, 7], [1, 2, 5, 6], [4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize("length", [None, 16])
+@pytest.mark.parametrize("queries", [None, ROWS[:1], ROWS], ids=["", "queries", "own queries"])
+@pytest.mark.parametrize("keys", [None, ROWS[1:2], ROWS.flip(0)], ids=["", "keys", "own keys"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_part_of_the_probabilities_drops_the_same_as_the_whole(several, keys, queries, length):
+    indices = torch.arange(8).flip(0).repeat(3, 1) * 2 if several else None
+    dropout = Dropout(key(), 0.0, 0.4, indices, length)
+    stage = StageDropout.from_dropout(dropout, None)
+    of_layer = ProbabilityDropout(stage, 5, 6, query_indices=queries, key_indices=keys)
+    shape = (3, 4, 8 if queries is None else 4, 8 if keys is None else 4)
+    whole = of_layer(torch.ones(shape, dtype=torch.float64)) == 0
+    assert 0.2 < whole.double().mean() < 0.6
+    for sample in range(3):
+        heads, rows, columns = slice(1, 3), slice(1, 4), slice(0, 3)
+        part = of_layer.dropped(sample, heads, rows, columns, shape[3])
+        assert torch.equal(part, whole[sample, heads, rows, columns])

@@ -8,7 +8,7 @@ import megatron_models.components.attention.context_parallel as context_parallel
 import megatron_parallel.context_parallel.ring as ring
 import megatron_parallel.data_parallel.buffers as buffers
 import torch
-from megatron_models.components.dropout import StageDropout
+from megatron_models.components.dropout import ProbabilityDropout
 from megatron_models.components.rotary.module import RotaryTable
 from megatron_parallel import DropoutKey, Mesh
 from megatron_parallel.context_parallel import BlockMask, ContextSplit, RingPlan, SequenceMask
@@ -18,6 +18,7 @@ from megatron_train.engine import StepEngine
 from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
+from layouts.defects.dropout import drop_otherwise
 
 
 @defect("rotary positions of a context-parallel rank are one token behind", "cp4-untied")
@@ -154,20 +155,14 @@ def _mask_of_first_places(mesh: Mesh, replace: Replace) -> None:
 
 @defect("attention dropout of a ring ignores the indices of its keys", "cp2-tied-dropout")
 def _mask_of_local_keys(mesh: Mesh, replace: Replace) -> None:
-    true = StageDropout.probabilities
+    def changed(own: ProbabilityDropout) -> ProbabilityDropout:
+        keys = own.key_indices
+        local = None if keys is None else torch.arange(keys.shape[1])[None]
+        return dataclasses.replace(own, key_indices=local)
 
-    def wrong(self: StageDropout, p: Tensor, key_indices: Tensor, **rest: Any) -> Tensor:
-        local = torch.arange(key_indices.shape[1])[None]
-        return true(self, p, key_indices=local, **rest)
-
-    replace(StageDropout, "probabilities", wrong)
+    drop_otherwise(replace, changed)
 
 
 @defect("scattered heads have the dropout mask of the first heads", "cp4·a2a-tied-dropout")
 def _mask_of_scattered_heads(mesh: Mesh, replace: Replace) -> None:
-    true = StageDropout.probabilities
-
-    def wrong(self: StageDropout, p: Tensor, first_head: int, **rest: Any) -> Tensor:
-        return true(self, p, first_head=0, **rest)
-
-    replace(StageDropout, "probabilities", wrong)
+    drop_otherwise(replace, lambda own: dataclasses.replace(own, first_head=0))

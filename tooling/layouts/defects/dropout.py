@@ -1,17 +1,32 @@
 """Defects of dropout masks, which must equal those of one rank in every layout."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import megatron_parallel.recompute.saved_tensors as saved_tensors
 import torch
 from megatron_models.components.attention.module import Attention
-from megatron_models.components.dropout import StageDropout
+from megatron_models.components.dropout import ProbabilityDropout
 from megatron_parallel import DropoutKey, Mesh
 from megatron_train import GPTTask
 from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
+
+
+def drop_otherwise(
+    replace: Replace, changed: Callable[[ProbabilityDropout], ProbabilityDropout]
+) -> None:
+    """Makes attention drop the elements of another `ProbabilityDropout`, whole and in parts."""
+    for name in ("__call__", "dropped"):
+        true = getattr(ProbabilityDropout, name)
+
+        def wrong(self: ProbabilityDropout, *given: Any, true: Any = true) -> Tensor:
+            found: Tensor = true(changed(self), *given)
+            return found
+
+        replace(ProbabilityDropout, name, wrong)
 
 
 @defect("the dropout mask ignores the slice of the sequence", "tp2·sp-tied-dropout")
@@ -24,12 +39,7 @@ def _mask_of_part(mesh: Mesh, replace: Replace) -> None:
 
 @defect("attention dropout ignores which heads a rank has", "tp4·sp-untied-dropout")
 def _mask_of_heads(mesh: Mesh, replace: Replace) -> None:
-    true = StageDropout.probabilities
-
-    def wrong(self: StageDropout, p: Tensor, first_head: int, **rest: Any) -> Tensor:
-        return true(self, p, first_head=0, **rest)
-
-    replace(StageDropout, "probabilities", wrong)
+    drop_otherwise(replace, lambda own: dataclasses.replace(own, first_head=0))
 
 
 @defect("the dropout mask is that of the rank's own batch", "dp2-tied-dropout")
@@ -59,13 +69,11 @@ def _mask_of_local_layer(mesh: Mesh, replace: Replace) -> None:
 
 @defect("recomputation drops other elements than the forward pass", "tp2·sp·selective-tied-dropout")
 def _mask_of_second_run(mesh: Mesh, replace: Replace) -> None:
-    true = StageDropout.probabilities
-
-    def wrong(self: StageDropout, p: Tensor, layer: int, **rest: Any) -> Tensor:
+    def changed(own: ProbabilityDropout) -> ProbabilityDropout:
         again = torch._C._current_graph_task_id() >= 0  # in a backward pass
-        return true(self, p, layer + 1000 * again, **rest)
+        return dataclasses.replace(own, layer=own.layer + 1000 * again)
 
-    replace(StageDropout, "probabilities", wrong)
+    drop_otherwise(replace, changed)
 
 
 @defect("sharded saved activations are gathered in another order", "tp2·cut-tied-dropout")

@@ -9,6 +9,7 @@ from .ops.activation.swiglu import swiglu as swiglu
 from .ops.attention.attention import attention as attention
 from .ops.attention.blocks import attention_backward as attention_backward
 from .ops.attention.blocks import attention_forward as attention_forward
+from .ops.attention.dropout import TiledDropout as TiledDropout
 from .ops.attention.index_scores import index_scores as index_scores
 from .ops.attention.index_scores import select_keys as select_keys
 from .ops.attention.largest_scores import largest_scores as largest_scores

@@ -72,6 +72,36 @@ class Case:
     arguments: Callable[[InputGenerator], tuple[Any, ...]]
 
 
+@dataclass(frozen=True, eq=False)
+class DrawnDropout:
+    """Dropout of drawn elements `[b, n, s, t]`, also of parts of them.
+
+    Attributes:
+        drops: True for elements to drop.
+        probability: As in `TiledDropout`.
+    """
+
+    drops: Tensor
+    probability: float = 0.25
+
+    def __call__(self, p: Tensor) -> Tensor:
+        """Returns the probabilities after dropout."""
+        return p.masked_fill(self.drops, 0) / (1 - self.probability)
+
+    def dropped(
+        self, sample: int, heads: slice, queries: slice, keys: slice, length: int
+    ) -> Tensor:
+        """Returns which elements of a part are dropped."""
+        return self.drops[sample, heads, queries, keys]
+
+
+def _dropped(draw: InputGenerator, mask: Mask, **options: Any) -> tuple[Any, ...]:
+    arguments = _attention(draw, mask, **options)
+    q, k = arguments[:2]
+    drops = draw.integers(4, q.shape[1], q.shape[2], q.shape[0], k.shape[0]) == 0
+    return (*arguments, DrawnDropout(drops))
+
+
 def _norm(draw: InputGenerator, *, bias: bool, zero_centered: bool = False) -> tuple[Any, ...]:
     shift = (draw.normal(43),) if bias else ()
     gain = draw.normal(43, mean=0 if zero_centered else 1)
@@ -150,6 +180,7 @@ def _block(
     *,
     triangle: bool = False,
     documents: bool = False,
+    dropout: bool = False,
     groups: int = 4,
     width: int = 16,
 ) -> tuple[Any, ...]:
@@ -160,15 +191,16 @@ def _block(
         draw.normal(11, 2, groups, width),
     )
     first = torch.arange(11, dtype=torch.int32, device=draw.device).expand(2, -1)
+    drops = DrawnDropout(draw.integers(4, 2, 4, 11, 11) == 0) if dropout else None
     if triangle:
         triangular = Mask(positions=first, query_positions=first, ascending=True)
-        return (q, k, v, triangular, PLAIN_SCORES, 0)
+        return (q, k, v, triangular, PLAIN_SCORES, 0, drops)
     own = others = None
     if documents:  # the second sequence has a row without keys, and padding
         own = torch.tensor([[1] * 9 + [2] * 2, [4] + [3] * 8 + [-1] * 2], device=draw.device)
         others = torch.tensor([[0] * 5 + [1] * 6, [3] * 11], device=draw.device)
     later = Mask(others, first, query_document_ids=own, query_positions=first + 11)
-    return (q, k, v, later, PLAIN_SCORES, 0)
+    return (q, k, v, later, PLAIN_SCORES, 0, drops)
 
 
 def _block_backward(draw: InputGenerator, **options: Any) -> tuple[Any, ...]:
@@ -268,6 +300,8 @@ BLOCKS: Final[dict[str, dict[str, Any]]] = {
     "of earlier keys, grouped": {"groups": 2},
     "documents": {"documents": True, "groups": 1},
     "narrow values": {"width": 10},
+    "of one token range, dropout": {"triangle": True, "dropout": True},
+    "documents, dropout": {"documents": True, "dropout": True, "groups": 2},
 }
 CASES = (
     Case(layer_norm, "", partial(_norm, bias=True)),
@@ -293,6 +327,8 @@ CASES = (
     Case(attention, "causal, grouped", partial(_attention, mask=Mask(), groups=2)),
     Case(attention, "full", partial(_attention, mask=Mask(causal=False), keys=9)),
     Case(attention, "window", partial(_attention, mask=Mask(window=4), groups=1)),
+    Case(attention, "dropout", partial(_dropped, mask=Mask())),
+    Case(attention, "window, dropout", partial(_dropped, mask=Mask(window=4), groups=2)),
     Case(attention, "prefix", _prefixes),
     Case(attention, "documents", _documents),
     Case(attention, "cache", partial(_attention, mask=Mask(), queries=4, offset=7)),

@@ -178,6 +178,29 @@ def keep_mask(
     return _dropped(shape, key.word0, key.word1, channels, _Site.of(p, layer, site)).logical_not_()
 
 
+def dropped_elements(
+    numbers: Int[Tensor, "..."],
+    word0: Int32[Tensor, "..."],
+    word1: Int32[Tensor, "..."],
+    p: float,
+    *,
+    layer: int,
+    site: int,
+) -> Bool[Tensor, "..."]:
+    """Returns whether `keyed_dropout` drops elements, in any order of dims.
+
+    Args:
+        numbers: Global indices of the channels.
+        word0: First words of the key, in a shape that broadcasts with that of `numbers`.
+        word1: Second words of the key.
+        p: Probability of dropping an element.
+        layer: Global index of the layer.
+        site: Index of the call of `keyed_dropout` in the layer.
+    """
+    at = _Site.of(p, layer, site)
+    return _bits(_low(numbers), word0 + at.word0, word1 ^ at.word1) < at.least
+
+
 def keyed_uniform(
     shape: tuple[int, ...],
     key: DropoutKey,

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_models.cache import KVCache
 from megatron_models.components.attention.context_parallel import ContextParallel
 from megatron_models.components.attention.span import EVERYTHING, Span
-from megatron_models.components.dropout import StageDropout
+from megatron_models.components.dropout import ProbabilityDropout, StageDropout
 from megatron_models.components.measure import output_name, scores_name
 from megatron_models.components.moe.replay import RouterReplay
 from megatron_models.components.rotary.module import Angles
@@ -163,12 +163,12 @@ class Context:
 
     def attention_dropout(
         self, layer: int, first_head: int, site: int
-    ) -> Callable[[Tensor], Tensor] | None:
+    ) -> ProbabilityDropout | None:
         """Returns the dropout of attention probabilities ``[b, n, s, t]`` at a site, or None."""
         dropout = self.dropout
         if dropout is None or dropout.global_dropout.attention == 0.0:
             return None
-        return partial(dropout.probabilities, layer=layer, first_head=first_head, site=site)
+        return ProbabilityDropout(dropout, layer, first_head, site)
 
     def maybe_recompute(
         self, module: str, function: Callable[..., Tensor], *inputs: Float[Tensor, "..."]

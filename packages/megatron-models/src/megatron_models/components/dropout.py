@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int
-from megatron_parallel import Axis, DropoutKey, keyed_dropout
+from jaxtyping import Bool, Float, Int
+from megatron_parallel import Axis, DropoutKey, dropped_elements, keyed_dropout
 from torch import Tensor
 
 from megatron_models.components.dropout_sites import ATTENTION_PROBABILITIES
@@ -37,8 +37,9 @@ class Dropout:
         key: Key of the whole sequences of the micro-batch, ``[s, b]``, also where sequence
             parallelism cuts them. It is the same on all tensor-parallel ranks and pipeline stages.
         hidden: Probability after the embedding, attention and the feed-forward layer.
-        attention: Probability for attention weights. Only the reference backend of attention
-            applies it, whose memory grows with the square of the length.
+        attention: Probability for attention weights. On a CPU the backend `tiles` of attention
+            applies it. Elsewhere only the reference does, whose memory grows with the square of the
+            length.
         indices: Index of each token in its sequence, where a row of the micro-batch holds parts of
             several sequences. By default each row is one sequence.
         length: Length of these sequences.
@@ -145,3 +146,75 @@ class StageDropout:
                 1,
             )
         return dropped.permute(1, 2, 0, 3)
+
+
+@dataclass(frozen=True, eq=False)
+class ProbabilityDropout:
+    """Dropout of the attention probabilities of one layer; a `TiledDropout` of the kernels.
+
+    Attributes:
+        stage: The dropout of this rank.
+        layer: Global layer number.
+        first_head: Global number of the first head.
+        site: Number of the dropout site.
+        query_indices: As in `StageDropout.probabilities`.
+        key_indices: As in `StageDropout.probabilities`.
+    """
+
+    stage: StageDropout
+    layer: int
+    first_head: int
+    site: int = ATTENTION_PROBABILITIES
+    query_indices: Int[Tensor, "b_or_1 s"] | None = None
+    key_indices: Int[Tensor, "b_or_1_too t"] | None = None
+
+    @property
+    def probability(self) -> float:
+        """Probability of dropping an element."""
+        return self.stage.global_dropout.attention
+
+    def __call__(self, p: Float[Tensor, "b n s t"]) -> Float[Tensor, "b n s t"]:
+        """Drops elements of all probabilities."""
+        return self.stage.probabilities(
+            p, self.layer, self.first_head, self.query_indices, self.key_indices, self.site
+        )
+
+    def dropped(
+        self, sample: int, heads: slice, queries: slice, keys: slice, length: int
+    ) -> Bool[Tensor, "n s t"]:
+        """Returns which elements of a part are dropped: the same as by `__call__`.
+
+        Args:
+            sample: Index of the sample.
+            heads: Heads of the part, counted from the first head.
+            queries: Queries of the part.
+            keys: Keys of the part.
+            length: Number of keys of the call.
+        """
+        dropout = self.stage.global_dropout
+        words = [word[:, sample] for word in (dropout.key.word0, dropout.key.word1)]
+        if self.query_indices is None:
+            words = [word[queries] for word in words]
+        else:
+            at = _row(self.query_indices, sample)[queries]
+            words = [word[at] for word in words]
+        columns = torch.arange(keys.start, keys.stop, device=words[0].device)
+        if self.key_indices is not None:
+            columns = _row(self.key_indices, sample)[keys]
+        if dropout.indices is not None:
+            columns = dropout.indices[sample][columns]
+        if self.key_indices is not None or dropout.indices is not None:
+            length = dropout.length or len(dropout.key.word0)
+        numbers = torch.arange(heads.start, heads.stop, device=columns.device) + self.first_head
+        return dropped_elements(
+            (numbers * length)[:, None, None] + columns,
+            words[0][:, None],
+            words[1][:, None],
+            self.probability,
+            layer=self.layer,
+            site=self.site,
+        )
+
+
+def _row(indices: Int[Tensor, "b_or_1 s"], sample: int) -> Int[Tensor, " s"]:
+    return indices[sample if len(indices) > 1 else 0]

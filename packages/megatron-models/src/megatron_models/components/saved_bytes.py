@@ -16,6 +16,8 @@ class SavedBytes:
             a hash.
         per_score: Bytes for each query, key and head: scores, probabilities, and the output of
             attention dropout. 0 for fused attention.
+        dropped_scores: Bytes for each query, key and head of the output of attention dropout, which
+            only unfused attention saves.
         attention_mask: Bytes for each query and key, shared by all heads and samples: whether the
             query may attend to the key. With documents there is a mask for each sample, which is
             not counted here.
@@ -35,6 +37,7 @@ class SavedBytes:
     activation: int
     dropout_mask: int = 0
     per_score: int = 0
+    dropped_scores: int = 0
     attention_mask: int = 0
     window_mask: int = 0
     logsumexp: int = 4
@@ -63,8 +66,9 @@ class SavedBytes:
     ) -> "SavedBytes":
         """Returns what this package's operations save on a CPU.
 
-        Attention dropout needs unfused attention, which then saves the output of dropout too.
-        RMSNorm is not fused and computes in at least float32.
+        Attention with dropout is computed in tiles, which save neither scores nor a mask nor padded
+        values. Unfused attention saves the output of dropout too. RMSNorm is not fused and computes
+        in at least float32.
 
         Args:
             activation: Bytes of an element of an activation.
@@ -73,16 +77,16 @@ class SavedBytes:
         """
         wide = max(activation, 4)
         rms = normalization == "RMSNorm"
-        saved_bytes = cls(
+        return cls(
             activation=activation,
-            window_mask=activation,
+            dropped_scores=wide if attention_dropout else 0,
+            window_mask=0 if attention_dropout else activation,
             logsumexp=wide,
             norm_statistic=wide if rms else activation,
             normalized_input=wide if rms else 0,
             norm_input=wide if rms else 0,
-            pads_values=True,
+            pads_values=not attention_dropout,
         )
-        return saved_bytes.with_unfused_attention(wide) if attention_dropout else saved_bytes
 
     def with_unfused_attention(self, extra: int = 0) -> "SavedBytes":
         """Returns the same operations with unfused attention.
@@ -97,7 +101,7 @@ class SavedBytes:
         if self.per_score:
             return replace(self, per_score=self.per_score + extra)
         qkv_copy = wide if self.activation < wide else 0
-        per_score = 2 * wide + extra
+        per_score = 2 * wide + self.dropped_scores + extra
         return replace(
             self,
             per_score=per_score,

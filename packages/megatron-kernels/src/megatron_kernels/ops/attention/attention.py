@@ -1,6 +1,5 @@
 """The attention operation."""
 
-from collections.abc import Callable
 from functools import partial
 
 from jaxtyping import Float
@@ -8,17 +7,20 @@ from torch import Tensor
 
 from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.attention.documents import by_document, over_documents
+from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.flash import flash, flash_unsupported_reason
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.reference import reference
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
 from megatron_kernels.ops.attention.sdpa import sdpa, sdpa_unsupported_reason
+from megatron_kernels.ops.attention.tiles import tiled, tiled_unsupported_reason
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 @op(
     Backend("flash_attn", flash, flash_unsupported_reason, "flash-attn's flash_attn_func"),
     Backend("torch", sdpa, sdpa_unsupported_reason, "F.scaled_dot_product_attention"),
+    Backend("tiles", tiled, tiled_unsupported_reason, "tiles in the cache, for dropout on CPUs"),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def attention(
@@ -28,8 +30,8 @@ def attention(
     mask: Mask,
     scores: Scores = PLAIN_SCORES,
     query_offset: int = 0,
+    dropout: DropoutLike | None = None,
     *,
-    dropout: Callable[[Tensor], Tensor] | None = None,
     backend: str = AUTO,
 ) -> Float[Tensor, "s b n dv"]:
     """Computes softmax(scores of q and k, where allowed) v for every head.
@@ -45,8 +47,9 @@ def attention(
         query_offset: Index of the first query among the keys: the number of tokens that a key-value
             cache held before these. Keys after the last query may be unused room of a cache.
         dropout: Applied to the probabilities `[b, n, s, t]` (float32; float64 for float64) before
-            they weight the values; returns the same shape and dtype. Only a backend that
-            materializes the probabilities can apply it: the reference.
+            they weight the values; returns the same shape and dtype. Only the reference, which
+            materializes the probabilities, can apply any function. On a CPU the backend `tiles`
+            applies a `TiledDropout`, part by part.
         backend: "auto" or the name of one backend.
 
     Returns:

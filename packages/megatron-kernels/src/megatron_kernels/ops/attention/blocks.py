@@ -6,12 +6,13 @@ combined by weighting each `out` with exp(lse - logaddexp of all lse). The backw
 nothing from other blocks (Dao, FlashAttention-2, section 3.1).
 """
 
-from collections.abc import Callable
+from typing import Final
 
 from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.errors import KernelError
+from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.fused_blocks import (
     backward_unsupported_reason,
     forward_unsupported_reason,
@@ -21,11 +22,20 @@ from megatron_kernels.ops.attention.fused_blocks import (
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.reference import reference_backward, reference_forward
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
+from megatron_kernels.ops.attention.tiles import (
+    backward_tiled_unsupported_reason,
+    tiled_backward,
+    tiled_forward,
+    tiled_unsupported_reason,
+)
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
+
+_TILES: Final = "tiles in the cache, for dropout on CPUs"
 
 
 @op(
     Backend("torch", fused_forward, forward_unsupported_reason, "fused kernels of torch"),
+    Backend("tiles", tiled_forward, tiled_unsupported_reason, _TILES),
     Backend("reference", reference_forward, accept_all, "plain torch, in float32 or float64"),
 )
 def attention_forward(
@@ -35,8 +45,8 @@ def attention_forward(
     mask: Mask,
     scores: Scores = PLAIN_SCORES,
     query_offset: int = 0,
+    dropout: DropoutLike | None = None,
     *,
-    dropout: Callable[[Tensor], Tensor] | None = None,
     backend: str = AUTO,
 ) -> tuple[Float[Tensor, "s b n dv"], Float[Tensor, "s b n"]]:
     """Computes attention over one block of keys.
@@ -67,6 +77,7 @@ def attention_forward(
 
 @op(
     Backend("torch", fused_backward, backward_unsupported_reason, "fused kernels of torch"),
+    Backend("tiles", tiled_backward, backward_tiled_unsupported_reason, _TILES),
     Backend("reference", reference_backward, accept_all, "plain torch, in float32 or float64"),
 )
 def attention_backward(
@@ -79,8 +90,8 @@ def attention_backward(
     mask: Mask,
     scores: Scores = PLAIN_SCORES,
     query_offset: int = 0,
+    dropout: DropoutLike | None = None,
     *,
-    dropout: Callable[[Tensor], Tensor] | None = None,
     backend: str = AUTO,
 ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "t b g d"], Float[Tensor, "t b g dv"]]:
     """Computes the gradients of attention from one block of keys. They are without gradient.

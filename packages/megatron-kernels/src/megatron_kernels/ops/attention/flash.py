@@ -1,10 +1,9 @@
 """Attention by the flash-attn library (Dao, FlashAttention-2): CUDA, float16 and bfloat16."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.optional import missing_library
@@ -19,7 +18,7 @@ def flash(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> Tensor:
     """Calls `flash_attn_func` on views `[b, s, n, d]`.
 
@@ -57,7 +56,7 @@ def flash_unsupported_reason(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> str | None:
     """Returns why `flash` does not support these arguments, cheapest check first."""
     if dropout is not None:

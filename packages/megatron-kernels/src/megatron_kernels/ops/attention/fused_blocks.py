@@ -13,13 +13,13 @@ All views are `[b, n, s, d]`, the log-sum-exp is `[b, n, s]`.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import Scores
 
@@ -35,7 +35,7 @@ def fused_forward(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns out and lse of one block; out is differentiable by autograd."""
     allowed, is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
@@ -74,7 +74,7 @@ def fused_backward(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of one block from the final out and lse."""
     allowed, is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
@@ -114,7 +114,7 @@ def forward_unsupported_reason(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> str | None:
     """Returns why `fused_forward` does not support these arguments."""
     if dropout is not None:
@@ -146,7 +146,7 @@ def backward_unsupported_reason(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> str | None:
     """Returns why `fused_backward` does not support these arguments."""
     return forward_unsupported_reason(q, k, v, mask, scores, query_offset, dropout)

@@ -6,11 +6,11 @@
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.precision import upcast
@@ -23,7 +23,7 @@ def reference(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> Tensor:
     """Returns the output of the forward block pass without its lse, differentiable by autograd."""
     return _forward(q, k, v, mask, scores, query_offset, dropout)[0]
@@ -36,7 +36,7 @@ def reference_forward(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns out and lse of one block; out is differentiable by autograd."""
     out, lse = _forward(q, k, v, mask, scores, query_offset, dropout)
@@ -54,7 +54,7 @@ def reference_backward(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of one block from the final out and lse."""
     groups = k.shape[2]
@@ -79,7 +79,7 @@ def _forward(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None,
+    dropout: DropoutLike | None,
 ) -> tuple[Tensor, Tensor]:
     allowed = _masked(_capped(q, k, scores), q, k, mask, scores, query_offset)
     lse = torch.logsumexp(allowed, -1)
@@ -127,7 +127,7 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - safe[..., None])
 
 
-def _dropped(p: Tensor, dropout: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _dropped(p: Tensor, dropout: DropoutLike | None) -> Tensor:
     return p if dropout is None else dropout(p.flatten(1, 2)).reshape(p.shape)
 
 

@@ -1,11 +1,10 @@
 """Attention with torch's `scaled_dot_product_attention`."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import Scores
 
@@ -17,7 +16,7 @@ def sdpa(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> Tensor:
     """Lowers the mask to the fastest form for the fused kernels, and calls them on views.
 
@@ -79,7 +78,7 @@ def sdpa_unsupported_reason(
     mask: Mask,
     scores: Scores,
     query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    dropout: DropoutLike | None = None,
 ) -> str | None:
     """Returns why `sdpa` does not support these arguments."""
     if dropout is not None:

@@ -33,7 +33,7 @@ from megatron_parallel.context_parallel import (
 from torch import Tensor
 
 from megatron_models.components.attention.span import Span
-from megatron_models.components.dropout import StageDropout
+from megatron_models.components.dropout import ProbabilityDropout, StageDropout
 from megatron_models.components.mixer import Mixer
 from megatron_models.errors import ConfigError
 
@@ -203,12 +203,7 @@ class ContextParallel:
     ) -> Tensor:
         drop = None
         if self._drops and self._dropout is not None:
-            drop = partial(
-                self._dropout.probabilities,
-                layer=layer,
-                first_head=first_head,
-                query_indices=query_indices,
-            )
+            drop = ProbabilityDropout(self._dropout, layer, first_head, query_indices=query_indices)
         return attention(q, k, v, mask, scores, dropout=drop)
 
     def _blocks(self, layer: int, first_head: int, scores: Scores) -> "_Blocks":
@@ -341,13 +336,13 @@ class _Blocks:
         drop = self._drop(mask)
         return attention_backward(dout, q, k, v, out, lse, mask.mask, self.scores, dropout=drop)
 
-    def _drop(self, mask: _Lowered) -> "partial[Tensor] | None":
+    def _drop(self, mask: _Lowered) -> ProbabilityDropout | None:
         if self.dropout is None:
             return None
-        return partial(
-            self.dropout.probabilities,
-            layer=self.layer,
-            first_head=self.first_head,
+        return ProbabilityDropout(
+            self.dropout,
+            self.layer,
+            self.first_head,
             query_indices=mask.queries,
             key_indices=mask.keys,
         )
