@@ -57,6 +57,20 @@ def test_positions_follow_the_sequence_unless_given():
         parse(f"{MINIMAL} --max-position-embeddings 8")
 
 
+def test_dist_muon_is_muon_with_the_distributed_optimizer():
+    run = parse(f"{MINIMAL} --optimizer dist_muon --muon-momentum 0.8")
+    wanted = parse(f"{MINIMAL} --optimizer muon --use-distributed-optimizer --muon-momentum 0.8")
+    assert run == wanted
+    assert run != parse(f"{MINIMAL} --optimizer muon --muon-momentum 0.8")
+
+
+def test_qk_clip_is_refused_where_it_has_no_effect_or_does_not_work():
+    with pytest.raises(TrainError, match=r"--qk-clip-alpha 0\.25 has no effect"):
+        parse(f"{MINIMAL} --qk-clip-alpha 0.25")
+    with pytest.raises(TrainError, match="--qk-clip does not work with --optimizer-cpu-offload"):
+        parse(f"{MINIMAL} --qk-clip --optimizer-cpu-offload")
+
+
 def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     text = "training: {seed: 7, bf16: true}\noptimizer: {lr: 1e-4, clip_grad: 0.5}\n"
     run = parse(f"{MINIMAL} --lr 0.5 --no-bf16", write(tmp_path, text))

@@ -33,7 +33,8 @@ class OptimizerConfig:
         default="adam",
         metadata=flag(
             "--optimizer",
-            "update rule: adam (AdamW), muon, lion, adafactor, sgd, or one of another distribution",
+            "update rule: adam (AdamW), muon, lion, adafactor, sgd, or one of another "
+            "distribution; dist_muon is muon with --use-distributed-optimizer",
         ),
     )
     lr: float = field(

@@ -292,6 +292,15 @@ def notes_on_ignored_flags(namespace: argparse.Namespace) -> list[str]:
     ]
 
 
+VALUE_ALIASES: Mapping[tuple[str, str], tuple[tuple[str, Any], ...]] = {
+    ("optimizer.optimizer", "dist_muon"): (
+        ("optimizer.optimizer", "muon"),
+        ("data_parallel.use_distributed_optimizer", True),
+    ),
+}
+"""Values of flags that stand for several options: pairs of keys and values, by key and value."""
+
+
 class _Store(argparse.Action):
     """Stores a value and the given spelling of the flag under the key of its option."""
 
@@ -304,7 +313,11 @@ class _Store(argparse.Action):
     ) -> None:
         if self.nargs == 0:
             values = self.const
-        setattr(namespace, self.dest, (values, option_string or ""))
+        sets: tuple[tuple[str, Any], ...] = ((self.dest.removeprefix(_PREFIX), values),)
+        if isinstance(values, str):
+            sets = VALUE_ALIASES.get((sets[0][0], values), sets)
+        for key, value in sets:
+            setattr(namespace, _PREFIX + key, (value, option_string or ""))
 
 
 class _StoreAlias(argparse.Action):
