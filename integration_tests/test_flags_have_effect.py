@@ -410,6 +410,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "fim.suffix_token": (FIM, {"--fim-suffix-token": "d"}),
     "training.task": ({}, {"--task": "gtp"}),
     "placement.cross_entropy_fusion_impl": ({}, {"--cross-entropy-fusion-impl": "linear"}),
+    "placement.batch_invariant_mode": ({}, {"--batch-invariant-mode": ""}),
     "placement.linear_product": ({}, {"--linear-product": "lora"}),
     "lora.rank": (LORA, {"--lora-rank": "3"}),
     "lora.alpha": (LORA, {"--lora-alpha": "40"}),
@@ -721,6 +722,12 @@ class Probes:
                 for module in stage.modules()
             )
             self.observed["loss"] = [stage.vocabulary_loss for stage in trainer.task.stages]
+            self.observed["products"] = {
+                type(module.product).__name__
+                for stage in trainer.task.stages
+                for module in stage.modules()
+                if hasattr(module, "product")
+            }
             self.observed["elements"] = {name: p.shape for name, p in parameters.items()}
             blocks = [m for stage in trainer.task.stages for m in stage.modules()]
             self.observed["dispatchers"] = [

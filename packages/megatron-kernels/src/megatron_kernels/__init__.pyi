@@ -16,6 +16,7 @@ from .ops.attention.largest_scores import largest_scores as largest_scores
 from .ops.attention.mask import Mask as Mask
 from .ops.attention.scores import PLAIN_SCORES as PLAIN_SCORES
 from .ops.attention.scores import Scores as Scores
+from .ops.linear.linear import linear as linear
 from .ops.loss.cross_entropy import cross_entropy as cross_entropy
 from .ops.moe.grouped_matmul import grouped_matmul as grouped_matmul
 from .ops.moe.grouped_matmul import groups_of_rows as groups_of_rows

@@ -21,6 +21,7 @@ from megatron_kernels.ops.attention.blocks import attention_backward, attention_
 from megatron_kernels.ops.attention.index_scores import index_scores
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
+from megatron_kernels.ops.linear.linear import linear
 from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
 from megatron_kernels.ops.moe.grouped_matmul import grouped_matmul
 from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
@@ -215,6 +216,10 @@ def _block_backward(draw: InputGenerator, **options: Any) -> tuple[Any, ...]:
     return (dout, q, k, v, out.to(draw.dtype), lse.to(statistics), mask, *rest)
 
 
+def _linear(draw: InputGenerator, rows: tuple[int, ...], *, bias: bool) -> tuple[Any, ...]:
+    return (draw.normal(*rows, 43), draw.normal(29, 43), draw.normal(29) if bias else None)
+
+
 def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
     targets = draw.integers(37, 5, 3)
     targets[2, 1] = IGNORED
@@ -342,6 +347,8 @@ CASES = (
         for label, options in BLOCKS.items()
     ),
     Case(index_scores, "", _index_scores),
+    Case(linear, "", partial(_linear, rows=(7, 3), bias=True)),
+    Case(linear, "several tiles", partial(_linear, rows=(150,), bias=False)),
     Case(cross_entropy, "", _cross_entropy),
     Case(grouped_matmul, "", partial(_grouped, counts=(5, 0, 11, 1))),
     Case(grouped_matmul, "one group", partial(_grouped, counts=(0, 0, 8))),

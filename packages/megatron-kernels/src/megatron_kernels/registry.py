@@ -40,12 +40,14 @@ class Backend:
         unsupported_reason: Takes the same arguments. Returns None if `run` supports them, otherwise
             the reason. It is called at every call, so it only looks at devices, dtypes and shapes.
         description: A short description for users.
+        on_request: Whether only a call that names the backend uses it.
     """
 
     name: str
     run: Callable[..., Any]
     unsupported_reason: Callable[..., str | None]
     description: str
+    on_request: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Op(Generic[P, R]):
         out: R
         if requested == AUTO:
             for candidate in self.backends:
-                if candidate.unsupported_reason(*args) is None:
+                if not candidate.on_request and candidate.unsupported_reason(*args) is None:
                     out = candidate.run(*args)
                     return out
             reasons = "; ".join(f"{b.name}: {b.unsupported_reason(*args)}" for b in self.backends)
@@ -176,7 +178,7 @@ class Op(Generic[P, R]):
         requested = str(bound.arguments.pop("backend"))
         values = tuple(bound.arguments.values())
         statuses = tuple(
-            BackendStatus(b.name, b.unsupported_reason(*values), b.description)
+            BackendStatus(b.name, _reason(b, requested, values), b.description)
             for b in self.backends
         )
         if requested != AUTO:
@@ -187,6 +189,13 @@ class Op(Generic[P, R]):
             if status.unsupported_reason is None and requested in (AUTO, status.backend)
         ]
         return BackendChoice(self.name, requested, usable[0] if usable else None, statuses)
+
+
+def _reason(backend: Backend, requested: str, values: tuple[Any, ...]) -> str | None:
+    """Returns why a call does not use a backend, or None if it can."""
+    if backend.on_request and requested != backend.name:
+        return "used on request only"
+    return backend.unsupported_reason(*values)
 
 
 def accept_all(*_: Any) -> str | None:

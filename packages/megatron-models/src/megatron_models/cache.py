@@ -38,6 +38,7 @@ class KVHandle(Protocol):
         *,
         query_offset: int = 0,
         scores: Scores = PLAIN_SCORES,
+        backend: str = "auto",
     ) -> Float[Tensor, "s b n d"]:
         """Returns attention of the new tokens, with arguments of `megatron_kernels.attention`."""
         ...
@@ -138,9 +139,10 @@ class DenseKV:
         *,
         query_offset: int = 0,
         scores: Scores = PLAIN_SCORES,
+        backend: str = "auto",
     ) -> Float[Tensor, "s b n d"]:
         """Returns `megatron_kernels.attention` over these keys and values."""
-        return attention(q, self.k, self.v, mask, scores, query_offset)
+        return attention(q, self.k, self.v, mask, scores, query_offset, backend=backend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +159,14 @@ class LatentKV:
         *,
         query_offset: int = 0,
         scores: Scores = PLAIN_SCORES,
+        backend: str = "auto",
     ) -> Float[Tensor, "s b n dv"]:
         """Returns `megatron_kernels.attention` over these keys and values.
 
         Whole keys are the values and the other channels of the result are dropped, since fused
         kernels need keys and values of equal width.
         """
-        y = attention(q, self.k, self.k, mask, scores, query_offset)
+        y = attention(q, self.k, self.k, mask, scores, query_offset, backend=backend)
         return y[..., : self.value_channels]
 
 

@@ -54,6 +54,8 @@ class Placement:
             freezes the parameters that are not trained.
         vocabulary_loss: Output layer and loss as one operation. By default the logits of all tokens
             are computed.
+        backends: Backend of operations of `megatron_kernels` by name: ``attention``, norms and
+            activations. Others use the first backend that supports a call.
     """
 
     mesh: Mesh
@@ -66,6 +68,7 @@ class Placement:
     cp_comm_type: str | Sequence[str] = "p2p"
     products: Mapping[str, Product] = field(default_factory=dict)
     vocabulary_loss: VocabularyLoss = UNFUSED_CROSS_ENTROPY
+    backends: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def resolve(cls, placement: Union["Placement", Mesh]) -> "Placement":
@@ -85,6 +88,10 @@ class Placement:
     def product(self, role: str) -> Product:
         """Returns the product of the layers with a role."""
         return self.products.get(role, PLAIN)
+
+    def backend(self, op: str) -> str:
+        """Returns the backend of an operation, ``auto`` if none is chosen."""
+        return self.backends.get(op, "auto")
 
     def column_parallel_linear(self, spec: ColumnSpec) -> ColumnParallelLinear:
         """Builds a column-parallel layer."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 from megatron_data import Tokenizer
-from megatron_models import Placement, find_kind
+from megatron_models import Placement, batch_invariant, find_kind
 from megatron_optim import (
     Optimizer,
     ParameterAverages,
@@ -65,20 +65,21 @@ def build_trainer(
         check_state_formats(config.optimizer, config.state_formats)
     with named_by_flags("offload"):
         config.offload.check(config.optimizer, config.state_formats, mesh.device.type)
+    where = Placement(
+        mesh,
+        sequence_parallel=placement.sequence_parallel,
+        tp_comm_overlap=placement.tp_comm_overlap,
+        recompute=config.recompute,
+        dispatcher=placement.moe_token_dispatcher_type,
+        dtype=dtype,
+        device=mesh.device,
+        cp_comm_type=placement.cp_comm_type,
+        products=products,
+        vocabulary_loss=vocabulary_loss_of(config),
+    )
     stages = find_kind(config.model.kind).build(
         config.model,
-        Placement(
-            mesh,
-            sequence_parallel=placement.sequence_parallel,
-            tp_comm_overlap=placement.tp_comm_overlap,
-            recompute=config.recompute,
-            dispatcher=placement.moe_token_dispatcher_type,
-            dtype=dtype,
-            device=mesh.device,
-            cp_comm_type=placement.cp_comm_type,
-            products=products,
-            vocabulary_loss=vocabulary_loss_of(config),
-        ),
+        batch_invariant(config.model, where) if placement.batch_invariant_mode else where,
         split=config.layer_split,
         seed=training.seed,
     )

@@ -44,6 +44,11 @@ class PlacementConfig:
         "same here), or of a slice of the tokens at a time, with gradients in the forward pass "
         "(linear), or logits recomputed in the backward pass (linear-recompute, our name)",
     )
+    batch_invariant_mode: bool = setting(
+        False,
+        "compute the logits of a sequence with the same bits alone, in every batch and in chunks, "
+        "in tiles of a fixed size",
+    )
     linear_product: str = setting(
         "plain",
         "product of linear layers: plain, or an installed product, such as lora (low-rank adapters "

@@ -150,6 +150,11 @@ class RunConfig(RunSections):
                 "--tp-comm-overlap has no effect on compiled code (--compile), whose communication "
                 "the compiler orders; leave out one of them"
             )
+        if placement.batch_invariant_mode and self.training.compile:
+            raise TrainError(
+                "--batch-invariant-mode does not work with --compile, which orders sums by shape; "
+                "leave out one of them"
+            )
         fusion = placement.cross_entropy_fusion_impl
         if fusion.startswith("linear") and self.training.compile:
             raise TrainError(

@@ -8,6 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_kernels.ops.activation import batch_invariant
+from megatron_kernels.ops.batch_invariant import NAME, with_gradients_of
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
@@ -30,8 +32,14 @@ def fused(x: Tensor, approximate: Approximation) -> Tensor:
     return functional.gelu(x, approximate=approximate)
 
 
+def invariant(x: Tensor, approximate: Approximation) -> Tensor:
+    """Computes the definition; the backward pass is that of the fused backend."""
+    return with_gradients_of(fused, batch_invariant.gelu, x, approximate)
+
+
 @op(
     Backend("torch", fused, accept_all, "F.gelu"),
+    Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=True),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def gelu(

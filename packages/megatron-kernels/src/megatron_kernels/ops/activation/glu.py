@@ -12,9 +12,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megatron_kernels.ops.activation import batch_invariant
 from megatron_kernels.ops.activation.gelu import reference as gelu_reference
 from megatron_kernels.ops.activation.pointwise import QUICK
 from megatron_kernels.ops.activation.pointwise import reference as pointwise_reference
+from megatron_kernels.ops.batch_invariant import NAME, with_gradients_of
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
@@ -102,8 +104,14 @@ def _backward(grad: Tensor, g: Tensor, gate: Gate, out: Tensor | None = None) ->
     return result
 
 
+def invariant(x: Tensor, gate: Gate, bound: float, offset: float) -> Tensor:
+    """Computes the definition; the backward pass is that of the fused backend."""
+    return with_gradients_of(fused, batch_invariant.glu, x, gate, bound, offset)
+
+
 @op(
     Backend("torch", fused, accept_all, "torch's functions, saves its input only"),
+    Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=True),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def glu(

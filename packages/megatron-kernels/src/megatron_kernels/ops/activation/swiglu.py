@@ -4,7 +4,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from megatron_kernels.ops.activation import batch_invariant
 from megatron_kernels.ops.activation.glu import fused as glu
+from megatron_kernels.ops.batch_invariant import NAME, with_gradients_of
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
@@ -21,8 +23,14 @@ def fused(x: Tensor) -> Tensor:
     return glu(x, "silu", 0.0, 0.0)
 
 
+def invariant(x: Tensor) -> Tensor:
+    """Computes the definition; the backward pass is that of the fused backend."""
+    return with_gradients_of(fused, batch_invariant.swiglu, x)
+
+
 @op(
     Backend("torch", fused, accept_all, "F.silu and a product, saves its input only"),
+    Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=True),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def swiglu(x: Float[Tensor, "*rows 2 f"], *, backend: str = AUTO) -> Float[Tensor, "*rows f"]:

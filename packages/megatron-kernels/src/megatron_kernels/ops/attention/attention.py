@@ -6,6 +6,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.errors import KernelError
+from megatron_kernels.ops.attention.batch_invariant import (
+    invariant,
+    invariant_unsupported_reason,
+)
 from megatron_kernels.ops.attention.documents import by_document, over_documents
 from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.flash import flash, flash_unsupported_reason
@@ -14,6 +18,7 @@ from megatron_kernels.ops.attention.reference import reference
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
 from megatron_kernels.ops.attention.sdpa import sdpa, sdpa_unsupported_reason
 from megatron_kernels.ops.attention.tiles import tiled, tiled_unsupported_reason
+from megatron_kernels.ops.batch_invariant import NAME
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
@@ -21,6 +26,9 @@ from megatron_kernels.registry import AUTO, Backend, accept_all, op
     Backend("flash_attn", flash, flash_unsupported_reason, "flash-attn's flash_attn_func"),
     Backend("torch", sdpa, sdpa_unsupported_reason, "F.scaled_dot_product_attention"),
     Backend("tiles", tiled, tiled_unsupported_reason, "tiles in the cache, for dropout on CPUs"),
+    Backend(
+        NAME, invariant, invariant_unsupported_reason, "tiles at fixed positions", on_request=True
+    ),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def attention(

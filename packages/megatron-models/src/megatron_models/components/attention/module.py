@@ -33,6 +33,8 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.tp = placement.mesh.axis("tp")
+        self.backend = placement.backend("attention")
+        self.norm_backend = placement.backend("rms_norm")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.rotation = spec.rotation
         self.head_size, self.heads_by_role = spec.kv_channels, spec.heads_by_role
@@ -72,15 +74,16 @@ class Attention(nn.Module):
             q = rope(q, *angles, self.rotation.interleaved)
             k = rope(k, *angles, self.rotation.interleaved)
         if self.l2_epsilon is not None:
-            q, k = rms_norm(q, None, self.l2_epsilon), rms_norm(k, None, self.l2_epsilon)
+            q, k = (rms_norm(x, None, self.l2_epsilon, backend=self.norm_backend) for x in (q, k))
         if self.temperature[0]:
             positions = context.token_positions(q.shape[0], q.device)
             q = (q * query_factors(positions, *self.temperature, q.dtype)).to(q.dtype)
         if context.cache is not None:
             seen = context.cache.update(self.layer, k, v)
             mask = context.mask_of(self.span)
+            scores = self._scores_of(q, context)
             y = seen.attend(
-                q, mask, query_offset=context.offset, scores=self._scores_of(q, context)
+                q, mask, query_offset=context.offset, scores=scores, backend=self.backend
             )
             y = gated(y, *gate)
         else:
@@ -101,7 +104,8 @@ class Attention(nn.Module):
             over_ranks = context.context_parallel.attention
             return over_ranks(q, k, v, self.layer, self.first_head, scores, self.span)
         drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
-        return attention(q, k, v, context.mask_of(self.span), scores, dropout=drop)
+        mask = context.mask_of(self.span)
+        return attention(q, k, v, mask, scores, dropout=drop, backend=self.backend)
 
     def _scores_of(self, q: Tensor, context: Context) -> Scores:
         """Returns the scores of this rank's heads, which are those of ``q``."""

@@ -27,7 +27,9 @@ class Embedding(nn.Module):
         self.sequence_axis = placement.mesh.axis("tp") if placement.sequence_parallel else None
         self.word = placement.vocab_parallel_embedding(spec.word)
         self.word.sharding["weight"] = spec.word_sharding()
-        self.word.product = PLAIN if spec.is_output_weight else None
+        if spec.is_output_weight:  # an adapter would have parameters of its own
+            product = placement.product("output_layer")
+            self.word.product = PLAIN if product.is_adapter else product
         # Rounded, as in Gemma's own code: in bfloat16 the square root of 3072 is 55.5.
         self.multiplier = torch.tensor(spec.embedding_multiplier, dtype=placement.dtype).item()
         self.position: EmbeddingTable | None = None

@@ -22,7 +22,7 @@ class MaskedLMHead(nn.Module):
         super().__init__()
         placement.register_parameters(self, spec.bias())
         self.dense = placement.replicated_linear(spec.dense)
-        self.activate = activation_of(spec.ungated)
+        self.activate = activation_of(spec.ungated, placement.backend)
         self.norm = Norm(spec.norm, placement)
 
     def forward(self, x: Float[Tensor, "part b h"]) -> Float[Tensor, "part b h"]:

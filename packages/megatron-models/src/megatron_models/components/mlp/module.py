@@ -18,7 +18,7 @@ class MLP(nn.Module):
 
     def __init__(self, spec: MLPSpec, layer: int, placement: Placement) -> None:
         super().__init__()
-        self.activate = activation_of(spec)
+        self.activate = activation_of(spec, placement.backend)
         self.up = placement.column_parallel_linear(spec.up)
         self.down = placement.row_parallel_linear(spec.down)
 
@@ -32,15 +32,24 @@ class MLP(nn.Module):
         return result
 
 
-def activation_of(config: MLPConfig) -> Callable[[Tensor], Tensor]:
-    """Returns the activation; a gated one maps ``[..., 2, f]`` to ``[..., f]``."""
+def activation_of(
+    config: MLPConfig, backend: Callable[[str], str] = lambda _: "auto"
+) -> Callable[[Tensor], Tensor]:
+    """Returns the activation; a gated one maps ``[..., 2, f]`` to ``[..., f]``.
+
+    Args:
+        config: Its name and bounds.
+        backend: Returns the backend of an operation.
+    """
     name = config.activation
     bound, offset = config.activation_func_clamp_value, config.glu_linear_offset
     if name == "swiglu" and not bound and not offset:
-        return swiglu
+        return partial(swiglu, backend=backend("swiglu"))
     if name in GATES:
-        return partial(glu, gate=GATES[name], bound=bound, offset=offset)
+        gate = GATES[name]
+        return partial(glu, gate=gate, bound=bound, offset=offset, backend=backend("glu"))
     if name in ("gelu", "gelu_tanh"):
-        return partial(gelu, approximate="tanh" if name == "gelu_tanh" else "none")
+        approximate: Any = "tanh" if name == "gelu_tanh" else "none"
+        return partial(gelu, approximate=approximate, backend=backend("gelu"))
     kind: Any = name
-    return partial(pointwise, kind=kind)
+    return partial(pointwise, kind=kind, backend=backend("pointwise"))

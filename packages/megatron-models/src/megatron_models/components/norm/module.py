@@ -22,6 +22,7 @@ class Norm(nn.Module):
         super().__init__()
         self.epsilon, self.zero_centered = spec.norm_epsilon, spec.apply_layernorm_1p
         self.rms = spec.normalization == "RMSNorm"
+        self.backend = placement.backend("rms_norm" if self.rms else "layer_norm")
         placement.register_parameters(
             self, spec.shardings(placement.sequence_parallel), "weight", "bias"
         )
@@ -29,5 +30,7 @@ class Norm(nn.Module):
     def forward(self, x: Float[Tensor, "*rows h"]) -> Float[Tensor, "*rows h"]:
         """Normalizes the last dim."""
         if self.rms:
-            return rms_norm(x, self.weight, self.epsilon, self.zero_centered)
-        return layer_norm(x, self.weight, self.bias, self.epsilon, self.zero_centered)
+            return rms_norm(x, self.weight, self.epsilon, self.zero_centered, backend=self.backend)
+        return layer_norm(
+            x, self.weight, self.bias, self.epsilon, self.zero_centered, backend=self.backend
+        )
