@@ -19,7 +19,10 @@ from megatron_kernels import (
 from megatron_kernels.cases import DrawnDropout
 from megatron_kernels.ops.attention import tiles
 from megatron_kernels.ops.attention.flash import flash
+from megatron_kernels.ops.attention.scores import PLAIN_SCORES
+from megatron_kernels.ops.attention.sdpa import sdpa
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 F64 = torch.float64
 BACKENDS = ("torch", "reference")
@@ -436,6 +439,25 @@ def test_packed_documents_are_computed_one_by_one(rules: dict[str, Any], scores:
     found, expected = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, truth))
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_kernels_of_cuda_without_groups_get_keys_of_all_heads(
+    dtype: torch.dtype, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only flash attention has groups there; torch would leave the fused kernels."""
+    seen = []
+
+    def called(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        seen.extend((k.shape[1], v.shape[1], options["enable_gqa"]))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", called)
+    with FakeTensorMode(), torch.no_grad():
+        q = torch.empty(7, 2, 4, 8, dtype=dtype, device="cuda")
+        k = torch.empty(7, 2, 2, 8, dtype=dtype, device="cuda")
+        sdpa(q, k, k, Mask(), PLAIN_SCORES, 0)
+    assert seen == [groups, groups, groups == 2]
 
 
 def test_fused_kernels_see_no_pair_of_two_documents(monkeypatch: pytest.MonkeyPatch) -> None:

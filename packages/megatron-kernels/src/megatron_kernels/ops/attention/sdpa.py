@@ -49,6 +49,10 @@ def sdpa(
         added = bias.to(q.dtype)
         if allowed is not None:
             added = added.masked_fill(~allowed, -torch.inf)
+    if q.device.type == "cuda" and (added is not None or not _half(q)):
+        # Only flash attention has groups on CUDA, and it takes no mask tensor. With groups, the
+        # other kernels would be passed over for separate operations on all scores.
+        k, v = (_of_all_heads(x, q) for x in (k, v))
     width = v.shape[-1]
     if q.device.type == "cpu" and width < q.shape[-1]:
         # The fused CPU kernel takes values as wide as queries only. Otherwise all probabilities
@@ -68,7 +72,17 @@ def sdpa(
     )
     if empty is not None:
         out = out.masked_fill(empty, 0)
-    return out.permute(2, 0, 1, 3)[..., :width]
+    return out.permute(2, 0, 1, 3).narrow(-1, 0, width)
+
+
+def _half(q: Tensor) -> bool:
+    return q.dtype in (torch.float16, torch.bfloat16)
+
+
+def _of_all_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Returns the keys or values of each head of the queries; copies only those of groups."""
+    copies = q.shape[2] // x.shape[2]
+    return x if copies == 1 else x.repeat_interleave(copies, 2)
 
 
 def sdpa_unsupported_reason(
