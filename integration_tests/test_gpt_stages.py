@@ -15,6 +15,7 @@ import torch
 from megatron_kernels import Mask
 from megatron_models import GPT, ConfigError, Dropout, GPTConfig, Placement, gpt_chunks
 from megatron_models.cache import StaticKVCache
+from megatron_models.components.context import Context
 from megatron_models.components.dropout import StageDropout
 from megatron_models.components.embedding.module import EmbeddingTable
 from megatron_parallel import (
@@ -291,12 +292,12 @@ def no_part_of_the_key():
 
 def heads_counted_from_zero():
     """Makes every rank use the attention dropout of the first heads."""
-    drop = StageDropout.probabilities
+    true = Context.attention_dropout
 
-    def wrong(self, p, layer, first_head, **site):
-        return drop(self, p, layer, 0, **site)
+    def wrong(self, layer, first_head, site):
+        return true(self, layer, 0, site)
 
-    return StageDropout, "probabilities", wrong
+    return Context, "attention_dropout", wrong
 
 
 def positions_from_zero():

@@ -37,8 +37,8 @@ def scaled(make_trainer):
         trainer._steps_behind = behind
         run = trainer.engine.run
 
-        def overflow(batches, denominators, iteration, scale):
-            sums = run(batches, denominators, iteration, scale)
+        def overflow(batches, denominators, iteration, *rest):
+            sums = run(batches, denominators, iteration, *rest)
             if iteration in overflows:
                 trainer.engine.stages.gradients()["weight"][0, 0] = math.inf
             return sums

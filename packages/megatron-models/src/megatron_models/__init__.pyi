@@ -1,7 +1,7 @@
 from ._version import __version__ as __version__
 from .activations import layer_activations as layer_activations
 from .activations import stack_activations as stack_activations
-from .batch_invariant import batch_invariant as batch_invariant
+from .batch_invariance import batch_invariant as batch_invariant
 from .cache import CrossKVCache as CrossKVCache
 from .cache import DenseKV as DenseKV
 from .cache import KVCache as KVCache

@@ -133,6 +133,11 @@ class AuxiliaryLosses:
         before = self.counts[name]
         self.counts[name] = values.detach() if before is None else before + values.detach()
 
+    @property
+    def has_maxima(self) -> bool:
+        """Whether maxima are reported under any name."""
+        return bool(self._sizes)
+
     def has_maximum(self, name: str) -> bool:
         """Returns whether maxima are reported under a name."""
         return name in self._sizes

@@ -31,6 +31,7 @@ from megatron_parallel.pipeline import default_schedule
 from torch import Tensor, nn
 
 from megatron_train.errors import TrainError
+from megatron_train.layer_values import over_all_ranks
 from megatron_train.observation import NO_REPORTS, Reports
 from megatron_train.tasks.task import CountingTask, MicroBatch, PreparingTask, Task
 from megatron_train.transfer import pack
@@ -210,7 +211,7 @@ class StepEngine:
         auxiliary = {name: denominators[name] for name in self.task.auxiliary_losses}
         counters = dict(self.task.counters if isinstance(self.task, CountingTask) else {})
         counters |= reports.counters
-        self._auxiliary_losses = None
+        self._auxiliary_losses, self.counts, self.maxima = None, {}, {}
         if auxiliary or counters or reports.maxima:
             self._auxiliary_losses = AuxiliaryLosses(auxiliary, counters, reports.maxima)
         outer = {name: denominators[name] for name in self.task.losses}
@@ -219,39 +220,10 @@ class StepEngine:
         sums = self._summed(found, self._data, "loss sums")
         if auxiliary and self._auxiliary_losses:  # replicated values are counted on one rank
             sums |= self._summed(self._auxiliary_losses.sums, "world", "auxiliary loss sums")
-        self.counts = self._counted_values(self._auxiliary_losses, counters)
-        self.maxima = self._largest_values(self._auxiliary_losses, reports.maxima)
+        if collected := self._auxiliary_losses:
+            self.counts = over_all_ranks(self.mesh, collected.counts, counters, "sum")
+            self.maxima = over_all_ranks(self.mesh, collected.maxima, reports.maxima, "max")
         return sums
-
-    def _largest_values(
-        self, collected: AuxiliaryLosses | None, sizes: Mapping[str, int]
-    ) -> dict[str, Float64[Tensor, " values"]]:
-        """Returns the maxima that layers reported, over all ranks."""
-        if collected is None or not sizes:
-            return {}
-        lowest = torch.full((1,), -torch.inf, dtype=torch.float64, device=self.mesh.device)
-        own = [
-            lowest.expand(size) if (found := collected.maxima[name]) is None else found
-            for name, size in sizes.items()
-        ]
-        largest = torch.cat(own)
-        all_reduce(largest, self.mesh.axis("world"), op="max", purpose="maxima of layers")
-        return dict(zip(sizes, torch.split(largest, [*sizes.values()]), strict=True))
-
-    def _counted_values(
-        self, collected: AuxiliaryLosses | None, counters: Mapping[str, int]
-    ) -> dict[str, Float64[Tensor, " values"]]:
-        """Sums what layers counted over all ranks; a rank has zeros for layers of other stages."""
-        if collected is None or not counters:
-            return {}
-        zeros = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
-        own = [
-            zeros.expand(size) if (held := collected.counts[name]) is None else held
-            for name, size in counters.items()
-        ]
-        total = torch.cat(own)
-        all_reduce(total, self.mesh.axis("world"), purpose="counts of layers")
-        return dict(zip(counters, torch.split(total, [*counters.values()]), strict=True))
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, Float64[Tensor, ""]]:
         """Returns the sum of each loss over the unmasked tokens of all ranks, without gradients."""

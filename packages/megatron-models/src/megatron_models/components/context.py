@@ -122,8 +122,11 @@ class Context:
             span: How far the layer's attention reaches.
             scale: Factor of the products. None means 1/sqrt(d).
         """
-        collected, name = self.auxiliary_losses, scores_name(layer)
-        if collected is None or not collected.has_maximum(name) or name in self.observed:
+        collected = self.auxiliary_losses
+        if collected is None or not collected.has_maxima:
+            return  # without the layer's number, for which compiled code would be compiled again
+        name = scores_name(layer)
+        if not collected.has_maximum(name) or name in self.observed:
             return
         self.observed.add(name)
         with torch.no_grad():
@@ -139,8 +142,11 @@ class Context:
         They are sums of squares, zeros, numbers that are not finite, and elements; the maximum is
         that of the magnitude. Sums count an element once for each rank that has it.
         """
-        collected, name = self.auxiliary_losses, output_name(layer)
-        if collected is None or not collected.has_maximum(name) or name in self.observed:
+        collected = self.auxiliary_losses
+        if collected is None or not collected.has_maxima:
+            return  # without the layer's number, for which compiled code would be compiled again
+        name = output_name(layer)
+        if not collected.has_maximum(name) or name in self.observed:
             return
         self.observed.add(name)
         with torch.no_grad():

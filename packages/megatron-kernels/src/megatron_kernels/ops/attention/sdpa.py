@@ -72,7 +72,8 @@ def sdpa(
     )
     if empty is not None:
         out = out.masked_fill(empty, 0)
-    return out.permute(2, 0, 1, 3).narrow(-1, 0, width)
+    out = out.permute(2, 0, 1, 3)
+    return out if out.shape[-1] == width else out.narrow(-1, 0, width)
 
 
 def _half(q: Tensor) -> bool:
