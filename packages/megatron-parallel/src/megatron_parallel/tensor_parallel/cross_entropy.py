@@ -46,7 +46,8 @@ def vocab_parallel_cross_entropy(
     one, once for the probabilities under this rank's columns alone, and once, as probabilities, for
     their largest one, from which the log-sum-exp follows. The backward pass turns the probabilities
     into the gradient in place. A second backward pass therefore raises. `F.cross_entropy` allocates
-    three buffers of the size of the logits, and a fourth to cut off padding.
+    three buffers of the size of the logits, and a fourth to cut off padding. In code compiled by
+    torch.compile, the backward pass of 16-bit logits computes the probabilities again, in one loop.
 
     Args:
         logits: This rank's columns of the logits, `[..., v/n]`. Columns from `true_vocab` on are
@@ -107,7 +108,12 @@ class _CrossEntropy(Function):
         at_target = logits.gather(-1, local).to(dtype).masked_fill_(~held, -torch.inf)
         # Before the logits are overwritten.
         every = logits[..., :valid].sum(-1, keepdim=True, dtype=dtype) if smoothing else None
-        probabilities, own = _softmax(logits, valid, dtype, owned)
+        # Probabilities in float32 take more traffic than computing them again from 16 bits.
+        fused = torch.compiler.is_compiling() and logits.dtype != dtype
+        if fused:
+            saved, own = logits, _log_sum_exp(logits, valid, dtype)
+        else:
+            saved, own = _softmax(logits, valid, dtype, owned)
         scale = None
         if axis.size > 1:
             both = all_reduce(torch.stack((own, at_target)), axis, "max", purpose=PURPOSE)
@@ -127,21 +133,47 @@ class _CrossEntropy(Function):
             loss = loss.mul_(1.0 - smoothing).sub_(every.mul_(share))
         loss = loss.squeeze(-1)
         ignored = targets == IGNORE_INDEX
-        ctx.save_for_backward(probabilities, scale, local, held, ignored)
+        ctx.save_for_backward(saved, whole if fused else scale, local, held, ignored)
         ctx.dtype, ctx.smoothing, ctx.valid = logits.dtype, smoothing, valid
-        ctx.share = share
+        ctx.share, ctx.fused = share, fused
         # Not in place: torch 2.11 compiles in-place changes to a result without gradient.
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, scale, local, held, ignored = ctx.saved_tensors
+        saved, scale, local, held, ignored = ctx.saved_tensors
         upstream = grads[0].masked_fill(ignored, 0.0).unsqueeze(-1)
-        grad = probabilities.mul_(upstream if scale is None else upstream * scale)
-        if ctx.smoothing:
-            grad[..., : ctx.valid] -= upstream * ctx.share
-        grad.scatter_add_(-1, local, upstream * held * (ctx.smoothing - 1.0))
+        if ctx.fused:
+            grad = _probabilities(saved, scale, local, held, ctx) * upstream
+        else:
+            grad = saved.mul_(upstream if scale is None else upstream * scale)
+            if ctx.smoothing:
+                grad[..., : ctx.valid] -= upstream * ctx.share
+            grad.scatter_add_(-1, local, upstream * held * (ctx.smoothing - 1.0))
         return grad.to(ctx.dtype), None, None, None, None, None
+
+
+def _log_sum_exp(logits: Tensor, valid: int, dtype: torch.dtype) -> Tensor:
+    """Returns the log-sum-exp of the first `valid` columns."""
+    if valid == 0:
+        return torch.full_like(logits[..., :1], -torch.inf, dtype=dtype)
+    exact = logits[..., :valid].to(dtype)
+    largest = exact.amax(-1, keepdim=True)
+    return (exact - largest).exp().sum(-1, keepdim=True).log() + largest
+
+
+def _probabilities(logits: Tensor, whole: Tensor, local: Tensor, held: Tensor, ctx: Any) -> Tensor:
+    """Returns the gradient of each token's own loss, as one loop that a compiler fuses.
+
+    It saves no probabilities: it computes them again from the log-sum-exp of the whole vocabulary.
+    """
+    columns = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
+    target = (columns == local.to(torch.int32)) & held
+    exact = (logits.to(whole.dtype) - whole).exp()
+    if ctx.smoothing:
+        exact = exact - ctx.share
+    grad = exact - torch.where(target, 1.0 - ctx.smoothing, 0.0)
+    return grad if ctx.valid == logits.shape[-1] else torch.where(columns < ctx.valid, grad, 0.0)
 
 
 def _softmax(logits: Tensor, valid: int, dtype: torch.dtype, owned: bool) -> tuple[Tensor, Tensor]:

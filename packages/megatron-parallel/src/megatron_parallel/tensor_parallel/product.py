@@ -39,7 +39,13 @@ def multiply_matrix(
     weight: Float[Tensor, "*out in"],
     bias: Float[Tensor, " flat"] | None = None,
 ) -> Float[Tensor, "... flat"]:
-    """Returns `x W^T + b`, with the outputs in one dim."""
+    """Returns `x W^T + b`, with the outputs in one dim.
+
+    Compiled code adds the bias by itself, together with what follows: a product that adds it first
+    copies it to each row.
+    """
+    if bias is not None and torch.compiler.is_compiling():
+        return functional.linear(x, as_matrix(weight)) + bias
     return functional.linear(x, as_matrix(weight), bias)
 
 

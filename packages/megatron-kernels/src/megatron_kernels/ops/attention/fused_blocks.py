@@ -22,6 +22,7 @@ from torch.nn import functional
 from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import Scores
+from megatron_kernels.ops.attention.short_halves import gradients
 
 _ROWS = 32  # the memory-efficient kernel pads its log-sum-exp to a multiple of these
 _ALIGNMENT = 8  # elements, of heads in the flash kernel and of rows of a mask in the other
@@ -84,17 +85,10 @@ def fused_backward(
     rows = lse.permute(1, 2, 0)
     # All scores of a row without keys are -inf; any finite lse makes their probabilities zero.
     rows = rows.masked_fill(torch.isneginf(rows), 0)
+    found: tuple[Tensor, ...]
     if q.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            finals[0],
-            *heads,
-            finals[1],
-            rows,
-            0.0,
-            is_causal,
-            attn_mask=_summand(allowed, q),
-            scale=scores.scale,
-        )
+        bias = _summand(allowed, q)
+        found = gradients(finals[0], heads, finals[1], rows, is_causal, scores.scale, bias)
     elif _flash(q, allowed):
         found = _flash_backward(finals, heads, rows, is_causal, scores.scale)
     else:
@@ -103,7 +97,7 @@ def fused_backward(
     dq, dk, dv = (x.permute(2, 0, 1, 3) for x in found)
     groups = k.shape[2]
     if dk.shape[2] != groups:
-        dk, dv = (x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
+        dk, dv = (x.view(*x.shape[:2], groups, -1, x.shape[3]).sum(3) for x in (dk, dv))
     return dq, dk, dv.narrow(-1, 0, width)
 
 
