@@ -99,5 +99,5 @@ def test_a_part_of_the_probabilities_drops_the_same_as_the_whole(several, keys, 
     assert 0.2 < whole.double().mean() < 0.6
     for sample in range(3):
         heads, rows, columns = slice(1, 3), slice(1, 4), slice(0, 3)
-        part = of_layer.dropped(sample, heads, rows, columns, shape[3])
-        assert torch.equal(part, whole[sample, heads, rows, columns])
+        part = of_layer.kept(sample, heads, rows, columns, shape[3])
+        assert torch.equal(part, whole[sample, heads, rows, columns].int() - 1)

@@ -19,7 +19,7 @@ def drop_otherwise(
     replace: Replace, changed: Callable[[ProbabilityDropout], ProbabilityDropout]
 ) -> None:
     """Makes attention drop the elements of another `ProbabilityDropout`, whole and in parts."""
-    for name in ("__call__", "dropped"):
+    for name in ("__call__", "kept"):
         true = getattr(ProbabilityDropout, name)
 
         def wrong(self: ProbabilityDropout, *given: Any, true: Any = true) -> Tensor:

@@ -89,11 +89,9 @@ class DrawnDropout:
         """Returns the probabilities after dropout."""
         return p.masked_fill(self.drops, 0) / (1 - self.probability)
 
-    def dropped(
-        self, sample: int, heads: slice, queries: slice, keys: slice, length: int
-    ) -> Tensor:
-        """Returns which elements of a part are dropped."""
-        return self.drops[sample, heads, queries, keys]
+    def kept(self, sample: int, heads: slice, queries: slice, keys: slice, length: int) -> Tensor:
+        """Returns -1 for elements of a part that are kept, and 0 for others."""
+        return self.drops[sample, heads, queries, keys].int() - 1
 
 
 def _dropped(draw: InputGenerator, mask: Mask, **options: Any) -> tuple[Any, ...]:

@@ -178,7 +178,7 @@ def keep_mask(
     return _dropped(shape, key.word0, key.word1, channels, _Site.of(p, layer, site)).logical_not_()
 
 
-def dropped_elements(
+def kept_words(
     numbers: Int[Tensor, "..."],
     word0: Int32[Tensor, "..."],
     word1: Int32[Tensor, "..."],
@@ -186,8 +186,11 @@ def dropped_elements(
     *,
     layer: int,
     site: int,
-) -> Bool[Tensor, "..."]:
-    """Returns whether `keyed_dropout` drops elements, in any order of dims.
+) -> Int32[Tensor, "..."]:
+    """Returns words of ones for elements that `keyed_dropout` keeps, in any order of dims.
+
+    The words of other elements are 0. On a CPU, a bitwise and with the words of a tensor takes a
+    tenth of the time that filling it under a boolean mask takes.
 
     Args:
         numbers: Global indices of the channels.
@@ -198,7 +201,11 @@ def dropped_elements(
         site: Index of the call of `keyed_dropout` in the layer.
     """
     at = _Site.of(p, layer, site)
-    return _bits(_low(numbers), word0 + at.word0, word1 ^ at.word1) < at.least
+    bits = _bits(_low(numbers), word0 + at.word0, word1 ^ at.word1)
+    # Of signed words: bits < least. The difference overflows only if the signs differ.
+    less = bits - at.least
+    less = less.bitwise_and_(bits) if at.least < 0 else less.bitwise_or_(bits)
+    return less.bitwise_right_shift_(31).bitwise_not_()
 
 
 def keyed_uniform(
@@ -415,9 +422,15 @@ def _require_shape(shape: tuple[int, ...], key: DropoutKey) -> None:
 
 def _bits(number: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor:
     """Returns a 32-bit hash of `number` under a key of 64 bits, as int32."""
-    z = number ^ key0
+    # An xor-shift of an exclusive or is that of both operands, which are smaller if they broadcast.
+    first = number ^ (number >> _SHIFTS[0] & 2 ** (32 - _SHIFTS[0]) - 1)
+    if isinstance(key0, Tensor):
+        key0 = key0 ^ (key0 >> _SHIFTS[0] & 2 ** (32 - _SHIFTS[0]) - 1)
+    else:
+        key0 = _signed(key0 % _WORD ^ key0 % _WORD >> _SHIFTS[0])
+    z = first ^ key0
     shifted = torch.empty_like(z)
-    _xor_shift(z, _SHIFTS[0], shifted).mul_(_signed(_MULTIPLIERS[0])).bitwise_xor_(key1)
+    z.mul_(_signed(_MULTIPLIERS[0])).bitwise_xor_(key1)
     _xor_shift(z, _SHIFTS[1], shifted).mul_(_signed(_MULTIPLIERS[1]))
     _xor_shift(z, _SHIFTS[2], shifted).mul_(_signed(_MULTIPLIERS[2]))
     return _xor_shift(z, _SHIFTS[3], shifted)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Int
-from megatron_parallel import Axis, DropoutKey, dropped_elements, keyed_dropout
+from jaxtyping import Float, Int, Int32
+from megatron_parallel import Axis, DropoutKey, kept_words, keyed_dropout
 from torch import Tensor
 
 from megatron_models.components.dropout_sites import ATTENTION_PROBABILITIES
@@ -179,10 +179,10 @@ class ProbabilityDropout:
             p, self.layer, self.first_head, self.query_indices, self.key_indices, self.site
         )
 
-    def dropped(
+    def kept(
         self, sample: int, heads: slice, queries: slice, keys: slice, length: int
-    ) -> Bool[Tensor, "n s t"]:
-        """Returns which elements of a part are dropped: the same as by `__call__`.
+    ) -> Int32[Tensor, "n s t"]:
+        """Returns words of ones for the elements of a part that `__call__` keeps, and zeros.
 
         Args:
             sample: Index of the sample.
@@ -206,7 +206,7 @@ class ProbabilityDropout:
         if self.key_indices is not None or dropout.indices is not None:
             length = dropout.length or len(dropout.key.word0)
         numbers = torch.arange(heads.start, heads.stop, device=columns.device) + self.first_head
-        return dropped_elements(
+        return kept_words(
             (numbers * length)[:, None, None] + columns,
             words[0][:, None],
             words[1][:, None],

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 
 
@@ -22,10 +22,12 @@ class TiledDropout(Protocol):
     def __call__(self, p: Float[Tensor, "b n s t"]) -> Float[Tensor, "b n s t"]:
         """Returns the probabilities of all heads, queries and keys of a call after dropout."""
 
-    def dropped(
+    def kept(
         self, sample: int, heads: slice, queries: slice, keys: slice, length: int
-    ) -> Bool[Tensor, "n s t"]:
-        """Returns which elements of a part of the probabilities are dropped.
+    ) -> Int32[Tensor, "n s t"]:
+        """Returns -1 for elements of a part of the probabilities that are kept, and 0 for others.
+
+        A bitwise and with these words drops elements in place.
 
         Args:
             sample: Index of the sample among those of the call.
