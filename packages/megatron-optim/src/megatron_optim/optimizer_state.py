@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_optim.mixed_precision import MainParameters
 from megatron_optim.param_groups import ParameterGroup
+from megatron_optim.rounded_pieces import RoundedPieces
 from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.stored import Stored
 from megatron_optim.update_rule import MAIN_SUFFIX, UpdateRule
@@ -43,6 +44,7 @@ class OptimizerState:
         self._main = main
         self.squares: UpdateSquares | None = None
         self.values: dict[str, dict[str, Values]] = {}
+        self._pieces: dict[tuple[str, ...], RoundedPieces | None] = {}
         self._copies: list[tuple[Stored, Tensor]] = []  # into which a checkpoint may be loaded
         for group in groups:
             for state_tensor in group.rule.state:
@@ -62,6 +64,12 @@ class OptimizerState:
         """
         mains = {**self._main.tensors, **self._main.stored}
         rounded = self._main.rounded if rounds else {}
+        if rounds and self.squares is None:
+            if group.names not in self._pieces:
+                pieces = RoundedPieces.of(group, mains, self.values, rounded)
+                self._pieces[group.names] = pieces
+            if found := self._pieces[group.names]:
+                return found.operands(gradients)
         return operands(group, mains, gradients, self.values, rounded=rounded, squares=self.squares)
 
     def tensors(self) -> list[Tensor]:

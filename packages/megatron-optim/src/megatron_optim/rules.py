@@ -32,6 +32,7 @@ class Adam(UpdateRule):
     """
 
     decides_on = DECIDING_DEVICES
+    divides = True
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
@@ -145,6 +146,7 @@ class SGD(UpdateRule):
     """
 
     decides_on = DECIDING_DEVICES
+    divides = True
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)

@@ -106,6 +106,10 @@ class UpdateRule(ABC):
             the host waits in each step until it knows whether the gradients are finite, and then
             calls `update`. Defaults to none. If the CPU trains, `update` is always called. With
             ``cpu``, `update_unread` also updates state that is offloaded to the host.
+        divides: Whether `update_unread` divides the gradients in the pass over memory that updates
+            the parameters. A CPU then calls it for low-precision parameters, instead of scaling
+            their gradients before. In full precision, it scales them as
+            ``torch.nn.utils.clip_grad_norm_`` does, with equal bits. Defaults to False.
         state: The state tensors of each parameter.
         summed_state: The names of state that `views` returns.
     """
@@ -115,6 +119,7 @@ class UpdateRule(ABC):
     matrices: "Matrices | None" = None
     fallback: str = "adam"
     decides_on: ClassVar[tuple[str, ...]] = ()
+    divides: ClassVar[bool] = False
     state: Sequence[StateTensor] = ()
     summed_state: ClassVar[tuple[str, ...]] = ()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_optim.clip import scale_gradients
 from megatron_optim.decision import Decision, Rates, unread_step
 from megatron_optim.errors import OptimError
-from megatron_optim.mixed_precision import MainParameters
+from megatron_optim.mixed_precision import HALF_PRECISION, MainParameters
 from megatron_optim.offload import HostUpdates
 from megatron_optim.offload_config import OffloadConfig
 from megatron_optim.optimizer_state import OptimizerState
@@ -92,7 +92,14 @@ class Updates:
             for group in self._groups:
                 lr, decay = group.rates(*rates)
                 calls = self._state.operands(group, own, rounds=self._rounds_early)
+                step = None
+                if decision.factor != 1.0 and self._divides(group):
+                    scaled = [own[name] for name in group.names]
+                    step = unread_step(scaled, factor, updates, count + 1)
                 for tensors in calls:
+                    if step is not None:
+                        group.rule.update_unread(*tensors, lr=lr, weight_decay=decay, step=step)
+                        continue
                     scale_gradients(tensors[1], decision.factor)
                     group.rule.update(*tensors, lr=lr, weight_decay=decay, step=decision.number)
         if self._host is not None:
@@ -137,6 +144,12 @@ class Updates:
             host.update(decision, rates, divides=divided is not None, unread=True)
         scale_rows(self._main, self._factors, rounds=False)
         self._main.copy_main_to_model()
+
+    def _divides(self, group: ParameterGroup) -> bool:
+        """Returns whether a rule divides gradients as it updates low-precision parameters."""
+        rule, parameters = group.rule, self._main.parameters
+        divides = self._rounds_early and rule.divides and "cpu" in rule.decides_on
+        return divides and any(parameters[n].dtype in HALF_PRECISION for n in group.names)
 
     def _on_device(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the gradients of the parameters that the device updates."""

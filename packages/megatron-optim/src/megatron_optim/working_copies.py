@@ -2,7 +2,7 @@
 
 Values that are stored as they are updated are passed to the rule themselves. Others are copied for
 the update and stored again after it, a piece at a time, so that the copies take little memory. On a
-CPU, main parameters are also rounded a piece at a time, while they are in its caches.
+CPU, main parameters are also rounded a piece at a time (`megatron_optim.rounded_pieces`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,7 +89,8 @@ def operands(
     plain = all(isinstance(table[name], Tensor) for table in tables for name in group.names)
     pieces = group.rule.needs == "elements" and (
         not plain
-        or (_flat(group, mains, rounded) and (_rounds(group, rounded) or squares is not None))
+        or rounds_flat_ranges(group, mains, rounded)
+        or (_flat(group, mains, rounded) and squares is not None)
     )
     if group.matrices or pieces or not plain:  # autograd may return gradients with other strides
         gradients = {name: gradients[name].contiguous() for name in group.names}
@@ -123,9 +124,12 @@ def _flat(
     return all(isinstance(t, Tensor) and t.is_contiguous() for t in tensors)
 
 
-def _rounds(group: ParameterGroup, rounded: Mapping[str, Tensor]) -> bool:
-    """Returns whether main parameters of a group are rounded."""
-    return any(name in rounded for name in group.names)
+def rounds_flat_ranges(
+    group: ParameterGroup, mains: Mapping[str, Values], rounded: Mapping[str, Tensor]
+) -> bool:
+    """Returns whether a rule can update, and round, main parameters of a group in flat ranges."""
+    rounds = group.rule.needs == "elements" and any(name in rounded for name in group.names)
+    return rounds and _flat(group, mains, rounded)
 
 
 def _calls(
