@@ -468,6 +468,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--weight-decay": "5"},
         {"--no-decoupled-weight-decay": ""},
     ),
+    "adam.kernels": ({}, {"--adam-kernels": "apex"}),
     "lion.beta1": ({"--optimizer": "lion"}, {"--lion-beta1": "0.1"}),
     "lion.beta2": ({"--optimizer": "lion"}, {"--lion-beta2": "0.1"}),
     "adafactor.beta2_decay": (ADAFACTOR, {"--adafactor-beta2-decay": "-0.3"}),
@@ -633,6 +634,7 @@ REFUSALS = {
 if not torch.cuda.is_available():
     REFUSALS["training.device"] = "--device cuda: torch finds no GPU"
     REFUSALS["offload.optimizer_cpu_offload"] = "has no effect: the device is a CPU"
+    REFUSALS["adam.kernels"] = "--adam-kernels is apex, which runs on CUDA devices, but parameter"
 
 pytestmark = pytest.mark.usefixtures("plain_runs")
 

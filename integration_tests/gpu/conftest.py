@@ -48,6 +48,7 @@ class Job:
     loss_scale: LossScaleConfig | None = None
     formats: StateFormatConfig | None = None
     offload: OffloadConfig | None = None
+    settings: Any = None
 
     def __post_init__(self) -> None:
         mesh = Mesh.single(self.device)
@@ -72,7 +73,12 @@ class Job:
         self.engine = StepEngine(task, mesh, self.data_parallel, compile=self.compile)
         self.optimizer = Optimizer(
             self.engine.stages,
-            OptimizerConfig(optimizer=self.rule, lr=LEARNING_RATE, clip_grad=self.clip_grad),
+            OptimizerConfig(
+                optimizer=self.rule,
+                lr=LEARNING_RATE,
+                clip_grad=self.clip_grad,
+                settings=self.settings,
+            ),
             loss_scale=self.loss_scale,
             formats=self.formats,
             offload=self.offload,

@@ -1,8 +1,11 @@
 """Settings that only one of the element-wise rules has. This module does not import torch."""
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from megatron_optim.errors import OptimError
+
+AdamKernels = Literal["torch", "apex", "transformer-engine"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,14 @@ class AdamSettings:
             "flag": "--no-decoupled-weight-decay",
             "help": "add the weight decay to the gradient (L2 regularization) instead of "
             "subtracting it from the parameter as AdamW does (our name)",
+        },
+    )
+    kernels: AdamKernels = field(
+        default="torch",
+        metadata={
+            "flag": "--adam-kernels",
+            "help": "library of the fused kernels that update parameters on GPUs (our name)",
+            "choices": get_args(AdamKernels),
         },
     )
 

@@ -1,7 +1,8 @@
 """The update rules that torch has as well: Adam, and SGD with momentum.
 
 Both call torch's fused kernels on CPUs and CUDA devices, and its functional optimizers elsewhere.
-The optimizer classes would import the whole compiler when they are constructed.
+The optimizer classes would import the whole compiler when they are constructed. On request, Adam
+calls the multi-tensor kernels of another library (`megatron_optim.multi_tensor`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from megatron_optim.config import OptimizerConfig
+from megatron_optim.multi_tensor import MultiTensorAdam, check_tensors
 from megatron_optim.rule_settings import AdamSettings
 from megatron_optim.update_rule import StateTensor, UnreadStep, UpdateRule
 from megatron_optim.width import WidthRatio
@@ -36,6 +38,7 @@ class Adam(UpdateRule):
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
+        self._multi_tensor: MultiTensorAdam | None = None
         self.state = (
             StateTensor("exp_avg", decay=config.adam_beta1),
             StateTensor("exp_avg_sq", decay=config.adam_beta2, positive=True),
@@ -44,6 +47,17 @@ class Adam(UpdateRule):
     @property
     def _decoupled(self) -> bool:
         return cast(AdamSettings, self.config.settings).decoupled_weight_decay
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Loads the kernels of the library in ``AdamSettings.kernels``, if it is not torch.
+
+        Raises:
+            OptimError: The library is missing, or its kernels cannot update a parameter.
+        """
+        library = cast(AdamSettings, self.config.settings).kernels
+        if library != "torch":
+            check_tensors(library, tensors)
+            self._multi_tensor = MultiTensorAdam.load(library)
 
     def for_width(self, width: WidthRatio) -> tuple[Self, float]:
         """Divides learning rate and ``adam_eps`` by the ratio of the inputs, as Megatron-LM does.
@@ -65,6 +79,17 @@ class Adam(UpdateRule):
         step: int,
     ) -> None:
         """Updates the parameters and both moments."""
+        if self._multi_tensor is not None:
+            self._multi_tensor.update(
+                [gradients, parameters, state["exp_avg"], state["exp_avg_sq"]],
+                lr=lr,
+                betas=(self.config.adam_beta1, self.config.adam_beta2),
+                eps=self.config.adam_eps,
+                step=step,
+                decoupled=self._decoupled,
+                weight_decay=weight_decay,
+            )
+            return
         if _fused(parameters):
             number = torch.tensor(float(step), device=parameters[0].device)
             self._fused(parameters, gradients, state, number, lr, weight_decay)
@@ -97,6 +122,17 @@ class Adam(UpdateRule):
         step: UnreadStep,
     ) -> None:
         """Updates the parameters and both moments, unless the device skips the step."""
+        if self._multi_tensor is not None:
+            self._multi_tensor.update_unread(
+                [gradients, parameters, state["exp_avg"], state["exp_avg_sq"]],
+                lr=lr,
+                betas=(self.config.adam_beta1, self.config.adam_beta2),
+                eps=self.config.adam_eps,
+                step=step,
+                decoupled=self._decoupled,
+                weight_decay=weight_decay,
+            )
+            return
         number, divisor, skip = step.number, step.divisor, step.skip
         self._fused(parameters, gradients, state, number, lr, weight_decay, divisor, skip)
 

@@ -164,6 +164,16 @@ class UpdateRule(ABC):
             'define it, or set needs to "elements"'
         )
 
+    def prepare(self, tensors: "Mapping[str, Tensor]") -> None:
+        """Prepares to update a group of parameters, when the optimizer is constructed.
+
+        A rule may override it to refuse dtypes or devices. Defaults to nothing.
+
+        Args:
+            tensors: The main parameters of the group by name, which may be in host memory.
+        """
+        del tensors
+
     def views(self) -> "dict[str, list[View]]":
         """Returns views of state whose shape differs from the parameters', for a checkpoint.
 

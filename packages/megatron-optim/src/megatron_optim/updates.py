@@ -36,6 +36,8 @@ class Updates:
         offload: OffloadConfig,
     ) -> None:
         self._groups, self._main, self._state = groups, main, state
+        for group in groups:
+            group.rule.prepare({name: main.tensors[name] for name in group.names})
         # A CPU rounds what is still in its caches; other devices round all in one kernel.
         self._rounds_early = device.type == "cpu"
         self._factors: RowFactors = {}

@@ -104,7 +104,7 @@ def build_trainer(
     )
     if prepare is not None:
         prepare(engine)
-    with named_by_flags("optimizer"):
+    with named_by_flags("optimizer", "adam"):
         built_optimizer = optimizer(
             engine.stages,
             config.optimizer,

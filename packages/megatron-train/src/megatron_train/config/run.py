@@ -420,12 +420,14 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
 
 
 @contextmanager
-def named_by_flags(section: str) -> Iterator[None]:
-    """Converts errors of the section in the `with` block to `TrainError`s that name flags."""
+def named_by_flags(*names: str) -> Iterator[None]:
+    """Converts errors of these sections in the `with` block to `TrainError`s that name flags."""
     try:
         yield
     except FieldError as error:
-        raise TrainError(error.format_message(flags_of(sections()[section][1]))) from None
+        known = sections()
+        flags = {key: flag for name in names for key, flag in flags_of(known[name][1]).items()}
+        raise TrainError(error.format_message(flags)) from None
 
 
 def _model_ranks(layout: ParallelLayout) -> int:
