@@ -26,7 +26,10 @@ def polar(matrix: Tensor, coefficients: object) -> Tensor:
     return u @ torch.diag(s) @ vh
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("simple", 3), ("quintic", 10), ("polar_express", 9)])
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [("simple", 3), ("quintic", 10), ("polar_express", 9), ("cans", 7)],
+)
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5)])
 def test_iterations_map_singular_values(kind: str, steps: int, shape: tuple[int, int]) -> None:
     config = MuonSettings(coefficient_type=kind, num_ns_steps=steps)
@@ -39,6 +42,18 @@ def test_iterations_map_singular_values(kind: str, steps: int, shape: tuple[int,
     if kind == "polar_express":
         values = torch.linalg.svdvals(found)
         assert (values - 1).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "error"),
+    [("quintic", 5, 0.04), ("polar_express", 8, 1e-3), ("cans", 5, 0.13)],
+)
+def test_singular_values_from_a_hundredth_on_become_1(kind: str, steps: int, error: float) -> None:
+    """None becomes negative. The errors are those of the coefficients, rounded up."""
+    values = torch.logspace(-2, 0, 1000, dtype=torch.float64)
+    for a, b, c in MuonSettings(coefficient_type=kind, num_ns_steps=steps).coefficients():
+        values = a * values + b * values**3 + c * values**5
+    assert (values - 1).abs().max() < error
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -8,7 +8,7 @@ from megatron_optim.fields import flag
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling", "match_rms_adamw"]
 SCALE_MODES: tuple[str, ...] = get_args(ScaleMode)
-CoefficientType = Literal["simple", "quintic", "polar_express"]
+CoefficientType = Literal["simple", "quintic", "polar_express", "cans"]
 COEFFICIENT_TYPES: tuple[str, ...] = get_args(CoefficientType)
 TensorParallelMode = Literal["blockwise", "duplicated", "distributed"]
 Precision = Literal["highest", "medium"]
@@ -32,6 +32,17 @@ _POLAR_EXPRESS: Final = (
     (1.8564, -1.2132, 0.3568),
     (1.8750, -1.2500, 0.3750),
 )
+_CANS: Final = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+_CYCLES: Final = {"simple": (_JORDAN,), "quintic": _QUINTIC}
+"""Coefficients that are repeated from the first to the last."""
+_CONVERGENT: Final = {"polar_express": _POLAR_EXPRESS, "cans": _CANS}
+"""Coefficients of which the last are repeated."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +122,12 @@ class MuonSettings:
                 "{num_ns_steps:name} must be at least 1, got {num_ns_steps:repr}",
                 vars(self),
             )
-        if self.coefficient_type == "quintic" and self.num_ns_steps % len(_QUINTIC):
+        cycle = len(_CYCLES.get(self.coefficient_type, (_JORDAN,)))
+        if self.num_ns_steps % cycle:
             raise OptimError(
-                f"quintic has coefficients for {len(_QUINTIC)} steps, which "
+                f"{self.coefficient_type} has coefficients for {cycle} steps, which "
                 "{num_ns_steps} is not a multiple of; use "
-                f"{-(-self.num_ns_steps // len(_QUINTIC)) * len(_QUINTIC)}",
+                f"{-(-self.num_ns_steps // cycle) * cycle}",
                 vars(self),
             )
 
@@ -124,14 +136,15 @@ class MuonSettings:
 
         ``simple``: Jordan et al. 2024, "Muon". ``quintic``: other coefficients for each of five
         iterations, as in Megatron-LM, repeated. ``polar_express``: Amsel et al. 2025, "The Polar
-        Express", whose last coefficients are repeated.
+        Express", whose last coefficients are repeated. ``cans``: Grishina et al. 2025,
+        "Accelerating Newton-Schulz Iteration for Orthogonalization via Chebyshev-type
+        Polynomials", likewise.
         """
-        steps = self.num_ns_steps
-        if self.coefficient_type == "simple":
-            return (_JORDAN,) * steps
-        if self.coefficient_type == "quintic":
-            return _QUINTIC * (steps // len(_QUINTIC))
-        return (*_POLAR_EXPRESS, *(_POLAR_EXPRESS[-1:] * steps))[:steps]
+        steps, kind = self.num_ns_steps, self.coefficient_type
+        if kind in _CYCLES:
+            return _CYCLES[kind] * (steps // len(_CYCLES[kind]))
+        given = _CONVERGENT[kind]
+        return (*given, *(given[-1:] * steps))[:steps]
 
     def scale(self, rows: int, columns: int) -> float:
         """Returns the factor of an orthogonal update of a matrix.
