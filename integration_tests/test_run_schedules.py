@@ -42,6 +42,18 @@ def test_a_run_continues_with_the_schedules_of_its_checkpoint_if_asked(train):
     assert records("stopped") == records("whole") and len(records("whole")) == 6
 
 
+def test_a_run_that_leaves_the_schedules_of_an_earlier_run_is_warned(train):
+    """Its settings are those of the checkpoint, whose schedules are not."""
+    train(f"{SHAPE} --save stopped --exit-interval 2")
+    other = "--lr 3e-2 --lr-decay-style cosine --weight-decay 0.3 --save stopped --load stopped"
+    train(f"{other} --exit-interval 4 --use-checkpoint-opt-param-scheduler")
+    warned = train(other).err
+    assert "warning: schedules differ from those before step 4, which the run had from an" in warned
+    assert "learning rate: max_lr 0.01, now 0.03; " in warned
+    assert "; --use-checkpoint-opt-param-scheduler continues with them" in warned
+    assert "settings of the optimizer differ" not in warned
+
+
 def test_without_the_flag_the_new_schedules_apply_with_a_warning(train):
     train(f"{SHAPE} --save stopped --exit-interval 2")
     said = train("--lr 3e-2 --lr-decay-style constant --save stopped --load stopped")

@@ -47,6 +47,7 @@ from megatron_train.run_record import (
     without_schedules,
 )
 from megatron_train.saved_values import describe_differences, read_value
+from megatron_train.schedule_changes import schedule_changes
 from megatron_train.step_report import StepReport
 from megatron_train.trainer import Callback, Trainer
 
@@ -260,14 +261,15 @@ def restore(
 
     # Only rank 0 has all callbacks, so it may be the only one that finds damaged state.
     map_reduce(store.coordinator, take, lambda _: None)
-    _compare(
-        state.get("run"),
-        without_schedules(run) if load_schedules else run,
-        trainer,
-        path,
-        allowed_changes,
-        console,
-    )
+    shown = without_schedules(run) if load_schedules else run
+    changes = _compare(state.get("run"), shown, trainer, path, allowed_changes, console)
+    changed = "" if "optimizer" in changes else schedule_changes(state.get("trainer"), trainer)
+    if changed and not load_schedules:
+        console.warn(
+            f"schedules differ from those before step {trainer.iteration}, which the run had from "
+            f"an earlier checkpoint: {changed}; --use-checkpoint-opt-param-scheduler continues "
+            "with them"
+        )
     return SavedCheckpoint(path, trainer.iteration)
 
 
@@ -278,8 +280,8 @@ def _compare(
     path: Path,
     allowed: Collection[str],
     console: Console,
-) -> None:
-    """Refuses a run that differs from the checkpoint's; warns of allowed differences."""
+) -> Mapping[str, str]:
+    """Refuses a run that differs from the checkpoint's; returns allowed changes, and warns."""
     if not isinstance(saved, Mapping):
         raise TrainError(f"{path} is damaged: its record of the run is {saved!r}")
     saved = upgrade_record(saved)
@@ -308,6 +310,7 @@ def _compare(
     ):
         if kind in changes:
             console.warn(f"{what} before step {step}: {changes[kind]}")
+    return changes
 
 
 def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> tuple[int, list[str]]:

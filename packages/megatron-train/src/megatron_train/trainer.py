@@ -342,7 +342,7 @@ class Trainer:
             "consumed_samples": self.consumed_samples,
             "nan_steps": self._nan_steps,
             **({} if self.spikes is None else {"spikes": self.spikes.state()}),
-            "schedules": {name: asdict(getattr(self, name)) for name in _SCHEDULES},
+            "schedules": {name: asdict(each) for name, each in self.schedules.items()},
             "callbacks": {c.name: c.state() for c in self.callbacks if c.name},
         }
 
@@ -361,6 +361,11 @@ class Trainer:
         for callback in self.callbacks:
             if callback.name in kept:
                 callback.load_state(kept[callback.name])
+
+    @property
+    def schedules(self) -> dict[str, LearningRateSchedule | WeightDecaySchedule]:
+        """The schedules of learning rates and weight decay by name."""
+        return {name: getattr(self, name) for name in _SCHEDULES}
 
     def load_schedules(self, state: Mapping[str, Any]) -> None:
         """Replaces the schedules of learning rate and weight decay by those of a saved state.
