@@ -3,7 +3,8 @@
 The plain loop is `clip_grad_norm_(foreach=True)` and `AdamW(fused=True)` on the same parameters.
 Other rows are bf16 parameters with fp32 main parameters, and one rank of several with a distributed
 optimizer: the rank runs alone, without gathering the parameters of other ranks. All rows are
-measured alternately. The norms are compared with an exact sum as well, because the fast way is not
+measured alternately; ratios are medians of those within a round, in wall time and in CPU time. The
+norms are compared with an exact sum as well, because the fast way is not
 always right.
 """
 
@@ -11,7 +12,8 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
 
 import torch
 from megatron_optim import Optimizer, OptimizerConfig, sum_of_squares
@@ -51,26 +53,47 @@ def gpt_shapes(layers: int, hidden: int, vocabulary: int) -> dict[str, tuple[int
     return shapes
 
 
-def interleaved(
+class Seconds(NamedTuple):
+    """Seconds of one run of a task: on the clock, and of all threads."""
+
+    wall: float
+    cpu: float
+
+
+Clock = Literal["wall", "cpu"]
+
+
+def rounds(
     tasks: dict[str, Callable[[], object]],
     repeats: int,
     before: Callable[[str], object] = lambda name: None,
-) -> dict[str, float]:
-    """Returns the median seconds of each task, measured alternately.
+) -> dict[str, list[Seconds]]:
+    """Returns the seconds of each task in each round, measured alternately.
 
     Args:
         tasks: The tasks by name.
         repeats: How often each is measured, after a run that is not.
         before: Called with the name before each run, outside of the measurement.
     """
-    times: dict[str, list[float]] = {name: [] for name in tasks}
+    found: dict[str, list[Seconds]] = {name: [] for name in tasks}
     for _ in range(repeats + 1):
         for name, task in tasks.items():
             before(name)
-            start = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             task()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+            found[name].append(Seconds(time.perf_counter() - wall, time.process_time() - cpu))
+    return {name: values[1:] for name, values in found.items()}
+
+
+def median(values: Iterable[Seconds], clock: Clock = "wall") -> float:
+    """Returns the median seconds of a task."""
+    return statistics.median(getattr(each, clock) for each in values)
+
+
+def ratio(values: Iterable[Seconds], others: Iterable[Seconds], clock: Clock) -> float:
+    """Returns the median of a task's seconds over those of another in the same round."""
+    pairs = zip(values, others, strict=True)
+    return statistics.median(getattr(one, clock) / getattr(other, clock) for one, other in pairs)
 
 
 def step_times(layers: int, hidden: int, clip: float, repeats: int) -> tuple[int, dict[str, float]]:
@@ -99,8 +122,9 @@ def step_times(layers: int, hidden: int, clip: float, repeats: int) -> tuple[int
         torch.nn.utils.clip_grad_norm_(plain.values(), clip)
         adam.step()
 
-    times = interleaved({"plain": plain_step, "ours": lambda: optimizer.step(1e-4)}, repeats)
-    return sum(math.prod(shape) for shape in shapes.values()), times
+    times = rounds({"plain": plain_step, "ours": lambda: optimizer.step(1e-4)}, repeats)
+    count = sum(math.prod(shape) for shape in shapes.values())
+    return count, {name: median(values) for name, values in times.items()}
 
 
 def steps_of_one_size(layers: int, hidden: int, repeats: int) -> None:
@@ -181,13 +205,20 @@ def steps_of_one_size(layers: int, hidden: int, repeats: int) -> None:
     def restore(name: str) -> None:  # a gradient that was clipped would not be clipped again
         torch._foreach_mul_(clipped[name], 100.0)
 
-    times = interleaved(tasks, repeats, restore)
-    print(f"\nOne step of {count:,} parameters in {len(shapes)} tensors, clipped\n")
-    print("| step | parameters updated | ms | / plain | / ours, fp32 |\n|---|---:|---:|---:|---:|")
-    for name, seconds in times.items():
-        ratios = (seconds / times[other] for other in (PLAIN, OURS))
-        numbers = " | ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"| {name} | {updated[name]:,} | {seconds * 1e3:.1f} | {numbers} |")
+    times = rounds(tasks, repeats, restore)
+    threads = torch.get_num_threads()
+    print(
+        f"\nOne step of {count:,} parameters in {len(shapes)} tensors, clipped, {threads} threads\n"
+    )
+    print(
+        "| step | parameters updated | ms | / plain | / ours, fp32 | CPU / plain | / ours, fp32 |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    clocks: tuple[Clock, ...] = ("wall", "cpu")
+    for name, values in times.items():
+        ratios = (ratio(values, times[o], clock) for clock in clocks for o in (PLAIN, OURS))
+        numbers = " | ".join(f"{each:.2f}" for each in ratios)
+        print(f"| {name} | {updated[name]:,} | {median(values) * 1e3:.1f} | {numbers} |")
 
 
 def norm_table(elements: int, repeats: int) -> None:
@@ -202,7 +233,7 @@ def norm_table(elements: int, repeats: int) -> None:
         ),
         "ours": lambda: math.sqrt(float(sum_of_squares([gradient]))),
     }
-    times = interleaved(ways, repeats)
+    times = {name: median(values) for name, values in rounds(ways, repeats).items()}
     print(f"\nNorm of {elements:.0e} fp32 elements\n")
     print("| way | ms | relative error |\n|---|---|---|")
     for name, way in ways.items():
@@ -214,7 +245,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--elements", type=int, default=10**8)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     print("Optimizer step with clipping, fp32\n")
     print("| parameters | gradient | plain ms | ours ms | ours / plain |\n|---|---|---|---|---|")
     for layers, hidden in ((4, 128), (4, 256), (8, 512)):
