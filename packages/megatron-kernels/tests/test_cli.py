@@ -14,7 +14,8 @@ def test_list_names_every_operation_backend_and_library(capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     for name in ("layer_norm", "rms_norm", "gelu", "swiglu", "softmax", "rope", "cross_entropy"):
         assert f"{name}: torch (request: auto)" in out
-    assert " > torch" in out and "flash_attn cannot: needs a CUDA tensor, q is on cpu" in out
+    assert " > torch" in out and "flash_attn      cannot: needs a CUDA tensor, q is on cpu" in out
+    assert "on request only, never run on a GPU by this project" in out
     for library in ("triton", "flash-attn", "transformer-engine", "apex"):
         assert f"   {library}" in out
 

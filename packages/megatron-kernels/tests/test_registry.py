@@ -5,7 +5,9 @@ import inspect
 import pytest
 import torch
 from megatron_kernels import Backend, KernelError, attention, layer_norm, op
+from megatron_kernels.cases import CASES
 from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.registry import NEVER_RUN
 from torch import Tensor
 
 
@@ -71,6 +73,35 @@ def test_explain_predicts_the_choice(
     assert (choice.backend, choice.reason) == (backend, reason)
     if backend is not None:
         assert half(x, backend=request_)[0] == backend
+
+
+@op(
+    Backend("untried", lambda x: ("untried", x // 2), even_only, "a kernel", on_request=NEVER_RUN),
+    Backend("floor", lambda x: ("floor", x // 2), positive_only, "rounded down"),
+)
+def carefully(x: int, *, backend: str = "auto") -> tuple[str, int]:
+    """Returns half of a number."""
+    return carefully.run(backend, x)
+
+
+def test_a_backend_on_request_runs_only_if_a_call_names_it() -> None:
+    assert carefully(6) == ("floor", 3)
+    assert carefully(6, backend="untried") == ("untried", 3)
+    choice = carefully.explain(6)
+    assert choice.backend == "floor"
+    assert choice.reason == f"untried: on request only, {NEVER_RUN}"
+    assert "untried         can run  [a kernel; on request only, never run on a GPU" in str(choice)
+    assert carefully.explain(6, backend="untried").reason == "requested"
+    with pytest.raises(KernelError, match="untried: on request only, never run on a GPU"):
+        carefully(-4)
+
+
+def test_backends_of_libraries_that_never_ran_on_their_hardware_are_labelled() -> None:
+    found = {(c.op.name, b.name): b.on_request for c in CASES for b in c.op.backends}
+    libraries = ("flash_attn", "apex")
+    assert {name for _, name in found if name in libraries} == {*libraries}
+    for (operation, name), label in found.items():
+        assert (label == NEVER_RUN) == (name in libraries), (operation, name)
 
 
 def test_a_choice_prints_one_line_per_backend_and_marks_the_chosen_one() -> None:

@@ -63,7 +63,7 @@ def _list(arguments: argparse.Namespace) -> int:
     choices: dict[BackendChoice, list[str]] = {}
     for case in CASES:
         choice = case.op.explain(*case.arguments(source))
-        choices.setdefault(choice, []).append(case.label)
+        choices.setdefault(choice, []).append(case.label or "plain")
     ambiguous = {name for name in _names(choices) if _names(choices).count(name) > 1}
     for choice, labels in choices.items():
         title, *lines = str(choice).splitlines()

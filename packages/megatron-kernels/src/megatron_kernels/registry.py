@@ -3,7 +3,9 @@
 An `Op` is a public function with a tuple of backends in order of preference. A call uses the first
 backend that supports its arguments. A caller may name a backend and then gets that backend or a
 `KernelError` with the reason, never a silent substitute. Nothing is registered at run time and
-nothing is cached between calls: the choice is a pure function of the arguments.
+nothing is cached between calls: the choice is a pure function of the arguments. A backend with a
+reason in `on_request` runs only for callers that name it, such as one that this project has never
+run on its hardware.
 
     @op(
         Backend("torch", fused, accept_all, "F.gelu"),
@@ -20,7 +22,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 from megatron_kernels.errors import KernelError
 
@@ -28,6 +30,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 AUTO = "auto"
+
+NEVER_RUN: Final = "never run on a GPU by this project"
+"""Label of a backend that is tested without its hardware only."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,15 @@ class Backend:
         unsupported_reason: Takes the same arguments. Returns None if `run` supports them, otherwise
             the reason. It is called at every call, so it only looks at devices, dtypes and shapes.
         description: A short description for users.
-        on_request: Whether only a call that names the backend uses it.
+        on_request: Why only a call that names the backend uses it, such as `NEVER_RUN`. None if
+            other calls may use it too.
     """
 
     name: str
     run: Callable[..., Any]
     unsupported_reason: Callable[..., str | None]
     description: str
-    on_request: bool = False
+    on_request: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,20 @@ class BackendStatus:
         backend: Name of the backend.
         unsupported_reason: Why the backend does not support the arguments; None if it does.
         description: Description of the backend.
+        on_request: Why only a call that names the backend uses it; None if others may use it too.
     """
 
     backend: str
     unsupported_reason: str | None
     description: str
+    on_request: str | None = None
+
+    @property
+    def skipped_reason(self) -> str | None:
+        """Why a call that names no backend does not use this one; None if it can."""
+        if self.unsupported_reason is None and self.on_request is not None:
+            return f"on request only, {self.on_request}"
+        return self.unsupported_reason
 
 
 @dataclass(frozen=True)
@@ -86,17 +101,16 @@ class BackendChoice:
     @property
     def reason(self) -> str:
         """Why this backend was chosen, or why none was, in one line."""
-        unsupported = [
-            f"{status.backend}: {status.unsupported_reason}"
-            for status in self.statuses
-            if status.unsupported_reason is not None
-        ]
-        if self.backend is None:
-            return "; ".join(unsupported)
         if self.requested != AUTO:
-            return "requested"
-        names = [status.backend for status in self.statuses]
-        skipped = unsupported[: names.index(self.backend)]
+            (status,) = (s for s in self.statuses if s.backend == self.requested)
+            reason = status.unsupported_reason
+            return "requested" if reason is None else f"{status.backend}: {reason}"
+        end = (
+            [status.backend for status in self.statuses].index(self.backend)
+            if self.backend
+            else None
+        )
+        skipped = [f"{status.backend}: {status.skipped_reason}" for status in self.statuses[:end]]
         return "; ".join(skipped) if skipped else "first choice"
 
     def __str__(self) -> str:
@@ -105,7 +119,8 @@ class BackendChoice:
             mark = ">" if status.backend == self.backend else " "
             reason = status.unsupported_reason
             text = "can run" if reason is None else f"cannot: {reason}"
-            lines.append(f" {mark} {status.backend:<10} {text}  [{status.description}]")
+            label = "" if status.on_request is None else f"; on request only, {status.on_request}"
+            lines.append(f" {mark} {status.backend:<15} {text}  [{status.description}{label}]")
         return "\n".join(lines)
 
 
@@ -145,10 +160,10 @@ class Op(Generic[P, R]):
         out: R
         if requested == AUTO:
             for candidate in self.backends:
-                if not candidate.on_request and candidate.unsupported_reason(*args) is None:
+                if candidate.on_request is None and candidate.unsupported_reason(*args) is None:
                     out = candidate.run(*args)
                     return out
-            reasons = "; ".join(f"{b.name}: {b.unsupported_reason(*args)}" for b in self.backends)
+            reasons = "; ".join(f"{s.backend}: {s.skipped_reason}" for s in self._statuses(args))
             raise KernelError(f"{self.name}: no backend supports these arguments: {reasons}")
         backend = self.backend(requested)
         reason = backend.unsupported_reason(*args)
@@ -177,25 +192,22 @@ class Op(Generic[P, R]):
         bound.apply_defaults()
         requested = str(bound.arguments.pop("backend"))
         values = tuple(bound.arguments.values())
-        statuses = tuple(
-            BackendStatus(b.name, _reason(b, requested, values), b.description)
-            for b in self.backends
-        )
+        statuses = self._statuses(values)
         if requested != AUTO:
             self.backend(requested)
         usable = [
             status.backend
             for status in statuses
-            if status.unsupported_reason is None and requested in (AUTO, status.backend)
+            if (status.skipped_reason if requested == AUTO else status.unsupported_reason) is None
+            and requested in (AUTO, status.backend)
         ]
         return BackendChoice(self.name, requested, usable[0] if usable else None, statuses)
 
-
-def _reason(backend: Backend, requested: str, values: tuple[Any, ...]) -> str | None:
-    """Returns why a call does not use a backend, or None if it can."""
-    if backend.on_request and requested != backend.name:
-        return "used on request only"
-    return backend.unsupported_reason(*values)
+    def _statuses(self, values: tuple[Any, ...]) -> tuple[BackendStatus, ...]:
+        return tuple(
+            BackendStatus(b.name, b.unsupported_reason(*values), b.description, b.on_request)
+            for b in self.backends
+        )
 
 
 def accept_all(*_: Any) -> str | None:

@@ -25,6 +25,9 @@ from torch.nn import functional
 NAME: Final = "batch-invariant"
 """Name of these backends."""
 
+SLOWER: Final = "slower than sums in any order"
+"""Why they run on request only."""
+
 ROWS: Final = 128
 """Rows of a tile. More are faster for many rows, fewer for one."""
 

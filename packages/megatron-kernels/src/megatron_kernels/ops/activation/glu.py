@@ -16,7 +16,7 @@ from megatron_kernels.ops.activation import batch_invariant
 from megatron_kernels.ops.activation.gelu import reference as gelu_reference
 from megatron_kernels.ops.activation.pointwise import QUICK
 from megatron_kernels.ops.activation.pointwise import reference as pointwise_reference
-from megatron_kernels.ops.batch_invariant import NAME, with_gradients_of
+from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
@@ -125,7 +125,7 @@ def invariant(x: Tensor, gate: Gate, bound: float, offset: float) -> Tensor:
 
 @op(
     Backend("torch", fused, accept_all, "torch's functions, saves its input only"),
-    Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=True),
+    Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def glu(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_kernels.ops.activation import batch_invariant
 from megatron_kernels.ops.activation.glu import fused as glu
-from megatron_kernels.ops.batch_invariant import NAME, with_gradients_of
+from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
@@ -30,7 +30,7 @@ def invariant(x: Tensor) -> Tensor:
 
 @op(
     Backend("torch", fused, accept_all, "F.silu and a product, saves its input only"),
-    Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=True),
+    Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def swiglu(x: Float[Tensor, "*rows 2 f"], *, backend: str = AUTO) -> Float[Tensor, "*rows f"]:

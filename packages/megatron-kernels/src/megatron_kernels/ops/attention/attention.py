@@ -18,16 +18,18 @@ from megatron_kernels.ops.attention.reference import reference
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
 from megatron_kernels.ops.attention.sdpa import sdpa, sdpa_unsupported_reason
 from megatron_kernels.ops.attention.tiles import tiled, tiled_unsupported_reason
-from megatron_kernels.ops.batch_invariant import NAME
-from megatron_kernels.registry import AUTO, Backend, accept_all, op
+from megatron_kernels.ops.batch_invariant import NAME, SLOWER
+from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
 @op(
-    Backend("flash_attn", flash, flash_unsupported_reason, "flash-attn's flash_attn_func"),
+    Backend(
+        "flash_attn", flash, flash_unsupported_reason, "flash-attn's flash_attn_func", NEVER_RUN
+    ),
     Backend("torch", sdpa, sdpa_unsupported_reason, "F.scaled_dot_product_attention"),
     Backend("tiles", tiled, tiled_unsupported_reason, "tiles in the cache, for dropout on CPUs"),
     Backend(
-        NAME, invariant, invariant_unsupported_reason, "tiles at fixed positions", on_request=True
+        NAME, invariant, invariant_unsupported_reason, "tiles at fixed positions", on_request=SLOWER
     ),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

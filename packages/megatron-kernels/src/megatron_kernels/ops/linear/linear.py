@@ -64,7 +64,7 @@ def dtypes_unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor | None) ->
         invariant,
         dtypes_unsupported_reason,
         f"torch.mm of {batch_invariant.ROWS} rows at a time",
-        on_request=True,
+        on_request=batch_invariant.SLOWER,
     ),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

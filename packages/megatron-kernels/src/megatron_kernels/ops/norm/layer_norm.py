@@ -5,11 +5,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_kernels.ops.batch_invariant import NAME, with_gradients_of
+from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.norm import apex, batch_invariant
 from megatron_kernels.ops.norm.gain import gain_of
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.registry import AUTO, Backend, accept_all, op
+from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
 def reference(
@@ -56,8 +56,14 @@ def invariant(
 
 @op(
     Backend("torch", fused, fused_unsupported_reason, "F.layer_norm"),
-    Backend("apex", apex.layer_norm, apex.layer_norm_unsupported_reason, "Apex's fused LayerNorm"),
-    Backend(NAME, invariant, accept_all, "sums of rows in halves", on_request=True),
+    Backend(
+        "apex",
+        apex.layer_norm,
+        apex.layer_norm_unsupported_reason,
+        "Apex's fused LayerNorm",
+        NEVER_RUN,
+    ),
+    Backend(NAME, invariant, accept_all, "sums of rows in halves", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, statistics in float32 or float64"),
 )
 def layer_norm(
