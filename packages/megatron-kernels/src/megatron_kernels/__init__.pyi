@@ -1,6 +1,9 @@
 from ._version import __version__ as __version__
 from .availability import Availability as Availability
 from .availability import library_availability as library_availability
+from .choices import explain_on as explain_on
+from .choices import find_operation as find_operation
+from .choices import operations as operations
 from .errors import KernelError as KernelError
 from .ops.activation.gelu import gelu as gelu
 from .ops.activation.glu import glu as glu
@@ -47,6 +50,7 @@ from .ops.ssm.gated_delta_rule import GatedDeltaRuleOutput as GatedDeltaRuleOutp
 from .ops.ssm.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from .ops.ssm.ssd_scan import SsdOutput as SsdOutput
 from .ops.ssm.ssd_scan import ssd_scan as ssd_scan
+from .registry import AUTO as AUTO
 from .registry import Backend as Backend
 from .registry import BackendChoice as BackendChoice
 from .registry import Op as Op

@@ -33,6 +33,9 @@ from .errors import ConfigError as ConfigError
 from .families.family import Family as Family
 from .flops import tokens_per_pair as tokens_per_pair
 from .flops import training_flops as training_flops
+from .kernel_backends import check_backends as check_backends
+from .kernel_backends import explain_backends as explain_backends
+from .kernel_backends import operations_of as operations_of
 from .kinds import ModelKind as ModelKind
 from .kinds import find_kind as find_kind
 from .kinds import model_kinds as model_kinds

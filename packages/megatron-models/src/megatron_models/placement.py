@@ -1,10 +1,12 @@
 """The placement of a model: mesh, dtype, device and options of all its modules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Union
+from functools import partial
+from typing import Any, TypeVar, Union
 
 import torch
+from megatron_kernels import AUTO, Op
 from megatron_parallel import Mesh, RecomputeConfig, Sharding, StepState
 from megatron_parallel.sharding.step_state import Update
 from megatron_parallel.tensor_parallel import (
@@ -22,6 +24,10 @@ from megatron_parallel.tensor_parallel import (
     VocabularyLoss,
 )
 from torch import nn
+
+from megatron_models.linear_product import LinearProduct
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +60,9 @@ class Placement:
             freezes the parameters that are not trained.
         vocabulary_loss: Output layer and loss as one operation. By default the logits of all tokens
             are computed.
-        backends: Backend of operations of `megatron_kernels` by name: ``attention``, norms and
-            activations. Others use the first backend that supports a call.
+        backends: Backends of operations of `megatron_kernels` by name. Others use the first backend
+            that supports a call. ``linear`` is the product of the linear layers without an entry in
+            ``products``. `check_backends` verifies that the model calls the operations.
     """
 
     mesh: Mesh
@@ -87,11 +94,18 @@ class Placement:
 
     def product(self, role: str) -> Product:
         """Returns the product of the layers with a role."""
-        return self.products.get(role, PLAIN)
+        if role in self.products:
+            return self.products[role]
+        backend = self.backend("linear")
+        return PLAIN if backend == AUTO else LinearProduct(backend)
 
     def backend(self, op: str) -> str:
         """Returns the backend of an operation, ``auto`` if none is chosen."""
-        return self.backends.get(op, "auto")
+        return self.backends.get(op, AUTO)
+
+    def bind(self, op: Op[Any, R]) -> Callable[..., R]:
+        """Returns an operation with its backend."""
+        return partial(op, backend=self.backend(op.name))
 
     def column_parallel_linear(self, spec: ColumnSpec) -> ColumnParallelLinear:
         """Builds a column-parallel layer."""

@@ -112,7 +112,7 @@ class TrunkModel(Trunk):
             placement.sequence_parallel,
             placement.sequence_parallel_size,
         )
-        self.cp = mesh.axis("cp")
+        self.cp, self.backend = mesh.axis("cp"), placement.backend
         # Further layers communicate like the last of the model.
         self.cp_comm_type = (*cp_comm_type, *cp_comm_type[-1:] * len(further))
         self.stage, self.first, self.last = plan.stage, plan.first, plan.last
@@ -183,7 +183,9 @@ class TrunkModel(Trunk):
             split = self._split(split, length, cp, x.device)
             own = split.indices[cp.index]
             dropped = self._dropout(options.dropout, cache, own)
-            parallel = ContextParallel(self.mesh, cp, self.cp_comm_type, split, mask, dropped)
+            parallel = ContextParallel(
+                self.mesh, cp, self.cp_comm_type, split, mask, dropped, self.backend
+            )
             if positions is None:
                 positions = mask.positions
                 positions = own if positions is None else split.take(positions, cp.index)

@@ -106,6 +106,7 @@ class ContextParallel:
         split: ContextSplit,
         mask: Mask,
         dropout: StageDropout | None,
+        backend: Callable[[str], str] = lambda _: "auto",
     ) -> None:
         if mask.dense is not None or mask.query_positions is not None:
             raise ConfigError(
@@ -118,6 +119,7 @@ class ContextParallel:
         self.split = split
         self._mask = mask
         self._dropout = dropout
+        self._backend = backend
         self._plans: dict[Span, _Plans] = {}
 
     def attention(
@@ -204,11 +206,12 @@ class ContextParallel:
         drop = None
         if self._drops and self._dropout is not None:
             drop = ProbabilityDropout(self._dropout, layer, first_head, query_indices=query_indices)
-        return attention(q, k, v, mask, scores, dropout=drop)
+        backend = self._backend(attention.name)
+        return attention(q, k, v, mask, scores, dropout=drop, backend=backend)
 
     def _blocks(self, layer: int, first_head: int, scores: Scores) -> "_Blocks":
         dropout = self._dropout if self._drops else None
-        return _Blocks(dropout, layer, first_head, scores.without_sinks())
+        return _Blocks(dropout, layer, first_head, scores.without_sinks(), self._backend)
 
     @property
     def _drops(self) -> bool:
@@ -318,10 +321,12 @@ class _Blocks:
     layer: int
     first_head: int
     scores: Scores
+    backend: Callable[[str], str]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: _Lowered) -> tuple[Tensor, Tensor]:
         drop = self._drop(mask)
-        return attention_forward(q, k, v, mask.mask, self.scores, dropout=drop)
+        backend = self.backend(attention_forward.name)
+        return attention_forward(q, k, v, mask.mask, self.scores, dropout=drop, backend=backend)
 
     def backward(
         self,
@@ -334,7 +339,10 @@ class _Blocks:
         mask: _Lowered,
     ) -> tuple[Tensor, Tensor, Tensor]:
         drop = self._drop(mask)
-        return attention_backward(dout, q, k, v, out, lse, mask.mask, self.scores, dropout=drop)
+        backend = self.backend(attention_backward.name)
+        return attention_backward(
+            dout, q, k, v, out, lse, mask.mask, self.scores, dropout=drop, backend=backend
+        )
 
     def _drop(self, mask: _Lowered) -> ProbabilityDropout | None:
         if self.dropout is None:

@@ -27,6 +27,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.tp = placement.mesh.axis("tp")
+        self.backend = placement.backend("attention")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.head_size = spec.kv_channels
         self.ranks_per_group = query_group_ranks(spec, self.tp.size)
@@ -67,7 +68,7 @@ class CrossAttention(nn.Module):
                     f"{type(context.cache).__name__} does not store; use a StaticKVCache"
                 )
             seen = context.cache.encoder_kv(self.layer, new)
-            y = seen.attend(q, mask, scores=self.scores)
+            y = seen.attend(q, mask, scores=self.scores, backend=self.backend)
         else:
             core = partial(self._attend, context, mask)
             y = context.maybe_recompute("core_attn", core, q, *(new or ()))
@@ -85,4 +86,4 @@ class CrossAttention(nn.Module):
     def _attend(self, context: Context, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         site = CROSS_ATTENTION_PROBABILITIES
         drop = context.attention_dropout(self.layer, self.first_head, site)
-        return attention(q, k, v, mask, self.scores, dropout=drop)
+        return attention(q, k, v, mask, self.scores, dropout=drop, backend=self.backend)

@@ -34,13 +34,16 @@ class Attention(nn.Module):
         self.layer = layer
         self.tp = placement.mesh.axis("tp")
         self.backend = placement.backend("attention")
-        self.norm_backend = placement.backend("rms_norm")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.rotation = spec.rotation
+        if spec.rotation is not None:
+            self.rope = placement.bind(rope)
         self.head_size, self.heads_by_role = spec.kv_channels, spec.heads_by_role
         self.ranks_per_group = query_group_ranks(spec, self.tp.size)
         self.span = spec.span
-        self.l2_epsilon = spec.norm_epsilon if spec.qk_l2_norm else None
+        self.l2_norm = None
+        if spec.qk_l2_norm:
+            self.l2_norm = partial(placement.bind(rms_norm), weight=None, eps=spec.norm_epsilon)
         self.temperature = (spec.attn_temperature_scale, spec.attn_temperature_floor)
         self.clipped_rows = spec.clipped_rows
         self.scores = Scores(spec.softmax_scale or None, spec.attn_logit_softcapping)
@@ -71,10 +74,9 @@ class Attention(nn.Module):
         q, k, v, gate = self._project(x, cut)
         if self.rotation is not None:
             angles = context.angles[self.rotation]
-            q = rope(q, *angles, self.rotation.interleaved)
-            k = rope(k, *angles, self.rotation.interleaved)
-        if self.l2_epsilon is not None:
-            q, k = (rms_norm(x, None, self.l2_epsilon, backend=self.norm_backend) for x in (q, k))
+            q, k = (self.rope(x, *angles, self.rotation.interleaved) for x in (q, k))
+        if self.l2_norm is not None:
+            q, k = self.l2_norm(q), self.l2_norm(k)
         if self.temperature[0]:
             positions = context.token_positions(q.shape[0], q.device)
             q = (q * query_factors(positions, *self.temperature, q.dtype)).to(q.dtype)

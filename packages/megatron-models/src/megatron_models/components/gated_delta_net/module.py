@@ -40,6 +40,9 @@ class GatedDeltaNet(nn.Module):
         placement.register_parameters(self, spec.own())
         self.in_proj = placement.column_parallel_linear(spec.in_proj)
         self.norm = Norm(spec.norm, placement)
+        self.causal_conv = placement.bind(causal_conv)
+        self.pointwise = placement.bind(pointwise)
+        self.delta_rule = placement.bind(gated_delta_rule)
         self.out_proj = placement.row_parallel_linear(spec.out_proj)
 
     def forward(self, x: Float[Tensor, "part b h"], context: Context) -> Float[Tensor, "part b h"]:
@@ -63,14 +66,14 @@ class GatedDeltaNet(nn.Module):
         """Returns the gated outputs of this rank's value heads."""
         state = read_state(context, self.layer) or {}
         mixed, gate, beta, decay = torch.split(fused, [self.mixed, *self.widths[3:]], -1)
-        convolved = causal_conv(
+        convolved = self.causal_conv(
             mixed.flatten(2),
             self.conv_weight.flatten(0, 1),
             None,
             context.document_ids,
             state.get("conv"),
         )
-        mixed = pointwise(convolved.output, "silu").view(mixed.shape)
+        mixed = self.pointwise(convolved.output, "silu").view(mixed.shape)
         q, k, v = torch.split(mixed, self.widths[:3], -1)
         v = self._by_head(v)
         wide = torch.promote_types(fused.dtype, torch.float32)
@@ -97,7 +100,7 @@ class GatedDeltaNet(nn.Module):
         Without a cache only the inputs are saved, as fused kernels do.
         """
         run = partial(
-            gated_delta_rule,
+            self.delta_rule,
             document_ids=context.document_ids,
             initial_state=state,
             l2_norm=True,

@@ -36,9 +36,12 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.tp = placement.mesh.axis("tp")
+        self.backend = placement.backend("attention")
         self.sequence_parallel = placement.sequence_parallel
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.rotation = spec.rotation
+        if spec.rotation is not None:
+            self.rope = placement.bind(rope)
         self.query_sizes = [spec.qk_head_dim, spec.qk_pos_emb_head_dim]
         self.key_value_sizes = [spec.qk_head_dim, spec.v_head_dim]
         self.latent_sizes = [spec.kv_lora_rank, spec.qk_pos_emb_head_dim]
@@ -127,7 +130,8 @@ class LatentAttention(nn.Module):
     def _rotate(self, x: Float[Tensor, "s b n d"], context: Context) -> Float[Tensor, "s b n d"]:
         if self.rotation is None:
             return x
-        return rope(x, *context.angles[self.rotation], self.rotation.interleaved)
+        rotated: Tensor = self.rope(x, *context.angles[self.rotation], self.rotation.interleaved)
+        return rotated
 
     def _keys_values(
         self, latent: Float[Tensor, "part b r"], shared_key: Float[Tensor, "s b 1 e"], cut: bool
@@ -147,7 +151,7 @@ class LatentAttention(nn.Module):
             over_ranks = context.context_parallel.attention
             return over_ranks(q, k, v, self.layer, self.first_head, self.scores, EVERYTHING)
         drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
-        return attention(q, k, v, context.mask, self.scores, dropout=drop)
+        return attention(q, k, v, context.mask, self.scores, dropout=drop, backend=self.backend)
 
     def _cached(
         self,
@@ -173,5 +177,11 @@ class LatentAttention(nn.Module):
         of_keys, of_values = torch.split(weight, self.key_value_sizes, dim=1)
         plain, rotated = torch.split(q, self.query_sizes, dim=-1)
         q = torch.cat((torch.einsum("sbnd,ndr->sbnr", plain, of_keys), rotated), -1)
-        y = seen.attend(q, context.mask, query_offset=context.offset, scores=self.scores)
+        y = seen.attend(
+            q,
+            context.mask,
+            query_offset=context.offset,
+            scores=self.scores,
+            backend=self.backend,
+        )
         return torch.einsum("sbnr,ndr->sbnd", y, of_values)

@@ -51,6 +51,10 @@ class Mamba(nn.Module):
         self.conv = _Weights(spec.conv(), placement)
         self.norm = _Weights(spec.norm(), placement)
         placement.register_parameters(self, spec.scan())
+        self.causal_conv = placement.bind(causal_conv)
+        self.pointwise = placement.bind(pointwise)
+        self.ssd_scan = placement.bind(ssd_scan)
+        self.rms_norm = placement.bind(rms_norm)
         self.out_proj = placement.row_parallel_linear(spec.out_proj)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
@@ -76,16 +80,16 @@ class Mamba(nn.Module):
         gate, inputs, dt = torch.split(fused, [*self.widths], -1)
         state = read_state(context, self.layer)
         bias = self.conv.bias
-        mixed = causal_conv(
+        mixed = self.causal_conv(
             inputs.flatten(2),
             own(self.conv.weight).flatten(0, 1),
             None if bias is None else own(bias).flatten(),
             context.document_ids,
             None if state is None else state["conv"],
         )
-        active = torch.unflatten(pointwise(mixed.output, "silu"), 2, (fused.shape[2], -1))
+        active = torch.unflatten(self.pointwise(mixed.output, "silu"), 2, (fused.shape[2], -1))
         x, b, c = torch.split(active, [self.widths[0], self.state_size, self.state_size], -1)
-        scanned = ssd_scan(
+        scanned = self.ssd_scan(
             torch.unflatten(x, 3, (-1, self.head_size)).flatten(2, 3),
             dt.flatten(2),
             -own(_wide(self.A_log), per_group).exp(),
@@ -99,8 +103,8 @@ class Mamba(nn.Module):
             self.dt_limits,
         )
         write_state(context, self.layer, {"conv": mixed.state, "scan": scanned.state}, len(fused))
-        y = _wide(scanned.output.flatten(2).view(gate.shape)) * pointwise(_wide(gate), "silu")
-        return rms_norm(y, None, self.epsilon).to(fused.dtype) * own(self.norm.weight)
+        y = _wide(scanned.output.flatten(2).view(gate.shape)) * self.pointwise(_wide(gate), "silu")
+        return self.rms_norm(y, None, self.epsilon).to(fused.dtype) * own(self.norm.weight)
 
 
 def _own_part(context: Context, groups: int, parameter: Tensor, per_group: int = 1) -> Tensor:

@@ -21,7 +21,7 @@ class Experts(nn.Module):
 
     def __init__(self, spec: MoESpec, placement: Placement) -> None:
         super().__init__()
-        self.activate = activation_of(spec)
+        self.activate = activation_of(spec, placement.backend)
         self.up = ExpertLinear(spec.experts_up, placement)
         self.down = ExpertLinear(spec.experts_down, placement)
 
@@ -53,6 +53,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         table = spec.shardings()
         self.product = placement.product(spec.role)
+        self.grouped_matmul = placement.bind(grouped_matmul)
         self.product_parameters = add_product_parameters(table, self.product)
         placement.register_parameters(self, table, "weight", "bias")
         axis, outputs = placement.mesh.axis("expert_tp"), spec.outputs[-1]
@@ -66,7 +67,7 @@ class ExpertLinear(nn.Module):
 
         def multiply(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
             matrices = weight.flatten(1, -2).transpose(1, 2)
-            y: Tensor = grouped_matmul(x, matrices, counts, has_tail)
+            y: Tensor = self.grouped_matmul(x, matrices, counts, has_tail)
             return y
 
         y = self.product.forward(x, product_weights(self), None, multiply)

@@ -50,7 +50,7 @@ class MoE(nn.Module):
         self.spec, self.layer = spec, layer
         self.tp = mesh.axis("tp")
         self.sequence_parallel = placement.sequence_parallel
-        ops = RowOps(sort_by_expert, permute, unpermute)
+        ops = RowOps(sort_by_expert, placement.bind(permute), placement.bind(unpermute))
         self.dispatcher = build_dispatcher(
             placement.dispatcher,
             mesh,

@@ -39,6 +39,7 @@ class Indexer(nn.Module):
         placement.register_parameters(self, spec.indexer())
         self.k_norm = Norm(spec.index_norm, placement)
         self.tp = placement.mesh.axis("tp")
+        self.rope = placement.bind(rope)
 
     def forward(
         self,
@@ -60,7 +61,7 @@ class Indexer(nn.Module):
             latent, k, weights = (gather_sequence(each, self.tp) for each in (latent, k, weights))
         q = torch.einsum("sbr,ndr->sbnd", latent, self.q)
         if angles is not None:  # halves, although queries and keys of attention may be pairs
-            q, k = rope(q, *angles), rope(k.unsqueeze(2), *angles).squeeze(2)
+            q, k = self.rope(q, *angles), self.rope(k.unsqueeze(2), *angles).squeeze(2)
         heads, width = self.q.shape[:2]
         return q, k, weights * (heads * width) ** -0.5
 
@@ -82,6 +83,7 @@ class SparseAttention(LatentAttention):
         self.coefficient = spec.dsa_indexer_loss_coeff
         self.sparse_loss = spec.dsa_indexer_use_sparse_loss
         self.indexer = Indexer(spec, placement)
+        self.index_scores = placement.bind(index_scores)
 
     def _selectors(
         self, x: Float[Tensor, "part b h"], latent: Tensor, context: Context, cut: bool
@@ -110,7 +112,7 @@ class SparseAttention(LatentAttention):
         width = indexed.shape[-1]
         keys = seen.k[:, :, 0, -width:]
         allowed = context.mask.allowed(len(q), len(keys), context.offset, device=q.device)
-        selected = select_keys(index_scores(indexed, keys, weights), allowed, self.count)
+        selected = select_keys(self.index_scores(indexed, keys, weights), allowed, self.count)
         unread = replace(seen, k=seen.k[..., :-width])
         own = replace(context, mask=Mask(dense=selected))
         return super()._absorbed(q, unread, own)
@@ -127,10 +129,12 @@ class SparseAttention(LatentAttention):
             rows = slice(start, start + size)
             allowed = allowed_rows(context.mask, rows, len(q), len(k), q.device)
             with torch.set_grad_enabled(collected is not None):
-                scores = index_scores(indexed[rows], keys, weights[rows])
+                scores = self.index_scores(indexed[rows], keys, weights[rows])
             selected = select_keys(scores, allowed, self.count)
             mask = Mask(dense=selected)
-            outputs.append(attention(q[rows], k, v, mask, self.scores, dropout=drop))
+            outputs.append(
+                attention(q[rows], k, v, mask, self.scores, dropout=drop, backend=self.backend)
+            )
             if collected is not None:
                 compared = selected if self.sparse_loss else allowed.expand_as(selected)
                 target = self._probabilities(q[rows], k, compared)

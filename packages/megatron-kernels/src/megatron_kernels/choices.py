@@ -1,0 +1,56 @@
+"""Operations by name, and what a machine runs them with."""
+
+import torch
+
+from megatron_kernels._command import nearest
+from megatron_kernels.cases import CASES, InputGenerator
+from megatron_kernels.errors import KernelError
+from megatron_kernels.registry import AUTO, BackendChoice, Op
+
+
+def operations() -> dict[str, Op[..., object]]:
+    """Returns every operation by its name."""
+    return {case.op.name: case.op for case in CASES}
+
+
+def find_operation(name: str) -> Op[..., object]:
+    """Returns the operation with a name.
+
+    Raises:
+        KernelError: No operation has this name; the message suggests the nearest.
+    """
+    known = operations()
+    if name not in known:
+        raise KernelError(
+            f"there is no operation {name!r}{nearest(name, known)} (known: {', '.join(known)})"
+        )
+    return known[name]
+
+
+def explain_on(
+    op: Op[..., object],
+    requested: str = AUTO,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> BackendChoice:
+    """Returns which backend runs a small call of an operation on a device, and why.
+
+    A real call may have arguments that this backend does not support. If none of the calls of
+    `megatron_kernels.cases` has a backend, the choice is that of the first call.
+
+    Args:
+        op: The operation.
+        requested: "auto" or the name of one backend.
+        device: Device of the tensors.
+        dtype: Dtype of the tensors.
+
+    Raises:
+        KernelError: No backend has the requested name.
+    """
+    generator = InputGenerator(dtype, torch.device(device))
+    cases = [case for case in CASES if case.op is op]
+    choices = (op.explain(*case.arguments(generator), backend=requested) for case in cases)
+    first = next(choices)
+    found = (choice for choice in (first, *choices) if choice.backend is not None)
+    return next(found, first)

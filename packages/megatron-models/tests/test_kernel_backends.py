@@ -1,0 +1,158 @@
+"""A model calls every operation with the backend that its placement chooses."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron_kernels import Op
+from megatron_models import (
+    GPT,
+    Bert,
+    BertConfig,
+    ConfigError,
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    GPTConfig,
+    HybridConfig,
+    ModelConfig,
+    Placement,
+    StaticKVCache,
+    check_backends,
+    explain_backends,
+    operations_of,
+)
+from megatron_parallel import Mesh
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "vocab_size": 61,
+    "max_position_embeddings": 16,
+    "num_attention_heads": 4,
+}
+MAMBA = {"mamba_num_groups": 2, "mamba_head_dim": 4, "mamba_state_dim": 5, "mamba_chunk_size": 6}
+DELTA = {
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+LATENT = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
+SPARSE = {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 3}
+ROPE = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
+DECODERS: dict[str, ModelConfig] = {
+    "gpt": GPTConfig(**SIZES, num_layers=2, activation="gelu_tanh"),
+    "llama": GPTConfig(**SIZES, **ROPE, num_layers=2, activation="swiglu", qk_layernorm=True),
+    "l2-norm": GPTConfig(**SIZES, **ROPE, num_layers=2, activation="geglu", qk_l2_norm=True),
+    "latent": GPTConfig(**SIZES, **ROPE, **LATENT, num_layers=2),
+    "sparse": GPTConfig(
+        **SIZES,
+        **ROPE,
+        **LATENT,
+        **SPARSE,
+        num_layers=2,
+        experimental_attention_variant="dsa",
+    ),
+    "hybrid": HybridConfig(
+        **SIZES, **ROPE, **MAMBA, **DELTA, hybrid_layer_pattern="M*-MGE", num_experts=4
+    ),
+}
+BLOCKS = {"attention_forward", "attention_backward"}
+"""Operations of a ring of context-parallel ranks."""
+
+
+@contextmanager
+def calls() -> Iterator[list[tuple[str, str]]]:
+    """Records operation and requested backend of each call."""
+    found: list[tuple[str, str]] = []
+    run = Op.run
+
+    def recorded(op: Op[..., Any], requested: str, *args: Any) -> Any:
+        found.append((op.name, requested))
+        return run(op, requested, *args)
+
+    with mock.patch.object(Op, "run", recorded):
+        yield found
+
+
+def forward(config: ModelConfig, model: torch.nn.Module) -> torch.Tensor:
+    """Returns the logits of a pass, after others that decode with a cache."""
+    tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
+    cache = StaticKVCache(config, Mesh.single(), batch_size=2, max_length=9, dtype=torch.float64)
+    with torch.no_grad():
+        model(tokens[:, :6], cache=cache)
+        model(tokens[:, 6:], cache=cache)
+    logits: torch.Tensor = model(tokens)
+    return logits
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_operation_is_called_with_the_chosen_backend(name: str) -> None:
+    config = DECODERS[name]
+    chosen = dict.fromkeys(operations_of(config), "reference")
+    placement = Placement(Mesh.single(), dtype=torch.float64, backends=chosen)
+    model = GPT(config, placement)
+    with calls() as found:
+        y = forward(config, model)
+        y.sum().backward()
+    assert dict.fromkeys(found) == dict.fromkeys((op, "reference") for op, _ in found)
+    assert {op for op, _ in found} == {*chosen} - BLOCKS
+    plain = GPT(config, Placement(Mesh.single(), dtype=torch.float64))
+    torch.testing.assert_close(forward(config, plain), y, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("build", "config", "inputs"),
+    [
+        (Bert, BertConfig(**SIZES, num_layers=2), {"x": torch.arange(12).view(2, 6)}),
+        (
+            EncoderDecoder,
+            EncoderDecoderConfig(**SIZES, num_layers=2, encoder_num_layers=2),
+            {"source": torch.arange(12).view(2, 6), "target": torch.arange(8).view(2, 4)},
+        ),
+    ],
+    ids=["bert", "t5"],
+)
+def test_encoders_call_operations_with_the_chosen_backend(
+    build: Callable[..., torch.nn.Module], config: ModelConfig, inputs: dict[str, torch.Tensor]
+) -> None:
+    chosen = dict.fromkeys(operations_of(config), "reference")
+    model = build(config, Placement(Mesh.single(), dtype=torch.float64, backends=chosen))
+    with calls() as found:
+        model(**inputs)
+    assert {requested for _, requested in found} == {"reference"}
+    assert {op for op, _ in found} == {*chosen} - BLOCKS
+
+
+def test_misspelt_names_and_operations_without_calls_are_refused() -> None:
+    config = DECODERS["gpt"]
+    check_backends(config, {"attention": "torch", "linear": "auto"})
+    for chosen, message in (
+        ({"atention": "torch"}, "no operation 'atention'; did you mean attention?"),
+        ({"attention": "flash"}, "no backend 'flash'; did you mean 'flash_attn'?"),
+        ({"ssd_scan": "chunked"}, "no layer of this model calls ssd_scan; choose backends of"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check_backends(config, chosen)
+        assert message in str(error.value)
+
+
+def test_a_backend_that_cannot_run_on_this_machine_is_refused_with_its_reason() -> None:
+    config = DECODERS["llama"]
+    choices = explain_backends(config, {"rope": "reference"}, dtype=torch.bfloat16)
+    found = {choice.op: (choice.backend, choice.reason) for choice in choices}
+    assert found["rope"] == ("reference", "requested")
+    assert found["rms_norm"] == ("torch", "first choice")
+    with pytest.raises(ConfigError) as error:
+        explain_backends(config, {"attention": "flash_attn"})
+    assert str(error.value) == (
+        "attention cannot use backend flash_attn: needs a CUDA tensor, q is on cpu"
+    )
