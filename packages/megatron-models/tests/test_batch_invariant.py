@@ -95,3 +95,6 @@ def test_models_without_batch_invariant_operations_are_refused():
     lora = replace(placement, products={"linear_qkv": LoRA(2, 1.0)})
     with pytest.raises(ConfigError, match="products linear_qkv are not batch-invariant"):
         batch_invariant(config_of(LLAMA), lora)
+    chosen = replace(placement, backends={"attention": "reference", "rope": "reference"})
+    with pytest.raises(ConfigError, match="backends attention reference are not batch-invariant"):
+        batch_invariant(config_of(LLAMA), chosen)

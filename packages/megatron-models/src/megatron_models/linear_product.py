@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LinearProduct(PlainProduct):
-    """The product `x W^T + b` by a named backend. Experts have that of `grouped_matmul`.
+    """The product `x W^T + b` by a named backend, for all layers but experts.
 
     Attributes:
         backend: Name of a backend of `megatron_kernels.linear`.
@@ -31,6 +31,5 @@ class LinearProduct(PlainProduct):
         multiply: Multiply = multiply_matrix,
     ) -> Tensor:
         """Returns `x W^T + b`. The gradients are those of the plain product."""
-        if multiply is not multiply_matrix:
-            return multiply(x, weights[0], bias)
+        del multiply
         return linear(x, as_matrix(weights[0]), bias, backend=self.backend)

@@ -99,6 +99,10 @@ class Placement:
         backend = self.backend("linear")
         return PLAIN if backend == AUTO else LinearProduct(backend)
 
+    def expert_product(self, role: str) -> Product:
+        """Returns the product of the layers of experts with a role, which multiply by groups."""
+        return self.products.get(role, PLAIN)
+
     def backend(self, op: str) -> str:
         """Returns the backend of an operation, ``auto`` if none is chosen."""
         return self.backends.get(op, AUTO)

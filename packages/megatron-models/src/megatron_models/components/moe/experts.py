@@ -52,7 +52,7 @@ class ExpertLinear(nn.Module):
     def __init__(self, spec: ExpertLinearSpec, placement: Placement) -> None:
         super().__init__()
         table = spec.shardings()
-        self.product = placement.product(spec.role)
+        self.product = placement.expert_product(spec.role)
         self.grouped_matmul = placement.bind(grouped_matmul)
         self.product_parameters = add_product_parameters(table, self.product)
         placement.register_parameters(self, table, "weight", "bias")
