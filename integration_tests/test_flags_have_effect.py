@@ -410,6 +410,13 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "fim.suffix_token": (FIM, {"--fim-suffix-token": "d"}),
     "training.task": ({}, {"--task": "gtp"}),
     "placement.cross_entropy_fusion_impl": ({}, {"--cross-entropy-fusion-impl": "linear"}),
+    "placement.transformer_impl": ({}, {"--transformer-impl": "transformer_engine"}),
+    "placement.attention_backend": ({}, {"--attention-backend": "local"}),
+    "placement.flash_attention_version": (
+        {"--attention-backend": "flash"},
+        {"--flash-attention-version": "3"},
+    ),
+    "placement.kernel_backends": ({}, {"--kernel-backends": "layer_norm=reference gelu=reference"}),
     "placement.batch_invariant_mode": ({}, {"--batch-invariant-mode": ""}),
     "placement.linear_product": ({}, {"--linear-product": "lora"}),
     "lora.rank": (LORA, {"--lora-rank": "3"}),
@@ -631,7 +638,12 @@ REFUSALS = {
     "data.max_template_characters": "it makes a text of more than 3 characters",
 }
 """Flags whose effect is an error, with a part of its message."""
+ALIAS_REFUSALS: dict[str, str] = {}
+"""The same for flags that set other options."""
 if not torch.cuda.is_available():
+    REFUSALS["placement.transformer_impl"] = "linear cannot use backend transformer_engine: needs"
+    REFUSALS["placement.flash_attention_version"] = "cannot use backend flash_attn_3: needs a CUDA"
+    ALIAS_REFUSALS["--use-flash-attn"] = "attention cannot use backend flash_attn: needs a CUDA"
     REFUSALS["training.device"] = "--device cuda: torch finds no GPU"
     REFUSALS["offload.optimizer_cpu_offload"] = "has no effect: the device is a CPU"
     REFUSALS["adam.kernels"] = "--adam-kernels is apex, which runs on CUDA devices, but parameter"
@@ -927,4 +939,7 @@ def test_an_alias_changes_the_run(flag, prepared, unchanged, tmp_path, capsys):
     words[flag] = ALIAS_VALUES.get(flag, "")
     after = observe(words, prepared, tmp_path / "with", capsys)
     assert after != without
-    assert after["status"] == 0, after["errors"]
+    if flag in ALIAS_REFUSALS:
+        assert after["status"] == 1 and ALIAS_REFUSALS[flag] in after["errors"]
+    else:
+        assert after["status"] == 0, after["errors"]

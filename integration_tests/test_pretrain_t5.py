@@ -32,7 +32,8 @@ PP2 = "--nproc-per-node 2 --pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 DP2 = "--nproc-per-node 2 --use-distributed-optimizer"
 
-# examples/t5/train_t5_220m_distributed.sh of Megatron-LM; the launcher's flags are left out.
+# examples/t5/train_t5_220m_distributed.sh of Megatron-LM; without the launcher's flags. The
+# implementation is `local`, since the kernels of Transformer Engine need a GPU.
 SCRIPT = (
     "pretrain t5 --encoder-num-layers 12 --decoder-num-layers 12 --hidden-size 768 "
     "--num-attention-heads 12 --kv-channels 64 --ffn-hidden-size 3072 --encoder-seq-length 512 "
@@ -40,7 +41,7 @@ SCRIPT = (
     "--global-batch-size 512 --lr 0.0001 --train-iters 1000000 --lr-decay-iters 1000000 "
     "--lr-decay-style linear --min-lr 0.00001 --weight-decay 1e-2 --lr-warmup-fraction .01 "
     "--clip-grad 1.0 --bf16 --vocab-extra-ids 100 --init-method-std 0.015 "
-    "--transformer-impl transformer_engine --tensor-model-parallel-size 1 "
+    "--transformer-impl local --tensor-model-parallel-size 1 "
     "--pipeline-model-parallel-size 1 --attention-backend auto --data-path my-t5_text_sentence "
     "--vocab-file bert-vocab.txt --tokenizer-type BertWordPieceCase --split 99982,9,9 "
     "--log-interval 100 --tensorboard-dir board --save-interval 500 --eval-interval 1000 "

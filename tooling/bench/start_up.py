@@ -27,6 +27,11 @@ SCRIPTS = tuple(f"megatron-{name}" for name in ("data", "ckpt", "train", "infer"
 PEERS = {
     "an empty program": [sys.executable, "-c", "pass"],
     "import torch": [sys.executable, "-c", "import torch"],
+    "import torch and all names of megatron_kernels": [
+        sys.executable,
+        "-c",
+        "import torch, megatron_kernels as m; [getattr(m, name) for name in m.__all__]",
+    ],
 }
 TRAIN = (
     "megatron-train pretrain gpt --num-layers 2 --hidden-size 32 --num-attention-heads 2 "

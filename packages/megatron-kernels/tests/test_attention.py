@@ -1,9 +1,7 @@
 """Attention: independent references, rows without keys, caches, and the block pair."""
 
 import math
-import sys
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from megatron_kernels import (
 )
 from megatron_kernels.cases import DrawnDropout
 from megatron_kernels.ops.attention import tiles
-from megatron_kernels.ops.attention.flash import flash
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES
 from megatron_kernels.ops.attention.sdpa import sdpa
 from torch import Tensor
@@ -101,7 +98,7 @@ def test_only_the_reference_supports_dropout() -> None:
     assert attention.explain(q, k, v, Mask()).backend == "torch"
     assert not attention(q, k, v, Mask(), dropout=torch.zeros_like).any()
     with pytest.raises(
-        KernelError, match="'torch' cannot run here: it supports only its own dropout"
+        KernelError, match="attention cannot use backend torch: it supports only its own dropout"
     ):
         attention(q, k, v, Mask(), dropout=torch.zeros_like, backend="torch")
 
@@ -491,25 +488,3 @@ def test_other_documents_get_a_mask_of_all_pairs(mask: Mask) -> None:
     q, k, v = inputs(s=64, t=64)
     truth = attention(q, k, v, mask, backend="reference")
     torch.testing.assert_close(attention(q, k, v, prepared), truth)
-
-
-def test_flash_attn_gets_the_softcap_and_the_deterministic_mode_of_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A stub replaces the library, which needs a GPU."""
-    options: list[dict[str, Any]] = []
-
-    def called(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-        options.append(keywords)
-        return q
-
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=called))
-    q, k, v = inputs()
-    for wanted in (True, False):
-        torch.use_deterministic_algorithms(wanted)
-        try:
-            flash(q, k, v, Mask(causal=True), Scores(softcap=30.0), 0)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert options[-1]["softcap"] == 30.0
-        assert options.pop()["deterministic"] is wanted

@@ -38,8 +38,17 @@ def test_a_named_backend_runs_even_if_another_is_preferred() -> None:
 
 
 def test_an_unsupported_named_backend_is_an_error_with_its_reason() -> None:
-    with pytest.raises(KernelError, match="half: backend 'halve' cannot run here: 7 is odd"):
+    with pytest.raises(KernelError, match="half cannot use backend halve: 7 is odd"):
         half(7, backend="halve")
+
+
+def test_the_first_of_several_named_backends_that_supports_a_call_runs() -> None:
+    assert half(6, backend="floor,halve") == ("floor", 3)
+    assert half(-6, backend="floor,halve") == ("halve", -3)
+    with pytest.raises(KernelError, match="half has no backend 'flor'; did you mean 'floor'"):
+        half(6, backend="halve,flor")
+    with pytest.raises(KernelError, match="half cannot use backend floor: -3 is not positive; hal"):
+        half(-3, backend="floor,halve")
 
 
 def test_an_unknown_backend_is_an_error_that_names_the_nearest() -> None:
@@ -64,6 +73,9 @@ def test_an_error_of_all_backends_names_every_reason() -> None:
         (6, "floor", "floor", "requested"),
         (-3, "auto", None, "halve: -3 is odd; floor: -3 is not positive"),
         (7, "halve", None, "halve: 7 is odd"),
+        (7, "halve,floor", "floor", "halve: 7 is odd"),
+        (6, "floor,halve", "floor", "requested"),
+        (-3, "floor,halve", None, "floor: -3 is not positive; halve: -3 is odd"),
     ],
 )
 def test_explain_predicts_the_choice(
@@ -98,7 +110,7 @@ def test_a_backend_on_request_runs_only_if_a_call_names_it() -> None:
 
 def test_backends_of_libraries_that_never_ran_on_their_hardware_are_labelled() -> None:
     found = {(c.op.name, b.name): b.on_request for c in CASES for b in c.op.backends}
-    libraries = ("flash_attn", "apex")
+    libraries = ("flash_attn", "flash_attn_3", "transformer_engine", "apex")
     assert {name for _, name in found if name in libraries} == {*libraries}
     for (operation, name), label in found.items():
         assert (label == NEVER_RUN) == (name in libraries), (operation, name)
@@ -125,7 +137,9 @@ def test_missing_libraries_are_reasons_and_not_import_errors() -> None:
         v.backend: v.unsupported_reason for v in attention.explain(q, q, q, Mask()).statuses
     }
     assert statuses["flash_attn"] == "needs a CUDA tensor, q is on cpu"
-    with pytest.raises(KernelError, match="'apex' cannot run here: needs a CUDA tensor"):
+    with pytest.raises(
+        KernelError, match="layer_norm cannot use backend apex: needs a CUDA tensor"
+    ):
         layer_norm(torch.zeros(3, 4), torch.ones(4), torch.zeros(4), backend="apex")
 
 

@@ -10,6 +10,7 @@ from .ops.activation.glu import glu as glu
 from .ops.activation.pointwise import pointwise as pointwise
 from .ops.activation.swiglu import swiglu as swiglu
 from .ops.attention.attention import attention as attention
+from .ops.attention.attention import takes_lengths as takes_lengths
 from .ops.attention.blocks import attention_backward as attention_backward
 from .ops.attention.blocks import attention_forward as attention_forward
 from .ops.attention.dropout import TiledDropout as TiledDropout

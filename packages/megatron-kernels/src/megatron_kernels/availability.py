@@ -1,12 +1,15 @@
 """Availability of optional libraries, with the reason if a library is not usable.
 
-A check never imports the library, so a broken installation cannot break this package.
+A check does not import the library. Only a call that is about to use it does, and reports a broken
+installation as a reason too (`unavailable_reason`).
 """
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 
 from megatron_kernels.errors import KernelError
 
@@ -55,10 +58,17 @@ LIBRARIES = (
     Library("triton", "triton", (3, 0), "pip install megatron-kernels[triton]"),
     Library("flash-attn", "flash_attn", (2, 7), "pip install megatron-kernels[flash-attn]"),
     Library(
+        "flash-attn-3",
+        "flash_attn_interface",
+        (),
+        "build it from the folder hopper of github.com/Dao-AILab/flash-attention",
+    ),
+    Library(
         "transformer-engine",
         "transformer_engine",
         (2, 0),
         "pip install megatron-kernels[transformer-engine]",
+        required_submodule="transformer_engine.pytorch",
     ),
     Library(
         "apex",
@@ -111,20 +121,29 @@ def library_availability() -> tuple[Availability, ...]:
 
 @functools.cache
 def unavailable_reason(name: str) -> str | None:
-    """Returns why the named library cannot be used, or None if it can.
+    """Returns why the named library cannot be used, or None if it is imported.
 
-    The result is cached, because backends call this at every call. A library that is installed
-    later is found by the next process.
+    Called after all other checks, so that only a call that uses the library imports it. The result
+    is cached, because backends call this at every call. A library that is installed later is found
+    by the next process.
     """
-    found = probe(library(name))
-    return None if found.reason is None else f"{name} is {found.reason}"
+    description = library(name)
+    found = probe(description)
+    if found.reason is not None:
+        return f"{name} is {found.reason}"
+    try:
+        importlib.import_module(description.required_submodule or description.module)
+    except Exception as error:  # noqa: BLE001 - a library built for another torch raises any
+        first = next(iter(str(error).splitlines()), "")
+        return f"{name} is installed but cannot be imported: {type(error).__name__}: {first}"
+    return None
 
 
 def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
+    """Returns whether a submodule exists, without importing the package that it is in."""
+    spec = importlib.util.find_spec(module.rpartition(".")[0])
+    folders = (spec and spec.submodule_search_locations) or ()
+    return PathFinder.find_spec(module, [*folders]) is not None
 
 
 def _version(description: Library) -> str | None:

@@ -2,14 +2,14 @@
 
 import torch
 
-from megatron_kernels._command import nearest
-from megatron_kernels.cases import CASES, InputGenerator
 from megatron_kernels.errors import KernelError
 from megatron_kernels.registry import AUTO, BackendChoice, Op
 
 
 def operations() -> dict[str, Op[..., object]]:
     """Returns every operation by its name."""
+    from megatron_kernels.cases import CASES  # not needed by programs that call operations
+
     return {case.op.name: case.op for case in CASES}
 
 
@@ -21,6 +21,8 @@ def find_operation(name: str) -> Op[..., object]:
     """
     known = operations()
     if name not in known:
+        from megatron_kernels._command import nearest
+
         raise KernelError(
             f"there is no operation {name!r}{nearest(name, known)} (known: {', '.join(known)})"
         )
@@ -48,6 +50,8 @@ def explain_on(
     Raises:
         KernelError: No backend has the requested name.
     """
+    from megatron_kernels.cases import CASES, InputGenerator
+
     generator = InputGenerator(dtype, torch.device(device))
     cases = [case for case in CASES if case.op is op]
     choices = (op.explain(*case.arguments(generator), backend=requested) for case in cases)

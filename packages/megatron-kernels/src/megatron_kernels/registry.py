@@ -1,11 +1,11 @@
 """Operations with several backends, and the choice between them.
 
 An `Op` is a public function with a tuple of backends in order of preference. A call uses the first
-backend that supports its arguments. A caller may name a backend and then gets that backend or a
-`KernelError` with the reason, never a silent substitute. Nothing is registered at run time and
-nothing is cached between calls: the choice is a pure function of the arguments. A backend with a
-reason in `on_request` runs only for callers that name it, such as one that this project has never
-run on its hardware.
+backend that supports its arguments. A caller may name a backend, or several ("torch,tiles"), and
+then gets the first of them that supports the call, or a `KernelError` with the reasons, never a
+silent substitute. A backend with a reason in `on_request` runs only for callers that name it, such
+as one that this project has never run on its hardware. Nothing is registered at run time and
+nothing is cached between calls: the choice is a pure function of the arguments.
 
     @op(
         Backend("torch", fused, accept_all, "F.gelu"),
@@ -21,7 +21,8 @@ documentation and run-time shape checks see. Its body passes the arguments by po
 import difflib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 from megatron_kernels.errors import KernelError
@@ -88,7 +89,7 @@ class BackendChoice:
 
     Attributes:
         op: Name of the operation.
-        requested: The requested backend, or "auto".
+        requested: The request: "auto", or names of backends.
         backend: The backend that the call would use; None if no backend can run it.
         statuses: Status of every backend, in order of preference.
     """
@@ -101,17 +102,16 @@ class BackendChoice:
     @property
     def reason(self) -> str:
         """Why this backend was chosen, or why none was, in one line."""
-        if self.requested != AUTO:
-            (status,) = (s for s in self.statuses if s.backend == self.requested)
-            reason = status.unsupported_reason
-            return "requested" if reason is None else f"{status.backend}: {reason}"
-        end = (
-            [status.backend for status in self.statuses].index(self.backend)
-            if self.backend
-            else None
-        )
-        skipped = [f"{status.backend}: {status.skipped_reason}" for status in self.statuses[:end]]
-        return "; ".join(skipped) if skipped else "first choice"
+        statuses = {status.backend: status for status in self.statuses}
+        if self.requested == AUTO:
+            reasons = {name: status.skipped_reason for name, status in statuses.items()}
+        else:
+            names = self.requested.split(",")
+            reasons = {name: statuses[name].unsupported_reason for name in names}
+        skipped = list(takewhile(lambda each: each[0] != self.backend, reasons.items()))
+        if skipped:
+            return "; ".join(f"{name}: {reason}" for name, reason in skipped)
+        return "first choice" if self.requested == AUTO else "requested"
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend or 'no backend'} (request: {self.requested})"]
@@ -132,12 +132,16 @@ class Op(Generic[P, R]):
         signature: The public function; its body calls `run`.
         backends: Backends in order of preference. The last is the reference, which supports all
             valid arguments.
+        automatic: Those that calls use which name none.
     """
 
     signature: Callable[P, R]
     backends: tuple[Backend, ...]
+    automatic: tuple[Backend, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        automatic = tuple(backend for backend in self.backends if backend.on_request is None)
+        object.__setattr__(self, "automatic", automatic)
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             object.__setattr__(self, name, getattr(self.signature, name))
         object.__setattr__(self, "__wrapped__", self.signature)  # for inspect.signature and help()
@@ -152,25 +156,31 @@ class Op(Generic[P, R]):
         return self.signature(*args, **kwargs)
 
     def run(self, requested: str, *args: Any) -> R:
-        """Runs the operation with the requested backend ("auto" or a name).
+        """Runs the operation with the first requested backend that supports the arguments.
+
+        Args:
+            requested: "auto", the name of a backend, or several names with commas between them.
+            *args: Arguments of the operation.
 
         Raises:
-            KernelError: The named backend does not exist or does not support these arguments.
+            KernelError: A named backend does not exist, or none supports these arguments.
         """
-        out: R
+        for candidate in self.automatic if requested == AUTO else self.named(requested):
+            if candidate.unsupported_reason(*args) is None:
+                out: R = candidate.run(*args)
+                return out
+        reasons = self._choice(requested, args).reason
         if requested == AUTO:
-            for candidate in self.backends:
-                if candidate.on_request is None and candidate.unsupported_reason(*args) is None:
-                    out = candidate.run(*args)
-                    return out
-            reasons = "; ".join(f"{s.backend}: {s.skipped_reason}" for s in self._statuses(args))
             raise KernelError(f"{self.name}: no backend supports these arguments: {reasons}")
-        backend = self.backend(requested)
-        reason = backend.unsupported_reason(*args)
-        if reason is not None:
-            raise KernelError(f"{self.name}: backend {requested!r} cannot run here: {reason}")
-        out = backend.run(*args)
-        return out
+        raise KernelError(f"{self.name} cannot use backend {reasons}")
+
+    def named(self, requested: str) -> tuple[Backend, ...]:
+        """Returns the backends of a request such as "torch" or "torch,tiles".
+
+        Raises:
+            KernelError: No backend has one of the names; the message suggests the nearest.
+        """
+        return tuple(self.backend(name) for name in requested.split(","))
 
     def backend(self, name: str) -> Backend:
         """Returns the backend with a name.
@@ -192,22 +202,18 @@ class Op(Generic[P, R]):
         bound.apply_defaults()
         requested = str(bound.arguments.pop("backend"))
         values = tuple(bound.arguments.values())
-        statuses = self._statuses(values)
-        if requested != AUTO:
-            self.backend(requested)
-        usable = [
-            status.backend
-            for status in statuses
-            if (status.skipped_reason if requested == AUTO else status.unsupported_reason) is None
-            and requested in (AUTO, status.backend)
-        ]
-        return BackendChoice(self.name, requested, usable[0] if usable else None, statuses)
+        return self._choice(requested, values)
 
-    def _statuses(self, values: tuple[Any, ...]) -> tuple[BackendStatus, ...]:
-        return tuple(
-            BackendStatus(b.name, b.unsupported_reason(*values), b.description, b.on_request)
+    def _choice(self, requested: str, values: tuple[Any, ...]) -> BackendChoice:
+        statuses = {
+            b.name: BackendStatus(
+                b.name, b.unsupported_reason(*values), b.description, b.on_request
+            )
             for b in self.backends
-        )
+        }
+        candidates = self.automatic if requested == AUTO else self.named(requested)
+        usable = (b.name for b in candidates if statuses[b.name].unsupported_reason is None)
+        return BackendChoice(self.name, requested, next(usable, None), tuple(statuses.values()))
 
 
 def accept_all(*_: Any) -> str | None:

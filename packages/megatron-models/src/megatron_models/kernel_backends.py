@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 import torch
 from megatron_kernels import (
@@ -19,6 +20,9 @@ from megatron_models.errors import ConfigError
 from megatron_models.kinds import find_kind
 from megatron_models.models.model_config import ModelConfig
 from megatron_models.placement import Placement
+
+BLOCKS: Final = ("attention_forward", "attention_backward")
+"""Operations of attention over context-parallel ranks."""
 
 
 class _Recorder(Mapping[str, str]):
@@ -48,7 +52,7 @@ def operations_of(config: ModelConfig) -> tuple[str, ...]:
     find_kind(config.kind).build(config, Placement(Mesh.single(), device="meta", backends=recorder))
     found = recorder.operations
     if config.attention_heads:
-        found |= dict.fromkeys(("attention_forward", "attention_backward"))
+        found |= dict.fromkeys(BLOCKS)
     return tuple(found)
 
 
@@ -65,7 +69,7 @@ def check_backends(config: ModelConfig, backends: Mapping[str, str]) -> None:
         try:
             operation = find_operation(name)
             if backend != AUTO:
-                operation.backend(backend)
+                operation.named(backend)
         except KernelError as error:
             raise ConfigError(str(error)) from None
         if name not in used:
@@ -83,6 +87,8 @@ def explain_backends(
 ) -> tuple[BackendChoice, ...]:
     """Returns which backend runs a small call of each operation of a model, and why.
 
+    Blocks of attention over context-parallel ranks are included if their backend is requested.
+
     Args:
         config: The model's configuration.
         backends: Requested backends, as in `Placement.backends`.
@@ -95,6 +101,7 @@ def explain_backends(
     choices = tuple(
         explain_on(find_operation(name), backends.get(name, AUTO), device=device, dtype=dtype)
         for name in operations_of(config)
+        if name in backends or name not in BLOCKS
     )
     for choice in choices:
         if choice.backend is None:

@@ -18,6 +18,7 @@ from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import freeze_all_but_adapters
 
 from megatron_train.broadcast_batches import Batches
+from megatron_train.config.kernel_backends import chosen_backends
 from megatron_train.config.run import RunConfig, named_by_flags
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
@@ -76,6 +77,7 @@ def build_trainer(
         cp_comm_type=placement.cp_comm_type,
         products=products,
         vocabulary_loss=vocabulary_loss_of(config),
+        backends=chosen_backends(config),
     )
     stages = find_kind(config.model.kind).build(
         config.model,

@@ -33,6 +33,7 @@ from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options
 from megatron_train.config.values import Values
 from megatron_train.group_table import group_table
+from megatron_train.kernels import explain_run_backends
 from megatron_train.memory_check import check_memory
 from megatron_train.mesh_coordinator import coordinator_of
 from megatron_train.metrics.console import Console
@@ -99,9 +100,10 @@ def train(
         # Rank 0 decides for all, since ranks may measure different peaks.
         if long := map_reduce(coordinator, lambda: None, lambda _: check_step_time(config, rate)):
             console.warn(long)
+        kernels = explain_run_backends(config, mesh.device, dtype)
         facts = environment(mesh.device)
         # Printed before the first line of output, so that an early error prints no description.
-        console.header = partial(describe_run, config, values, facts, dtype)
+        console.header = partial(describe_run, config, values, facts, dtype, kernels)
         tokenizer = load_run_tokenizer(config, tokenizers)
         task = find_task_kind(config.task)
         data = cache(partial(task.open_data, config, tokenizer))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import torch
+from megatron_kernels import BackendChoice
 from megatron_models import parameter_count
 
 from megatron_train.config.run import RunConfig
@@ -15,8 +16,9 @@ def describe_run(
     values: Values | None,
     facts: dict[str, str],
     dtype: torch.dtype,
+    kernels: Sequence[BackendChoice] = (),
 ) -> Iterator[str]:
-    """Yields lines about environment, configuration, layout and model size."""
+    """Yields lines about environment, configuration, layout, model size and backends."""
     yield "environment: " + ", ".join(f"{name} {value}" for name, value in facts.items())
     if values is not None:
         yield "configuration (settings that are not listed have their defaults):"
@@ -36,6 +38,10 @@ def describe_run(
         f"model: {count:,} parameters (without vocabulary padding) in {precision}; "
         f"{_span(config.batch_sizes.sizes)} samples a step in {_micro_batches(config)}"
     )
+    if kernels:
+        yield "kernels of plain calls: " + "; ".join(
+            f"{choice.op} {choice.backend} ({choice.reason})" for choice in kernels
+        )
 
 
 def _micro_batches(config: RunConfig) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
-from megatron_kernels import Mask
+from megatron_kernels import Mask, takes_lengths
 from megatron_parallel import (
     AuxiliaryLosses,
     Axis,
@@ -113,6 +113,7 @@ class TrunkModel(Trunk):
             placement.sequence_parallel_size,
         )
         self.cp, self.backend = mesh.axis("cp"), placement.backend
+        self.takes_lengths = takes_lengths(placement.backend("attention"))
         # Further layers communicate like the last of the model.
         self.cp_comm_type = (*cp_comm_type, *cp_comm_type[-1:] * len(further))
         self.stage, self.first, self.last = plan.stage, plan.first, plan.last
@@ -197,7 +198,7 @@ class TrunkModel(Trunk):
                 positions = mask.positions[:, offset:end]
             masks = {
                 span: mask.narrowed(span.window, span.chunk).prepare(
-                    length, end, offset, device=x.device
+                    length, end, offset, device=x.device, read_lengths=self.takes_lengths
                 )
                 for span in self.spans
                 if span != EVERYTHING

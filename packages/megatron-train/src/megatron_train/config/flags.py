@@ -147,6 +147,9 @@ ALIASES: Mapping[str, Alias] = {
         (("recompute.granularity", "selective"), ("recompute.modules", ("moe",))),
         "the same as --recompute-granularity selective --recompute-modules moe",
     ),
+    "--use-flash-attn": Alias(
+        (("placement.attention_backend", "flash"),), "the same as --attention-backend flash"
+    ),
     "--persistent-save-interval": Alias(
         (("checkpoint.save_interval", FLAG_VALUE),), "the same as --save-interval"
     ),

@@ -49,6 +49,24 @@ class PlacementConfig:
         "compute the logits of a sequence with the same bits alone, in every batch and in chunks, "
         "in tiles of a fixed size",
     )
+    transformer_impl: Literal["local", "transformer_engine"] = setting(
+        "local",
+        "kernels of linear layers and norms: those of torch (local), or of Transformer Engine",
+    )
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = setting(
+        "auto",
+        "kernels of attention: the first that supports a call (auto), the library flash-attn "
+        "(flash), torch's scaled_dot_product_attention with its kernels of cuDNN and others, or "
+        "tiles with dropout (fused), or the written-out definition (unfused, local)",
+    )
+    flash_attention_version: Literal[2, 3] | None = setting(
+        None, "version of flash-attn for --attention-backend flash; without it 2"
+    )
+    kernel_backends: tuple[str, ...] = setting(
+        (),
+        "backends of operations, as OP=BACKEND, such as attention=torch rms_norm=reference, or "
+        "several in order (attention=torch,tiles); megatron-kernels list shows them (our name)",
+    )
     linear_product: str = setting(
         "plain",
         "product of linear layers: plain, or an installed product, such as lora (low-rank adapters "

@@ -23,6 +23,7 @@ from megatron_train.config.extensions import (
     refuse_unread_settings,
     refuse_unselected_settings,
 )
+from megatron_train.config.kernel_backends import check_kernel_backends
 from megatron_train.config.model_checks import (
     check_expert_overlap,
     check_features,
@@ -60,6 +61,7 @@ class RunConfig(RunSections):
             self._check_data_parallel,
             self._check_recompute,
             lambda: check_context_parallel(self),
+            lambda: check_kernel_backends(self),
             lambda: check_model_layout(self.model, self.layout, self.placement),
             lambda: check_features(self),
             lambda: check_initial_weights(self.model, self.checkpoint),

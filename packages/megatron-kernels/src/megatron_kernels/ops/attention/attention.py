@@ -12,7 +12,14 @@ from megatron_kernels.ops.attention.batch_invariant import (
 )
 from megatron_kernels.ops.attention.documents import by_document, over_documents
 from megatron_kernels.ops.attention.dropout import DropoutLike
-from megatron_kernels.ops.attention.flash import flash, flash_unsupported_reason
+from megatron_kernels.ops.attention.flash import (
+    FLASH,
+    FLASH_3,
+    flash,
+    flash_3,
+    flash_3_unsupported_reason,
+    flash_unsupported_reason,
+)
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.reference import reference
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
@@ -23,8 +30,9 @@ from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
 @op(
+    Backend(FLASH, flash, flash_unsupported_reason, "flash-attn 2, dense and varlen", NEVER_RUN),
     Backend(
-        "flash_attn", flash, flash_unsupported_reason, "flash-attn's flash_attn_func", NEVER_RUN
+        FLASH_3, flash_3, flash_3_unsupported_reason, "flash-attn 3, dense and varlen", NEVER_RUN
     ),
     Backend("torch", sdpa, sdpa_unsupported_reason, "F.scaled_dot_product_attention"),
     Backend("tiles", tiled, tiled_unsupported_reason, "tiles in the cache, for dropout on CPUs"),
@@ -74,9 +82,20 @@ def attention(
             f"attention: {q.shape[2]} heads do not divide over {k.shape[2]} query groups"
         )
     scores.check_shapes(q.shape[1], q.shape[2], q.shape[0], k.shape[0])
-    if by_document(q, k, mask, scores, query_offset, dropout=dropout is not None):
+    in_one_call = takes_lengths(backend)
+    if not in_one_call and by_document(
+        q, k, mask, scores, query_offset, dropout=dropout is not None
+    ):
         return over_documents(partial(_attend, backend), q, k, v, mask, scores)
     return attention.run(backend, q, k, v, mask, scores, query_offset, dropout)
+
+
+def takes_lengths(backend: str) -> bool:
+    """Returns whether a requested backend takes packed documents in one call by their lengths.
+
+    A model then calls `Mask.prepare` with ``read_lengths``.
+    """
+    return backend.split(",", maxsplit=1)[0] in (FLASH, FLASH_3)
 
 
 def _attend(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:

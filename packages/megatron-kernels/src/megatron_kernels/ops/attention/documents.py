@@ -8,7 +8,6 @@ of documents of one length are one call. Pieces are views, and autograd joins th
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from megatron_kernels.ops.attention.scores import Scores
 Attend = Callable[[Tensor, Tensor, Tensor, Mask, Scores], Tensor]
 """Attention of some queries, keys and values under a mask by index."""
 
-_FORBIDDEN_RULES: Final = ("positions", "query_positions", "query_document_ids", "dense", "chunk")
-
 
 def by_document(
     q: Tensor, k: Tensor, mask: Mask, scores: Scores, query_offset: int, *, dropout: bool
@@ -28,13 +25,9 @@ def by_document(
     """Returns whether `over_documents` supports a call. Compiled code must not read the lengths."""
     return (
         not torch.compiler.is_compiling()
-        and mask.runs is not None
         and not dropout
         and scores.bias is None
-        and query_offset == 0
-        and q.shape[0] == k.shape[0] == sum(map(abs, mask.runs[0]))
-        and all(getattr(mask, rule) is None for rule in _FORBIDDEN_RULES)
-        and (mask.prefix is None or not mask.causal)
+        and mask.documents_alone(q.shape[0], k.shape[0], query_offset)
     )
 
 

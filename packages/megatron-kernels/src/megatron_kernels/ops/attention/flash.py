@@ -1,4 +1,17 @@
-"""Attention by the flash-attn library (Dao, FlashAttention-2): CUDA, float16 and bfloat16."""
+"""Attention by flash-attn 2 and 3 (Dao, FlashAttention-2; Shah et al., FlashAttention-3).
+
+Both run on CUDA in float16 and bfloat16. Their causal mask aligns the last query with the last key.
+That is ours after keys behind the last query are cut off. Their window counts the keys to the left
+and right of a query, ours counts the query itself too. Packed documents are one call over all
+tokens, with the offset of each document (`Mask.prepare(backend=...)`).
+
+Their backward pass adds up gradients of queries in any order, unless
+`torch.use_deterministic_algorithms` is set.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate, chain
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -8,7 +21,12 @@ from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.optional import missing_library
 
-_LARGEST_HEAD = 256
+FLASH: Final = "flash_attn"
+FLASH_3: Final = "flash_attn_3"
+"""Names of the backends. They take packed documents by the lengths that the host knows."""
+
+_LARGEST_HEAD: Final = 256
+_HOPPER: Final = (9, 0)
 
 
 def flash(
@@ -20,33 +38,79 @@ def flash(
     query_offset: int,
     dropout: DropoutLike | None = None,
 ) -> Tensor:
-    """Calls `flash_attn_func` on views `[b, s, n, d]`.
-
-    Its causal mask aligns the last query with the last key. That is ours after keys behind the last
-    query are cut off. Its window counts the keys to the left and right of a query, ours counts the
-    query itself too. Its backward pass adds up gradients of queries in any order, unless
-    `torch.use_deterministic_algorithms` is set.
-    """
+    """Calls `flash_attn_func` or `flash_attn_varlen_func` of flash-attn 2."""
     from flash_attn import (  # type: ignore[import-not-found,unused-ignore]
         flash_attn_func,
+        flash_attn_varlen_func,
     )
 
+    slopes = None if scores.slopes is None else scores.slopes.float()
+    own = {"alibi_slopes": slopes}
+    return _call(flash_attn_func, flash_attn_varlen_func, q, k, v, mask, scores, query_offset, own)
+
+
+def flash_3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scores: Scores,
+    query_offset: int,
+    dropout: DropoutLike | None = None,
+) -> Tensor:
+    """Calls `flash_attn_func` or `flash_attn_varlen_func` of flash-attn 3."""
+    from flash_attn_interface import (  # type: ignore[import-not-found,unused-ignore]
+        flash_attn_func,
+        flash_attn_varlen_func,
+    )
+
+    return _call(flash_attn_func, flash_attn_varlen_func, q, k, v, mask, scores, query_offset, {})
+
+
+def _call(
+    dense: Callable[..., Any],
+    varlen: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scores: Scores,
+    query_offset: int,
+    own: dict[str, Any],
+) -> Tensor:
+    """Calls one of the two functions, with the options of its version in ``own``."""
     if mask.causal:
         end = query_offset + q.shape[0]
         k, v = k[:end], v[:end]
     reach = -1 if mask.window is None else mask.window - 1
-    out: Tensor = flash_attn_func(
-        q.transpose(0, 1),
-        k.transpose(0, 1),
-        v.transpose(0, 1),
-        softmax_scale=scores.scale,
-        softcap=scores.softcap,
-        alibi_slopes=None if scores.slopes is None else scores.slopes.float(),
-        causal=mask.causal,
-        window_size=(reach, 0 if mask.causal and mask.window is not None else reach),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return out.transpose(0, 1)
+    options = {
+        "softmax_scale": scores.scale,
+        "softcap": scores.softcap,
+        "causal": mask.causal,
+        "window_size": (reach, 0 if mask.causal and mask.window is not None else reach),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        **own,
+    }
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    if mask.runs is None:
+        attended = _output(dense(q, k, v, **options))
+        return attended.transpose(0, 1)
+    lengths = [abs(length) for length in chain.from_iterable(mask.runs)]
+    # The copy of so few bytes does not wait for the device.
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    offsets = offsets.to(q.device, non_blocking=True)
+    tokens = (x.flatten(0, 1) for x in (q, k, v))
+    out = _output(varlen(*tokens, offsets, offsets, max(lengths), max(lengths), **options))
+    out = out.view(*q.shape[:2], *out.shape[1:]).transpose(0, 1)
+    if min(chain.from_iterable(mask.runs)) > 0 or mask.document_ids is None:
+        return out
+    return out.masked_fill((mask.document_ids < 0).t()[..., None, None], 0)
+
+
+def _output(found: Any) -> Tensor:
+    """Returns the output alone. Early versions of flash-attn 3 return the log-sum-exp too."""
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    return out
 
 
 def flash_unsupported_reason(
@@ -59,6 +123,38 @@ def flash_unsupported_reason(
     dropout: DropoutLike | None = None,
 ) -> str | None:
     """Returns why `flash` does not support these arguments, cheapest check first."""
+    reason = _unsupported_reason(q, k, v, mask, scores, query_offset, dropout)
+    return missing_library("flash-attn") if reason is None else reason
+
+
+def flash_3_unsupported_reason(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scores: Scores,
+    query_offset: int,
+    dropout: DropoutLike | None = None,
+) -> str | None:
+    """Returns why `flash_3` does not support these arguments, cheapest check first."""
+    if scores.slopes is not None:
+        return "it does not support slopes"
+    reason = _unsupported_reason(q, k, v, mask, scores, query_offset, dropout)
+    if reason is None and torch.cuda.get_device_capability(q.device) != _HOPPER:
+        return "needs a GPU of the Hopper generation"
+    return missing_library("flash-attn-3") if reason is None else reason
+
+
+def _unsupported_reason(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scores: Scores,
+    query_offset: int,
+    dropout: DropoutLike | None,
+) -> str | None:
+    """Returns why neither version supports these arguments."""
     if dropout is not None:
         return "it supports only its own dropout"
     if scores.sinks is not None:
@@ -73,11 +169,13 @@ def flash_unsupported_reason(
         return f"head dimension {q.shape[-1]} is above {_LARGEST_HEAD}"
     if v.shape[-1] != q.shape[-1]:
         return f"value heads of {v.shape[-1]} channels differ from query heads of {q.shape[-1]}"
+    if mask.documents_alone(q.shape[0], k.shape[0], query_offset):
+        return None
     if not mask.index_only:
-        return "the mask has documents, positions, a prefix, chunks or is dense"
+        return "the mask has documents of unknown lengths, positions, a prefix, chunks or is dense"
     aligned = query_offset + q.shape[0]
     if (mask.causal and k.shape[0] < aligned) or (
         not mask.causal and mask.window is not None and k.shape[0] != aligned
     ):
         return f"{k.shape[0]} keys do not end with query {aligned}"
-    return missing_library("flash-attn")
+    return None

@@ -99,38 +99,73 @@ class Mask:
         own = self.chunk if chunk is None else chunk
         return replace(self, window=min(windows, default=None), chunk=own)
 
+    def documents_alone(self, queries: int, keys: int, query_offset: int) -> bool:
+        """Returns whether `runs` is known and `causal` and `window` alone limit each document."""
+        rules = (
+            self.positions,
+            self.query_positions,
+            self.query_document_ids,
+            self.dense,
+            self.chunk,
+        )
+        return (
+            self.runs is not None
+            and query_offset == 0
+            and queries == keys == sum(map(abs, self.runs[0]))
+            and all(rule is None for rule in rules)
+            and (self.prefix is None or not self.causal)
+        )
+
     def prepare(
-        self, queries: int, keys: int, query_offset: int = 0, *, device: torch.device | str = "cpu"
+        self,
+        queries: int,
+        keys: int,
+        query_offset: int = 0,
+        *,
+        device: torch.device | str = "cpu",
+        read_lengths: bool = False,
     ) -> "Mask":
         """Returns the same mask with `dense` filled in, unless attention needs no mask tensor.
 
         A model calls this once per step, so that its layers share one tensor. Packed documents on a
         CPU get `runs` instead, with which attention computes document by document.
+
+        Args:
+            queries: Number of queries s.
+            keys: Number of keys t.
+            query_offset: Index of the first query among the keys.
+            device: Device of the tensor.
+            read_lengths: Whether packed documents on a device get `runs` too, which waits for the
+                device once. A backend that takes all documents in one call needs them.
         """
-        runs = self._runs(queries, keys, query_offset)
+        runs = self._runs(queries, keys, query_offset, read_lengths)
         if runs is not None:
             return replace(self, runs=runs)
         written, _ = self.lower(queries, keys, query_offset, device=device)
         return self if written is None else replace(self, dense=written)
 
     def _runs(
-        self, queries: int, keys: int, query_offset: int
+        self, queries: int, keys: int, query_offset: int, read_lengths: bool
     ) -> tuple[tuple[int, ...], ...] | None:
-        """Returns the lengths of documents if the host has them and few calls compute them."""
+        """Returns the lengths of documents if the host has them and few calls compute them.
+
+        With ``read_lengths`` they are read from a device, and their number does not matter.
+        """
         ids = self.document_ids
         given = self.positions, self.query_document_ids, self.dense, self.chunk
         if (
             torch.compiler.is_compiling()
             or type(ids) is not Tensor  # an imagined tensor has no values
-            or ids.device.type != "cpu"
+            or not (ids.device.type == "cpu" or read_lengths)
             or any(rule is not None for rule in given)
             or (self.prefix is not None and self.causal)
             or not (queries == keys == ids.shape[1] and query_offset == 0)
         ):
             return None
+        ids = ids.cpu()
         changes = ids[:, 1:] != ids[:, :-1]
         calls = len(ids) + int(changes.sum())
-        if calls * _PAIRS_OF_A_CALL > ids.numel() * keys:
+        if calls * _PAIRS_OF_A_CALL > ids.numel() * keys and not read_lengths:
             return None
         found = []
         for row, changed in zip(ids, changes, strict=True):

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from megatron_kernels.ops import batch_invariant
+from megatron_kernels.ops import batch_invariant, transformer_engine
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.registry import AUTO, Backend, accept_all, op
+from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,6 +59,13 @@ def dtypes_unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 @op(
     Backend("torch", fused, dtypes_unsupported_reason, "F.linear"),
+    Backend(
+        transformer_engine.NAME,
+        transformer_engine.linear,
+        transformer_engine.linear_unsupported_reason,
+        "Transformer Engine's Linear",
+        NEVER_RUN,
+    ),
     Backend(
         batch_invariant.NAME,
         invariant,

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_kernels.ops import transformer_engine
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.norm import apex, batch_invariant
 from megatron_kernels.ops.norm.gain import gain_of
@@ -61,6 +62,13 @@ def invariant(
         apex.layer_norm,
         apex.layer_norm_unsupported_reason,
         "Apex's fused LayerNorm",
+        NEVER_RUN,
+    ),
+    Backend(
+        transformer_engine.NAME,
+        transformer_engine.layer_norm,
+        transformer_engine.layer_norm_unsupported_reason,
+        "Transformer Engine's LayerNorm",
         NEVER_RUN,
     ),
     Backend(NAME, invariant, accept_all, "sums of rows in halves", on_request=SLOWER),

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_kernels.ops import transformer_engine
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.norm import apex, batch_invariant
 from megatron_kernels.ops.norm.gain import gain_of
@@ -48,6 +49,13 @@ def invariant(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool 
     Backend("torch", fused, fused_unsupported_reason, "F.rms_norm"),
     Backend(
         "apex", apex.rms_norm, apex.rms_norm_unsupported_reason, "Apex's fused RMSNorm", NEVER_RUN
+    ),
+    Backend(
+        transformer_engine.NAME,
+        transformer_engine.rms_norm,
+        transformer_engine.rms_norm_unsupported_reason,
+        "Transformer Engine's RMSNorm",
+        NEVER_RUN,
     ),
     Backend(NAME, invariant, accept_all, "sums of rows in halves", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, mean square in float32 or float64"),

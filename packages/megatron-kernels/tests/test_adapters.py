@@ -1,0 +1,209 @@
+"""Adapters of libraries that need a GPU, with plain replacements of the libraries."""
+
+from collections.abc import Callable
+from typing import Any
+
+import fake_libraries
+import pytest
+import torch
+from megatron_kernels import Mask, Scores, attention, layer_norm, linear, rms_norm, takes_lengths
+from megatron_kernels.ops import transformer_engine
+from megatron_kernels.ops.attention.flash import (
+    flash,
+    flash_3,
+    flash_3_unsupported_reason,
+    flash_unsupported_reason,
+)
+from megatron_kernels.ops.norm import apex
+from torch import Tensor
+
+BFLOAT16 = {"rtol": 2e-2, "atol": 2e-2}
+DOCUMENTS = torch.tensor([[0] * 3 + [1] * 6, [4] * 4 + [2] * 2 + [-1] * 3], dtype=torch.int32)
+MASKS: dict[str, Mask] = {
+    "causal": Mask(),
+    "full": Mask(causal=False),
+    "window": Mask(window=3),
+    "two-sided window": Mask(causal=False, window=3),
+    "documents": Mask(document_ids=DOCUMENTS),
+    "documents both ways": Mask(document_ids=DOCUMENTS, causal=False),
+    "documents and window": Mask(document_ids=DOCUMENTS, window=2),
+}
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+
+def compared(adapter: Callable[..., Tensor], truth: Callable[..., Tensor], *arguments: Any) -> None:
+    """Compares values and gradients."""
+    leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+    found, expected = adapter(*arguments), truth(*arguments)
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, **BFLOAT16)
+    weights = torch.linspace(0.5, 1.5, found.numel()).view(found.shape).to(found.dtype)
+    for one, other in zip(
+        torch.autograd.grad(found, leaves, weights),
+        torch.autograd.grad(expected, leaves, weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, **BFLOAT16)
+
+
+@pytest.fixture(params=["2", "3", "early 3"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a version of flash-attn."""
+    name, fake = {
+        "2": ("flash_attn", fake_libraries.FlashAttn2),
+        "3": ("flash_attn_interface", fake_libraries.FlashAttn3),
+        "early 3": ("flash_attn_interface", lambda: fake_libraries.FlashAttn3(returns_lse=True)),
+    }[request.param]
+    module = fake()
+    module.adapter = flash if name == "flash_attn" else flash_3
+    fake_libraries.install(monkeypatch, **{name: module})
+    return module
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_flash_attention_equals_the_reference(library: Any, name: str) -> None:
+    mask, packed = MASKS[name], "documents" in name
+    prepared = mask.prepare(9, 9, read_lengths=True)
+    assert (prepared.runs is not None) == packed and not (packed and prepared.dense is not None)
+
+    def truth(*arguments: Any) -> Tensor:
+        return attention.run("reference", *arguments[:3], mask, *arguments[4:], 0, None)
+
+    def adapter(*arguments: Any) -> Tensor:
+        return library.adapter(*arguments, 0)
+
+    for scores in (Scores(), Scores(scale=0.3, softcap=2.0)):
+        compared(
+            adapter,
+            truth,
+            drawn(9, 2, 4, 8),
+            drawn(9, 2, 2, 8),
+            drawn(9, 2, 2, 8),
+            prepared,
+            scores,
+        )
+    assert {kind for kind, _ in library.calls} == {"varlen" if packed else "dense"}
+
+
+def test_flash_attention_of_a_cache_reads_no_key_after_the_last_query(library: Any) -> None:
+    q, k, v = drawn(2, 2, 4, 8), drawn(9, 2, 4, 8), drawn(9, 2, 4, 8)
+    for mask in (Mask(), Mask(window=3)):
+        expected = attention(q, k, v, mask, query_offset=5, backend="reference")
+        found = library.adapter(q, k, v, mask, Scores(), 5)
+        torch.testing.assert_close(found, expected, **BFLOAT16)
+
+
+def test_flash_attention_has_slopes_in_version_2_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_libraries.install(monkeypatch, flash_attn=fake_libraries.FlashAttn2())
+    q, k, v = (drawn(9, 2, 4, 8) for _ in range(3))
+    scores = Scores(slopes=torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.bfloat16))
+    expected = attention(q, k, v, Mask(), scores, backend="reference")
+    torch.testing.assert_close(flash(q, k, v, Mask(), scores, 0), expected, **BFLOAT16)
+    assert "slopes" in str(flash_3_unsupported_reason(q, k, v, Mask(), scores, 0))
+
+
+def test_flash_attention_is_deterministic_if_torch_is(library: Any) -> None:
+    q = drawn(9, 2, 4, 8)
+    for wanted in (True, False):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            library.adapter(q, q, q, Mask(), Scores(), 0)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert library.calls[-1][1] == {"deterministic": wanted}
+
+
+def test_flash_attention_refuses_what_it_does_not_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tensor that claims to be on CUDA passes the check of the device."""
+
+    class OnCuda(Tensor):
+        is_cuda = True
+
+    q = drawn(9, 2, 4, 8).detach().as_subclass(OnCuda)
+    wide = drawn(9, 2, 4, 264).detach().as_subclass(OnCuda)
+    documents = Mask(document_ids=DOCUMENTS)
+    packed = documents.prepare(9, 9, read_lengths=True)
+    for arguments, reason in (
+        ((q, q, q, Mask(), Scores(sinks=torch.zeros(4)), 0), "does not support sinks"),
+        ((q.float(), q, q, Mask(), Scores(), 0), "needs float16 or bfloat16"),
+        ((wide, wide, wide, Mask(), Scores(), 0), "head dimension 264 is above 256"),
+        ((q, q, q[..., :4], Mask(), Scores(), 0), "value heads of 4 channels"),
+        ((q, q, q, documents, Scores(), 0), "documents of unknown lengths"),
+        ((q, q[:5], q[:5], Mask(), Scores(), 0), "5 keys do not end with query 9"),
+        ((q, q, q, Mask(), Scores(), 0), "flash-attn is not"),
+        ((q, q, q, packed, Scores(), 0), "flash-attn is not"),
+    ):
+        assert reason in str(flash_unsupported_reason(*arguments)), reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert "Hopper" in str(flash_3_unsupported_reason(q, q, q, Mask(), Scores(), 0))
+
+
+def test_only_flash_backends_take_the_lengths_of_documents() -> None:
+    assert takes_lengths("flash_attn") and takes_lengths("flash_attn_3,torch")
+    assert not takes_lengths("auto") and not takes_lengths("torch,flash_attn")
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_transformer_engine_norms_equal_the_reference(
+    zero_centered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_libraries.install_transformer_engine(monkeypatch)
+    x, gain, shift = drawn(5, 3, 16), drawn(16), drawn(16)
+    compared(
+        lambda *a: transformer_engine.layer_norm(*a, 1e-5, zero_centered),
+        lambda *a: layer_norm(*a, 1e-5, zero_centered, backend="reference"),
+        *(x, gain, shift),
+    )
+    compared(
+        lambda *a: transformer_engine.rms_norm(*a, 1e-5, zero_centered),
+        lambda *a: rms_norm(*a, 1e-5, zero_centered, backend="reference"),
+        *(x, gain),
+    )
+    turned = drawn(3, 16, 5).transpose(1, 2)
+    compared(
+        lambda *a: transformer_engine.rms_norm(*a, 1e-5),
+        lambda *a: rms_norm(*a, 1e-5, backend="reference"),
+        *(turned, gain),
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_transformer_engine_linear_equals_the_reference(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_libraries.install_transformer_engine(monkeypatch)
+    shift = drawn(7) if bias else None
+    compared(
+        transformer_engine.linear,
+        lambda *a: linear(*a, backend="reference"),
+        *(drawn(5, 3, 16), drawn(7, 16), shift),
+    )
+
+
+def test_apex_norms_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_libraries.install_apex(monkeypatch)
+    x, gain, shift = drawn(5, 3, 16), drawn(16), drawn(16)
+    compared(
+        lambda *a: apex.layer_norm(*a, 1e-5),
+        lambda *a: layer_norm(*a, 1e-5, backend="reference"),
+        *(x, gain, shift),
+    )
+    compared(
+        lambda *a: apex.rms_norm(*a, 1e-5),
+        lambda *a: rms_norm(*a, 1e-5, backend="reference"),
+        *(x, gain),
+    )
+
+
+def test_libraries_refuse_two_dtypes_and_missing_parameters() -> None:
+    x, gain = drawn(5, 16), drawn(16)
+    assert transformer_engine.layer_norm_unsupported_reason(x, gain, None, 1e-5) == "needs a bias"
+    assert transformer_engine.rms_norm_unsupported_reason(x, None, 1e-5) == "needs a gain"
+    reason = transformer_engine.linear_unsupported_reason(x, drawn(7, 16), None)
+    assert reason == "needs a CUDA tensor, x is on cpu"

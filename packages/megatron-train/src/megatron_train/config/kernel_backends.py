@@ -1,0 +1,82 @@
+"""Backends of operations that the flags of a run choose. Importing this module has no torch."""
+
+from typing import Final
+
+import megatron_models
+from megatron_models import ConfigError
+
+from megatron_train.config.run_sections import RunSections
+from megatron_train.errors import TrainError
+
+AUTO: Final = "auto"
+FLASH: Final = {None: "flash_attn", 2: "flash_attn", 3: "flash_attn_3"}
+"""Backends of attention by --flash-attention-version."""
+
+ATTENTION: Final = {"fused": "torch,tiles", "unfused": "reference", "local": "reference"}
+"""Backends of attention by --attention-backend, without `auto` and `flash`."""
+
+BLOCKS: Final = {"attention_forward", "attention_backward"}
+"""Operations of a ring of context-parallel ranks."""
+
+TRANSFORMER_ENGINE: Final = dict.fromkeys(
+    ("linear", "layer_norm", "rms_norm"), "transformer_engine"
+)
+"""Backends of --transformer-impl transformer_engine."""
+
+
+def chosen_backends(run: RunSections) -> dict[str, str]:
+    """Returns the backends that a run chooses, by operation; those of single operations count.
+
+    Raises:
+        TrainError: An entry of --kernel-backends is not OP=BACKEND or given twice, or two flags
+            choose the backend of attention.
+    """
+    placement = run.placement
+    found: dict[str, str] = {}
+    if placement.transformer_impl != "local":
+        used = megatron_models.operations_of(run.model)
+        found |= {name: each for name, each in TRANSFORMER_ENGINE.items() if name in used}
+    name, version = placement.attention_backend, placement.flash_attention_version
+    if version is not None and name != "flash":
+        raise TrainError(
+            f"--flash-attention-version {version} has no effect without --attention-backend flash; "
+            "give both or leave it out"
+        )
+    if name != AUTO:
+        found["attention"] = FLASH[version] if name == "flash" else ATTENTION[name]
+    single: dict[str, str] = {}
+    for entry in placement.kernel_backends:
+        operation, equals, backend = entry.partition("=")
+        if not (operation and equals and backend):
+            raise TrainError(
+                f"--kernel-backends {entry!r} is not OP=BACKEND; use for example attention=torch"
+            )
+        if operation in single:
+            raise TrainError(f"--kernel-backends names {operation} twice; give it once")
+        single[operation] = backend
+    if "attention" in single and name != AUTO:
+        raise TrainError(
+            f"--kernel-backends attention={single['attention']} and --attention-backend {name} "
+            "choose the same backend; leave out one of them"
+        )
+    return found | single
+
+
+def check_kernel_backends(run: RunSections) -> None:
+    """Refuses names of operations and backends that do not exist, or that the model does not call.
+
+    Raises:
+        TrainError: The message suggests the nearest name.
+    """
+    chosen = chosen_backends(run)
+    if not chosen:
+        return
+    if run.layout.cp == 1 and (blocks := sorted(chosen.keys() & BLOCKS)):
+        raise TrainError(
+            f"--kernel-backends {blocks[0]} has no effect with --context-parallel-size 1; leave it "
+            "out"
+        )
+    try:
+        megatron_models.check_backends(run.model, chosen)
+    except ConfigError as error:
+        raise TrainError(f"--kernel-backends: {error}") from None

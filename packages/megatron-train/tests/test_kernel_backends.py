@@ -1,0 +1,130 @@
+"""Flags that choose backends, and their errors."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_train.config.flags import Parser, add_run_options
+from megatron_train.config.kernel_backends import chosen_backends
+from megatron_train.config.resolve import resolve
+from megatron_train.config.run import RunConfig
+from megatron_train.config.run_sections import run_options, sections
+from megatron_train.errors import TrainError
+from megatron_train.kernels import explain_run_backends
+from megatron_train.run_description import describe_run
+
+RUN = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 100 --seq-length 16 "
+    "--micro-batch-size 2 --train-iters 10 --data-path corpus"
+)
+CPU = torch.device("cpu")
+
+
+def parse(flags: str = "", config: Path | None = None) -> RunConfig:
+    parser = Parser()
+    add_run_options(parser, run_options(), {name: title for name, (title, _) in sections().items()})
+    namespace: argparse.Namespace = parser.parse_args(f"{RUN} {flags}".split())
+    namespace.config, namespace.recipe, namespace.kind = config, None, "gpt"
+    return resolve(namespace, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ("", {}),
+        ("--attention-backend auto", {}),
+        ("--attention-backend flash", {"attention": "flash_attn"}),
+        ("--use-flash-attn", {"attention": "flash_attn"}),
+        ("--use-flash-attn --flash-attention-version 2", {"attention": "flash_attn"}),
+        ("--use-flash-attn --flash-attention-version 3", {"attention": "flash_attn_3"}),
+        ("--attention-backend fused", {"attention": "torch,tiles"}),
+        ("--attention-backend unfused", {"attention": "reference"}),
+        ("--attention-backend local", {"attention": "reference"}),
+        ("--transformer-impl local", {}),
+        (
+            "--transformer-impl transformer_engine",
+            {"linear": "transformer_engine", "layer_norm": "transformer_engine"},
+        ),
+        (
+            "--transformer-impl transformer_engine --kernel-backends linear=torch gelu=reference",
+            {"linear": "torch", "layer_norm": "transformer_engine", "gelu": "reference"},
+        ),
+    ],
+)
+def test_megatrons_switches_choose_backends(flags: str, chosen: dict[str, str]) -> None:
+    assert chosen_backends(parse(flags)) == chosen
+
+
+def test_a_file_chooses_backends(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("placement:\n  kernel_backends: [attention=torch, gelu=reference]\n")
+    assert chosen_backends(parse(config=file)) == {"attention": "torch", "gelu": "reference"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--kernel-backends attention", "'attention' is not OP=BACKEND; use for example attention"),
+        ("--kernel-backends =torch", "'=torch' is not OP=BACKEND"),
+        ("--kernel-backends gelu=torch gelu=auto", "names gelu twice; give it once"),
+        ("--kernel-backends glu=reference", "no layer of this model calls glu; choose backends of"),
+        ("--kernel-backends gelo=torch", "there is no operation 'gelo'; did you mean gelu?"),
+        ("--kernel-backends gelu=troch", "gelu has no backend 'troch'; did you mean 'torch'?"),
+        (
+            "--kernel-backends attention=torch --attention-backend local",
+            "attention=torch and --attention-backend local choose the same backend",
+        ),
+        (
+            "--kernel-backends attention_forward=torch",
+            "attention_forward has no effect with --context-parallel-size 1; leave it out",
+        ),
+        ("--flash-attention-version 3", "has no effect without --attention-backend flash"),
+    ],
+)
+def test_choices_that_mean_nothing_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(TrainError) as error:
+        parse(flags)
+    assert message in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may run here")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--use-flash-attn",
+            "--attention-backend: attention cannot use backend flash_attn: needs a CUDA tensor, q "
+            "is on cpu; leave it out",
+        ),
+        (
+            "--transformer-impl transformer_engine",
+            "--transformer-impl: linear cannot use backend transformer_engine: needs a CUDA "
+            "tensor, x is on cpu; leave it out",
+        ),
+    ],
+)
+def test_a_backend_that_cannot_run_here_is_refused_with_its_reason(
+    flags: str, message: str
+) -> None:
+    with pytest.raises(TrainError) as error:
+        explain_run_backends(parse(flags), CPU, torch.float32)
+    assert str(error.value) == message
+
+
+def test_the_log_names_backends_and_reasons_if_one_is_requested() -> None:
+    for flags, expected in (
+        ("", []),
+        (
+            "--kernel-backends layer_norm=reference",
+            [
+                "kernels of plain calls: linear torch (first choice); layer_norm reference "
+                "(requested); attention torch (flash_attn: needs a CUDA tensor, q is on cpu; "
+                "flash_attn_3: needs a CUDA tensor, q is on cpu); gelu torch (first choice)"
+            ],
+        ),
+    ):
+        run = parse(flags)
+        kernels = explain_run_backends(run, CPU, torch.float32)
+        lines = list(describe_run(run, None, {}, torch.float32, kernels))
+        assert [line for line in lines if line.startswith("kernels")] == expected
