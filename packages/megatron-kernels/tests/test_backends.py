@@ -1,10 +1,15 @@
 """Every backend against the reference in float64, and the same check as a command."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from megatron_kernels import Backend
 from megatron_kernels.cases import CASES, Case, InputGenerator
-from megatron_kernels.check import check, check_backend
+from megatron_kernels.check import INPUTS, KNOWN, Inputs, check, check_backend, count_checks
+from megatron_kernels.registry import accept_all
+from torch.nn import functional
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -23,7 +28,8 @@ def test_values_and_gradients_equal_the_reference_in_float64(
     result = check_backend(case, backend, dtype, CPU)
     if result.unsupported_reason is not None:
         fused = ("torch", "batch-invariant") if "dropout" in case.label else ("tiles",)
-        assert backend.name in ("apex", "flash_attn", "grouped_mm", "conv1d", *fused)
+        libraries = ("apex", "flash_attn", "flash_attn_3", "transformer_engine")
+        assert backend.name in (*libraries, "grouped_mm", "conv1d", *fused)
     assert result.passed, result
 
 
@@ -32,7 +38,7 @@ def test_values_and_gradients_equal_the_reference_in_float64(
 def test_every_usable_backend_on_a_gpu_equals_the_reference_in_float64(
     dtype: torch.dtype, device: torch.device
 ) -> None:
-    results = list(check(dtype, device))
+    results = list(check(dtype, device, INPUTS))
     assert any(result.unsupported_reason is None for result in results)
     assert [result for result in results if not result.passed] == []
 
@@ -53,20 +59,92 @@ def test_gradients_of_the_references_equal_finite_differences(case: Case) -> Non
     )
 
 
-def test_a_backend_with_one_wrong_element_fails_the_check() -> None:
-    def nearly(x: torch.Tensor, approximate: str) -> torch.Tensor:
-        out = torch.nn.functional.gelu(x, approximate=approximate)
-        return out + torch.zeros_like(out).index_fill(0, torch.tensor([0]), 1e-9)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inputs", [kind for kind in INPUTS if kind not in ("small", "large")])
+def test_other_inputs_give_what_the_reference_gives(inputs: Inputs, dtype: torch.dtype) -> None:
+    results = list(check(dtype, CPU, (inputs,)))
+    assert len(results) == count_checks(dtype, (inputs,))
+    assert [result for result in results if not result.passed] == []
+    usable = [result for result in results if result.unsupported_reason is None]
+    assert len(usable) > len(CASES) / 2
 
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES)], ids=str
+)
+def test_large_inputs_give_what_the_reference_gives(
+    dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    slow = request.node.get_closest_marker("slow") is not None
+    ops = () if slow else ("attention", "rms_norm", "linear", "cross_entropy", "grouped_matmul")
+    assert [result for result in check(dtype, CPU, ("large",), ops) if not result.passed] == []
+
+
+def test_known_deviations_still_exist() -> None:
+    found = [each for each in check(torch.float32, CPU, ("nan",)) if each.known is not None]
+    assert {(each.op, each.backend) for each in found if not each.within_tolerance} == {
+        (op, backend) for op, backend, *_ in KNOWN
+    }
+
+
+class Wrong(torch.autograd.Function):
+    """The exact GELU with a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 1.001
+
+
+def neighbours(x: torch.Tensor) -> torch.Tensor:
+    """Reads elements one after another, independent of the strides."""
+    return functional.gelu(x.as_strided(x.shape, torch.empty(x.shape).stride()))
+
+
+def one_wrong_element(x: torch.Tensor) -> torch.Tensor:
+    out = functional.gelu(x)
+    return out + torch.zeros_like(out).index_fill(0, torch.tensor([0]), 1e-9)
+
+
+def needs_rows(x: torch.Tensor) -> torch.Tensor:
+    if not len(x):
+        raise RuntimeError("invalid configuration argument\nfor a grid of 0 blocks")
+    return functional.gelu(x)
+
+
+BROKEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Inputs]] = {
+    "a wrong element": (one_wrong_element, "small"),
+    "NaN": (lambda x: functional.gelu(x) * torch.nan, "small"),
+    "a wrong gradient": (Wrong.apply, "small"),
+    "no gradient": (lambda x: functional.gelu(x).detach(), "small"),
+    "a hidden NaN": (lambda x: functional.gelu(x.nan_to_num()), "nan"),
+    "a hidden infinity": (lambda x: functional.gelu(x.clamp(max=1e9)), "inf"),
+    "a NaN everywhere": (lambda x: functional.gelu(x) + 0 * x.sum(), "nan"),
+    "strides that are not read": (neighbours, "strided"),
+    "an error without rows": (needs_rows, "empty"),
+    "a wrong shape": (lambda x: functional.gelu(x).flatten(), "empty"),
+    "an error that grows with size": (lambda x: functional.gelu(x) + 1e-13 * len(x), "large"),
+}
+
+
+@pytest.mark.parametrize("defect", BROKEN)
+def test_a_broken_kernel_fails_the_check(defect: str) -> None:
+    broken, inputs = BROKEN[defect]
     gelu = next(case for case in CASES if case.op.name == "gelu")
-    wrong = Backend("nearly", nearly, lambda *_: None, "")
-    assert not check_backend(gelu, wrong, torch.float64, CPU).passed
+    right = Backend("right", lambda x, _: functional.gelu(x), accept_all, "")
+    wrong = Backend("wrong", lambda x, _: broken(x), accept_all, "")
+    assert check_backend(gelu, right, torch.float64, CPU, inputs).passed
+    assert not check_backend(gelu, wrong, torch.float64, CPU, inputs).passed
 
 
-def test_a_backend_with_a_nan_fails_the_check() -> None:
-    wrong = Backend("nan", lambda x, _: x * torch.nan, lambda *_: None, "")
+def test_an_error_of_a_backend_is_its_result() -> None:
     gelu = next(case for case in CASES if case.op.name == "gelu")
-    assert not check_backend(gelu, wrong, torch.float32, CPU).passed
+    wrong = Backend("wrong", lambda x, _: needs_rows(x), accept_all, "")
+    result = check_backend(gelu, wrong, torch.float64, CPU, "empty")
+    assert result.failure == "RuntimeError: invalid configuration argument"
 
 
 def _replaced(given: tuple[object, ...], changed: tuple[torch.Tensor, ...]) -> list[object]:

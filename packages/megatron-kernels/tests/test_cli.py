@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from megatron_kernels import check
+from megatron_kernels import check, cli
 from megatron_kernels.cli import main
 
 
@@ -21,7 +21,7 @@ def test_list_names_every_operation_backend_and_library(capsys: pytest.CaptureFi
 
 
 def test_check_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--dtype", "float64"]) == 0
+    assert main(["check", "--dtype", "float64", "--inputs", "small", "empty", "nan"]) == 0
     out = capsys.readouterr().out
     assert "float64 on cpu, tolerance 1e-12" in out and "FAILED" not in out
     assert "attention, flash_attn: needs a CUDA tensor" in out
@@ -33,8 +33,23 @@ def test_check_fails_when_a_tolerance_is_exceeded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(check.TOLERANCES, torch.float32, 1e-12)
-    assert main(["check", "--dtype", "float32"]) == 1
-    assert "FAILED" in capsys.readouterr().out
+    assert main(["check", "rms_norm", "gelu", "--dtype", "float32", "--inputs", "small"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED with small" in out and "layer_norm" not in out
+
+
+def test_the_inputs_of_the_command_are_those_of_the_check() -> None:
+    assert cli.INPUTS == check.INPUTS
+
+
+def test_known_deviations_and_misspelt_operations_are_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", "attention", "--dtype", "float32", "--inputs", "nan"]) == 0
+    out = capsys.readouterr().out
+    assert "known deviations\n  attention (causal), torch, nan: torch's kernel returns zeros" in out
+    assert main(["check", "atention"]) == 1
+    assert "no operation 'atention'; did you mean attention?" in capsys.readouterr().err
 
 
 def test_a_missing_device_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,14 @@
-"""Small calls of every operation, for the commands and the tests.
+"""Calls of every operation, for the commands and the tests.
 
 Sizes are not round numbers. The cases cover the options that change the code path, and rows that a
-careless kernel would turn into NaN.
+careless kernel would turn into NaN. `InputGenerator.size` makes the same calls empty, of size one,
+or large.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,14 +36,29 @@ from megatron_kernels.ops.ssm.gated_delta_rule import gated_delta_rule
 from megatron_kernels.ops.ssm.ssd_scan import ssd_scan
 from megatron_kernels.registry import Op
 
+Size = Literal["small", "empty", "one", "large"]
+"""Sizes of inputs: as a case writes them, without rows, one row, or many rows."""
+
 
 @dataclass(frozen=True)
 class InputGenerator:
-    """Generates inputs: the same numbers for every dtype and device."""
+    """Generates inputs: the same numbers for every dtype and device.
+
+    Attributes:
+        dtype: Dtype of floating-point tensors.
+        device: Device of all tensors.
+        seed: Seed of the numbers.
+        size: Number of rows (tokens, queries and keys) instead of those of the case.
+    """
 
     dtype: torch.dtype
     device: torch.device
     seed: int = 1234
+    size: Size = "small"
+
+    def rows(self, count: int) -> int:
+        """Returns the number of rows of this size instead of ``count``."""
+        return {"small": count, "empty": 0, "one": 1, "large": 23 * count}[self.size]
 
     def normal(self, *shape: int, mean: float = 0.0) -> Tensor:
         """Returns a leaf that requires a gradient, from a normal distribution with deviation 1."""
@@ -104,50 +120,52 @@ def _dropped(draw: InputGenerator, mask: Mask, **options: Any) -> tuple[Any, ...
 def _norm(draw: InputGenerator, *, bias: bool, zero_centered: bool = False) -> tuple[Any, ...]:
     shift = (draw.normal(43),) if bias else ()
     gain = draw.normal(43, mean=0 if zero_centered else 1)
-    return (draw.normal(7, 3, 43, mean=0.5), gain, *shift, 1e-5, zero_centered)
+    return (draw.normal(draw.rows(7), 3, 43, mean=0.5), gain, *shift, 1e-5, zero_centered)
 
 
 def _norm_without_bias(draw: InputGenerator) -> tuple[Any, ...]:
-    return (draw.normal(7, 3, 43, mean=0.5), draw.normal(43, mean=1), None, 1e-5)
+    return (draw.normal(draw.rows(7), 3, 43, mean=0.5), draw.normal(43, mean=1), None, 1e-5)
 
 
 def _pointwise(draw: InputGenerator, kind: str) -> tuple[Any, ...]:
-    return (draw.normal(9, 2, 31), kind)
+    return (draw.normal(draw.rows(9), 2, 31), kind)
 
 
 def _glu(
     draw: InputGenerator, gate: str, bound: float = 0.0, offset: float = 0.0
 ) -> tuple[Any, ...]:
-    return (draw.normal(9, 3, 2, 31), gate, bound, offset)
+    return (draw.normal(draw.rows(9), 3, 2, 31), gate, bound, offset)
 
 
 def _gelu(draw: InputGenerator, approximate: str) -> tuple[Any, ...]:
-    return (draw.normal(9, 2, 31), approximate)
+    return (draw.normal(draw.rows(9), 2, 31), approximate)
 
 
 def _swiglu(draw: InputGenerator) -> tuple[Any, ...]:
-    return (draw.normal(9, 3, 2, 31),)
+    return (draw.normal(draw.rows(9), 3, 2, 31),)
 
 
 def _softmax(draw: InputGenerator, *, masked: bool) -> tuple[Any, ...]:
+    rows = draw.rows(3)
     if not masked:
-        return (draw.normal(3, 5, 17), None, 0.7)
-    allowed = draw.integers(3, 3, 5, 17) > 0
-    allowed[1, 2] = False
-    return (draw.normal(3, 5, 17), allowed, 0.7)
+        return (draw.normal(rows, 5, 17), None, 0.7)
+    allowed = draw.integers(3, rows, 5, 17) > 0
+    allowed[1:2, 2] = False
+    return (draw.normal(rows, 5, 17), allowed, 0.7)
 
 
 def _rope(
     draw: InputGenerator, *, interleaved: bool, percent: float, batch: int
 ) -> tuple[Any, ...]:
-    positions = torch.arange(11, device=draw.device)
+    rows = draw.rows(11)
+    positions = torch.arange(rows, device=draw.device)
     if batch > 1:
         positions = torch.stack([positions + 100 * i for i in range(batch)])
     table = torch.float64 if draw.dtype is torch.float64 else torch.float32
     tables = rope_tables(
         positions, rope_frequencies(16, percent=percent, device=draw.device), table
     )
-    return (draw.normal(11, max(batch, 2), 3, 16), *tables, interleaved)
+    return (draw.normal(rows, max(batch, 2), 3, 16), *tables, interleaved)
 
 
 def _attention(
@@ -160,6 +178,9 @@ def _attention(
     offset: int = 0,
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[Any, ...]:
+    """Returns a call. In other sizes all queries and keys are of one length."""
+    if draw.size != "small":
+        queries, keys, offset = draw.rows(13), draw.rows(13), 0
     q = draw.normal(queries, 2, 4, 16)
     k, v = draw.normal(keys, 2, groups, 16), draw.normal(keys, 2, groups, 16, mean=0.5)
     return (q, k, v, mask, scores, offset)
@@ -167,7 +188,14 @@ def _attention(
 
 def _documents(draw: InputGenerator) -> tuple[Any, ...]:
     ids = torch.tensor([[0] * 5 + [1] * 8, [0] * 3 + [1] * 4 + [-1] * 6], dtype=torch.int32)
+    ids = _of_rows(ids, draw.rows(13))
     return _attention(draw, Mask(document_ids=ids.to(draw.device)), groups=2)
+
+
+def _of_rows(x: Tensor, rows: int) -> Tensor:
+    """Returns the first columns of a row for each sample, or stretches the columns."""
+    width = x.shape[1]
+    return x[:, :rows] if rows <= width else x.repeat_interleave(-(-rows // width), 1)[:, :rows]
 
 
 def _prefixes(draw: InputGenerator) -> tuple[Any, ...]:
@@ -184,13 +212,14 @@ def _block(
     width: int = 16,
 ) -> tuple[Any, ...]:
     """Returns a block of a ring: 11 queries after the keys, or among them."""
+    rows = draw.rows(11)
     q, k, v = (
-        draw.normal(11, 2, 4, 16),
-        draw.normal(11, 2, groups, 16),
-        draw.normal(11, 2, groups, width),
+        draw.normal(rows, 2, 4, 16),
+        draw.normal(rows, 2, groups, 16),
+        draw.normal(rows, 2, groups, width),
     )
-    first = torch.arange(11, dtype=torch.int32, device=draw.device).expand(2, -1)
-    drops = DrawnDropout(draw.integers(4, 2, 4, 11, 11) == 0) if dropout else None
+    first = torch.arange(rows, dtype=torch.int32, device=draw.device).expand(2, -1)
+    drops = DrawnDropout(draw.integers(4, 2, 4, rows, rows) == 0) if dropout else None
     if triangle:
         triangular = Mask(positions=first, query_positions=first, ascending=True)
         return (q, k, v, triangular, PLAIN_SCORES, 0, drops)
@@ -198,7 +227,8 @@ def _block(
     if documents:  # the second sequence has a row without keys, and padding
         own = torch.tensor([[1] * 9 + [2] * 2, [4] + [3] * 8 + [-1] * 2], device=draw.device)
         others = torch.tensor([[0] * 5 + [1] * 6, [3] * 11], device=draw.device)
-    later = Mask(others, first, query_document_ids=own, query_positions=first + 11)
+        own, others = _of_rows(own, rows), _of_rows(others, rows)
+    later = Mask(others, first, query_document_ids=own, query_positions=first + rows)
     return (q, k, v, later, PLAIN_SCORES, 0, drops)
 
 
@@ -208,52 +238,57 @@ def _block_backward(draw: InputGenerator, **options: Any) -> tuple[Any, ...]:
     q, k, v = (x.detach() for x in (q, k, v))
     wide = (x.double() for x in (q, k, v))
     out, lse = attention_forward.run("reference", *wide, mask, *rest)
-    lse = torch.logaddexp(lse, draw.normal(11, 2, 4).detach().double())
+    lse = torch.logaddexp(lse, draw.normal(*lse.shape).detach().double())
     statistics = torch.float64 if draw.dtype is torch.float64 else torch.float32
     dout = draw.normal(*out.shape).detach()
     return (dout, q, k, v, out.to(draw.dtype), lse.to(statistics), mask, *rest)
 
 
 def _linear(draw: InputGenerator, rows: tuple[int, ...], *, bias: bool) -> tuple[Any, ...]:
-    return (draw.normal(*rows, 43), draw.normal(29, 43), draw.normal(29) if bias else None)
+    first, *others = rows
+    x = draw.normal(draw.rows(first), *others, 43)
+    return (x, draw.normal(29, 43), draw.normal(29) if bias else None)
 
 
 def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
-    targets = draw.integers(37, 5, 3)
-    targets[2, 1] = IGNORED
-    return (draw.normal(5, 3, 37), targets)
+    rows = draw.rows(5)
+    targets = draw.integers(37, rows, 3)
+    targets[2:3, 1] = IGNORED
+    return (draw.normal(rows, 3, 37), targets)
 
 
 def _grouped(draw: InputGenerator, counts: tuple[int, ...], tail: int = 0) -> tuple[Any, ...]:
+    counts = tuple(map(draw.rows, counts))
     x, weight = draw.normal(sum(counts) + tail, 24), draw.normal(len(counts), 16, 24)
     return (x, weight.transpose(1, 2), torch.tensor(counts, device=draw.device), tail > 0)
 
 
 def _choices(draw: InputGenerator) -> torch.Tensor:
-    experts = draw.integers(5, 9, 2)
-    experts[3] = -1
+    experts = draw.integers(5, draw.rows(9), 2)
+    experts[3:4] = -1
     return experts
 
 
 def _permute(draw: InputGenerator) -> tuple[Any, ...]:
-    return (draw.normal(9, 7), sort_by_expert(_choices(draw), 5).order, 2)
+    return (draw.normal(draw.rows(9), 7), sort_by_expert(_choices(draw), 5).order, 2)
 
 
 def _unpermute(draw: InputGenerator) -> tuple[Any, ...]:
     order = sort_by_expert(_choices(draw), 5).order
-    return (draw.normal(len(order), 7), order, draw.normal(9, 2))
+    return (draw.normal(len(order), 7), order, draw.normal(draw.rows(9), 2))
 
 
 def _some_documents(draw: InputGenerator) -> torch.Tensor:
     """Returns ids of two sequences: three documents, and one that ends before the padding."""
-    return torch.tensor([[4] * 2 + [7] * 1 + [5] * 8, [0] * 8 + [-1] * 3], device=draw.device)
+    ids = torch.tensor([[4] * 2 + [7] * 1 + [5] * 8, [0] * 8 + [-1] * 3], device=draw.device)
+    return _of_rows(ids, draw.rows(11))
 
 
 def _causal_conv(
     draw: InputGenerator, *, documents: bool = False, state: bool = False
 ) -> tuple[Any, ...]:
     return (
-        draw.normal(11, 2, 6),
+        draw.normal(draw.rows(11), 2, 6),
         draw.normal(6, 4),
         draw.normal(6),
         _some_documents(draw) if documents else None,
@@ -264,13 +299,13 @@ def _causal_conv(
 def _gated_delta_rule(
     draw: InputGenerator, *, documents: bool = False, state: bool = False
 ) -> tuple[Any, ...]:
-    decay = draw.normal(11, 2, 4)
+    decay = draw.normal(draw.rows(11), 2, 4)
     return (
-        draw.normal(11, 2, 2, 5),
-        draw.normal(11, 2, 2, 5, mean=0.1),
-        draw.normal(11, 2, 4, 3),
+        draw.normal(draw.rows(11), 2, 2, 5),
+        draw.normal(draw.rows(11), 2, 2, 5, mean=0.1),
+        draw.normal(draw.rows(11), 2, 4, 3),
         (-decay.detach().abs()).requires_grad_(),
-        draw.normal(11, 2, 4, mean=0.5).detach().sigmoid().requires_grad_(),
+        draw.normal(draw.rows(11), 2, 4, mean=0.5).detach().sigmoid().requires_grad_(),
         _some_documents(draw) if documents else None,
         draw.normal(2, 4, 5, 3) if state else None,
         True,
@@ -281,11 +316,11 @@ def _ssd_scan(
     draw: InputGenerator, *, documents: bool = False, state: bool = False, chunk_size: int = 4
 ) -> tuple[Any, ...]:
     return (
-        draw.normal(11, 2, 4, 3),
-        draw.normal(11, 2, 4),
+        draw.normal(draw.rows(11), 2, 4, 3),
+        draw.normal(draw.rows(11), 2, 4),
         (-draw.normal(4).exp()).detach().requires_grad_(),
-        draw.normal(11, 2, 2, 5),
-        draw.normal(11, 2, 2, 5, mean=0.2),
+        draw.normal(draw.rows(11), 2, 2, 5),
+        draw.normal(draw.rows(11), 2, 2, 5, mean=0.2),
         draw.normal(4),
         draw.normal(4, mean=-1),
         _some_documents(draw) if documents else None,
@@ -295,7 +330,12 @@ def _ssd_scan(
 
 
 def _index_scores(draw: InputGenerator) -> tuple[Any, ...]:
-    return (draw.normal(5, 2, 3, 8), draw.normal(9, 2, 8), draw.normal(5, 2, 3, mean=0.5))
+    rows, keys = draw.rows(5), draw.rows(9)
+    return (
+        draw.normal(rows, 2, 3, 8),
+        draw.normal(keys, 2, 8),
+        draw.normal(rows, 2, 3, mean=0.5),
+    )
 
 
 BLOCKS: Final[dict[str, dict[str, Any]]] = {

@@ -1,13 +1,23 @@
-"""Checks of every usable backend against the reference in float64, values and gradients."""
+"""Checks of every usable backend against the reference in float64, values and gradients.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+A check is a case of `megatron_kernels.cases` with one kind of inputs (`INPUTS`): as the case writes
+them, without rows, with one row, with many, not contiguous, or with a NaN or an infinity in the
+first tensor. Errors are within the tolerance of the dtype.
+
+Where the reference gives NaN or an infinity, so must a backend. It may spread it, as chunks do, but
+not far over the outputs. A gradient with NaN in the reference has NaN. Other elements of gradients
+are not compared then, since functions have several gradients at NaN. `KNOWN` lists deviations of
+torch's own kernels, which are reported and do not fail.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from megatron_kernels.cases import CASES, Case, InputGenerator
+from megatron_kernels.cases import CASES, Case, InputGenerator, Size
 from megatron_kernels.registry import Backend
 
 TOLERANCES = {
@@ -17,13 +27,36 @@ TOLERANCES = {
     torch.bfloat16: 4e-2,
 }
 
+Outcome = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Outputs and gradients of a call."""
+
+Inputs = Literal["small", "empty", "one", "large", "strided", "nan", "inf"]
+INPUTS: Final[tuple[Inputs, ...]] = get_args(Inputs)
+"""Kinds of inputs of a case."""
+
+KNOWN: Final[dict[tuple[str, str, str, Inputs], str]] = {
+    (op, "torch", "cpu", "nan"): "torch's kernel returns zeros for a query with NaN, unless the "
+    "number of keys is a multiple of 16 (torch 2.13)"
+    for op in ("attention", "attention_forward")
+}
+"""Known deviations by operation, backend, type of device and inputs."""
+
+_SIZES: Final[tuple[Size, ...]] = get_args(Size)
+_VALUES: Final = {"nan": torch.nan, "inf": torch.inf}
+_SPREAD: Final = 1 / 8
+"""Part of the outputs that may be NaN or infinite where the reference has numbers."""
+
+_LARGE: Final = 4.0
+"""Times the tolerance that sums over many rows may deviate, such as gradients of gains."""
+
 
 @dataclass(frozen=True)
 class Result:
     """The outcome of one check.
 
     Both errors are the largest deviations, relative to the largest reference value if that is above
-    1. They are 0 if the backend does not support the case.
+    1. They are infinite if NaN or infinities are not where they must be, and 0 if the backend does
+    not support the case.
 
     Attributes:
         op: Name of the operation.
@@ -33,6 +66,9 @@ class Result:
         unsupported_reason: Why the backend does not support the case; None if it does.
         error: Largest error of the outputs.
         gradient_error: Largest error of the gradients.
+        inputs: Kind of the inputs.
+        known: Why a deviation is known and not a defect of the backend; None if it is none.
+        failure: The error that the backend raised; None if it raised none.
     """
 
     op: str
@@ -42,53 +78,129 @@ class Result:
     unsupported_reason: str | None
     error: float
     gradient_error: float
+    inputs: Inputs = "small"
+    known: str | None = None
+    failure: str | None = None
+
+    @property
+    def within_tolerance(self) -> bool:
+        """Whether both errors are within the tolerance of the dtype (NaN is not)."""
+        allowed = TOLERANCES[self.dtype] * (_LARGE if self.inputs == "large" else 1)
+        return self.error <= allowed and self.gradient_error <= allowed
 
     @property
     def passed(self) -> bool:
-        """Whether both errors are within the tolerance of the dtype (NaN is not)."""
-        allowed = TOLERANCES[self.dtype]
-        return self.unsupported_reason is not None or (
-            self.error <= allowed and self.gradient_error <= allowed
-        )
+        """Whether the backend does not support the case, or is right, or its deviation is known."""
+        excused = self.unsupported_reason is not None or self.known is not None
+        return excused or self.within_tolerance
 
 
-def check(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
-    """Checks every backend of every operation on small inputs.
+def check(
+    dtype: torch.dtype,
+    device: torch.device,
+    inputs: Sequence[Inputs] = ("small",),
+    ops: Sequence[str] = (),
+) -> Iterator[Result]:
+    """Checks every backend of every operation.
 
     The reference is checked too, in dtypes other than float64.
+
+    Args:
+        dtype: Dtype of the inputs.
+        device: Device of the inputs.
+        inputs: Kinds of inputs.
+        ops: Names of operations. Defaults to all.
     """
     for case in CASES:
+        if ops and case.op.name not in ops:
+            continue
         checked = case.op.backends[:-1] if dtype is torch.float64 else case.op.backends
-        for backend in checked:
-            yield check_backend(case, backend, dtype, device)
+        for kind in inputs:
+            arguments = make_arguments(case, InputGenerator(dtype, device), kind)
+            expected = run_exactly(case, arguments)
+            for backend in checked:
+                yield _compare(case, backend, kind, arguments, expected)
 
 
-def check_backend(case: Case, backend: Backend, dtype: torch.dtype, device: torch.device) -> Result:
+def count_checks(dtype: torch.dtype, inputs: Sequence[Inputs], ops: Sequence[str] = ()) -> int:
+    """Returns the number of results of `check`."""
+    cases = [case for case in CASES if not ops or case.op.name in ops]
+    return len(inputs) * sum(len(case.op.backends) - (dtype is torch.float64) for case in cases)
+
+
+def check_backend(
+    case: Case, backend: Backend, dtype: torch.dtype, device: torch.device, inputs: Inputs = "small"
+) -> Result:
     """Runs one case with a backend in `dtype`, and with the reference in float64."""
-    arguments = case.arguments(InputGenerator(dtype, device))
-    name, reference = case.op.name, case.op.backends[-1]
+    arguments = make_arguments(case, InputGenerator(dtype, device), inputs)
+    return _compare(case, backend, inputs, arguments, run_exactly(case, arguments))
+
+
+def _compare(
+    case: Case,
+    backend: Backend,
+    inputs: Inputs,
+    arguments: tuple[Any, ...],
+    expected: Outcome,
+) -> Result:
+    first: Tensor = arguments[0]
+    result = Result(case.op.name, case.label, backend.name, first.dtype, None, 0.0, 0.0, inputs)
     unsupported_reason = backend.unsupported_reason(*arguments)
     if unsupported_reason is not None:
-        return Result(name, case.label, backend.name, dtype, unsupported_reason, 0.0, 0.0)
-    exact = tuple(_in_float64(value) for value in arguments)
-    expected, actual = _run(reference, exact), _run(backend, arguments)
+        return replace(result, unsupported_reason=unsupported_reason)
+    known = KNOWN.get((case.op.name, backend.name, first.device.type, inputs))
+    try:
+        actual = _run(backend, arguments)
+    except Exception as error:  # noqa: BLE001 - of a kernel or its compiler; it is the result
+        failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return replace(result, error=torch.inf, gradient_error=torch.inf, failure=failure)
+    measures = _deviation, _lost_nan if inputs in _VALUES else _deviation
     outputs, gradients = (
-        max((_deviation(a, e) for a, e in zip(found, known, strict=True)), default=0.0)
-        for found, known in zip(actual, expected, strict=True)
+        _largest(measure, found, wanted)
+        for measure, found, wanted in zip(measures, actual, expected, strict=True)
     )
-    return Result(name, case.label, backend.name, dtype, None, outputs, gradients)
+    return replace(result, error=outputs, gradient_error=gradients, known=known)
 
 
-def _run(
-    backend: Backend, arguments: tuple[Any, ...]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def run_exactly(case: Case, arguments: tuple[Any, ...]) -> Outcome:
+    """Returns what the reference computes in float64."""
+    return _run(case.op.backends[-1], tuple(_in_float64(value) for value in arguments))
+
+
+def make_arguments(case: Case, generator: InputGenerator, inputs: Inputs) -> tuple[Any, ...]:
+    """Returns the arguments of a case with one kind of inputs."""
+    if inputs in _SIZES:
+        sized = InputGenerator(generator.dtype, generator.device, generator.seed, inputs)
+        return case.arguments(sized)
+    arguments = case.arguments(generator)
+    if inputs == "strided":
+        return tuple(_strided(value) if _is_float(value) else value for value in arguments)
+    first, *others = arguments
+    spoilt = first.detach().clone()
+    spoilt[len(spoilt) // 2].view(-1)[-1] = _VALUES[inputs]
+    return (spoilt.requires_grad_(first.requires_grad), *others)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _strided(x: Tensor) -> Tensor:
+    """Returns a leaf with the same values, of which no two are neighbours in memory."""
+    wide = torch.stack((x.detach(), torch.full_like(x, torch.nan)), -1)
+    return wide[..., 0].requires_grad_(x.requires_grad)
+
+
+def _run(backend: Backend, arguments: tuple[Any, ...]) -> Outcome:
     """Returns the outputs, and the gradients of a weighted sum of those with a gradient."""
     found = backend.run(*arguments)
     outputs = found if isinstance(found, tuple) else (found,)
     leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
     followed = [out for out in outputs if out.requires_grad]
     weights = [_weights(out) for out in followed]
-    gradients = torch.autograd.grad(followed, leaves, weights) if followed else ()
+    gradients: tuple[Tensor, ...] = ()
+    if followed:
+        gradients = torch.autograd.grad(followed, leaves, weights, materialize_grads=True)
     return tuple(out.detach() for out in outputs), gradients
 
 
@@ -104,6 +216,32 @@ def _in_float64(value: Any) -> Any:
     return value
 
 
+def _largest(
+    measure: Callable[[Tensor, Tensor], float],
+    found: tuple[Tensor, ...],
+    wanted: tuple[Tensor, ...],
+) -> float:
+    """Returns the largest error of several tensors; infinity if some are missing."""
+    if len(found) != len(wanted):
+        return torch.inf
+    return max(map(measure, found, wanted), default=0.0)
+
+
 def _deviation(actual: Tensor, expected: Tensor) -> float:
-    scale = max(1.0, float(expected.abs().max()))
-    return float((actual.double() - expected).abs().max()) / scale
+    """Returns the largest deviation; infinity if shapes differ or NaN is not where it must be."""
+    if actual.shape != expected.shape:
+        return torch.inf
+    if not actual.numel():
+        return 0.0
+    finite, wanted = actual.isfinite(), expected.isfinite()
+    spread = int((wanted & ~finite).sum())
+    if bool((finite & ~wanted).any()) or spread > _SPREAD * int((~wanted).any()) * wanted.numel():
+        return torch.inf
+    scale = max(1.0, float(expected.where(wanted, 0).abs().max()))
+    return float((actual.double() - expected).where(finite & wanted, 0).abs().max()) / scale
+
+
+def _lost_nan(actual: Tensor, expected: Tensor) -> float:
+    """Returns infinity if only the reference has NaN or infinities, else 0."""
+    lost = bool(actual.isfinite().all()) and not bool(expected.isfinite().all())
+    return torch.inf if lost else 0.0

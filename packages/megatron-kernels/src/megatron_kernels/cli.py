@@ -11,10 +11,12 @@ from megatron_kernels.errors import KernelError
 if TYPE_CHECKING:
     import torch
 
+    from megatron_kernels.check import Result
     from megatron_kernels.registry import BackendChoice
 
 PROG = "megatron-kernels"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+INPUTS = ("small", "empty", "one", "large", "strided", "nan", "inf")
 
 
 def build_parser() -> Parser:
@@ -36,13 +38,18 @@ def build_parser() -> Parser:
     check = commands.add_parser(
         "check",
         help="compare every usable backend with the reference in float64",
-        description="Run every backend on small inputs, compare values and gradients with the "
+        description="Run every backend on a grid of inputs, compare values and gradients with the "
         "reference in float64, and exit with 1 if any deviation exceeds the dtype's tolerance.",
     )
+    check.add_argument("ops", nargs="*", metavar="OP", help="operations; without any, all")
     check.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:1, …")
     check.add_argument(
         "--dtype", choices=DTYPES, nargs="+", default=list(DTYPES[:3]), metavar="DTYPE",
         help=f"one or more of {', '.join(DTYPES)}",
+    )  # fmt: skip
+    check.add_argument(
+        "--inputs", choices=INPUTS, nargs="+", default=list(INPUTS), metavar="KIND",
+        help=f"one or more of {', '.join(INPUTS)}",
     )  # fmt: skip
     check.set_defaults(run=_check)
     return parser
@@ -80,29 +87,55 @@ def _names(choices: dict["BackendChoice", list[str]]) -> list[str]:
 def _check(arguments: argparse.Namespace) -> int:
     import torch
 
-    from megatron_kernels.check import TOLERANCES, check
+    from megatron_kernels._progress import progress
+    from megatron_kernels.check import TOLERANCES, Result, check, count_checks
+    from megatron_kernels.choices import find_operation
 
     device = _device(arguments.device)
+    ops, inputs = [find_operation(name).name for name in arguments.ops], arguments.inputs
     failed = run = 0
     skipped: dict[str, None] = {}
+    known: dict[str, None] = {}
     for name in arguments.dtype:
         dtype = getattr(torch, name)
-        print(f"{name} on {device}, tolerance {TOLERANCES[dtype]:g}")
-        print(f"  {'operation':<30} {'backend':<11} {'error':>8} {'gradient':>9}")
-        for result in check(dtype, device):
+        print(f"{name} on {device}, tolerance {TOLERANCES[dtype]:g}, inputs {', '.join(inputs)}")
+        print(f"  {'operation':<40} {'backend':<18} {'error':>8} {'gradient':>9}")
+        rows: dict[tuple[str, str], list[Result]] = {}
+        checks = check(dtype, device, inputs, ops)
+        for result in progress(checks, count_checks(dtype, inputs, ops), "checks"):
             if result.unsupported_reason is not None:
                 skipped[f"  {result.op}, {result.backend}: {result.unsupported_reason}"] = None
                 continue
-            run += 1
-            failed += not result.passed
             title = f"{result.op} ({result.case})" if result.case else result.op
-            verdict = "" if result.passed else "  FAILED"
-            numbers = f"{result.error:8.1e} {result.gradient_error:9.1e}"
-            print(f"  {title:<30} {result.backend:<11} {numbers}{verdict}")
+            rows.setdefault((title, result.backend), []).append(result)
+        for (title, backend), results in rows.items():
+            right = [result for result in results if result.within_tolerance]
+            wrong = [result for result in results if not result.passed]
+            run += len(results)
+            failed += len(wrong)
+            if right or wrong:
+                error = max(result.error for result in wrong or right)
+                gradient = max(result.gradient_error for result in wrong or right)
+                print(f"  {title:<40} {backend:<18} {error:8.1e} {gradient:9.1e}{_verdict(wrong)}")
+            known |= {
+                f"  {title}, {backend}, {each.inputs}: {each.known}": None
+                for each in results
+                if each.known is not None and not each.within_tolerance
+            }
     if skipped:
         print("not checked", *skipped, sep="\n")
+    if known:
+        print("known deviations", *known, sep="\n")
     print(f"{run - failed} of {run} checks passed")
     return 1 if failed else 0
+
+
+def _verdict(wrong: "Sequence[Result]") -> str:
+    """Returns the inputs that a backend fails with, and its error if it raised one."""
+    if not wrong:
+        return ""
+    raised = next((f": {each.failure}" for each in wrong if each.failure is not None), "")
+    return f"  FAILED with {', '.join(each.inputs for each in wrong)}{raised}"
 
 
 def _device(name: str) -> "torch.device":

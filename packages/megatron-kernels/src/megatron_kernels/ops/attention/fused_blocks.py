@@ -81,7 +81,9 @@ def fused_backward(
     allowed, is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
     width = v.shape[-1]
     heads = _views(q, k, v)
-    finals = tuple(_padded(x.permute(1, 2, 0, 3), q.shape[-1] - width) for x in (dout, out))
+    finals = tuple(
+        _adjacent(_padded(x, q.shape[-1] - width)).permute(1, 2, 0, 3) for x in (dout, out)
+    )
     rows = lse.permute(1, 2, 0)
     # All scores of a row without keys are -inf; any finite lse makes their probabilities zero.
     rows = rows.masked_fill(torch.isneginf(rows), 0)
@@ -151,9 +153,13 @@ def _views(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     v = _padded(v, q.shape[-1] - v.shape[-1])
     if q.device.type != "cpu" and q.shape[2] != k.shape[2]:
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    adjacent = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    first, second, third = (x.permute(1, 2, 0, 3) for x in adjacent)
+    first, second, third = (_adjacent(x).permute(1, 2, 0, 3) for x in (q, k, v))
     return first, second, third
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """Returns a tensor whose channels are neighbours in memory; the kernels do not check that."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _padded(x: Tensor, channels: int) -> Tensor:

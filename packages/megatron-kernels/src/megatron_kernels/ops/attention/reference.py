@@ -133,8 +133,8 @@ def _dropped(p: Tensor, dropout: DropoutLike | None) -> Tensor:
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """Returns `[s, b, n, ...]` as `[s, b, g, n/g, ...]`."""
-    s, b, _, *rest = x.shape
-    return x.view(s, b, groups, -1, *rest)
+    s, b, n, *rest = x.shape
+    return x.view(s, b, groups, n // groups, *rest)
 
 
 def _grouped(lse: Tensor, groups: int) -> Tensor:

@@ -223,7 +223,7 @@ class _Run:
     def tiles(self) -> Iterator[Tile]:
         """Yields tiles whose heads are of whole groups, or of one group."""
         samples, heads, queries, _ = self.q.shape
-        rows = min(_ROWS, queries)
+        rows = max(1, min(_ROWS, queries))
         for start in range(0, queries, rows):
             end = min(start + rows, queries)
             keys = end if self.is_causal else self.k.shape[2]

@@ -82,7 +82,7 @@ def sum_rows(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     indices[order] = torch.arange(count, dtype=order.dtype, device=order.device)
     if count < n * k:  # a row of zeros for choices without a row
         rows = functional.pad(rows, (0, 0, 0, 1))
-    outputs = rows.index_select(0, indices).view(n, k, -1)
+    outputs = rows.index_select(0, indices).view(n, k, rows.shape[1])
     return torch.einsum("nkh,nk->nh", upcast(outputs), upcast(weights)).to(rows.dtype)
 
 

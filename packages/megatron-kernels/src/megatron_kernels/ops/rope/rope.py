@@ -21,7 +21,8 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     else:
         pairs = rotated.view(*x.shape[:-1], 2, half).transpose(-1, -2)
     rotation = torch.complex(cos.to(values.dtype), sin.to(values.dtype))[:, :, None, :]
-    pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * rotation)
+    product = torch.complex(*pairs.unbind(-1)) * rotation
+    pairs = torch.stack((product.real, product.imag), -1)
     rotated = (pairs if interleaved else pairs.transpose(-1, -2)).flatten(-2)
     return torch.cat((rotated, rest), -1).to(x.dtype)
 

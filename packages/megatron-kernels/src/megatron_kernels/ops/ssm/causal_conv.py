@@ -73,6 +73,8 @@ def fused_unsupported_reason(
     """Returns why torch's convolution does not support the arguments, or None."""
     if document_ids is not None:
         return "there are document ids; it would read across document ends"
+    if not len(x):
+        return "there are no tokens"
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return f"x is {x.dtype}, weight {weight.dtype}; they must agree"
     return None

@@ -62,7 +62,7 @@ def step_by_step(
         change = weight[..., None] * (value - recalled)
         state = state + key[..., None] * change[..., None, :]
         out.append(torch.einsum("bnd,bnde->bne", query, state))
-    y = torch.stack(out)
+    y = torch.stack(out) if out else torch.zeros_like(v)
     if document_ids is not None:
         y = y.masked_fill(padding[..., None], 0)
     return GatedDeltaRuleOutput(y.to(dtype), state)
@@ -147,8 +147,8 @@ def chunked_unsupported_reason(
     initial_state: Tensor | None,
     l2_norm: bool,
 ) -> str | None:
-    """Returns that a single token makes no chunk."""
-    return "one token is one step" if len(v) == 1 else None
+    """Returns that fewer than two tokens make no chunk."""
+    return "one token is one step" if len(v) < 2 else None
 
 
 @op(

@@ -5,7 +5,7 @@ outer product of `dt x` and `B`; its output is the product of the state and `C`.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -75,7 +75,8 @@ def reference(
         entry = (steps.dt[t][..., None] * values[t])[..., None] * b[t][:, :, None]
         now = decay * now + entry
         outputs.append((now * c[t][:, :, None]).sum(-1))
-    return SsdOutput(_finish(torch.stack(outputs), values, d, steps.real).to(x.dtype), now)
+    y = torch.stack(outputs) if outputs else torch.zeros_like(values)
+    return SsdOutput(_finish(y, values, d, steps.real).to(x.dtype), now)
 
 
 def chunked(
@@ -122,8 +123,15 @@ def chunked(
     return SsdOutput(_finish(y, values, d, steps.real).to(x.dtype), now.flatten(1, 2))
 
 
+def chunked_unsupported_reason(x: Tensor, *_: Any) -> str | None:
+    """Returns that a sequence without tokens has no chunk."""
+    return None if len(x) else "there are no tokens"
+
+
 @op(
-    Backend("chunked", chunked, accept_all, "plain torch, matrix products inside chunks"),
+    Backend(
+        "chunked", chunked, chunked_unsupported_reason, "plain torch, matrix products inside chunks"
+    ),
     Backend("reference", reference, accept_all, "plain torch, the recurrence token by token"),
 )
 def ssd_scan(
