@@ -37,9 +37,10 @@ UNUSED_BY_NAME = "|".join(
     )
 )
 
-# Imported although not declared: Apex is built from its repository (the project of that name on the
-# index is another), so kernels only looks for it.
-UNDECLARED = "apex"
+# Imported although not declared: Apex (the project of that name on the index is another) and
+# flash-attn 3 are built from their repositories, so kernels only looks for them. The kernels of
+# Transformer Engine come with it.
+UNDECLARED = "apex|flash_attn_interface|transformer_engine_torch"
 
 
 def command(package: str, folder: Path) -> list[str]:

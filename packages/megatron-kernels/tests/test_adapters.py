@@ -1,6 +1,7 @@
 """Adapters of libraries that need a GPU, with plain replacements of the libraries."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import fake_libraries
@@ -8,6 +9,7 @@ import pytest
 import torch
 from megatron_kernels import Mask, Scores, attention, layer_norm, linear, rms_norm, takes_lengths
 from megatron_kernels.ops import transformer_engine
+from megatron_kernels.ops.attention import flex as flex_attention
 from megatron_kernels.ops.attention.flash import (
     flash,
     flash_3,
@@ -207,3 +209,12 @@ def test_libraries_refuse_two_dtypes_and_missing_parameters() -> None:
     assert transformer_engine.rms_norm_unsupported_reason(x, None, 1e-5) == "needs a gain"
     reason = transformer_engine.linear_unsupported_reason(x, drawn(7, 16), None)
     assert reason == "needs a CUDA tensor, x is on cpu"
+
+
+def test_flex_attention_on_a_cpu_has_no_backward_pass() -> None:
+    q = drawn(9, 2, 4, 16, dtype=torch.float32)
+    reason = partial(flex_attention.flex_unsupported_reason, q, q, q, Mask(), Scores(), 0)
+    assert reason() == "on a CPU it has no backward pass"
+    with torch.no_grad():
+        assert reason() is None
+    assert attention.explain(q.detach(), q.detach(), q.detach(), Mask()).backend == "torch"

@@ -1,4 +1,4 @@
-"""The command `megatron-kernels`: lists the backends of this machine and checks them."""
+"""The command `megatron-kernels`: lists the backends of a machine, checks and measures them."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,17 +11,21 @@ from megatron_kernels.errors import KernelError
 if TYPE_CHECKING:
     import torch
 
+    from megatron_kernels.bench import Report
     from megatron_kernels.check import Result
     from megatron_kernels.registry import BackendChoice
 
 PROG = "megatron-kernels"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+SIZES = ("small", "medium", "large")
 INPUTS = ("small", "empty", "one", "large", "strided", "nan", "inf")
 
 
 def build_parser() -> Parser:
-    """Returns the parser with both subcommands."""
-    parser = Parser(prog=PROG, description="List and check the backends of every operation.")
+    """Returns the parser with all subcommands."""
+    parser = Parser(
+        prog=PROG, description="List, check and measure the backends of every operation."
+    )
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -52,6 +56,20 @@ def build_parser() -> Parser:
         help=f"one or more of {', '.join(INPUTS)}",
     )  # fmt: skip
     check.set_defaults(run=_check)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure every usable backend against the limits of the device",
+        description="Time all backends of calls at the sizes of models, interleaved with a copy "
+        "and a matrix product, and print medians, rates and the share of the bound.",
+    )
+    bench.add_argument("ops", nargs="*", metavar="OP", help="operations; without any, all")
+    bench.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:1, …")
+    bench.add_argument("--dtype", choices=DTYPES, default="float32", help="precision")
+    bench.add_argument("--size", choices=SIZES, default="medium", help="sizes of the calls")
+    bench.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds of all backends")
+    bench.add_argument("--picture", metavar="FILE", help="draw a roofline, such as roofline.png")
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -136,6 +154,59 @@ def _verdict(wrong: "Sequence[Result]") -> str:
         return ""
     raised = next((f": {each.failure}" for each in wrong if each.failure is not None), "")
     return f"  FAILED with {', '.join(each.inputs for each in wrong)}{raised}"
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import torch
+
+    from megatron_kernels._progress import progress
+    from megatron_kernels.bench import Report, bench, workloads_of
+    from megatron_kernels.choices import find_operation
+
+    if arguments.rounds < 1:
+        raise KernelError(f"--rounds {arguments.rounds} is not positive; use for example 7")
+    device, dtype = _device(arguments.device), getattr(torch, arguments.dtype)
+    ops = [find_operation(name).name for name in arguments.ops]
+    if missing := [name for name in ops if not workloads_of([name])]:
+        raise KernelError(f"{missing[0]} is not measured; leave it out")
+    threads = torch.get_num_threads()
+    where = f"{device}, 1 thread, CPU time" if threads == 1 else f"{device}, {threads} threads"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    title = f"{arguments.dtype}, {arguments.size}, on {where}"
+    print(f"{title}: medians of {arguments.rounds} rounds, ms")
+    print(f"  {'backend':<18} {'forward':>9} {'both':>9} {'rate':>14} {'of bound':>9}")
+    reports: list[Report] = []
+    calls = bench(device, dtype, arguments.size, ops, arguments.rounds)
+    for report in progress(calls, len(workloads_of(ops)), "calls"):
+        reports.append(report)
+        _print_report(report)
+    if arguments.picture is not None:
+        from megatron_kernels.roofline import write_roofline
+
+        write_roofline(reports, Path(arguments.picture), title)
+        print(f"wrote {arguments.picture}")
+    return 0
+
+
+def _print_report(report: "Report") -> None:
+    """Prints the rates of the device in these rounds, and a line for each backend."""
+    rates, found = report
+    limits = f"copy {rates.bytes / 1e9:,.1f} GB/s, product {rates.flops / 1e9:,.1f} GFLOP/s"
+    print(f"{found[0].title}  [{limits}]")
+    for each in found:
+        if each.reason is not None:
+            print(f"  {each.backend:<18} cannot: {each.reason}")
+            continue
+        rate = f"{each.rate / 1e9:.3g} {'GFLOP/s' if each.by_products else 'GB/s'}"
+        both = f"{1e3 * each.both:9.3f}" if each.both else f"{'':>9}"
+        label = "" if each.label is None else f"  on request only, {each.label}"
+        print(
+            f"  {each.backend:<18} {1e3 * each.forward:9.3f} {both} "
+            f"{rate:>14} {each.share:>9.0%}{label}"
+        )
 
 
 def _device(name: str) -> "torch.device":

@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.errors import KernelError
+from megatron_kernels.ops.attention import flex as flex_attention
 from megatron_kernels.ops.attention.batch_invariant import (
     invariant,
     invariant_unsupported_reason,
@@ -35,6 +36,13 @@ from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
         FLASH_3, flash_3, flash_3_unsupported_reason, "flash-attn 3, dense and varlen", NEVER_RUN
     ),
     Backend("torch", sdpa, sdpa_unsupported_reason, "F.scaled_dot_product_attention"),
+    Backend(
+        flex_attention.NAME,
+        flex_attention.flex,
+        flex_attention.flex_unsupported_reason,
+        "FlexAttention, compiled by shape",
+        on_request=NEVER_RUN,
+    ),
     Backend("tiles", tiled, tiled_unsupported_reason, "tiles in the cache, for dropout on CPUs"),
     Backend(
         NAME, invariant, invariant_unsupported_reason, "tiles at fixed positions", on_request=SLOWER

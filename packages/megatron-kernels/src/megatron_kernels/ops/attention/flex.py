@@ -1,0 +1,147 @@
+"""Attention by torch's FlexAttention, which compiles a kernel for any mask and score function.
+
+It computes what `scaled_dot_product_attention` does not, or only by writing out all scores:
+soft-cap, slopes, sinks, and a bias with any mask. Blocks of 128 queries and 128 keys without an
+allowed pair are skipped.
+
+On CUDA it has both passes. On a CPU it has no backward pass (torch 2.13). The first call of a shape
+compiles for seconds to a minute.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from megatron_kernels.ops.attention.dropout import DropoutLike
+from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.scores import Scores
+
+NAME: Final = "flex"
+"""Name of the backend."""
+
+_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scores: Scores,
+    query_offset: int,
+    dropout: DropoutLike | None = None,
+) -> Tensor:
+    """Calls `flex_attention`, compiled; in compiled code as a part of it."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    attend: Callable[..., Any] = flex_attention
+    if not torch.compiler.is_compiling():
+        attend = compiled()
+    end = query_offset + q.shape[0]
+    if k.shape[0] > end and mask.causal and mask.keys_in_order:
+        k, v = k[:end], v[:end]  # unused room of a cache
+    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    out, aux = attend(
+        *heads,
+        score_mod=_score_function(q, k, mask, scores, query_offset),
+        block_mask=_block_mask(q, k, mask, query_offset),
+        scale=scores.scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+        return_aux=AuxRequest(lse=True),
+    )
+    if scores.sinks is not None:  # a share of the softmax without a value
+        share = torch.sigmoid(aux.lse - scores.sinks.to(aux.lse.dtype)[:, None])
+        out = (out * share[..., None]).to(q.dtype)
+    result: Tensor = out.permute(2, 0, 1, 3)
+    return result
+
+
+@functools.cache
+def compiled() -> Callable[..., Any]:
+    """Returns the compiled function. Importing the compiler takes seconds, so a call does it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    found: Callable[..., Any] = torch.compile(flex_attention)
+    return found
+
+
+def _block_mask(q: Tensor, k: Tensor, mask: Mask, query_offset: int) -> Any:
+    """Returns the mask by blocks, or None if every query may attend to every key."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    queries, keys = q.shape[0], k.shape[0]
+    allowed, is_causal = mask.lower(queries, keys, query_offset, device=q.device)
+    if allowed is None and not is_causal:
+        return None
+    # Lambdas, since it counts the arguments of functions by their code.
+    rule: Callable[..., Tensor] = lambda _, __, query, key: query >= key  # noqa: E731
+    samples = 1
+    if allowed is not None:
+        samples = len(allowed)
+        rule = lambda sample, _, query, key: allowed[sample % samples, query, key]  # noqa: E731
+    return create_block_mask(rule, samples, None, queries, keys, device=q.device)
+
+
+def _score_function(
+    q: Tensor, k: Tensor, mask: Mask, scores: Scores, query_offset: int
+) -> Callable[..., Tensor] | None:
+    """Returns what becomes of a scaled product, or None if nothing does."""
+    if not scores.softcap and scores.slopes is None and scores.bias is None:
+        return None
+    distances = None
+    if scores.slopes is not None and mask.positions is not None:
+        distances = mask.distance(q.shape[0], k.shape[0], query_offset, device=q.device)
+    return lambda score, sample, head, query, key: _changed(
+        score, (sample, head, query, key), scores, distances, query_offset
+    )
+
+
+def _changed(
+    score: Tensor,
+    at: tuple[Tensor, Tensor, Tensor, Tensor],
+    scores: Scores,
+    distances: Tensor | None,
+    query_offset: int,
+) -> Tensor:
+    """Returns a scaled product after soft-cap, bias and slopes."""
+    sample, head, query, key = at
+    if scores.softcap:
+        score = scores.softcap * torch.tanh(score / scores.softcap)
+    if scores.bias is not None:
+        score = score + scores.bias[sample % len(scores.bias), head, query, key]
+    if scores.slopes is not None:
+        if distances is None:
+            distance = (query + query_offset - key).abs()
+        else:
+            distance = distances[sample % len(distances), query, key]
+        score = score - scores.slopes[head] * distance
+    return score
+
+
+def flex_unsupported_reason(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scores: Scores,
+    query_offset: int,
+    dropout: DropoutLike | None = None,
+) -> str | None:
+    """Returns why `flex` does not support these arguments."""
+    if dropout is not None:
+        return "it does not support dropout"
+    if q.dtype not in _DTYPES:
+        return f"needs float32, float16 or bfloat16, q is {q.dtype}"
+    if 0 in (*q.shape, *k.shape):
+        return "it does not support empty tensors"
+    if q.is_cuda:
+        return None
+    if q.device.type != "cpu":
+        return f"needs a CPU or CUDA tensor, q is on {q.device.type}"
+    given = (q, k, v, scores.bias, scores.sinks, scores.slopes)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        return "on a CPU it has no backward pass"
+    return None

@@ -1,0 +1,247 @@
+"""Calls of operations at the sizes of models, with the work that they cannot avoid.
+
+A layer of a model with 64 channels a head, as in training: `tokens` of one sequence, `width` of the
+residual stream, four times as wide feed-forward layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_kernels.cases import InputGenerator
+from megatron_kernels.ops.activation.gelu import gelu
+from megatron_kernels.ops.activation.swiglu import swiglu
+from megatron_kernels.ops.attention.attention import attention
+from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
+from megatron_kernels.ops.linear.linear import linear
+from megatron_kernels.ops.loss.cross_entropy import cross_entropy
+from megatron_kernels.ops.moe.grouped_matmul import grouped_matmul
+from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
+from megatron_kernels.ops.norm.layer_norm import layer_norm
+from megatron_kernels.ops.norm.rms_norm import rms_norm
+from megatron_kernels.ops.rope.frequencies import rope_frequencies, rope_tables
+from megatron_kernels.ops.rope.rope import rope
+from megatron_kernels.ops.softmax.softmax import softmax
+from megatron_kernels.ops.ssm.causal_conv import causal_conv
+from megatron_kernels.ops.ssm.gated_delta_rule import gated_delta_rule
+from megatron_kernels.ops.ssm.ssd_scan import ssd_scan
+from megatron_kernels.registry import Op
+
+WorkSize = Literal["small", "medium", "large"]
+_HEAD: Final = 64
+_EXPERTS: Final = 8
+_BACKWARD: Final = 2.0
+"""Products of the backward pass for one of the forward pass."""
+
+_RECOMPUTED: Final = 2.5
+"""The same for attention, which computes its scores again."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a layer.
+
+    Attributes:
+        tokens: Length of the sequence.
+        width: Width of the residual stream.
+        vocabulary: Number of logits of a token.
+    """
+
+    tokens: int
+    width: int
+    vocabulary: int
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self.width // _HEAD
+
+
+SHAPES: Final[dict[WorkSize, Shape]] = {
+    "small": Shape(256, 512, 2_048),
+    "medium": Shape(1_024, 1_024, 8_192),
+    "large": Shape(8_192, 4_096, 32_768),
+}
+"""Sizes by name: one for tests, one for a CPU, one for a GPU."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call of an operation at the size of a model.
+
+    Attributes:
+        op: The operation.
+        label: What is special about the call.
+        arguments: Makes its arguments.
+        products: Floating-point operations of matrix products in the forward pass. 0 for an
+            operation that is bound by memory.
+        backward: Products of the backward pass for one of the forward pass.
+    """
+
+    op: Op[Any, Any]
+    label: str
+    arguments: Callable[[InputGenerator, Shape], tuple[Any, ...]]
+    products: Callable[[Shape], float] = lambda _: 0.0
+    backward: float = _BACKWARD
+
+    @property
+    def title(self) -> str:
+        """Operation and label."""
+        return f"{self.op.name}, {self.label}" if self.label else self.op.name
+
+
+def least_bytes(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Returns the bytes that a forward pass must move, and both passes together.
+
+    The forward pass reads its inputs and writes its outputs. The backward pass reads the inputs and
+    the gradients of the outputs, and writes the gradients of the inputs.
+    """
+    inputs = [a for a in arguments if isinstance(a, Tensor)]
+    read = sum(a.numel() * a.element_size() for a in inputs)
+    written = sum(y.numel() * y.element_size() for y in outputs)
+    gradients = sum(a.numel() * a.element_size() for a in inputs if a.requires_grad)
+    return read + written, 2 * (read + written) + gradients
+
+
+def _stream(draw: InputGenerator, shape: Shape) -> Tensor:
+    return draw.normal(shape.tokens, 1, shape.width)
+
+
+def _heads(draw: InputGenerator, shape: Shape, groups: int | None = None) -> Tensor:
+    return draw.normal(shape.tokens, 1, groups or shape.heads, _HEAD)
+
+
+def _rope(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    table = torch.float64 if draw.dtype is torch.float64 else torch.float32
+    positions = torch.arange(shape.tokens, device=draw.device)
+    tables = rope_tables(positions, rope_frequencies(_HEAD, device=draw.device), table)
+    return (_heads(draw, shape), *tables, False)
+
+
+def _attention(
+    draw: InputGenerator, shape: Shape, mask: Mask, groups: int | None = None
+) -> tuple[Any, ...]:
+    k, v = (_heads(draw, shape, groups) for _ in range(2))
+    prepared = mask.prepare(shape.tokens, shape.tokens, device=draw.device)
+    return (_heads(draw, shape), k, v, prepared, PLAIN_SCORES, 0, None)
+
+
+def _softcap(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    q, k, v, mask, _, *rest = _attention(draw, shape, Mask())
+    return (q, k, v, mask, Scores(softcap=30.0), *rest)
+
+
+def _decode(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    """Returns one token of each of 16 sequences, without gradients."""
+    q = draw.normal(1, 16, shape.heads, _HEAD).detach()
+    k, v = (draw.normal(shape.tokens, 16, shape.heads, _HEAD).detach() for _ in range(2))
+    return (q, k, v, Mask(), PLAIN_SCORES, shape.tokens - 1, None)
+
+
+def _linear(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    return (_stream(draw, shape), draw.normal(4 * shape.width, shape.width), None)
+
+
+def _order(draw: InputGenerator, shape: Shape) -> Tensor:
+    return sort_by_expert(draw.integers(_EXPERTS, shape.tokens, 2), _EXPERTS).order
+
+
+def _grouped(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    counts = torch.full((_EXPERTS,), 2 * shape.tokens // _EXPERTS, device=draw.device)
+    x = draw.normal(2 * shape.tokens, shape.width)
+    return (x, draw.normal(_EXPERTS, shape.width, shape.width), counts, False)
+
+
+def _ssd(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    of_groups = (shape.tokens, 1, 1, _HEAD)
+    return (
+        _heads(draw, shape),
+        draw.normal(shape.tokens, 1, shape.heads),
+        (-draw.normal(shape.heads).exp()).detach().requires_grad_(),
+        draw.normal(*of_groups),
+        draw.normal(*of_groups),
+    )
+
+
+def _delta_rule(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    gate = draw.normal(shape.tokens, 1, shape.heads)
+    return (
+        *(_heads(draw, shape) for _ in range(3)),
+        (-gate.detach().abs()).requires_grad_(),
+        gate.detach().sigmoid().requires_grad_(),
+        None,
+        None,
+        True,
+    )
+
+
+def _attention_products(shape: Shape) -> float:
+    return 4.0 * shape.tokens**2 * shape.width
+
+
+WORKLOADS: Final = (
+    Workload(
+        layer_norm,
+        "",
+        lambda d, s: (_stream(d, s), d.normal(s.width), d.normal(s.width, mean=1), 1e-5, False),
+    ),
+    Workload(rms_norm, "", lambda d, s: (_stream(d, s), d.normal(s.width, mean=1), 1e-5, False)),
+    Workload(gelu, "tanh", lambda d, s: (d.normal(s.tokens, 1, 4 * s.width), "tanh")),
+    Workload(swiglu, "", lambda d, s: (d.normal(s.tokens, 1, 2, 4 * s.width),)),
+    Workload(softmax, "", lambda d, s: (d.normal(s.heads, 256, s.tokens), None, 0.125)),
+    Workload(rope, "", _rope),
+    Workload(
+        attention,
+        "causal",
+        lambda d, s: _attention(d, s, Mask()),
+        lambda s: _attention_products(s) / 2,
+        _RECOMPUTED,
+    ),
+    Workload(
+        attention,
+        "causal, grouped",
+        lambda d, s: _attention(d, s, Mask(), max(1, s.heads // 4)),
+        lambda s: _attention_products(s) / 2,
+        _RECOMPUTED,
+    ),
+    Workload(
+        attention,
+        "full",
+        lambda d, s: _attention(d, s, Mask(causal=False)),
+        _attention_products,
+        _RECOMPUTED,
+    ),
+    Workload(
+        attention,
+        "soft-cap",
+        _softcap,
+        lambda s: _attention_products(s) / 2,
+        _RECOMPUTED,
+    ),
+    Workload(attention, "decode, 16 sequences", _decode, lambda s: 64.0 * s.tokens * s.width),
+    Workload(linear, "", _linear, lambda s: 8.0 * s.tokens * s.width**2),
+    Workload(
+        cross_entropy,
+        "",
+        lambda d, s: (d.normal(s.tokens, s.vocabulary), d.integers(s.vocabulary, s.tokens)),
+    ),
+    Workload(grouped_matmul, "", _grouped, lambda s: 4.0 * s.tokens * s.width**2),
+    Workload(permute, "", lambda d, s: (d.normal(s.tokens, s.width), _order(d, s), 2)),
+    Workload(
+        unpermute,
+        "",
+        lambda d, s: (d.normal(2 * s.tokens, s.width), _order(d, s), d.normal(s.tokens, 2)),
+    ),
+    Workload(
+        causal_conv,
+        "",
+        lambda d, s: (_stream(d, s), d.normal(s.width, 4), d.normal(s.width), None, None),
+    ),
+    Workload(ssd_scan, "", _ssd),
+    Workload(gated_delta_rule, "", _delta_rule),
+)
+"""What `megatron-kernels bench` measures."""
