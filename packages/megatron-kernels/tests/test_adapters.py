@@ -217,4 +217,6 @@ def test_flex_attention_on_a_cpu_has_no_backward_pass() -> None:
     assert reason() == "on a CPU it has no backward pass"
     with torch.no_grad():
         assert reason() is None
+        sinks = Scores(sinks=torch.zeros(4))
+        assert "sinks" in str(flex_attention.flex_unsupported_reason(q, q, q, Mask(), sinks, 0))
     assert attention.explain(q.detach(), q.detach(), q.detach(), Mask()).backend == "torch"

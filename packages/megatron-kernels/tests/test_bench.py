@@ -25,8 +25,13 @@ def recorded(name: str, x: Tensor) -> Tensor:
     return 2 * x
 
 
+def broken() -> Tensor:
+    raise RuntimeError("no kernel image\nis available")
+
+
 @op(
     Backend("absent", lambda x: x, lambda _: "there is no such device", ""),
+    Backend("broken", lambda x: broken(), accept_all, ""),
     Backend("untried", lambda x: recorded("untried", x), accept_all, "", on_request=NEVER_RUN),
     Backend("plain", lambda x: recorded("plain", x), accept_all, ""),
 )
@@ -44,14 +49,15 @@ def test_all_backends_of_a_call_run_interleaved() -> None:
     shapes = ["untried both", "plain both"]  # each runs once before, for its outputs
     one_round = ["untried forward", "untried both", "plain forward", "plain both"]
     assert calls == shapes + 4 * one_round
-    absent, untried, plain = found
+    absent, failing, untried, plain = found
+    assert failing.reason == "RuntimeError: no kernel image"
     assert (absent.reason, absent.forward) == ("there is no such device", 0.0)
     assert untried.label == NEVER_RUN and plain.label is None
     assert rates.bytes > 0 and rates.flops > 0
 
 
 def test_the_bound_is_the_longer_time_of_products_and_bytes() -> None:
-    rates, (_, _, plain) = measure(TWICE, CPU, torch.float32, "small", rounds=1)
+    rates, (*_, plain) = measure(TWICE, CPU, torch.float32, "small", rounds=1)
     moved = 2 * (2 * 8 * 4 * 4) + 8 * 4 * 4  # x and y twice, and the gradient of x
     assert (plain.moved, plain.products) == (moved, 3000.0)
     assert plain.bound == max(3000.0 / rates.flops, moved / rates.bytes)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_kernels import Op
+from megatron_kernels import Mask, Op, Scores
 from megatron_models import (
     GPT,
     Bert,
@@ -24,6 +24,7 @@ from megatron_models import (
     explain_backends,
     operations_of,
 )
+from megatron_models.components.attention.context_parallel import _Blocks, _Lowered
 from megatron_models.kernel_backends import BLOCKS
 from megatron_parallel import Mesh
 
@@ -129,6 +130,18 @@ def test_encoders_call_operations_with_the_chosen_backend(
         model(**inputs)
     assert {requested for _, requested in found} == {"reference"}
     assert {op for op, _ in found} == {*chosen} - {*BLOCKS}
+
+
+def test_blocks_of_a_ring_use_the_chosen_backends() -> None:
+    """The ring itself needs several ranks: integration_tests/test_gpt_context_parallel.py."""
+    blocks = _Blocks(None, 0, 0, Scores(), dict.fromkeys(BLOCKS, "reference").__getitem__)
+    q = torch.randn(5, 1, 2, 8, dtype=torch.float64)
+    positions = torch.arange(5, dtype=torch.int32)[None]
+    mask = _Lowered(Mask(positions=positions, query_positions=positions), positions, positions)
+    with calls() as found:
+        out, lse = blocks.forward(q, q, q, mask)
+        blocks.backward(out, q, q, q, out, lse, mask)
+    assert found == [("attention_forward", "reference"), ("attention_backward", "reference")]
 
 
 def test_misspelt_names_and_operations_without_calls_are_refused() -> None:

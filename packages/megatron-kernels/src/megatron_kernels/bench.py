@@ -113,20 +113,30 @@ def measure(
     """Measures all backends of one call, interleaved with a copy and a product."""
     shape = SHAPES[size]
     arguments = workload.arguments(InputGenerator(dtype, device), shape)
-    usable, found = [], []
-    for backend in workload.op.backends:
-        reason = backend.unsupported_reason(*arguments)
-        found.append(Measurement(workload.title, backend.name, reason, backend.on_request))
-        if reason is None:
-            usable.append(backend)
+    found = [
+        Measurement(
+            workload.title,
+            backend.name,
+            backend.unsupported_reason(*arguments),
+            backend.on_request,
+        )
+        for backend in workload.op.backends
+    ]
     clock = _Clock(device)
     runs: dict[tuple[str, str], Callable[[], object]] = {
         ("device", "copy"): _copy(device),
         ("device", "product"): _product(device, dtype),
     }
     outputs: tuple[Tensor, ...] = ()
-    for backend in usable:
-        outputs = _outputs(backend, arguments)
+    for number, backend in enumerate(workload.op.backends):
+        if found[number].reason is not None:
+            continue
+        try:
+            outputs = _outputs(backend, arguments)
+        except Exception as error:  # noqa: BLE001 - of a kernel or its compiler; it is the result
+            first = next(iter(str(error).splitlines()), "")
+            found[number] = replace(found[number], reason=f"{type(error).__name__}: {first}")
+            continue
         runs[backend.name, "forward"] = _forward(backend, arguments)
         if any(output.requires_grad for output in outputs):
             runs[backend.name, "both"] = _both(backend, arguments, outputs)

@@ -4,7 +4,8 @@ It computes what `scaled_dot_product_attention` does not, or only by writing out
 soft-cap, slopes, sinks, and a bias with any mask. Blocks of 128 queries and 128 keys without an
 allowed pair are skipped.
 
-On CUDA it has both passes. On a CPU it has no backward pass (torch 2.13). The first call of a shape
+On CUDA it has both passes. On a CPU it has no backward pass, and no log-sum-exp, which sinks need
+(torch 2.13). The first call of a shape
 compiles for seconds to a minute.
 """
 
@@ -44,19 +45,22 @@ def flex(
     if k.shape[0] > end and mask.causal and mask.keys_in_order:
         k, v = k[:end], v[:end]  # unused room of a cache
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-    out, aux = attend(
+    found = attend(
         *heads,
         score_mod=_score_function(q, k, mask, scores, query_offset),
         block_mask=_block_mask(q, k, mask, query_offset),
         scale=scores.scale,
         enable_gqa=q.shape[2] != k.shape[2],
-        return_aux=AuxRequest(lse=True),
+        return_aux=None if scores.sinks is None else AuxRequest(lse=True),
     )
-    if scores.sinks is not None:  # a share of the softmax without a value
-        share = torch.sigmoid(aux.lse - scores.sinks.to(aux.lse.dtype)[:, None])
-        out = (out * share[..., None]).to(q.dtype)
-    result: Tensor = out.permute(2, 0, 1, 3)
-    return result
+    out: Tensor
+    if scores.sinks is None:
+        out = found
+    else:  # they have a share of the softmax, and no value
+        lse = found[1].lse
+        share = torch.sigmoid(lse - scores.sinks.to(lse.dtype)[:, None])
+        out = (found[0] * share[..., None]).to(q.dtype)
+    return out.permute(2, 0, 1, 3)
 
 
 @functools.cache
@@ -141,7 +145,9 @@ def flex_unsupported_reason(
         return None
     if q.device.type != "cpu":
         return f"needs a CPU or CUDA tensor, q is on {q.device.type}"
-    given = (q, k, v, scores.bias, scores.sinks, scores.slopes)
+    if scores.sinks is not None:
+        return "on a CPU it does not support sinks"
+    given = (q, k, v, scores.bias, scores.slopes)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         return "on a CPU it has no backward pass"
     return None

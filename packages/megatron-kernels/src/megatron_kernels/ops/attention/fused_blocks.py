@@ -22,7 +22,7 @@ from torch.nn import functional
 from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import Scores
-from megatron_kernels.ops.attention.short_halves import gradients
+from megatron_kernels.ops.attention.short_halves import adjacent, gradients
 
 _ROWS = 32  # the memory-efficient kernel pads its log-sum-exp to a multiple of these
 _ALIGNMENT = 8  # elements, of heads in the flash kernel and of rows of a mask in the other
@@ -82,7 +82,7 @@ def fused_backward(
     width = v.shape[-1]
     heads = _views(q, k, v)
     finals = tuple(
-        _adjacent(_padded(x, q.shape[-1] - width)).permute(1, 2, 0, 3) for x in (dout, out)
+        adjacent(_padded(x, q.shape[-1] - width)).permute(1, 2, 0, 3) for x in (dout, out)
     )
     rows = lse.permute(1, 2, 0)
     # All scores of a row without keys are -inf; any finite lse makes their probabilities zero.
@@ -153,13 +153,8 @@ def _views(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     v = _padded(v, q.shape[-1] - v.shape[-1])
     if q.device.type != "cpu" and q.shape[2] != k.shape[2]:
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    first, second, third = (_adjacent(x).permute(1, 2, 0, 3) for x in (q, k, v))
+    first, second, third = (adjacent(x).permute(1, 2, 0, 3) for x in (q, k, v))
     return first, second, third
-
-
-def _adjacent(x: Tensor) -> Tensor:
-    """Returns a tensor whose channels are neighbours in memory; the kernels do not check that."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _padded(x: Tensor, channels: int) -> Tensor:

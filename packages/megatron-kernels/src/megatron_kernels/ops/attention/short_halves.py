@@ -33,8 +33,14 @@ def attend(
     scale: float | None,
 ) -> Float[Tensor, "b n s d"]:
     """Returns attention without a mask tensor. Its backward pass is that of `gradients`."""
+    q, k, v = (adjacent(x) for x in (q, k, v))
     out: Tensor = _Attend.apply(q, k, v, is_causal, scale)  # type: ignore[no-untyped-call]
     return out
+
+
+def adjacent(x: Float[Tensor, "*dims d"]) -> Float[Tensor, "*dims d"]:
+    """Returns a tensor whose channels are neighbours in memory; the kernels do not check that."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def gradients(
@@ -58,7 +64,7 @@ def gradients(
         mask: Summand of the scores.
     """
     dtype = heads[0].dtype
-    given = [dout, *heads, out]
+    given = [adjacent(x) for x in (dout, *heads, out)]
     if is_short_half(heads[0], heads[1]):
         given = [x.float() for x in given]
         mask = None if mask is None else mask.float()
