@@ -85,7 +85,7 @@ def _block_mask(q: Tensor, k: Tensor, mask: Mask, query_offset: int) -> Any:
     samples = 1
     if allowed is not None:
         samples = len(allowed)
-        rule = lambda sample, _, query, key: allowed[sample % samples, query, key]  # noqa: E731
+        rule = lambda sample, _, query, key: allowed[sample if samples > 1 else 0, query, key]  # noqa: E731
     return create_block_mask(rule, samples, None, queries, keys, device=q.device)
 
 
@@ -115,12 +115,12 @@ def _changed(
     if scores.softcap:
         score = scores.softcap * torch.tanh(score / scores.softcap)
     if scores.bias is not None:
-        score = score + scores.bias[sample % len(scores.bias), head, query, key]
+        score = score + scores.bias[sample if len(scores.bias) > 1 else 0, head, query, key]
     if scores.slopes is not None:
         if distances is None:
             distance = (query + query_offset - key).abs()
         else:
-            distance = distances[sample % len(distances), query, key]
+            distance = distances[sample if len(distances) > 1 else 0, query, key]
         score = score - scores.slopes[head] * distance
     return score
 
