@@ -79,9 +79,13 @@ def _draw_roof(
         x, y = each.products / each.moved, each.products / (each.both or each.forward) / 1e9
         axes.loglog(x, y, linestyle="", **style[each.backend])
         best[each.title] = max(best.get(each.title, (x, 0.0)), (x, y), key=lambda point: point[1])
-    for title, point in best.items():
-        aligned = {"xytext": (-6, 3), "textcoords": "offset points", "ha": "right"}
-        axes.annotate(title, point, fontsize=7, **aligned)
+    middle = (ends[0] * ends[1]) ** 0.5
+    by_rate = sorted(best.items(), key=lambda item: item[1][1])
+    for number, (title, point) in enumerate(by_rate):  # neighbours above and below their points
+        left = point[0] > middle
+        offset = (-6 if left else 6, 3 if number % 2 else -9)
+        placed = {"xytext": offset, "ha": "right" if left else "left"}
+        axes.annotate(title, point, fontsize=7, textcoords="offset points", **placed)
     axes.set_xlabel("floating-point operations of products for each byte that must move")
     axes.set_ylabel("GFLOP/s, both passes")
     axes.set_title(
