@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 how = sys.argv[1]
 if how != "compiled":
-    flex.compiled = lambda: flex_attention
+    flex.compiled = lambda device: flex_attention
 torch.manual_seed(2)
 ids = torch.tensor([[0] * 3 + [1] * 6, [4] * 4 + [2] * 2 + [-1] * 3], dtype=torch.int32)
 masks = [

@@ -40,7 +40,7 @@ def flex(
 
     attend: Callable[..., Any] = flex_attention
     if not torch.compiler.is_compiling():
-        attend = compiled()
+        attend = compiled(q.device.type)
     end = query_offset + q.shape[0]
     if k.shape[0] > end and mask.causal and mask.keys_in_order:
         k, v = k[:end], v[:end]  # unused room of a cache
@@ -64,11 +64,16 @@ def flex(
 
 
 @functools.cache
-def compiled() -> Callable[..., Any]:
-    """Returns the compiled function. Importing the compiler takes seconds, so a call does it."""
+def compiled(device: str) -> Callable[..., Any]:
+    """Returns the compiled function. Importing the compiler takes seconds, so a call does it.
+
+    Its kernel for CPUs cannot be compiled for sizes that vary (torch 2.13).
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    found: Callable[..., Any] = torch.compile(flex_attention)
+    found: Callable[..., Any] = torch.compile(
+        flex_attention, dynamic=False if device == "cpu" else None
+    )
     return found
 
 
