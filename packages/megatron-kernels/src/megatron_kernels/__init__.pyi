@@ -5,6 +5,8 @@ from .choices import explain_on as explain_on
 from .choices import find_operation as find_operation
 from .choices import operations as operations
 from .errors import KernelError as KernelError
+from .ops.activation.bias_activation import bias_gelu as bias_gelu
+from .ops.activation.bias_activation import bias_swiglu as bias_swiglu
 from .ops.activation.gelu import gelu as gelu
 from .ops.activation.glu import glu as glu
 from .ops.activation.pointwise import pointwise as pointwise
@@ -20,6 +22,8 @@ from .ops.attention.largest_scores import largest_scores as largest_scores
 from .ops.attention.mask import Mask as Mask
 from .ops.attention.scores import PLAIN_SCORES as PLAIN_SCORES
 from .ops.attention.scores import Scores as Scores
+from .ops.dropout.bias_dropout_add import DropoutSite as DropoutSite
+from .ops.dropout.bias_dropout_add import bias_dropout_add as bias_dropout_add
 from .ops.linear.linear import linear as linear
 from .ops.loss.cross_entropy import cross_entropy as cross_entropy
 from .ops.moe.grouped_matmul import grouped_matmul as grouped_matmul
@@ -28,11 +32,14 @@ from .ops.moe.permute import Permutation as Permutation
 from .ops.moe.permute import permute as permute
 from .ops.moe.permute import sort_by_expert as sort_by_expert
 from .ops.moe.permute import unpermute as unpermute
+from .ops.norm.add_norm import add_layer_norm as add_layer_norm
+from .ops.norm.add_norm import add_rms_norm as add_rms_norm
 from .ops.norm.layer_norm import layer_norm as layer_norm
 from .ops.norm.rms_norm import rms_norm as rms_norm
 from .ops.rope.frequencies import rope_frequencies as rope_frequencies
 from .ops.rope.frequencies import rope_tables as rope_tables
 from .ops.rope.rope import rope as rope
+from .ops.rope.rope_qkv import rope_qkv as rope_qkv
 from .ops.rope.scaling import DynamicNtkScaling as DynamicNtkScaling
 from .ops.rope.scaling import FactorScaling as FactorScaling
 from .ops.rope.scaling import LengthScaling as LengthScaling

@@ -95,6 +95,17 @@ def library(name: str) -> Library:
 
 def probe(description: Library) -> Availability:
     """Checks one library: installed, the right project, recent enough, and with a device."""
+    found = probe_installation(description)
+    if found.reason is None and description.cuda:
+        import torch
+
+        if not torch.cuda.is_available():
+            return Availability(description.name, found.version, "no CUDA device")
+    return found
+
+
+def probe_installation(description: Library) -> Availability:
+    """Checks one library: installed, the right project, and recent enough."""
     if importlib.util.find_spec(description.module) is None:
         return Availability(description.name, None, f"not installed ({description.install_hint})")
     if description.required_submodule is not None and not _exists(description.required_submodule):
@@ -106,11 +117,6 @@ def probe(description: Library) -> Availability:
     if description.minimum and version is not None and _numbers(version) < description.minimum:
         needed = ".".join(map(str, description.minimum))
         return Availability(description.name, version, f"too old, {needed} or newer is needed")
-    if description.cuda:
-        import torch
-
-        if not torch.cuda.is_available():
-            return Availability(description.name, version, "no CUDA device")
     return Availability(description.name, version, None)
 
 

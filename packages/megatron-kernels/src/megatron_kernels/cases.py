@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_kernels.ops.activation.bias_activation import bias_gelu, bias_swiglu
 from megatron_kernels.ops.activation.gelu import gelu
 from megatron_kernels.ops.activation.glu import Gate, glu
 from megatron_kernels.ops.activation.pointwise import Pointwise, pointwise
@@ -22,14 +23,17 @@ from megatron_kernels.ops.attention.blocks import attention_backward, attention_
 from megatron_kernels.ops.attention.index_scores import index_scores
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
+from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, bias_dropout_add
 from megatron_kernels.ops.linear.linear import linear
 from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
 from megatron_kernels.ops.moe.grouped_matmul import grouped_matmul
 from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
+from megatron_kernels.ops.norm.add_norm import add_layer_norm, add_rms_norm
 from megatron_kernels.ops.norm.layer_norm import layer_norm
 from megatron_kernels.ops.norm.rms_norm import rms_norm
 from megatron_kernels.ops.rope.frequencies import rope_frequencies, rope_tables
 from megatron_kernels.ops.rope.rope import rope
+from megatron_kernels.ops.rope.rope_qkv import rope_qkv
 from megatron_kernels.ops.softmax.softmax import softmax
 from megatron_kernels.ops.ssm.causal_conv import causal_conv
 from megatron_kernels.ops.ssm.gated_delta_rule import gated_delta_rule
@@ -127,6 +131,11 @@ def _norm_without_bias(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(draw.rows(7), 3, 43, mean=0.5), draw.normal(43, mean=1), None, 1e-5)
 
 
+def _add_norm(draw: InputGenerator, **options: Any) -> tuple[Any, ...]:
+    x, *rest = _norm(draw, **options)
+    return (x, draw.normal(7, 3, 43), *rest)
+
+
 def _pointwise(draw: InputGenerator, kind: str) -> tuple[Any, ...]:
     return (draw.normal(draw.rows(9), 2, 31), kind)
 
@@ -143,6 +152,25 @@ def _gelu(draw: InputGenerator, approximate: str) -> tuple[Any, ...]:
 
 def _swiglu(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(draw.rows(9), 3, 2, 31),)
+
+
+def _bias_gelu(draw: InputGenerator, approximate: str) -> tuple[Any, ...]:
+    return (draw.normal(9, 2, 31), draw.normal(31), approximate)
+
+
+def _bias_swiglu(draw: InputGenerator) -> tuple[Any, ...]:
+    return (draw.normal(9, 3, 2, 31), draw.normal(2, 31))
+
+
+def _dropout_add(draw: InputGenerator, *, bias: bool) -> tuple[Any, ...]:
+    words = (draw.integers(2**32, 9, 3, 1 + each) - 2**31 for each in range(2))
+    return (
+        draw.normal(9, 3, 43),
+        draw.normal(43) if bias else None,
+        draw.normal(9, 3, 43, mean=0.5),
+        *(word[..., 0].to(torch.int32) for word in words),
+        DropoutSite(-(2**31) + 5, 123456789, -(2**31) + 2**30, 4 / 3),
+    )
 
 
 def _softmax(draw: InputGenerator, *, masked: bool) -> tuple[Any, ...]:
@@ -166,6 +194,11 @@ def _rope(
         positions, rope_frequencies(16, percent=percent, device=draw.device), table
     )
     return (draw.normal(rows, max(batch, 2), 3, 16), *tables, interleaved)
+
+
+def _rope_qkv(draw: InputGenerator, *, queries: int, **options: Any) -> tuple[Any, ...]:
+    x, *rest = _rope(draw, **options)
+    return (draw.normal(*x.shape[:2], 3, queries + 2, 16), *rest)
 
 
 def _attention(
@@ -352,6 +385,15 @@ CASES = (
     Case(layer_norm, "1 + weight", partial(_norm, bias=True, zero_centered=True)),
     Case(rms_norm, "", partial(_norm, bias=False)),
     Case(rms_norm, "1 + weight", partial(_norm, bias=False, zero_centered=True)),
+    Case(add_layer_norm, "", partial(_add_norm, bias=True)),
+    Case(add_layer_norm, "1 + weight", partial(_add_norm, bias=True, zero_centered=True)),
+    Case(add_rms_norm, "", partial(_add_norm, bias=False)),
+    Case(add_rms_norm, "1 + weight", partial(_add_norm, bias=False, zero_centered=True)),
+    Case(bias_gelu, "exact", partial(_bias_gelu, approximate="none")),
+    Case(bias_gelu, "tanh", partial(_bias_gelu, approximate="tanh")),
+    Case(bias_swiglu, "", _bias_swiglu),
+    Case(bias_dropout_add, "", partial(_dropout_add, bias=False)),
+    Case(bias_dropout_add, "bias", partial(_dropout_add, bias=True)),
     Case(gelu, "exact", partial(_gelu, approximate="none")),
     Case(gelu, "tanh", partial(_gelu, approximate="tanh")),
     Case(swiglu, "", _swiglu),
@@ -366,6 +408,16 @@ CASES = (
     Case(rope, "halves", partial(_rope, interleaved=False, percent=1.0, batch=1)),
     Case(rope, "interleaved", partial(_rope, interleaved=True, percent=1.0, batch=2)),
     Case(rope, "partial", partial(_rope, interleaved=False, percent=0.5, batch=2)),
+    *(
+        Case(
+            rope_qkv, label, partial(_rope_qkv, queries=queries, interleaved=pairs, batch=2, **cut)
+        )
+        for label, queries, pairs, cut in (
+            ("one head for a group", 1, False, {"percent": 1.0}),
+            ("interleaved, grouped", 4, True, {"percent": 1.0}),
+            ("partial, grouped", 2, False, {"percent": 0.5}),
+        )
+    ),
     Case(attention, "causal", partial(_attention, mask=Mask())),
     Case(attention, "causal, grouped", partial(_attention, mask=Mask(), groups=2)),
     Case(attention, "full", partial(_attention, mask=Mask(causal=False), keys=9)),

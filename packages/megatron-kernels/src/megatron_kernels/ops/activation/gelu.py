@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_kernels.ops.activation import batch_invariant
+from megatron_kernels.ops.activation import batch_invariant, triton
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.registry import AUTO, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import NAME as TRITON
+from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 Approximation = Literal["none", "tanh"]
 
@@ -38,6 +39,9 @@ def invariant(x: Tensor, approximate: Approximation) -> Tensor:
 
 
 @op(
+    Backend(
+        TRITON, triton.gelu, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
+    ),
     Backend("torch", fused, accept_all, "F.gelu"),
     Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),

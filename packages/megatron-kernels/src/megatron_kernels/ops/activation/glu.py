@@ -12,13 +12,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megatron_kernels.ops.activation import batch_invariant
+from megatron_kernels.ops.activation import batch_invariant, triton
 from megatron_kernels.ops.activation.gelu import reference as gelu_reference
 from megatron_kernels.ops.activation.pointwise import QUICK
 from megatron_kernels.ops.activation.pointwise import reference as pointwise_reference
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.registry import AUTO, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import NAME as TRITON
+from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 Gate = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 
@@ -124,6 +125,9 @@ def invariant(x: Tensor, gate: Gate, bound: float, offset: float) -> Tensor:
 
 
 @op(
+    Backend(
+        TRITON, triton.glu, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
+    ),
     Backend("torch", fused, accept_all, "torch's functions, saves its input only"),
     Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),

@@ -7,9 +7,10 @@ from torch.nn import functional
 
 from megatron_kernels.ops import transformer_engine
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
-from megatron_kernels.ops.norm import apex, batch_invariant
+from megatron_kernels.ops.norm import apex, batch_invariant, triton
 from megatron_kernels.ops.norm.gain import gain_of
 from megatron_kernels.ops.precision import upcast
+from megatron_kernels.ops.triton_op import NAME as TRITON
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
@@ -56,6 +57,13 @@ def invariant(
 
 
 @op(
+    Backend(
+        TRITON,
+        triton.layer_norm,
+        triton.layer_norm_unsupported_reason,
+        "one kernel of ours each way",
+        NEVER_RUN,
+    ),
     Backend("torch", fused, fused_unsupported_reason, "F.layer_norm"),
     Backend(
         "apex",

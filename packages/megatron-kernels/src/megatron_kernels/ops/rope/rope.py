@@ -7,8 +7,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron_kernels.ops.rope import triton
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.registry import AUTO, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import NAME as TRITON
+from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -81,6 +83,9 @@ def _halves(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 @op(
+    Backend(
+        TRITON, triton.rope, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
+    ),
     Backend("torch", direct, accept_all, "real arithmetic on halves, fused by torch.compile"),
     Backend("reference", reference, accept_all, "complex multiplication, in float32 or float64"),
 )

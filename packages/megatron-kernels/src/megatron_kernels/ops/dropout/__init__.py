@@ -1,0 +1,1 @@
+"""Dropout whose mask is a hash of each element."""

@@ -1,0 +1,115 @@
+"""Operations of our own Triton kernels, as torch sees them: one operation each.
+
+A `TritonOp` names a function that launches kernels, and one that returns its outputs without
+values. Autograd functions call it. torch.compile, fake tensors and the imagined device of
+`megatron_parallel` see one operation, `torch.ops.megatron_kernels.<name>`, and need no Triton.
+Nothing is defined and Triton is not imported before the first call.
+"""
+
+import functools
+import importlib
+import os
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from megatron_kernels._compat import constant_to_compiler
+from megatron_kernels.availability import library, probe_installation
+
+NAME: Final = "triton"
+"""Name of the backends."""
+
+NAMESPACE: Final = "megatron_kernels"
+"""Namespace of the operations in `torch.ops`."""
+
+DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+LONGEST_ROW: Final = 2**16
+"""Largest number of elements of a row that one program holds in registers."""
+
+
+@dataclass(frozen=True)
+class TritonOp:
+    """An operation of this package for torch's dispatcher.
+
+    Attributes:
+        schema: Its signature in torch's schema language, `name(Tensor x, ...) -> Tensor`.
+        kernels: Module with the function `name`, which launches the kernels. It imports Triton.
+        fakes: Module with the function `name_fake`, which returns the outputs without values.
+    """
+
+    schema: str
+    kernels: str
+    fakes: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls the operation, after defining it at the first call."""
+        _define(self.schema, self.kernels, self.fakes)
+        name = self.schema.partition("(")[0]
+        return getattr(torch.ops.megatron_kernels, name).default(*arguments)
+
+
+@constant_to_compiler
+def _define(schema: str, kernels: str, fakes: str) -> bool:
+    """Defines an operation, once in a process."""
+    return _defined(schema, kernels, fakes)
+
+
+@functools.cache
+def _defined(schema: str, kernels: str, fakes: str) -> bool:
+    name = schema.partition("(")[0]
+
+    def run(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(kernels), name)(*arguments)
+
+    owner = _library()
+    owner.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    owner.impl(name, run, "CompositeExplicitAutograd")
+    fake = getattr(importlib.import_module(fakes), f"{name}_fake")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=owner)
+    return True
+
+
+@functools.cache
+def _library() -> Library:
+    """Returns the owner of the definitions, which end with it."""
+    return Library(NAMESPACE, "FRAGMENT")  # noqa: TOR901 - lives as long as the process
+
+
+@constant_to_compiler
+def interprets() -> bool:
+    """Returns whether Triton interprets kernels on CPUs: its own switch TRITON_INTERPRET is 1."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@constant_to_compiler
+def _not_installed() -> str | None:
+    return _installation()
+
+
+@functools.cache
+def _installation() -> str | None:
+    found = probe_installation(library("triton"))
+    return None if found.reason is None else f"triton is {found.reason}"
+
+
+def unsupported_reason(*tensors: Tensor | None, row: int = 0) -> str | None:
+    """Returns why Triton kernels do not support these tensors, or None.
+
+    Args:
+        tensors: Tensors with floating-point numbers.
+        row: Elements that one program must hold.
+    """
+    for x in tensors:
+        if x is None:
+            continue
+        if not x.is_cuda and not (interprets() and x.device.type == "cpu"):
+            return f"needs a CUDA tensor, x is on {x.device.type}"
+        if x.dtype not in DTYPES:
+            return f"needs floating-point numbers of 16, 32 or 64 bits, got {x.dtype}"
+    if row > LONGEST_ROW:
+        return f"has rows of at most {LONGEST_ROW} elements, got {row}"
+    return _not_installed()

@@ -1,0 +1,62 @@
+"""Bias, dropout by a hash of each element, and addition to the residual stream, in one kernel."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_kernels.triton_kernels.launch import ELEMENTS, accumulator, elementwise_grid
+
+
+@triton.jit
+def _hash(number, key0, key1):
+    """Returns the hash of `bias_dropout_add`, in arithmetic modulo 2^32."""
+    z = number.to(tl.uint32, bitcast=True) ^ key0.to(tl.uint32, bitcast=True)
+    z = (z ^ (z >> 17)) * 0xED5AD4BB
+    z = z ^ key1.to(tl.uint32, bitcast=True)
+    z = (z ^ (z >> 11)) * 0xAC4C1B51
+    z = (z ^ (z >> 15)) * 0x31848BAB
+    return (z ^ (z >> 14)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _dropout(
+    X, BIAS, RESIDUAL, WORD0, WORD1, OUT, n, h, site0, site1, least, scale,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    token, channel = at // h, at % h
+    x = tl.load(X + at, mask=inside, other=0.0).to(ACC)
+    if HAS_BIAS:
+        x += tl.load(BIAS + channel, mask=inside, other=0.0).to(ACC)
+    key0 = tl.load(WORD0 + token, mask=inside, other=0) + site0
+    key1 = tl.load(WORD1 + token, mask=inside, other=0) ^ site1
+    dropped = _hash(channel.to(tl.int32), key0.to(tl.int32), key1.to(tl.int32)) < least
+    x = tl.where(dropped, 0.0, x * scale)
+    if ADDS:
+        x += tl.load(RESIDUAL + at, mask=inside, other=0.0).to(ACC)
+    tl.store(OUT + at, x, mask=inside)
+
+
+def dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    word0: Tensor,
+    word1: Tensor,
+    site0: int,
+    site1: int,
+    least: int,
+    scale: float,
+) -> Tensor:
+    """Returns `residual + dropout(x + bias)`."""
+    out = torch.empty_like(x)
+    if x.numel():
+        _dropout[elementwise_grid(x)](
+            x, bias, residual, word0, word1, out, x.numel(), x.shape[-1],
+            site0, site1, least, scale,
+            HAS_BIAS=bias is not None, ADDS=residual is not None,
+            ACC=accumulator(x.dtype), BLOCK=ELEMENTS,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,43 @@
+"""What launches of kernels have in common."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS: int = 1024
+"""Elements of one program of an elementwise kernel."""
+
+
+def accumulator(dtype: torch.dtype) -> Any:
+    """Returns the dtype in which a kernel computes: float64 for float64, otherwise float32."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the same as a dtype of torch."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is not less than a number."""
+    return int(triton.next_power_of_2(max(number, 1)))
+
+
+def warps(block: int) -> int:
+    """Returns how many warps share a block of elements."""
+    return max(4, min(16, block // 512))
+
+
+def resident_programs(device: torch.device, rows: int) -> int:
+    """Returns how many programs share rows if each of them keeps a partial sum."""
+    if device.type != "cuda":
+        return min(rows, 3)
+    return min(rows, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def elementwise_grid(x: Tensor) -> tuple[int]:
+    """Returns the grid of a kernel whose programs have `ELEMENTS` elements each."""
+    return (triton.cdiv(x.numel(), ELEMENTS),)
