@@ -55,15 +55,18 @@ def _slope(x, KIND: tl.constexpr):
 
 @triton.jit
 def _pointwise(
-    X, BIAS, DY, OUT, n, f,
+    X, BIAS, DY, OUT, f,
     KIND: tl.constexpr, BACKWARD: tl.constexpr, HAS_BIAS: tl.constexpr, ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+    blocks = tl.cdiv(f, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < f
+    at = row * f + column
     x = tl.load(X + at, mask=inside, other=0.0).to(ACC)
     if HAS_BIAS:
-        x += tl.load(BIAS + at % f, mask=inside, other=0.0).to(ACC)
+        x += tl.load(BIAS + column, mask=inside, other=0.0).to(ACC)
     if BACKWARD:
         out = tl.load(DY + at, mask=inside, other=0.0).to(ACC) * _slope(x, KIND)
     else:
@@ -73,14 +76,16 @@ def _pointwise(
 
 @triton.jit
 def _glu(
-    X, BIAS, DY, OUT, n, f, bound, offset,
+    X, BIAS, DY, OUT, f, bound, offset,
     KIND: tl.constexpr, BACKWARD: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
     ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    column = at % f
-    first = (at // f) * 2 * f + column
+    blocks = tl.cdiv(f, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < f
+    at = row * f + column
+    first = 2 * row * f + column
     gate = tl.load(X + first, mask=inside, other=0.0).to(ACC)
     up = tl.load(X + first + f, mask=inside, other=0.0).to(ACC)
     if HAS_BIAS:
@@ -118,8 +123,9 @@ def activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -
 def _run_pointwise(x: Tensor, bias: Tensor | None, dy: Tensor | None, kind: str) -> Tensor:
     out = torch.empty_like(x)
     if x.numel():
-        _pointwise[elementwise_grid(x)](
-            x, bias, dy, out, x.numel(), 1 if bias is None else bias.numel(),
+        width = x.numel() if bias is None else bias.numel()
+        _pointwise[elementwise_grid(x, width)](
+            x, bias, dy, out, width,
             KIND=kind, BACKWARD=dy is not None, HAS_BIAS=bias is not None,
             ACC=accumulator(x.dtype), BLOCK=ELEMENTS,
         )  # fmt: skip
@@ -153,8 +159,8 @@ def _run_glu(
 ) -> None:
     products = out if dy is None else dy
     if products.numel():
-        _glu[elementwise_grid(products)](
-            x, bias, dy, out, products.numel(), x.shape[-1], bound, offset,
+        _glu[elementwise_grid(products, x.shape[-1])](
+            x, bias, dy, out, x.shape[-1], bound, offset,
             KIND=kind, BACKWARD=dy is not None, HAS_BIAS=bias is not None, BOUNDED=bound > 0,
             ACC=accumulator(x.dtype), BLOCK=ELEMENTS,
         )  # fmt: skip

@@ -21,18 +21,20 @@ def _hash(number, key0, key1):
 
 @triton.jit
 def _dropout(
-    X, BIAS, RESIDUAL, WORD0, WORD1, OUT, n, h, site0, site1, least, scale,
+    X, BIAS, RESIDUAL, WORD0, WORD1, OUT, h, site0, site1, least, scale,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    token, channel = at // h, at % h
+    blocks = tl.cdiv(h, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    channel = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < h
+    at = token * h + channel
     x = tl.load(X + at, mask=inside, other=0.0).to(ACC)
     if HAS_BIAS:
         x += tl.load(BIAS + channel, mask=inside, other=0.0).to(ACC)
-    key0 = tl.load(WORD0 + token, mask=inside, other=0) + site0
-    key1 = tl.load(WORD1 + token, mask=inside, other=0) ^ site1
-    dropped = _hash(channel.to(tl.int32), key0.to(tl.int32), key1.to(tl.int32)) < least
+    key0 = tl.load(WORD0 + token) + site0
+    key1 = tl.load(WORD1 + token) ^ site1
+    dropped = _hash(channel, key0.to(tl.int32), key1.to(tl.int32)) < least
     x = tl.where(dropped, 0.0, x * scale)
     if ADDS:
         x += tl.load(RESIDUAL + at, mask=inside, other=0.0).to(ACC)
@@ -53,9 +55,8 @@ def dropout_add(
     """Returns `residual + dropout(x + bias)`."""
     out = torch.empty_like(x)
     if x.numel():
-        _dropout[elementwise_grid(x)](
-            x, bias, residual, word0, word1, out, x.numel(), x.shape[-1],
-            site0, site1, least, scale,
+        _dropout[elementwise_grid(x, x.shape[-1])](
+            x, bias, residual, word0, word1, out, x.shape[-1], site0, site1, least, scale,
             HAS_BIAS=bias is not None, ADDS=residual is not None,
             ACC=accumulator(x.dtype), BLOCK=ELEMENTS,
         )  # fmt: skip

@@ -38,6 +38,13 @@ def resident_programs(device: torch.device, rows: int) -> int:
     return min(rows, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def elementwise_grid(x: Tensor) -> tuple[int]:
-    """Returns the grid of a kernel whose programs have `ELEMENTS` elements each."""
-    return (triton.cdiv(x.numel(), ELEMENTS),)
+def elementwise_grid(x: Tensor, width: int) -> tuple[int]:
+    """Returns the grid of a kernel whose programs have up to `ELEMENTS` elements of one row each.
+
+    A division for each element would take longer than its bytes.
+
+    Args:
+        x: All elements.
+        width: Elements of a row.
+    """
+    return (x.numel() // width * triton.cdiv(width, ELEMENTS),)

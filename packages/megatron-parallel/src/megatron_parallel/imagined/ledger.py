@@ -26,6 +26,8 @@ from megatron_parallel.imagined.sizes import needs_size
 from megatron_parallel.imagined.storages import StorageLedger
 
 _ATEN: Final = torch.ops.aten
+_COUNTED: Final = ("aten", "megatron_kernels")
+"""Namespaces of operations that start kernels; the second has our own kernels."""
 
 
 class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -159,7 +161,7 @@ class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [t for t in tree_leaves(out) if self._is_on_device(t)]
         for result in results:
             self.storages.note(result)
-        if func.namespace != "aten" or func.is_view or packet in ALLOCATIONS:
+        if func.namespace not in _COUNTED or func.is_view or packet in ALLOCATIONS:
             return
         if packet in PRODUCTS:
             self.kernels[packet.__name__] += 1

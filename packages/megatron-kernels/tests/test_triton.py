@@ -1,0 +1,179 @@
+"""The Triton backends, without a GPU: interpreted, compiled for an H100, traced and imagined."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_kernels import gelu, rms_norm
+
+HERE = Path(__file__).parent
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def run(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@needs_triton
+def test_kernels_in_tritons_interpreter_equal_the_references() -> None:
+    script = str(HERE / "triton_interpreter.py")
+    out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", script, TRITON_INTERPRET="1")
+    summary = out.splitlines()[-1]
+    assert " passed" in summary and "skipped" not in summary
+
+
+COMPILED = """
+import torch
+from megatron_kernels.cases import CASES, InputGenerator
+
+cases = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
+cases = list({case.op.name: case for case in reversed(cases)}.values())
+calls = [(c.op, c.arguments(InputGenerator(torch.float64, torch.device("cpu")))) for c in cases]
+
+def everything():
+    return [op(*arguments, backend="triton") for op, arguments in calls]
+
+def parts(found):
+    return found if isinstance(found, tuple) else (found,)
+
+def gradients(results):
+    outputs = [x for found in results for x in parts(found)]
+    leaves = [x for _, args in calls for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+    return torch.autograd.grad(sum(x.sin().sum() for x in outputs), leaves)
+
+traced = torch.compile(everything, fullgraph=True, backend="aot_eager")()
+plain = everything()
+for one, other in zip(traced, plain, strict=True):
+    assert all(map(torch.equal, parts(one), parts(other)))
+assert all(map(torch.allclose, gradients(traced), gradients(plain)))
+print("whole graphs")
+"""
+
+
+@needs_triton
+def test_compiled_code_has_whole_graphs_with_equal_results() -> None:
+    assert run("-c", COMPILED, TRITON_INTERPRET="1").strip() == "whole graphs"
+
+
+FAKE = """
+import sys
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from megatron_kernels.cases import CASES, InputGenerator
+
+def parts(found):
+    return found if isinstance(found, tuple) else (found,)
+
+def described(found):
+    return [(x.shape, x.stride(), x.dtype) for x in found]
+
+def run(case):
+    arguments = case.arguments(InputGenerator(torch.bfloat16, torch.device("cpu")))
+    outputs = parts(case.op(*arguments, backend="triton"))
+    leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+    grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+    return described(outputs) + described(grads)
+
+cases = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
+cases = list({case.op.name: case for case in reversed(cases)}.values())
+with FakeTensorMode(allow_non_fake_inputs=True):
+    without_values = [run(case) for case in cases]
+assert "megatron_kernels.triton_kernels.norm" not in sys.modules
+for case, fake in zip(cases, without_values, strict=True):
+    assert run(case) == fake, (case.op.name, case.label)
+assert "megatron_kernels.triton_kernels.norm" in sys.modules
+print("same shapes")
+"""
+
+
+@needs_triton
+def test_tensors_without_values_have_the_same_shapes_and_need_no_triton() -> None:
+    assert run("-c", FAKE, TRITON_INTERPRET="1").strip() == "same shapes"
+
+
+BINARIES = """
+import torch
+from megatron_kernels.cases import CASES, InputGenerator
+from megatron_kernels.ops import triton_op
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class H100:  # what Triton asks of a driver to compile
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+driver.set_active(H100())
+binaries = []
+
+def compile_only(kernel, grid):
+    def launch(*arguments, **options):
+        binaries.append(kernel.warmup(*arguments, grid=grid, **options).asm["cubin"])
+    return launch
+
+JITFunction.__getitem__ = compile_only
+triton_op.interprets = lambda: True
+seen = set()
+for case in CASES:
+    names = [backend.name for backend in case.op.backends]
+    if "triton" not in names or (SAMPLE and case.op.name in seen):
+        continue
+    seen.add(case.op.name)
+    arguments = case.arguments(InputGenerator(torch.bfloat16, torch.device("cpu")))
+    found = case.op(*arguments, backend="triton")
+    outputs = found if isinstance(found, tuple) else (found,)
+    leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+    torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+assert all(binaries)
+print(len(seen), len(binaries))
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_every_kernel_compiles_for_an_h100(sample: bool, tmp_path: Path) -> None:
+    script = BINARIES.replace("SAMPLE", str(sample))
+    operations, binaries = map(int, run("-c", script, TRITON_CACHE_DIR=str(tmp_path)).split())
+    assert operations == 15 and binaries >= 2 * operations
+
+
+def test_calls_of_other_backends_do_not_import_triton() -> None:
+    script = (
+        "import sys, torch\n"
+        "from megatron_kernels import rms_norm\n"
+        "rms_norm(torch.ones(2, 3), None)\n"
+        "assert 'triton' not in sys.modules\n"
+    )
+    run("-c", script)
+
+
+def test_a_tensor_that_is_not_on_cuda_is_refused() -> None:
+    assert not os.environ.get("TRITON_INTERPRET")
+    choice = gelu.explain(torch.ones(2), backend="triton")
+    assert choice.backend is None and "needs a CUDA tensor, x is on cpu" in choice.reason
+    assert rms_norm.explain(torch.ones(2, 3), None).backend == "torch"

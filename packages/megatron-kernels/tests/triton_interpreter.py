@@ -1,0 +1,183 @@
+"""Tests of the Triton kernels in Triton's interpreter; `test_triton.py` runs them in a process.
+
+Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_kernels import (
+    Backend,
+    add_rms_norm,
+    bias_dropout_add,
+    cross_entropy,
+    gelu,
+    glu,
+    layer_norm,
+    rms_norm,
+    rope,
+    rope_qkv,
+    softmax,
+    swiglu,
+)
+from megatron_kernels.cases import CASES, Case, InputGenerator
+from megatron_kernels.check import check_backend
+from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite
+from megatron_kernels.ops.triton_op import interprets
+from megatron_kernels.triton_kernels import norm as kernels
+from torch import Tensor
+
+CPU, F64 = torch.device("cpu"), torch.float64
+TRITON = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FIRST = {case.op.name: case for case in reversed(TRITON)}
+CALLS = [
+    pytest.param(case, dtype, id=f"{case.op.name}-{case.label or 'plain'}-{dtype}")
+    for case in TRITON
+    for dtype in (DTYPES if case is FIRST[case.op.name] else DTYPES[:1])
+]
+
+
+def backend_of(case: Case) -> Backend:
+    return case.op.backend("triton")
+
+
+def test_the_interpreter_is_on_and_the_backends_run_on_request_only() -> None:
+    assert interprets()
+    assert len({case.op.name for case in TRITON}) == 15
+    for case in TRITON:
+        choice = case.op.explain(*case.arguments(InputGenerator(torch.float32, CPU)))
+        assert choice.backend != "triton"
+        assert "triton" in str(choice) and "never run on a GPU by this project" in str(choice)
+
+
+@pytest.mark.parametrize(("case", "dtype"), CALLS)
+def test_kernels_equal_the_reference_in_float64(case: Case, dtype: torch.dtype) -> None:
+    result = check_backend(case, backend_of(case), dtype, CPU)
+    assert result.unsupported_reason is None and result.passed, result
+
+
+def test_check_catches_a_broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm whose backward pass forgets the gradient of the sum."""
+    true = kernels.norm_backward
+
+    def wrong(dy: Tensor, dsum: Tensor | None, *rest: object) -> object:
+        return true(dy, None, *rest)
+
+    (case,) = (c for c in TRITON if c.op is add_rms_norm and not c.label)
+    assert check_backend(case, backend_of(case), F64, CPU).passed
+    monkeypatch.setattr(kernels, "norm_backward", wrong)
+    result = check_backend(case, backend_of(case), F64, CPU)
+    assert result.error < 1e-12 and not result.passed
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(rows=st.integers(0, 5), h=st.integers(1, 70), zero_centered=st.booleans())
+def test_norms_of_drawn_shapes(rows: int, h: int, zero_centered: bool) -> None:
+    draw = InputGenerator(F64, CPU, seed=rows * 100 + h)
+    x, weight = draw.normal(rows, h, mean=0.3), draw.normal(h, mean=1)
+    both_equal(rms_norm, (x, weight, 1e-5, zero_centered))
+    both_equal(layer_norm, (x, weight, draw.normal(h), 1e-3, zero_centered))
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(rows=st.integers(0, 4), f=st.integers(1, 1500))
+def test_gated_units_of_drawn_shapes(rows: int, f: int) -> None:
+    draw = InputGenerator(F64, CPU, seed=rows * 100 + f)
+    both_equal(swiglu, (draw.normal(rows, 2, f),))
+    both_equal(glu, (draw.normal(rows, 2, f), "gelu", 0.5, 1.0))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 37, 4096, 9001])
+def test_losses_of_vocabularies_of_several_blocks(vocabulary: int) -> None:
+    draw = InputGenerator(F64, CPU)
+    logits = draw.normal(3, vocabulary)
+    with torch.no_grad():
+        logits[0, vocabulary // 2 + 1 :] = -torch.inf  # as of padding tokens
+    targets = torch.tensor([0, vocabulary - 1, -100])
+    both_equal(cross_entropy, (logits, targets))
+
+
+def test_rows_of_several_thousand_elements() -> None:
+    draw = InputGenerator(F64, CPU)
+    x, weight = draw.normal(2, 5000), draw.normal(5000)
+    both_equal(add_rms_norm, (x, draw.normal(2, 5000, mean=0.1), weight, 1e-5, False))
+    both_equal(softmax, (x, None, 0.3))
+
+
+def test_empty_tensors() -> None:
+    draw = InputGenerator(F64, CPU)
+    both_equal(rms_norm, (draw.normal(0, 3, 8), draw.normal(8), 1e-5, False))
+    both_equal(gelu, (draw.normal(0), "none"))
+    both_equal(softmax, (draw.normal(0, 4), None, 1.0))
+    both_equal(cross_entropy, (draw.normal(0, 7), torch.zeros(0, dtype=torch.int64)))
+    angles = torch.zeros(0, 1, 4, dtype=F64)
+    assert rope(draw.normal(0, 2, 3, 8), angles, angles, backend="triton").shape == (0, 2, 3, 8)
+
+
+def test_tensors_that_are_not_contiguous() -> None:
+    draw = InputGenerator(F64, CPU)
+
+    def strided(*shape: int) -> Tensor:
+        return draw.normal(*reversed(shape)).detach().permute(*reversed(range(len(shape))))
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.requires_grad_()
+
+    both_equal(add_rms_norm, (leaf(strided(3, 2, 9)), leaf(strided(3, 2, 9)), None, 1e-5, False))
+    both_equal(swiglu, (leaf(strided(4, 2, 9)),))
+    both_equal(softmax, (leaf(strided(4, 9)), strided(1, 9) > 0, 1.0))
+    both_equal(cross_entropy, (leaf(strided(6, 9)[::2]), torch.tensor([[1, 2, 3]]).t()[:, 0]))
+    angles = draw.normal(5, 1, 4).detach()
+    both_equal(rope, (leaf(strided(5, 2, 3, 8)), angles.cos(), angles.sin(), True))
+    fused = leaf(strided(5, 2, 2, 5, 8))
+    both_equal(rope_qkv, (fused, angles.cos(), angles.sin(), False))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_stay_in_their_rows(value: float) -> None:
+    draw = InputGenerator(torch.float32, CPU)
+    x = draw.normal(3, 9).detach()
+    x[1, 4] = value
+    for op, rest in ((rms_norm, (None,)), (softmax, ()), (gelu, ()), (gelu, ("tanh",))):
+        found, expected = (op(x, *rest, backend=name) for name in ("triton", "reference"))
+        assert torch.equal(found.isfinite(), expected.isfinite()), op.name
+        assert torch.equal(found.isnan(), expected.isnan()), op.name
+    loss = cross_entropy(x, torch.tensor([0, 0, 0]), backend="triton")
+    assert loss[[0, 2]].isfinite().all()
+    assert loss[1].isfinite() == (value == -torch.inf)
+
+
+def test_a_gain_of_another_dtype() -> None:
+    x, gain = torch.randn(3, 9).bfloat16().requires_grad_(), torch.randn(9, requires_grad=True)
+    y = rms_norm(x, gain, backend="triton")
+    assert y.dtype == torch.bfloat16
+    dx, dgain = torch.autograd.grad(y.float().sum(), (x, gain))
+    assert (dx.dtype, dgain.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_dropout_keeps_the_share_of_elements() -> None:
+    words = torch.arange(8, dtype=torch.int32).view(4, 2)
+    x, residual = torch.ones(4, 2, 2048), torch.zeros(4, 2, 2048)
+    site = DropoutSite(7, 11, -(2**31) + 2**30, 4 / 3)  # a quarter is dropped
+    found = bias_dropout_add(x, None, residual, words, words, site, backend="triton")
+    assert abs(float((found == 0).float().mean()) - 0.25) < 0.02
+    assert float(found.max()) == pytest.approx(4 / 3)
+
+
+def test_only_the_wanted_gradients_are_needed() -> None:
+    x, added = torch.randn(3, 9, dtype=F64, requires_grad=True), torch.randn(3, 9, dtype=F64)
+    for part in (0, 1):  # the sum alone, then the norm alone
+        found, expected = (
+            torch.autograd.grad(add_rms_norm(x, added, None, backend=name)[part].sin().sum(), x)[0]
+            for name in ("triton", "reference")
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def both_equal(op: object, arguments: tuple[object, ...]) -> None:
+    """Compares values and gradients of the kernels with those of the reference, in float64."""
+    case = Case(op, "", lambda _: arguments)  # type: ignore[arg-type]
+    result = check_backend(case, backend_of(case), F64, CPU)
+    assert result.unsupported_reason is None and result.passed, result
