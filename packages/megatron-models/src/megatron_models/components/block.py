@@ -4,12 +4,13 @@ from functools import partial
 from itertools import chain
 
 from jaxtyping import Float
+from megatron_kernels import AUTO
 from torch import Tensor, nn
 
 from megatron_models.components.context import Context
 from megatron_models.components.layer import Layer, Sublayer, norm_groups, parallel_groups
 from megatron_models.components.mixer import Mixer
-from megatron_models.components.norm.module import Norm
+from megatron_models.components.norm.module import Norm, addition_of
 from megatron_models.lookup import import_object
 from megatron_models.placement import Placement
 
@@ -17,18 +18,27 @@ from megatron_models.placement import Placement
 class Block(nn.Module):
     """The sublayers of a layer, whose outputs are added to the residual stream.
 
-    Sublayers follow one another, or read the same stream if they are parallel.
+    Sublayers follow one another, or read the same stream if they are parallel. If the placement
+    has a backend for `megatron_kernels.add_rms_norm` or `add_layer_norm`, an addition to the stream
+    and the norm of the sum that follows it are one operation. The addition at the end of a layer is
+    then left to the first norm of the next one.
 
     Args:
         layer: The sublayers.
         number: Global layer number, for caches and dropout.
         placement: Mesh, dtype, device and options.
+
+    Attributes:
+        adds_with_norm: Backend of the operation that adds and computes a norm, or None.
     """
 
     def __init__(self, layer: Layer, number: int, placement: Placement) -> None:
         super().__init__()
         self.layer = number
         self.groups = [norm_groups(group) for group in parallel_groups(layer)]
+        additions = {addition_of(each.norm) for each in layer if each.norm is not None}
+        backends = {placement.backend(name) for name in additions} - {AUTO}
+        self.adds_with_norm = next(iter(backends), None)
         for sublayer in layer:
             norms = {name: Norm(norm, placement) for name, norm in sublayer.norms.items()}
             first = f"{sublayer.name}_norm"
@@ -38,23 +48,60 @@ class Block(nn.Module):
             for name, norm in norms.items():
                 self.add_module(name, norm)
 
-    def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
-        """Returns the residual stream after the layer."""
+    def forward(
+        self,
+        x: Float[Tensor, "s b h"],
+        context: Context,
+        added: Float[Tensor, "s b h"] | None = None,
+        *,
+        defers: bool = False,
+    ) -> "Tensor | Addition":
+        """Returns the residual stream after the layer.
+
+        Args:
+            x: Residual stream before the layer.
+            context: State of the pass.
+            added: What is to be added to it first, or None.
+            defers: Whether to return the last addition as its two terms, for the next layer.
+        """
+        addition = self._run(x, added, context)
+        return addition if defers else add(addition)
+
+    def _run(self, x: Tensor, added: Tensor | None, context: Context) -> "Addition":
         for group in self.groups:
-            outputs = [self._outputs(readers, x, context) for readers in group]
-            x = x + sum(outputs[1:], start=outputs[0])
+            outputs = []
+            for readers in group:
+                output, x = self._outputs(readers, x, added, context)
+                outputs.append(output)
+                added = None
+            added = sum(outputs[1:], start=outputs[0])
             for sublayer in chain.from_iterable(group):
                 if sublayer.norm_sum is not None:
-                    x = getattr(self, f"{sublayer.name}_norm_sum")(x)
-        context.observe_output(self.layer, x)
-        return x
+                    x, added = getattr(self, f"{sublayer.name}_norm_sum")(add((x, added))), None
+            if self.adds_with_norm is None:
+                x, added = add((x, added)), None
+        if context.observes_outputs:
+            x, added = add((x, added)), None
+            context.observe_output(self.layer, x)
+        return x, added
 
-    def _outputs(self, readers: Layer, x: Tensor, context: Context) -> Tensor:
-        """Returns the sum of the outputs of sublayers with the same norm of their input."""
+    def _outputs(
+        self, readers: Layer, x: Tensor, added: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the sum of the outputs of sublayers with the same norm, and the stream they read.
+
+        That is ``x``, after adding what is ``added``.
+        """
         read = partial(self._sum, readers, context)
         if readers[0].norm is None:
-            return read(x)
-        return context.apply_norm(getattr(self, f"{readers[0].name}_norm"), x, read)
+            x = add((x, added))
+            return read(x), x
+        norm: Norm = getattr(self, f"{readers[0].name}_norm")
+        if added is None or self.adds_with_norm is None:
+            x = add((x, added))
+            return context.apply_norm(norm, x, read), x
+        x, y = norm.after_addition(x, added, self.adds_with_norm)
+        return context.read_norm(norm, x, y, read), x
 
     def _sum(self, readers: Layer, context: Context, y: Tensor) -> Tensor:
         """Returns the sum of the outputs of sublayers that read the same normed input."""
@@ -76,6 +123,16 @@ class Block(nn.Module):
             result: Tensor = mixer(y, context)
             return result
         return context.maybe_recompute(name, partial(mixer, context=context), y)
+
+
+Addition = tuple[Tensor, Tensor | None]
+"""The residual stream, and what is to be added to it, if anything."""
+
+
+def add(addition: Addition) -> Tensor:
+    """Returns the sum."""
+    x, added = addition
+    return x if added is None else x + added
 
 
 def build_mixer(mixer: Mixer, number: int, placement: Placement) -> nn.Module:

@@ -143,7 +143,7 @@ class Context:
         that of the magnitude. Sums count an element once for each rank that has it.
         """
         collected = self.auxiliary_losses
-        if collected is None or not collected.has_maxima:
+        if collected is None or not self.observes_outputs:
             return  # without the layer's number, for which compiled code would be compiled again
         name = output_name(layer)
         if not collected.has_maximum(name) or name in self.observed:
@@ -160,6 +160,11 @@ class Context:
             size = torch.full((1,), float(x.numel()), dtype=torch.float64, device=x.device)
             collected.count(name, torch.cat([sums, size]))
             collected.maximum(name, values.abs().amax()[None])
+
+    @property
+    def observes_outputs(self) -> bool:
+        """Whether a step may ask for statistics of the outputs of layers."""
+        return self.auxiliary_losses is not None and self.auxiliary_losses.has_maxima
 
     def hidden_dropout(
         self, x: Float[Tensor, "s b h"], layer: int, site: int
@@ -206,7 +211,16 @@ class Context:
 
         The output of the norm is not saved if norms are recomputed.
         """
-        y = norm(x)
+        return self.read_norm(norm, x, norm(x), reader)
+
+    def read_norm(
+        self,
+        norm: Callable[[Tensor], Tensor],
+        x: Float[Tensor, "s b h"],
+        y: Float[Tensor, "s b h"],
+        reader: Callable[[Tensor], Tensor],
+    ) -> Float[Tensor, "s b h"]:
+        """Returns ``reader(y)`` for ``y`` that equals ``norm(x)``, as `apply_norm` does."""
         if not self.recompute.selects("layernorm"):
             return reader(y)
         with discard_output(y, partial(norm, x)):

@@ -13,6 +13,7 @@ from megatron_parallel.recompute import (
 )
 from torch import Tensor, nn
 
+from megatron_models.components.block import Block, add
 from megatron_models.components.context import Context
 
 
@@ -27,9 +28,7 @@ def run_layers(
     """
     plan = context.recompute
     if plan.granularity != "full" and not plan.cpu_offloading_num_layers:
-        for layer in layers.values():
-            x = layer(x, context)
-        return x
+        return _run(list(layers.values()), context, x)
     parts = ShardSavedTensors(tp) if plan.distribute_saved_activations else None
     away = plan.cpu_offloading_num_layers
     host = OffloadSavedTensors(except_for=context.shared_tensors()) if away else None
@@ -43,6 +42,11 @@ def run_layers(
 
 
 def _run(layers: Sequence[nn.Module], context: Context, x: Tensor) -> Tensor:
-    for layer in layers:
-        x = layer(x, context)
-    return x
+    if not all(isinstance(layer, Block) and layer.adds_with_norm for layer in layers):
+        for layer in layers:
+            x = layer(x, context)
+        return x
+    added: Tensor | None = None
+    for layer in layers:  # each adds what the one before it has left
+        x, added = layer(x, context, added, defers=True)
+    return add((x, added))

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from jaxtyping import Float
-from megatron_kernels import Scores, attention, rms_norm, rope
+from megatron_kernels import AUTO, Scores, attention, rms_norm, rope, rope_qkv
 from megatron_parallel import Axis
 from megatron_parallel.collectives import gather_sequence
 from torch import Tensor, nn
@@ -36,10 +36,14 @@ class Attention(nn.Module):
         self.backend = placement.backend("attention")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.rotation = spec.rotation
-        if spec.rotation is not None:
-            self.rope = placement.bind(rope)
         self.head_size, self.heads_by_role = spec.kv_channels, spec.heads_by_role
         self.ranks_per_group = query_group_ranks(spec, self.tp.size)
+        self.packed_rope = None
+        if spec.rotation is not None:
+            self.rope = placement.bind(rope)
+            between = spec.qk_layernorm or self.ranks_per_group > 1 or len(self.heads_by_role) > 3
+            if not between and placement.backend(rope_qkv.name) != AUTO:
+                self.packed_rope = placement.bind(rope_qkv)
         self.span = spec.span
         self.l2_norm = None
         if spec.qk_l2_norm:
@@ -71,8 +75,8 @@ class Attention(nn.Module):
         `Context` carries what all layers of a pass share: mask, rotary tables, cache, dropout keys.
         """
         cut = context.sequence_parallel
-        q, k, v, gate = self._project(x, cut)
-        if self.rotation is not None:
+        q, k, v, gate = self._project(x, cut, context)
+        if self.rotation is not None and self.packed_rope is None:
             angles = context.angles[self.rotation]
             q, k = (self.rope(x, *angles, self.rotation.interleaved) for x in (q, k))
         if self.l2_norm is not None:
@@ -121,18 +125,24 @@ class Attention(nn.Module):
         return scores if self.sinks is None else replace(scores, sinks=self.sinks(q))
 
     def _project(
-        self, x: Float[Tensor, "part b h"], cut: bool | None
+        self, x: Float[Tensor, "part b h"], cut: bool | None, context: Context
     ) -> tuple[
         Float[Tensor, "s b n d"],
         Float[Tensor, "s b g d"],
         Float[Tensor, "s b g d"],
         list[Float[Tensor, "s b g m d"]],
     ]:
-        """Returns queries, keys, values, and the gates of the heads of each group, if any."""
+        """Returns queries, keys, values, and the gates of the heads of each group, if any.
+
+        Queries and keys are rotated already if one operation rotates and separates all heads.
+        """
         fused = self.qkv(x, sequence_parallel=cut)
         if self.ranks_per_group > 1:
             fused = gather_query_group(fused, self.tp, self.ranks_per_group)
         fused = fused.unflatten(-1, (-1, self.head_size))
+        if self.packed_rope is not None and self.rotation is not None:
+            angles = context.angles[self.rotation]
+            return *self.packed_rope(fused, *angles, self.rotation.interleaved), []
         *of_heads, k, v = fused.split(self.heads_by_role, dim=3)
         if self.ranks_per_group > 1:
             number = self.tp.index % self.ranks_per_group

@@ -1,7 +1,7 @@
 """Normalization of the residual stream: LayerNorm or RMSNorm."""
 
 from jaxtyping import Float
-from megatron_kernels import layer_norm, rms_norm
+from megatron_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torch import Tensor, nn
 
 from megatron_models.components.norm.spec import NormSpec
@@ -34,3 +34,23 @@ class Norm(nn.Module):
         return layer_norm(
             x, self.weight, self.bias, self.epsilon, self.zero_centered, backend=self.backend
         )
+
+    def after_addition(
+        self, x: Float[Tensor, "s b h"], added: Float[Tensor, "s b h"], backend: str
+    ) -> tuple[Float[Tensor, "s b h"], Float[Tensor, "s b h"]]:
+        """Returns the sum of two tensors and its norm, as one operation.
+
+        Args:
+            x: Residual stream.
+            added: What is added to it.
+            backend: Backend of `addition_of` this norm.
+        """
+        options = self.epsilon, self.zero_centered
+        if self.rms:
+            return add_rms_norm(x, added, self.weight, *options, backend=backend)
+        return add_layer_norm(x, added, self.weight, self.bias, *options, backend=backend)
+
+
+def addition_of(spec: NormSpec) -> str:
+    """Returns the name of the operation that adds to the stream and computes a norm of the sum."""
+    return "add_rms_norm" if spec.normalization == "RMSNorm" else "add_layer_norm"
