@@ -196,9 +196,11 @@ def _rope(
     return (draw.normal(rows, max(batch, 2), 3, 16), *tables, interleaved)
 
 
-def _rope_qkv(draw: InputGenerator, *, queries: int, **options: Any) -> tuple[Any, ...]:
+def _rope_qkv(
+    draw: InputGenerator, *, queries: int, groups: int = 3, **options: Any
+) -> tuple[Any, ...]:
     x, *rest = _rope(draw, **options)
-    return (draw.normal(*x.shape[:2], 3, queries + 2, 16), *rest)
+    return (draw.normal(*x.shape[:2], groups, queries + 2, 16), *rest, groups == 1)
 
 
 def _attention(
@@ -416,6 +418,7 @@ CASES = (
             ("one head for a group", 1, False, {"percent": 1.0}),
             ("interleaved, grouped", 4, True, {"percent": 1.0}),
             ("partial, grouped", 2, False, {"percent": 0.5}),
+            ("one group, repeated", 4, False, {"percent": 0.5, "groups": 1}),
         )
     ),
     Case(attention, "causal", partial(_attention, mask=Mask())),

@@ -162,6 +162,11 @@ class Context:
             collected.maximum(name, values.abs().amax()[None])
 
     @property
+    def has_all_keys(self) -> bool:
+        """Whether a pass computes all keys that its queries read: no cache or ring has others."""
+        return self.cache is None and self.context_parallel is None
+
+    @property
     def observes_outputs(self) -> bool:
         """Whether a step may ask for statistics of the outputs of layers."""
         return self.auxiliary_losses is not None and self.auxiliary_losses.has_maxima

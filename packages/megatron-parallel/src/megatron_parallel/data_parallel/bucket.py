@@ -79,8 +79,8 @@ class Bucket:
     on a stream of the bucket, and the backward pass continues beside them. On a CPU the host starts
     one after another.
 
-    A sharded bucket reduces each rank's shard only; afterwards the rest of `flat` is undefined. A
-    bucket that neither reduces nor has low-precision parameters has no storage (`flat` is None):
+    A sharded bucket reduces each rank's shard only; the rest of `flat` keeps this rank's own
+    gradients. A bucket that neither reduces nor has low-precision parameters has no storage (`flat` is None):
     gradients stay where autograd puts them.
     """
 
@@ -110,7 +110,7 @@ class Bucket:
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
         self.pending: set[str] = set()
         self.launched = False
-        self._local_total: Tensor | None = None  # finite only if this rank's gradients are
+        self._own_largest: Tensor | None = None  # finite only if gradients in `overwritten` are
         self.reductions: list[BucketCollective] = []
         self._sum: CollectiveSequence | None = None
         self._started: AsyncCollective | None = None  # the collective in flight
@@ -233,17 +233,30 @@ class Bucket:
                 held.add_(left)
         self.collect_gradients()
 
-    def launch(self) -> None:
-        """Starts the reduction; nothing may be added to the bucket from now on."""
+    def complete(self) -> None:
+        """Collects all gradients; nothing may be added to the bucket from now on."""
         self.launched = True
-        if self.flat is None or self.shard is None:
-            return
         self.collect_gradients()
         for name, view in self.views.items():
             self._fill_if_empty(name, view)
-        if self.checks_finite:
-            # The cheapest check; read only if a reduced gradient is not finite.
-            self._local_total = self.flat.sum()
+
+    @property
+    def overwritten(self) -> Tensor | None:
+        """This rank's own gradients that the reduction overwrites; None without a reduction.
+
+        For a sharded bucket that is its shard. The rest of `flat` is only sent.
+        """
+        return self.shard if self.sharded else self.flat
+
+    def launch(self, own_largest: Tensor | None) -> None:
+        """Starts the reduction of a complete bucket.
+
+        Args:
+            own_largest: Largest magnitude in `overwritten`, or None if it is not to be checked.
+        """
+        if self.flat is None or self.shard is None:
+            return
+        self._own_largest = own_largest
         operands = (self.flat, self.shard, self.axes, self.collectives)
         if self.sends_bf16:
             self._sum = reduce_in_bf16(*operands, whole=not self.sharded)
@@ -340,13 +353,24 @@ class Bucket:
 
     def nonfinite_gradients(self) -> list[NonFiniteGradient]:
         """Returns summed gradients that are NaN or infinite, and whether this rank's own were."""
-        total = self._local_total
-        own = None if total is None else not bool(total.isfinite())
+        own = self._own_nonfinite
         return [
             NonFiniteGradient(f"bucket {self.label}", name, bool(gradient.isnan().any()), own)
             for name, gradient in self.gradients().items()
             if not bool(gradient.isfinite().all())
         ]
+
+    @property
+    def _own_nonfinite(self) -> bool | None:
+        """Whether this rank's own gradients were not finite; None if that was not checked."""
+        if self._own_largest is None or self.flat is None:
+            return None
+        found = bool(self._own_largest.isfinite())
+        if self.sharded:
+            start, end = self.plan.shard_range(self.axes.inner.index)
+            found = found and bool(self.flat[:start].isfinite().all())
+            found = found and bool(self.flat[end:].isfinite().all())
+        return not found
 
     def clear(self) -> None:
         """Drops all gradients. No memory is written: the next gradients overwrite it."""

@@ -30,7 +30,9 @@ with the same result.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
@@ -226,11 +228,14 @@ class GradientBuffers:
         First starts the next collective of earlier buckets that need several. All ranks must start
         the same collectives in the same order, although they fill their buckets at different times.
         """
-        while self._next < len(self.buckets) and not self.buckets[self._next].pending:
-            for bucket in self.buckets[: self._next]:
-                if bucket.needs_several_collectives:
-                    bucket.advance()
-            self.buckets[self._next].launch()
+        ready = list(takewhile(lambda bucket: not bucket.pending, self.buckets[self._next :]))
+        for bucket in ready:
+            bucket.complete()
+        for bucket, own_largest in zip(ready, _largest(ready), strict=True):
+            for earlier in self.buckets[: self._next]:
+                if earlier.needs_several_collectives:
+                    earlier.advance()
+            bucket.launch(own_largest)
             self._next += 1
 
     def _check_open(self, call: str) -> None:
@@ -240,6 +245,17 @@ class GradientBuffers:
             raise LayoutError(
                 f"{call} after begin(last=True) or start_reductions(): call finish() first"
             )
+
+
+def _largest(buckets: Sequence[Bucket]) -> list[Tensor | None]:
+    """Returns the largest magnitude of what each reduction overwrites, None where not checked.
+
+    All are one operation. Nothing reads them unless a reduced gradient is not finite.
+    """
+    own = [bucket.overwritten if bucket.checks_finite else None for bucket in buckets]
+    checked = [gradients for gradients in own if gradients is not None]
+    found = iter(torch._foreach_norm(checked, torch.inf) if checked else ())
+    return [None if gradients is None else next(found) for gradients in own]
 
 
 def data_reduction_axes(mesh: Mesh) -> ReductionAxes:

@@ -3,6 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
+from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.rope import rope as rotation
 from megatron_kernels.ops.rope import triton
 from megatron_kernels.ops.triton_op import NAME as TRITON
@@ -18,22 +19,28 @@ def split_heads(
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
+def _repeated(q: Tensor, k: Tensor, v: Tensor, repeat: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if repeat:
+        k, v = (t.expand(-1, -1, q.shape[2], -1) for t in (k, v))
+    return q, k, v
+
+
 def reference(
-    fused: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    fused: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, repeat: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Splits, then rotates by the definition."""
     q, k, v = split_heads(fused)
     q, k = (rotation.reference(x, cos, sin, interleaved) for x in (q, k))
-    return q, k, v
+    return _repeated(q, k, v, repeat)
 
 
 def direct(
-    fused: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    fused: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, repeat: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Splits, then rotates queries and keys by real arithmetic; values are a view."""
     q, k, v = split_heads(fused)
     q, k = (rotation.direct(x, cos, sin, interleaved) for x in (q, k))
-    return q, k, v
+    return _repeated(q, k, v, repeat)
 
 
 @op(
@@ -52,9 +59,10 @@ def rope_qkv(
     cos: Float[Tensor, "s b_or_1 half"],
     sin: Float[Tensor, "s b_or_1 half"],
     interleaved: bool = False,
+    repeat: bool = False,
     *,
     backend: str = AUTO,
-) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "s b g d"], Float[Tensor, "s b g d"]]:
+) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "s b kv d"], Float[Tensor, "s b kv d"]]:
     """Separates a fused projection into queries, keys and values, and rotates the first two.
 
     Args:
@@ -63,9 +71,17 @@ def rope_qkv(
         cos: Cosines `[s, b or 1, r/2]` from `rope_tables`, r <= d.
         sin: Sines of the same shape.
         interleaved: As for `rope`.
+        repeat: Whether to repeat keys and values for all heads, as views, if there is one group.
+            Then the backward pass sums their gradients itself, not one for each of them.
         backend: "auto" or the name of one backend.
 
     Returns:
-        Queries `[s, b, g * m, d]`, keys and values `[s, b, g, d]`, in the dtype of `fused`.
+        Queries `[s, b, g * m, d]`, keys and values `[s, b, g, d]`, or `[s, b, m, d]` if repeated,
+        in the dtype of `fused`.
+
+    Raises:
+        KernelError: Keys and values of several groups are to be repeated.
     """
-    return rope_qkv.run(backend, fused, cos, sin, interleaved)
+    if repeat and fused.shape[2] != 1:
+        raise KernelError(f"rope_qkv repeats the keys of one group, not of {fused.shape[2]}")
+    return rope_qkv.run(backend, fused, cos, sin, interleaved, repeat)

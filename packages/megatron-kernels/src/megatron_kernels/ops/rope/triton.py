@@ -47,8 +47,8 @@ def rope_pack_fake(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, queries: int, interleaved: bool
 ) -> Tensor:
     """Returns the output of `rope_pack` without values."""
-    s, b, groups, d = dk.shape
-    return dk.new_empty(s, b, groups, queries + 2, d)
+    s, b, heads, d = dq.shape
+    return dk.new_empty(s, b, heads // queries, queries + 2, d)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -74,21 +74,21 @@ class _Rope(Function):
 class _Packed(Function):
     @staticmethod
     def forward(
-        ctx: Any, fused: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+        ctx: Any, fused: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, repeat: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         ctx.queries, ctx.interleaved = fused.shape[3] - 2, interleaved
-        found: tuple[Tensor, Tensor, Tensor] = _UNPACK(
-            fused.contiguous(), cos, sin, ctx.queries, interleaved
-        )
-        return found
+        q, k, v = _UNPACK(fused.contiguous(), cos, sin, ctx.queries, interleaved)
+        if repeat:  # here, so that the backward pass gets the gradients of all heads
+            k, v = (t.expand(-1, -1, ctx.queries, -1) for t in (k, v))
+        return q, k, v
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         packed = _PACK(*map(_rows, grads), *ctx.saved_tensors, ctx.queries, ctx.interleaved)
-        return packed, None, None, None
+        return packed, None, None, None, None
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -98,13 +98,15 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def rope_qkv(
-    fused: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    fused: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, repeat: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotates and separates in one kernel each way; the fused projection is not saved."""
-    found: tuple[Tensor, Tensor, Tensor] = _Packed.apply(fused, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor, Tensor] = _Packed.apply(fused, cos, sin, interleaved, repeat)  # type: ignore[no-untyped-call]
     return found
 
 
-def unsupported_reason(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> str | None:
+def unsupported_reason(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, repeat: bool = False
+) -> str | None:
     """Returns why the kernels do not support these arguments."""
     return triton_op.unsupported_reason(x, cos, sin)

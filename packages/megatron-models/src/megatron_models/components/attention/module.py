@@ -142,7 +142,9 @@ class Attention(nn.Module):
         fused = fused.unflatten(-1, (-1, self.head_size))
         if self.packed_rope is not None and self.rotation is not None:
             angles = context.angles[self.rotation]
-            return *self.packed_rope(fused, *angles, self.rotation.interleaved), []
+            # Kernels sum the gradients of a group's heads in operations of their own.
+            repeat = fused.shape[2] == 1 and context.has_all_keys
+            return *self.packed_rope(fused, *angles, self.rotation.interleaved, repeat), []
         *of_heads, k, v = fused.split(self.heads_by_role, dim=3)
         if self.ranks_per_group > 1:
             number = self.tp.index % self.ranks_per_group
