@@ -45,7 +45,7 @@ def test_every_usable_backend_on_a_gpu_equals_the_reference_in_float64(
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.op.name != "attention_backward"],  # it has no gradient
+    [case for case in CASES if case.op.name not in ("attention_backward", "add_vocab_gradient")],
     ids=lambda case: f"{case.op.name}-{case.label or 'plain'}",
 )
 def test_gradients_of_the_references_equal_finite_differences(case: Case) -> None:

@@ -53,8 +53,9 @@ def parts(found):
     return found if isinstance(found, tuple) else (found,)
 
 def gradients(results):
-    outputs = [x for found in results for x in parts(found)]
-    leaves = [x for _, args in calls for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+    outputs = [x for found in results for x in parts(found) if x.requires_grad]
+    tensors = [x for _, given in calls for x in given if isinstance(x, torch.Tensor)]
+    leaves = [x for x in tensors if x.requires_grad]
     return torch.autograd.grad(sum(x.sin().sum() for x in outputs), leaves)
 
 traced = torch.compile(everything, fullgraph=True, backend="aot_eager")()
@@ -87,7 +88,9 @@ def run(case):
     arguments = case.arguments(InputGenerator(torch.bfloat16, torch.device("cpu")))
     outputs = parts(case.op(*arguments, backend="triton"))
     leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
-    grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+    outputs = [x for x in outputs if x.requires_grad] or outputs
+    ones = [torch.ones_like(x) for x in outputs]
+    grads = torch.autograd.grad(outputs, leaves, ones) if leaves else ()
     return described(outputs) + described(grads)
 
 cases = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
@@ -148,7 +151,8 @@ for case in CASES:
     found = case.op(*arguments, backend="triton")
     outputs = found if isinstance(found, tuple) else (found,)
     leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
-    torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+    if leaves:
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
 assert all(binaries)
 print(len(seen), len(binaries))
 """
@@ -159,7 +163,7 @@ print(len(seen), len(binaries))
 def test_every_kernel_compiles_for_an_h100(sample: bool, tmp_path: Path) -> None:
     script = BINARIES.replace("SAMPLE", str(sample))
     operations, binaries = map(int, run("-c", script, TRITON_CACHE_DIR=str(tmp_path)).split())
-    assert operations == 15 and binaries >= 2 * operations
+    assert operations == 17 and binaries >= 2 * operations - 1
 
 
 def test_calls_of_other_backends_do_not_import_triton() -> None:

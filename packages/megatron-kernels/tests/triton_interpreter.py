@@ -45,7 +45,7 @@ def backend_of(case: Case) -> Backend:
 
 def test_the_interpreter_is_on_and_the_backends_run_on_request_only() -> None:
     assert interprets()
-    assert len({case.op.name for case in TRITON}) == 15
+    assert len({case.op.name for case in TRITON}) == 17
     for case in TRITON:
         choice = case.op.explain(*case.arguments(InputGenerator(torch.float32, CPU)))
         assert choice.backend != "triton"

@@ -24,6 +24,8 @@ from .ops.attention.scores import PLAIN_SCORES as PLAIN_SCORES
 from .ops.attention.scores import Scores as Scores
 from .ops.dropout.bias_dropout_add import DropoutSite as DropoutSite
 from .ops.dropout.bias_dropout_add import bias_dropout_add as bias_dropout_add
+from .ops.embedding.vocab_embedding import add_vocab_gradient as add_vocab_gradient
+from .ops.embedding.vocab_embedding import vocab_embedding as vocab_embedding
 from .ops.linear.linear import linear as linear
 from .ops.loss.cross_entropy import cross_entropy as cross_entropy
 from .ops.moe.grouped_matmul import grouped_matmul as grouped_matmul

@@ -24,6 +24,7 @@ from megatron_kernels.ops.attention.index_scores import index_scores
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
 from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, bias_dropout_add
+from megatron_kernels.ops.embedding.vocab_embedding import add_vocab_gradient, vocab_embedding
 from megatron_kernels.ops.linear.linear import linear
 from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
 from megatron_kernels.ops.moe.grouped_matmul import grouped_matmul
@@ -131,9 +132,9 @@ def _norm_without_bias(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(draw.rows(7), 3, 43, mean=0.5), draw.normal(43, mean=1), None, 1e-5)
 
 
-def _add_norm(draw: InputGenerator, **options: Any) -> tuple[Any, ...]:
+def _add_norm(draw: InputGenerator, adds: bool = True, **options: Any) -> tuple[Any, ...]:
     x, *rest = _norm(draw, **options)
-    return (x, draw.normal(7, 3, 43), *rest)
+    return (x, draw.normal(7, 3, 43) if adds else None, *rest)
 
 
 def _pointwise(draw: InputGenerator, kind: str) -> tuple[Any, ...]:
@@ -292,6 +293,16 @@ def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(rows, 3, 37), targets)
 
 
+def _vocab_embedding(draw: InputGenerator) -> tuple[Any, ...]:
+    return (draw.integers(40, 5, 3), draw.normal(17, 43), 11)
+
+
+def _vocab_gradient(draw: InputGenerator, *, first: bool) -> tuple[Any, ...]:
+    tokens = draw.integers(40, 9, 5)
+    into = draw.normal(17, 43).detach().to(torch.promote_types(draw.dtype, torch.float32))
+    return (into, draw.normal(9, 5, 43).detach(), tokens, 11, first)
+
+
 def _grouped(draw: InputGenerator, counts: tuple[int, ...], tail: int = 0) -> tuple[Any, ...]:
     counts = tuple(map(draw.rows, counts))
     x, weight = draw.normal(sum(counts) + tail, 24), draw.normal(len(counts), 16, 24)
@@ -390,6 +401,7 @@ CASES = (
     Case(add_layer_norm, "", partial(_add_norm, bias=True)),
     Case(add_layer_norm, "1 + weight", partial(_add_norm, bias=True, zero_centered=True)),
     Case(add_rms_norm, "", partial(_add_norm, bias=False)),
+    Case(add_rms_norm, "nothing added", partial(_add_norm, bias=False, adds=False)),
     Case(add_rms_norm, "1 + weight", partial(_add_norm, bias=False, zero_centered=True)),
     Case(bias_gelu, "exact", partial(_bias_gelu, approximate="none")),
     Case(bias_gelu, "tanh", partial(_bias_gelu, approximate="tanh")),
@@ -443,6 +455,9 @@ CASES = (
     Case(linear, "", partial(_linear, rows=(7, 3), bias=True)),
     Case(linear, "several tiles", partial(_linear, rows=(150,), bias=False)),
     Case(cross_entropy, "", _cross_entropy),
+    Case(vocab_embedding, "", _vocab_embedding),
+    Case(add_vocab_gradient, "", partial(_vocab_gradient, first=False)),
+    Case(add_vocab_gradient, "first", partial(_vocab_gradient, first=True)),
     Case(grouped_matmul, "", partial(_grouped, counts=(5, 0, 11, 1))),
     Case(grouped_matmul, "one group", partial(_grouped, counts=(0, 0, 8))),
     Case(grouped_matmul, "tail", partial(_grouped, counts=(5, 0, 11, 1), tail=6)),

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, TypeVar, Union
 
 import torch
-from megatron_kernels import AUTO, Op
+from megatron_kernels import AUTO, Op, vocab_embedding
 from megatron_parallel import Mesh, RecomputeConfig, Sharding, StepState
 from megatron_parallel.sharding.step_state import Update
 from megatron_parallel.tensor_parallel import (
@@ -26,6 +26,7 @@ from megatron_parallel.tensor_parallel import (
 from torch import nn
 
 from megatron_models.linear_product import LinearProduct
+from megatron_models.vocab_lookup import KernelLookup
 
 R = TypeVar("R")
 
@@ -146,9 +147,14 @@ class Placement:
 
     def vocab_parallel_embedding(self, spec: VocabSpec) -> VocabParallelEmbedding:
         """Builds token embeddings."""
-        cut = self.sequence_parallel
+        backend = self.backend(vocab_embedding.name)
         return VocabParallelEmbedding.from_spec(
-            spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.resolved_device
+            spec,
+            self.mesh,
+            sequence_parallel=self.sequence_parallel,
+            lookup=None if backend == AUTO else KernelLookup(backend),
+            dtype=self.dtype,
+            device=self.resolved_device,
         )
 
     def register_state(

@@ -76,7 +76,7 @@ def _defined(schema: str, kernels: str, fakes: str) -> bool:
 @functools.cache
 def _library() -> Library:
     """Returns the owner of the definitions, which end with it."""
-    return Library(NAMESPACE, "FRAGMENT")  # noqa: TOR901 - lives as long as the process
+    return Library(NAMESPACE, "FRAGMENT")
 
 
 @constant_to_compiler

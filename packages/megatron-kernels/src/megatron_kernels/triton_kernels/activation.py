@@ -20,15 +20,14 @@ def _tanh(x):
 def _activate(x, KIND: tl.constexpr):
     if KIND == "silu":
         return x * tl.sigmoid(x)
-    elif KIND == "quick_gelu":
+    if KIND == "quick_gelu":
         return x * tl.sigmoid(1.702 * x)
-    elif KIND == "gelu":
+    if KIND == "gelu":
         return x * (0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":
+    if KIND == "gelu_tanh":
         return x * (0.5 + 0.5 * _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    else:
-        positive = tl.where(x > 0.0, x, x * 0.0)  # NaN stays NaN
-        return positive * positive if KIND == "squared_relu" else positive
+    positive = tl.where(x > 0.0, x, x * 0.0)  # NaN stays NaN
+    return positive * positive if KIND == "squared_relu" else positive
 
 
 @triton.jit
@@ -37,20 +36,19 @@ def _slope(x, KIND: tl.constexpr):
     if KIND == "silu":
         s = tl.sigmoid(x)
         return s * (1.0 + x * (1.0 - s))
-    elif KIND == "quick_gelu":
+    if KIND == "quick_gelu":
         s = tl.sigmoid(1.702 * x)
         return s * (1.0 + 1.702 * x * (1.0 - s))
-    elif KIND == "gelu":
+    if KIND == "gelu":
         density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
         return 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476) + x * density
-    elif KIND == "gelu_tanh":
+    if KIND == "gelu_tanh":
         t = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
         inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
         return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
-    elif KIND == "squared_relu":
+    if KIND == "squared_relu":
         return 2.0 * tl.where(x > 0.0, x, 0.0)
-    else:
-        return tl.where(x > 0.0, 1.0, 0.0)
+    return tl.where(x > 0.0, 1.0, 0.0)
 
 
 @triton.jit

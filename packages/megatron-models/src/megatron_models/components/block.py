@@ -97,7 +97,7 @@ class Block(nn.Module):
             x = add((x, added))
             return read(x), x
         norm: Norm = getattr(self, f"{readers[0].name}_norm")
-        if added is None or self.adds_with_norm is None:
+        if self.adds_with_norm is None:
             x = add((x, added))
             return context.apply_norm(norm, x, read), x
         x, y = norm.after_addition(x, added, self.adds_with_norm)

@@ -80,8 +80,8 @@ class Bucket:
     one after another.
 
     A sharded bucket reduces each rank's shard only; the rest of `flat` keeps this rank's own
-    gradients. A bucket that neither reduces nor has low-precision parameters has no storage (`flat` is None):
-    gradients stay where autograd puts them.
+    gradients. A bucket that neither reduces nor has low-precision parameters has no storage (`flat`
+    is None): gradients stay where autograd puts them.
     """
 
     def __init__(

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from megatron_parallel._compat.imagined import has_no_values
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import GradientBuffers
+from megatron_parallel.tensor_parallel.layers import VocabParallelEmbedding
+from megatron_parallel.tensor_parallel.lookup import AccumulatingLookup, Lookup
 from megatron_parallel.tensor_parallel.product import AccumulatingProduct, Product
 from megatron_parallel.tensor_parallel.product_layers import is_product_layer, product_weights
 
@@ -147,6 +149,7 @@ def fuse_gradient_accumulation(
     fused: list[str] = []
     refused: dict[str, str] = {}
     reasons: dict[tuple[Any, ...], str | None] = {}
+    modules = list(modules)
     for layer in (layer for module in modules for layer in module.modules()):
         if not is_product_layer(layer) or layer.sharding["weight"].experts:
             continue
@@ -167,7 +170,27 @@ def fuse_gradient_accumulation(
                 refused[name] = reason
         if added:
             layer.product = AccumulatingProduct(_unfused(layer.product), added)
+    fused += _fuse_lookups(modules, owners)
     return GradientFusion(tuple(dict.fromkeys(fused)), refused)
+
+
+def _fuse_lookups(
+    modules: Iterable[nn.Module], owners: Mapping[int, tuple[Bucket, str]]
+) -> list[str]:
+    """Lets the lookups of embeddings add their gradients; returns the names of the weights."""
+    fused = []
+    for layer in (layer for module in modules for layer in module.modules()):
+        if not isinstance(layer, VocabParallelEmbedding) or layer.lookup is None:
+            continue
+        if id(layer.weight) not in owners:
+            continue
+        bucket, name = owners[id(layer.weight)]
+        own = layer.lookup
+        own = own.lookup if isinstance(own, AccumulatingLookup) else own
+        start = layer.axis.index * len(layer.weight)
+        layer.lookup = AccumulatingLookup(own, LookupAccumulator(bucket, name, own, start))
+        fused.append(name)
+    return fused
 
 
 def _unfused(product: Product) -> Product:
@@ -182,16 +205,36 @@ class Accumulator:
         self._bucket, self._name, self._add = bucket, name, add
         bucket.mark_fused(name)
 
+    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """Returns the gradient of the weight."""
+        return dy.t() @ x
+
     def __call__(
-        self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, must_return: bool
+        self, dy: Float[Tensor, "..."], x: Shaped[Tensor, "..."], *, must_return: bool
     ) -> Tensor | None:
         """Adds `dy^T x`; returns the gradient for autograd, if any."""
         bucket, shape = self._bucket, self._bucket.parameters[self._name].shape
         if bucket.closed or (must_return and not bucket.in_weight_backward):
-            return (dy.t() @ x).view(shape)  # requested by other code, not for the buffers
+            return self.gradient(dy, x).view(shape)  # requested by other code, not for the buffers
         into, first = bucket.accumulation_target(self._name)
         self._add(into.view(-1, shape[-1]), dy, x, first=first)
         return bucket.dummy_gradient.expand(shape) if must_return else None
+
+
+class LookupAccumulator(Accumulator):
+    """Adds the gradient of the weight of an embedding to its bucket; an `AccumulateGradient`."""
+
+    def __init__(self, bucket: Bucket, name: str, lookup: Lookup, start: int) -> None:
+        def add(into: Tensor, dy: Tensor, x: Tensor, *, first: bool) -> None:
+            lookup.add_gradient(into, dy, x, start, first=first)
+
+        super().__init__(bucket, name, add)
+
+    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """Returns the gradient of the weight."""
+        into = torch.empty_like(self._bucket.parameters[self._name], requires_grad=False)
+        self._add(into, dy, x, first=True)
+        return into
 
 
 def _name(dtype: torch.dtype) -> str:

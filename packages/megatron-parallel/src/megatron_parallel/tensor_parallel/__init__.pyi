@@ -10,6 +10,8 @@ from .layers import overlap_forward as overlap_forward
 from .linear import column_parallel_linear as column_parallel_linear
 from .linear import row_parallel_linear as row_parallel_linear
 from .linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
+from .lookup import AccumulatingLookup as AccumulatingLookup
+from .lookup import Lookup as Lookup
 from .lora import LoRA as LoRA
 from .lora_config import LoRAConfig as LoRAConfig
 from .product import PLAIN as PLAIN

@@ -28,6 +28,7 @@ from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
+from megatron_parallel.tensor_parallel.lookup import Lookup
 from megatron_parallel.tensor_parallel.product import PLAIN, Product
 from megatron_parallel.tensor_parallel.product_layers import add_product_parameters, product_weights
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, ReplicatedSpec, RowSpec, VocabSpec
@@ -286,6 +287,7 @@ class VocabParallelEmbedding(nn.Module):
         axis: Name of the axis. Defaults to `"tp"`.
         sequence_parallel: Whether the output is cut along dim 0.
         init: Initial values of the weight.
+        lookup: Reads rows. Defaults to torch's embedding.
         dtype: Data type of the weight.
         device: Device of the weight. Defaults to the device of the mesh.
 
@@ -305,6 +307,7 @@ class VocabParallelEmbedding(nn.Module):
         axis: str = "tp",
         sequence_parallel: bool = False,
         init: Init = DEFAULT_INIT,
+        lookup: Lookup | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> None:
@@ -314,6 +317,7 @@ class VocabParallelEmbedding(nn.Module):
         _register(self, ("weight",), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
+        self.lookup = lookup
         self.product: Product | None = None
         self.product_parameters = ("weight",)
 
@@ -324,12 +328,13 @@ class VocabParallelEmbedding(nn.Module):
         mesh: Mesh,
         *,
         sequence_parallel: bool = False,
+        lookup: Lookup | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> "VocabParallelEmbedding":
         """Builds the layer that `spec` describes. Other arguments are those of the class."""
-        cut = sequence_parallel
-        return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
+        where: Any = {"mesh": mesh, "dtype": dtype, "device": device}
+        return cls(sequence_parallel=sequence_parallel, lookup=lookup, **where, **vars(spec))
 
     def forward(
         self, tokens: Int[Tensor, "..."], *, sequence_parallel: bool | None = None
@@ -341,13 +346,19 @@ class VocabParallelEmbedding(nn.Module):
             sequence_parallel: Whether the output is cut in this call. Defaults to the setting of
                 the layer.
         """
-        if self.axis.size == 1:
-            return functional.embedding(tokens, self.weight)
         rows = self.weight.shape[0]
-        local = tokens - self.axis.index * rows
-        not_here = (local < 0) | (local >= rows)
-        partial = functional.embedding(local.masked_fill(not_here, 0), self.weight)
-        partial = partial.masked_fill(not_here.unsqueeze(-1), 0.0)
+        start = self.axis.index * rows
+        if self.lookup is not None:
+            partial = self.lookup.forward(tokens, self.weight, start)
+        elif self.axis.size == 1:
+            partial = functional.embedding(tokens, self.weight)
+        else:
+            local = tokens - start
+            not_here = (local < 0) | (local >= rows)
+            partial = functional.embedding(local.masked_fill(not_here, 0), self.weight)
+            partial = partial.masked_fill(not_here.unsqueeze(-1), 0.0)
+        if self.axis.size == 1:
+            return partial
         leave = scatter_sequence if _cut(self, sequence_parallel) else reduce_from_axis
         return leave(partial, self.axis)
 

@@ -53,7 +53,11 @@ def invariant(x: Tensor, kind: Pointwise) -> Tensor:
 
 @op(
     Backend(
-        TRITON, triton.pointwise, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
+        TRITON,
+        triton.pointwise,
+        triton.unsupported_reason,
+        "one kernel of ours each way",
+        NEVER_RUN,
     ),
     Backend("torch", fused, accept_all, "F.relu and F.silu"),
     Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),

@@ -74,9 +74,7 @@ def bias_dropout_add(
     return y
 
 
-def unsupported_reason(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *_: Any
-) -> str | None:
+def unsupported_reason(x: Tensor, bias: Tensor | None, residual: Tensor, *_: Any) -> str | None:
     """Returns why the kernel does not support these arguments."""
     if residual.dtype != x.dtype:
         return f"x is {x.dtype} and the residual stream {residual.dtype}; they must agree"

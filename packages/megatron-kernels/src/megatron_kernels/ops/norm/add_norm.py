@@ -18,13 +18,13 @@ from megatron_kernels.ops.triton_op import NAME as TRITON
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
-def _then(norm: Any, x: Tensor, added: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _then(norm: Any, x: Tensor, added: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     """Computes the sum, then its norm."""
-    total = x + added
+    total = x if added is None else x + added
     return total, norm(total, *options)
 
 
-def _reason(norm: Any, x: Tensor, added: Tensor, *options: Any) -> str | None:
+def _reason(norm: Any, x: Tensor, added: Tensor | None, *options: Any) -> str | None:
     """Returns why the norm does not support the sum, which is like `x`."""
     reason: str | None = norm(x, *options)
     return reason
@@ -56,7 +56,7 @@ def _reason(norm: Any, x: Tensor, added: Tensor, *options: Any) -> str | None:
 )
 def add_rms_norm(
     x: Float[Tensor, "*rows h"],
-    added: Float[Tensor, "*rows h"],
+    added: Float[Tensor, "*rows h"] | None,
     weight: Float[Tensor, " h"] | None,
     eps: float = 1e-5,
     zero_centered: bool = False,
@@ -67,7 +67,8 @@ def add_rms_norm(
 
     Args:
         x: Residual stream `[..., h]`.
-        added: What is added to it, `[..., h]`.
+        added: What is added to it, `[..., h]`. None means nothing: the sum is `x`, whose gradients
+            the backward pass adds.
         weight: Gain `[h]`. None means 1.
         eps: Added to the mean square.
         zero_centered: Whether the gain is `1 + weight`, as in Gemma.
@@ -109,7 +110,7 @@ def add_rms_norm(
 )
 def add_layer_norm(
     x: Float[Tensor, "*rows h"],
-    added: Float[Tensor, "*rows h"],
+    added: Float[Tensor, "*rows h"] | None,
     weight: Float[Tensor, " h"],
     bias: Float[Tensor, " h"] | None,
     eps: float = 1e-5,
@@ -121,7 +122,8 @@ def add_layer_norm(
 
     Args:
         x: Residual stream `[..., h]`.
-        added: What is added to it, `[..., h]`.
+        added: What is added to it, `[..., h]`. None means nothing: the sum is `x`, whose gradients
+            the backward pass adds.
         weight: Gain `[h]`.
         bias: Shift `[h]`, or None.
         eps: Added to the variance.

@@ -68,22 +68,26 @@ class _Norm(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         options: tuple[float, bool, bool],
+        returns_sum: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         eps, *kinds = options
         x, added = x.contiguous(), None if added is None else added.contiguous()
         total, y, mean, scale = _FORWARD(x, added, weight, bias, eps, *kinds)
         ctx.save_for_backward(x if added is None else total, weight, mean, scale)
         ctx.adds, ctx.has_bias, ctx.kinds = added is not None, bias is not None, kinds
+        ctx.returns_sum = returns_sum
         ctx.set_materialize_grads(False)
-        return y if added is None else (total, y)
+        if not returns_sum:
+            return y
+        return x.view_as(x) if added is None else total, y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        dsum, dy = grads if ctx.adds else (None, grads[0])
+        dsum, dy = grads if ctx.returns_sum else (None, grads[0])
         if dy is None:
-            return dsum, dsum, None, None, None
+            return dsum, dsum if ctx.adds else None, None, None, None, None
         dsum = None if dsum is None else dsum.contiguous()
         dx, of_weight, of_bias = _BACKWARD(
             dy.contiguous(), dsum, x, weight, mean, scale, *ctx.kinds, ctx.has_bias
@@ -94,12 +98,13 @@ class _Norm(Function):
             None if weight is None else of_weight,
             of_bias if ctx.has_bias else None,
             None,
+            None,
         )
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
     """Computes RMSNorm in one kernel each way; saves the input and one number for each row."""
-    y: Tensor = _Norm.apply(x, None, weight, None, (eps, zero_centered, False))  # type: ignore[no-untyped-call]
+    y: Tensor = _Norm.apply(x, None, weight, None, (eps, zero_centered, False), False)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -114,7 +119,7 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False
 ) -> Tensor:
     """Computes LayerNorm in one kernel each way; saves the input and two numbers for each row."""
-    y: Tensor = _Norm.apply(x, None, weight, bias, (eps, zero_centered, True))  # type: ignore[no-untyped-call]
+    y: Tensor = _Norm.apply(x, None, weight, bias, (eps, zero_centered, True), False)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -126,15 +131,17 @@ def layer_norm_unsupported_reason(
 
 
 def add_rms_norm(
-    x: Tensor, added: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False
+    x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Computes the sum and its RMSNorm in one kernel each way; saves the sum."""
-    found: tuple[Tensor, Tensor] = _Norm.apply(x, added, weight, None, (eps, zero_centered, False))  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _Norm.apply(
+        x, added, weight, None, (eps, zero_centered, False), True
+    )  # type: ignore[no-untyped-call]
     return found
 
 
 def add_rms_norm_unsupported_reason(
-    x: Tensor, added: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False
+    x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool = False
 ) -> str | None:
     """Returns why the kernels do not support these arguments."""
     return _adding_reason(x, added) or triton_op.unsupported_reason(x, weight, row=x.shape[-1])
@@ -142,20 +149,22 @@ def add_rms_norm_unsupported_reason(
 
 def add_layer_norm(
     x: Tensor,
-    added: Tensor,
+    added: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Computes the sum and its LayerNorm in one kernel each way; saves the sum."""
-    found: tuple[Tensor, Tensor] = _Norm.apply(x, added, weight, bias, (eps, zero_centered, True))  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _Norm.apply(
+        x, added, weight, bias, (eps, zero_centered, True), True
+    )  # type: ignore[no-untyped-call]
     return found
 
 
 def add_layer_norm_unsupported_reason(
     x: Tensor,
-    added: Tensor,
+    added: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
@@ -166,7 +175,7 @@ def add_layer_norm_unsupported_reason(
     return _adding_reason(x, added) or reason
 
 
-def _adding_reason(x: Tensor, added: Tensor) -> str | None:
-    if x.dtype == added.dtype:
+def _adding_reason(x: Tensor, added: Tensor | None) -> str | None:
+    if added is None or x.dtype == added.dtype:
         return None
     return f"x is {x.dtype} and what is added {added.dtype}; they must agree"

@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_kernels.ops.rope import triton
 from megatron_kernels.ops.precision import upcast
+from megatron_kernels.ops.rope import triton
 from megatron_kernels.ops.triton_op import NAME as TRITON
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 

@@ -36,13 +36,13 @@ class Norm(nn.Module):
         )
 
     def after_addition(
-        self, x: Float[Tensor, "s b h"], added: Float[Tensor, "s b h"], backend: str
+        self, x: Float[Tensor, "s b h"], added: Float[Tensor, "s b h"] | None, backend: str
     ) -> tuple[Float[Tensor, "s b h"], Float[Tensor, "s b h"]]:
         """Returns the sum of two tensors and its norm, as one operation.
 
         Args:
             x: Residual stream.
-            added: What is added to it.
+            added: What is added to it, or None.
             backend: Backend of `addition_of` this norm.
         """
         options = self.epsilon, self.zero_centered

@@ -1,0 +1,70 @@
+"""Rows of a part of a vocabulary, and the addition of their gradients without a dense matrix."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_kernels.triton_kernels.launch import ELEMENTS, accumulator
+
+
+@triton.jit
+def _lookup(TOKENS, WEIGHT, OUT, rows, h, start, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(TOKENS + token) - start
+    inside = column < h
+    own = row + tl.zeros((BLOCK,), tl.int64)
+    here = inside & (own >= 0) & (own < rows)
+    x = tl.load(WEIGHT + own * h + column, mask=here, other=0.0)
+    tl.store(OUT + token * h + column, x, mask=inside)
+
+
+@triton.jit
+def _add(
+    ROWS, ORDER, DY, INTO, tokens, rows, h, ACC: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Adds the gradients of one row, which one program does in the order of the tokens."""
+    number = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < h
+    row = tl.load(ROWS + number)
+    before = tl.load(ROWS + number - 1, mask=number > 0, other=-1)
+    if (row < rows) & ((number == 0) | (before != row)):
+        total = tl.zeros((BLOCK,), ACC)
+        last = number
+        same = True
+        while same:
+            token = tl.load(ORDER + last).to(tl.int64)
+            total += tl.load(DY + token * h + column, mask=inside, other=0.0).to(ACC)
+            last += 1
+            same = tl.load(ROWS + last, mask=last < tokens, other=-1) == row
+        at = row.to(tl.int64) * h + column
+        total += tl.load(INTO + at, mask=inside, other=0.0).to(ACC)
+        tl.store(INTO + at, total, mask=inside)
+
+
+def vocab_lookup(tokens: Tensor, weight: Tensor, start: int) -> Tensor:
+    """Returns the rows of tokens, zeros for those that the part of the vocabulary lacks."""
+    rows, h = weight.shape
+    out = weight.new_empty(*tokens.shape, h)
+    if out.numel():
+        grid = (tokens.numel(), triton.cdiv(h, ELEMENTS))
+        _lookup[grid](tokens, weight, out, rows, h, start, BLOCK=ELEMENTS)
+    return out
+
+
+def vocab_gradient_add(into: Tensor, tokens: Tensor, dy: Tensor, start: int, first: bool) -> None:
+    """Adds the gradients of rows to `into`; if they are the first, overwrites it."""
+    if first:
+        into.zero_()
+    rows, h = into.shape
+    if not tokens.numel() or not rows:
+        return
+    local = tokens.flatten() - start
+    absent = (local < 0) | (local >= rows)
+    keys, order = torch.sort(local.masked_fill(absent, rows), stable=True)
+    grid = (tokens.numel(), triton.cdiv(h, ELEMENTS))
+    _add[grid](
+        keys, order, dy, into, tokens.numel(), rows, h, ACC=accumulator(into.dtype), BLOCK=ELEMENTS
+    )
