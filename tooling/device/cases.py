@@ -18,6 +18,13 @@ _LLAMA_70B: Final = (
     "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --bf16 --lr 1e-4 "
     "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer "
 )
+_ON_1024: Final = (
+    "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
+    "--micro-batch-size 1 --world-size 1024 --global-batch-size 128 "
+)
+_TRITON: Final = (
+    "add_rms_norm=triton rms_norm=triton rope_qkv=triton swiglu=triton vocab_embedding=triton"
+)
 _T5: Final = "--recipe t5-base --vocab-size 32100 --world-size 8 --micro-batch-size 4 --bf16 "
 _TP: Final = "--tensor-model-parallel-size 2 --sequence-parallel "
 _PP: Final = "--pipeline-model-parallel-size 2 "
@@ -116,11 +123,9 @@ JOBS: Final = (
         + _TP,
         kind="hybrid",
     ),
+    Job("70B, tp8·sp·pp4·dp32, rank 0 of 1,024", _LLAMA_70B + _ON_1024),
     Job(
-        "70B, tp8·sp·pp4·dp32, rank 0 of 1,024",
-        _LLAMA_70B
-        + "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
-        + "--micro-batch-size 1 --world-size 1024 "
-        + _batch(4, 32),
+        "70B, tp8·sp·pp4·dp32, rank 0 of 1,024, Triton kernels",
+        _LLAMA_70B + _ON_1024 + "--kernel-backends " + _TRITON,
     ),
 )

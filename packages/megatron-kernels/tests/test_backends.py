@@ -28,7 +28,7 @@ def test_values_and_gradients_equal_the_reference_in_float64(
     result = check_backend(case, backend, dtype, CPU)
     if result.unsupported_reason is not None:
         fused = ("torch", "batch-invariant") if "dropout" in case.label else ("tiles",)
-        libraries = ("apex", "flash_attn", "flash_attn_3", "flex", "transformer_engine")
+        libraries = ("apex", "flash_attn", "flash_attn_3", "triton", "flex", "transformer_engine")
         assert backend.name in (*libraries, "grouped_mm", "conv1d", *fused)
     assert result.passed, result
 

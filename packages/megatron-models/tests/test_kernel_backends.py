@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from megatron_models import (
     Bert,
     BertConfig,
     ConfigError,
+    Dropout,
     EncoderDecoder,
     EncoderDecoderConfig,
     GPTConfig,
@@ -25,8 +27,8 @@ from megatron_models import (
     operations_of,
 )
 from megatron_models.components.attention.context_parallel import _Blocks, _Lowered
-from megatron_models.kernel_backends import BLOCKS
-from megatron_parallel import Mesh
+from megatron_models.kernel_backends import BLOCKS, FUSED
+from megatron_parallel import DropoutKey, Mesh, RecomputeConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -97,7 +99,7 @@ def forward(config: ModelConfig, model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("name", DECODERS)
 def test_every_operation_is_called_with_the_chosen_backend(name: str) -> None:
     config = DECODERS[name]
-    chosen = dict.fromkeys(operations_of(config), "reference")
+    chosen = dict.fromkeys([o for o in operations_of(config) if o not in FUSED], "reference")
     placement = Placement(Mesh.single(), dtype=torch.float64, backends=chosen)
     model = GPT(config, placement)
     with calls() as found:
@@ -107,6 +109,42 @@ def test_every_operation_is_called_with_the_chosen_backend(name: str) -> None:
     assert {op for op, _ in found} == {*chosen} - {*BLOCKS}
     plain = GPT(config, Placement(Mesh.single(), dtype=torch.float64))
     torch.testing.assert_close(forward(config, plain), y, rtol=1e-11, atol=1e-11)
+
+
+FULL = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
+NORMS = RecomputeConfig(granularity="selective", modules=("layernorm",))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "recompute"),
+    [
+        *((name, {}, RecomputeConfig()) for name in DECODERS),
+        ("llama", {"norm_placement": "sandwich"}, RecomputeConfig()),
+        ("llama", {"parallel_residual": "two_norms"}, RecomputeConfig()),
+        ("l2-norm", {}, NORMS),
+        ("l2-norm", {}, FULL),
+    ],
+)
+def test_fused_operations_replace_several_others(
+    name: str, options: dict[str, Any], recompute: RecomputeConfig
+) -> None:
+    config = replace(DECODERS[name], **options)
+    chosen = dict.fromkeys([o for o in operations_of(config) if o in FUSED], "reference")
+    tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
+    key = DropoutKey.for_batch(seed=1, iteration=2, samples=torch.arange(2), positions=9)
+    found = []
+    for backends in (chosen, {}):
+        mesh = Mesh.single()
+        model = GPT(config, Placement(mesh, torch.float64, recompute=recompute, backends=backends))
+        with calls() as made:
+            losses = model(tokens, labels=tokens, dropout=Dropout(key, hidden=0.25))
+        losses.sum().backward()
+        found.append([losses, *(parameter.grad for parameter in model.parameters())])
+        called = {op for op, _ in made} & {*FUSED}
+        alone = {*backends} - ({"bias_dropout_add"} if "parallel_residual" in options else set())
+        assert called == alone
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
+    assert {"vocab_embedding", "bias_dropout_add"} < {*chosen}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +162,7 @@ def test_every_operation_is_called_with_the_chosen_backend(name: str) -> None:
 def test_encoders_call_operations_with_the_chosen_backend(
     build: Callable[..., torch.nn.Module], config: ModelConfig, inputs: dict[str, torch.Tensor]
 ) -> None:
-    chosen = dict.fromkeys(operations_of(config), "reference")
+    chosen = dict.fromkeys([o for o in operations_of(config) if o not in FUSED], "reference")
     model = build(config, Placement(Mesh.single(), dtype=torch.float64, backends=chosen))
     with calls() as found:
         model(**inputs)

@@ -87,11 +87,13 @@ class Case:
         op: The operation.
         label: What is special about the call.
         arguments: Makes its arguments.
+        in_place: Whether the operation changes its first argument.
     """
 
     op: Op[Any, Any]
     label: str
     arguments: Callable[[InputGenerator], tuple[Any, ...]]
+    in_place: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +136,7 @@ def _norm_without_bias(draw: InputGenerator) -> tuple[Any, ...]:
 
 def _add_norm(draw: InputGenerator, adds: bool = True, **options: Any) -> tuple[Any, ...]:
     x, *rest = _norm(draw, **options)
-    return (x, draw.normal(7, 3, 43) if adds else None, *rest)
+    return (x, draw.normal(*x.shape) if adds else None, *rest)
 
 
 def _pointwise(draw: InputGenerator, kind: str) -> tuple[Any, ...]:
@@ -156,19 +158,20 @@ def _swiglu(draw: InputGenerator) -> tuple[Any, ...]:
 
 
 def _bias_gelu(draw: InputGenerator, approximate: str) -> tuple[Any, ...]:
-    return (draw.normal(9, 2, 31), draw.normal(31), approximate)
+    return (draw.normal(draw.rows(9), 2, 31), draw.normal(31), approximate)
 
 
 def _bias_swiglu(draw: InputGenerator) -> tuple[Any, ...]:
-    return (draw.normal(9, 3, 2, 31), draw.normal(2, 31))
+    return (draw.normal(draw.rows(9), 3, 2, 31), draw.normal(2, 31))
 
 
 def _dropout_add(draw: InputGenerator, *, bias: bool) -> tuple[Any, ...]:
-    words = (draw.integers(2**32, 9, 3, 1 + each) - 2**31 for each in range(2))
+    rows = draw.rows(9)
+    words = (draw.integers(2**32, rows, 3, 1 + each) - 2**31 for each in range(2))
     return (
-        draw.normal(9, 3, 43),
+        draw.normal(rows, 3, 43),
         draw.normal(43) if bias else None,
-        draw.normal(9, 3, 43, mean=0.5),
+        draw.normal(rows, 3, 43, mean=0.5),
         *(word[..., 0].to(torch.int32) for word in words),
         DropoutSite(-(2**31) + 5, 123456789, -(2**31) + 2**30, 4 / 3),
     )
@@ -198,9 +201,14 @@ def _rope(
 
 
 def _rope_qkv(
-    draw: InputGenerator, *, queries: int, groups: int = 3, **options: Any
+    draw: InputGenerator,
+    *,
+    queries: int,
+    groups: int = 3,
+    interleaved: bool = False,
+    percent: float = 1.0,
 ) -> tuple[Any, ...]:
-    x, *rest = _rope(draw, **options)
+    x, *rest = _rope(draw, interleaved=interleaved, percent=percent, batch=2)
     return (draw.normal(*x.shape[:2], groups, queries + 2, 16), *rest, groups == 1)
 
 
@@ -294,13 +302,13 @@ def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
 
 
 def _vocab_embedding(draw: InputGenerator) -> tuple[Any, ...]:
-    return (draw.integers(40, 5, 3), draw.normal(17, 43), 11)
+    return (draw.normal(17, 43), draw.integers(40, draw.rows(5), 3), 11)
 
 
 def _vocab_gradient(draw: InputGenerator, *, first: bool) -> tuple[Any, ...]:
-    tokens = draw.integers(40, 9, 5)
+    tokens = draw.integers(40, draw.rows(9), 5)
     into = draw.normal(17, 43).detach().to(torch.promote_types(draw.dtype, torch.float32))
-    return (into, draw.normal(9, 5, 43).detach(), tokens, 11, first)
+    return (into, draw.normal(*tokens.shape, 43).detach(), tokens, 11, first)
 
 
 def _grouped(draw: InputGenerator, counts: tuple[int, ...], tail: int = 0) -> tuple[Any, ...]:
@@ -392,6 +400,12 @@ BLOCKS: Final[dict[str, dict[str, Any]]] = {
     "of one token range, dropout": {"triangle": True, "dropout": True},
     "documents, dropout": {"documents": True, "dropout": True, "groups": 2},
 }
+PACKED: Final[dict[str, dict[str, Any]]] = {
+    "one head for a group": {"queries": 1},
+    "interleaved, grouped": {"queries": 4, "interleaved": True},
+    "partial, grouped": {"queries": 2, "percent": 0.5},
+    "one group, repeated": {"queries": 4, "percent": 0.5, "groups": 1},
+}
 CASES = (
     Case(layer_norm, "", partial(_norm, bias=True)),
     Case(layer_norm, "no bias", _norm_without_bias),
@@ -422,17 +436,7 @@ CASES = (
     Case(rope, "halves", partial(_rope, interleaved=False, percent=1.0, batch=1)),
     Case(rope, "interleaved", partial(_rope, interleaved=True, percent=1.0, batch=2)),
     Case(rope, "partial", partial(_rope, interleaved=False, percent=0.5, batch=2)),
-    *(
-        Case(
-            rope_qkv, label, partial(_rope_qkv, queries=queries, interleaved=pairs, batch=2, **cut)
-        )
-        for label, queries, pairs, cut in (
-            ("one head for a group", 1, False, {"percent": 1.0}),
-            ("interleaved, grouped", 4, True, {"percent": 1.0}),
-            ("partial, grouped", 2, False, {"percent": 0.5}),
-            ("one group, repeated", 4, False, {"percent": 0.5, "groups": 1}),
-        )
-    ),
+    *(Case(rope_qkv, label, partial(_rope_qkv, **cut)) for label, cut in PACKED.items()),
     Case(attention, "causal", partial(_attention, mask=Mask())),
     Case(attention, "causal, grouped", partial(_attention, mask=Mask(), groups=2)),
     Case(attention, "full", partial(_attention, mask=Mask(causal=False), keys=9)),
@@ -456,8 +460,8 @@ CASES = (
     Case(linear, "several tiles", partial(_linear, rows=(150,), bias=False)),
     Case(cross_entropy, "", _cross_entropy),
     Case(vocab_embedding, "", _vocab_embedding),
-    Case(add_vocab_gradient, "", partial(_vocab_gradient, first=False)),
-    Case(add_vocab_gradient, "first", partial(_vocab_gradient, first=True)),
+    Case(add_vocab_gradient, "", partial(_vocab_gradient, first=False), True),
+    Case(add_vocab_gradient, "first", partial(_vocab_gradient, first=True), True),
     Case(grouped_matmul, "", partial(_grouped, counts=(5, 0, 11, 1))),
     Case(grouped_matmul, "one group", partial(_grouped, counts=(0, 0, 8))),
     Case(grouped_matmul, "tail", partial(_grouped, counts=(5, 0, 11, 1), tail=6)),

@@ -150,7 +150,8 @@ def _compare(
         return replace(result, unsupported_reason=unsupported_reason)
     known = KNOWN.get((case.op.name, backend.name, first.device.type, inputs))
     try:
-        actual = _run(backend, arguments)
+        own = (first.clone(), *arguments[1:]) if case.in_place else arguments
+        actual = _run(backend, own)
     except Exception as error:  # noqa: BLE001 - of a kernel or its compiler; it is the result
         failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         return replace(result, error=torch.inf, gradient_error=torch.inf, failure=failure)

@@ -24,6 +24,15 @@ from megatron_models.placement import Placement
 BLOCKS: Final = ("attention_forward", "attention_backward")
 """Operations of attention over context-parallel ranks."""
 
+FUSED: Final = (
+    "add_rms_norm",
+    "add_layer_norm",
+    "rope_qkv",
+    "bias_dropout_add",
+    "vocab_embedding",
+)
+"""Operations that layers call, instead of several others, only if their backend is chosen."""
+
 
 class _Recorder(Mapping[str, str]):
     """A choice of no backends that records the operations that modules ask for."""
@@ -87,7 +96,8 @@ def explain_backends(
 ) -> tuple[BackendChoice, ...]:
     """Returns which backend runs a small call of each operation of a model, and why.
 
-    Blocks of attention over context-parallel ranks are included if their backend is requested.
+    Blocks of attention over context-parallel ranks, and fused operations that layers call only if
+    their backend is chosen, are included if it is requested.
 
     Args:
         config: The model's configuration.
@@ -101,7 +111,7 @@ def explain_backends(
     choices = tuple(
         explain_on(find_operation(name), backends.get(name, AUTO), device=device, dtype=dtype)
         for name in operations_of(config)
-        if name in backends or name not in BLOCKS
+        if name in backends or name not in (*BLOCKS, *FUSED)
     )
     for choice in choices:
         if choice.backend is None:

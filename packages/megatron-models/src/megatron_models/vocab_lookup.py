@@ -21,7 +21,7 @@ class KernelLookup:
         self, tokens: Int[Tensor, "*tokens"], weight: Float[Tensor, "rows h"], start: int
     ) -> Float[Tensor, "*tokens h"]:
         """Returns the rows of tokens, zeros for absent ones."""
-        return vocab_embedding(tokens, weight, start, backend=self.backend)
+        return vocab_embedding(weight, tokens, start, backend=self.backend)
 
     def add_gradient(
         self,

@@ -164,6 +164,21 @@ def keyed_dropout(
     return result
 
 
+def dropout_numbers(p: float, *, layer: int, site: int) -> tuple[int, int, int, float]:
+    """Returns what a kernel needs to compute the mask of `keyed_dropout` from a key.
+
+    An element is dropped if the hash of its channel under `(word0 + first, word1 ^ second)` is less
+    than the third number; others are multiplied by the fourth.
+
+    Args:
+        p: Probability of dropping an element.
+        layer: Global index of the layer.
+        site: Index of the call of `keyed_dropout` in the layer.
+    """
+    numbers = _Site.of(p, layer, site)
+    return numbers.word0, numbers.word1, numbers.least, numbers.scale
+
+
 def keep_mask(
     shape: tuple[int, ...],
     p: float,

@@ -66,8 +66,8 @@ def _defined(schema: str, kernels: str, fakes: str) -> bool:
         return getattr(importlib.import_module(kernels), name)(*arguments)
 
     owner = _library()
-    owner.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    owner.impl(name, run, "CompositeExplicitAutograd")
+    owner.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    owner.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     fake = getattr(importlib.import_module(fakes), f"{name}_fake")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=owner)
     return True

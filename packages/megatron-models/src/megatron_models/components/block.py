@@ -4,7 +4,7 @@ from functools import partial
 from itertools import chain
 
 from jaxtyping import Float
-from megatron_kernels import AUTO
+from megatron_kernels import AUTO, bias_dropout_add
 from torch import Tensor, nn
 
 from megatron_models.components.context import Context
@@ -30,6 +30,8 @@ class Block(nn.Module):
 
     Attributes:
         adds_with_norm: Backend of the operation that adds and computes a norm, or None.
+        drops_and_adds: Backend of the operation that drops elements and adds, ``auto`` for two.
+        alone: Names of sublayers that are not parallel to others.
     """
 
     def __init__(self, layer: Layer, number: int, placement: Placement) -> None:
@@ -39,6 +41,9 @@ class Block(nn.Module):
         additions = {addition_of(each.norm) for each in layer if each.norm is not None}
         backends = {placement.backend(name) for name in additions} - {AUTO}
         self.adds_with_norm = next(iter(backends), None)
+        self.drops_and_adds = placement.backend(bias_dropout_add.name)
+        groups = [[*chain.from_iterable(group)] for group in self.groups]
+        self.alone = {group[0].name for group in groups if len(group) == 1}
         for sublayer in layer:
             norms = {name: Norm(norm, placement) for name, norm in sublayer.norms.items()}
             first = f"{sublayer.name}_norm"
@@ -74,7 +79,12 @@ class Block(nn.Module):
                 output, x = self._outputs(readers, x, added, context)
                 outputs.append(output)
                 added = None
-            added = sum(outputs[1:], start=outputs[0])
+            first, output = group[0][0], sum(outputs[1:], start=outputs[0])
+            if self._drops_at_once(first, context):
+                site = self.layer, first.site
+                x = context.add_with_dropout(x, output, *site, backend=self.drops_and_adds)
+            else:
+                added = output
             for sublayer in chain.from_iterable(group):
                 if sublayer.norm_sum is not None:
                     x, added = getattr(self, f"{sublayer.name}_norm_sum")(add((x, added))), None
@@ -84,6 +94,11 @@ class Block(nn.Module):
             x, added = add((x, added)), None
             context.observe_output(self.layer, x)
         return x, added
+
+    def _drops_at_once(self, sublayer: Sublayer, context: Context) -> bool:
+        """Returns whether one operation drops elements of an output and adds it to the stream."""
+        chosen = self.drops_and_adds != AUTO and sublayer.name in self.alone
+        return chosen and context.drops_hidden and sublayer.multiplier == 1.0
 
     def _outputs(
         self, readers: Layer, x: Tensor, added: Tensor | None, context: Context
@@ -114,7 +129,8 @@ class Block(nn.Module):
         y = self._read(mixer, sublayer.mixer.recompute_name, context, y)
         if sublayer.norm_after is not None:
             y = getattr(self, f"{sublayer.name}_norm_after")(y)
-        y = context.hidden_dropout(y, self.layer, sublayer.site)
+        if not self._drops_at_once(sublayer, context):
+            y = context.hidden_dropout(y, self.layer, sublayer.site)
         return y if sublayer.multiplier == 1.0 else y * sublayer.multiplier
 
     @staticmethod

@@ -177,6 +177,25 @@ class Context:
         """Applies hidden dropout, if there is any."""
         return x if self.dropout is None else self.dropout.hidden(x, layer, site)
 
+    @property
+    def drops_hidden(self) -> bool:
+        """Whether there is hidden dropout."""
+        return self.dropout is not None and self.dropout.global_dropout.hidden > 0.0
+
+    def add_with_dropout(
+        self,
+        x: Float[Tensor, "s b h"],
+        added: Float[Tensor, "s b h"],
+        layer: int,
+        site: int,
+        *,
+        backend: str,
+    ) -> Float[Tensor, "s b h"]:
+        """Adds to the stream what hidden dropout leaves of a tensor, in one operation."""
+        if self.dropout is None:
+            return x + added
+        return self.dropout.add_hidden(x, added, layer, site, backend)
+
     def attention_dropout(
         self, layer: int, first_head: int, site: int
     ) -> ProbabilityDropout | None:

@@ -22,7 +22,14 @@ from functools import partial
 
 import torch
 from jaxtyping import Float, Int, Int32
-from megatron_parallel import Axis, DropoutKey, kept_words, keyed_dropout
+from megatron_kernels import DropoutSite, bias_dropout_add
+from megatron_parallel import (
+    Axis,
+    DropoutKey,
+    dropout_numbers,
+    kept_words,
+    keyed_dropout,
+)
 from torch import Tensor
 
 from megatron_models.components.dropout_sites import ATTENTION_PROBABILITIES
@@ -93,6 +100,19 @@ class StageDropout:
     def hidden(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
         """Drops elements of a tensor that is added to the residual stream."""
         return keyed_dropout(x, self.global_dropout.hidden, self.stream, layer=layer, site=site)
+
+    def add_hidden(
+        self,
+        x: Float[Tensor, "s b h"],
+        added: Float[Tensor, "s b h"],
+        layer: int,
+        site: int,
+        backend: str,
+    ) -> Float[Tensor, "s b h"]:
+        """Returns ``x + hidden(added)``, as one operation with this backend."""
+        numbers = dropout_numbers(self.global_dropout.hidden, layer=layer, site=site)
+        words = self.stream.word0, self.stream.word1
+        return bias_dropout_add(added, None, x, *words, DropoutSite(*numbers), backend=backend)
 
     def probabilities(
         self,

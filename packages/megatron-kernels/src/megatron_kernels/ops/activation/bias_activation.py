@@ -36,6 +36,7 @@ def _swiglu_fused(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @op(
+    Backend("torch", _gelu_fused, accept_all, "a sum, then F.gelu"),
     Backend(
         TRITON,
         triton.bias_gelu,
@@ -43,7 +44,6 @@ def _swiglu_fused(x: Tensor, bias: Tensor) -> Tensor:
         "one kernel of ours each way",
         NEVER_RUN,
     ),
-    Backend("torch", _gelu_fused, accept_all, "a sum, then F.gelu"),
     Backend("reference", _gelu_reference, accept_all, "plain torch, in float32 or float64"),
 )
 def bias_gelu(
@@ -68,6 +68,7 @@ def bias_gelu(
 
 
 @op(
+    Backend("torch", _swiglu_fused, accept_all, "a sum, then SwiGLU"),
     Backend(
         TRITON,
         triton.bias_swiglu,
@@ -75,7 +76,6 @@ def bias_gelu(
         "one kernel of ours each way",
         NEVER_RUN,
     ),
-    Backend("torch", _swiglu_fused, accept_all, "a sum, then SwiGLU"),
     Backend("reference", _swiglu_reference, accept_all, "plain torch, in float32 or float64"),
 )
 def bias_swiglu(

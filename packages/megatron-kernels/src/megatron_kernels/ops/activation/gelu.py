@@ -39,10 +39,10 @@ def invariant(x: Tensor, approximate: Approximation) -> Tensor:
 
 
 @op(
+    Backend("torch", fused, accept_all, "F.gelu"),
     Backend(
         TRITON, triton.gelu, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
     ),
-    Backend("torch", fused, accept_all, "F.gelu"),
     Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

@@ -125,10 +125,10 @@ def invariant(x: Tensor, gate: Gate, bound: float, offset: float) -> Tensor:
 
 
 @op(
+    Backend("torch", fused, accept_all, "torch's functions, saves its input only"),
     Backend(
         TRITON, triton.glu, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
     ),
-    Backend("torch", fused, accept_all, "torch's functions, saves its input only"),
     Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

@@ -52,6 +52,7 @@ def invariant(x: Tensor, kind: Pointwise) -> Tensor:
 
 
 @op(
+    Backend("torch", fused, accept_all, "F.relu and F.silu"),
     Backend(
         TRITON,
         triton.pointwise,
@@ -59,7 +60,6 @@ def invariant(x: Tensor, kind: Pointwise) -> Tensor:
         "one kernel of ours each way",
         NEVER_RUN,
     ),
-    Backend("torch", fused, accept_all, "F.relu and F.silu"),
     Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

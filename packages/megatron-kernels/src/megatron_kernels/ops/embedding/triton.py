@@ -51,13 +51,13 @@ class _Lookup(Function):
         return None, of_weight, None
 
 
-def vocab_embedding(tokens: Tensor, weight: Tensor, start: int) -> Tensor:
+def vocab_embedding(weight: Tensor, tokens: Tensor, start: int) -> Tensor:
     """Reads rows in one kernel; the backward pass adds rows of equal tokens in their order."""
     y: Tensor = _Lookup.apply(tokens, weight, start)  # type: ignore[no-untyped-call]
     return y
 
 
-def unsupported_reason(tokens: Tensor, weight: Tensor, start: int) -> str | None:
+def unsupported_reason(weight: Tensor, tokens: Tensor, start: int) -> str | None:
     """Returns why the kernels do not support these arguments."""
     return triton_op.unsupported_reason(weight)
 

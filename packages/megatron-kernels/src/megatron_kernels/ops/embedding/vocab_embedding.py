@@ -17,13 +17,13 @@ def _local(tokens: Tensor, rows: int, start: int) -> tuple[Tensor, Tensor]:
     return local.masked_fill(absent, 0), absent[..., None]
 
 
-def reference(tokens: Tensor, weight: Tensor, start: int) -> Tensor:
+def reference(weight: Tensor, tokens: Tensor, start: int) -> Tensor:
     """Selects rows, and sets those of absent tokens to zero."""
     local, absent = _local(tokens, len(weight), start)
     return torch.where(absent, 0.0, weight[local])
 
 
-def fused(tokens: Tensor, weight: Tensor, start: int) -> Tensor:
+def fused(weight: Tensor, tokens: Tensor, start: int) -> Tensor:
     """Calls `F.embedding`, and sets rows of absent tokens to zero."""
     local, absent = _local(tokens, len(weight), start)
     return functional.embedding(local, weight).masked_fill(absent, 0.0)
@@ -45,6 +45,7 @@ def adding_fused(into: Tensor, dy: Tensor, tokens: Tensor, start: int, first: bo
 
 
 @op(
+    Backend("torch", fused, accept_all, "F.embedding and a mask"),
     Backend(
         TRITON,
         triton.vocab_embedding,
@@ -52,12 +53,11 @@ def adding_fused(into: Tensor, dy: Tensor, tokens: Tensor, start: int, first: bo
         "kernels of ours, without a mask",
         NEVER_RUN,
     ),
-    Backend("torch", fused, accept_all, "F.embedding and a mask"),
     Backend("reference", reference, accept_all, "plain torch"),
 )
 def vocab_embedding(
-    tokens: Int[Tensor, "*tokens"],
     weight: Float[Tensor, "rows h"],
+    tokens: Int[Tensor, "*tokens"],
     start: int = 0,
     *,
     backend: str = AUTO,
@@ -65,18 +65,19 @@ def vocab_embedding(
     """Returns the embeddings of tokens from a part of the vocabulary; zeros for absent tokens.
 
     Args:
-        tokens: Token ids of the whole vocabulary.
         weight: Rows of the tokens `start`, `start + 1`, ...
+        tokens: Token ids of the whole vocabulary.
         start: Token of the first row.
         backend: "auto" or the name of one backend.
 
     Returns:
         `[..., h]` in the dtype of the weight.
     """
-    return vocab_embedding.run(backend, tokens, weight, start)
+    return vocab_embedding.run(backend, weight, tokens, start)
 
 
 @op(
+    Backend("torch", adding_fused, accept_all, "index_add_ of rows in the main dtype"),
     Backend(
         TRITON,
         triton.add_vocab_gradient,
@@ -84,7 +85,6 @@ def vocab_embedding(
         "a kernel of ours over sorted tokens",
         NEVER_RUN,
     ),
-    Backend("torch", adding_fused, accept_all, "index_add_ of rows in the main dtype"),
     Backend("reference", adding_reference, accept_all, "a product with a matrix of ones and zeros"),
 )
 def add_vocab_gradient(

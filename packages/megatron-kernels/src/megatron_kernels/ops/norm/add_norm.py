@@ -32,17 +32,17 @@ def _reason(norm: Any, x: Tensor, added: Tensor | None, *options: Any) -> str | 
 
 @op(
     Backend(
+        "torch",
+        partial(_then, rms.fused),
+        partial(_reason, rms.fused_unsupported_reason),
+        "a sum, then F.rms_norm",
+    ),
+    Backend(
         TRITON,
         triton.add_rms_norm,
         triton.add_rms_norm_unsupported_reason,
         "one kernel of ours each way",
         NEVER_RUN,
-    ),
-    Backend(
-        "torch",
-        partial(_then, rms.fused),
-        partial(_reason, rms.fused_unsupported_reason),
-        "a sum, then F.rms_norm",
     ),
     Backend(
         NAME, partial(_then, rms.invariant), accept_all, "sums of rows in halves", on_request=SLOWER
@@ -82,17 +82,17 @@ def add_rms_norm(
 
 @op(
     Backend(
+        "torch",
+        partial(_then, layer.fused),
+        partial(_reason, layer.fused_unsupported_reason),
+        "a sum, then F.layer_norm",
+    ),
+    Backend(
         TRITON,
         triton.add_layer_norm,
         triton.add_layer_norm_unsupported_reason,
         "one kernel of ours each way",
         NEVER_RUN,
-    ),
-    Backend(
-        "torch",
-        partial(_then, layer.fused),
-        partial(_reason, layer.fused_unsupported_reason),
-        "a sum, then F.layer_norm",
     ),
     Backend(
         NAME,

@@ -57,6 +57,7 @@ def invariant(
 
 
 @op(
+    Backend("torch", fused, fused_unsupported_reason, "F.layer_norm"),
     Backend(
         TRITON,
         triton.layer_norm,
@@ -64,7 +65,6 @@ def invariant(
         "one kernel of ours each way",
         NEVER_RUN,
     ),
-    Backend("torch", fused, fused_unsupported_reason, "F.layer_norm"),
     Backend(
         "apex",
         apex.layer_norm,

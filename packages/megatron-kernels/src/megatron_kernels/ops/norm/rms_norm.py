@@ -47,6 +47,7 @@ def invariant(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool 
 
 
 @op(
+    Backend("torch", fused, fused_unsupported_reason, "F.rms_norm"),
     Backend(
         TRITON,
         triton.rms_norm,
@@ -54,7 +55,6 @@ def invariant(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool 
         "one kernel of ours each way",
         NEVER_RUN,
     ),
-    Backend("torch", fused, fused_unsupported_reason, "F.rms_norm"),
     Backend(
         "apex", apex.rms_norm, apex.rms_norm_unsupported_reason, "Apex's fused RMSNorm", NEVER_RUN
     ),

@@ -78,7 +78,8 @@ class _Norm(Function):
         ctx.returns_sum = returns_sum
         ctx.set_materialize_grads(False)
         if not returns_sum:
-            return y
+            normed: Tensor = y
+            return normed
         return x.view_as(x) if added is None else total, y
 
     @staticmethod

@@ -83,10 +83,10 @@ def _halves(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 @op(
+    Backend("torch", direct, accept_all, "real arithmetic on halves, fused by torch.compile"),
     Backend(
         TRITON, triton.rope, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
     ),
-    Backend("torch", direct, accept_all, "real arithmetic on halves, fused by torch.compile"),
     Backend("reference", reference, accept_all, "complex multiplication, in float32 or float64"),
 )
 def rope(

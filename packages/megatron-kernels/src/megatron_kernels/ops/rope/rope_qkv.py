@@ -15,8 +15,8 @@ def split_heads(
 ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "s b g d"], Float[Tensor, "s b g d"]]:
     """Returns queries, keys and values of a fused projection; views if they can be."""
     queries = fused.shape[3] - 2
-    q, k, v = fused.split([queries, 1, 1], dim=3)
-    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+    q, k, v = fused[..., :queries, :], fused[..., queries, :], fused[..., queries + 1, :]
+    return q.flatten(2, 3), k, v
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor, repeat: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,6 +44,7 @@ def direct(
 
 
 @op(
+    Backend("torch", direct, accept_all, "real arithmetic on halves of queries and keys"),
     Backend(
         TRITON,
         triton.rope_qkv,
@@ -51,7 +52,6 @@ def direct(
         "one kernel of ours each way, saves nothing",
         NEVER_RUN,
     ),
-    Backend("torch", direct, accept_all, "real arithmetic on halves of queries and keys"),
     Backend("reference", reference, accept_all, "complex multiplication, in float32 or float64"),
 )
 def rope_qkv(

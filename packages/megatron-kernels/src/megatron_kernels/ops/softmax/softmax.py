@@ -36,10 +36,10 @@ def fused(scores: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
 
 
 @op(
+    Backend("torch", fused, accept_all, "torch.softmax"),
     Backend(
         TRITON, triton.softmax, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
     ),
-    Backend("torch", fused, accept_all, "torch.softmax"),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def softmax(
