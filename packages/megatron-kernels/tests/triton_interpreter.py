@@ -22,7 +22,7 @@ from megatron_kernels import (
     swiglu,
 )
 from megatron_kernels.cases import CASES, Case, InputGenerator
-from megatron_kernels.check import check_backend
+from megatron_kernels.check import Inputs, check_backend
 from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite
 from megatron_kernels.ops.triton_op import interprets
 from megatron_kernels.triton_kernels import norm as kernels
@@ -36,6 +36,7 @@ CALLS = [
     pytest.param(case, dtype, id=f"{case.op.name}-{case.label or 'plain'}-{dtype}")
     for case in TRITON
     for dtype in (DTYPES if case is FIRST[case.op.name] else DTYPES[:1])
+    if dtype in (torch.float64, torch.bfloat16) or not case.op.name.startswith("rope")
 ]
 
 
@@ -56,6 +57,16 @@ def test_the_interpreter_is_on_and_the_backends_run_on_request_only() -> None:
 def test_kernels_equal_the_reference_in_float64(case: Case, dtype: torch.dtype) -> None:
     result = check_backend(case, backend_of(case), dtype, CPU)
     assert result.unsupported_reason is None and result.passed, result
+
+
+@pytest.mark.parametrize("inputs", ["empty", "one", "strided", "nan", "inf"])
+def test_other_inputs_give_what_the_reference_gives(inputs: Inputs) -> None:
+    slow = () if inputs in ("empty", "one") else ("rope", "rope_qkv")
+    for case in (case for name, case in FIRST.items() if name not in slow):
+        result = check_backend(case, backend_of(case), torch.bfloat16, CPU, inputs)
+        assert result.passed, result
+        reason = result.unsupported_reason
+        assert reason is None or (case.in_place and inputs == "strided")
 
 
 def test_check_catches_a_broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,8 +150,7 @@ def _compare(
         return replace(result, unsupported_reason=unsupported_reason)
     known = KNOWN.get((case.op.name, backend.name, first.device.type, inputs))
     try:
-        own = (first.clone(), *arguments[1:]) if case.in_place else arguments
-        actual = _run(backend, own)
+        actual = _run(backend, _own(case, arguments))
     except Exception as error:  # noqa: BLE001 - of a kernel or its compiler; it is the result
         failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         return replace(result, error=torch.inf, gradient_error=torch.inf, failure=failure)
@@ -165,7 +164,13 @@ def _compare(
 
 def run_exactly(case: Case, arguments: tuple[Any, ...]) -> Outcome:
     """Returns what the reference computes in float64."""
-    return _run(case.op.backends[-1], tuple(_in_float64(value) for value in arguments))
+    exact = tuple(_in_float64(value) for value in _own(case, arguments))
+    return _run(case.op.backends[-1], exact)
+
+
+def _own(case: Case, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments, with a copy of what the operation changes."""
+    return (arguments[0].clone(), *arguments[1:]) if case.in_place else arguments
 
 
 def make_arguments(case: Case, generator: InputGenerator, inputs: Inputs) -> tuple[Any, ...]:

@@ -126,7 +126,7 @@ def rope_unpack(
     s, b, groups, _, d = fused.shape
     q = fused.new_empty(s, b, groups * queries, d)
     k, v = fused.new_empty(s, b, groups, d), fused.new_empty(s, b, groups, d)
-    packed = fused.view(s, b, -1, d)
+    packed = fused.view(s, b, groups * (queries + 2), d)
     _launch(packed, (q, k, v), cos, sin, interleaved, 1, queries, has_kv=True)
     return q, k, v
 
@@ -141,7 +141,7 @@ def rope_pack(
     s, b, heads, d = dq.shape
     groups = heads // queries
     out = dk.new_empty(s, b, groups, queries + 2, d)
-    packed, grads = out.view(s, b, -1, d), (dq, dk, dv)
+    packed, grads = out.view(s, b, groups * (queries + 2), d), (dq, dk, dv)
     copies = dk.shape[2] // groups
     _launch(packed, grads, cos, sin, interleaved, -1, queries, has_kv=True, copies=copies)
     return out

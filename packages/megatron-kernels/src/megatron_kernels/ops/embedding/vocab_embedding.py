@@ -33,14 +33,14 @@ def adding_reference(into: Tensor, dy: Tensor, tokens: Tensor, start: int, first
     """Multiplies by a matrix that has a one where a row is of a token."""
     numbers = torch.arange(len(into), device=into.device) + start
     matches = (tokens.flatten() == numbers[:, None]).to(into.dtype)
-    added = matches @ dy.reshape(tokens.numel(), -1).to(into.dtype)
+    added = matches @ dy.reshape(tokens.numel(), dy.shape[-1]).to(into.dtype)
     return into.copy_(added) if first else into.add_(added)
 
 
 def adding_fused(into: Tensor, dy: Tensor, tokens: Tensor, start: int, first: bool) -> Tensor:
     """Calls `index_add_`; adds zeros for absent tokens."""
     local, absent = _local(tokens.flatten(), len(into), start)
-    rows = dy.reshape(tokens.numel(), -1).to(into.dtype).masked_fill(absent, 0.0)
+    rows = dy.reshape(tokens.numel(), dy.shape[-1]).to(into.dtype).masked_fill(absent, 0.0)
     return (into.zero_() if first else into).index_add_(0, local, rows)
 
 

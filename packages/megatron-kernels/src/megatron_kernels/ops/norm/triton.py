@@ -71,7 +71,10 @@ class _Norm(Function):
         returns_sum: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         eps, *kinds = options
-        x, added = x.contiguous(), None if added is None else added.contiguous()
+        x = x.contiguous()
+        added, weight, bias = (
+            None if each is None else each.contiguous() for each in (added, weight, bias)
+        )
         total, y, mean, scale = _FORWARD(x, added, weight, bias, eps, *kinds)
         ctx.save_for_backward(x if added is None else total, weight, mean, scale)
         ctx.adds, ctx.has_bias, ctx.kinds = added is not None, bias is not None, kinds
