@@ -11,7 +11,6 @@ from .data_parallel.parameters import ParameterBuffers as ParameterBuffers
 from .data_parallel.trainable import TrainableParameters as TrainableParameters
 from .dropout import DropoutKey as DropoutKey
 from .dropout import kept_words as kept_words
-from .dropout import dropout_numbers as dropout_numbers
 from .dropout import keyed_dropout as keyed_dropout
 from .dropout import keyed_uniform as keyed_uniform
 from .errors import CollectiveError as CollectiveError

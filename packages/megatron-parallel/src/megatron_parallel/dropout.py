@@ -101,6 +101,21 @@ class DropoutKey:
             key0, key1 = _bits(word, key0, key1), _bits(~word, key1, key0)
         return cls(cast(Tensor, key0), cast(Tensor, key1))
 
+    @staticmethod
+    def site_numbers(p: float, *, layer: int, site: int) -> tuple[int, int, int, float]:
+        """Returns what a kernel needs, beside a key, to compute the mask of `keyed_dropout`.
+
+        An element is dropped if the hash of its channel under `(word0 + first, word1 ^ second)` is
+        less than the third number; others are multiplied by the fourth.
+
+        Args:
+            p: Probability of dropping an element.
+            layer: Global index of the layer.
+            site: Index of the call of `keyed_dropout` in the layer.
+        """
+        numbers = _Site.of(p, layer, site)
+        return numbers.word0, numbers.word1, numbers.least, numbers.scale
+
     def shard(self, axis: Axis) -> "DropoutKey":
         """Returns the key of this rank's part of the sequence under sequence parallelism.
 
@@ -162,21 +177,6 @@ def keyed_dropout(
         x, key.word0, key.word1, channels, site_of_layer
     )
     return result
-
-
-def dropout_numbers(p: float, *, layer: int, site: int) -> tuple[int, int, int, float]:
-    """Returns what a kernel needs to compute the mask of `keyed_dropout` from a key.
-
-    An element is dropped if the hash of its channel under `(word0 + first, word1 ^ second)` is less
-    than the third number; others are multiplied by the fourth.
-
-    Args:
-        p: Probability of dropping an element.
-        layer: Global index of the layer.
-        site: Index of the call of `keyed_dropout` in the layer.
-    """
-    numbers = _Site.of(p, layer, site)
-    return numbers.word0, numbers.word1, numbers.least, numbers.scale
 
 
 def keep_mask(

@@ -76,7 +76,7 @@ def _defined(schema: str, kernels: str, fakes: str) -> bool:
 @functools.cache
 def _library() -> Library:
     """Returns the owner of the definitions, which end with it."""
-    return Library(NAMESPACE, "FRAGMENT")
+    return Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 @constant_to_compiler

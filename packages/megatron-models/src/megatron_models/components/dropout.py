@@ -26,7 +26,6 @@ from megatron_kernels import DropoutSite, bias_dropout_add
 from megatron_parallel import (
     Axis,
     DropoutKey,
-    dropout_numbers,
     kept_words,
     keyed_dropout,
 )
@@ -110,7 +109,7 @@ class StageDropout:
         backend: str,
     ) -> Float[Tensor, "s b h"]:
         """Returns ``x + hidden(added)``, as one operation with this backend."""
-        numbers = dropout_numbers(self.global_dropout.hidden, layer=layer, site=site)
+        numbers = DropoutKey.site_numbers(self.global_dropout.hidden, layer=layer, site=site)
         words = self.stream.word0, self.stream.word1
         return bias_dropout_add(added, None, x, *words, DropoutSite(*numbers), backend=backend)
 
