@@ -79,9 +79,10 @@ class Bucket:
     on a stream of the bucket, and the backward pass continues beside them. On a CPU the host starts
     one after another.
 
-    A sharded bucket reduces each rank's shard only; the rest of `flat` keeps this rank's own
-    gradients. A bucket that neither reduces nor has low-precision parameters has no storage (`flat`
-    is None): gradients stay where autograd puts them.
+    A sharded bucket reduces each rank's shard only; afterwards the rest of `flat` is undefined, but
+    on a CUDA device it keeps this rank's own gradients. A bucket that neither reduces nor has
+    low-precision parameters has no storage (`flat` is None): gradients stay where autograd puts
+    them.
     """
 
     def __init__(
@@ -244,9 +245,14 @@ class Bucket:
     def overwritten(self) -> Tensor | None:
         """This rank's own gradients that the reduction overwrites; None without a reduction.
 
-        For a sharded bucket that is its shard. The rest of `flat` is only sent.
+        For a sharded bucket on a CUDA device that is its shard: NCCL only reads the rest of `flat`.
+        Gloo may write to it.
         """
-        return self.shard if self.sharded else self.flat
+        return self.shard if self._keeps_rest else self.flat
+
+    @property
+    def _keeps_rest(self) -> bool:
+        return self.sharded and self.plan.device.type == "cuda"
 
     def launch(self, own_largest: Tensor | None) -> None:
         """Starts the reduction of a complete bucket.
@@ -366,7 +372,7 @@ class Bucket:
         if self._own_largest is None or self.flat is None:
             return None
         found = bool(self._own_largest.isfinite())
-        if self.sharded:
+        if self._keeps_rest:
             start, end = self.plan.shard_range(self.axes.inner.index)
             found = found and bool(self.flat[:start].isfinite().all())
             found = found and bool(self.flat[end:].isfinite().all())
