@@ -31,9 +31,12 @@ def run(*command: str, **environment: str) -> str:
 
 
 @needs_triton
-def test_kernels_in_tritons_interpreter_equal_the_references() -> None:
+@pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_kernels_in_tritons_interpreter_equal_the_references(sample: bool) -> None:
     script = str(HERE / "triton_interpreter.py")
-    out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", script, TRITON_INTERPRET="1")
+    chosen = ("-m", "not slow") if sample else ()
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, script)
+    out = run(*command, TRITON_INTERPRET="1")
     summary = out.splitlines()[-1]
     assert " passed" in summary and "skipped" not in summary
 
@@ -43,7 +46,7 @@ import torch
 from megatron_kernels.cases import CASES, InputGenerator
 
 cases = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
-cases = list({case.op.name: case for case in reversed(cases)}.values())
+cases = list({case.op.name: case for case in reversed(cases) if case.op.name != "rope"}.values())
 calls = [(c.op, c.arguments(InputGenerator(torch.float64, torch.device("cpu")))) for c in cases]
 
 def everything():

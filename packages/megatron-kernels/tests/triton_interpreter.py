@@ -30,13 +30,18 @@ from torch import Tensor
 
 CPU, F64 = torch.device("cpu"), torch.float64
 TRITON = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.bfloat16, torch.float32, torch.float16)
+LONG = ("strided", "inf")
 FIRST = {case.op.name: case for case in reversed(TRITON)}
 CALLS = [
-    pytest.param(case, dtype, id=f"{case.op.name}-{case.label or 'plain'}-{dtype}")
+    pytest.param(
+        case,
+        dtype,
+        id=f"{case.op.name}-{case.label or 'plain'}-{dtype}",
+        marks=() if dtype in DTYPES[:2] else pytest.mark.slow,
+    )
     for case in TRITON
     for dtype in (DTYPES if case is FIRST[case.op.name] else DTYPES[:1])
-    if dtype in (torch.float64, torch.bfloat16) or not case.op.name.startswith("rope")
 ]
 
 
@@ -59,7 +64,10 @@ def test_kernels_equal_the_reference_in_float64(case: Case, dtype: torch.dtype) 
     assert result.unsupported_reason is None and result.passed, result
 
 
-@pytest.mark.parametrize("inputs", ["empty", "one", "strided", "nan", "inf"])
+@pytest.mark.parametrize(
+    "inputs",
+    ["empty", "one", "nan", *(pytest.param(each, marks=pytest.mark.slow) for each in LONG)],
+)
 def test_other_inputs_give_what_the_reference_gives(inputs: Inputs) -> None:
     slow = () if inputs in ("empty", "one") else ("rope", "rope_qkv")
     for case in (case for name, case in FIRST.items() if name not in slow):
