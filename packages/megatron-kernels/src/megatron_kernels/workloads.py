@@ -12,19 +12,24 @@ import torch
 from torch import Tensor
 
 from megatron_kernels.cases import InputGenerator
+from megatron_kernels.ops.activation.bias_activation import bias_gelu, bias_swiglu
 from megatron_kernels.ops.activation.gelu import gelu
 from megatron_kernels.ops.activation.swiglu import swiglu
 from megatron_kernels.ops.attention.attention import attention
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
+from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, bias_dropout_add
+from megatron_kernels.ops.embedding.vocab_embedding import vocab_embedding
 from megatron_kernels.ops.linear.linear import linear
 from megatron_kernels.ops.loss.cross_entropy import cross_entropy
 from megatron_kernels.ops.moe.grouped_matmul import grouped_matmul
 from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
+from megatron_kernels.ops.norm.add_norm import add_layer_norm, add_rms_norm
 from megatron_kernels.ops.norm.layer_norm import layer_norm
 from megatron_kernels.ops.norm.rms_norm import rms_norm
 from megatron_kernels.ops.rope.frequencies import rope_frequencies, rope_tables
 from megatron_kernels.ops.rope.rope import rope
+from megatron_kernels.ops.rope.rope_qkv import rope_qkv
 from megatron_kernels.ops.softmax.softmax import softmax
 from megatron_kernels.ops.ssm.causal_conv import causal_conv
 from megatron_kernels.ops.ssm.gated_delta_rule import gated_delta_rule
@@ -122,6 +127,18 @@ def _rope(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     return (_heads(draw, shape), *tables, False)
 
 
+def _rope_qkv(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    """Returns groups of two heads of queries."""
+    fused = draw.normal(shape.tokens, 1, max(1, shape.heads // 2), 4, _HEAD)
+    return (fused, *_rope(draw, shape)[1:], False)
+
+
+def _dropout(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    words = (draw.integers(2**31, shape.tokens, 1).to(torch.int32) for _ in range(2))
+    site = DropoutSite(7, 11, -(2**31) + 2**29, 8 / 7)  # an eighth is dropped
+    return (_stream(draw, shape), None, _stream(draw, shape), *words, site)
+
+
 def _attention(
     draw: InputGenerator, shape: Shape, mask: Mask, groups: int | None = None
 ) -> tuple[Any, ...]:
@@ -190,10 +207,42 @@ WORKLOADS: Final = (
         lambda d, s: (_stream(d, s), d.normal(s.width), d.normal(s.width, mean=1), 1e-5, False),
     ),
     Workload(rms_norm, "", lambda d, s: (_stream(d, s), d.normal(s.width, mean=1), 1e-5, False)),
+    Workload(
+        add_layer_norm,
+        "",
+        lambda d, s: (
+            *(_stream(d, s) for _ in range(2)),
+            *(d.normal(s.width, mean=each) for each in (1, 0)),
+            1e-5,
+            False,
+        ),
+    ),
+    Workload(
+        add_rms_norm,
+        "",
+        lambda d, s: (*(_stream(d, s) for _ in range(2)), d.normal(s.width, mean=1), 1e-5, False),
+    ),
+    Workload(bias_dropout_add, "", _dropout),
+    Workload(
+        bias_gelu,
+        "tanh",
+        lambda d, s: (d.normal(s.tokens, 1, 4 * s.width), d.normal(4 * s.width), "tanh"),
+    ),
+    Workload(
+        bias_swiglu,
+        "",
+        lambda d, s: (d.normal(s.tokens, 1, 2, 4 * s.width), d.normal(2, 4 * s.width)),
+    ),
     Workload(gelu, "tanh", lambda d, s: (d.normal(s.tokens, 1, 4 * s.width), "tanh")),
     Workload(swiglu, "", lambda d, s: (d.normal(s.tokens, 1, 2, 4 * s.width),)),
     Workload(softmax, "", lambda d, s: (d.normal(s.heads, 256, s.tokens), None, 0.125)),
     Workload(rope, "", _rope),
+    Workload(rope_qkv, "", _rope_qkv),
+    Workload(
+        vocab_embedding,
+        "",
+        lambda d, s: (d.normal(s.vocabulary, s.width), d.integers(s.vocabulary, s.tokens), 0),
+    ),
     Workload(
         attention,
         "causal",
