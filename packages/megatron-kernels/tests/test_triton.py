@@ -46,7 +46,8 @@ import torch
 from megatron_kernels.cases import CASES, InputGenerator
 
 cases = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
-cases = list({case.op.name: case for case in reversed(cases) if case.op.name != "rope"}.values())
+cases = list({case.op.name: case for case in reversed(cases)}.values())
+cases = [case for case in cases if not case.op.name.startswith("rope")]  # slow to interpret
 calls = [(c.op, c.arguments(InputGenerator(torch.float64, torch.device("cpu")))) for c in cases]
 
 def everything():

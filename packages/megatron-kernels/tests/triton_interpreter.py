@@ -31,7 +31,7 @@ from torch import Tensor
 CPU, F64 = torch.device("cpu"), torch.float64
 TRITON = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
 DTYPES = (torch.float64, torch.bfloat16, torch.float32, torch.float16)
-LONG = ("strided", "inf")
+LONG = ("strided", "nan", "inf")
 FIRST = {case.op.name: case for case in reversed(TRITON)}
 CALLS = [
     pytest.param(
@@ -66,7 +66,7 @@ def test_kernels_equal_the_reference_in_float64(case: Case, dtype: torch.dtype) 
 
 @pytest.mark.parametrize(
     "inputs",
-    ["empty", "one", "nan", *(pytest.param(each, marks=pytest.mark.slow) for each in LONG)],
+    ["empty", "one", *(pytest.param(each, marks=pytest.mark.slow) for each in LONG)],
 )
 def test_other_inputs_give_what_the_reference_gives(inputs: Inputs) -> None:
     slow = () if inputs in ("empty", "one") else ("rope", "rope_qkv")
@@ -91,7 +91,7 @@ def test_check_catches_a_broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.error < 1e-12 and not result.passed
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(rows=st.integers(0, 5), h=st.integers(1, 70), zero_centered=st.booleans())
 def test_norms_of_drawn_shapes(rows: int, h: int, zero_centered: bool) -> None:
     draw = InputGenerator(F64, CPU, seed=rows * 100 + h)
@@ -100,7 +100,7 @@ def test_norms_of_drawn_shapes(rows: int, h: int, zero_centered: bool) -> None:
     both_equal(layer_norm, (x, weight, draw.normal(h), 1e-3, zero_centered))
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(rows=st.integers(0, 4), f=st.integers(1, 1500))
 def test_gated_units_of_drawn_shapes(rows: int, f: int) -> None:
     draw = InputGenerator(F64, CPU, seed=rows * 100 + f)
