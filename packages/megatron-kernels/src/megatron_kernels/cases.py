@@ -27,6 +27,16 @@ from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, bias_drop
 from megatron_kernels.ops.embedding.vocab_embedding import add_vocab_gradient, vocab_embedding
 from megatron_kernels.ops.linear.linear import linear
 from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
+from megatron_kernels.ops.low_precision.formats import (
+    FP8_GRADIENT,
+    FP8_TENSOR,
+    INT8_ROW,
+    MXFP8,
+    NVFP4,
+    QuantFormat,
+)
+from megatron_kernels.ops.low_precision.matmul import quantized_matmul
+from megatron_kernels.ops.low_precision.quantize import quantize
 from megatron_kernels.ops.moe.grouped_matmul import grouped_matmul
 from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
 from megatron_kernels.ops.norm.add_norm import add_layer_norm, add_rms_norm
@@ -294,6 +304,11 @@ def _linear(draw: InputGenerator, rows: tuple[int, ...], *, bias: bool) -> tuple
     return (x, draw.normal(29, 43), draw.normal(29) if bias else None)
 
 
+def _quantized(draw: InputGenerator, a: QuantFormat, b: QuantFormat) -> tuple[Any, ...]:
+    x, weight = draw.normal(21, 43).detach(), draw.normal(29, 43).detach()
+    return (quantize(x, a), quantize(weight, b), draw.normal(29), draw.dtype)
+
+
 def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
     rows = draw.rows(5)
     targets = draw.integers(37, rows, 3)
@@ -458,6 +473,10 @@ CASES = (
     Case(index_scores, "", _index_scores),
     Case(linear, "", partial(_linear, rows=(7, 3), bias=True)),
     Case(linear, "several tiles", partial(_linear, rows=(150,), bias=False)),
+    Case(quantized_matmul, "fp8", partial(_quantized, a=FP8_TENSOR, b=FP8_GRADIENT)),
+    Case(quantized_matmul, "int8", partial(_quantized, a=INT8_ROW, b=INT8_ROW)),
+    Case(quantized_matmul, "mxfp8", partial(_quantized, a=MXFP8, b=MXFP8)),
+    Case(quantized_matmul, "nvfp4", partial(_quantized, a=NVFP4, b=NVFP4)),
     Case(cross_entropy, "", _cross_entropy),
     Case(vocab_embedding, "", _vocab_embedding),
     Case(add_vocab_gradient, "", partial(_vocab_gradient, first=False), True),

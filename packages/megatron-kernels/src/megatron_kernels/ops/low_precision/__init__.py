@@ -1,0 +1,1 @@
+"""Tensors in few bits with scales, and their products."""

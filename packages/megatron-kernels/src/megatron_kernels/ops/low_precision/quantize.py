@@ -1,0 +1,172 @@
+"""Quantization of a matrix, and its inverse.
+
+    quantized = quantize(x, MXFP8)
+    x_again = dequantize(quantized, torch.float32)
+
+A block of zeros has the scale 1. Blocks with an infinity or a NaN consist of NaN afterwards, so
+that an overflow of a gradient is still found.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_kernels.errors import KernelError
+from megatron_kernels.ops.low_precision.elements import from_elements, to_elements
+from megatron_kernels.ops.low_precision.formats import (
+    LARGEST,
+    LARGEST_EXPONENT,
+    QuantFormat,
+)
+from megatron_kernels.ops.precision import upcast
+
+_E8M0_RANGE = (-127, 127)
+_FLOAT32_RANGE = (-126, 127)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A matrix in few bits.
+
+    Attributes:
+        elements: Elements `[m, k]` in `torch.float8_e4m3fn`, `torch.float8_e5m2` or `torch.int8`;
+            bytes `[m, ceil(k / 2)]` of E2M1, as in `torch.float4_e2m1fn_x2`.
+        scales: Factors of the blocks, `[ceil(m / rows), ceil(k / columns)]`, in float32 (float64
+            if the matrix was), `torch.float8_e8m0fnu` or `torch.float8_e4m3fn`.
+        format: The format.
+        shape: Rows and columns.
+        tensor_scale: Factor of all elements, a scalar; None unless scales are in E4M3.
+    """
+
+    elements: Tensor
+    scales: Tensor
+    format: QuantFormat
+    shape: tuple[int, int]
+    tensor_scale: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the elements."""
+        return self.elements.device
+
+
+def quantize(
+    x: Float[Tensor, "m k"],
+    format: QuantFormat,  # noqa: A002
+    *,
+    scale: Float[Tensor, ""] | None = None,
+    noise: Float[Tensor, "m k"] | None = None,
+) -> Quantized:
+    """Returns a matrix in few bits.
+
+    Args:
+        x: The matrix.
+        format: The format.
+        scale: Factor of all elements, for a format with one scale. Magnitudes above it are clipped;
+            infinities become NaN. Defaults to the factor that clips nothing.
+        noise: Numbers in [0, 1) for stochastic rounding of E2M1. Defaults to rounding to the
+            nearest.
+
+    Raises:
+        KernelError: A scale or noise is given for a format that takes none.
+    """
+    numbers = upcast(x)
+    m, k = numbers.shape
+    if noise is not None and format.elements != "e2m1":
+        raise KernelError(
+            f"noise rounds elements 'e2m1' stochastically, not {format.elements!r}; leave it out"
+        )
+    if scale is not None:
+        if not format.is_per_tensor:
+            raise KernelError(
+                f"a scale of all elements is given, but {format} has one for each block; leave it "
+                "out"
+            )
+        finite = numbers.masked_fill(numbers.isinf(), torch.nan)
+        scales = scale.to(numbers.dtype).view(1, 1)
+        return Quantized(to_elements(finite / scales, format.elements), scales, format, (m, k))
+    amax = block_amax(numbers, format)
+    scales, tensor_scale = _scales(amax, format)
+    factors = _factors(scales, tensor_scale, numbers.dtype)
+    divisor = _per_element(factors, format, m, k)
+    # A scale in E4M3 may be rounded to zero; the elements of its block are then zero.
+    divided = torch.where(divisor == 0, 0.0, numbers / divisor)
+    elements = to_elements(divided, format.elements, noise)
+    return Quantized(elements, scales, format, (m, k), tensor_scale)
+
+
+def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Float[Tensor, "m k"]:
+    """Returns the numbers of a quantized matrix.
+
+    Args:
+        quantized: The matrix.
+        dtype: Dtype of the result. Products are computed in float32, or in float64 for it.
+    """
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    form, (m, k) = quantized.format, quantized.shape
+    numbers = from_elements(quantized.elements, form.elements, k, exact)
+    factors = _factors(quantized.scales, quantized.tensor_scale, exact)
+    return (numbers * _per_element(factors, form, m, k)).to(dtype)
+
+
+def block_amax(x: Float[Tensor, "m k"], format: QuantFormat) -> Float[Tensor, "down across"]:  # noqa: A002
+    """Returns the largest magnitude of each block; NaN if the block has one."""
+    m, k = x.shape
+    if not x.numel():
+        across = -(-k // (format.columns or max(k, 1)))
+        return x.new_zeros(-(-m // (format.rows or max(m, 1))), across)
+    rows, columns = format.rows or m, format.columns or k
+    padded = x
+    if m % rows or k % columns:
+        padded = functional.pad(x, (0, -k % columns, 0, -m % rows))
+    down, across = padded.shape[0] // rows, padded.shape[1] // columns
+    return padded.reshape(down, rows, across, columns).abs().amax((1, 3))
+
+
+def _scales(amax: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor | None]:  # noqa: A002
+    """Returns the factors of blocks with these largest magnitudes, and that of the tensor."""
+    largest, tiny = format.largest, torch.finfo(torch.float32).tiny
+    if format.scale == "e4m3":
+        of_tensor = amax.amax() if amax.numel() else amax.new_zeros(())
+        above = LARGEST["e4m3"] * largest
+        tensor_scale = torch.where(of_tensor > 0, (of_tensor / above).clamp(min=tiny), 1.0)
+        tensor_scale = tensor_scale.masked_fill(~of_tensor.isfinite(), torch.nan)
+        relative = (amax / largest / tensor_scale).clamp(max=LARGEST["e4m3"])
+        return relative.to(torch.float8_e4m3fn), tensor_scale
+    exact = (amax / largest).clamp(min=tiny)
+    if format.scale == "float32":
+        scales = torch.where(amax > 0, exact, 1.0)
+    elif format.scale == "e8m0_floor":
+        exponents = torch.frexp(amax).exponent - 1 - LARGEST_EXPONENT[format.elements]
+        scales = _power_of_two(exponents, amax, _E8M0_RANGE)
+    else:
+        mantissa, exponents = torch.frexp(exact)
+        rounded_up = exponents - (mantissa == 0.5).to(exponents.dtype)
+        limits = _E8M0_RANGE if format.scale == "e8m0" else _FLOAT32_RANGE
+        scales = _power_of_two(rounded_up, amax, limits)
+    scales = scales.masked_fill(~amax.isfinite(), torch.nan)
+    return (scales.to(torch.float8_e8m0fnu) if "e8m0" in format.scale else scales), None
+
+
+def _power_of_two(exponents: Tensor, amax: Tensor, limits: tuple[int, int]) -> Tensor:
+    """Returns powers of two; 1 for blocks of zeros."""
+    bounded = torch.where(amax > 0, exponents, 0).clamp(*limits)
+    return torch.ldexp(torch.ones_like(amax), bounded)
+
+
+def _factors(scales: Tensor, tensor_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns the factor of each block."""
+    factors = scales.to(dtype)
+    return factors if tensor_scale is None else factors * tensor_scale.to(dtype)
+
+
+def _per_element(factors: Tensor, format: QuantFormat, m: int, k: int) -> Tensor:  # noqa: A002
+    """Returns a factor for each element, `[m, k]` or a shape that broadcasts to it."""
+    if format.rows > 1:
+        factors = factors.repeat_interleave(format.rows, 0)[:m]
+    if format.columns > 1:
+        factors = factors.repeat_interleave(format.columns, 1)[:, :k]
+    return factors
