@@ -1,7 +1,7 @@
 """The placement of a model: mesh, dtype, device and options of all its modules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, Union
 
@@ -59,6 +59,7 @@ class Placement:
             ``output_layer``. Other layers have the plain product.
             `megatron_parallel.tensor_parallel.freeze_all_but_adapters` then
             freezes the parameters that are not trained.
+        plain_layers: Numbers of layers that compute plain products instead.
         vocabulary_loss: Output layer and loss as one operation. By default the logits of all tokens
             are computed.
         backends: Backends of operations of `megatron_kernels` by name. Others use the first backend
@@ -75,6 +76,7 @@ class Placement:
     dispatcher: str = "allgather"
     cp_comm_type: str | Sequence[str] = "p2p"
     products: Mapping[str, Product] = field(default_factory=dict)
+    plain_layers: frozenset[int] = frozenset()
     vocabulary_loss: VocabularyLoss = UNFUSED_CROSS_ENTROPY
     backends: Mapping[str, str] = field(default_factory=dict)
 
@@ -92,6 +94,10 @@ class Placement:
     def sequence_parallel_size(self) -> int:
         """Number of ranks that cut the sequence between tensor-parallel layers."""
         return self.mesh.axis("tp").size if self.sequence_parallel else 1
+
+    def of_layer(self, number: int) -> "Placement":
+        """Returns the placement of a layer by its global number."""
+        return replace(self, products={}) if number in self.plain_layers else self
 
     def product(self, role: str) -> Product:
         """Returns the product of the layers with a role."""

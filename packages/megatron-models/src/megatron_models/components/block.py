@@ -36,7 +36,7 @@ class Block(nn.Module):
 
     def __init__(self, layer: Layer, number: int, placement: Placement) -> None:
         super().__init__()
-        self.layer = number
+        self.layer, placement = number, placement.of_layer(number)
         self.groups = [norm_groups(group) for group in parallel_groups(layer)]
         additions = {addition_of(each.norm) for each in layer if each.norm is not None}
         backends = {placement.backend(name) for name in additions} - {AUTO}

@@ -21,7 +21,7 @@ from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.tensor_parallel.layers import VocabParallelEmbedding
 from megatron_parallel.tensor_parallel.lookup import AccumulatingLookup, Lookup
-from megatron_parallel.tensor_parallel.product import AccumulatingProduct, Product
+from megatron_parallel.tensor_parallel.product import AccumulatingProduct, LayerProduct, Product
 from megatron_parallel.tensor_parallel.product_layers import is_product_layer, product_weights
 
 
@@ -163,6 +163,9 @@ def fuse_gradient_accumulation(
             if kind not in reasons:
                 reasons[kind] = op.why_unsupported(*kind)
             reason = reasons[kind]
+            product = _unfused(layer.product)
+            if isinstance(product, LayerProduct) and not product.uses_requests:
+                reason = "their product computes the gradient itself"
             if reason is None:
                 added[number] = Accumulator(bucket, name, op.add)
                 fused.append(name)

@@ -30,7 +30,7 @@ from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.pipeline.contract import BackwardPass
 from megatron_parallel.pipeline.gradients import ChunkGradients, FullyShardedChunks
 from megatron_parallel.sharding.sharding import Sharding
-from megatron_parallel.sharding.step_state import collect_states
+from megatron_parallel.sharding.step_state import collect_states, step_states
 from megatron_parallel.sharding.views import View, collect_shardings, parameter_views
 
 
@@ -134,8 +134,7 @@ class TrainableChunks:
         Args:
             unless: A scalar on the device, equal on all ranks. If it is true, no state changes.
         """
-        for state in self.states.values():
-            state.step(unless)
+        step_states(self.states, self.mesh, unless)
 
     def wait_for_parameters(self) -> None:
         """Returns when this rank has all updated weights of the latest step."""

@@ -19,7 +19,7 @@ and context-parallel ranks, and those of `Sharding.partial`.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,10 @@ class StepState:
         name: Name of the buffer.
         mesh: Mesh of this rank.
         update: Returns the value after a step.
+        parameter: Name of a parameter of the module to which the state belongs, such as a history
+            of its largest values. The global name is then ``parameter.name``, like that of a state
+            of the optimizer: a checkpoint stores both together, and models are loaded without
+            them. Defaults to none, for state that the model needs.
         observation_shape: Shape of an observation. Defaults to the local shape of the value.
         dtype: Data type of the value. Observations are float64.
         device: Device of the value. Defaults to the device of the mesh.
@@ -66,6 +70,7 @@ class StepState:
         mesh: Mesh,
         update: Update,
         *,
+        parameter: str = "",
         observation_shape: tuple[int, ...] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -84,6 +89,8 @@ class StepState:
             )
         shape = self.sharding.local_shape(mesh)
         self._module, self._name, self._mesh = module, name, mesh
+        self.path = f"{parameter}.{name}" if parameter else name
+        self.of_parameter = bool(parameter)
         self._update = update
         self._shape = shape if observation_shape is None else observation_shape
         self._observed: Tensor | None = None
@@ -112,17 +119,35 @@ class StepState:
         """
         if not x.requires_grad:  # no backward pass, for example with frozen parameters
             if torch.is_grad_enabled() and self._module.training:
-                seen = self._checked(seen)
-                _add(self._total(seen), seen, self.sharding.reduce == "max")
+                self.add(seen)
             return x
         seen = self._checked(seen)
         largest = self.sharding.reduce == "max"
         observed: Tensor = _Observe.apply(x, seen, self._total(seen), largest)  # type: ignore[no-untyped-call]
         return observed
 
+    def add(self, seen: Tensor) -> None:
+        """Adds to the observations of this step at once.
+
+        For observations that a backward pass makes itself. With `reduce="sum"`, a backward pass
+        that is split must call it only once.
+
+        Args:
+            seen: This rank's part of the observation of the micro-batch.
+        """
+        seen = self._checked(seen)
+        _add(self._total(seen), seen, self.sharding.reduce == "max")
+
     def reset(self) -> None:
         """Discards the observations of the current step."""
         self._observed = None
+
+    def observed(self) -> Float[Tensor, "..."]:
+        """Returns the observations of this rank in this step, in float64."""
+        if self._observed is not None:
+            return self._observed
+        nothing = -math.inf if self.sharding.reduce == "max" else 0.0
+        return self.value.new_full(self._shape, nothing, dtype=torch.float64)
 
     @torch.no_grad()
     def step(self, unless: Bool[Tensor, ""] | None = None) -> None:
@@ -131,13 +156,20 @@ class StepState:
         Args:
             unless: A scalar on the device, equal on all ranks. If it is true, the value stays.
         """
-        total = self._observed
-        if total is None:
-            nothing = -math.inf if self.sharding.reduce == "max" else 0.0
-            total = self.value.new_full(self._shape, nothing, dtype=torch.float64)
+        total = self.observed()
         for axis in _reduction_axes(self.sharding, self._mesh):
             operation = self.sharding.reduce or "sum"
             total = all_reduce(total, axis, op=operation, purpose=f"state {self._name!r}")
+        self.update(total, unless)
+
+    @torch.no_grad()
+    def update(self, total: Float[Tensor, "..."], unless: Bool[Tensor, ""] | None = None) -> None:
+        """Updates the value from the observations of all ranks.
+
+        Args:
+            total: The combined observations.
+            unless: See `step`.
+        """
         value = self.value
         updated = self._update(value, total)
         value.copy_(updated if unless is None else torch.where(unless, value, updated))
@@ -168,6 +200,33 @@ def _add(total: Tensor, seen: Tensor, largest: bool) -> None:
         total.add_(seen)
 
 
+@torch.no_grad()
+def step_states(
+    states: Mapping[str, StepState], mesh: Mesh, unless: Bool[Tensor, ""] | None = None
+) -> None:
+    """Calls `StepState.step` of all states, with one message for those combined alike.
+
+    Args:
+        states: States by global name.
+        mesh: Mesh of this rank.
+        unless: See `StepState.step`.
+    """
+    groups: dict[tuple[str | None, ...], list[str]] = {}
+    for name, state in states.items():
+        axes = _reduction_axes(state.sharding, mesh)
+        groups.setdefault((state.sharding.reduce, *(axis.name for axis in axes)), []).append(name)
+    for members in groups.values():
+        sharding = states[members[0]].sharding
+        seen = [states[name].observed() for name in members]
+        total = torch.cat([each.flatten() for each in seen])
+        purpose = f"state {members[0]!r} and {len(members) - 1} more"
+        for axis in _reduction_axes(sharding, mesh):
+            total = all_reduce(total, axis, op=sharding.reduce or "sum", purpose=purpose)
+        parts = torch.split(total, [each.numel() for each in seen])
+        for name, part, each in zip(members, parts, seen, strict=True):
+            states[name].update(part.view(each.shape), unless)
+
+
 def collect_states(modules: Iterable[nn.Module]) -> dict[str, StepState]:
     """Returns the states of modules and of their submodules by global name, in order of modules.
 
@@ -178,8 +237,8 @@ def collect_states(modules: Iterable[nn.Module]) -> dict[str, StepState]:
     for module in modules:
         for prefix, owner in module.named_modules():
             states: dict[str, StepState] = vars(owner).get("states", {})
-            for name, state in states.items():
-                path = f"{prefix}.{name}" if prefix else name
+            for state in states.values():
+                path = f"{prefix}.{state.path}" if prefix else state.path
                 if path in found:
                     raise LayoutError(f"two stages of this rank have a state {path!r} each")
                 found[path] = state

@@ -101,7 +101,7 @@ def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     table = {}
-    for name in (*(name for name, _ in module.named_parameters()), *collect_states([module])):
+    for name, _ in module.named_parameters():
         prefix, _, local = name.rpartition(".")
         described: Mapping[str, Sharding] = getattr(owners[prefix], "sharding", {})
         if local not in described:
@@ -110,6 +110,7 @@ def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
                 f"of {type(owners[prefix]).__name__}"
             )
         table[name] = described[local]
+    table.update({name: state.sharding for name, state in collect_states([module]).items()})
     return table
 
 

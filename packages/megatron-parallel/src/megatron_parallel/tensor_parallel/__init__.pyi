@@ -17,11 +17,13 @@ from .lora_config import LoRAConfig as LoRAConfig
 from .product import PLAIN as PLAIN
 from .product import AccumulateGradient as AccumulateGradient
 from .product import AccumulatingProduct as AccumulatingProduct
+from .product import LayerProduct as LayerProduct
 from .product import Multiply as Multiply
 from .product import PlainProduct as PlainProduct
 from .product import Product as Product
 from .product import WeightGradientRequest as WeightGradientRequest
 from .product import Weights as Weights
+from .product import differentiate as differentiate
 from .product import multiply_matrix as multiply_matrix
 from .product_kinds import PRODUCTS as PRODUCTS
 from .product_kinds import ProductKind as ProductKind
@@ -29,6 +31,7 @@ from .product_kinds import find_product as find_product
 from .product_layers import ProductLayer as ProductLayer
 from .product_layers import add_product_parameters as add_product_parameters
 from .product_layers import added_parameter_names as added_parameter_names
+from .product_layers import bind_product as bind_product
 from .product_layers import freeze_all_but_adapters as freeze_all_but_adapters
 from .product_layers import is_product_layer as is_product_layer
 from .product_layers import merged_parameters as merged_parameters

@@ -30,7 +30,11 @@ from megatron_parallel.sharding.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from megatron_parallel.tensor_parallel.lookup import Lookup
 from megatron_parallel.tensor_parallel.product import PLAIN, Product
-from megatron_parallel.tensor_parallel.product_layers import add_product_parameters, product_weights
+from megatron_parallel.tensor_parallel.product_layers import (
+    add_product_parameters,
+    bind_product,
+    product_weights,
+)
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, ReplicatedSpec, RowSpec, VocabSpec
 from megatron_parallel.tensor_parallel.vocabulary_loss import OutputLayer
 
@@ -90,9 +94,9 @@ class ColumnParallelLinear(nn.Module):
         cut = dim, fused_dim, spill_dim, padded, axis
         spec = ColumnSpec(in_features, out, bias, *cut, init, fused_sizes=fused_sizes)
         self.sharding = spec.shardings(sequence_parallel)
-        self.product = product
         self.product_parameters = add_product_parameters(self.sharding, product)
         _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
+        self.product = bind_product(self, product, mesh)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.num_slices = 1
@@ -172,9 +176,9 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         spec = RowSpec(in_features, out_features, bias, axis, init)
         self.sharding = spec.shardings(sequence_parallel)
-        self.product = product
         self.product_parameters = add_product_parameters(self.sharding, product)
         _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
+        self.product = bind_product(self, product, mesh)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.num_slices = 1
@@ -244,9 +248,9 @@ class ReplicatedLinear(nn.Module):
         super().__init__()
         spec = ReplicatedSpec(in_features, out_features, bias, axis, init)
         self.sharding = spec.shardings(sequence_parallel)
-        self.product = product
         self.product_parameters = add_product_parameters(self.sharding, product)
         _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
+        self.product = bind_product(self, product, mesh)
 
     @classmethod
     def from_spec(

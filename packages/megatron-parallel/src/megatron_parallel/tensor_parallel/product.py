@@ -20,11 +20,12 @@ from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
 from megatron_parallel import _compat
+from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.sharding import Sharding
 
 Weights = Sequence[Tensor]
@@ -137,6 +138,27 @@ class Product(Protocol):
         """Returns the weight with which `PLAIN` computes the same, in the shape of the weight."""
 
 
+@runtime_checkable
+class LayerProduct(Protocol):
+    """A `Product` that has state in each layer, or that computes gradients of weights by itself."""
+
+    @property
+    def uses_requests(self) -> bool:
+        """Whether gradients of weights are computed by requests, so that they can be accumulated.
+
+        Otherwise `wgrad` returns them, and autograd accumulates them.
+        """
+
+    def bind(self, layer: nn.Module, mesh: Mesh) -> Product:
+        """Returns the product of one layer, which is called when the layer is built.
+
+        Args:
+            layer: The layer. Its attribute `sharding` has a row for each parameter; the product may
+                add state (`megatron_parallel.StepState`).
+            mesh: Mesh of this rank.
+        """
+
+
 @dataclass(frozen=True)
 class PlainProduct:
     """The product `x W^T + b`."""
@@ -224,8 +246,7 @@ class AccumulatingProduct:
         """Returns the result of the product."""
         if torch.compiler.is_compiling():  # compiled code cannot add to a buffer
             return self.product.forward(x, weights, bias, multiply)
-        y: Tensor = _Product.apply(x, *weights, bias, (self, multiply))  # type: ignore[no-untyped-call]
-        return y
+        return differentiate(self, self.product.forward, x, weights, bias, multiply)
 
     def wgrad(
         self,
@@ -261,15 +282,37 @@ class _Accumulated(WeightGradientRequest):
         return self._accumulate(dy, x, must_return=self.must_return)
 
 
+def differentiate(
+    product: Product,
+    compute: Callable[[Tensor, Weights, Tensor | None, Multiply], Tensor],
+    x: Float[Tensor, "... in"],
+    weights: Weights,
+    bias: Tensor | None,
+    multiply: Multiply,
+) -> Float[Tensor, "... flat"]:
+    """Returns `compute(x, weights, bias, multiply)`, differentiated by a product.
+
+    Args:
+        product: Its `dgrad` and `wgrad` compute the gradients.
+        compute: The forward pass, without gradients.
+        x: See `Product.forward`.
+        weights: See `Product.forward`.
+        bias: See `Product.forward`.
+        multiply: See `Product.forward`.
+    """
+    y: Tensor = _Product.apply(x, *weights, bias, (product, compute, multiply))  # type: ignore[no-untyped-call]
+    return y
+
+
 class _Product(Function):
     """A product of one rank, differentiated by its `dgrad` and `wgrad`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        *weights, bias, (product, multiply) = rest
+        *weights, bias, (product, compute, multiply) = rest
         ctx.save_for_backward(x, *weights)
         ctx.product = product
-        y: Tensor = product.product.forward(x, weights, bias, multiply)
+        y: Tensor = compute(x, weights, bias, multiply)
         return y
 
     @staticmethod

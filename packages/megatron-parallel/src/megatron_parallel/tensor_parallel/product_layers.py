@@ -6,8 +6,9 @@ from typing import Protocol, TypeGuard
 from torch import Tensor, nn
 
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.sharding import Sharding
-from megatron_parallel.tensor_parallel.product import Product
+from megatron_parallel.tensor_parallel.product import LayerProduct, Product
 
 
 class ProductLayer(Protocol):
@@ -54,6 +55,11 @@ def add_product_parameters(table: dict[str, Sharding], product: Product) -> tupl
         )
     table.update(added)
     return ("weight", *added)
+
+
+def bind_product(layer: nn.Module, product: Product, mesh: Mesh) -> Product:
+    """Returns the product of one layer: a `LayerProduct` may add state to it."""
+    return product.bind(layer, mesh) if isinstance(product, LayerProduct) else product
 
 
 def added_parameter_names(module: nn.Module) -> set[str]:

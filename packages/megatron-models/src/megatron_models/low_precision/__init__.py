@@ -1,0 +1,1 @@
+"""Linear layers that multiply in FP8 or FP4."""
