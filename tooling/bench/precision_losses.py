@@ -1,12 +1,16 @@
 """Losses of runs that differ only in their number formats, after equal numbers of steps.
 
     OMP_NUM_THREADS=1 python tooling/bench/precision_losses.py [--steps 200] [--width 96]
+    OMP_NUM_THREADS=1 python tooling/bench/precision_losses.py --products [--seeds 3]
 
 Trains the quickstart's model, smaller, on its corpus (Moby-Dick; validation on State of the Union
 addresses) with equal seeds, batches and settings. Prints, for each format, the bytes of a parameter
 with its gradient and optimizer state on one rank, the mean loss of the last 20 steps, the
 validation loss after the last step, and both differences to fp32. fp16 begins with a loss scale
 of 65,536, so that no step is skipped.
+
+With `--products`, the runs are in bf16 and differ in the formats of the products of linear layers
+(`--fp8-format`, `--fp4-format`). Losses are means over the seeds of weights and data order.
 """
 
 import argparse
@@ -68,6 +72,34 @@ KINDS = (
 )
 
 
+PRODUCTS = (
+    Kind("bf16", "--bf16", "16"),
+    Kind("fp8 hybrid, delayed", "--bf16 --fp8-format hybrid", "8"),
+    Kind(
+        "... maximum of 16 steps",
+        "--bf16 --fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+        "8",
+    ),
+    Kind("fp8 hybrid, tensorwise", "--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "8"),
+    Kind(
+        "... gradients of weights in bf16",
+        "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --no-fp8-wgrad",
+        "8",
+    ),
+    Kind("fp8 e4m3, delayed", "--bf16 --fp8-format e4m3", "8"),
+    Kind("fp8 e4m3, tensorwise", "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise", "8"),
+    Kind("fp8 e4m3, blockwise", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "8.25"),
+    Kind("mxfp8 e4m3", "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "8.25"),
+    Kind("nvfp4", "--bf16 --fp4-format e2m1", "4.5"),
+    Kind(
+        "... outermost layers in bf16",
+        "--bf16 --fp4-format e2m1 --first-last-layers-bf16",
+        "4.5",
+    ),
+)
+"""Products of linear layers; bytes are bits of an element of an operand, with its scales."""
+
+
 def run(folder: Path, line: str) -> None:
     """Runs a command of this repository."""
     name, *words = shlex.split(line)
@@ -103,6 +135,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--products", action="store_true")
+    parser.add_argument("--seeds", type=int, default=1)
     arguments = parser.parse_args()
     shared = (
         "--train-data-path train_text_document --valid-data-path valid_text_document "
@@ -116,20 +150,27 @@ def main() -> None:
     )
     print(f"{arguments.steps} steps of 4 x 128 tokens, {arguments.layers} layers of width "
           f"{arguments.width}, vocabulary {VOCABULARY}\n")  # fmt: skip
-    print("| formats | bytes | training loss | difference | validation loss | difference |")
+    kinds, unit = (PRODUCTS, "bits") if arguments.products else (KINDS, "bytes")
+    print(f"| formats | {unit} | training loss | difference | validation loss | difference |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare(folder)
         first: tuple[float, float] | None = None
-        for number, kind in enumerate(KINDS):
-            train, valid, skipped = losses(folder, f"run{number}", f"{shared} {kind.flags}")
+        for number, kind in enumerate(kinds):
+            found = [
+                losses(folder, f"run{number}-{seed}", f"{shared} --seed {1234 + seed} {kind.flags}")
+                for seed in range(arguments.seeds)
+            ]
+            train, valid, skipped = (
+                sum(column) / len(found) for column in zip(*found, strict=True)
+            )
             base = first = first or (train, valid)
             shares = [
                 f"{100 * (new / old - 1):+.3f} %"
                 for new, old in zip((train, valid), base, strict=True)
             ]
-            note = f" ({skipped} steps skipped)" if skipped else ""
+            note = f" ({skipped:g} steps skipped)" if skipped else ""
             print(f"| {kind.name}{note} | {kind.bytes} | {train:.4f} | {shares[0]} | {valid:.4f} | "
                   f"{shares[1]} |", flush=True)  # fmt: skip
 

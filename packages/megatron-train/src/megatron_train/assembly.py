@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 from megatron_data import Tokenizer
-from megatron_models import Placement, batch_invariant, find_kind
+from megatron_models import Placement, batch_invariant, find_kind, low_precision_placement
 from megatron_optim import (
     Optimizer,
     ParameterAverages,
@@ -79,6 +79,7 @@ def build_trainer(
         vocabulary_loss=vocabulary_loss_of(config),
         backends=chosen_backends(config),
     )
+    where = low_precision_placement(config.model, config.low_precision, where)
     stages = find_kind(config.model.kind).build(
         config.model,
         batch_invariant(config.model, where) if placement.batch_invariant_mode else where,

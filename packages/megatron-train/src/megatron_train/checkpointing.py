@@ -24,7 +24,7 @@ from megatron_ckpt import (
     map_reduce,
 )
 from megatron_data import Tokenizer
-from megatron_models import config_of, head_fields, new_head_parameters
+from megatron_models import AMAX_HISTORY, config_of, head_fields, new_head_parameters
 from megatron_optim import AVERAGE_SUFFIX, MAIN_SUFFIX, OptimError
 from megatron_parallel.tensor_parallel import added_parameter_names
 
@@ -157,6 +157,8 @@ class _CheckpointInfo:
     """Name of the product of its linear layers."""
     rule: str
     """Name of its update rule; empty if it is not recorded."""
+    histories: Mapping[str, list[int]]
+    """Global shapes of the histories of magnitudes of delayed scaling, by name."""
 
     def to_plain(self) -> dict[str, Any]:
         """Returns plain values to send to other ranks."""
@@ -237,6 +239,7 @@ def restore(
         elif trainer.averages is not None and not has_averages:
             views = {n: v for n, v in views.items() if not n.endswith(f".{AVERAGE_SUFFIX}")}
             console.warn(f"{found.path} has no averages of weights: they begin with its weights")
+        unused |= _match_histories(views, found, console)
         state = store.load(iteration, views, unused=unused)
     else:
         state = store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
@@ -271,6 +274,26 @@ def restore(
             "with them"
         )
     return SavedCheckpoint(path, trainer.iteration)
+
+
+def _match_histories(
+    views: dict[str, list[View]], found: _CheckpointInfo, console: Console
+) -> set[str]:
+    """Drops the views of histories of magnitudes that a checkpoint does not have.
+
+    Returns:
+        Names of the histories of the checkpoint that the run does not have.
+    """
+    here = {n: list(v[0].global_shape) for n, v in views.items() if n.endswith(f".{AMAX_HISTORY}")}
+    fits = {name for name, shape in here.items() if found.histories.get(name) == shape}
+    for name in here.keys() - fits:
+        del views[name]
+    if here.keys() - fits:
+        console.warn(
+            f"{found.path} has no history of magnitudes of this run's --fp8-recipe delayed for "
+            f"{len(here) - len(fits)} of {len(here)} weights: it begins anew"
+        )
+    return found.histories.keys() - fits
 
 
 def _compare(
@@ -389,12 +412,24 @@ def _find(
 
 def _info_of(checkpoint: Checkpoint) -> _CheckpointInfo:
     names = (name for name, record in checkpoint.tensors.items() if record.group == "optim")
-    state = sorted({name.rpartition(".")[2] for name in names})
+    state = sorted({name.rpartition(".")[2] for name in names} - {AMAX_HISTORY})
+    histories = {
+        name: list(record.shape)
+        for name, record in checkpoint.tensors.items()
+        if name.endswith(f".{AMAX_HISTORY}")
+    }
     continues = bool(state) or "trainer" in checkpoint.values()  # some update rules have no state
     run = checkpoint.values().get("run")
     product, rule = recorded_product(run), recorded_rule(run)
     return _CheckpointInfo(
-        checkpoint.iteration, checkpoint.path, checkpoint.model, continues, state, product, rule
+        checkpoint.iteration,
+        checkpoint.path,
+        checkpoint.model,
+        continues,
+        state,
+        product,
+        rule,
+        histories,
     )
 
 
@@ -424,7 +459,8 @@ def _refuse_other_rule(trainer: Trainer, found: _CheckpointInfo) -> None:
 def views_of(trainer: Trainer) -> dict[str, list[View]]:
     """Returns views of all parameters, optimizer states and averages by global name."""
     averages = {} if trainer.averages is None else trainer.averages.views()
-    return {**_weights_of(trainer), **trainer.optimizer.views(), **averages}
+    stages: dict[str, Any] = dict(trainer.engine.stages.views())
+    return {**stages, **trainer.optimizer.views(), **averages}
 
 
 def _added_shapes(trainer: Trainer) -> dict[str, list[int]]:
@@ -437,7 +473,10 @@ def _added_shapes(trainer: Trainer) -> dict[str, list[int]]:
 
 
 def _weights_of(trainer: Trainer) -> dict[str, Any]:
-    return dict(trainer.engine.stages.views())
+    """Returns views of the model: parameters, and state that does not belong to one of them."""
+    stages = trainer.engine.stages
+    extra = {name for name, state in stages.states.items() if state.of_parameter}
+    return {name: views for name, views in stages.views().items() if name not in extra}
 
 
 def refuse_other_model(

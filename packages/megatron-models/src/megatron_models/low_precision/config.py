@@ -10,6 +10,9 @@ FP8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 FP4Format = Literal["e2m1"]
 FP4Recipe = Literal["nvfp4"]
 
+AMAX_HISTORY: Final = "amax_history"
+"""Suffix of the history of magnitudes of a layer, as state of its weight: `[3, steps]`."""
+
 _DELAYED: Final = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _ENDS: Final = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
@@ -117,9 +120,7 @@ class LowPrecisionConfig:
         if not self.first_last_layers_bf16:
             self._refuse(_ENDS, "{first_last_layers_bf16:name}")
         if not self.enabled:
-            self._refuse(
-                ("first_last_layers_bf16",), "{fp8_format:name} or {fp4_format:name}"
-            )
+            self._refuse(("first_last_layers_bf16",), "{fp8_format:name} or {fp4_format:name}")
 
     def _refuse(self, names: tuple[str, ...], needed: str) -> None:
         """Refuses settings that have no effect without another one."""

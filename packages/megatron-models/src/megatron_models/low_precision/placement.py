@@ -9,6 +9,7 @@ layer do not.
 from dataclasses import replace
 
 from megatron_models.errors import ConfigError
+from megatron_models.low_precision.checks import check_low_precision
 from megatron_models.low_precision.config import LowPrecisionConfig
 from megatron_models.low_precision.product import DelayedProduct, LowPrecisionProduct
 from megatron_models.low_precision.recipe import recipe_of
@@ -28,36 +29,6 @@ def low_precision_product(config: LowPrecisionConfig) -> LowPrecisionProduct:
     return DelayedProduct(
         recipe, config.fp8_margin, config.fp8_amax_history_len, config.fp8_amax_compute_algo
     )
-
-
-def check_low_precision(model: ModelConfig, config: LowPrecisionConfig) -> None:
-    """Refuses models without such products.
-
-    Raises:
-        ConfigError: The model has experts, or its outermost layers are not defined.
-    """
-    if not config.enabled:
-        return
-    if any(spec.role and spec.sharding.experts for spec in model.parameters().values()):
-        raise ConfigError(
-            f"the grouped products of experts are not computed in {config.name}; use a model "
-            "without experts, or leave it out"
-        )
-    if not config.first_last_layers_bf16:
-        return
-    if len(model.trunks()) > 1:
-        raise ConfigError(
-            "{first_last_layers_bf16:name} is not defined for a model of several stacks of layers; "
-            "leave it out",
-            vars(config),
-        )
-    ends = config.num_layers_at_start_in_bf16 + config.num_layers_at_end_in_bf16
-    if ends >= model.depth:
-        raise ConfigError(
-            "{num_layers_at_start_in_bf16} and {num_layers_at_end_in_bf16} leave none of "
-            f"{model.depth} layers for {config.name}; lower them",
-            vars(config),
-        )
 
 
 def low_precision_placement(
@@ -85,8 +56,6 @@ def low_precision_placement(
     plain = frozenset[int]()
     if config.first_last_layers_bf16:
         last = model.depth - config.num_layers_at_end_in_bf16
-        plain = frozenset(
-            [*range(config.num_layers_at_start_in_bf16), *range(last, model.depth)]
-        )
+        plain = frozenset([*range(config.num_layers_at_start_in_bf16), *range(last, model.depth)])
     product = low_precision_product(config)
     return replace(placement, products=dict.fromkeys(roles, product), plain_layers=plain)

@@ -13,7 +13,7 @@ its own, a power of two.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -32,11 +32,9 @@ from megatron_parallel.tensor_parallel import (
 from megatron_parallel.tensor_parallel.product import as_matrix, as_rows
 from torch import Tensor, nn
 
+from megatron_models.low_precision.config import AMAX_HISTORY
 from megatron_models.low_precision.recipe import OPERANDS, Operand, ProductRecipe
 from megatron_models.low_precision.spreading import hadamard, hashed_noise
-
-HISTORY: Final = "amax_history"
-"""Name of the history of magnitudes, as state of the weight: `[3, steps]`, newest first."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +131,10 @@ class DelayedProduct(LowPrecisionProduct):
         """Returns the product of a layer, and adds the history to the layer."""
         table: dict[str, Sharding] = layer.sharding  # type: ignore[assignment]
         weight = table["weight"]
-        table[HISTORY] = history_sharding(weight, self.length)
+        table[AMAX_HISTORY] = history_sharding(weight, self.length)
         state = StepState(
             layer,
-            HISTORY,
+            AMAX_HISTORY,
             mesh,
             shifted_history,
             parameter="weight",
@@ -151,7 +149,8 @@ class LayerDelayedProduct(DelayedProduct):
     """The product of one layer, with its history.
 
     Attributes:
-        history: The layer's history. Magnitudes are observed in backward passes alone, so an
+        history: The layer's history `[3, steps]`, newest first, with rows of input, weight and
+            gradient. Magnitudes are observed in backward passes alone, so an
             evaluation changes nothing.
     """
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding and Hadamard transforms of the recipe for FP4 (NVIDIA 2025, arXiv 2509.25149).
+"""Stochastic rounding and Hadamard transforms of the recipe for FP4 (arXiv 2509.25149).
 
 Neither has a random state: rounding is a hash of the number and its index, and the signs of the
 transform are constants. A step that is computed again has the same gradients.

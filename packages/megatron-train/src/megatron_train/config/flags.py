@@ -134,6 +134,13 @@ ALIASES: Mapping[str, Alias] = {
         (("model.rope_scaling_type", "linear"), ("model.rope_scaling_factor", FLAG_VALUE)),
         "the same as --rope-scaling-type linear --rope-scaling-factor X",
     ),
+    "--fp8-e4m3": Alias((("low_precision.fp8_format", "e4m3"),), "the same as --fp8-format e4m3"),
+    "--fp8-hybrid": Alias(
+        (("low_precision.fp8_format", "hybrid"),), "the same as --fp8-format hybrid"
+    ),
+    "--disable-fp8-wgrad": Alias(
+        (("low_precision.fp8_wgrad", False),), "the same as --no-fp8-wgrad"
+    ),
     "--layernorm-epsilon": Alias(
         (("model.norm_epsilon", FLAG_VALUE),), "the same as --norm-epsilon"
     ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from megatron_models import check_low_precision
 from megatron_optim import LossScaleConfig, OptimError, find_rule
 from megatron_parallel import ParallelLayout, RecomputeConfig
 from megatron_parallel.errors import FieldError
@@ -64,6 +65,7 @@ class RunConfig(RunSections):
             lambda: check_kernel_backends(self),
             lambda: check_model_layout(self.model, self.layout, self.placement),
             lambda: check_features(self),
+            self._check_low_precision,
             lambda: check_initial_weights(self.model, self.checkpoint),
             lambda: check_per_layer_logging(self.model, self.logging),
             self._check_parameter_names,
@@ -163,6 +165,30 @@ class RunConfig(RunSections):
                 f"--cross-entropy-fusion-impl {fusion} does not work with --compile, which "
                 "computes the logits of all tokens; leave out one of them"
             )
+
+    def _check_low_precision(self) -> None:
+        """Refuses products in few bits where other products or compiled code are asked for."""
+        few = self.low_precision
+        if not few.enabled:
+            return
+        flag = "--fp8-format" if few.fp4_format is None else "--fp4-format"
+        if self.product != PLAIN:
+            raise TrainError(
+                f"{flag} and --linear-product {self.product} are both products of linear layers; "
+                "leave out one of them"
+            )
+        if self.placement.batch_invariant_mode:
+            raise TrainError(
+                f"{flag} does not work with --batch-invariant-mode, since scales depend on all "
+                "rows; leave out one of them"
+            )
+        if self.training.compile and few.fp8_format and few.fp8_recipe == "delayed":
+            raise TrainError(
+                "--fp8-recipe delayed does not work with --compile, whose backward passes cannot "
+                "observe magnitudes; choose another recipe or leave out --compile"
+            )
+        with named_by_flags("low_precision"):
+            check_low_precision(self.model, few)
 
     def _place_stages(self) -> None:
         """Completes the layout with the mapping of stages to ranks that the schedule needs."""

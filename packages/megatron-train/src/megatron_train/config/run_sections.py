@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from megatron_models import ModelConfig, find_kind
+from megatron_models import LowPrecisionConfig, ModelConfig, find_kind
 from megatron_optim import (
     AveragesConfig,
     LearningRateSchedule,
@@ -56,6 +56,7 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "schedule": ("learning-rate schedule", ScheduleConfig),
     "layout": ("parallel layout", ParallelLayout),
     "placement": ("placement on the ranks", PlacementConfig),
+    "low_precision": ("products in FP8 and FP4", LowPrecisionConfig),
     "pipeline": ("pipeline", PipelineConfig),
     "data_parallel": ("data parallelism", DataParallelConfig),
     "recompute": ("recomputation and offloading of activations", RecomputeConfig),
@@ -138,6 +139,7 @@ class RunSections:
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
     placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
+    low_precision: LowPrecisionConfig = dataclasses.field(default_factory=LowPrecisionConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
     recompute: RecomputeConfig = dataclasses.field(default_factory=RecomputeConfig)

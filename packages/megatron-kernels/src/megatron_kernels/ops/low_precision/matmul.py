@@ -28,21 +28,19 @@ def reference(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtyp
 def integers(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Multiplies integers exactly (`torch._int_mm`), then by the scales of rows."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    y = torch._int_mm(a.elements, b.elements.t()).to(exact)  # noqa: SLF001 (has no public name)
+    y = torch._int_mm(a.elements, b.elements.t()).to(exact)
     y.mul_(a.scales.to(exact)).mul_(b.scales.to(exact).t())
     return (y if bias is None else y.add_(bias.to(exact))).to(dtype)
 
 
 def scaled(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Calls `torch._scaled_mm`, with scales of tensors or of rows."""
+    """Calls `torch._scaled_mm` (`F.scaled_mm` does not run on CPUs), by tensors or by rows."""
     scale_a, scale_b = a.scales.float(), b.scales.float()
     if a.format.is_per_row:
         scale_b = scale_b.t()
     else:
         scale_a, scale_b = scale_a.view(()), scale_b.view(())
-    y: Tensor = torch._scaled_mm(  # noqa: SLF001 (F.scaled_mm does not run on CPUs)
-        a.elements, b.elements.t(), scale_a, scale_b, out_dtype=dtype
-    )
+    y: Tensor = torch._scaled_mm(a.elements, b.elements.t(), scale_a, scale_b, out_dtype=dtype)
     return y if bias is None else y + bias.to(dtype)
 
 
@@ -100,7 +98,7 @@ def _shapes_unsupported_reason(
         "scaled_mm",
         scaled,
         scaled_unsupported_reason,
-        "torch._scaled_mm: never run on a GPU; thousands of times slower than the reference on CPUs",
+        "torch._scaled_mm: not run on a GPU yet; on CPUs thousands of times slower",
         on_request=True,
     ),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
