@@ -13,10 +13,12 @@ def check_low_precision(model: ModelConfig, config: LowPrecisionConfig) -> None:
     """
     if not config.enabled:
         return
+    form = "fp8_format" if config.fp4_format is None else "fp4_format"
     if any(spec.role and spec.sharding.experts for spec in model.parameters().values()):
         raise ConfigError(
-            f"the grouped products of experts are not computed in {config.name}; use a model "
-            "without experts, or leave it out"
+            f"{{{form}}} does not cover the grouped products of experts; use a model without "
+            "experts, or leave it out",
+            vars(config),
         )
     if not config.first_last_layers_bf16:
         return

@@ -116,7 +116,7 @@ class LowPrecisionConfig:
         if self.fp8_format is None:
             self._refuse(("fp8_recipe", *_DELAYED, "fp8_wgrad"), "{fp8_format:name}")
         elif self.fp8_recipe != "delayed":
-            self._refuse(_DELAYED, "the recipe delayed; this run has {fp8_recipe}")
+            self._refuse(_DELAYED, "the recipe delayed, but {fp8_recipe} is given")
         if not self.first_last_layers_bf16:
             self._refuse(_ENDS, "{first_last_layers_bf16:name}")
         if not self.enabled:
@@ -126,8 +126,9 @@ class LowPrecisionConfig:
         """Refuses settings that have no effect without another one."""
         for name in names:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                given = f"{name}:name" if isinstance(getattr(self, name), bool) else name
                 raise ConfigError(
-                    f"{{{name}}} has no effect without {needed}; leave it out", vars(self)
+                    f"{{{given}}} has no effect without {needed}; leave it out", vars(self)
                 )
 
     @property

@@ -15,7 +15,7 @@ WIDTH: Final = 16
 """Tokens that a transform mixes."""
 
 _SIGNS: Final = 0b0110_1011_0001_1101  # any constant signs; equal for all layers and steps
-_MULTIPLIERS: Final = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
+_MULTIPLIERS: Final = (0x1E3779B1, 0x25EBCA6B, 0x32B2AE35)  # products with 32 bits fit in int64
 
 
 def hashed_noise(x: Float[Tensor, "m k"]) -> Float[Tensor, "m k"]:
@@ -23,7 +23,7 @@ def hashed_noise(x: Float[Tensor, "m k"]) -> Float[Tensor, "m k"]:
     first, second, third = _MULTIPLIERS
     index = torch.arange(x.numel(), device=x.device).view(x.shape)
     bits = x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    mixed = (bits * first + index * second) & 0xFFFFFFFF
+    mixed = (bits * first & 0xFFFFFFFF) ^ (index * second & 0xFFFFFFFF)
     mixed = ((mixed ^ mixed >> 15) * second) & 0xFFFFFFFF
     mixed = ((mixed ^ mixed >> 13) * third) & 0xFFFFFFFF
     return ((mixed ^ mixed >> 16) >> 8).to(x.dtype) / 2**24

@@ -15,6 +15,8 @@ def gradient_wanted(ctx: Any, index: int) -> bool:
     """
     if not ctx.needs_input_grad[index]:
         return False
+    if torch.compiler.is_compiling():  # compiled code computes all gradients in one pass
+        return True
     try:
         return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
     except RuntimeError:  # torch raises for a leaf among the inputs of autograd.grad
@@ -27,6 +29,8 @@ def gradient_returned(ctx: Any, index: int) -> bool:
     `torch.autograd.grad` does; `backward` adds it to `.grad` and calls hooks. `index` counts as in
     `gradient_wanted`.
     """
+    if torch.compiler.is_compiling():
+        return True
     try:
         torch._C._will_engine_execute_node(ctx.next_functions[index][0])
     except RuntimeError:  # torch raises for such a leaf, and for no other

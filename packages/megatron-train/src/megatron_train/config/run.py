@@ -182,10 +182,11 @@ class RunConfig(RunSections):
                 f"{flag} does not work with --batch-invariant-mode, since scales depend on all "
                 "rows; leave out one of them"
             )
-        if self.training.compile and few.fp8_format and few.fp8_recipe == "delayed":
+        if self.training.compile and (flag == "--fp4-format" or few.fp8_recipe != "tensorwise"):
+            recipe = few.fp4_recipe if flag == "--fp4-format" else few.fp8_recipe
             raise TrainError(
-                "--fp8-recipe delayed does not work with --compile, whose backward passes cannot "
-                "observe magnitudes; choose another recipe or leave out --compile"
+                f"--compile does not work with the recipe {recipe} of {flag}; use --fp8-recipe "
+                "tensorwise, or leave out --compile"
             )
         with named_by_flags("low_precision"):
             check_low_precision(self.model, few)

@@ -97,4 +97,4 @@ def _e2m1_codes(x: Tensor, noise: Tensor | None) -> Tensor:
         upper = (lower + 1).clamp(max=len(E2M1_VALUES) - 1)
         gap = (values[upper] - values[lower]).clamp(min=0.5)
         code = torch.where(noise < (magnitude - values[lower]) / gap, upper, lower)
-    return (code | torch.signbit(x) << 3).to(torch.uint8)
+    return (code + 8 * torch.signbit(x)).to(torch.uint8)
