@@ -73,6 +73,7 @@ class Case:
         slices: Whether activations are gathered and scattered in slices (`--tp-comm-overlap`).
         smooth: Whether labels are smoothed.
         lora: Whether only adapters of linear layers are trained.
+        fp8: Whether linear layers multiply in FP8, with delayed scaling.
         few_logits: Whether the loss is computed for a few tokens at a time.
         room: Tokens that a rank may hold at a time, if ranks are a pool that shards every document
             over as many of them as it needs.
@@ -95,6 +96,7 @@ class Case:
     slices: bool = False
     smooth: bool = False
     lora: bool = False
+    fp8: bool = False
     few_logits: bool = False
     room: int | None = None
     rule: str = "adam"
@@ -132,6 +134,7 @@ class Case:
         parts += [self.schedule] if self.schedule else []
         parts += ["smooth"] if self.smooth else []
         parts += ["lora"] if self.lora else []
+        parts += ["fp8"] if self.fp8 else []
         parts += ["few-logits"] if self.few_logits else []
         parts += [self.rule] if self.rule != "adam" else []
         parts += [] if self.per_token else ["means"]
@@ -158,6 +161,7 @@ class Case:
             per_token=self.per_token,
             smooth=self.smooth,
             lora=self.lora,
+            fp8=self.fp8,
             rule=self.rule,
             other=self.other,
         )
@@ -197,6 +201,7 @@ def _case(
         "slices" in options,
         "smooth" in options,
         "lora" in options,
+        "fp8" in options,
         "few-logits" in options,
         room,
         next((option for option in options if option in update_rules()), "adam"),
@@ -510,6 +515,13 @@ CASES = (
     _case("t5-learned", 1, "sp", "few-logits", "dropout", tp=2, pp=2),
     _case("t5-learned", 2, "zero-bubble", pp=2),
     _case("t5-learned", 1, "fsdp", pp=2, dp=2),
+    _case("untied", 2, "fp8", "sp", "dropout", tp=2),
+    _case("untied", 2, "fp8", "sp", "slices", tp=2),
+    _case("tied", 1, "fp8", "sharded", dp=2, tp=2),
+    _case("tied", 1, "fp8", "zero-bubble", "dropout", tp=2, pp=2),
+    _case("untied", 1, "fp8", "fsdp", "uniform", dp=2),
+    _case("untied", 2, "fp8", "dropout", cp=2),
+    _case("latent", 2, "fp8", "sp", tp=2),
 )
 """Layouts of 2, 4 and 8 ranks, and of 3 and 6, which do not divide the tokens of a micro-batch.
 

@@ -6,7 +6,12 @@ from functools import partial
 
 import torch
 from megatron_data import SequentialSampler
-from megatron_models import Placement, find_kind
+from megatron_models import (
+    LowPrecisionConfig,
+    Placement,
+    find_kind,
+    low_precision_placement,
+)
 from megatron_optim import (
     AdafactorSettings,
     LearningRateSchedule,
@@ -50,6 +55,9 @@ ADAPTERS = LoRAConfig(
     rank=3, alpha=6.0, target_modules=(*LoRAConfig().target_modules, *LATENT_ROLES, *MAMBA_ROLES)
 )
 
+FP8 = LowPrecisionConfig(fp8_format="hybrid", fp8_amax_history_len=2, fp8_amax_compute_algo="max")
+"""Delayed scaling, whose scales are equal in every layout."""
+
 
 def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate: float) -> Outcome:
     """Trains `case` on this rank for `steps` steps."""
@@ -62,19 +70,22 @@ def build_trainer(
 ) -> Trainer:
     """Returns the trainer of this rank for `case`."""
     products = lora_products(ADAPTERS) if case.lora else {}
+    placement = Placement(
+        mesh,
+        sequence_parallel=case.sequence_parallel,
+        tp_comm_overlap=case.slices,
+        recompute=RECOMPUTE[case.recompute],
+        dispatcher=case.dispatcher,
+        dtype=dtype,
+        cp_comm_type=case.comm,
+        products=products,
+        vocabulary_loss=loss_of(case),
+    )
+    if case.fp8:
+        placement = low_precision_placement(case.config, FP8, placement)
     stages = find_kind(case.config.kind).build(
         case.config,
-        Placement(
-            mesh,
-            sequence_parallel=case.sequence_parallel,
-            tp_comm_overlap=case.slices,
-            recompute=RECOMPUTE[case.recompute],
-            dispatcher=case.dispatcher,
-            dtype=dtype,
-            cp_comm_type=case.comm,
-            products=products,
-            vocabulary_loss=loss_of(case),
-        ),
+        placement,
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
     )
     freeze_all_but_adapters(stages, products.values())

@@ -22,6 +22,7 @@ from megatron_kernels import (
     dequantize,
     quantize,
     quantized_matmul,
+    tensor_scale,
 )
 from megatron_kernels.ops.low_precision.elements import from_elements, to_elements
 
@@ -79,7 +80,7 @@ def test_elements_are_those_of_the_published_tables(elements):
 
 
 @pytest.mark.parametrize(
-    ("elements", "dtype"), [("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")]
+    ("elements", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
 )
 def test_elements_in_fp8_are_those_of_torch(elements, dtype):
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) * 3
@@ -101,6 +102,9 @@ def test_one_scale_makes_the_largest_magnitude_the_largest_element():
     assert found.elements.float().tolist() == [[64, -448], [32, 224]]
     assert dequantize(found).tolist() == x.tolist()
     assert float(quantize(x, FP8_GRADIENT).scales) == pytest.approx(7 / 57344)
+    assert float(tensor_scale(x, FP8_TENSOR)) == 7 / 448
+    with pytest.raises(KernelError, match="several scales"):
+        tensor_scale(x, MXFP8)
 
 
 def test_a_given_scale_clips_and_makes_infinities_nan():

@@ -172,3 +172,65 @@ def test_invalid_states_are_refused():
         watched.states["total"].observe(watched.weight * 1, torch.ones(4))
     with pytest.raises(LayoutError, match="two stages of this rank have a state 'total' each"):
         collect_states([watched, Watched(mesh)])
+
+
+class WithHistory(nn.Module):
+    """A layer whose weight has state of its own."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.sharding = {
+            "weight": Sharding((3,), init=ONES),
+            "peak": Sharding((2,), init=ZEROS, reduce="max"),
+        }
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        StepState(
+            self,
+            "peak",
+            mesh,
+            lambda value, seen: torch.cat((seen, value[:-1])),
+            parameter="weight",
+            observation_shape=(1,),
+        )
+
+
+def test_state_of_a_parameter_has_a_name_that_extends_the_parameter_s():
+    model = nn.ModuleDict({"layer": WithHistory(Mesh.single())})
+    (name,) = collect_states([model])
+    assert name == "layer.weight.peak"
+    table = collect_shardings(model)
+    assert list(table) == ["layer.weight", "layer.weight.peak"]
+    assert table[name].reduce == "max"
+    views = parameter_views(model, table, Mesh.single())
+    assert views[name][0].tensor.data_ptr() == model["layer"].peak.data_ptr()
+    copied = copy.deepcopy(model)
+    assert collect_states([copied])[name].value is copied["layer"].peak
+
+
+def test_observations_of_a_backward_pass_are_added_at_once():
+    state = WithHistory(Mesh.single()).states["peak"]
+    for seen in (2.0, 5.0, 3.0):
+        state.add(torch.tensor([seen]))
+    assert state.observed().tolist() == [5]
+    state.step()
+    assert state.value.tolist() == [5, 0]
+    with pytest.raises(LayoutError, match="observes tensors of shape"):
+        state.add(torch.ones(2))
+
+
+def count_messages(mesh):
+    model = nn.ModuleList([Watched(mesh) for _ in range(5)])
+    stages = TrainableChunks([model], mesh)
+    for number, layer in enumerate(model):
+        layer.states["total"].add(torch.full((3,), float(mesh.rank + number)))
+        layer.states["largest"].add(torch.tensor([float(mesh.rank * number)]))
+    with mesh.counting() as traffic:
+        stages.update_states()
+    found = [(layer.total.tolist(), layer.largest.tolist()) for layer in model]
+    return sum(record.calls for record in traffic.records), found
+
+
+def test_states_that_are_combined_alike_share_a_message(worker_pool):
+    for messages, found in worker_pool.run_mesh(ParallelLayout(dp=2), count_messages):
+        assert messages == 2  # one for sums, one for maxima
+        assert found == [([2.0 * n + 1] * 3, [0.0, float(n)]) for n in range(5)]

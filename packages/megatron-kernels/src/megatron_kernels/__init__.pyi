@@ -41,6 +41,7 @@ from .ops.low_precision.matmul import quantized_matmul as quantized_matmul
 from .ops.low_precision.quantize import Quantized as Quantized
 from .ops.low_precision.quantize import dequantize as dequantize
 from .ops.low_precision.quantize import quantize as quantize
+from .ops.low_precision.quantize import tensor_scale as tensor_scale
 from .ops.moe.grouped_matmul import grouped_matmul as grouped_matmul
 from .ops.moe.grouped_matmul import groups_of_rows as groups_of_rows
 from .ops.moe.permute import Permutation as Permutation

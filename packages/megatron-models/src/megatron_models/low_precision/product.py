@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
-from megatron_kernels import Quantized, quantize, quantized_matmul
+from megatron_kernels import Quantized, quantize, quantized_matmul, tensor_scale
 from megatron_parallel import Mesh, Sharding, StepState
 from megatron_parallel.sharding import ZEROS
 from megatron_parallel.tensor_parallel import (
@@ -150,16 +150,11 @@ class LayerDelayedProduct(DelayedProduct):
 
     Attributes:
         history: The layer's history `[3, steps]`, newest first, with rows of input, weight and
-            gradient. Magnitudes are observed in backward passes alone, so an
-            evaluation changes nothing.
+            gradient. Magnitudes are observed where the gradient of the weight is computed, so
+            evaluations and frozen layers observe nothing.
     """
 
     history: StepState = None  # type: ignore[assignment]
-
-    def dgrad(self, dy: Float[Tensor, "rows out"], weights: Weights) -> Float[Tensor, "rows in"]:
-        """Returns `dy W`."""
-        self._observe(gradient=dy, weight=weights[0])
-        return super().dgrad(dy, weights)
 
     def wgrad(
         self,
@@ -169,7 +164,7 @@ class LayerDelayedProduct(DelayedProduct):
         requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
         """Returns `dy^T x`."""
-        self._observe(gradient=dy, input=x)
+        self._observe((x, weights[0], dy))
         return super().wgrad(dy, x, weights, requests)
 
     def quantized(self, matrix: Float[Tensor, "m k"], operand: Operand) -> Quantized:
@@ -177,23 +172,17 @@ class LayerDelayedProduct(DelayedProduct):
         form = self.recipe.of(operand)
         row = self.history.value[OPERANDS.index(operand)]
         amax = row.amax() if self.algorithm == "max" else row[0]
-        own = quantize(matrix, replace(form, scale="power_of_two")).scales.view(())
+        own = tensor_scale(matrix, replace(form, scale="power_of_two"))
         delayed = amax * 2.0**self.margin / form.largest
         return quantize(matrix, form, scale=torch.where(amax > 0, delayed, own))
 
-    def _observe(self, **tensors: Tensor) -> None:
-        """Adds the largest magnitudes of tensors to the observations of this step."""
-        nothing = torch.tensor(-torch.inf, device=self.history.value.device)
-        self.history.add(
-            torch.stack(
-                [
-                    tensors[name].detach().abs().amax().to(nothing.dtype)
-                    if name in tensors and tensors[name].numel()
-                    else nothing
-                    for name in OPERANDS
-                ]
-            )
-        )
+    def _observe(self, operands: tuple[Tensor, ...]) -> None:
+        """Adds the largest magnitudes of the operands to the observations of this step."""
+        seen = [
+            each.detach().abs().amax() if each.numel() else each.new_tensor(-torch.inf)
+            for each in operands
+        ]
+        self.history.add(torch.stack([each.to(self.history.value.dtype) for each in seen]))
 
 
 def history_sharding(weight: Sharding, length: int) -> Sharding:

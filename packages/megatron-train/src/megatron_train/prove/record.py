@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron_models.components.moe.module import MoE
@@ -27,6 +27,9 @@ Routes = dict[tuple[int, int, int], Tensor]
 Micro-batches are counted over all ranks and steps. A slice is a range of the sequence on one rank,
 by its first index.
 """
+
+HISTORY: Final = 8.0
+"""A magnitude above those of activations, weights and gradients of a small model."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,12 @@ def pieces(views: dict[str, list[View]]) -> list[Piece]:
 def make_asymmetric(engine: StepEngine) -> None:
     """Moves gains off 1, and biases and adapters' B off 0, by values keyed by global name.
 
-    Biases of experts stay 0: uneven biases would hide differences of loads.
+    Biases of experts stay 0: uneven biases would hide differences of loads. Histories of magnitudes
+    begin filled: scales of the first step otherwise depend on the parts of tensors.
     """
+    for state in engine.stages.states.values():
+        if state.of_parameter:
+            state.value.fill_(HISTORY)
     for view_name, views in engine.stages.views().items():
         if view_name in engine.stages.states:
             continue

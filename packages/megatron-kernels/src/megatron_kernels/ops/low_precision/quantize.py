@@ -112,6 +112,17 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Floa
     return (numbers * _per_element(factors, form, m, k)).to(dtype)
 
 
+def tensor_scale(x: Float[Tensor, "m k"], format: QuantFormat) -> Float[Tensor, ""]:  # noqa: A002
+    """Returns the scale of all elements that `quantize` chooses.
+
+    Raises:
+        KernelError: The format has several scales.
+    """
+    if not format.is_per_tensor or format.scale == "e4m3":
+        raise KernelError(f"{format} has several scales; quantize the matrix instead")
+    return _scales(block_amax(upcast(x), format), format)[0].view(())
+
+
 def block_amax(x: Float[Tensor, "m k"], format: QuantFormat) -> Float[Tensor, "down across"]:  # noqa: A002
     """Returns the largest magnitude of each block; NaN if the block has one."""
     m, k = x.shape
