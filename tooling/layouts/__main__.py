@@ -105,12 +105,15 @@ def layout_rows(table: Table) -> list[Row]:
     """Returns a row for every layout, which proves it."""
 
     def measure(case: Case, pool: WorkerPool) -> list[str]:
-        found, rough = prove(pool, case), prove_fp32(pool, case)
-        if not (found.equal and rough.equal):
+        # In fp32 the order of a sum changes which of two numbers in few bits is the nearest.
+        found, rough = prove(pool, case), None if case.fp8 else prove_fp32(pool, case)
+        if not (found.equal and (rough is None or rough.equal)):
             raise NotProvenError(f"not equal to one rank: {found}, {rough}")
         numbers = [found.loss, found.norm, found.gradient, found.parameter]
         words = [f"{number:.0e}" for number in numbers]
         words.append("" if found.rerouted is None else str(found.rerouted))
+        if rough is None:
+            return [*words, "", ""]
         return [*words, *(f"{number:.0e}" for number in (rough.loss, rough.norm))]
 
     return [Row(table, facts(case), case.title, partial(measure, case)) for case in CASES]

@@ -1,4 +1,8 @@
-"""Elements of few bits from real numbers, and back."""
+"""Elements of few bits from real numbers, and back.
+
+The code of an element in E2M1 has the sign in its fourth bit. The lower three bits stand for the
+magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+"""
 
 from typing import Final
 
@@ -15,13 +19,6 @@ DTYPES: Final[dict[ElementType, torch.dtype]] = {
     "int8": torch.int8,
 }
 """Dtype in which elements are stored. Two elements in E2M1 share a byte."""
-
-E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of E2M1, by the lower three bits of their code. The fourth bit is the sign."""
-
-# Midpoints of neighbours. A number on a midpoint becomes the neighbour with the even code, so every
-# second limit lies just below its midpoint.
-_MIDPOINTS: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def to_elements(
@@ -63,9 +60,10 @@ def from_elements(
     """
     if elements != "e2m1":
         return stored.to(dtype)
-    codes = unpack_e2m1(stored)[:, :columns].long()
-    values = torch.tensor(E2M1_VALUES, dtype=dtype, device=stored.device)
-    return torch.cat((values, -values))[codes]
+    codes = unpack_e2m1(stored)[:, :columns]
+    code = (codes & 7).to(dtype)
+    magnitude = torch.where(code < 4, code / 2, torch.where(code < 6, code - 2, 2 * code - 8))
+    return torch.where(codes > 7, -magnitude, magnitude)
 
 
 def pack_e2m1(codes: UInt8[Tensor, "m k"]) -> UInt8[Tensor, "m bytes"]:
@@ -86,15 +84,17 @@ def unpack_e2m1(packed: UInt8[Tensor, "m bytes"]) -> UInt8[Tensor, "m k"]:
 def _e2m1_codes(x: Tensor, noise: Tensor | None) -> Tensor:
     """Returns the codes of numbers of magnitudes up to 6."""
     magnitude = x.abs()
-    if noise is None:
-        limits = torch.tensor(_MIDPOINTS, dtype=x.dtype, device=x.device)
-        below = torch.nextafter(limits[1::2], limits.new_zeros(()))
-        limits[1::2] = below
-        code = torch.bucketize(magnitude, limits)
-    else:
-        values = torch.tensor(E2M1_VALUES, dtype=x.dtype, device=x.device)
-        lower = torch.bucketize(magnitude, values[1:], right=True)
-        upper = (lower + 1).clamp(max=len(E2M1_VALUES) - 1)
-        gap = (values[upper] - values[lower]).clamp(min=0.5)
-        code = torch.where(noise < (magnitude - values[lower]) / gap, upper, lower)
+    gap = _by_size(magnitude, 0.5, 1.0, 2.0)
+    steps = magnitude / gap
+    whole = steps.round() if noise is None else (steps + (1 - noise)).ceil() - 1
+    value = whole * gap
+    code = _by_size(value, value * 2, value + 2, value / 2 + 4)
     return (code + 8 * torch.signbit(x)).to(torch.uint8)
+
+
+def _by_size(
+    magnitude: Tensor, below_2: Tensor | float, below_4: Tensor | float, other: Tensor | float
+) -> Tensor:
+    """Returns one of three values: neighbours in E2M1 are 0.5, 1 or 2 apart."""
+    larger = torch.where(magnitude < 4, below_4, other)
+    return torch.where(magnitude < 2, below_2, larger).to(magnitude.dtype)
