@@ -148,6 +148,8 @@ POOL: Words = {
 LOAD: Words = {"--load": "trained", "--train-iters": "6"}
 
 # Option: the context that it needs in addition to the base, and the flags that are then added.
+FP8 = {"--fp8-format": "hybrid"}
+ENDS = {**FP8, "--num-layers": "3", "--first-last-layers-bf16": ""}
 EFFECTS: dict[str, tuple[Words, Words]] = {
     "model.num_layers": ({}, {"--num-layers": "1"}),
     "model.hidden_size": ({}, {"--hidden-size": "32"}),
@@ -418,6 +420,26 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     ),
     "placement.kernel_backends": ({}, {"--kernel-backends": "layer_norm=reference gelu=reference"}),
     "placement.batch_invariant_mode": ({}, {"--batch-invariant-mode": ""}),
+    "low_precision.fp8_format": ({}, {"--fp8-format": "hybrid"}),
+    "low_precision.fp8_recipe": (FP8, {"--fp8-recipe": "mxfp8"}),
+    "low_precision.fp8_margin": (FP8, {"--fp8-margin": "3"}),
+    "low_precision.fp8_amax_history_len": (
+        {**FP8, "--fp8-amax-compute-algo": "max"},
+        {"--fp8-amax-history-len": "2"},
+    ),
+    "low_precision.fp8_amax_compute_algo": (
+        {**FP8, "--fp8-amax-history-len": "3"},
+        {"--fp8-amax-compute-algo": "max"},
+    ),
+    "low_precision.fp8_wgrad": (FP8, {"--no-fp8-wgrad": ""}),
+    "low_precision.first_last_layers_bf16": (
+        {**FP8, "--num-layers": "3"},
+        {"--first-last-layers-bf16": ""},
+    ),
+    "low_precision.num_layers_at_start_in_bf16": (ENDS, {"--num-layers-at-start-in-bf16": "0"}),
+    "low_precision.num_layers_at_end_in_bf16": (ENDS, {"--num-layers-at-end-in-bf16": "0"}),
+    "low_precision.fp4_format": ({}, {"--fp4-format": "e2m1"}),
+    "low_precision.fp4_recipe": ({"--fp4-format": "e2m1"}, {"--fp4-recipe": "nvfp4-nearest"}),
     "placement.linear_product": ({}, {"--linear-product": "lora"}),
     "lora.rank": (LORA, {"--lora-rank": "3"}),
     "lora.alpha": (LORA, {"--lora-alpha": "40"}),
@@ -901,6 +923,7 @@ def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
 
 FP32 = "--accumulate-allreduce-grads-in-fp32"
 ALIAS_CONTEXTS: dict[str, Words] = {
+    "--disable-fp8-wgrad": FP8,
     "--grad-reduce-in-bf16": {"--bf16": ""},
     "--main-grads-dtype": {"--bf16": ""},
     "--grad-reduce-in-fp32": {"--bf16": "", f"--no-{FP32[2:]}": ""},

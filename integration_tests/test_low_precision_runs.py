@@ -71,7 +71,7 @@ def test_two_ranks_have_the_losses_of_one(train):
     train(f"{FP8} --train-iters 3 --save one")
     ranks = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
     train(f"{FP8} --train-iters 3 --save two {ranks}")
-    # Scales of the first step are those of a rank's parts, which rounds subnormal numbers otherwise.
+    # In the first step, a rank's own scales round subnormal numbers otherwise.
     assert losses("two") == pytest.approx(losses("one"), abs=1e-6)
     for name, history in histories("two").items():
         torch.testing.assert_close(history, histories("one")[name], rtol=1e-4, atol=1e-9)

@@ -8,7 +8,7 @@ from megatron_models.errors import ConfigError
 FP8Format = Literal["e4m3", "hybrid"]
 FP8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 FP4Format = Literal["e2m1"]
-FP4Recipe = Literal["nvfp4"]
+FP4Recipe = Literal["nvfp4", "nvfp4-nearest"]
 
 AMAX_HISTORY: Final = "amax_history"
 """Suffix of the history of magnitudes of a layer, as state of its weight: `[3, steps]`."""
@@ -98,7 +98,10 @@ class LowPrecisionConfig:
     fp4_recipe: FP4Recipe = field(
         default="nvfp4",
         metadata=_flag(
-            "--fp4-recipe", "scales of FP4: one for 16 elements of activations, 16 x 16 of weights"
+            "--fp4-recipe",
+            "scales of FP4: one for 16 elements of activations and 16 x 16 of weights, gradients "
+            "rounded stochastically and transformed (nvfp4) or to the nearest (nvfp4-nearest, our "
+            "name)",
         ),
     )
 
@@ -117,6 +120,8 @@ class LowPrecisionConfig:
             self._refuse(("fp8_recipe", *_DELAYED, "fp8_wgrad"), "{fp8_format:name}")
         elif self.fp8_recipe != "delayed":
             self._refuse(_DELAYED, "the recipe delayed, but {fp8_recipe} is given")
+        if self.fp4_format is None:
+            self._refuse(("fp4_recipe",), "{fp4_format:name}")
         if not self.first_last_layers_bf16:
             self._refuse(_ENDS, "{first_last_layers_bf16:name}")
         if not self.enabled:

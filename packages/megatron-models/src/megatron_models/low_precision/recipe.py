@@ -65,6 +65,7 @@ _RECIPES: Final = {
     "blockwise": ProductRecipe(FP8_BLOCK, FP8_BLOCK_2D, FP8_BLOCK),
     "mxfp8": ProductRecipe(MXFP8, MXFP8, MXFP8),
     "nvfp4": ProductRecipe(NVFP4, NVFP4_2D, NVFP4, stochastic=True, hadamard=True),
+    "nvfp4-nearest": ProductRecipe(NVFP4, NVFP4_2D, NVFP4),
 }
 
 INT8: Final = ProductRecipe(INT8_ROW, INT8_ROW, INT8_ROW, wgrad=False)
