@@ -92,9 +92,7 @@ PRODUCTS = (
     Kind("mxfp8 e4m3", "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "8.25"),
     Kind("nvfp4", "--bf16 --fp4-format e2m1", "4.5"),
     Kind(
-        "... outermost layers in bf16",
-        "--bf16 --fp4-format e2m1 --first-last-layers-bf16",
-        "4.5",
+        "... rounded to the nearest", "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4-nearest", "4.5"
     ),
 )
 """Products of linear layers; bytes are bits of an element of an operand, with its scales."""
