@@ -38,7 +38,8 @@ def histories(folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_continues_with_its_histories(train, tmp_path):
-    train(f"{FP8} --train-iters 6 --save whole")
+    output = train(f"{FP8} --train-iters 6 --save whole")
+    assert "linear layers multiply in fp8 delayed (hybrid), with the backend reference" in output
     kept = histories("whole")
     assert len(kept) == 8
     assert all(history.shape == (3, 3) and (history > 0).all() for history in kept.values())

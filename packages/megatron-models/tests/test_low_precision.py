@@ -12,6 +12,7 @@ from megatron_models import (
     LowPrecisionConfig,
     Placement,
     check_low_precision,
+    describe_low_precision,
     low_precision_placement,
 )
 from megatron_models.low_precision.placement import low_precision_product
@@ -246,6 +247,12 @@ def test_gradients_in_fp4_are_rounded_without_bias():
 def test_contradicting_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         LowPrecisionConfig(**settings)
+
+
+def test_the_backend_of_products_is_described():
+    line = describe_low_precision(RECIPES["mxfp8"], "cpu", torch.bfloat16)
+    assert "fp8 mxfp8 (e4m3), with the backend reference (plain torch" in line
+    assert describe_low_precision(LowPrecisionConfig(), "cpu", torch.bfloat16) == ""
 
 
 def test_models_and_placements_without_such_products_are_refused():

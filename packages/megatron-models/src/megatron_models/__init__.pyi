@@ -42,6 +42,7 @@ from .kinds import model_kinds as model_kinds
 from .low_precision.checks import check_low_precision as check_low_precision
 from .low_precision.config import AMAX_HISTORY as AMAX_HISTORY
 from .low_precision.config import LowPrecisionConfig as LowPrecisionConfig
+from .low_precision.placement import describe_low_precision as describe_low_precision
 from .low_precision.placement import low_precision_placement as low_precision_placement
 from .memory import TrainingMemory as TrainingMemory
 from .memory import training_memory as training_memory

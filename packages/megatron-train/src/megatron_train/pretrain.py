@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from megatron_ckpt import CheckpointStore, map_reduce
 from megatron_data import Tokenizer
+from megatron_models import describe_low_precision
 from megatron_parallel import Mesh
 
 from megatron_train.assembly import (
@@ -126,6 +127,8 @@ def train(
         for line in group_table(trainer.optimizer, trainer.engine.stages.table, coordinator):
             console.print_line(line)
         console.print_line(str(trainer.engine.fusion))
+        if config.low_precision.enabled:
+            console.print_line(describe_low_precision(config.low_precision, mesh.device, dtype))
         if batches.no_test_reason:
             console.print_line(f"no test after the last step: {batches.no_test_reason}")
         if config.checkpoint.save is not None:

@@ -8,6 +8,9 @@ layer do not.
 
 from dataclasses import replace
 
+import torch
+from megatron_kernels import quantize, quantized_matmul
+
 from megatron_models.errors import ConfigError
 from megatron_models.low_precision.checks import check_low_precision
 from megatron_models.low_precision.config import LowPrecisionConfig
@@ -59,3 +62,25 @@ def low_precision_placement(
         plain = frozenset([*range(config.num_layers_at_start_in_bf16), *range(last, model.depth)])
     product = low_precision_product(config)
     return replace(placement, products=dict.fromkeys(roles, product), plain_layers=plain)
+
+
+def describe_low_precision(
+    config: LowPrecisionConfig, device: torch.device | str, dtype: torch.dtype
+) -> str:
+    """Returns in one line how the layers multiply on a device; empty without a recipe.
+
+    Args:
+        config: Formats and recipe.
+        device: Device of the model.
+        dtype: Dtype of the model.
+    """
+    if not config.enabled:
+        return ""
+    recipe, sample = recipe_of(config), torch.ones(16, 16, device=device)
+    x, weight = quantize(sample, recipe.input), quantize(sample, recipe.weight)
+    choice = quantized_matmul.explain(x, weight, None, dtype)
+    descriptions = {status.backend: status.description for status in choice.statuses}
+    return (
+        f"linear layers multiply in {config.name}, with the backend {choice.backend} "
+        f"({descriptions[choice.backend or '']})"
+    )
