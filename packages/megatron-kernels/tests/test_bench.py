@@ -23,6 +23,7 @@ NOT_MEASURED = {
     "glu",
     "pointwise",
     "add_vocab_gradient",
+    "quantized_matmul",
 }
 calls: list[str] = []
 

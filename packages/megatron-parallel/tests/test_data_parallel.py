@@ -196,9 +196,9 @@ def averaged(stack: ExitStack) -> None:
 def bucket_skipped(stack: ExitStack) -> None:
     launch = Bucket.launch
 
-    def skip(bucket: Bucket) -> None:
+    def skip(bucket: Bucket, own_largest: torch.Tensor | None) -> None:
         if not bucket.label.startswith("2 "):
-            launch(bucket)
+            launch(bucket, own_largest)
 
     stack.enter_context(patch.object(Bucket, "launch", skip))
 

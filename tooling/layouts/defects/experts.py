@@ -42,11 +42,11 @@ def _summed_over_dp(mesh: Mesh, replace: Replace) -> None:
 def _copies_apart(mesh: Mesh, replace: Replace) -> None:
     true = Bucket.launch
 
-    def wrong(self: Bucket) -> None:
+    def wrong(self: Bucket, own_largest: Tensor | None) -> None:
         if self.plan.axis == "expert_dp":
             self.launched = True
         else:
-            true(self)
+            true(self, own_largest)
 
     replace(Bucket, "launch", wrong)
 

@@ -305,7 +305,7 @@ def _linear(draw: InputGenerator, rows: tuple[int, ...], *, bias: bool) -> tuple
 
 
 def _quantized(draw: InputGenerator, a: QuantFormat, b: QuantFormat) -> tuple[Any, ...]:
-    x, weight = draw.normal(21, 43).detach(), draw.normal(29, 43).detach()
+    x, weight = draw.normal(draw.rows(21), 43).detach(), draw.normal(29, 43).detach()
     return (quantize(x, a), quantize(weight, b), draw.normal(29), draw.dtype)
 
 

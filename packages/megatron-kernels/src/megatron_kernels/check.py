@@ -116,10 +116,11 @@ def check(
             continue
         checked = case.op.backends[:-1] if dtype is torch.float64 else case.op.backends
         for kind in inputs:
-            arguments = make_arguments(case, InputGenerator(dtype, device), kind)
+            generator = InputGenerator(dtype, device)
+            arguments = make_arguments(case, generator, kind)
             expected = run_exactly(case, arguments)
             for backend in checked:
-                yield _compare(case, backend, kind, arguments, expected)
+                yield _compare(case, backend, generator, kind, arguments, expected)
 
 
 def count_checks(dtype: torch.dtype, inputs: Sequence[Inputs], ops: Sequence[str] = ()) -> int:
@@ -132,23 +133,25 @@ def check_backend(
     case: Case, backend: Backend, dtype: torch.dtype, device: torch.device, inputs: Inputs = "small"
 ) -> Result:
     """Runs one case with a backend in `dtype`, and with the reference in float64."""
-    arguments = make_arguments(case, InputGenerator(dtype, device), inputs)
-    return _compare(case, backend, inputs, arguments, run_exactly(case, arguments))
+    generator = InputGenerator(dtype, device)
+    arguments = make_arguments(case, generator, inputs)
+    return _compare(case, backend, generator, inputs, arguments, run_exactly(case, arguments))
 
 
 def _compare(
     case: Case,
     backend: Backend,
+    generator: InputGenerator,
     inputs: Inputs,
     arguments: tuple[Any, ...],
     expected: Outcome,
 ) -> Result:
-    first: Tensor = arguments[0]
-    result = Result(case.op.name, case.label, backend.name, first.dtype, None, 0.0, 0.0, inputs)
+    names = case.op.name, case.label, backend.name
+    result = Result(*names, generator.dtype, None, 0.0, 0.0, inputs)
     unsupported_reason = backend.unsupported_reason(*arguments)
     if unsupported_reason is not None:
         return replace(result, unsupported_reason=unsupported_reason)
-    known = KNOWN.get((case.op.name, backend.name, first.device.type, inputs))
+    known = KNOWN.get((case.op.name, backend.name, generator.device.type, inputs))
     try:
         actual = _run(backend, _own(case, arguments))
     except Exception as error:  # noqa: BLE001 - of a kernel or its compiler; it is the result
@@ -181,10 +184,11 @@ def make_arguments(case: Case, generator: InputGenerator, inputs: Inputs) -> tup
     arguments = case.arguments(generator)
     if inputs == "strided":
         return tuple(_strided(value) if _is_float(value) else value for value in arguments)
-    first, *others = arguments
+    at = next(number for number, value in enumerate(arguments) if _is_float(value))
+    first = arguments[at]
     spoilt = first.detach().clone()
     spoilt[len(spoilt) // 2].view(-1)[-1] = _VALUES[inputs]
-    return (spoilt.requires_grad_(first.requires_grad), *others)
+    return (*arguments[:at], spoilt.requires_grad_(first.requires_grad), *arguments[at + 1 :])
 
 
 def _is_float(value: Any) -> bool:
@@ -219,7 +223,7 @@ def _weights(out: Tensor) -> Tensor:
 def _in_float64(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().double().requires_grad_(value.requires_grad)
-    return value
+    return torch.float64 if isinstance(value, torch.dtype) else value
 
 
 def _largest(

@@ -90,11 +90,11 @@ def bucket_left_out(mesh: Mesh, replace: Replace) -> None:
     """Leaves out the sum of a bucket of gradients over data-parallel ranks."""
     true = Bucket.launch
 
-    def wrong(self: Bucket) -> None:
+    def wrong(self: Bucket, own_largest: Tensor | None) -> None:
         if self.label.startswith("1 of"):
             self.launched = True
         else:
-            true(self)
+            true(self, own_largest)
 
     replace(Bucket, "launch", wrong)
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.ops.low_precision.quantize import Quantized, dequantize
-from megatron_kernels.registry import AUTO, Backend, accept_all, op
+from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 _FP8: Final = ("e4m3", "e5m2")
 _ADA: Final = (8, 9)
@@ -61,6 +61,8 @@ def scaled_unsupported_reason(
     a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype
 ) -> str | None:
     """Returns that `torch._scaled_mm` does not multiply these formats or dtypes, or not here."""
+    if 0 in (*a.shape, *b.shape):
+        return "a matrix is empty"
     for each in (a, b):
         form = each.format
         if form.elements not in _FP8 or not (form.is_per_row or form.is_per_tensor):
@@ -98,8 +100,8 @@ def _shapes_unsupported_reason(
         "scaled_mm",
         scaled,
         scaled_unsupported_reason,
-        "torch._scaled_mm: not run on a GPU yet; on CPUs thousands of times slower",
-        on_request=True,
+        "torch._scaled_mm; on CPUs thousands of times slower",
+        on_request=NEVER_RUN,
     ),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

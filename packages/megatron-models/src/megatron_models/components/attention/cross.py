@@ -7,7 +7,7 @@ from megatron_kernels import Mask, Scores, attention
 from torch import Tensor, nn
 
 from megatron_models.cache import CrossKVCache, KeysValues
-from megatron_models.components.attention.module import gather_query_group
+from megatron_models.components.attention.heads import gather_query_group
 from megatron_models.components.attention.spec import CrossAttentionSpec, query_group_ranks
 from megatron_models.components.context import Context
 from megatron_models.components.dropout_sites import CROSS_ATTENTION_PROBABILITIES
