@@ -81,8 +81,8 @@ def test_config_find_shows_settings_that_contain_a_word(capsys):
         "--lr-warmup-fraction  (schedule.lr_warmup_fraction)\n    warm-up as a"
     )
     assert printed.count("\n") == 2
-    assert main(["config", "find", "fp8", "recipe"]) == 0
-    assert capsys.readouterr().out.startswith("--fp8-recipe is not supported yet; planned: ")
+    assert main(["config", "find", "fp8", "factory"]) == 0
+    assert capsys.readouterr().out.startswith("--fp8-quantizer-factory is not supported yet; planned: ")
     assert main(["config", "find", "decay-style"]) == 0
     assert "{constant,linear,cosine,inverse-square-root,polynomial,WSD}" in capsys.readouterr().out
 

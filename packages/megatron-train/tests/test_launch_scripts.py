@@ -39,7 +39,7 @@ MORE="
 "
 TYPE=()
 if [[ "$NAME" == "llama" && -n $TOKENIZER ]]; then
-    TYPE+=("--fp8-format hybrid" "--fp8-param-gather")
+    TYPE+=("--fp8-quantizer-factory a.b" "--fp8-param-gather")
 elif [ $GPUS -gt 8 ]; then
     TYPE+=(--bf16)
 fi
@@ -128,7 +128,7 @@ def test_fuzzed_scripts_are_read_or_refused(tmp_path, fuzz_count):
 
 
 def test_flags_are_sorted_by_outcome():
-    words = "--num-layers 2 --manual-gc --fp8-wgrad --padded-vocab-size 7 --lr=1e-3 --new-thing 1 2"
+    words = "--num-layers 2 --manual-gc --fp8-param-gather --padded-vocab-size 7 --lr=1e-3 --new-thing 1 2"
     result = translate(words.split(), TABLE)
     assert result.counts() == {
         "accepted": 2,
@@ -139,8 +139,8 @@ def test_flags_are_sorted_by_outcome():
         "unknown": 1,
     }
     assert result.arguments == ["--num-layers", "2", "--lr", "1e-3"]
-    assert result.errors[0] == TABLE["--fp8-wgrad"].message() and len(result.errors) == 3
-    dropped = translate(words.split(), TABLE, ["--fp8-wgrad", "--new-thing", "--padded-vocab-size"])
+    assert result.errors[0] == TABLE["--fp8-param-gather"].message() and len(result.errors) == 3
+    dropped = translate(words.split(), TABLE, ["--fp8-param-gather", "--new-thing", "--padded-vocab-size"])
     assert not dropped.errors and dropped.counts()["dropped"] == 3
 
 
@@ -170,10 +170,10 @@ def test_the_command_writes_settings_and_reports_outcomes(tmp_path, capsys):
     assert main(words) == 1
     shown = capsys.readouterr()
     errors = shown.err.splitlines()
-    assert len(errors) == 3 and "--fp8-format is not supported yet" in errors[0]
-    assert "planned       2  --fp8-format --fp8-param-gather" in shown.out
+    assert len(errors) == 3 and "--fp8-quantizer-factory is not supported yet" in errors[0]
+    assert "planned       2  --fp8-quantizer-factory --fp8-param-gather" in shown.out
     assert "unknown       0" in shown.out and not output.exists()
-    assert main([*words, "--drop", "--fp8-format", "--drop", "--fp8-param-gather"]) == 0
+    assert main([*words, "--drop", "--fp8-quantizer-factory", "--drop", "--fp8-param-gather"]) == 0
     shown = capsys.readouterr()
     assert f"pretrain gpt --config {output} --nproc-per-node 2" in shown.out and not shown.err
     assert "--manual-gc: no effect here: Python manages garbage collection" in shown.out

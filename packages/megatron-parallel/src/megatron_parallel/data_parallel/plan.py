@@ -265,7 +265,12 @@ class _Filling:
 
 
 def _assign_to_shards(slots: tuple[Slot, ...], num_shards: int) -> tuple[tuple[Slot, ...], int]:
-    """Returns slots that each lie in one of `num_shards` equal shards, and the total elements."""
+    """Returns slots that each lie in one of `num_shards` equal shards, and the total elements.
+
+    The largest slots are assigned first, each to the shortest shard. Elements measure the work as
+    well as the memory: Newton-Schulz iterations take operations in proportion to elements times the
+    smaller dim, which is the hidden size for almost all matrices of a model.
+    """
     ends = [0] * num_shards
     shard_starts: dict[str, tuple[int, int]] = {}  # shard, and start in it
     for slot in sorted(slots, key=lambda slot: -slot.numel):
