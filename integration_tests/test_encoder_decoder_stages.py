@@ -18,7 +18,7 @@ from megatron_models import (
     EncoderDecoderConfig,
     Placement,
 )
-from megatron_models.components.dropout import StageDropout
+from megatron_models.components.context import Context
 from megatron_models.models.encoder_decoder.model import encoder_decoder_chunks
 from megatron_parallel import (
     DropoutKey,
@@ -282,12 +282,12 @@ def gradient_of_later_decoder_stages_lost():
 
 def cross_attention_drops_like_self_attention():
     """Uses the dropout site of self-attention for cross-attention, unlike the single rank."""
-    drop = StageDropout.probabilities
+    true = Context.attention_dropout
 
-    def wrong(self, p, layer, first_head, site):
-        return drop(self, p, layer, first_head, site=1)
+    def wrong(self, layer, first_head, site):
+        return true(self, layer, first_head, 1)
 
-    return StageDropout, "probabilities", wrong
+    return Context, "attention_dropout", wrong
 
 
 DEFECTS = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron_ckpt import CheckpointError
 from megatron_ckpt.families import Family, detect_family, find_family
 from megatron_models import ConfigError
@@ -162,8 +163,12 @@ class _Comparison:
             found = kind.ours(our_model(folder), limited)
         expected = kind.theirs(theirs, limited)
         small = max(float(each.abs().max()) for each in expected) < 1
-        if small or not largest_error(found, expected) <= LIMIT:
-            wrong = largest_error(found, expected)
+        wrong = largest_error(found, expected)
+        if not wrong <= LIMIT and ours != self._base.config:
+            # Rounding of float32 adds up over more layers; it is no difference of the models.
+            found = kind.ours(our_model(folder, torch.float64), limited)
+            wrong = largest_error(found, kind.theirs(theirs.double(), limited))
+        if small or not wrong <= LIMIT:
             raise ValueError(f"{name} = {other!r}: the error is {wrong:.1e}")
         return True
 

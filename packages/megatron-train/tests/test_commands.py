@@ -82,7 +82,9 @@ def test_config_find_shows_settings_that_contain_a_word(capsys):
     )
     assert printed.count("\n") == 2
     assert main(["config", "find", "fp8", "factory"]) == 0
-    assert capsys.readouterr().out.startswith("--fp8-quantizer-factory is not supported yet; planned: ")
+    assert capsys.readouterr().out.startswith(
+        "--fp8-quantizer-factory is not supported yet; planned: "
+    )
     assert main(["config", "find", "decay-style"]) == 0
     assert "{constant,linear,cosine,inverse-square-root,polynomial,WSD}" in capsys.readouterr().out
 

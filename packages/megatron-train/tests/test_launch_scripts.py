@@ -128,7 +128,8 @@ def test_fuzzed_scripts_are_read_or_refused(tmp_path, fuzz_count):
 
 
 def test_flags_are_sorted_by_outcome():
-    words = "--num-layers 2 --manual-gc --fp8-param-gather --padded-vocab-size 7 --lr=1e-3 --new-thing 1 2"
+    words = "--num-layers 2 --manual-gc --fp8-param-gather --padded-vocab-size 7 --lr=1e-3 "
+    words += "--new-thing 1 2"
     result = translate(words.split(), TABLE)
     assert result.counts() == {
         "accepted": 2,
@@ -140,7 +141,9 @@ def test_flags_are_sorted_by_outcome():
     }
     assert result.arguments == ["--num-layers", "2", "--lr", "1e-3"]
     assert result.errors[0] == TABLE["--fp8-param-gather"].message() and len(result.errors) == 3
-    dropped = translate(words.split(), TABLE, ["--fp8-param-gather", "--new-thing", "--padded-vocab-size"])
+    dropped = translate(
+        words.split(), TABLE, ["--fp8-param-gather", "--new-thing", "--padded-vocab-size"]
+    )
     assert not dropped.errors and dropped.counts()["dropped"] == 3
 
 

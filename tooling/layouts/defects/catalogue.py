@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from megatron_parallel import Mesh
 from megatron_train.prove.planting import Plant, Replace, planting
 
-__all__ = ["DEFECTS", "Defect", "Replace", "defect", "planted"]
+__all__ = ["DEFECTS", "Defect", "Replace", "defect", "planted", "replace_operation"]
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,22 @@ def defect(name: str, case: str) -> Callable[[Plant], Plant]:
         return plant
 
     return enter
+
+
+@dataclass(frozen=True)
+class _WrongOperation:
+    """An operation of megatron-kernels that is wrong with every backend."""
+
+    name: str
+    wrong: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, backend: str = "auto", **options: Any) -> Any:
+        del backend
+        return self.wrong(*arguments, **options)
+
+
+def replace_operation(
+    replace: Replace, module: ModuleType, name: str, wrong: Callable[..., Any]
+) -> None:
+    """Replaces an operation that a module imports, and from which layers bind a backend."""
+    replace(module, name, _WrongOperation(getattr(module, name).name, wrong))

@@ -17,7 +17,7 @@ from megatron_train import GPTTask, MicroBatch
 from megatron_train.engine import StepEngine
 from torch import Tensor
 
-from layouts.defects.catalogue import Replace, defect
+from layouts.defects.catalogue import Replace, defect, replace_operation
 from layouts.defects.dropout import drop_otherwise
 
 
@@ -71,7 +71,7 @@ def _scores_taken_for_plain(mesh: Mesh, replace: Replace) -> None:
     def wrong(*args: Any, **options: Any) -> Any:
         return true(*args[:7], dataclasses.replace(args[7], softcap=0.0), **options)
 
-    replace(context_parallel, "attention_backward", wrong)
+    replace_operation(replace, context_parallel, "attention_backward", wrong)
 
 
 @defect("a window is one token too wide over context-parallel ranks", "cp2-few-dropout")

@@ -10,7 +10,7 @@ from megatron_models.components.norm.spec import NormSpec
 from megatron_parallel import Mesh
 from torch import Tensor
 
-from layouts.defects.catalogue import Replace, defect
+from layouts.defects.catalogue import Replace, defect, replace_operation
 
 CASE = "tp2·sp-delta-dropout"
 
@@ -26,7 +26,7 @@ def _change_rule(replace: Replace, **changes: Any) -> None:
             given[name] = change(given[name]) if callable(change) else change
         return true(**given)
 
-    replace(deltas, "gated_delta_rule", wrong)
+    replace_operation(replace, deltas, "gated_delta_rule", wrong)
 
 
 @defect("the states of gated delta nets do not decay", CASE)
@@ -56,7 +56,7 @@ def _leaking_window(mesh: Mesh, replace: Replace) -> None:
     def wrong(x: Tensor, weight: Tensor, bias: None, ids: Tensor | None, state: None) -> Any:
         return true(x, weight, bias, None, state)
 
-    replace(deltas, "causal_conv", wrong)
+    replace_operation(replace, deltas, "causal_conv", wrong)
 
 
 @defect("the gain of gated delta nets is that of a rank's heads", CASE)

@@ -24,16 +24,16 @@ def _first_token_of_every_rank(mesh: Mesh, replace: Replace) -> None:
 
 @defect("norms precede sublayers instead of following the sum", "pp2·dp2-bert-post-dropout")
 def _norms_before(mesh: Mesh, replace: Replace) -> None:
-    def wrong(self: Block, x: Tensor, context: Any) -> Tensor:
+    def wrong(self: Block, x: Tensor, added: None, context: Any) -> tuple[Tensor, None]:
         for group in self.groups:
             normed = x
             for sublayer in chain.from_iterable(group):
                 normed = getattr(self, f"{sublayer.name}_norm_sum")(normed)
-            outputs = [self._outputs(readers, normed, context) for readers in group]
+            outputs = [self._outputs(readers, normed, added, context)[0] for readers in group]
             x = x + sum(outputs[1:], start=outputs[0])
-        return x
+        return x, added
 
-    replace(Block, "forward", wrong)
+    replace(Block, "_run", wrong)
 
 
 @defect("every context-parallel rank counts the loss of a sequence", "cp2-bert-dropout")

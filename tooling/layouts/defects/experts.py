@@ -23,7 +23,7 @@ from megatron_train.engine import StepEngine
 from megatron_train.prove.defects import experts_divided
 from torch import Tensor
 
-from layouts.defects.catalogue import Replace, defect
+from layouts.defects.catalogue import Replace, defect, replace_operation
 
 # -- gradients -----------------------------------------------------------------------------------
 
@@ -65,7 +65,9 @@ def _router_not_summed(mesh: Mesh, replace: Replace) -> None:
 @defect("the weights of experts' outputs get no gradient", "dp2·ep2·a2a-moe")
 def _weights_without_gradient(mesh: Mesh, replace: Replace) -> None:
     true = moe.unpermute
-    replace(moe, "unpermute", lambda rows, order, weights: true(rows, order, weights.detach()))
+    replace_operation(
+        replace, moe, "unpermute", lambda rows, order, weights: true(rows, order, weights.detach())
+    )
 
 
 @defect("partial outputs are not summed over expert-tensor-parallel ranks", "tp2-moe")

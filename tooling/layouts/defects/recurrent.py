@@ -8,7 +8,7 @@ from megatron_parallel import Mesh
 from megatron_parallel.context_parallel import gather_heads, scatter_heads
 from torch import Tensor
 
-from layouts.defects.catalogue import Replace, defect
+from layouts.defects.catalogue import Replace, defect, replace_operation
 
 
 @defect("the state of a scan runs on into the next document", "cp2-mamba")
@@ -18,7 +18,7 @@ def _state_runs_on(mesh: Mesh, replace: Replace) -> None:
     def wrong(*arguments: Any) -> Any:
         return true(*arguments[:7], None, *arguments[8:])
 
-    replace(mamba, "ssd_scan", wrong)
+    replace_operation(replace, mamba, "ssd_scan", wrong)
 
 
 @defect("a convolution over time reads the document before", "tp2·sp-mamba-dropout")
@@ -28,7 +28,7 @@ def _window_leaks(mesh: Mesh, replace: Replace) -> None:
     def wrong(x: Tensor, weight: Tensor, bias: Any, ids: Any, state: Any) -> Any:
         return true(x, weight, bias, None if ids is None else ids.clamp(max=0), state)
 
-    replace(mamba, "causal_conv", wrong)
+    replace_operation(replace, mamba, "causal_conv", wrong)
 
 
 @defect("later ranks leave out the bias of time steps", "tp4-mamba")
@@ -39,7 +39,7 @@ def _without_bias(mesh: Mesh, replace: Replace) -> None:
         bias = arguments[6] if index == 0 else None
         return true(*arguments[:6], bias, *arguments[7:])
 
-    replace(mamba, "ssd_scan", wrong)
+    replace_operation(replace, mamba, "ssd_scan", wrong)
 
 
 @defect("heads write to the state of another group", "cp2-mamba")
@@ -49,7 +49,7 @@ def _other_group(mesh: Mesh, replace: Replace) -> None:
     def wrong(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Any:
         return true(x, dt, a, b.roll(1, dims=2), *rest)
 
-    replace(mamba, "ssd_scan", wrong)
+    replace_operation(replace, mamba, "ssd_scan", wrong)
 
 
 @defect("every context-parallel rank has the decays of the first groups", "cp4·documents-mamba")

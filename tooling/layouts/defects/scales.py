@@ -12,12 +12,14 @@ from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import LinearCrossEntropy
 from torch import Tensor
 
-from layouts.defects.catalogue import Replace, defect
+from layouts.defects.catalogue import Replace, defect, replace_operation
 
 
 @defect("a norm forgets that its gain is 1 + weight", "tp2·sp·selective-scaled-dropout")
 def _gain_without_one(mesh: Mesh, replace: Replace) -> None:
-    replace(norm, "rms_norm", lambda x, weight, eps, zero_centered: rms_norm(x, weight, eps))
+    replace_operation(
+        replace, norm, "rms_norm", lambda x, weight, eps, zero_centered: rms_norm(x, weight, eps)
+    )
 
 
 @defect("the mean square of a projection is that of the rank's heads", "tp4-few-dropout")
