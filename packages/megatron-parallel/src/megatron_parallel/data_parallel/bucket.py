@@ -258,7 +258,7 @@ class Bucket:
         """Starts the reduction of a complete bucket.
 
         Args:
-            own_largest: Largest magnitude in `overwritten`, or None if it is not to be checked.
+            own_largest: Finite only if all of `overwritten` is; None if it is not to be checked.
         """
         if self.flat is None or self.shard is None:
             return
