@@ -36,11 +36,16 @@ def test_gradients_are_as_exact_as_those_of_the_kernel_in_16_bits(dtype, groups,
     given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     exact = gradients(by_torch, *(x.double() for x in given))
     before, now = gradients(by_torch, *given), gradients(ours, *given)
+    errors = [0.0, 0.0]
     for true, theirs, own in zip(exact, before, now, strict=True):
         largest = true.abs().max().clamp(min=1e-3)
         error = (own - true).abs().max() / largest
         assert error < 10 * torch.finfo(dtype).eps
         assert (own - true).norm() <= 1.05 * (theirs - true).norm() + 1e-9
+        rounding = [float((x - true).norm()) for x in (own, theirs)]
+        errors = [sum(pair) for pair in zip(errors, rounding, strict=True)]
+    # One token has a single probability of 1, and nothing to round.
+    assert length == 1 or errors[0] < 0.9 * errors[1]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ soft-cap, slopes, sinks, and a bias with any mask. Blocks of 128 queries and 128
 allowed pair are skipped.
 
 On CUDA it has both passes. On a CPU it has no backward pass, and no log-sum-exp, which sinks need
-(torch 2.13). The first call of a shape
-compiles for seconds to a minute.
+(torch 2.13). The first call of a shape compiles for seconds to a minute.
 """
 
 import functools
