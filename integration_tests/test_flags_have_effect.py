@@ -463,6 +463,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--no-calculate-per-token-loss": ""},
     ),
     "training.compile": ({}, {"--compile": ""}),
+    "training.compile_scope": (
+        {"--compile": "", "--attention-dropout": "0"},
+        {"--compile-scope": "layer"},
+    ),
     "training.deterministic_mode": ({}, {"--deterministic-mode": ""}),
     "training.device": ({}, {"--device": "cuda"}),
     "training.max_seqlen_per_dp_cp_rank": (POOL, {ROOM: "32"}),

@@ -12,9 +12,11 @@ class PlainLayer(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
-        self.heads = config.num_attention_heads
+        self.heads, self.groups = config.num_attention_heads, config.num_query_groups
+        self.channels = config.kv_channels
         self.norm_1 = nn.RMSNorm(hidden, eps=config.norm_epsilon)
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        width = (self.heads + 2 * self.groups) * self.channels
+        self.qkv = nn.Linear(hidden, width, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
         self.norm_2 = nn.RMSNorm(hidden, eps=config.norm_epsilon)
         self.gate_up = nn.Linear(hidden, 2 * ffn, bias=False)
@@ -22,10 +24,11 @@ class PlainLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, s, h = x.shape
-        qkv = self.qkv(self.norm_1(x)).view(b, s, 3, self.heads, h // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        qkv = self.qkv(self.norm_1(x)).view(b, s, -1, self.channels).transpose(1, 2)
+        q, k, v = qkv.split((self.heads, self.groups, self.groups), 1)
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        grouped = self.groups < self.heads
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         x = x + self.proj(y.transpose(1, 2).reshape(b, s, h))
         gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
         return x + self.down(functional.silu(gate) * up)
@@ -65,7 +68,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def plain_llama(model: GPT) -> PlainLlama:
     """Returns the peer with the weights of our model."""
     config = model.config
-    heads, d, hidden = config.num_attention_heads, config.kv_channels, config.hidden_size
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    d, hidden = config.kv_channels, config.hidden_size
     ours = {name: value.detach() for name, value in model.named_parameters()}
     state = {
         "word.weight": ours["embedding.word.weight"],
@@ -78,15 +82,17 @@ def plain_llama(model: GPT) -> PlainLlama:
             for name, value in ours.items()
             if name.startswith(f"layers.{i}.")
         }
-        fused = own["attention.qkv.weight"].view(heads, 3, d, hidden).transpose(0, 1)
+        by_group = own["attention.qkv.weight"].view(groups, heads // groups + 2, d, hidden)
+        parts = by_group[:, :-2], by_group[:, -2], by_group[:, -1]
         state |= {
             f"layers.{i}.norm_1.weight": own["attention_norm.weight"],
-            f"layers.{i}.qkv.weight": fused.reshape(3 * hidden, hidden),
+            f"layers.{i}.qkv.weight": torch.cat([part.reshape(-1, hidden) for part in parts]),
             f"layers.{i}.proj.weight": own["attention.out.weight"],
             f"layers.{i}.norm_2.weight": own["mlp_norm.weight"],
             f"layers.{i}.gate_up.weight": own["mlp.up.weight"].reshape(-1, hidden),
             f"layers.{i}.down.weight": own["mlp.down.weight"],
         }
-    peer = PlainLlama(config)
+    with ours["final_norm.weight"].device:
+        peer = PlainLlama(config)
     peer.load_state_dict(state)
     return peer

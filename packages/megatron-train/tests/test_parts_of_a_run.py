@@ -13,11 +13,11 @@ from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConf
 from megatron_train.assembly import choose_device
 from megatron_train.callbacks.stopping import StopAt
 from megatron_train.checkpointing import SavedCheckpoint, Saver, restore, tokenizer_files
+from megatron_train.compiling import require_whole_compiler
 from megatron_train.config.dump import write_config
 from megatron_train.config.files import read_file
 from megatron_train.config.run import build_run
 from megatron_train.config.run_sections import run_options
-from megatron_train.engine import _require_whole_compiler
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.pretrain import _deterministic
@@ -267,7 +267,7 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
 
 
 def test_compile_on_several_ranks_needs_torch_2_13():
-    _require_whole_compiler(SimpleNamespace(world_size=1), "2.11.0")
-    _require_whole_compiler(SimpleNamespace(world_size=2), "2.13.0+cpu")
+    require_whole_compiler(SimpleNamespace(world_size=1), "2.11.0")
+    require_whole_compiler(SimpleNamespace(world_size=2), "2.13.0+cpu")
     with pytest.raises(TrainError, match=r"^--compile on 2 ranks needs torch 2\.13 .* 2\.12\.1 "):
-        _require_whole_compiler(SimpleNamespace(world_size=2), "2.12.1")
+        require_whole_compiler(SimpleNamespace(world_size=2), "2.12.1")

@@ -30,7 +30,7 @@ from types import FunctionType
 from typing import Any, Final, NamedTuple, cast
 
 import torch
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 from torch.autograd import Function
 
@@ -146,7 +146,7 @@ def keyed_dropout(
     p: float,
     key: DropoutKey,
     *,
-    layer: int,
+    layer: int | Int64[Tensor, ""],
     site: int,
     channels: int | Int[Tensor, "..."] = 0,
 ) -> Float[Tensor, "s b *channels"]:
@@ -159,7 +159,7 @@ def keyed_dropout(
             Attention probabilities `[b, n, s, t]` are passed as a permuted view.
         p: Probability of dropping an element, `0 <= p < 1`.
         key: Key of the same `[s, b]`.
-        layer: Global index of the layer.
+        layer: Global index of the layer; a tensor to compile the same code for all layers.
         site: Index of the call of `keyed_dropout` in the layer.
         channels: Global index of the first channel, if this rank holds one range of channels; or
             the indices of all channels, in a shape that broadcasts to that of the channels.
@@ -173,6 +173,8 @@ def keyed_dropout(
         return x
     _require_shape(x.shape, key)
     site_of_layer = _Site.of(p, layer, site)
+    if isinstance(layer, Tensor):
+        key, site_of_layer = site_of_layer.applied_to(key)
     result: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
         x, key.word0, key.word1, channels, site_of_layer
     )
@@ -300,13 +302,24 @@ class _Site(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, p: float, layer: int, site: int) -> "_Site":
+    def of(cls, p: float, layer: int | Tensor, site: int) -> "_Site":
         """Returns the numbers; elements are dropped with probability `p`."""
         return cls(
             _signed(_bits_of(layer, _SITES[0], site)),
             _signed(_bits_of(site, _SITES[1], layer)),
             round(p * _WORD) - _WORD // 2,  # words are signed; the smallest is -2^31
             1.0 / (1.0 - p),
+        )
+
+    def applied_to(self, key: DropoutKey) -> tuple[DropoutKey, "_Site"]:
+        """Returns a key that counts the words of the site, and a site without words.
+
+        The words are then tensors, and compiled code is the same for all layers.
+        """
+        word0, word1 = (torch.as_tensor(word).to(torch.int32) for word in self[:2])
+        return (
+            DropoutKey(key.word0 + word0, key.word1 ^ word1),
+            self._replace(word0=0, word1=0),
         )
 
 
@@ -457,16 +470,21 @@ def _xor_shift(z: Tensor, by: int, shifted: Tensor) -> Tensor:
     return z.bitwise_xor_(shifted.bitwise_and_(2 ** (32 - by) - 1))
 
 
-def _bits_of(number: int, key0: int, key1: int) -> int:
-    """Returns the same as `_bits`, modulo 2^32, for Python integers."""
+def _bits_of(number: Any, key0: Any, key1: Any) -> Any:
+    """Returns the same as `_bits`, modulo 2^32, for Python integers or tensors of int64."""
     z = (number ^ key0) % _WORD
-    z = (z ^ z >> _SHIFTS[0]) * _MULTIPLIERS[0] % _WORD ^ key1 % _WORD
-    z = (z ^ z >> _SHIFTS[1]) * _MULTIPLIERS[1] % _WORD
-    z = (z ^ z >> _SHIFTS[2]) * _MULTIPLIERS[2] % _WORD
+    z = _product(z ^ z >> _SHIFTS[0], _MULTIPLIERS[0]) ^ key1 % _WORD
+    z = _product(z ^ z >> _SHIFTS[1], _MULTIPLIERS[1])
+    z = _product(z ^ z >> _SHIFTS[2], _MULTIPLIERS[2])
     return z ^ z >> _SHIFTS[3]
 
 
-def _signed(number: int) -> int:
+def _product(z: Any, factor: int) -> Any:
+    """Returns a product modulo 2^32, by halves, so that it fits into int64."""
+    return ((z & 0xFFFF) * factor + ((z >> 16) * factor % _WORD << 16)) % _WORD
+
+
+def _signed(number: Any) -> Any:
     """Returns the lowest 32 bits of `number` as a signed number."""
     return (number + _WORD // 2) % _WORD - _WORD // 2
 

@@ -101,6 +101,7 @@ def build_trainer(
         mesh,
         replace(config.data_parallel, whole_matrices=needs_matrices(config.optimizer)),
         compile=training.compile,
+        compile_scope=training.compile_scope,
         schedule=config.pipeline.resolve_schedule(mesh.layout),
         group_size=config.pipeline.group_size,
         per_token=training.calculate_per_token_loss,

@@ -30,6 +30,7 @@ from megatron_parallel.data_parallel import GradientFusion, fuse_gradient_accumu
 from megatron_parallel.pipeline import default_schedule
 from torch import Tensor, nn
 
+from megatron_train.compiling import CompileScope, compile_stages
 from megatron_train.errors import TrainError
 from megatron_train.layer_values import over_all_ranks
 from megatron_train.observation import NO_REPORTS, Reports
@@ -63,7 +64,8 @@ class StepEngine:
         task: Task with this rank's stages.
         mesh: Mesh of the run.
         data_parallel: Settings of gradient reduction and sharding.
-        compile: Whether to compile each stage with torch.compile.
+        compile: Whether to compile the stages with torch.compile.
+        compile_scope: What is compiled at a time, see `compile_stages`.
         schedule: Name of the pipeline schedule. Defaults to `default_schedule`.
         group_size: Micro-batches in a row, as for `megatron_parallel.PipelineEngine`.
         per_token: Whether each unmasked token of a step has the same weight. Otherwise each
@@ -90,6 +92,7 @@ class StepEngine:
         data_parallel: DataParallelConfig | None = None,
         *,
         compile: bool = False,  # noqa: A002
+        compile_scope: CompileScope = "stage",
         schedule: str | None = None,
         group_size: int | None = None,
         per_token: bool = True,
@@ -109,8 +112,7 @@ class StepEngine:
         chunks = self.stages.modules
         self.fusion = self._fuse(data_parallel, compile)
         if compile:
-            _require_whole_compiler(mesh, torch.__version__)
-            chunks = [torch.compile(stage, dynamic=False) for stage in chunks]  # type: ignore[misc]
+            chunks = compile_stages(chunks, compile_scope, mesh, self._units)
         self._iteration: int | None = None
         self._auxiliary_losses: AuxiliaryLosses | None = None
         self.counts: dict[str, Float64[Tensor, " values"]] = {}
@@ -311,18 +313,3 @@ class StepEngine:
         total = pack(values.values(), self.mesh.device)
         all_reduce(total, self.mesh.axis(axis), purpose=purpose)
         return dict(zip(values, total.unbind(), strict=True))
-
-
-def _require_whole_compiler(mesh: Mesh, version: str) -> None:
-    """Raises an error for torch before 2.13 on several ranks.
-
-    There, compiled functions whose results are modified in place, such as collectives, silently
-    have gradients of zero.
-    """
-    major, minor = (int(number) for number in version.split(".")[:2])
-    if mesh.world_size > 1 and (major, minor) < (2, 13):
-        raise TrainError(
-            f"--compile on {mesh.world_size} ranks needs torch 2.13 or later: torch {version} "
-            "compiles collectives to functions without a gradient; update torch or leave "
-            "--compile out"
-        )

@@ -48,7 +48,7 @@ def _slope(x, KIND: tl.constexpr):
         return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
     if KIND == "squared_relu":
         return 2.0 * tl.where(x > 0.0, x, 0.0)
-    return tl.where(x > 0.0, 1.0, 0.0)
+    return (x > 0.0).to(x.dtype)  # all branches return one dtype
 
 
 @triton.jit

@@ -5,7 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_kernels.triton_kernels.launch import ELEMENTS, accumulator, elementwise_grid
+from megatron_kernels.triton_kernels.launch import (
+    ELEMENTS,
+    accumulator,
+    elementwise_grid,
+    exact,
+    two_floats,
+)
 
 
 @triton.jit
@@ -21,7 +27,7 @@ def _hash(number, key0, key1):
 
 @triton.jit
 def _dropout(
-    X, BIAS, RESIDUAL, WORD0, WORD1, OUT, h, site0, site1, least, scale,
+    X, BIAS, RESIDUAL, WORD0, WORD1, OUT, h, site0, site1, least, scale, rest,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(h, BLOCK)
@@ -35,7 +41,7 @@ def _dropout(
     key0 = tl.load(WORD0 + token) + site0
     key1 = tl.load(WORD1 + token) ^ site1
     dropped = _hash(channel, key0.to(tl.int32), key1.to(tl.int32)) < least
-    x = tl.where(dropped, 0.0, x * scale)
+    x = tl.where(dropped, 0.0, x * exact(scale, rest, ACC))
     if ADDS:
         x += tl.load(RESIDUAL + at, mask=inside, other=0.0).to(ACC)
     tl.store(OUT + at, x, mask=inside)
@@ -56,8 +62,8 @@ def dropout_add(
     out = torch.empty_like(x)
     if x.numel():
         _dropout[elementwise_grid(x, x.shape[-1])](
-            x, bias, residual, word0, word1, out, x.shape[-1], site0, site1, least, scale,
-            HAS_BIAS=bias is not None, ADDS=residual is not None,
+            x, bias, residual, word0, word1, out, x.shape[-1], site0, site1, least,
+            *two_floats(scale), HAS_BIAS=bias is not None, ADDS=residual is not None,
             ACC=accumulator(x.dtype), BLOCK=ELEMENTS,
         )  # fmt: skip
     return out

@@ -1,5 +1,6 @@
 """What launches of kernels have in common."""
 
+import struct
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ def accumulator(dtype: torch.dtype) -> Any:
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the same as a dtype of torch."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def two_floats(number: float) -> tuple[float, float]:
+    """Returns two numbers of float32 whose sum is a number of float64; kernels take no other."""
+    first = struct.unpack("f", struct.pack("f", number))[0]
+    return first, number - first
+
+
+@triton.jit
+def exact(number, rest, ACC: tl.constexpr):
+    """Returns the sum of `two_floats` in a dtype."""
+    return tl.cast(number, ACC) + tl.cast(rest, ACC)
 
 
 def power_of_two(number: int) -> int:

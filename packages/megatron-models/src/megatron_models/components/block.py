@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import chain
 
+import torch
 from jaxtyping import Float
 from megatron_kernels import AUTO, bias_dropout_add
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class Block(nn.Module):
     def __init__(self, layer: Layer, number: int, placement: Placement) -> None:
         super().__init__()
         self.layer, placement = number, placement.of_layer(number)
+        self._dropout_layer: int | Tensor = number
         self.groups = [norm_groups(group) for group in parallel_groups(layer)]
         additions = {addition_of(each.norm) for each in layer if each.norm is not None}
         backends = {placement.backend(name) for name in additions} - {AUTO}
@@ -71,6 +73,13 @@ class Block(nn.Module):
         """
         addition = self._run(x, added, context)
         return addition if defers else add(addition)
+
+    def share_code(self, device: torch.device) -> None:
+        """Makes the number of the layer a tensor, so that compiled code is the same for all layers.
+
+        Call it before the forward pass is compiled.
+        """
+        self._dropout_layer = torch.tensor(self.layer, device=device)
 
     def _run(self, x: Tensor, added: Tensor | None, context: Context) -> "Addition":
         for group in self.groups:
@@ -130,7 +139,7 @@ class Block(nn.Module):
         if sublayer.norm_after is not None:
             y = getattr(self, f"{sublayer.name}_norm_after")(y)
         if not self._drops_at_once(sublayer, context):
-            y = context.hidden_dropout(y, self.layer, sublayer.site)
+            y = context.hidden_dropout(y, self._dropout_layer, sublayer.site)
         return y if sublayer.multiplier == 1.0 else y * sublayer.multiplier
 
     @staticmethod

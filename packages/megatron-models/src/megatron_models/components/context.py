@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from megatron_kernels import Mask, largest_scores
 from megatron_parallel import AuxiliaryLosses, RecomputeConfig
 from megatron_parallel.pipeline import PassInterleaver
@@ -172,7 +172,7 @@ class Context:
         return self.auxiliary_losses is not None and self.auxiliary_losses.has_maxima
 
     def hidden_dropout(
-        self, x: Float[Tensor, "s b h"], layer: int, site: int
+        self, x: Float[Tensor, "s b h"], layer: int | Int64[Tensor, ""], site: int
     ) -> Float[Tensor, "s b h"]:
         """Applies hidden dropout, if there is any."""
         return x if self.dropout is None else self.dropout.hidden(x, layer, site)

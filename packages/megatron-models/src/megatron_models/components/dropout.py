@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int, Int32, Int64
 from megatron_kernels import DropoutSite, bias_dropout_add
 from megatron_parallel import (
     Axis,
@@ -96,7 +96,9 @@ class StageDropout:
         stream = dropout.key if indices is None else dropout.key.select(indices)
         return cls(dropout, stream if sequence_axis is None else stream.shard(sequence_axis))
 
-    def hidden(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
+    def hidden(
+        self, x: Float[Tensor, "s b h"], layer: int | Int64[Tensor, ""], site: int
+    ) -> Float[Tensor, "s b h"]:
         """Drops elements of a tensor that is added to the residual stream."""
         return keyed_dropout(x, self.global_dropout.hidden, self.stream, layer=layer, site=site)
 

@@ -60,6 +60,7 @@ class RunConfig(RunSections):
             self._check_batch,
             self._check_layout,
             self._check_data_parallel,
+            self._check_compile_scope,
             self._check_recompute,
             lambda: check_context_parallel(self),
             lambda: check_kernel_backends(self),
@@ -214,6 +215,17 @@ class RunConfig(RunSections):
                 "does not support; leave out --compile or choose another schedule"
             )
 
+    def _check_compile_scope(self) -> None:
+        """Refuses dropout of attention in layers that share compiled code."""
+        training = self.training
+        by_layer = training.compile and training.compile_scope == "layer"
+        if by_layer and training.attention_dropout:
+            raise TrainError(
+                f"--compile-scope layer with --attention-dropout {training.attention_dropout:g} "
+                "would compile each layer by itself, since its masks depend on the layer's number; "
+                "use --attention-dropout 0 or --compile-scope stage"
+            )
+
     def _check_recompute(self) -> None:
         """Refuses settings of recomputation that layout or compiled code do not support."""
         with named_by_flags("recompute"):
@@ -229,11 +241,16 @@ class RunConfig(RunSections):
     def _check_data_parallel(self) -> None:
         """Refuses settings of data parallelism that the layout does not support."""
         layout, shared = self.layout, self.data_parallel
-        if self.training.compile and (shared.overlap_param_gather or shared.use_torch_fsdp2):
-            flag = "--use-torch-fsdp2" if shared.use_torch_fsdp2 else "--overlap-param-gather"
+        compiles, scope = self.training.compile, self.training.compile_scope
+        if compiles and shared.overlap_param_gather:
             raise TrainError(
-                f"--compile does not work with {flag}: a compiled stage cannot wait for the "
-                "weights of single modules; leave out one of them"
+                "--compile does not work with --overlap-param-gather: compiled code cannot wait "
+                "for the weights of single modules; leave out one of them"
+            )
+        if compiles and shared.use_torch_fsdp2 and scope == "stage":
+            raise TrainError(
+                "--compile does not work with --use-torch-fsdp2: a compiled stage cannot wait for "
+                "the weights of a layer; use --compile-scope layer, or leave out one of them"
             )
         half = self.training.bf16 or self.training.fp16
         if not shared.accumulate_allreduce_grads_in_fp32 and not half:

@@ -79,6 +79,11 @@ class TrainingConfig:
     compile: bool = setting(
         False, "compile forward, loss and backward with torch.compile (our name)"
     )
+    compile_scope: Literal["stage", "layer"] = setting(
+        "stage",
+        "what --compile compiles at a time: a stage, or a layer, whose code equal layers share, so "
+        "that deep models start fast (our name)",
+    )
     deterministic_mode: bool = setting(
         False, "use only deterministic algorithms; fail on operations that have none"
     )

@@ -28,7 +28,7 @@ GRADIENTS: Final = "gradients and buffers"
 
 
 @dataclass(frozen=True)
-class _SameBatches:
+class SameBatches:
     """Equal micro-batches, in steps of `sizes`; see `megatron_train.broadcast_batches.Batches`."""
 
     batch: MicroBatch
@@ -120,7 +120,7 @@ def imagine_trainer(run: RunConfig, mesh: Mesh, batch: MicroBatch, sizes: Sequen
         batch: Every micro-batch.
         sizes: Number of micro-batches of each step.
     """
-    batches = _SameBatches(batch, sizes)
+    batches = SameBatches(batch, sizes)
     trainer = build_trainer(run, find_task_kind(run.task), batches, mesh, choose_dtype(run))
     trainer.train_iters = len(sizes)
     return trainer

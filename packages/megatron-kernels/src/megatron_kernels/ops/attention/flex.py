@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import Scores
+from megatron_kernels.ops.attention.short_halves import adjacent
 
 NAME: Final = "flex"
 """Name of the backend."""
@@ -43,7 +44,7 @@ def flex(
     end = query_offset + q.shape[0]
     if k.shape[0] > end and mask.causal and mask.keys_in_order:
         k, v = k[:end], v[:end]  # unused room of a cache
-    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    heads = [adjacent(x).permute(1, 2, 0, 3) for x in (q, k, v)]
     found = attend(
         *heads,
         score_mod=_score_function(q, k, mask, scores, query_offset),

@@ -222,6 +222,8 @@ def _efficient_backward(
     scale: float | None,
 ) -> tuple[Tensor, ...]:
     dout, out = finals
+    # In 16 bits the kernel reads out as `[b, s, n, d]` in memory, whatever its strides say.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     # Rows beyond the queries get probability exp(-inf).
     padded = functional.pad(lse, (0, -lse.shape[-1] % _ROWS), value=math.inf)
     unused = torch.zeros((), dtype=torch.int64)

@@ -1,0 +1,86 @@
+"""Layers that are compiled one by one (`--compile-scope layer`), with equal ones sharing code."""
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron_models import GPTConfig, Placement, gpt_chunks
+from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
+from megatron_train.engine import StepEngine
+from megatron_train.tasks.gpt import GPTTask
+from megatron_train.tasks.task import MicroBatch
+
+CONFIG = GPTConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    vocab_size=97,
+    max_position_embeddings=16,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    activation="swiglu",
+)
+
+
+def engine(mesh: Mesh, hidden_dropout: float, data_parallel=None, **options) -> StepEngine:
+    """Returns the engine of a small model in float64."""
+    stages = gpt_chunks(CONFIG, Placement(mesh, dtype=torch.float64), seed=5)
+    task = GPTTask(stages, None, hidden_dropout=hidden_dropout, attention_dropout=0.0)
+    return StepEngine(task, mesh, data_parallel, **options)
+
+
+def batch(seed: int) -> MicroBatch:
+    """Returns a random micro-batch."""
+    tokens = torch.randint(97, (2, 17), generator=torch.Generator().manual_seed(seed))
+    fields = {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": torch.ones(2, 16),
+        "sample_ids": torch.tensor([7, 9]),
+    }
+    return MicroBatch.from_fields(fields, token_field="tokens")
+
+
+def gradients(one: StepEngine, seed: int = 0) -> tuple[float, dict[str, torch.Tensor]]:
+    """Returns the loss sum and all gradients of a step."""
+    batches = [batch(seed)]
+    sums = one.run(batches, one.denominators(batches), 1)
+    return float(sums["lm loss"]), {n: g.clone() for n, g in one.stages.gradients().items()}
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Traces functions instead of generating code for them, which takes much longer."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("hidden_dropout", [0.0, 0.25])
+def test_equal_layers_share_one_graph_and_nothing_else_changes(traced, hidden_dropout):
+    loss, expected = gradients(engine(Mesh.single(), hidden_dropout))
+    compiled = engine(Mesh.single(), hidden_dropout, compile=True, compile_scope="layer")
+    found, actual = gradients(compiled)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 2  # one of four layers, one of the output layer with the loss
+    assert found == pytest.approx(loss, rel=1e-13)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-11, atol=1e-13, msg=name)
+
+
+def by_layer_with_fsdp(mesh: Mesh) -> list[tuple[float, float]]:
+    """Returns loss and sum of squared gradients with and without compiled layers."""
+    found = []
+    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        for options in ({}, {"compile": True, "compile_scope": "layer"}):
+            one = engine(mesh, 0.25, DataParallelConfig(use_torch_fsdp2=True), **options)
+            loss, shards = gradients(one, seed=mesh.axis("dp").index)
+            found.append((loss, sum(float(g.square().sum()) for g in shards.values())))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+    return found
+
+
+def test_layers_of_fully_sharded_models_are_compiled(worker_pool):
+    for plain, compiled in worker_pool.run_mesh(ParallelLayout(dp=2), by_layer_with_fsdp):
+        assert compiled == pytest.approx(plain, rel=1e-11)

@@ -1,0 +1,343 @@
+"""Training steps of Llama-like models on one GPU: ours, and a compiled loop written by hand.
+
+Ours are whole steps of the trainer of megatron-train, from its command line, eagerly and compiled,
+in bf16 and FP8. The peer is `plain_llama` under torch.compile with bf16 weights, fp32 main
+parameters, ``clip_grad_norm_(foreach=True)`` and ``AdamW(fused=True)``. A round runs some steps of
+each variant in turn between two synchronisations, and the table has medians of rounds.
+
+MFU divides the FLOPs of the model (`training_flops`: causal attention counts half of the square,
+recomputation nothing) by the time and the peak of the data sheet (`PEAKS`). A product of two
+matrices and a copy are measured in the same run. Memory is the largest that torch allocated in the
+first rounds of a variant, beside what ``megatron-train dry-run`` predicts if ``--predicted`` names
+a file of `--predict`, which needs no GPU but a C++ compiler.
+
+    python tooling/bench/gpu_step.py --predict predicted.json
+    python tooling/bench/gpu_step.py --predicted predicted.json [--models 125m] [--rounds 5]
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from megatron_models import GPT, training_flops
+from megatron_parallel import Mesh
+from megatron_train.assembly import build_trainer, choose_dtype
+from megatron_train.cli.main import build_parser
+from megatron_train.config.described_run import resolve_run
+from megatron_train.config.run import RunConfig
+from megatron_train.dry_run.rank import SameBatches, proof_batch
+from megatron_train.tasks.kinds import find_task_kind
+from megatron_train.tasks.task import MicroBatch
+from megatron_train.trainer import Trainer
+from plain_llama import plain_llama
+from torch import nn
+
+LEARNING_RATE, WEIGHT_DECAY, BETAS, EPSILON, CLIP = 3e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
+PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
+"""Dense bf16 FLOP/s of data sheets."""
+
+LLAMA = (
+    "--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 "
+    f"--lr {LEARNING_RATE} --weight-decay {WEIGHT_DECAY} --clip-grad {CLIP} "
+    f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPSILON} "
+    "--world-size 1 --train-iters 1000000 "
+)
+
+
+class Model(NamedTuple):
+    """A model and its batch.
+
+    Attributes:
+        flags: Flags of ``megatron-train pretrain gpt``.
+        apart: Whether the peer and ours do not fit into memory together.
+    """
+
+    flags: str
+    apart: bool = False
+
+
+def _flags(
+    layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, length: int, samples: int
+) -> str:
+    return (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
+        f"--ffn-hidden-size {ffn} --vocab-size {vocabulary} --seq-length {length} "
+        f"--max-position-embeddings {length} --micro-batch-size {samples} "
+        f"--global-batch-size {samples} " + LLAMA
+    )
+
+
+MODELS = {
+    "125m": Model(_flags(12, 768, 12, 2048, 32000, 2048, 16)),
+    "350m": Model(_flags(24, 1024, 16, 2816, 32000, 2048, 8)),
+    "1.3b": Model(_flags(24, 2048, 16, 5504, 32000, 4096, 2)),
+    "8b, 6 of 32 layers": Model(
+        _flags(6, 4096, 32, 14336, 128256, 8192, 1)
+        + "--group-query-attention --num-query-groups 8 ",
+        apart=True,
+    ),
+}
+VARIANTS = {
+    "ours": "",
+    "ours, compiled": "--compile ",
+    "ours, fp8": "--fp8-format hybrid --fp8-recipe tensorwise ",
+    "ours, fp8, compiled": "--compile --fp8-format hybrid --fp8-recipe tensorwise ",
+}
+PEER = "plain, compiled"
+
+Step = Callable[[], object]
+
+
+def read_run(flags: str, command: str = "dry-run") -> RunConfig:
+    """Returns the run of a command line."""
+    return resolve_run(build_parser().parse_args([command, "gpt", *flags.split()]))
+
+
+@contextmanager
+def drawn_on_device() -> Iterator[None]:
+    """Draws initial values on the device, since times do not depend on them."""
+
+    def draw(parameter: torch.Tensor, init: Any, *_: object) -> None:
+        parameter.normal_(0.0, init.scale)
+
+    with patch("megatron_parallel.sharding.initialization._draw", draw):
+        yield
+
+
+def build_ours(run: RunConfig, mesh: Mesh, batch: MicroBatch) -> Trainer:
+    """Returns the trainer of a run with equal micro-batches."""
+    batches = SameBatches(batch, [1] * run.train_iters)
+    with drawn_on_device():
+        return build_trainer(run, find_task_kind(run.task), batches, mesh, choose_dtype(run))
+
+
+def our_step(trainer: Trainer) -> Step:
+    """Returns one step of the trainer."""
+    steps = trainer.micro_batches(0)
+    return lambda: trainer.step(steps)
+
+
+def plain_step(ours: GPT, batch: MicroBatch) -> Step:
+    """Returns one step of the loop by hand, with the weights of our model."""
+    model: Any = plain_llama(ours).to(ours.embedding.word.weight.dtype)
+    parameters = list(model.parameters())
+    mains = [nn.Parameter(p.detach().float()) for p in parameters]
+    groups = [
+        {"params": [p for p in mains if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in mains if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+    compiled = torch.compile(model, dynamic=False)
+    device = parameters[0].device
+
+    def step() -> torch.Tensor:
+        tokens, labels = (
+            batch.fields[name].to(device, non_blocking=True) for name in ("tokens", "labels")
+        )
+        loss: torch.Tensor = compiled(tokens, labels)
+        loss.backward()
+        for main, parameter in zip(mains, parameters, strict=True):
+            main.grad = parameter.grad.float()
+            parameter.grad = None
+        nn.utils.clip_grad_norm_(mains, CLIP, foreach=True)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, mains)
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+class Measured(NamedTuple):
+    """What was measured of one variant: seconds of rounds, bytes at the peak, first seconds."""
+
+    seconds: list[float]
+    peak: int
+    start: float
+
+
+def timed(step: Step, steps: int, device: torch.device) -> float:
+    """Returns the seconds of a step."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / steps
+
+
+def profile(step: Step, path: Path) -> None:
+    """Writes the kernels of two steps by their time on the device."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    step()
+    torch.cuda.synchronize()
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step()
+        step()
+        torch.cuda.synchronize()
+    table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
+    path.write_text(table)
+    kernels = [e for e in found.key_averages() if e.self_device_time_total > 0]
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in kernels)
+    print(f"-- {path.stem}: {total / 2e3:.1f} ms of kernels a step")
+    for each in kernels[:22]:
+        print(
+            f"   {each.self_device_time_total / 2e3:9.2f} ms {each.count // 2:5d} {each.key[:110]}"
+        )
+
+
+def measure(
+    model: Model,
+    variants: list[str],
+    rounds: int,
+    steps: int,
+    device: torch.device,
+    out: Path | None,
+) -> dict[str, Measured]:
+    """Measures all variants of a model, interleaved unless they do not fit together."""
+    mesh = Mesh.single(device)
+    batch = proof_batch(read_run(model.flags))
+    running: dict[str, Step] = {}
+    found: dict[str, Measured] = {}
+
+    def start(name: str) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before, began = torch.cuda.memory_allocated(device), time.perf_counter()
+        trainer = build_ours(read_run(model.flags + VARIANTS.get(name, "")), mesh, batch)
+        if name == PEER:
+            (stage,) = trainer.engine.stages.modules
+            running[name] = plain_step(stage, batch)
+            del trainer, stage
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            running[name] = our_step(trainer)
+        timed(running[name], 3, device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        found[name] = Measured([], peak, time.perf_counter() - began)
+
+    torch.compiler.reset()
+    for name in variants:
+        try:
+            start(name)
+        except Exception as error:  # noqa: BLE001 - it is the result of this variant
+            print(f"{name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+            running.pop(name, None)
+            continue
+        if model.apart:
+            found[name].seconds.extend(timed(running[name], steps, device) for _ in range(rounds))
+            if out is not None:
+                profile(running[name], out / f"{name.replace(', ', '-')}.txt")
+            running.clear()
+    for _ in range(rounds if running else 0):
+        for name, step in running.items():
+            found[name].seconds.append(timed(step, steps, device))
+    if out is not None:
+        for name, step in running.items():
+            profile(step, out / f"{name.replace(', ', '-')}.txt")
+    return found
+
+
+def ceilings(device: torch.device) -> tuple[float, float]:
+    """Returns FLOP/s of a bf16 product and the bytes that a copy reads and writes in a second."""
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+    source = torch.randn(1 << 28, device=device)
+    target = torch.empty_like(source)
+    product = min(timed(lambda: a @ b, 10, device) for _ in range(3))
+    copy = min(timed(lambda: target.copy_(source), 10, device) for _ in range(3))
+    return 2 * 8192**3 / product, 2 * source.numel() * 4 / copy
+
+
+def predict(models: list[str], variants: list[str]) -> dict[str, int]:
+    """Returns the bytes at the peak that dry-run predicts, by model and variant."""
+    found = {}
+    for name in models:
+        for variant in variants:
+            flags = (MODELS[name].flags + VARIANTS[variant]).split()
+            line = ["dry-run", "gpt", *flags, "--device", "cuda", "--json"]
+            printed = subprocess.run(
+                [sys.executable, "-m", "megatron_train", *line], check=True, capture_output=True
+            )
+            (rank,) = json.loads(printed.stdout)["of_ranks"]
+            found[f"{name}/{variant}"] = rank["peak"]
+    return found
+
+
+def main() -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--variants", nargs="+", choices=(PEER, *VARIANTS), default=None)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="steps of a round")
+    parser.add_argument("--flags", default="", help="more flags of megatron-train for ours")
+    parser.add_argument("--predict", type=Path, help="only write predicted memory here")
+    parser.add_argument("--predicted", type=Path, help="file that --predict wrote")
+    parser.add_argument("--profile", type=Path, help="folder for tables of kernels")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    args = parser.parse_args()
+    variants = args.variants or [PEER, *VARIANTS]
+    if args.flags:
+        VARIANTS.update({name: f"{flags}{args.flags} " for name, flags in VARIANTS.items()})
+    if args.predict is not None:
+        found = predict(args.models, [name for name in variants if name != PEER])
+        args.predict.write_text(json.dumps(found, indent=2) + "\n")
+        return 0
+    device = torch.device("cuda")
+    kind = torch.cuda.get_device_name(device)
+    sheet = next((peak for name, peak in PEAKS.items() if name in kind), None)
+    flops, bytes_ = ceilings(device)
+    print(
+        f"{kind}, torch {torch.__version__}, Python {platform.python_version()}: product "
+        f"{flops / 1e12:.0f} TFLOP/s, copy {bytes_ / 1e12:.2f} TB/s; medians of {args.rounds} "
+        f"rounds of {args.steps} steps"
+    )
+    predicted = {} if args.predicted is None else json.loads(args.predicted.read_text())
+    print("| model | variant | ms | tokens/s | MFU | of the product | / plain | GiB | predicted |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    results: dict[str, Any] = {}
+    for name in args.models:
+        run = read_run(MODELS[name].flags)
+        length, samples = run.data.seq_length, run.training.micro_batch_size
+        work = training_flops(run.model, length, length * samples)
+        if args.profile is not None:
+            (args.profile / name.split(",")[0]).mkdir(parents=True, exist_ok=True)
+        out = None if args.profile is None else args.profile / name.split(",")[0]
+        found = measure(MODELS[name], variants, args.rounds, args.steps, device, out)
+        peer = statistics.median(found[PEER].seconds) if PEER in found else float("nan")
+        for variant, (seconds, peak, start) in found.items():
+            median = statistics.median(seconds)
+            share = float("nan") if sheet is None else work / median / sheet
+            guess = predicted.get(f"{name}/{variant}")
+            print(
+                f"| {name} | {variant} | {median * 1e3:.1f} | {length * samples / median:,.0f} "
+                f"| {share:.1%} | {work / median / flops:.1%} | {peer / median:.3f} "
+                f"| {peak / 2**30:.2f} | {'' if guess is None else f'{guess / 2**30:.2f}'} |",
+                flush=True,
+            )
+            results[f"{name}/{variant}"] = {"seconds": seconds, "peak": peak, "start": start}
+    if args.json is not None:
+        args.json.write_text(json.dumps({"device": kind, "results": results}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
