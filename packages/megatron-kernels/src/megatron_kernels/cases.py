@@ -304,9 +304,12 @@ def _linear(draw: InputGenerator, rows: tuple[int, ...], *, bias: bool) -> tuple
     return (x, draw.normal(29, 43), draw.normal(29) if bias else None)
 
 
-def _quantized(draw: InputGenerator, a: QuantFormat, b: QuantFormat) -> tuple[Any, ...]:
-    x, weight = draw.normal(draw.rows(21), 43).detach(), draw.normal(29, 43).detach()
-    return (quantize(x, a), quantize(weight, b), draw.normal(29), draw.dtype)
+def _quantized(
+    draw: InputGenerator, a: QuantFormat, b: QuantFormat, outputs: int = 29, inputs: int = 43
+) -> tuple[Any, ...]:
+    x, weight = draw.normal(draw.rows(21), inputs), draw.normal(outputs, inputs)
+    quantized = quantize(x.detach(), a), quantize(weight.detach(), b)
+    return (*quantized, draw.normal(outputs), draw.dtype)
 
 
 def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
@@ -474,6 +477,11 @@ CASES = (
     Case(linear, "", partial(_linear, rows=(7, 3), bias=True)),
     Case(linear, "several tiles", partial(_linear, rows=(150,), bias=False)),
     Case(quantized_matmul, "fp8", partial(_quantized, a=FP8_TENSOR, b=FP8_GRADIENT)),
+    Case(
+        quantized_matmul,
+        "fp8, multiples of 16",
+        partial(_quantized, a=FP8_TENSOR, b=FP8_GRADIENT, outputs=48, inputs=64),
+    ),
     Case(quantized_matmul, "int8", partial(_quantized, a=INT8_ROW, b=INT8_ROW)),
     Case(quantized_matmul, "mxfp8", partial(_quantized, a=MXFP8, b=MXFP8)),
     Case(quantized_matmul, "nvfp4", partial(_quantized, a=NVFP4, b=NVFP4)),

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.ops.low_precision.quantize import Quantized, dequantize
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 _FP8: Final = ("e4m3", "e5m2")
 _ADA: Final = (8, 9)
@@ -61,6 +61,8 @@ def scaled_unsupported_reason(
     a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype
 ) -> str | None:
     """Returns that `torch._scaled_mm` does not multiply these formats or dtypes, or not here."""
+    if a.device.type != "cuda":
+        return f"it takes thousands of times as long on {a.device.type} as on cuda"
     if 0 in (*a.shape, *b.shape):
         return "a matrix is empty"
     for each in (a, b):
@@ -73,13 +75,11 @@ def scaled_unsupported_reason(
         return f"it returns float32, bfloat16 or float16, not {dtype}"
     if a.format.is_per_row and dtype != torch.bfloat16:
         return f"with a scale for each row it returns bfloat16, not {dtype}"
-    if a.device.type == "cuda":
-        if torch.cuda.get_device_capability(a.device) < _ADA:
-            return "the GPU has no products in FP8 (compute capability 8.9)"
-        if a.format.elements == b.format.elements == "e5m2":
-            return "CUDA multiplies no two matrices in e5m2"
-        return _shapes_unsupported_reason(a, b, 16)
-    return None if a.device.type == "cpu" else f"it runs on cpu and cuda, not on {a.device.type}"
+    if torch.cuda.get_device_capability(a.device) < _ADA:
+        return "the GPU has no products in FP8 (compute capability 8.9)"
+    if a.format.elements == b.format.elements == "e5m2":
+        return "CUDA multiplies no two matrices in e5m2"
+    return _shapes_unsupported_reason(a, b, 16)
 
 
 def _shapes_unsupported_reason(
@@ -96,13 +96,7 @@ def _shapes_unsupported_reason(
 
 @op(
     Backend("int_mm", integers, integers_unsupported_reason, "torch._int_mm, exact sums"),
-    Backend(
-        "scaled_mm",
-        scaled,
-        scaled_unsupported_reason,
-        "torch._scaled_mm; on CPUs thousands of times slower",
-        on_request=NEVER_RUN,
-    ),
+    Backend("scaled_mm", scaled, scaled_unsupported_reason, "torch._scaled_mm"),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def quantized_matmul(
