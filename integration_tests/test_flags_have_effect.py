@@ -412,6 +412,11 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "fim.suffix_token": (FIM, {"--fim-suffix-token": "d"}),
     "training.task": ({}, {"--task": "gtp"}),
     "placement.cross_entropy_fusion_impl": ({}, {"--cross-entropy-fusion-impl": "linear"}),
+    "placement.cross_entropy_loss_fusion": ({}, {"--no-cross-entropy-loss-fusion": ""}),
+    "placement.bias_gelu_fusion": ({}, {"--no-bias-gelu-fusion": ""}),
+    "placement.bias_swiglu_fusion": ({"--activation": "swiglu"}, {"--no-bias-swiglu-fusion": ""}),
+    "placement.bias_dropout_fusion": ({}, {"--no-bias-dropout-fusion": ""}),
+    "placement.rope_fusion": (ROPE, {"--no-rope-fusion": ""}),
     "placement.transformer_impl": ({}, {"--transformer-impl": "transformer_engine"}),
     "placement.attention_backend": ({}, {"--attention-backend": "local"}),
     "placement.flash_attention_version": (

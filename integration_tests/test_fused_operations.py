@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron_kernels import DropoutSite, bias_dropout_add
 from megatron_models import GPT, Dropout, GPTConfig, Placement, StaticKVCache, operations_of
-from megatron_models.kernel_backends import FUSED
+from megatron_models.fused_operations import FUSED
 from megatron_parallel import (
     DropoutKey,
     GradientBuffers,

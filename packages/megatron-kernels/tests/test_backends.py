@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_kernels import Backend
+from megatron_kernels import Backend, vocab_cross_entropy, vocab_cross_entropy_gradient
 from megatron_kernels.cases import CASES, Case, InputGenerator
 from megatron_kernels.check import INPUTS, KNOWN, Inputs, check, check_backend, count_checks
 from megatron_kernels.registry import accept_all
@@ -44,9 +44,36 @@ def test_every_usable_backend_on_a_gpu_equals_the_reference_in_float64(
     assert [result for result in results if not result.passed] == []
 
 
+WITHOUT_GRADIENTS = {
+    "attention_backward",
+    "add_vocab_gradient",
+    "vocab_cross_entropy",
+    "vocab_cross_entropy_gradient",
+}
+
+
+def test_the_backward_pass_of_a_loss_over_parts_equals_that_of_autograd() -> None:
+    """Two parts of a vocabulary, the second with padding, and label smoothing."""
+    logits = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
+    targets, dloss = torch.tensor([0, 6, 7, 10, 3]), torch.randn(5, dtype=torch.float64)
+    losses = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=0.2)
+    (expected,) = torch.autograd.grad(losses, logits, dloss)
+    padded = functional.pad(logits.detach(), (0, 3), value=9.0)
+    parts = [(padded[:, :7], targets, 7), (padded[:, 7:], targets - 7, 4)]
+    terms = [vocab_cross_entropy(*part) for part in parts]
+    lse, picked = torch.logaddexp(terms[0][0], terms[1][0]), torch.maximum(terms[0][1], terms[1][1])
+    every = terms[0][2] + terms[1][2] - 11 * lse
+    torch.testing.assert_close(0.8 * (lse - picked) - 0.2 / 11 * every, losses.detach())
+    found = [
+        vocab_cross_entropy_gradient(part, columns, lse, dloss, valid, 0.8, 0.2 / 11)
+        for part, columns, valid in parts
+    ]
+    torch.testing.assert_close(torch.cat(found, 1), functional.pad(expected, (0, 3)))
+
+
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.op.name not in ("attention_backward", "add_vocab_gradient")],
+    [case for case in CASES if case.op.name not in WITHOUT_GRADIENTS],
     ids=lambda case: f"{case.op.name}-{case.label or 'plain'}",
 )
 def test_gradients_of_the_references_equal_finite_differences(case: Case) -> None:

@@ -1,14 +1,16 @@
 """The choice of a backend, with an operation for this test."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
-from megatron_kernels import Backend, KernelError, attention, layer_norm, op
+from megatron_kernels import Backend, KernelError, attention, fuses_on, layer_norm, op
 from megatron_kernels.cases import CASES
 from megatron_kernels.ops.attention.mask import Mask
-from megatron_kernels.registry import NEVER_RUN
+from megatron_kernels.registry import NEVER_RUN, accept_all
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def even_only(x: int) -> str | None:
@@ -106,6 +108,28 @@ def test_a_backend_on_request_runs_only_if_a_call_names_it() -> None:
     assert carefully.explain(6, backend="untried").reason == "requested"
     with pytest.raises(KernelError, match="untried: on request only, never run on a GPU"):
         carefully(-4)
+
+
+def test_a_device_fuses_if_the_first_backend_is_one_kernel_there() -> None:
+    kernel = Backend("kernel", lambda x: x, accept_all, "", fuses=True)
+    untried = replace(kernel, on_request=NEVER_RUN)
+    plain = Backend("plain", lambda x: x, accept_all, "")
+    device = torch.device("cuda")
+    with FakeTensorMode():
+        for backends, expected in (
+            ((kernel, plain), True),
+            ((plain, kernel), False),
+            ((untried, plain), False),
+            ((untried, kernel), True),
+        ):
+
+            @op(*backends)
+            def same(x: int, *, backend: str = "auto") -> int:
+                return same.run(backend, x)
+
+            assert fuses_on(same, device, torch.bfloat16) is expected
+            assert not fuses_on(same, device, torch.int8)
+            assert not fuses_on(same, "cpu", torch.bfloat16)
 
 
 def test_backends_that_never_ran_on_their_hardware_are_labelled() -> None:

@@ -20,6 +20,8 @@ from megatron_kernels import (
     rope_qkv,
     softmax,
     swiglu,
+    vocab_cross_entropy,
+    vocab_cross_entropy_gradient,
 )
 from megatron_kernels.cases import CASES, Case, InputGenerator
 from megatron_kernels.check import Inputs, check_backend
@@ -51,7 +53,7 @@ def backend_of(case: Case) -> Backend:
 
 def test_the_interpreter_is_on_and_the_backends_run_on_request_only() -> None:
     assert interprets()
-    assert len({case.op.name for case in TRITON}) == 17
+    assert len({case.op.name for case in TRITON}) == 19
     for case in TRITON:
         choice = case.op.explain(*case.arguments(InputGenerator(torch.float32, CPU)))
         assert choice.backend != "triton"
@@ -116,6 +118,23 @@ def test_losses_of_vocabularies_of_several_blocks(vocabulary: int) -> None:
         logits[0, vocabulary // 2 + 1 :] = -torch.inf  # as of padding tokens
     targets = torch.tensor([0, vocabulary - 1, -100])
     both_equal(cross_entropy, (logits, targets))
+    own, lse = logits.detach(), torch.randn(3, dtype=F64)
+    for valid in {vocabulary, vocabulary - vocabulary // 3}:
+        both_equal(vocab_cross_entropy, (own, targets, valid))
+        both_equal(
+            vocab_cross_entropy_gradient, (own, targets, lse, lse.cos(), valid, 0.9, 0.1, False)
+        )
+
+
+def test_a_gradient_is_written_over_the_logits_if_that_is_allowed() -> None:
+    logits, numbers = torch.randn(3, 2, 7), torch.randn(3, 2)
+    targets = torch.zeros(3, 2, dtype=torch.int64)
+    for x in (logits.clone(), logits.clone().mT.contiguous().mT):
+        given = x, targets, numbers, numbers, 7, 1.0, 0.0
+        expected = vocab_cross_entropy_gradient(*given, backend="reference")
+        found = vocab_cross_entropy_gradient(*given, overwrites=True, backend="triton")
+        torch.testing.assert_close(found, expected)
+        assert (found is x) == x.is_contiguous()
 
 
 def test_rows_of_several_thousand_elements() -> None:

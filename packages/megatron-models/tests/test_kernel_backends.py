@@ -27,7 +27,8 @@ from megatron_models import (
     operations_of,
 )
 from megatron_models.components.attention.context_parallel import _Blocks, _Lowered
-from megatron_models.kernel_backends import BLOCKS, FUSED
+from megatron_models.fused_operations import FUSED, SEPARATE
+from megatron_models.kernel_backends import BLOCKS
 from megatron_parallel import DropoutKey, Mesh, RecomputeConfig
 
 SIZES: dict[str, Any] = {
@@ -195,12 +196,42 @@ def test_misspelt_names_and_operations_without_calls_are_refused() -> None:
         assert message in str(error.value)
 
 
+def test_fused_operations_can_be_refused_by_name() -> None:
+    config = replace(DECODERS["gpt"], activation="gelu")
+    chosen = {"bias_gelu": SEPARATE, "vocab_cross_entropy": SEPARATE}
+    check_backends(config, chosen)
+    found = {choice.op: choice for choice in explain_backends(config, chosen)}
+    choice = found["bias_gelu"]
+    assert (choice.backend, choice.reason) == (SEPARATE, "requested")
+    with pytest.raises(ConfigError, match="gelu has no backend 'separate'"):
+        check_backends(config, {"gelu": SEPARATE})
+
+
+@pytest.mark.parametrize("requested", ["auto", SEPARATE])
+def test_operations_are_fused_where_one_kernel_computes_them(requested: str) -> None:
+    """A device with such kernels is simulated: the reference stands for the kernel."""
+    config = DECODERS["gpt"]
+    names = [name for name in operations_of(config) if name in FUSED]
+    backends = dict.fromkeys(names, requested)
+    with mock.patch("megatron_models.placement.fuses_on", lambda *_: True):
+        model = GPT(config, Placement(Mesh.single(), torch.float64, backends=backends))
+    tokens = torch.arange(12).view(2, 6)
+    with calls() as made:
+        losses = model(tokens, labels=tokens)
+    plain = GPT(config, Placement(Mesh.single(), torch.float64))
+    torch.testing.assert_close(losses, plain(tokens, labels=tokens), rtol=1e-11, atol=1e-11)
+    # There is no hidden dropout. The gradient is an operation of the backward pass.
+    called = {op for op, _ in made} & {*FUSED}
+    assert called == (set() if requested == SEPARATE else {*names} - {"bias_dropout_add"})
+
+
 def test_a_backend_that_cannot_run_on_this_machine_is_refused_with_its_reason() -> None:
     config = DECODERS["llama"]
     choices = explain_backends(config, {"rope": "reference"}, dtype=torch.bfloat16)
     found = {choice.op: (choice.backend, choice.reason) for choice in choices}
     assert found["rope"] == ("reference", "requested")
-    assert found["rms_norm"] == ("torch", "first choice")
+    assert found["rms_norm"] == ("torch", "triton: needs a CUDA tensor, x is on cpu")
+    assert found["attention"][0] == "torch" and "vocab_embedding" not in found
     with pytest.raises(ConfigError) as error:
         explain_backends(config, {"attention": "flash_attn"})
     assert str(error.value) == (

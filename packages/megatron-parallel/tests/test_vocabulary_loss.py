@@ -22,14 +22,17 @@ from megatron_parallel.tensor_parallel import (
     PLAIN,
     UNFUSED_CROSS_ENTROPY,
     LinearCrossEntropy,
+    LogitsCrossEntropy,
     LoRA,
+    VocabularyLoss,
     freeze_all_but_adapters,
+    with_logits_block,
 )
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-S, B, H, VOCAB, PADDED = 6, 2, 5, 21, 32
+S, B, H, VOCAB, PADDED = 8, 2, 5, 21, 32
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -40,6 +43,34 @@ def drawn(seed: int, *shape: int) -> Tensor:
 def labels() -> Tensor:
     found = torch.randint(VOCAB, (S, B), generator=torch.Generator().manual_seed(3))
     return found.index_put((torch.tensor([2]), torch.tensor([1])), torch.tensor(IGNORE_INDEX))
+
+
+class Block:
+    """The definition of a `LogitsBlock`, with autograd as its backward pass."""
+
+    def forward(self, logits: Tensor, columns: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+        values = logits[..., :valid].to(torch.promote_types(logits.dtype, torch.float32))
+        hot = columns[..., None] == torch.arange(valid)
+        at_target = values.masked_fill(~hot, -torch.inf).logsumexp(-1)
+        return values.logsumexp(-1), at_target, values.sum(-1)
+
+    def backward(
+        self,
+        logits: Tensor,
+        columns: Tensor,
+        whole: Tensor,
+        upstream: Tensor,
+        valid: int,
+        *,
+        at_target: float,
+        everywhere: float,
+        overwrites: bool,
+    ) -> Tensor:
+        assert overwrites
+        numbers = torch.arange(logits.shape[-1])
+        found = (logits - whole[..., None]).exp() - everywhere
+        found = found - (columns[..., None] == numbers).to(found.dtype) * at_target
+        return logits.copy_(torch.where(numbers < valid, found * upstream[..., None], 0.0))
 
 
 def set_bias(part: Tensor, mesh: Mesh) -> None:
@@ -126,6 +157,41 @@ def test_linear_cross_entropy_on_ranks_equals_the_unfused_loss_of_one(
             for box, gradient in rank["gradients"][name]:
                 close(gradient, whole[box.slices])
     close(torch.cat([r["x"] for r in found]) if cut else found[0]["x"], truth["x"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "equal"),
+    [
+        (LogitsCrossEntropy(), False),
+        (LinearCrossEntropy(5), False),
+        (LinearCrossEntropy(5, "forward"), True),
+    ],
+    ids=["logits", "few, backward", "few, forward"],
+)
+@pytest.mark.parametrize(("smoothing", "softcap"), [(0.0, 0.0), (0.2, 0.7)])
+def test_a_block_on_ranks_computes_the_loss_of_one(
+    worker_pool: WorkerPool,
+    single: Mesh,
+    smoothing: float,
+    softcap: float,
+    loss: VocabularyLoss,
+    equal: bool,
+) -> None:
+    truth = step(single, UNFUSED_CROSS_ENTROPY, False, smoothing, "biased", softcap, equal)
+    with_block = with_logits_block(loss, Block())
+    assert with_block != loss and with_logits_block(with_block, Block()) is with_block
+    arguments = with_block, True, smoothing, "biased", softcap, equal
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    # The second of two ranks has padding; of four, the last has nothing else.
+    for ranks in (1, 2, 4):
+        found = worker_pool.run_mesh(ParallelLayout(tp=ranks, dp=1), step, *arguments)
+        for rank in found:
+            close(rank["losses"], truth["losses"])
+            for name, ((_, whole),) in truth["gradients"].items():
+                for box, gradient in rank["gradients"][name]:
+                    close(gradient, whole[box.slices])
+        parts = [rank["x"] for rank in found]
+        close(torch.cat(parts) if len(parts) > 1 else parts[0], truth["x"])
 
 
 @pytest.mark.parametrize("how", ["plain", "biased", "fused", "lora"])

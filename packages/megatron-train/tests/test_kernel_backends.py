@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_train.config.flags import Parser, add_run_options
-from megatron_train.config.kernel_backends import chosen_backends
+from megatron_train.config.kernel_backends import chosen_backends, fusions_without_effect
 from megatron_train.config.resolve import resolve
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options, sections
@@ -50,10 +50,30 @@ def parse(flags: str = "", config: Path | None = None) -> RunConfig:
             "--transformer-impl transformer_engine --kernel-backends linear=torch gelu=reference",
             {"linear": "torch", "layer_norm": "transformer_engine", "gelu": "reference"},
         ),
+        ("--no-bias-gelu-fusion", {"bias_gelu": "separate", "gelu": "torch"}),
+        ("--disable-bias-linear --no-bias-gelu-fusion", {"gelu": "torch"}),
+        (
+            "--swiglu --no-bias-gelu-fusion --no-bias-swiglu-fusion",
+            {"bias_swiglu": "separate", "swiglu": "torch"},
+        ),
+        ("--no-bias-dropout-fusion", {"bias_dropout_add": "separate"}),
+        ("--no-rope-fusion", {}),  # there is none without --position-embedding-type rope
+        (
+            "--position-embedding-type rope --no-rope-fusion",
+            {"rope_qkv": "separate", "rope": "torch"},
+        ),
+        ("--no-cross-entropy-loss-fusion", {"vocab_cross_entropy": "separate"}),
+        ("--cross-entropy-loss-fusion", {}),
+        ("--batch-invariant-mode --no-bias-gelu-fusion", {"bias_gelu": "separate"}),
     ],
 )
 def test_megatrons_switches_choose_backends(flags: str, chosen: dict[str, str]) -> None:
     assert chosen_backends(parse(flags)) == chosen
+
+
+def test_a_fusion_that_no_layer_has_is_switched_off_with_a_note() -> None:
+    run = parse("--no-rope-fusion --no-bias-gelu-fusion")
+    assert fusions_without_effect(run) == ["rope_fusion"]
 
 
 def test_a_file_chooses_backends(tmp_path: Path) -> None:
@@ -78,6 +98,10 @@ def test_a_file_chooses_backends(tmp_path: Path) -> None:
         (
             "--kernel-backends attention_forward=torch",
             "attention_forward has no effect with --context-parallel-size 1; leave it out",
+        ),
+        (
+            "--kernel-backends bias_gelu=reference --no-bias-gelu-fusion",
+            "bias_gelu=reference and --no-bias-gelu-fusion choose the same backend; leave out one",
         ),
         ("--flash-attention-version 3", "has no effect without --attention-backend flash"),
     ],
@@ -120,7 +144,8 @@ def test_the_log_names_backends_and_reasons_if_one_is_requested() -> None:
             [
                 "kernels of plain calls: linear torch (first choice); layer_norm reference "
                 "(requested); attention torch (flash_attn: needs a CUDA tensor, q is on cpu; "
-                "flash_attn_3: needs a CUDA tensor, q is on cpu); gelu torch (first choice)"
+                "flash_attn_3: needs a CUDA tensor, q is on cpu); gelu torch (triton: needs a CUDA "
+                "tensor, x is on cpu)"
             ],
         ),
     ):

@@ -25,7 +25,7 @@ def _embedding_offset(mesh: Mesh, replace: Replace) -> None:
 def _target_offset(mesh: Mesh, replace: Replace) -> None:
     true = vocabulary_loss.vocab_parallel_cross_entropy
 
-    def wrong(logits: Tensor, targets: Tensor, axis: Any, vocab: int, **options: float) -> Tensor:
+    def wrong(logits: Tensor, targets: Tensor, axis: Any, vocab: int, **options: Any) -> Tensor:
         return true(logits, targets - axis.index, axis, vocab, **options)
 
     replace(vocabulary_loss, "vocab_parallel_cross_entropy", wrong)
@@ -35,7 +35,7 @@ def _target_offset(mesh: Mesh, replace: Replace) -> None:
 def _padding(mesh: Mesh, replace: Replace) -> None:
     true = vocabulary_loss.vocab_parallel_cross_entropy
 
-    def wrong(logits: Tensor, targets: Tensor, axis: Any, vocab: int, **options: float) -> Tensor:
+    def wrong(logits: Tensor, targets: Tensor, axis: Any, vocab: int, **options: Any) -> Tensor:
         return true(logits, targets, axis, logits.shape[-1] * axis.size, **options)
 
     replace(vocabulary_loss, "vocab_parallel_cross_entropy", wrong)

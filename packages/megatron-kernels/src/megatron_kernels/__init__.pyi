@@ -3,6 +3,7 @@ from .availability import Availability as Availability
 from .availability import library_availability as library_availability
 from .choices import explain_on as explain_on
 from .choices import find_operation as find_operation
+from .choices import fuses_on as fuses_on
 from .choices import operations as operations
 from .errors import KernelError as KernelError
 from .ops.activation.bias_activation import bias_gelu as bias_gelu
@@ -28,6 +29,10 @@ from .ops.embedding.vocab_embedding import add_vocab_gradient as add_vocab_gradi
 from .ops.embedding.vocab_embedding import vocab_embedding as vocab_embedding
 from .ops.linear.linear import linear as linear
 from .ops.loss.cross_entropy import cross_entropy as cross_entropy
+from .ops.loss.vocab_cross_entropy import vocab_cross_entropy as vocab_cross_entropy
+from .ops.loss.vocab_cross_entropy import (
+    vocab_cross_entropy_gradient as vocab_cross_entropy_gradient,
+)
 from .ops.low_precision.formats import FP8_BLOCK as FP8_BLOCK
 from .ops.low_precision.formats import FP8_BLOCK_2D as FP8_BLOCK_2D
 from .ops.low_precision.formats import FP8_GRADIENT as FP8_GRADIENT

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch._subclasses.fake_tensor import FakeTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,6 +19,11 @@ def constant_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Returns whether a tensor has a shape, a dtype and a device, but no values."""
+    return isinstance(tensor, FakeTensor)
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:

@@ -27,6 +27,10 @@ from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, bias_drop
 from megatron_kernels.ops.embedding.vocab_embedding import add_vocab_gradient, vocab_embedding
 from megatron_kernels.ops.linear.linear import linear
 from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
+from megatron_kernels.ops.loss.vocab_cross_entropy import (
+    vocab_cross_entropy,
+    vocab_cross_entropy_gradient,
+)
 from megatron_kernels.ops.low_precision.formats import (
     FP8_GRADIENT,
     FP8_TENSOR,
@@ -319,6 +323,24 @@ def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(rows, 3, 37), targets)
 
 
+def _vocab_loss(draw: InputGenerator, valid: int) -> tuple[Any, ...]:
+    rows = draw.rows(5)
+    targets = draw.integers(50, rows, 3) - 7  # some are in another part
+    return (draw.normal(rows, 3, 37).detach(), targets, valid)
+
+
+def _vocab_loss_gradient(
+    draw: InputGenerator, valid: int, *, everywhere: float, overwrites: bool
+) -> tuple[Any, ...]:
+    logits, targets, valid = _vocab_loss(draw, valid)
+    wide = torch.promote_types(draw.dtype, torch.float32)
+    rows = targets.shape
+    lse, dloss = 4 + draw.normal(*rows).detach().to(wide), draw.normal(*rows).detach().to(wide)
+    dloss[1:2, 1] = 0.0
+    smoothing = 1 - everywhere * 37
+    return (logits, targets, lse, dloss, valid, smoothing, everywhere, overwrites)
+
+
 def _vocab_embedding(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(17, 43), draw.integers(40, draw.rows(5), 3), 11)
 
@@ -486,6 +508,20 @@ CASES = (
     Case(quantized_matmul, "mxfp8", partial(_quantized, a=MXFP8, b=MXFP8)),
     Case(quantized_matmul, "nvfp4", partial(_quantized, a=NVFP4, b=NVFP4)),
     Case(cross_entropy, "", _cross_entropy),
+    Case(vocab_cross_entropy, "", partial(_vocab_loss, valid=37)),
+    Case(vocab_cross_entropy, "padding", partial(_vocab_loss, valid=30)),
+    Case(vocab_cross_entropy, "padding alone", partial(_vocab_loss, valid=0)),
+    Case(
+        vocab_cross_entropy_gradient,
+        "",
+        partial(_vocab_loss_gradient, valid=37, everywhere=0.0, overwrites=False),
+    ),
+    Case(
+        vocab_cross_entropy_gradient,
+        "padding, smoothing, in place",
+        partial(_vocab_loss_gradient, valid=30, everywhere=0.01, overwrites=True),
+        True,
+    ),
     Case(vocab_embedding, "", _vocab_embedding),
     Case(add_vocab_gradient, "", partial(_vocab_gradient, first=False), True),
     Case(add_vocab_gradient, "first", partial(_vocab_gradient, first=True), True),

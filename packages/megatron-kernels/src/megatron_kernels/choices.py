@@ -3,6 +3,7 @@
 import torch
 
 from megatron_kernels.errors import KernelError
+from megatron_kernels.ops import triton_op
 from megatron_kernels.registry import AUTO, BackendChoice, Op
 
 
@@ -27,6 +28,22 @@ def find_operation(name: str) -> Op[..., object]:
             f"there is no operation {name!r}{nearest(name, known)} (known: {', '.join(known)})"
         )
     return known[name]
+
+
+def fuses_on(op: Op[..., object], device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Returns whether calls that name no backend are one kernel each way on a device.
+
+    A layer asks it once to decide between an operation that stands for several others and these.
+
+    Args:
+        op: The operation.
+        device: Device of the tensors.
+        dtype: Dtype of the tensors.
+    """
+    first = next(iter(op.automatic), None)
+    if first is None or not first.fuses:
+        return False
+    return triton_op.unsupported_reason(torch.empty(0, device=device, dtype=dtype)) is None
 
 
 def explain_on(

@@ -48,6 +48,8 @@ class Backend:
         description: A short description for users.
         on_request: Why only a call that names the backend uses it, such as `NEVER_RUN`. None if
             other calls may use it too.
+        fuses: Whether it computes the operation in one kernel each way. Programs then call an
+            operation that stands for several others (`megatron_kernels.fuses_on`).
     """
 
     name: str
@@ -55,6 +57,7 @@ class Backend:
     unsupported_reason: Callable[..., str | None]
     description: str
     on_request: str | None = None
+    fuses: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class BackendChoice:
         if self.requested == AUTO:
             reasons = {name: status.skipped_reason for name, status in statuses.items()}
         else:
-            names = self.requested.split(",")
+            names = [name for name in self.requested.split(",") if name in statuses]
             reasons = {name: statuses[name].unsupported_reason for name in names}
         skipped = list(takewhile(lambda each: each[0] != self.backend, reasons.items()))
         if skipped:

@@ -22,6 +22,10 @@ from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, bias_drop
 from megatron_kernels.ops.embedding.vocab_embedding import vocab_embedding
 from megatron_kernels.ops.linear.linear import linear
 from megatron_kernels.ops.loss.cross_entropy import cross_entropy
+from megatron_kernels.ops.loss.vocab_cross_entropy import (
+    vocab_cross_entropy,
+    vocab_cross_entropy_gradient,
+)
 from megatron_kernels.ops.moe.grouped_matmul import grouped_matmul
 from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
 from megatron_kernels.ops.norm.add_norm import add_layer_norm, add_rms_norm
@@ -200,6 +204,18 @@ def _attention_products(shape: Shape) -> float:
     return 4.0 * shape.tokens**2 * shape.width
 
 
+def _logits(draw: InputGenerator, shape: Shape) -> tuple[Tensor, Tensor]:
+    logits = draw.normal(shape.tokens, shape.vocabulary).detach()
+    return logits, draw.integers(shape.vocabulary, shape.tokens)
+
+
+def _losses(draw: InputGenerator, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Returns log-sum-exps and gradients of losses."""
+    wide = torch.promote_types(draw.dtype, torch.float32)
+    numbers = draw.normal(shape.tokens).detach().to(wide)
+    return numbers + 9, numbers
+
+
 WORKLOADS: Final = (
     Workload(
         layer_norm,
@@ -277,6 +293,12 @@ WORKLOADS: Final = (
         cross_entropy,
         "",
         lambda d, s: (d.normal(s.tokens, s.vocabulary), d.integers(s.vocabulary, s.tokens)),
+    ),
+    Workload(vocab_cross_entropy, "", lambda d, s: (*_logits(d, s), s.vocabulary)),
+    Workload(
+        vocab_cross_entropy_gradient,
+        "",
+        lambda d, s: (*_logits(d, s), *_losses(d, s), s.vocabulary, 1.0, 0.0, False),
     ),
     Workload(grouped_matmul, "", _grouped, lambda s: 4.0 * s.tokens * s.width**2),
     Workload(permute, "", lambda d, s: (d.normal(s.tokens, s.width), _order(d, s), 2)),

@@ -13,6 +13,7 @@ from typing import Final
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.mlp.spec import MLPSpec
 from megatron_models.errors import ConfigError
+from megatron_models.fused_operations import FUSED, SEPARATE
 from megatron_models.models.model_config import ModelConfig
 from megatron_models.placement import Placement
 
@@ -59,4 +60,6 @@ def batch_invariant(config: ModelConfig, placement: Placement) -> Placement:
             f"layers of {', '.join(sorted(others))} have no batch-invariant operations; use a "
             f"model of {' and '.join(sorted(_MIXERS))} alone"
         )
-    return replace(placement, backends={**placement.backends, **dict.fromkeys(OPERATIONS, BACKEND)})
+    separate = dict.fromkeys(FUSED, SEPARATE)
+    backends = {**separate, **placement.backends, **dict.fromkeys(OPERATIONS, BACKEND)}
+    return replace(placement, backends=backends)

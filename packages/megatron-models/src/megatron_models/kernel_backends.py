@@ -13,25 +13,18 @@ from megatron_kernels import (
     KernelError,
     explain_on,
     find_operation,
+    fuses_on,
 )
 from megatron_parallel import Mesh
 
 from megatron_models.errors import ConfigError
+from megatron_models.fused_operations import FUSED, SEPARATE
 from megatron_models.kinds import find_kind
 from megatron_models.models.model_config import ModelConfig
 from megatron_models.placement import Placement
 
 BLOCKS: Final = ("attention_forward", "attention_backward")
 """Operations of attention over context-parallel ranks."""
-
-FUSED: Final = (
-    "add_rms_norm",
-    "add_layer_norm",
-    "rope_qkv",
-    "bias_dropout_add",
-    "vocab_embedding",
-)
-"""Operations that layers call, instead of several others, only if their backend is chosen."""
 
 
 class _Recorder(Mapping[str, str]):
@@ -77,7 +70,7 @@ def check_backends(config: ModelConfig, backends: Mapping[str, str]) -> None:
     for name, backend in backends.items():
         try:
             operation = find_operation(name)
-            if backend != AUTO:
+            if backend != AUTO and (backend != SEPARATE or name not in FUSED):
                 operation.named(backend)
         except KernelError as error:
             raise ConfigError(str(error)) from None
@@ -96,8 +89,8 @@ def explain_backends(
 ) -> tuple[BackendChoice, ...]:
     """Returns which backend runs a small call of each operation of a model, and why.
 
-    Blocks of attention over context-parallel ranks, and fused operations that layers call only if
-    their backend is chosen, are included if it is requested.
+    Blocks of attention over context-parallel ranks are included if their backend is requested, and
+    fused operations also if one kernel computes them on the device.
 
     Args:
         config: The model's configuration.
@@ -108,12 +101,15 @@ def explain_backends(
     Raises:
         ConfigError: A requested backend cannot run on this machine; the message has the reason.
     """
-    choices = tuple(
-        explain_on(find_operation(name), backends.get(name, AUTO), device=device, dtype=dtype)
-        for name in operations_of(config)
-        if name in backends or name not in (*BLOCKS, *FUSED)
-    )
+    choices = []
+    for name in operations_of(config):
+        operation, requested = find_operation(name), backends.get(name, AUTO)
+        fused = name in FUSED and fuses_on(operation, device, dtype)
+        if requested == SEPARATE:
+            choices.append(BackendChoice(name, SEPARATE, SEPARATE, ()))
+        elif name in backends or fused or name not in (*BLOCKS, *FUSED):
+            choices.append(explain_on(operation, requested, device=device, dtype=dtype))
     for choice in choices:
         if choice.backend is None:
             raise ConfigError(f"{choice.op} cannot use backend {choice.reason}")
-    return choices
+    return tuple(choices)

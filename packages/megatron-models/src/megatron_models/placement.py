@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, TypeVar, Union
 
 import torch
-from megatron_kernels import AUTO, Op, vocab_embedding
+from megatron_kernels import AUTO, Op, fuses_on, vocab_cross_entropy, vocab_embedding
 from megatron_parallel import Mesh, RecomputeConfig, Sharding, StepState
 from megatron_parallel.sharding.step_state import Update
 from megatron_parallel.tensor_parallel import (
@@ -22,11 +22,14 @@ from megatron_parallel.tensor_parallel import (
     VocabParallelEmbedding,
     VocabSpec,
     VocabularyLoss,
+    with_logits_block,
 )
 from torch import nn
 
+from megatron_models.fused_operations import SEPARATE
 from megatron_models.linear_product import LinearProduct
 from megatron_models.vocab_lookup import KernelLookup
+from megatron_models.vocab_loss import KernelLogits
 
 R = TypeVar("R")
 
@@ -64,7 +67,9 @@ class Placement:
             are computed.
         backends: Backends of operations of `megatron_kernels` by name. Others use the first backend
             that supports a call. ``linear`` is the product of the linear layers without an entry in
-            ``products``. `check_backends` verifies that the model calls the operations.
+            ``products``. ``separate`` means that layers call the operations that a fused one stands
+            for (`megatron_models.fused_operations`). `check_backends` verifies that the model calls
+            the operations.
     """
 
     mesh: Mesh
@@ -118,6 +123,25 @@ class Placement:
         """Returns an operation with its backend."""
         return partial(op, backend=self.backend(op.name))
 
+    def fused(self, op: Op[Any, Any]) -> str | None:
+        """Returns the backend of an operation that stands for several others, or None for these.
+
+        Without a choice that is ``auto`` if one kernel computes the operation on the device.
+        """
+        backend = self.backend(op.name)
+        if backend == SEPARATE:
+            return None
+        chosen = backend != AUTO or fuses_on(op, self.resolved_device, self.dtype)
+        return backend if chosen else None
+
+    @property
+    def bound_vocabulary_loss(self) -> VocabularyLoss:
+        """The loss of the output layer, with the backend of `vocab_cross_entropy`."""
+        backend = self.fused(vocab_cross_entropy)
+        if backend is None:
+            return self.vocabulary_loss
+        return with_logits_block(self.vocabulary_loss, KernelLogits(backend))
+
     def column_parallel_linear(self, spec: ColumnSpec) -> ColumnParallelLinear:
         """Builds a column-parallel layer."""
         return ColumnParallelLinear.from_spec(
@@ -153,12 +177,12 @@ class Placement:
 
     def vocab_parallel_embedding(self, spec: VocabSpec) -> VocabParallelEmbedding:
         """Builds token embeddings."""
-        backend = self.backend(vocab_embedding.name)
+        backend = self.fused(vocab_embedding)
         return VocabParallelEmbedding.from_spec(
             spec,
             self.mesh,
             sequence_parallel=self.sequence_parallel,
-            lookup=None if backend == AUTO else KernelLookup(backend),
+            lookup=None if backend is None else KernelLookup(backend),
             dtype=self.dtype,
             device=self.resolved_device,
         )

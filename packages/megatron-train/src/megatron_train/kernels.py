@@ -12,7 +12,9 @@ from megatron_train.errors import TrainError
 def explain_run_backends(
     config: RunConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[BackendChoice, ...]:
-    """Returns the backend of each operation of the model, and why; nothing if none is requested.
+    """Returns the backend of each operation of the model, and why.
+
+    Returns nothing on a CPU if none is requested.
 
     Args:
         config: The run.
@@ -23,7 +25,7 @@ def explain_run_backends(
         TrainError: A requested backend cannot run on this machine; the message has the reason.
     """
     chosen = chosen_backends(config)
-    if not chosen:
+    if not chosen and device.type == "cpu":
         return ()
     try:
         return explain_backends(config.model, chosen, device=device, dtype=dtype)

@@ -9,6 +9,7 @@ Nothing is defined and Triton is not imported before the first call.
 import functools
 import importlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from megatron_kernels._compat import constant_to_compiler
+from megatron_kernels._compat import constant_to_compiler, is_fake
 from megatron_kernels.availability import library, probe_installation
+from megatron_kernels.registry import NEVER_RUN, Backend
 
 NAME: Final = "triton"
 """Name of the backends."""
@@ -50,6 +52,24 @@ class TritonOp:
         _define(self.schema, self.kernels, self.fakes)
         name = self.schema.partition("(")[0]
         return getattr(torch.ops.megatron_kernels, name).default(*arguments)
+
+
+def triton_backend(
+    run: Callable[..., Any],
+    unsupported_reason: Callable[..., str | None],
+    description: str,
+    on_request: str | None = NEVER_RUN,
+) -> Backend:
+    """Returns the backend of kernels of ours, which stands before those of torch.
+
+    Args:
+        run: As for `Backend`.
+        unsupported_reason: As for `Backend`.
+        description: As for `Backend`.
+        on_request: As for `Backend`. None for kernels that passed `megatron-kernels check` on a
+            GPU.
+    """
+    return Backend(NAME, run, unsupported_reason, description, on_request, fuses=True)
 
 
 @constant_to_compiler
@@ -99,6 +119,8 @@ def _installation() -> str | None:
 def unsupported_reason(*tensors: Tensor | None, row: int = 0) -> str | None:
     """Returns why Triton kernels do not support these tensors, or None.
 
+    Fake tensors need no Triton, so an imagined device has the kernels of a real one.
+
     Args:
         tensors: Tensors with floating-point numbers.
         row: Elements that one program must hold.
@@ -112,4 +134,7 @@ def unsupported_reason(*tensors: Tensor | None, row: int = 0) -> str | None:
             return f"needs floating-point numbers of 16, 32 or 64 bits, got {x.dtype}"
     if row > LONGEST_ROW:
         return f"has rows of at most {LONGEST_ROW} elements, got {row}"
-    return _not_installed()
+    reason = _not_installed()
+    if reason is not None and any(is_fake(x) for x in tensors if x is not None):
+        return None
+    return reason

@@ -1,4 +1,7 @@
-"""Cross-entropy that reads the logits once in each pass, and writes their gradient once."""
+"""Cross-entropy that reads the logits once in each pass, and writes their gradient once.
+
+A rank may have a part of the vocabulary, whose last columns may be padding.
+"""
 
 import torch
 import triton
@@ -13,68 +16,108 @@ _COLUMNS: int = 4096
 
 @triton.jit
 def _forward(
-    LOGITS, TARGETS, LOSS, LSE, v, row_stride, ignored, ACC: tl.constexpr, BLOCK: tl.constexpr
+    LOGITS, TARGETS, LSE, PICKED, TOTAL, valid, row_stride, ACC: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     lowest = float("-inf")
     largest = tl.full((BLOCK,), lowest, ACC)
+    powers = tl.zeros((BLOCK,), ACC)
     total = tl.zeros((BLOCK,), ACC)
-    for start in range(0, v, BLOCK):
+    for start in range(0, valid, BLOCK):
         at = start + columns
-        x = tl.load(LOGITS + row * row_stride + at, mask=at < v, other=lowest).to(ACC)
-        # Each lane has a maximum and a sum of its own, so lanes meet only at the end.
+        x = tl.load(LOGITS + row * row_stride + at, mask=at < valid, other=lowest).to(ACC)
+        # Each lane has a maximum and sums of its own, so lanes meet only at the end.
         larger = tl.maximum(largest, x)
         shift = tl.where(larger == lowest, 0.0, larger)
-        total = total * tl.exp(largest - shift) + tl.exp(x - shift)
+        powers = powers * tl.exp(largest - shift) + tl.exp(x - shift)
         largest = larger
+        total += tl.where(at < valid, x, 0.0)
     top = tl.max(largest, axis=0)
     shift = tl.where(top == lowest, 0.0, top)
-    lse = tl.log(tl.sum(total * tl.exp(largest - shift), axis=0)) + shift
+    lse = tl.log(tl.sum(powers * tl.exp(largest - shift), axis=0)) + shift
     target = tl.load(TARGETS + row)
-    counted = target != ignored
-    picked = tl.load(LOGITS + row * row_stride + target, mask=counted, other=0.0).to(ACC)
+    held = (target >= 0) & (target < valid)
+    picked = tl.load(LOGITS + row * row_stride + target, mask=held, other=lowest).to(ACC)
     tl.store(LSE + row, lse)
-    tl.store(LOSS + row, tl.where(counted, lse - picked, 0.0))
+    tl.store(PICKED + row, picked)
+    tl.store(TOTAL + row, tl.sum(total, axis=0))
 
 
 @triton.jit
 def _backward(
-    LOGITS, TARGETS, LSE, DLOSS, DX, v, row_stride, ignored, ACC: tl.constexpr, BLOCK: tl.constexpr
+    LOGITS, TARGETS, LSE, DLOSS, DX, width, valid, row_stride, out_stride,
+    AT_TARGET: tl.constexpr, EVERYWHERE: tl.constexpr,  # an argument would be rounded to float32
+    ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < v
-    target = tl.load(TARGETS + row)
-    x = tl.load(LOGITS + row * row_stride + at, mask=inside, other=0.0).to(ACC)
-    p = tl.exp(x - tl.load(LSE + row)) - tl.where(at == target, 1.0, 0.0)
-    dx = tl.where(target == ignored, 0.0, p * tl.load(DLOSS + row))
-    tl.store(DX + row * v + at, dx, mask=inside)
+    x = tl.load(LOGITS + row * row_stride + at, mask=at < valid, other=0.0).to(ACC)
+    p = tl.exp(x - tl.load(LSE + row)) - EVERYWHERE
+    p -= tl.where(at == tl.load(TARGETS + row), AT_TARGET, 0.0)
+    dloss = tl.load(DLOSS + row)
+    dx = tl.where(dloss == 0.0, 0.0, tl.where(at < valid, p * dloss, 0.0))
+    tl.store(DX + row * out_stride + at, dx, mask=at < width)
 
 
-def cross_entropy_forward(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Returns the loss and the log-sum-exp of each row of `[rows, v]`."""
-    rows, v = logits.shape
-    loss = logits.new_empty(rows, dtype=accumulator_dtype(logits.dtype))
-    lse = torch.empty_like(loss)
+def vocab_loss_forward(
+    logits: Tensor, targets: Tensor, valid: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns log-sum-exp, logit of the target and sum of each row of `[rows, v]`."""
+    rows = len(logits)
+    lse = logits.new_empty(rows, dtype=accumulator_dtype(logits.dtype))
+    picked, total = torch.empty_like(lse), torch.empty_like(lse)
     if rows:
         _forward[(rows,)](
-            logits, targets, loss, lse, v, logits.stride(0), ignored,
-            ACC=accumulator(logits.dtype), BLOCK=min(power_of_two(v), _COLUMNS), num_warps=8,
+            logits, targets, lse, picked, total, valid, logits.stride(0),
+            ACC=accumulator(logits.dtype), BLOCK=min(power_of_two(valid), _COLUMNS), num_warps=8,
         )  # fmt: skip
-    return loss, lse
+    return lse, picked, total
 
 
-def cross_entropy_backward(
-    logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, ignored: int
+def vocab_loss_backward(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    valid: int,
+    at_target: float,
+    everywhere: float,
 ) -> Tensor:
     """Returns the gradient of the logits."""
-    rows, v = logits.shape
-    out = logits.new_empty(rows, v)
-    if rows:
-        block = min(power_of_two(v), _COLUMNS)
-        _backward[(rows, triton.cdiv(v, block))](
-            logits, targets, lse, dloss, out, v, logits.stride(0), ignored,
+    out = logits.new_empty(logits.shape)
+    _write_gradient(logits, targets, lse, dloss, out, valid, at_target, everywhere)
+    return out
+
+
+def vocab_loss_backward_(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    valid: int,
+    at_target: float,
+    everywhere: float,
+) -> None:
+    """Overwrites the logits with their gradient."""
+    _write_gradient(logits, targets, lse, dloss, logits, valid, at_target, everywhere)
+
+
+def _write_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    out: Tensor,
+    valid: int,
+    at_target: float,
+    everywhere: float,
+) -> None:
+    rows, width = logits.shape
+    if rows and width:
+        block = min(power_of_two(width), _COLUMNS)
+        _backward[(rows, triton.cdiv(width, block))](
+            logits, targets, lse, dloss, out, width, valid, logits.stride(0), out.stride(0),
+            AT_TARGET=at_target, EVERYWHERE=everywhere,
             ACC=accumulator(logits.dtype), BLOCK=block, num_warps=8,
         )  # fmt: skip
-    return out

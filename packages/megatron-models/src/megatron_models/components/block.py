@@ -5,7 +5,7 @@ from itertools import chain
 
 import torch
 from jaxtyping import Float
-from megatron_kernels import AUTO, bias_dropout_add
+from megatron_kernels import bias_dropout_add
 from torch import Tensor, nn
 
 from megatron_models.components.context import Context
@@ -20,9 +20,9 @@ class Block(nn.Module):
     """The sublayers of a layer, whose outputs are added to the residual stream.
 
     Sublayers follow one another, or read the same stream if they are parallel. If the placement
-    has a backend for `megatron_kernels.add_rms_norm` or `add_layer_norm`, an addition to the stream
-    and the norm of the sum that follows it are one operation. The addition at the end of a layer is
-    then left to the first norm of the next one.
+    fuses `megatron_kernels.add_rms_norm` or `add_layer_norm`, an addition to the stream and the
+    norm of the sum that follows it are one operation. The addition at the end of a layer is then
+    left to the first norm of the next one.
 
     Args:
         layer: The sublayers.
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
     Attributes:
         adds_with_norm: Backend of the operation that adds and computes a norm, or None.
-        drops_and_adds: Backend of the operation that drops elements and adds, ``auto`` for two.
+        drops_and_adds: Backend of the operation that drops elements and adds, or None.
         alone: Names of sublayers that are not parallel to others.
     """
 
@@ -41,9 +41,9 @@ class Block(nn.Module):
         self._dropout_layer: int | Tensor = number
         self.groups = [norm_groups(group) for group in parallel_groups(layer)]
         additions = {addition_of(each.norm) for each in layer if each.norm is not None}
-        backends = {placement.backend(name) for name in additions} - {AUTO}
+        backends = [backend for op in additions if (backend := placement.fused(op)) is not None]
         self.adds_with_norm = next(iter(backends), None)
-        self.drops_and_adds = placement.backend(bias_dropout_add.name)
+        self.drops_and_adds = placement.fused(bias_dropout_add)
         groups = [[*chain.from_iterable(group)] for group in self.groups]
         self.alone = {group[0].name for group in groups if len(group) == 1}
         for sublayer in layer:
@@ -89,7 +89,7 @@ class Block(nn.Module):
                 outputs.append(output)
                 added = None
             first, output = group[0][0], sum(outputs[1:], start=outputs[0])
-            if self._drops_at_once(first, context):
+            if self.drops_and_adds is not None and self._drops_at_once(first, context):
                 site = self.layer, first.site
                 x = context.add_with_dropout(x, output, *site, backend=self.drops_and_adds)
             else:
@@ -106,7 +106,7 @@ class Block(nn.Module):
 
     def _drops_at_once(self, sublayer: Sublayer, context: Context) -> bool:
         """Returns whether one operation drops elements of an output and adds it to the stream."""
-        chosen = self.drops_and_adds != AUTO and sublayer.name in self.alone
+        chosen = self.drops_and_adds is not None and sublayer.name in self.alone
         return chosen and context.drops_hidden and sublayer.multiplier == 1.0
 
     def _outputs(

@@ -107,7 +107,7 @@ class TrunkModel(Trunk):
         super().__init__(stage, placement)
         self.config = config
         self.mesh, self.dtype = mesh, placement.dtype
-        self.recompute, self.vocabulary_loss = placement.recompute, placement.vocabulary_loss
+        self.recompute, self.vocabulary_loss = placement.recompute, placement.bound_vocabulary_loss
         self.sequence_parallel, self.sequence_parallel_size = (
             placement.sequence_parallel,
             placement.sequence_parallel_size,

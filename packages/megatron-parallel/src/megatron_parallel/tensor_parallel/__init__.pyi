@@ -1,4 +1,5 @@
 from .cross_entropy import IGNORE_INDEX as IGNORE_INDEX
+from .cross_entropy import LogitsBlock as LogitsBlock
 from .cross_entropy import bound_logits as bound_logits
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .layers import NUM_SLICES as NUM_SLICES
@@ -10,6 +11,7 @@ from .layers import overlap_forward as overlap_forward
 from .linear import column_parallel_linear as column_parallel_linear
 from .linear import row_parallel_linear as row_parallel_linear
 from .linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
+from .linear_cross_entropy import with_logits_block as with_logits_block
 from .lookup import AccumulatingLookup as AccumulatingLookup
 from .lookup import Lookup as Lookup
 from .lora import LoRA as LoRA
@@ -41,5 +43,6 @@ from .specs import ReplicatedSpec as ReplicatedSpec
 from .specs import RowSpec as RowSpec
 from .specs import VocabSpec as VocabSpec
 from .vocabulary_loss import UNFUSED_CROSS_ENTROPY as UNFUSED_CROSS_ENTROPY
+from .vocabulary_loss import LogitsCrossEntropy as LogitsCrossEntropy
 from .vocabulary_loss import OutputLayer as OutputLayer
 from .vocabulary_loss import VocabularyLoss as VocabularyLoss

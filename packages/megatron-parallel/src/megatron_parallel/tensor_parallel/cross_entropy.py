@@ -3,9 +3,12 @@
 No rank holds all logits of a token. The ranks exchange three numbers per token: the largest logit
 and the logit of the target in one all-reduce, then the sum of exponentials. Label smoothing adds a
 fourth number to the second all-reduce.
+
+A `LogitsBlock` computes what one rank's columns contribute, in kernels that read the logits once.
+Without one, torch's operations do.
 """
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -23,6 +26,47 @@ PURPOSE: Final = "token losses"
 """Purpose of its messages in `Traffic` and in errors."""
 
 
+@runtime_checkable
+class LogitsBlock(Protocol):
+    """Cross entropy over one rank's columns of the logits, such as by a fused kernel."""
+
+    def forward(
+        self, logits: Float[Tensor, "*batch part"], columns: Int[Tensor, "*batch"], valid: int
+    ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+        """Returns log-sum-exp, logit of the target and sum of the logits, in at least float32.
+
+        Args:
+            logits: This rank's columns.
+            columns: Column of each target, -1 if another rank holds it. Its logit is then -inf.
+            valid: Number of columns that count; the others are padding. It may be 0.
+        """
+
+    def backward(
+        self,
+        logits: Float[Tensor, "*batch part"],
+        columns: Int[Tensor, "*batch"],
+        whole: Float[Tensor, "*batch"],
+        upstream: Float[Tensor, "*batch"],
+        valid: int,
+        *,
+        at_target: float,
+        everywhere: float,
+        overwrites: bool,
+    ) -> Float[Tensor, "*batch part"]:
+        """Returns `upstream * (softmax - everywhere - at_target at the target)`, 0 for padding.
+
+        Args:
+            logits: This rank's columns.
+            columns: As for `forward`.
+            whole: Log-sum-exp of the whole vocabulary.
+            upstream: Gradients of the losses.
+            valid: As for `forward`.
+            at_target: What is subtracted from the probability of the target.
+            everywhere: What is subtracted from every probability.
+            overwrites: Whether the result may be written over the logits.
+        """
+
+
 def vocab_parallel_cross_entropy(
     logits: Float[Tensor, "*batch part"],
     targets: Int[Tensor, "*batch"],
@@ -32,6 +76,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float = 0.0,
     overwrites: bool = False,
+    block: LogitsBlock | None = None,
 ) -> Float[Tensor, "*batch"]:
     """Returns the loss of each token, `-log softmax(logits)[target]`, over the whole vocabulary.
 
@@ -48,6 +93,8 @@ def vocab_parallel_cross_entropy(
     into the gradient in place. A second backward pass therefore raises. `F.cross_entropy` allocates
     three buffers of the size of the logits, and a fourth to cut off padding. In code compiled by
     torch.compile, the backward pass of 16-bit logits computes the probabilities again, in one loop.
+    With a `block`, the logits are saved instead of probabilities, and the backward pass writes the
+    gradient over them if it `overwrites`.
 
     Args:
         logits: This rank's columns of the logits, `[..., v/n]`. Columns from `true_vocab` on are
@@ -61,6 +108,7 @@ def vocab_parallel_cross_entropy(
         overwrites: Whether float32 or float64 logits are overwritten with probabilities, which
             saves the buffer. No other code may read them. Defaults to False. Ignored in code
             compiled by torch.compile.
+        block: Computes the part of this rank's columns. Defaults to operations of torch.
 
     Raises:
         LayoutError: `label_smoothing` is not in `0 <= e < 1`.
@@ -68,9 +116,12 @@ def vocab_parallel_cross_entropy(
     if not 0.0 <= label_smoothing < 1.0:
         raise LayoutError(f"label_smoothing {label_smoothing} is not in 0 <= e < 1")
     owned = (overwrites or softcap > 0) and not torch.compiler.is_compiling()
-    result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        bound_logits(logits, softcap), targets, axis, true_vocab, label_smoothing, owned
-    )
+    arguments = bound_logits(logits, softcap), targets, axis, true_vocab, label_smoothing, owned
+    result: Tensor
+    if block is None:
+        result = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        result = _BlockCrossEntropy.apply(*arguments, block)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -99,8 +150,7 @@ class _CrossEntropy(Function):
     ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         width = logits.shape[-1]
-        start = axis.index * width
-        valid = min(max(true_vocab - start, 0), width)
+        start, valid = _columns_of(axis, width, true_vocab)
         local = (targets - start).unsqueeze(-1)
         held = (local >= 0) & (local < valid)
         local = local.clamp(0, width - 1)
@@ -114,25 +164,11 @@ class _CrossEntropy(Function):
             saved, own = logits, _log_sum_exp(logits, valid, dtype)
         else:
             saved, own = _softmax(logits, valid, dtype, owned)
-        scale = None
-        if axis.size > 1:
-            both = all_reduce(torch.stack((own, at_target)), axis, "max", purpose=PURPOSE)
-            largest, at_target = both.unbind()
-            terms = [(own - largest).exp_(), *([] if every is None else [every])]
-            total, *rest = all_reduce(torch.stack(terms), axis, purpose=PURPOSE).unbind()
-            whole = total.log_().add_(largest)
-            scale = (own - whole).exp_()  # this rank's part of the probability
-            every = rest[0] if rest else None
-        else:
-            whole = own
-
-        loss = whole - at_target
+        terms = _over_ranks(own, at_target, every, axis)
+        scale = (own - terms.whole).exp_() if axis.size > 1 else None  # this rank's part
+        whole, ignored = terms.whole, targets == IGNORE_INDEX
+        loss = terms.loss(smoothing, true_vocab).squeeze(-1)
         share = _share(smoothing, true_vocab)
-        if every is not None:  # subtracting the log-sum-exp per token gives log-probabilities
-            every = every - whole * true_vocab
-            loss = loss.mul_(1.0 - smoothing).sub_(every.mul_(share))
-        loss = loss.squeeze(-1)
-        ignored = targets == IGNORE_INDEX
         ctx.save_for_backward(saved, whole if fused else scale, local, held, ignored)
         ctx.dtype, ctx.smoothing, ctx.valid = logits.dtype, smoothing, valid
         ctx.share, ctx.fused = share, fused
@@ -151,6 +187,85 @@ class _CrossEntropy(Function):
                 grad[..., : ctx.valid] -= upstream * ctx.share
             grad.scatter_add_(-1, local, upstream * held * (ctx.smoothing - 1.0))
         return grad.to(ctx.dtype), None, None, None, None, None
+
+
+class _BlockCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        axis: Axis,
+        true_vocab: int,
+        smoothing: float,
+        owned: bool,
+        block: LogitsBlock,
+    ) -> Tensor:
+        start, valid = _columns_of(axis, logits.shape[-1], true_vocab)
+        local = targets - start
+        columns = torch.where((local >= 0) & (local < valid), local, -1)
+        own, at_target, total = block.forward(logits, columns, valid)
+        terms = _over_ranks(own, at_target, total if smoothing else None, axis)
+        ignored = targets == IGNORE_INDEX
+        ctx.save_for_backward(logits, columns, terms.whole, ignored)
+        ctx.block, ctx.valid, ctx.owned = block, valid, owned
+        ctx.at_target, ctx.everywhere = 1.0 - smoothing, _share(smoothing, true_vocab)
+        return terms.loss(smoothing, true_vocab).masked_fill(ignored, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, columns, whole, ignored = ctx.saved_tensors
+        grad = ctx.block.backward(
+            logits.detach(),
+            columns,
+            whole,
+            grads[0].masked_fill(ignored, 0.0),
+            ctx.valid,
+            at_target=ctx.at_target,
+            everywhere=ctx.everywhere,
+            overwrites=ctx.owned,
+        )
+        return grad, None, None, None, None, None, None
+
+
+class _Terms(NamedTuple):
+    """Numbers of each token over the whole vocabulary.
+
+    Attributes:
+        whole: Log-sum-exp of the logits.
+        at_target: Logit of the target.
+        every: Sum of the logits, for label smoothing, or None.
+    """
+
+    whole: Tensor
+    at_target: Tensor
+    every: Tensor | None
+
+    def loss(self, smoothing: float, true_vocab: int) -> Tensor:
+        """Returns the loss of each token."""
+        loss = self.whole - self.at_target
+        if self.every is None:
+            return loss
+        # Subtracting the log-sum-exp per token gives log-probabilities.
+        every = self.every - self.whole * true_vocab
+        return loss.mul_(1.0 - smoothing).sub_(every.mul_(_share(smoothing, true_vocab)))
+
+
+def _over_ranks(own: Tensor, at_target: Tensor, every: Tensor | None, axis: Axis) -> _Terms:
+    """Combines the terms of each rank's columns."""
+    if axis.size == 1:
+        return _Terms(own, at_target, every)
+    both = all_reduce(torch.stack((own, at_target)), axis, "max", purpose=PURPOSE)
+    largest, at_target = both.unbind()
+    terms = [(own - largest).exp_(), *([] if every is None else [every])]
+    total, *rest = all_reduce(torch.stack(terms), axis, purpose=PURPOSE).unbind()
+    return _Terms(total.log_().add_(largest), at_target, rest[0] if rest else None)
+
+
+def _columns_of(axis: Axis, width: int, true_vocab: int) -> tuple[int, int]:
+    """Returns the token of this rank's first column, and how many columns are no padding."""
+    start = axis.index * width
+    return start, min(max(true_vocab - start, 0), width)
 
 
 def _log_sum_exp(logits: Tensor, valid: int, dtype: torch.dtype) -> Tensor:

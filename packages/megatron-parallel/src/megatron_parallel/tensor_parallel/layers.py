@@ -124,6 +124,7 @@ class ColumnParallelLinear(nn.Module):
         *,
         sequence_parallel: bool | None = None,
         loss: Callable[[Tensor, OutputLayer], Tensor] | None = None,
+        adds_bias: bool = True,
     ) -> Float[Tensor, "..."]:
         """Returns this rank's part of the output, or a loss.
 
@@ -133,13 +134,15 @@ class ColumnParallelLinear(nn.Module):
                 layer.
             loss: Function of input and layer, such as a `VocabularyLoss`, whose result is returned
                 instead of the output. Needs outputs with one dim.
+            adds_bias: Whether the output includes the bias. Otherwise the caller adds it.
         """
         cut = _cut(self, sequence_parallel), self.num_slices
         if loss is not None:
             weights = product_weights(self)
             return loss(x, OutputLayer(weights, self.axis, *cut, self.product, self.bias))
+        bias = self.bias if adds_bias else None
         return column_parallel_linear(
-            x, self.weight, self.bias, self.axis, *cut, self.product, product_weights(self)[1:]
+            x, self.weight, bias, self.axis, *cut, self.product, product_weights(self)[1:]
         )
 
     def extra_repr(self) -> str:

@@ -12,7 +12,7 @@ The forward pass does not know the gradients of the losses, so with `forward` th
 for all tokens with a label, as those of a sum or a mean are. The backward pass multiplies by them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from megatron_parallel.collectives.operations import all_gather
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.tensor_parallel.cross_entropy import (
     IGNORE_INDEX,
+    LogitsBlock,
     vocab_parallel_cross_entropy,
 )
 from megatron_parallel.tensor_parallel.product import (
@@ -39,7 +40,11 @@ from megatron_parallel.tensor_parallel.product import (
     multiply_matrix,
     weight_gradient_requests,
 )
-from megatron_parallel.tensor_parallel.vocabulary_loss import OutputLayer
+from megatron_parallel.tensor_parallel.vocabulary_loss import (
+    LogitsCrossEntropy,
+    OutputLayer,
+    VocabularyLoss,
+)
 
 _SLICES: Final = 16
 _LEAST_TOKENS: Final = 256
@@ -63,6 +68,8 @@ class LinearCrossEntropy:
             numbers as weights, in at least float32. The losses of all tokens whose target is not
             `IGNORE_INDEX` must have the same gradient, which the backward pass checks. A second
             backward pass raises.
+        block: Computes the part of each rank's columns, see `vocab_parallel_cross_entropy`.
+            Defaults to operations of torch. Logits in 16 bits are then not copied to float32.
 
     Raises:
         LayoutError: `tokens_per_slice` is less than 1, or `gradients` is neither.
@@ -70,6 +77,7 @@ class LinearCrossEntropy:
 
     tokens_per_slice: int | None = None
     gradients: str = "backward"
+    block: LogitsBlock | None = None
 
     def __post_init__(self) -> None:
         if self.tokens_per_slice is not None and self.tokens_per_slice < 1:
@@ -90,10 +98,19 @@ class LinearCrossEntropy:
         """Returns the losses in nats."""
         early = self.gradients == "forward" and torch.is_grad_enabled()
         size = self.tokens_per_slice or max(-(-targets.numel() // _SLICES), _LEAST_TOKENS)
-        options = _Options(layer, targets, true_vocab, label_smoothing, softcap, size, early)
+        options = _Options(
+            layer, targets, true_vocab, label_smoothing, softcap, size, early, self.block
+        )
         inputs = (x, *layer.weights, layer.bias, options)
         losses: Tensor = _LinearCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
         return losses
+
+
+def with_logits_block(loss: VocabularyLoss, block: LogitsBlock) -> VocabularyLoss:
+    """Returns a loss of this package that uses a block; other losses as they are."""
+    if isinstance(loss, LogitsCrossEntropy | LinearCrossEntropy) and loss.block is None:
+        return replace(loss, block=block)
+    return loss
 
 
 class _Options(NamedTuple):
@@ -106,6 +123,7 @@ class _Options(NamedTuple):
     softcap: float
     tokens_per_slice: int
     early: bool
+    block: LogitsBlock | None
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the losses of one slice. Overwrites the logits."""
@@ -117,6 +135,7 @@ class _Options(NamedTuple):
             label_smoothing=self.smoothing,
             softcap=self.softcap,
             overwrites=True,
+            block=self.block,
         )
 
     def losses_and_gradient(
@@ -126,7 +145,7 @@ class _Options(NamedTuple):
 
         Args:
             logits: The logits.
-            exact: The same in at least float32.
+            exact: The same, in at least float32 unless there is a block.
             targets: Their targets.
             upstream: Gradients of their losses.
         """
@@ -170,11 +189,11 @@ class _LinearCrossEntropy(Function):
             WeightGradientRequest(w.shape) if wanted[n] else None for n, w in enumerate(weights, 1)
         ]
         sums = _Gradients(product, weights, whole, wanted[0], requests, wanted[-1])
-        logits_of, losses = _Logits(product, weights, bias), []
+        logits_of, losses = _Logits(product, weights, bias, options.block is None), []
         for rows, targets in options.split(whole, options.targets.flatten()):
             logits, exact = logits_of(rows)
             if early:
-                ones = torch.ones_like(targets, dtype=exact.dtype)
+                ones = torch.ones_like(targets, dtype=_at_least_float32(exact))
                 found, dlogits = options.losses_and_gradient(logits, exact, targets, ones)
                 sums.add(dlogits, rows)
             else:
@@ -207,7 +226,7 @@ class _LinearCrossEntropy(Function):
         )
         requests = weight_gradient_requests(ctx, weights)
         sums = _Gradients(product, weights, whole, needs_x, requests, needs_bias)
-        logits_of = _Logits(product, weights, bias)
+        logits_of = _Logits(product, weights, bias, options.block is None)
         for rows, targets, upstream in options.split(
             whole, options.targets.flatten(), grads[0].flatten()
         ):
@@ -224,19 +243,22 @@ class _LinearCrossEntropy(Function):
 class _Logits:
     """Computes the logits of one slice after another in the same memory."""
 
-    def __init__(self, product: Product, weights: Weights, bias: Tensor | None) -> None:
+    def __init__(
+        self, product: Product, weights: Weights, bias: Tensor | None, copies: bool
+    ) -> None:
         self._product, self._weights, self._bias = product, weights, bias
+        self._copies = copies
         self._memory: Tensor | None = None
         self._exact: Tensor | None = None
         self._is_free = False
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the logits, and in at least float32; those of the slice before are lost."""
+        """Returns the logits, and in at least float32 if it copies; those before are lost."""
         self._is_free = True
         with torch.no_grad():
             logits = self._product.forward(rows, self._weights, self._bias, self._multiply)
         dtype = _at_least_float32(logits)
-        if logits.dtype == dtype:
+        if logits.dtype == dtype or not self._copies:
             return logits, logits
         if self._exact is None:
             self._exact = torch.empty_like(logits, dtype=dtype)

@@ -7,13 +7,17 @@ backward pass: tokens times this rank's part of the vocabulary. `LinearCrossEntr
 these.
 """
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_parallel.mesh.axes import Axis
-from megatron_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_parallel.tensor_parallel.cross_entropy import (
+    LogitsBlock,
+    vocab_parallel_cross_entropy,
+)
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear
 from megatron_parallel.tensor_parallel.product import Product, Weights
 
@@ -64,29 +68,42 @@ class VocabularyLoss(Protocol):
         """
 
 
-def unfused_cross_entropy(
-    x: Float[Tensor, "part b h"],
-    layer: OutputLayer,
-    *,
-    targets: Int[Tensor, "s b"],
-    true_vocab: int,
-    label_smoothing: float = 0.0,
-    softcap: float = 0.0,
-) -> Float[Tensor, "s b"]:
-    """Returns the losses, computed from the logits of all tokens."""
-    weight, *added_weights = layer.weights
-    options = layer.axis, layer.sequence_parallel, layer.num_slices, layer.product
-    logits = column_parallel_linear(x, weight, layer.bias, *options, tuple(added_weights))
-    return vocab_parallel_cross_entropy(
-        logits,
-        targets,
-        layer.axis,
-        true_vocab,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        overwrites=True,  # no other code holds the logits
-    )
+@dataclass(frozen=True)
+class LogitsCrossEntropy:
+    """The losses, computed from the logits of all tokens.
+
+    Attributes:
+        block: Computes the part of each rank's columns, see `vocab_parallel_cross_entropy`.
+            Defaults to operations of torch.
+    """
+
+    block: LogitsBlock | None = None
+
+    def __call__(
+        self,
+        x: Float[Tensor, "part b h"],
+        layer: OutputLayer,
+        *,
+        targets: Int[Tensor, "s b"],
+        true_vocab: int,
+        label_smoothing: float = 0.0,
+        softcap: float = 0.0,
+    ) -> Float[Tensor, "s b"]:
+        """Returns the losses in nats."""
+        weight, *added_weights = layer.weights
+        options = layer.axis, layer.sequence_parallel, layer.num_slices, layer.product
+        logits = column_parallel_linear(x, weight, layer.bias, *options, tuple(added_weights))
+        return vocab_parallel_cross_entropy(
+            logits,
+            targets,
+            layer.axis,
+            true_vocab,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            overwrites=True,  # no other code holds the logits
+            block=self.block,
+        )
 
 
-UNFUSED_CROSS_ENTROPY: Final[VocabularyLoss] = unfused_cross_entropy
+UNFUSED_CROSS_ENTROPY: Final[VocabularyLoss] = LogitsCrossEntropy()
 """The default loss."""

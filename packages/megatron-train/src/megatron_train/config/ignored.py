@@ -2,6 +2,7 @@
 
 from megatron_models import ConfigError
 
+from megatron_train.config.kernel_backends import fusions_without_effect
 from megatron_train.config.options import flags_of
 from megatron_train.config.run import RunConfig
 from megatron_train.config.values import Values
@@ -31,6 +32,11 @@ def settings_without_effect(config: RunConfig, values: Values) -> list[str]:
             "--num-workers has no effect with --hybrid-context-parallel, whose ranks exchange the "
             "lengths of documents when they read them"
         )
+    lines += [
+        f"--no-{fusion.replace('_', '-')} has no effect: no layer of this model has such operations"
+        for fusion in fusions_without_effect(config)
+        if values.get(f"placement.{fusion}") is False
+    ]
     flags = flags_of(type(config.model))
     for name, why in config.model.unused_fields().items():
         if f"model.{name}" in values.given:

@@ -24,15 +24,28 @@ TRANSFORMER_ENGINE: Final = dict.fromkeys(
 """Backends of --transformer-impl transformer_engine."""
 
 
+SEPARATE: Final = "separate"
+"""As `megatron_models.fused_operations.SEPARATE`."""
+
+FUSIONS: Final[dict[str, dict[str, str]]] = {
+    "bias_gelu_fusion": {"bias_gelu": SEPARATE, "gelu": "torch"},
+    "bias_swiglu_fusion": {"bias_swiglu": SEPARATE, "swiglu": "torch"},
+    "bias_dropout_fusion": {"bias_dropout_add": SEPARATE},
+    "rope_fusion": {"rope_qkv": SEPARATE, "rope": "torch"},
+    "cross_entropy_loss_fusion": {"vocab_cross_entropy": SEPARATE},
+}
+"""Backends of operations without a fusion, by its setting."""
+
+
 def chosen_backends(run: RunSections) -> dict[str, str]:
     """Returns the backends that a run chooses, by operation; those of single operations count.
 
     Raises:
         TrainError: An entry of --kernel-backends is not OP=BACKEND or given twice, or two flags
-            choose the backend of attention.
+            choose the backend of an operation.
     """
     placement = run.placement
-    found: dict[str, str] = {}
+    found = {name: each for chosen in _unfused(run).values() for name, each in chosen.items()}
     if placement.transformer_impl != "local":
         used = megatron_models.operations_of(run.model)
         found |= {name: each for name, each in TRANSFORMER_ENGINE.items() if name in used}
@@ -59,7 +72,35 @@ def chosen_backends(run: RunSections) -> dict[str, str]:
             f"--kernel-backends attention={single['attention']} and --attention-backend {name} "
             "choose the same backend; leave out one of them"
         )
+    for fusion, chosen in _unfused(run).items():
+        for twice in single.keys() & chosen:
+            raise TrainError(
+                f"--kernel-backends {twice}={single[twice]} and --no-{fusion.replace('_', '-')} "
+                "choose the same backend; leave out one of them"
+            )
     return found | single
+
+
+def fusions_without_effect(run: RunSections) -> list[str]:
+    """Returns the names of the fusions that are off and that no layer of the model has."""
+    return [fusion for fusion, chosen in _unfused(run).items() if not chosen]
+
+
+def _unfused(run: RunSections) -> dict[str, dict[str, str]]:
+    """Returns the backends that each fusion that is off chooses for operations of the model."""
+    off = [fusion for fusion in FUSIONS if not getattr(run.placement, fusion)]
+    if not off:
+        return {}
+    used = megatron_models.operations_of(run.model)  # builds the model without values
+    invariant = run.placement.batch_invariant_mode  # it chooses the backends of the others
+    return {
+        fusion: {
+            name: each
+            for name, each in FUSIONS[fusion].items()
+            if name in used and (each == SEPARATE or not invariant)
+        }
+        for fusion in off
+    }
 
 
 def check_kernel_backends(run: RunSections) -> None:

@@ -44,6 +44,30 @@ class PlacementConfig:
         "same here), or of a slice of the tokens at a time, with gradients in the forward pass "
         "(linear), or logits recomputed in the backward pass (linear-recompute, our name)",
     )
+    cross_entropy_loss_fusion: bool = setting(
+        True,
+        "compute the loss of the logits in one kernel each way, where the device has such a kernel",
+    )
+    bias_gelu_fusion: bool = setting(
+        True,
+        "compute GELU and the bias before it in one kernel each way, where the device has such a "
+        "kernel; otherwise both by torch",
+    )
+    bias_swiglu_fusion: bool = setting(
+        True,
+        "compute SwiGLU and the bias before it, if any, in one kernel each way, where the device "
+        "has such a kernel; otherwise both by torch",
+    )
+    bias_dropout_fusion: bool = setting(
+        True,
+        "compute hidden dropout and its addition to the residual stream in one kernel each way, "
+        "where the device has such a kernel",
+    )
+    rope_fusion: bool = setting(
+        True,
+        "separate queries, keys and values and rotate them in one kernel each way, where the "
+        "device has such a kernel; otherwise by torch",
+    )
     batch_invariant_mode: bool = setting(
         False,
         "compute the logits of a sequence with the same bits alone, in every batch and in chunks, "

@@ -114,7 +114,7 @@ def apply_megatron_defaults(translation: TranslatedFlags, values: Values) -> Val
             "calculate_per_token_loss is set to false, the default of Megatron-LM: every "
             "micro-batch has the same weight in the loss"
         )
-    fused = "--no-bias-gelu-fusion" not in translation.flags_by_outcome["no effect"]
+    fused = values.get("placement.bias_gelu_fusion") is not False
     biased = values.get("model.add_bias_linear") is not False
     if "model.activation" not in values.given and fused and biased:
         given["model.activation"] = GivenValue("gelu_tanh", "default of Megatron-LM")

@@ -11,8 +11,8 @@ from megatron_kernels.ops.activation import swiglu as swiglu_module
 from megatron_kernels.ops.activation import triton
 from megatron_kernels.ops.activation.gelu import Approximation
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def _gelu_reference(x: Tensor, bias: Tensor, approximate: Approximation) -> Tensor:
@@ -36,14 +36,8 @@ def _swiglu_fused(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @op(
+    triton_backend(triton.bias_gelu, triton.bias_unsupported_reason, "one kernel of ours each way"),
     Backend("torch", _gelu_fused, accept_all, "a sum, then F.gelu"),
-    Backend(
-        TRITON,
-        triton.bias_gelu,
-        triton.bias_unsupported_reason,
-        "one kernel of ours each way",
-        NEVER_RUN,
-    ),
     Backend("reference", _gelu_reference, accept_all, "plain torch, in float32 or float64"),
 )
 def bias_gelu(
@@ -68,14 +62,10 @@ def bias_gelu(
 
 
 @op(
-    Backend("torch", _swiglu_fused, accept_all, "a sum, then SwiGLU"),
-    Backend(
-        TRITON,
-        triton.bias_swiglu,
-        triton.bias_unsupported_reason,
-        "one kernel of ours each way",
-        NEVER_RUN,
+    triton_backend(
+        triton.bias_swiglu, triton.bias_unsupported_reason, "one kernel of ours each way"
     ),
+    Backend("torch", _swiglu_fused, accept_all, "a sum, then SwiGLU"),
     Backend("reference", _swiglu_reference, accept_all, "plain torch, in float32 or float64"),
 )
 def bias_swiglu(

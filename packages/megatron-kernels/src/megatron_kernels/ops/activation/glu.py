@@ -18,8 +18,8 @@ from megatron_kernels.ops.activation.pointwise import QUICK
 from megatron_kernels.ops.activation.pointwise import reference as pointwise_reference
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 Gate = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 
@@ -125,10 +125,8 @@ def invariant(x: Tensor, gate: Gate, bound: float, offset: float) -> Tensor:
 
 
 @op(
+    triton_backend(triton.glu, triton.unsupported_reason, "one kernel of ours each way"),
     Backend("torch", fused, accept_all, "torch's functions, saves its input only"),
-    Backend(
-        TRITON, triton.glu, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
-    ),
     Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

@@ -10,8 +10,8 @@ from torch.nn import functional
 from megatron_kernels.ops.activation import batch_invariant, triton
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 QUICK = 1.702
 """Slope of quick GELU (Hendrycks and Gimpel, 2016, section 2)."""
@@ -52,14 +52,8 @@ def invariant(x: Tensor, kind: Pointwise) -> Tensor:
 
 
 @op(
+    triton_backend(triton.pointwise, triton.unsupported_reason, "one kernel of ours each way"),
     Backend("torch", fused, accept_all, "F.relu and F.silu"),
-    Backend(
-        TRITON,
-        triton.pointwise,
-        triton.unsupported_reason,
-        "one kernel of ours each way",
-        NEVER_RUN,
-    ),
     Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

@@ -8,8 +8,8 @@ from megatron_kernels.ops.activation import batch_invariant, triton
 from megatron_kernels.ops.activation.glu import fused as glu
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(x: Tensor) -> Tensor:
@@ -30,10 +30,8 @@ def invariant(x: Tensor) -> Tensor:
 
 
 @op(
+    triton_backend(triton.swiglu, triton.unsupported_reason, "one kernel of ours each way"),
     Backend("torch", fused, accept_all, "F.silu and a product, saves its input only"),
-    Backend(
-        TRITON, triton.swiglu, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
-    ),
     Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

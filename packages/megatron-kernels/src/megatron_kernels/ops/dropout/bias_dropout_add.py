@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_kernels.ops.dropout import triton
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 _LOW: Final = 2**32 - 1
 _MULTIPLIERS: Final = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)  # triple32 of C. Wellons
@@ -59,12 +59,10 @@ def reference(
 
 
 @op(
-    Backend(
-        TRITON,
+    triton_backend(
         triton.bias_dropout_add,
         triton.unsupported_reason,
         "one kernel of ours each way, saves the key",
-        NEVER_RUN,
     ),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_kernels.ops.embedding import triton
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def _local(tokens: Tensor, rows: int, start: int) -> tuple[Tensor, Tensor]:
@@ -45,14 +45,10 @@ def adding_fused(into: Tensor, dy: Tensor, tokens: Tensor, start: int, first: bo
 
 
 @op(
-    Backend("torch", fused, accept_all, "F.embedding and a mask"),
-    Backend(
-        TRITON,
-        triton.vocab_embedding,
-        triton.unsupported_reason,
-        "kernels of ours, without a mask",
-        NEVER_RUN,
+    triton_backend(
+        triton.vocab_embedding, triton.unsupported_reason, "kernels of ours, without a mask"
     ),
+    Backend("torch", fused, accept_all, "F.embedding and a mask"),
     Backend("reference", reference, accept_all, "plain torch"),
 )
 def vocab_embedding(
@@ -77,14 +73,12 @@ def vocab_embedding(
 
 
 @op(
-    Backend("torch", adding_fused, accept_all, "index_add_ of rows in the main dtype"),
-    Backend(
-        TRITON,
+    triton_backend(
         triton.add_vocab_gradient,
         triton.adding_unsupported_reason,
         "a kernel of ours over sorted tokens",
-        NEVER_RUN,
     ),
+    Backend("torch", adding_fused, accept_all, "index_add_ of rows in the main dtype"),
     Backend("reference", adding_reference, accept_all, "a product with a matrix of ones and zeros"),
 )
 def add_vocab_gradient(

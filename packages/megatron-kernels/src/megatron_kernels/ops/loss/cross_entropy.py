@@ -7,8 +7,8 @@ from torch.nn import functional
 
 from megatron_kernels.ops.loss import triton
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 IGNORED = triton.IGNORED
 
@@ -31,14 +31,12 @@ def fused(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @op(
-    Backend("torch", fused, accept_all, "F.cross_entropy"),
-    Backend(
-        TRITON,
+    triton_backend(
         triton.cross_entropy,
         triton.unsupported_reason,
         "kernels of ours, read the logits once in each pass",
-        NEVER_RUN,
     ),
+    Backend("torch", fused, accept_all, "F.cross_entropy"),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def cross_entropy(

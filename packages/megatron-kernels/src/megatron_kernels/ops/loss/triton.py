@@ -15,56 +15,97 @@ IGNORED: Final = -100
 
 _MODULES: Final = ("megatron_kernels.triton_kernels.loss", "megatron_kernels.ops.loss.triton")
 _FORWARD: Final = TritonOp(
-    "cross_entropy_forward(Tensor logits, Tensor targets, int ignored) -> (Tensor, Tensor)",
+    "vocab_loss_forward(Tensor logits, Tensor targets, int valid) -> (Tensor, Tensor, Tensor)",
     *_MODULES,
 )
-_BACKWARD: Final = TritonOp(
-    "cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor dloss, int ignored) "
-    "-> Tensor",
-    *_MODULES,
+_REST: Final = (
+    "Tensor targets, Tensor lse, Tensor dloss, int valid, float at_target, float everywhere"
+)
+_BACKWARD: Final = TritonOp(f"vocab_loss_backward(Tensor logits, {_REST}) -> Tensor", *_MODULES)
+_BACKWARD_IN_PLACE: Final = TritonOp(
+    f"vocab_loss_backward_(Tensor(a!) logits, {_REST}) -> ()", *_MODULES
 )
 
 
-def cross_entropy_forward_fake(
-    logits: Tensor, targets: Tensor, ignored: int
-) -> tuple[Tensor, Tensor]:
-    """Returns the outputs of `cross_entropy_forward` without values."""
+def vocab_loss_forward_fake(
+    logits: Tensor, targets: Tensor, valid: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the outputs of `vocab_loss_forward` without values."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    loss = logits.new_empty(logits.shape[0], dtype=dtype)
-    return loss, torch.empty_like(loss)
+    lse = logits.new_empty(logits.shape[0], dtype=dtype)
+    return lse, torch.empty_like(lse), torch.empty_like(lse)
 
 
-def cross_entropy_backward_fake(
-    logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, ignored: int
-) -> Tensor:
-    """Returns the output of `cross_entropy_backward` without values."""
+def vocab_loss_backward_fake(logits: Tensor, *_: Any) -> Tensor:
+    """Returns the output of `vocab_loss_backward` without values."""
     return logits.new_empty(logits.shape)
+
+
+def vocab_loss_backward__fake(logits: Tensor, *_: Any) -> None:
+    """Returns nothing, as `vocab_loss_backward_` does."""
 
 
 class _Loss(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         targets = targets.contiguous()
-        loss, lse = _FORWARD(logits, targets, IGNORED)
+        lse, picked, _ = _FORWARD(logits, targets, logits.shape[-1])
         ctx.save_for_backward(logits, targets, lse)
-        out: Tensor = loss
-        return out
+        return torch.where(targets == IGNORED, 0.0, lse - picked)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, lse = ctx.saved_tensors
-        return _BACKWARD(logits, targets, lse, grads[0].contiguous(), IGNORED), None
+        dloss = torch.where(targets == IGNORED, 0.0, grads[0])
+        return _BACKWARD(logits, targets, lse, dloss, logits.shape[-1], 1.0, 0.0), None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Reads the logits once in each pass; saves them and one number for each row."""
-    rows = logits.reshape(-1, logits.shape[-1])
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    loss: Tensor = _Loss.apply(rows, targets.reshape(-1))  # type: ignore[no-untyped-call]
+    loss: Tensor = _Loss.apply(_as_rows(logits), targets.reshape(-1))  # type: ignore[no-untyped-call]
     return loss.view(targets.shape)
 
 
-def unsupported_reason(logits: Tensor, targets: Tensor) -> str | None:
+def vocab_cross_entropy(
+    logits: Tensor, targets: Tensor, valid: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reads the logits once."""
+    lse, picked, total = _FORWARD(_as_rows(logits), _flat(targets), valid)
+    shape = targets.shape
+    return lse.view(shape), picked.view(shape), total.view(shape)
+
+
+def vocab_cross_entropy_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    valid: int,
+    at_target: float,
+    everywhere: float,
+    overwrites: bool,
+) -> Tensor:
+    """Reads the logits once, and writes the gradient once, over them if that is allowed."""
+    rows = _as_rows(logits)
+    rest = _flat(targets), _flat(lse), _flat(dloss), valid, at_target, everywhere
+    if overwrites and logits.is_contiguous():
+        _BACKWARD_IN_PLACE(rows, *rest)
+        return logits
+    out: Tensor = _BACKWARD(rows, *rest)
+    return out.view(logits.shape)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1).contiguous()
+
+
+def _as_rows(logits: Tensor) -> Tensor:
+    """Returns the logits as a matrix whose rows are contiguous."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def unsupported_reason(logits: Tensor, *_: Any) -> str | None:
     """Returns why the kernels do not support these arguments."""
     return triton_op.unsupported_reason(logits)

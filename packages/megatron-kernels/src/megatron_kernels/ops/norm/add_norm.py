@@ -14,8 +14,8 @@ from megatron_kernels.ops.batch_invariant import NAME, SLOWER
 from megatron_kernels.ops.norm import layer_norm as layer
 from megatron_kernels.ops.norm import rms_norm as rms
 from megatron_kernels.ops.norm import triton
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def _then(norm: Any, x: Tensor, added: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
@@ -31,18 +31,14 @@ def _reason(norm: Any, x: Tensor, added: Tensor | None, *options: Any) -> str | 
 
 
 @op(
+    triton_backend(
+        triton.add_rms_norm, triton.add_rms_norm_unsupported_reason, "one kernel of ours each way"
+    ),
     Backend(
         "torch",
         partial(_then, rms.fused),
         partial(_reason, rms.fused_unsupported_reason),
         "a sum, then F.rms_norm",
-    ),
-    Backend(
-        TRITON,
-        triton.add_rms_norm,
-        triton.add_rms_norm_unsupported_reason,
-        "one kernel of ours each way",
-        NEVER_RUN,
     ),
     Backend(
         NAME, partial(_then, rms.invariant), accept_all, "sums of rows in halves", on_request=SLOWER
@@ -81,18 +77,16 @@ def add_rms_norm(
 
 
 @op(
+    triton_backend(
+        triton.add_layer_norm,
+        triton.add_layer_norm_unsupported_reason,
+        "one kernel of ours each way",
+    ),
     Backend(
         "torch",
         partial(_then, layer.fused),
         partial(_reason, layer.fused_unsupported_reason),
         "a sum, then F.layer_norm",
-    ),
-    Backend(
-        TRITON,
-        triton.add_layer_norm,
-        triton.add_layer_norm_unsupported_reason,
-        "one kernel of ours each way",
-        NEVER_RUN,
     ),
     Backend(
         NAME,

@@ -10,7 +10,7 @@ from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.norm import apex, batch_invariant, triton
 from megatron_kernels.ops.norm.gain import gain_of
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.ops.triton_op import NAME as TRITON
+from megatron_kernels.ops.triton_op import triton_backend
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
@@ -57,14 +57,10 @@ def invariant(
 
 
 @op(
-    Backend("torch", fused, fused_unsupported_reason, "F.layer_norm"),
-    Backend(
-        TRITON,
-        triton.layer_norm,
-        triton.layer_norm_unsupported_reason,
-        "one kernel of ours each way",
-        NEVER_RUN,
+    triton_backend(
+        triton.layer_norm, triton.layer_norm_unsupported_reason, "one kernel of ours each way"
     ),
+    Backend("torch", fused, fused_unsupported_reason, "F.layer_norm"),
     Backend(
         "apex",
         apex.layer_norm,

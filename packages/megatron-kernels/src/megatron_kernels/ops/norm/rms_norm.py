@@ -10,7 +10,7 @@ from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.norm import apex, batch_invariant, triton
 from megatron_kernels.ops.norm.gain import gain_of
 from megatron_kernels.ops.precision import upcast
-from megatron_kernels.ops.triton_op import NAME as TRITON
+from megatron_kernels.ops.triton_op import triton_backend
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
@@ -47,14 +47,10 @@ def invariant(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool 
 
 
 @op(
-    Backend("torch", fused, fused_unsupported_reason, "F.rms_norm"),
-    Backend(
-        TRITON,
-        triton.rms_norm,
-        triton.rms_norm_unsupported_reason,
-        "one kernel of ours each way",
-        NEVER_RUN,
+    triton_backend(
+        triton.rms_norm, triton.rms_norm_unsupported_reason, "one kernel of ours each way"
     ),
+    Backend("torch", fused, fused_unsupported_reason, "F.rms_norm"),
     Backend(
         "apex", apex.rms_norm, apex.rms_norm_unsupported_reason, "Apex's fused RMSNorm", NEVER_RUN
     ),

@@ -9,8 +9,8 @@ from torch.autograd import Function
 
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.ops.rope import triton
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -83,10 +83,8 @@ def _halves(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 @op(
+    triton_backend(triton.rope, triton.unsupported_reason, "one kernel of ours each way"),
     Backend("torch", direct, accept_all, "real arithmetic on halves, fused by torch.compile"),
-    Backend(
-        TRITON, triton.rope, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
-    ),
     Backend("reference", reference, accept_all, "complex multiplication, in float32 or float64"),
 )
 def rope(

@@ -6,8 +6,8 @@ from torch import Tensor
 from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.rope import rope as rotation
 from megatron_kernels.ops.rope import triton
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def split_heads(
@@ -44,14 +44,10 @@ def direct(
 
 
 @op(
-    Backend("torch", direct, accept_all, "real arithmetic on halves of queries and keys"),
-    Backend(
-        TRITON,
-        triton.rope_qkv,
-        triton.unsupported_reason,
-        "one kernel of ours each way, saves nothing",
-        NEVER_RUN,
+    triton_backend(
+        triton.rope_qkv, triton.unsupported_reason, "one kernel of ours each way, saves nothing"
     ),
+    Backend("torch", direct, accept_all, "real arithmetic on halves of queries and keys"),
     Backend("reference", reference, accept_all, "complex multiplication, in float32 or float64"),
 )
 def rope_qkv(

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.ops.softmax import triton
-from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(scores: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
@@ -36,10 +36,8 @@ def fused(scores: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
 
 
 @op(
+    triton_backend(triton.softmax, triton.unsupported_reason, "one kernel of ours each way"),
     Backend("torch", fused, accept_all, "torch.softmax"),
-    Backend(
-        TRITON, triton.softmax, triton.unsupported_reason, "one kernel of ours each way", NEVER_RUN
-    ),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def softmax(

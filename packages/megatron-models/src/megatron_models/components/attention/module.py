@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from jaxtyping import Float
-from megatron_kernels import AUTO, Scores, attention, rms_norm, rope, rope_qkv
+from megatron_kernels import Scores, attention, rms_norm, rope, rope_qkv
 from torch import Tensor, nn
 
 from megatron_models.components.attention.alibi import alibi_slopes
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         if spec.rotation is not None:
             self.rope = placement.bind(rope)
             between = spec.qk_layernorm or self.ranks_per_group > 1 or len(self.heads_by_role) > 3
-            if not between and placement.backend(rope_qkv.name) != AUTO:
+            if not between and placement.fused(rope_qkv) is not None:
                 self.packed_rope = placement.bind(rope_qkv)
         self.span = spec.span
         self.l2_norm = None

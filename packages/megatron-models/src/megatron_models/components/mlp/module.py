@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from jaxtyping import Float
-from megatron_kernels import gelu, glu, pointwise, swiglu
+from megatron_kernels import bias_gelu, bias_swiglu, gelu, glu, pointwise, swiglu
 from torch import Tensor, nn
 
 from megatron_models.components.context import Context
@@ -14,11 +14,15 @@ from megatron_models.placement import Placement
 
 
 class MLP(nn.Module):
-    """``down(activation(up(x)))``. If gated, ``up`` is gate and up projection, ``(2, f, h)``."""
+    """``down(activation(up(x)))``. If gated, ``up`` is gate and up projection, ``(2, f, h)``.
+
+    If the placement fuses them, the activation adds the bias of ``up``.
+    """
 
     def __init__(self, spec: MLPSpec, layer: int, placement: Placement) -> None:
         super().__init__()
         self.activate = activation_of(spec, placement.backend)
+        self.add_and_activate = bias_activation_of(spec, placement)
         self.up = placement.column_parallel_linear(spec.up)
         self.down = placement.row_parallel_linear(spec.down)
 
@@ -27,9 +31,29 @@ class MLP(nn.Module):
     ) -> Float[Tensor, "s b h"]:
         """Transforms each token of the sequence, or of this rank's part of it."""
         cut = None if context is None else context.sequence_parallel
-        y = self.activate(self.up(x, sequence_parallel=cut))
+        if self.add_and_activate is None:
+            y = self.activate(self.up(x, sequence_parallel=cut))
+        else:
+            y = self.up(x, sequence_parallel=cut, adds_bias=False)
+            y = self.add_and_activate(y, self.up.bias)
         result: Tensor = self.down(y, sequence_parallel=cut)
         return result
+
+
+def bias_activation_of(spec: MLPSpec, placement: Placement) -> Callable[..., Tensor] | None:
+    """Returns the operation that adds a bias and applies the activation, or None for two."""
+    if not spec.has_mlp_bias:
+        return None
+    if spec.activation in ("gelu", "gelu_tanh"):
+        backend = placement.fused(bias_gelu)
+        approximate = "tanh" if spec.activation == "gelu_tanh" else "none"
+        options: dict[str, Any] = {"approximate": approximate, "backend": backend}
+        return None if backend is None else partial(bias_gelu, **options)
+    plain = not spec.activation_func_clamp_value and not spec.glu_linear_offset
+    if spec.activation == "swiglu" and plain:
+        backend = placement.fused(bias_swiglu)
+        return None if backend is None else partial(bias_swiglu, backend=backend)
+    return None
 
 
 def activation_of(

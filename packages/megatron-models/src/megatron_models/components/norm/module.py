@@ -1,7 +1,9 @@
 """Normalization of the residual stream: LayerNorm or RMSNorm."""
 
+from typing import Any
+
 from jaxtyping import Float
-from megatron_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megatron_kernels import Op, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torch import Tensor, nn
 
 from megatron_models.components.norm.spec import NormSpec
@@ -51,6 +53,6 @@ class Norm(nn.Module):
         return add_layer_norm(x, added, self.weight, self.bias, *options, backend=backend)
 
 
-def addition_of(spec: NormSpec) -> str:
-    """Returns the name of the operation that adds to the stream and computes a norm of the sum."""
-    return "add_rms_norm" if spec.normalization == "RMSNorm" else "add_layer_norm"
+def addition_of(spec: NormSpec) -> Op[..., Any]:
+    """Returns the operation that adds to the stream and computes a norm of the sum."""
+    return add_rms_norm if spec.normalization == "RMSNorm" else add_layer_norm

@@ -95,7 +95,7 @@ class EncoderDecoder(DecodingModel):
             raise ConfigError(
                 f"an encoder-decoder does not support context parallelism: cp={layout.cp}"
             )
-        self.recompute, self.vocabulary_loss = placement.recompute, placement.vocabulary_loss
+        self.recompute, self.vocabulary_loss = placement.recompute, placement.bound_vocabulary_loss
         self.recompute.check(layout, sequence_parallel=placement.sequence_parallel)
         self.config, self.mesh, self.dtype = config, mesh, placement.dtype
         self.sequence_parallel, self.sequence_parallel_size = (
