@@ -23,7 +23,8 @@ _ON_1024: Final = (
     "--micro-batch-size 1 --world-size 1024 --global-batch-size 128 "
 )
 _TRITON: Final = (
-    "add_rms_norm=triton rms_norm=triton rope_qkv=triton swiglu=triton vocab_embedding=triton"
+    "--kernel-backends add_rms_norm=triton rms_norm=triton rope_qkv=triton swiglu=triton "
+    "vocab_embedding=triton vocab_cross_entropy=triton"
 )
 _T5: Final = "--recipe t5-base --vocab-size 32100 --world-size 8 --micro-batch-size 4 --bf16 "
 _TP: Final = "--tensor-model-parallel-size 2 --sequence-parallel "
@@ -85,6 +86,11 @@ JOBS: Final = (
     Job("tp2·pp2·dp2", _SMALL + _TP + _PP + _batch(8, 2), sample=True),
     Job("tp2·pp2·dp2, last stage", _SMALL + _TP + _PP + _batch(8, 2), pipeline_rank=1),
     Job(
+        "tp2·pp2·dp2, last stage, few logits",
+        _SMALL + _TP + _PP + _batch(8, 2) + "--cross-entropy-fusion-impl linear ",
+        pipeline_rank=1,
+    ),
+    Job(
         "tp2·pp2·vpp2·dp2",
         _SMALL + _TP + _PP + "--num-virtual-stages-per-pipeline-rank 2 " + _batch(8, 2),
     ),
@@ -126,6 +132,8 @@ JOBS: Final = (
     Job("70B, tp8·sp·pp4·dp32, rank 0 of 1,024", _LLAMA_70B + _ON_1024),
     Job(
         "70B, tp8·sp·pp4·dp32, rank 0 of 1,024, Triton kernels",
-        _LLAMA_70B + _ON_1024 + "--kernel-backends " + _TRITON,
+        _LLAMA_70B + _ON_1024 + _TRITON,
     ),
+    Job("70B, last stage", _LLAMA_70B + _ON_1024, pipeline_rank=3),
+    Job("70B, last stage, Triton kernels", _LLAMA_70B + _ON_1024 + _TRITON, pipeline_rank=3),
 )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron_parallel._compat.imagined import has_no_values
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import GradientBuffers
+from megatron_parallel.tensor_parallel.added_product import add_product as add_product
 from megatron_parallel.tensor_parallel.layers import VocabParallelEmbedding
 from megatron_parallel.tensor_parallel.lookup import AccumulatingLookup, Lookup
 from megatron_parallel.tensor_parallel.product import AccumulatingProduct, LayerProduct, Product
@@ -51,28 +52,6 @@ class ProductOp(NamedTuple):
 
     add: AddProduct
     why_unsupported: Callable[[torch.dtype, torch.dtype, torch.device], str | None]
-
-
-def add_product(
-    into: Float[Tensor, "out in"],
-    dy: Float[Tensor, "rows out"],
-    x: Float[Tensor, "rows in"],
-    *,
-    first: bool,
-) -> None:
-    """Adds a product with torch's `addmm`.
-
-    `dy` and `x` have the dtype of `into`, or are bf16 and summed in fp32 on CUDA.
-    """
-    if into.dtype == dy.dtype:
-        if first:
-            torch.mm(dy.t(), x, out=into)
-        else:
-            into.addmm_(dy.t(), x)
-    elif first:
-        torch.mm(dy.t(), x, out_dtype=into.dtype, out=into)
-    else:
-        torch.addmm(into, dy.t(), x, out_dtype=into.dtype, out=into)
 
 
 def why_product_unsupported(

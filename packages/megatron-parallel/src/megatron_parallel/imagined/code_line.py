@@ -6,7 +6,11 @@ from types import FrameType
 import torch
 from torch.autograd.graph import Node
 
-_SKIPPED = ("/megatron_parallel/imagined/", "/simulated_device/")
+_SKIPPED = (
+    "/megatron_parallel/imagined/",
+    "/simulated_device/",
+    "/megatron_kernels/ops/triton_op.py",  # calls the kernels of all operations
+)
 
 
 def code_line() -> str:

@@ -26,6 +26,7 @@ from megatron_parallel._compat.imagined import has_no_values
 from megatron_parallel.collectives.async_collective import start_all_reduce, start_reduce_scatter
 from megatron_parallel.collectives.operations import all_gather
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.tensor_parallel.added_product import add_product
 from megatron_parallel.tensor_parallel.cross_entropy import (
     IGNORE_INDEX,
     LogitsBlock,
@@ -338,20 +339,19 @@ class _Sum(WeightGradientRequest):
         self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"]
     ) -> Float[Tensor, "..."] | None:
         """Adds `dy^T x`; returns None."""
-        dtype = _at_least_float32(dy)
-        if self.total is None and dtype == dy.dtype:
-            self.total = (dy.t() @ x).view(self.shape)
-            return None
+        dtype, first = _at_least_float32(dy), self.total is None
+        # On CUDA, products of bf16 are summed in float32 without a copy.
+        adds = dtype == dy.dtype or (dy.is_cuda and dy.dtype == torch.bfloat16)
         if self.total is None:
-            self.total = torch.zeros(self.shape, dtype=dtype, device=dy.device)
+            fill = torch.empty if adds else torch.zeros
+            self.total = fill(self.shape, dtype=dtype, device=dy.device)
         total = self.total.view(-1, x.shape[1])
-        if dtype == dy.dtype:
-            total.addmm_(dy.t(), x)
-        else:  # a few rows at a time, since their sum in 16 bits is a copy
-            for rows, columns in zip(
-                torch.split(total, _ROWS), torch.split(dy, _ROWS, 1), strict=True
-            ):
-                rows += columns.t() @ x
+        if adds:
+            add_product(total, dy, x, first=first)
+            return None
+        # A few rows at a time, since their sum in 16 bits is a copy.
+        for rows, columns in zip(torch.split(total, _ROWS), torch.split(dy, _ROWS, 1), strict=True):
+            rows += columns.t() @ x
         return None
 
 
