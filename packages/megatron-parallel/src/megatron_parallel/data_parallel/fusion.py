@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from megatron_parallel._compat.imagined import has_no_values
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.tensor_parallel.added_product import add_product as add_product
+from megatron_parallel.tensor_parallel.added_product import (
+    add_product as add_product,  # noqa: PLC0414 - a public name of this package
+)
 from megatron_parallel.tensor_parallel.layers import VocabParallelEmbedding
 from megatron_parallel.tensor_parallel.lookup import AccumulatingLookup, Lookup
 from megatron_parallel.tensor_parallel.product import AccumulatingProduct, LayerProduct, Product
