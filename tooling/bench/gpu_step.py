@@ -18,12 +18,13 @@ a file of `--predict`, which needs no GPU but a C++ compiler.
 import argparse
 import gc
 import json
+import math
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ from megatron_train.tasks.task import MicroBatch
 from megatron_train.trainer import Trainer
 from plain_llama import plain_llama
 from torch import nn
+from torch.autograd import DeviceType
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS, EPSILON, CLIP = 3e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
 PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
@@ -89,13 +91,24 @@ MODELS = {
         apart=True,
     ),
 }
+BY_LAYER = "--compile --compile-scope layer "
+FP8 = "--fp8-format hybrid --fp8-recipe tensorwise "
+TORCH = (
+    "--kernel-backends add_rms_norm=separate rms_norm=torch rope_qkv=separate rope=torch "
+    "swiglu=torch vocab_embedding=separate vocab_cross_entropy=separate "
+)
 VARIANTS = {
     "ours": "",
-    "ours, compiled": "--compile ",
-    "ours, fp8": "--fp8-format hybrid --fp8-recipe tensorwise ",
-    "ours, fp8, compiled": "--compile --fp8-format hybrid --fp8-recipe tensorwise ",
+    "ours, compiled": BY_LAYER,
+    "ours, compiled, torch's operations": BY_LAYER + TORCH,
+    "ours, fp8, compiled": BY_LAYER + FP8,
 }
 PEER = "plain, compiled"
+
+HEADER = (
+    "| model | variant | ms | tokens/s | MFU | of the product | / plain | GiB | predicted |\n"
+    "|---|---|---:|---:|---:|---:|---:|---:|---:|"
+)
 
 Step = Callable[[], object]
 
@@ -179,8 +192,8 @@ def timed(step: Step, steps: int, device: torch.device) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def profile(step: Step, path: Path) -> None:
-    """Writes the kernels of two steps by their time on the device."""
+def profile(step: Step, name: str, folder: Path | None) -> None:
+    """Prints the kernels of two steps by their time, and writes a table of all operations."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -190,70 +203,87 @@ def profile(step: Step, path: Path) -> None:
         step()
         step()
         torch.cuda.synchronize()
-    table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
-    path.write_text(table)
-    kernels = [e for e in found.key_averages() if e.self_device_time_total > 0]
-    kernels.sort(key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in kernels)
-    print(f"-- {path.stem}: {total / 2e3:.1f} ms of kernels a step")
-    for each in kernels[:22]:
-        print(
-            f"   {each.self_device_time_total / 2e3:9.2f} ms {each.count // 2:5d} {each.key[:110]}"
-        )
+    if folder is not None:
+        table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
+        (folder / f"{name.replace(', ', '-')}.txt").write_text(table)
+    kernels = [e for e in found.key_averages() if e.device_type != DeviceType.CPU]
+    kernels.sort(key=lambda each: -each.self_device_time_total)
+    total = sum(each.self_device_time_total for each in kernels)
+    print(f"{name}: {total / 2e3:.1f} ms of kernels a step")
+    for each in kernels[:20]:
+        time_of = each.self_device_time_total / 2e3
+        print(f"   {time_of:9.2f} ms {each.count // 2:5d} {each.key[:100]}")
+
+
+class Bench:
+    """Steps of all variants of a model.
+
+    Args:
+        model: The model.
+        device: The GPU.
+
+    Attributes:
+        running: One step of each variant that is ready.
+        found: What was measured of each variant.
+    """
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self.model, self.device, self.mesh = model, device, Mesh.single(device)
+        self.batch = proof_batch(read_run(model.flags))
+        self.running: dict[str, Step] = {}
+        self.found: dict[str, Measured] = {}
+
+    def prepare(self, name: str) -> None:
+        """Builds a variant and runs its first steps; reports an error that it raises."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before, began = torch.cuda.memory_allocated(self.device), time.perf_counter()
+        try:
+            run = read_run(self.model.flags + VARIANTS.get(name, ""))
+            trainer = build_ours(run, self.mesh, self.batch)
+            if name == PEER:
+                (stage,) = trainer.engine.stages.modules
+                self.running[name] = plain_step(stage, self.batch)
+                del trainer, stage
+                gc.collect()
+                torch.cuda.reset_peak_memory_stats(self.device)
+            else:
+                self.running[name] = our_step(trainer)
+            timed(self.running[name], 3, self.device)
+        except Exception as error:  # noqa: BLE001 - it is the result of this variant
+            print(f"{name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+            self.running.pop(name, None)
+            return
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self.found[name] = Measured([], peak, time.perf_counter() - began)
+        torch.cuda.empty_cache()
+
+    def measure(self, rounds: int, steps: int) -> None:
+        """Measures the variants that are ready, interleaved."""
+        for _ in range(rounds):
+            for name, step in self.running.items():
+                self.found[name].seconds.append(timed(step, steps, self.device))
+
+    def profile(self, folder: Path | None) -> None:
+        """Prints the kernels of the variants that are ready, and writes their tables."""
+        for name, step in self.running.items():
+            profile(step, name, folder)
 
 
 def measure(
-    model: Model,
-    variants: list[str],
-    rounds: int,
-    steps: int,
-    device: torch.device,
-    out: Path | None,
-) -> dict[str, Measured]:
+    model: Model, variants: list[str], rounds: int, steps: int, device: torch.device
+) -> Bench:
     """Measures all variants of a model, interleaved unless they do not fit together."""
-    mesh = Mesh.single(device)
-    batch = proof_batch(read_run(model.flags))
-    running: dict[str, Step] = {}
-    found: dict[str, Measured] = {}
-
-    def start(name: str) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        before, began = torch.cuda.memory_allocated(device), time.perf_counter()
-        trainer = build_ours(read_run(model.flags + VARIANTS.get(name, "")), mesh, batch)
-        if name == PEER:
-            (stage,) = trainer.engine.stages.modules
-            running[name] = plain_step(stage, batch)
-            del trainer, stage
-            gc.collect()
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            running[name] = our_step(trainer)
-        timed(running[name], 3, device)
-        peak = torch.cuda.max_memory_allocated(device) - before
-        found[name] = Measured([], peak, time.perf_counter() - began)
-
+    bench = Bench(model, device)
     torch.compiler.reset()
     for name in variants:
-        try:
-            start(name)
-        except Exception as error:  # noqa: BLE001 - it is the result of this variant
-            print(f"{name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
-            running.pop(name, None)
-            continue
+        bench.prepare(name)
         if model.apart:
-            found[name].seconds.extend(timed(running[name], steps, device) for _ in range(rounds))
-            if out is not None:
-                profile(running[name], out / f"{name.replace(', ', '-')}.txt")
-            running.clear()
-    for _ in range(rounds if running else 0):
-        for name, step in running.items():
-            found[name].seconds.append(timed(step, steps, device))
-    if out is not None:
-        for name, step in running.items():
-            profile(step, out / f"{name.replace(', ', '-')}.txt")
-    return found
+            bench.measure(rounds, steps)
+            bench.running.clear()
+    bench.measure(rounds, steps)
+    return bench
 
 
 def ceilings(device: torch.device) -> tuple[float, float]:
@@ -264,6 +294,37 @@ def ceilings(device: torch.device) -> tuple[float, float]:
     product = min(timed(lambda: a @ b, 10, device) for _ in range(3))
     copy = min(timed(lambda: target.copy_(source), 10, device) for _ in range(3))
     return 2 * 8192**3 / product, 2 * source.numel() * 4 / copy
+
+
+def print_rows(name: str, bench: Bench, flops: float, predicted: Mapping[str, int]) -> None:
+    """Prints what was measured of a model.
+
+    Args:
+        name: Name of the model.
+        bench: Its measurements.
+        flops: FLOP/s of a product of matrices in the same run.
+        predicted: Bytes at the peak that dry-run predicts, by model and variant.
+    """
+    run = read_run(bench.model.flags)
+    length, samples = run.data.seq_length, run.training.micro_batch_size
+    tokens, kind = length * samples, torch.cuda.get_device_name(bench.device)
+    work = training_flops(run.model, length, tokens)
+    sheet = next((peak for part, peak in PEAKS.items() if part in kind), math.nan)
+    medians = {each: statistics.median(m.seconds) for each, m in bench.found.items() if m.seconds}
+    for variant, median in medians.items():
+        peak, guess = bench.found[variant].peak, predicted.get(f"{name}/{variant}")
+        cells = (
+            name,
+            variant,
+            f"{median * 1e3:.1f}",
+            f"{tokens / median:,.0f}",
+            f"{work / median / sheet:.1%}",
+            f"{work / median / flops:.1%}",
+            f"{medians.get(PEER, math.nan) / median:.3f}",
+            f"{peak / 2**30:.2f}",
+            "" if guess is None else f"{guess / 2**30:.2f}",
+        )
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def predict(models: list[str], variants: list[str]) -> dict[str, int]:
@@ -303,7 +364,6 @@ def main() -> int:
         return 0
     device = torch.device("cuda")
     kind = torch.cuda.get_device_name(device)
-    sheet = next((peak for name, peak in PEAKS.items() if name in kind), None)
     flops, bytes_ = ceilings(device)
     print(
         f"{kind}, torch {torch.__version__}, Python {platform.python_version()}: product "
@@ -311,29 +371,16 @@ def main() -> int:
         f"rounds of {args.steps} steps"
     )
     predicted = {} if args.predicted is None else json.loads(args.predicted.read_text())
-    print("| model | variant | ms | tokens/s | MFU | of the product | / plain | GiB | predicted |")
-    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    print(HEADER)
     results: dict[str, Any] = {}
     for name in args.models:
-        run = read_run(MODELS[name].flags)
-        length, samples = run.data.seq_length, run.training.micro_batch_size
-        work = training_flops(run.model, length, length * samples)
-        if args.profile is not None:
-            (args.profile / name.split(",")[0]).mkdir(parents=True, exist_ok=True)
-        out = None if args.profile is None else args.profile / name.split(",")[0]
-        found = measure(MODELS[name], variants, args.rounds, args.steps, device, out)
-        peer = statistics.median(found[PEER].seconds) if PEER in found else float("nan")
-        for variant, (seconds, peak, start) in found.items():
-            median = statistics.median(seconds)
-            share = float("nan") if sheet is None else work / median / sheet
-            guess = predicted.get(f"{name}/{variant}")
-            print(
-                f"| {name} | {variant} | {median * 1e3:.1f} | {length * samples / median:,.0f} "
-                f"| {share:.1%} | {work / median / flops:.1%} | {peer / median:.3f} "
-                f"| {peak / 2**30:.2f} | {'' if guess is None else f'{guess / 2**30:.2f}'} |",
-                flush=True,
-            )
+        bench = measure(MODELS[name], variants, args.rounds, args.steps, device)
+        print_rows(name, bench, flops, predicted)
+        for variant, (seconds, peak, start) in bench.found.items():
             results[f"{name}/{variant}"] = {"seconds": seconds, "peak": peak, "start": start}
+        if args.profile is not None:
+            args.profile.mkdir(parents=True, exist_ok=True)
+            bench.profile(args.profile)
     if args.json is not None:
         args.json.write_text(json.dumps({"device": kind, "results": results}, indent=2) + "\n")
     return 0

@@ -25,6 +25,7 @@ from megatron_kernels import (
     tensor_scale,
 )
 from megatron_kernels.ops.low_precision.elements import from_elements, to_elements
+from megatron_kernels.ops.low_precision.matmul import scaled
 
 FORMATS = {
     "fp8": FP8_TENSOR,

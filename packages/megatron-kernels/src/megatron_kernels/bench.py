@@ -87,6 +87,7 @@ def bench(
     size: WorkSize = "medium",
     ops: Sequence[str] = (),
     rounds: int = ROUNDS,
+    backends: Sequence[str] = (),
 ) -> Iterator[Report]:
     """Measures every backend of every call.
 
@@ -96,23 +97,35 @@ def bench(
         size: Sizes of the calls.
         ops: Names of operations. Defaults to all.
         rounds: Number of rounds.
+        backends: Names of backends. Defaults to all.
     """
-    for workload in workloads_of(ops):
-        yield measure(workload, device, dtype, size, rounds)
+    for workload in workloads_of(ops, backends):
+        yield measure(workload, device, dtype, size, rounds, backends)
         gc.collect()  # gradients of the largest calls
 
 
-def workloads_of(ops: Sequence[str]) -> tuple[Workload, ...]:
-    """Returns the calls of some operations, or all."""
-    return tuple(each for each in WORKLOADS if not ops or each.op.name in ops)
+def workloads_of(ops: Sequence[str], backends: Sequence[str] = ()) -> tuple[Workload, ...]:
+    """Returns the calls of some operations with some backends, or all."""
+    return tuple(
+        each
+        for each in WORKLOADS
+        if (not ops or each.op.name in ops)
+        and (not backends or any(backend.name in backends for backend in each.op.backends))
+    )
 
 
 def measure(
-    workload: Workload, device: torch.device, dtype: torch.dtype, size: WorkSize, rounds: int
+    workload: Workload,
+    device: torch.device,
+    dtype: torch.dtype,
+    size: WorkSize,
+    rounds: int,
+    backends: Sequence[str] = (),
 ) -> Report:
-    """Measures all backends of one call, interleaved with a copy and a product."""
+    """Measures backends of one call, or all, interleaved with a copy and a product."""
     shape = SHAPES[size]
     arguments = workload.arguments(InputGenerator(dtype, device), shape)
+    chosen = [b for b in workload.op.backends if not backends or b.name in backends]
     found = [
         Measurement(
             workload.title,
@@ -120,7 +133,7 @@ def measure(
             backend.unsupported_reason(*arguments),
             backend.on_request,
         )
-        for backend in workload.op.backends
+        for backend in chosen
     ]
     clock = _Clock(device)
     runs: dict[tuple[str, str], Callable[[], object]] = {
@@ -128,7 +141,7 @@ def measure(
         ("device", "product"): _product(device, dtype),
     }
     outputs: tuple[Tensor, ...] = ()
-    for number, backend in enumerate(workload.op.backends):
+    for number, backend in enumerate(chosen):
         if found[number].reason is not None:
             continue
         try:

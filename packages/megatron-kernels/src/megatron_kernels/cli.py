@@ -68,6 +68,9 @@ def build_parser() -> Parser:
     bench.add_argument("--dtype", choices=DTYPES, default="float32", help="precision")
     bench.add_argument("--size", choices=SIZES, default="medium", help="sizes of the calls")
     bench.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds of all backends")
+    bench.add_argument(
+        "--backends", nargs="+", metavar="NAME", help="backends to measure; defaults to all"
+    )
     bench.add_argument("--picture", metavar="FILE", help="draw a roofline, such as roofline.png")
     bench.set_defaults(run=_bench)
     return parser
@@ -179,8 +182,11 @@ def _bench(arguments: argparse.Namespace) -> int:
     print(f"{title}: medians of {arguments.rounds} rounds, ms")
     print(f"  {'backend':<18} {'forward':>9} {'both':>9} {'rate':>14} {'of bound':>9}")
     reports: list[Report] = []
-    calls = bench(device, dtype, arguments.size, ops, arguments.rounds)
-    for report in progress(calls, len(workloads_of(ops)), "calls"):
+    backends = arguments.backends or ()
+    if not workloads_of(ops, backends):
+        raise KernelError(f"no measured operation has a backend {' or '.join(backends)}")
+    calls = bench(device, dtype, arguments.size, ops, arguments.rounds, backends)
+    for report in progress(calls, len(workloads_of(ops, backends)), "calls"):
         reports.append(report)
         _print_report(report)
     if arguments.picture is not None:

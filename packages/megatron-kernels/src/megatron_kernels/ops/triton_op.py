@@ -19,7 +19,7 @@ from torch.library import Library
 
 from megatron_kernels._compat import constant_to_compiler, is_fake
 from megatron_kernels.availability import library, probe_installation
-from megatron_kernels.registry import NEVER_RUN, Backend
+from megatron_kernels.registry import Backend
 
 NAME: Final = "triton"
 """Name of the backends."""
@@ -58,7 +58,7 @@ def triton_backend(
     run: Callable[..., Any],
     unsupported_reason: Callable[..., str | None],
     description: str,
-    on_request: str | None = NEVER_RUN,
+    on_request: str | None = None,
 ) -> Backend:
     """Returns the backend of kernels of ours, which stands before those of torch.
 
@@ -66,8 +66,8 @@ def triton_backend(
         run: As for `Backend`.
         unsupported_reason: As for `Backend`.
         description: As for `Backend`.
-        on_request: As for `Backend`. None for kernels that passed `megatron-kernels check` on a
-            GPU.
+        on_request: As for `Backend`. `NEVER_RUN` for kernels that have not passed
+            `megatron-kernels check` on a GPU.
     """
     return Backend(NAME, run, unsupported_reason, description, on_request, fuses=True)
 
