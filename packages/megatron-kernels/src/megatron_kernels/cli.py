@@ -174,6 +174,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     ops = [find_operation(name).name for name in arguments.ops]
     if missing := [name for name in ops if not workloads_of([name])]:
         raise KernelError(f"{missing[0]} is not measured; leave it out")
+    backends = arguments.backends or ()
+    if not workloads_of(ops, backends):
+        raise KernelError(f"no measured operation has a backend {' or '.join(backends)}")
     threads = torch.get_num_threads()
     where = f"{device}, 1 thread, CPU time" if threads == 1 else f"{device}, {threads} threads"
     if device.type == "cuda":
@@ -182,9 +185,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     print(f"{title}: medians of {arguments.rounds} rounds, ms")
     print(f"  {'backend':<18} {'forward':>9} {'both':>9} {'rate':>14} {'of bound':>9}")
     reports: list[Report] = []
-    backends = arguments.backends or ()
-    if not workloads_of(ops, backends):
-        raise KernelError(f"no measured operation has a backend {' or '.join(backends)}")
     calls = bench(device, dtype, arguments.size, ops, arguments.rounds, backends)
     for report in progress(calls, len(workloads_of(ops, backends)), "calls"):
         reports.append(report)

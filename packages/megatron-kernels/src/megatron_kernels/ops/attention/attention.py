@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.errors import KernelError
+from megatron_kernels.ops.attention import cudnn as cudnn_attention
 from megatron_kernels.ops.attention import flex as flex_attention
 from megatron_kernels.ops.attention.batch_invariant import (
     invariant,
@@ -34,6 +35,13 @@ from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
     Backend(FLASH, flash, flash_unsupported_reason, "flash-attn 2, dense and varlen", NEVER_RUN),
     Backend(
         FLASH_3, flash_3, flash_3_unsupported_reason, "flash-attn 3, dense and varlen", NEVER_RUN
+    ),
+    Backend(
+        cudnn_attention.NAME,
+        cudnn_attention.cudnn,
+        cudnn_attention.cudnn_unsupported_reason,
+        "cuDNN's attention, through torch",
+        NEVER_RUN,
     ),
     Backend("torch", sdpa, sdpa_unsupported_reason, "F.scaled_dot_product_attention"),
     Backend(
