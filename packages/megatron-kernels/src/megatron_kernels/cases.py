@@ -311,8 +311,8 @@ def _linear(draw: InputGenerator, rows: tuple[int, ...], *, bias: bool) -> tuple
 def _quantized(
     draw: InputGenerator, a: QuantFormat, b: QuantFormat, outputs: int = 29, inputs: int = 43
 ) -> tuple[Any, ...]:
-    x, weight = draw.normal(draw.rows(21), inputs), draw.normal(outputs, inputs)
-    quantized = quantize(x.detach(), a), quantize(weight.detach(), b)
+    x, weight = draw.normal(draw.rows(21), inputs), draw.normal(inputs, outputs)
+    quantized = quantize(x.detach(), a), quantize(weight.detach().t(), b)  # as in backward passes
     return (*quantized, draw.normal(outputs), draw.dtype)
 
 
@@ -505,6 +505,11 @@ CASES = (
         partial(_quantized, a=FP8_TENSOR, b=FP8_GRADIENT, outputs=48, inputs=64),
     ),
     Case(quantized_matmul, "int8", partial(_quantized, a=INT8_ROW, b=INT8_ROW)),
+    Case(
+        quantized_matmul,
+        "int8, multiples of 16",
+        partial(_quantized, a=INT8_ROW, b=INT8_ROW, outputs=48, inputs=64),
+    ),
     Case(quantized_matmul, "mxfp8", partial(_quantized, a=MXFP8, b=MXFP8)),
     Case(quantized_matmul, "nvfp4", partial(_quantized, a=NVFP4, b=NVFP4)),
     Case(cross_entropy, "", _cross_entropy),

@@ -29,9 +29,18 @@ def reference(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtyp
 def integers(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Multiplies integers exactly (`torch._int_mm`), then by the scales of rows."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    y = torch._int_mm(a.elements, b.elements.t()).to(exact)
+    left, right = _adjacent(a, b)
+    y = torch._int_mm(left, right).to(exact)
     y.mul_(a.scales.to(exact)).mul_(b.scales.to(exact).t())
     return (y if bias is None else y.add_(bias.to(exact))).to(dtype)
+
+
+def _adjacent(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
+    """Returns elements of both, `[m, k]` and `[k, n]`, with those of a sum side by side in memory.
+
+    Quantized transposed matrices have the strides of these, which CUDA kernels refuse.
+    """
+    return a.elements.contiguous(), b.elements.contiguous().t()
 
 
 def scaled(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -41,7 +50,8 @@ def scaled(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) 
         scale_b = scale_b.t()
     else:
         scale_a, scale_b = scale_a.view(()), scale_b.view(())
-    y: Tensor = torch._scaled_mm(a.elements, b.elements.t(), scale_a, scale_b, out_dtype=dtype)
+    left, right = _adjacent(a, b)
+    y: Tensor = torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=dtype)
     return y if bias is None else y + bias.to(dtype)
 
 
