@@ -1,6 +1,7 @@
 """Attention: independent references, rows without keys, caches, and the block pair."""
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,6 @@ from megatron_kernels import (
     attention_backward,
     attention_forward,
 )
-from megatron_kernels.cases import DrawnDropout
 from megatron_kernels.ops.attention import tiles
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES
 from megatron_kernels.ops.attention.sdpa import sdpa
@@ -24,6 +24,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 F64 = torch.float64
 BACKENDS = ("torch", "reference")
 PADDED = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 2, 2, 2]], dtype=torch.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnDropout:
+    """Dropout of drawn elements `[b, n, s, t]`, also of parts of them."""
+
+    drops: Tensor
+    probability: float = 0.25
+
+    def __call__(self, p: Tensor) -> Tensor:
+        return p.masked_fill(self.drops, 0) / (1 - self.probability)
+
+    def kept(self, sample: int, heads: slice, queries: slice, keys: slice, length: int) -> Tensor:
+        return self.drops[sample, heads, queries, keys].int() - 1
 
 
 def inputs(s: int = 7, t: int = 7, n: int = 4, g: int = 2, d: int = 6) -> tuple[Tensor, ...]:

@@ -155,7 +155,8 @@ for case in CASES:
     found = case.op(*arguments, backend="triton")
     outputs = found if isinstance(found, tuple) else (found,)
     leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
-    if leaves:
+    outputs = [x for x in outputs if x.requires_grad]
+    if outputs:
         torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
 assert all(binaries)
 print(len(seen), len(binaries))
@@ -167,7 +168,7 @@ print(len(seen), len(binaries))
 def test_every_kernel_compiles_for_an_h100(sample: bool, tmp_path: Path) -> None:
     script = BINARIES.replace("SAMPLE", str(sample))
     operations, binaries = map(int, run("-c", script, TRITON_CACHE_DIR=str(tmp_path)).split())
-    assert operations == 19 and binaries >= 2 * operations - 1
+    assert operations == 22 and binaries >= 2 * operations - 1
 
 
 def test_calls_of_other_backends_do_not_import_triton() -> None:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from megatron_kernels import bias_dropout_add
 from megatron_models.cache import StaticKVCache
 from megatron_models.components.dropout import Dropout, ProbabilityDropout, StageDropout
 from megatron_models.errors import ConfigError
@@ -101,3 +102,12 @@ def test_a_part_of_the_probabilities_drops_the_same_as_the_whole(several, keys, 
         heads, rows, columns = slice(1, 3), slice(1, 4), slice(0, 3)
         part = of_layer.kept(sample, heads, rows, columns, shape[3])
         assert torch.equal(part, whole[sample, heads, rows, columns].int() - 1)
+    numbers = of_layer.hash_numbers(shape[3])
+    columns = torch.arange(shape[3])[None] if numbers.columns is None else numbers.columns
+    heads = torch.arange(4)[:, None] + numbers.first_head
+    for sample in range(3):  # the elements of a query are a row of `bias_dropout_add`
+        own = heads * numbers.length + columns[sample if len(columns) > 1 else 0]
+        row = torch.zeros(shape[2], 1, int(own.max()) + 1, dtype=torch.float64)
+        words = (word[:, sample : sample + 1] for word in (numbers.word0, numbers.word1))
+        dropped = bias_dropout_add(row + 1, None, row, *words, numbers.site) == 0
+        assert torch.equal(dropped[:, 0][:, own].transpose(0, 1), whole[sample])

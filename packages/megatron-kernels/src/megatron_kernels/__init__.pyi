@@ -16,6 +16,8 @@ from .ops.attention.attention import attention as attention
 from .ops.attention.attention import takes_lengths as takes_lengths
 from .ops.attention.blocks import attention_backward as attention_backward
 from .ops.attention.blocks import attention_forward as attention_forward
+from .ops.attention.dropout import DropoutHash as DropoutHash
+from .ops.attention.dropout import HashedDropout as HashedDropout
 from .ops.attention.dropout import TiledDropout as TiledDropout
 from .ops.attention.index_scores import index_scores as index_scores
 from .ops.attention.index_scores import select_keys as select_keys

@@ -20,10 +20,11 @@ from megatron_kernels.ops.activation.pointwise import Pointwise, pointwise
 from megatron_kernels.ops.activation.swiglu import swiglu
 from megatron_kernels.ops.attention.attention import attention
 from megatron_kernels.ops.attention.blocks import attention_backward, attention_forward
+from megatron_kernels.ops.attention.dropout import DropoutHash
 from megatron_kernels.ops.attention.index_scores import index_scores
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
-from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, bias_dropout_add
+from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, bias_dropout_add, hashes
 from megatron_kernels.ops.embedding.vocab_embedding import add_vocab_gradient, vocab_embedding
 from megatron_kernels.ops.linear.linear import linear
 from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
@@ -111,31 +112,72 @@ class Case:
 
 
 @dataclass(frozen=True, eq=False)
-class DrawnDropout:
-    """Dropout of drawn elements `[b, n, s, t]`, also of parts of them.
+class CaseDropout:
+    """Dropout of a quarter of the elements `[b, n, s, t]` by a hash in 64-bit integers.
 
     Attributes:
-        drops: True for elements to drop.
-        probability: As in `TiledDropout`.
+        word0: First words of the key of each query `[s, b]`.
+        word1: Second words.
+        columns: Column of each key `[b or 1, t]`. None means its index.
+        first_head: Number of the first head.
+        length: Channels of a head.
     """
 
-    drops: Tensor
-    probability: float = 0.25
+    word0: Tensor
+    word1: Tensor
+    columns: Tensor | None = None
+    first_head: int = 3
+    length: int = 1000
+
+    @property
+    def site(self) -> DropoutSite:
+        """Numbers of the site and the probability."""
+        return DropoutSite(-(2**31) + 5, 123456789, -(2**31) + 2**30, 4 / 3)
+
+    @property
+    def probability(self) -> float:
+        """As in `TiledDropout`."""
+        return 0.25
 
     def __call__(self, p: Tensor) -> Tensor:
         """Returns the probabilities after dropout."""
-        return p.masked_fill(self.drops, 0) / (1 - self.probability)
+        samples = range(p.shape[0])
+        every = slice(0, p.shape[1]), slice(0, p.shape[2]), slice(0, p.shape[3])
+        kept = [self.kept(sample, *every, p.shape[3]) for sample in samples]
+        return torch.where(torch.stack(kept) == 0, 0, p * self.site.scale)
 
     def kept(self, sample: int, heads: slice, queries: slice, keys: slice, length: int) -> Tensor:
         """Returns -1 for elements of a part that are kept, and 0 for others."""
-        return self.drops[sample, heads, queries, keys].int() - 1
+        columns = torch.arange(keys.start, keys.stop, device=self.word0.device)
+        if self.columns is not None:
+            columns = self.columns[sample if len(self.columns) > 1 else 0, keys]
+        of_heads = torch.arange(heads.start, heads.stop, device=columns.device) + self.first_head
+        number = (of_heads * self.length)[:, None, None] + columns
+        key0 = self.word0[queries, sample].long() + self.site.word0
+        key1 = self.word1[queries, sample].long() ^ self.site.word1
+        dropped = hashes(number, key0[:, None], key1[:, None]) < self.site.least
+        return dropped.int() - 1
+
+    def hash_numbers(self, keys: int) -> DropoutHash:
+        """Returns the numbers for a kernel."""
+        words = self.word0, self.word1
+        return DropoutHash(*words, self.first_head, self.length, self.columns, self.site)
+
+
+def draw_words(draw: InputGenerator, *shape: int) -> tuple[Tensor, Tensor]:
+    """Returns both words of the key of each token."""
+    first, second = (draw.integers(2**32, *shape, 1 + each) - 2**31 for each in range(2))
+    return first[..., 0].to(torch.int32), second[..., 0].to(torch.int32)
+
+
+def _drops(draw: InputGenerator, q: Tensor, k: Tensor) -> CaseDropout:
+    columns = draw.integers(1000, 2, k.shape[0])
+    return CaseDropout(*draw_words(draw, *q.shape[:2]), columns)
 
 
 def _dropped(draw: InputGenerator, mask: Mask, **options: Any) -> tuple[Any, ...]:
     arguments = _attention(draw, mask, **options)
-    q, k = arguments[:2]
-    drops = draw.integers(4, q.shape[1], q.shape[2], q.shape[0], k.shape[0]) == 0
-    return (*arguments, DrawnDropout(drops))
+    return (*arguments, _drops(draw, *arguments[:2]))
 
 
 def _norm(draw: InputGenerator, *, bias: bool, zero_centered: bool = False) -> tuple[Any, ...]:
@@ -181,12 +223,11 @@ def _bias_swiglu(draw: InputGenerator) -> tuple[Any, ...]:
 
 def _dropout_add(draw: InputGenerator, *, bias: bool) -> tuple[Any, ...]:
     rows = draw.rows(9)
-    words = (draw.integers(2**32, rows, 3, 1 + each) - 2**31 for each in range(2))
     return (
         draw.normal(rows, 3, 43),
         draw.normal(43) if bias else None,
         draw.normal(rows, 3, 43, mean=0.5),
-        *(word[..., 0].to(torch.int32) for word in words),
+        *draw_words(draw, rows, 3),
         DropoutSite(-(2**31) + 5, 123456789, -(2**31) + 2**30, 4 / 3),
     )
 
@@ -277,7 +318,7 @@ def _block(
         draw.normal(rows, 2, groups, width),
     )
     first = torch.arange(rows, dtype=torch.int32, device=draw.device).expand(2, -1)
-    drops = DrawnDropout(draw.integers(4, 2, 4, rows, rows) == 0) if dropout else None
+    drops = _drops(draw, q, k) if dropout else None
     if triangle:
         triangular = Mask(positions=first, query_positions=first, ascending=True)
         return (q, k, v, triangular, PLAIN_SCORES, 0, drops)

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from megatron_kernels.cases import InputGenerator
+from megatron_kernels.cases import CaseDropout, InputGenerator, draw_words
 from megatron_kernels.ops.activation.bias_activation import bias_gelu, bias_swiglu
 from megatron_kernels.ops.activation.gelu import gelu
 from megatron_kernels.ops.activation.swiglu import swiglu
@@ -156,6 +156,21 @@ def _softcap(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     return (q, k, v, mask, Scores(softcap=30.0), *rest)
 
 
+def _dropped(
+    draw: InputGenerator, shape: Shape, mask: Mask, groups: int | None = None
+) -> tuple[Any, ...]:
+    """Returns attention that drops a quarter of its probabilities."""
+    *arguments, _ = _attention(draw, shape, mask, groups)
+    words = draw_words(draw, shape.tokens, 1)
+    return (*arguments, CaseDropout(*words, first_head=0, length=shape.tokens))
+
+
+def _packed(shape: Shape, device: torch.device) -> Mask:
+    """Returns the mask of eight documents of one length."""
+    ids = torch.arange(8, dtype=torch.int32, device=device)
+    return Mask(ids.repeat_interleave(shape.tokens // 8)[None])
+
+
 def _decode(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     """Returns one token of each of 16 sequences, without gradients."""
     q = draw.normal(1, 16, shape.heads, _HEAD).detach()
@@ -285,6 +300,27 @@ WORKLOADS: Final = (
         "soft-cap",
         _softcap,
         lambda s: _attention_products(s) / 2,
+        _RECOMPUTED,
+    ),
+    Workload(
+        attention,
+        "causal, dropout",
+        lambda d, s: _dropped(d, s, Mask()),
+        lambda s: _attention_products(s) / 2,
+        _RECOMPUTED,
+    ),
+    Workload(
+        attention,
+        "causal, grouped, dropout",
+        lambda d, s: _dropped(d, s, Mask(), max(1, s.heads // 4)),
+        lambda s: _attention_products(s) / 2,
+        _RECOMPUTED,
+    ),
+    Workload(
+        attention,
+        "8 documents, dropout",
+        lambda d, s: _dropped(d, s, _packed(s, d.device)),
+        lambda s: _attention_products(s) / 16,
         _RECOMPUTED,
     ),
     Workload(attention, "decode, 16 sequences", _decode, lambda s: 64.0 * s.tokens * s.width),

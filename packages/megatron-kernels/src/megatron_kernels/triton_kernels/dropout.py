@@ -15,10 +15,16 @@ from megatron_kernels.triton_kernels.launch import (
 
 
 @triton.jit
-def _hash(number, key0, key1):
-    """Returns the hash of `bias_dropout_add`, in arithmetic modulo 2^32."""
-    z = number.to(tl.uint32, bitcast=True) ^ key0.to(tl.uint32, bitcast=True)
-    z = (z ^ (z >> 17)) * 0xED5AD4BB
+def folded(word):
+    """Returns the first step of the hash; that of `a ^ b` is that of `a` ^ that of `b`."""
+    z = word.to(tl.uint32, bitcast=True)
+    return z ^ (z >> 17)
+
+
+@triton.jit
+def hashed(z, key1):
+    """Returns the hash of `bias_dropout_add` from `folded(number ^ key0)`, modulo 2^32."""
+    z = z * 0xED5AD4BB
     z = z ^ key1.to(tl.uint32, bitcast=True)
     z = (z ^ (z >> 11)) * 0xAC4C1B51
     z = (z ^ (z >> 15)) * 0x31848BAB
@@ -40,7 +46,7 @@ def _dropout(
         x += tl.load(BIAS + channel, mask=inside, other=0.0).to(ACC)
     key0 = tl.load(WORD0 + token) + site0
     key1 = tl.load(WORD1 + token) ^ site1
-    dropped = _hash(channel, key0.to(tl.int32), key1.to(tl.int32)) < least
+    dropped = hashed(folded(channel ^ key0.to(tl.int32)), key1.to(tl.int32)) < least
     x = tl.where(dropped, 0.0, x * exact(scale, rest, ACC))
     if ADDS:
         x += tl.load(RESIDUAL + at, mask=inside, other=0.0).to(ACC)

@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 from jaxtyping import Float, Int, Int32, Int64
-from megatron_kernels import DropoutSite, bias_dropout_add
+from megatron_kernels import DropoutHash, DropoutSite, bias_dropout_add
 from megatron_parallel import (
     Axis,
     DropoutKey,
@@ -44,8 +44,8 @@ class Dropout:
             parallelism cuts them. It is the same on all tensor-parallel ranks and pipeline stages.
         hidden: Probability after the embedding, attention and the feed-forward layer.
         attention: Probability for attention weights. On a CPU the backend `tiles` of attention
-            applies it. Elsewhere only the reference does, whose memory grows with the square of the
-            length.
+            applies it, on CUDA the backend `triton`. Otherwise only the reference does, whose
+            memory grows with the square of the length.
         indices: Index of each token in its sequence, where a row of the micro-batch holds parts of
             several sequences. By default each row is one sequence.
         length: Length of these sequences.
@@ -171,7 +171,7 @@ class StageDropout:
 
 @dataclass(frozen=True, eq=False)
 class ProbabilityDropout:
-    """Dropout of the attention probabilities of one layer; a `TiledDropout` of the kernels.
+    """Dropout of the attention probabilities of one layer; a `HashedDropout` of the kernels.
 
     Attributes:
         stage: The dropout of this rank.
@@ -235,6 +235,25 @@ class ProbabilityDropout:
             layer=self.layer,
             site=self.site,
         )
+
+    def hash_numbers(self, keys: int) -> DropoutHash:
+        """Returns what a kernel needs to compute the mask of `__call__` itself.
+
+        Args:
+            keys: Number of keys of the call.
+        """
+        dropout, key = self.stage.global_dropout, self.stage.global_dropout.key
+        if self.query_indices is not None:
+            key = key.select(self.query_indices)
+        columns, length = self.key_indices, keys
+        if dropout.indices is not None:
+            own = dropout.indices
+            columns = own if columns is None else own.gather(1, columns.expand(len(own), -1))
+        if columns is not None:
+            length = dropout.length or len(dropout.key.word0)
+        numbers = DropoutKey.site_numbers(self.probability, layer=self.layer, site=self.site)
+        words = key.word0, key.word1
+        return DropoutHash(*words, self.first_head, length, columns, DropoutSite(*numbers))
 
 
 def _row(indices: Int[Tensor, "b_or_1 s"], sample: int) -> Int[Tensor, " s"]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.attention import cudnn as cudnn_attention
 from megatron_kernels.ops.attention import flex as flex_attention
+from megatron_kernels.ops.attention import triton
 from megatron_kernels.ops.attention.batch_invariant import (
     invariant,
     invariant_unsupported_reason,
@@ -28,6 +29,7 @@ from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
 from megatron_kernels.ops.attention.sdpa import sdpa, sdpa_unsupported_reason
 from megatron_kernels.ops.attention.tiles import tiled, tiled_unsupported_reason
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER
+from megatron_kernels.ops.triton_op import NAME as TRITON
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
@@ -50,6 +52,13 @@ from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
         flex_attention.flex_unsupported_reason,
         "FlexAttention, compiled by shape",
         on_request=NEVER_RUN,
+    ),
+    Backend(
+        TRITON,
+        triton.attention,
+        triton.unsupported_reason,
+        "kernels of ours with masks by rules and dropout by a hash",
+        NEVER_RUN,
     ),
     Backend("tiles", tiled, tiled_unsupported_reason, "tiles in the cache, for dropout on CPUs"),
     Backend(

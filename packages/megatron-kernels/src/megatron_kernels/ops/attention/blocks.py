@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.errors import KernelError
+from megatron_kernels.ops.attention import triton
 from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.fused_blocks import (
     backward_unsupported_reason,
@@ -28,13 +29,16 @@ from megatron_kernels.ops.attention.tiles import (
     tiled_forward,
     tiled_unsupported_reason,
 )
-from megatron_kernels.registry import AUTO, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import NAME as TRITON
+from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 _TILES: Final = "tiles in the cache, for dropout on CPUs"
+_TRITON: Final = "kernels of ours with masks by rules and dropout by a hash"
 
 
 @op(
     Backend("torch", fused_forward, forward_unsupported_reason, "fused kernels of torch"),
+    Backend(TRITON, triton.block_forward, triton.unsupported_reason, _TRITON, NEVER_RUN),
     Backend("tiles", tiled_forward, tiled_unsupported_reason, _TILES),
     Backend("reference", reference_forward, accept_all, "plain torch, in float32 or float64"),
 )
@@ -77,6 +81,7 @@ def attention_forward(
 
 @op(
     Backend("torch", fused_backward, backward_unsupported_reason, "fused kernels of torch"),
+    Backend(TRITON, triton.block_backward, triton.backward_unsupported_reason, _TRITON, NEVER_RUN),
     Backend("tiles", tiled_backward, backward_tiled_unsupported_reason, _TILES),
     Backend("reference", reference_backward, accept_all, "plain torch, in float32 or float64"),
 )

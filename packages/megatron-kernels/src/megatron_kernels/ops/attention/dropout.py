@@ -1,10 +1,13 @@
 """What attention takes as dropout of its probabilities."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
+
+from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite
 
 
 @runtime_checkable
@@ -38,5 +41,41 @@ class TiledDropout(Protocol):
         """
 
 
+@dataclass(frozen=True, eq=False)
+class DropoutHash:
+    """What a kernel needs to compute the mask of an element: a hash, as of `bias_dropout_add`.
+
+    The element of a head and a key is dropped if the hash of its channel, `(first_head + head) *
+    length + column`, under the key of its query is less than the bound of the site.
+
+    Attributes:
+        word0: First words of the key of each query.
+        word1: Second words.
+        first_head: Added to the number of the head.
+        length: Channels of a head.
+        columns: Column of each key. None means its index.
+        site: Numbers of the site and the probability.
+    """
+
+    word0: Int32[Tensor, "s b"]
+    word1: Int32[Tensor, "s b"]
+    first_head: int
+    length: int
+    columns: Int[Tensor, "b_or_1 t"] | None
+    site: DropoutSite
+
+
+@runtime_checkable
+class HashedDropout(TiledDropout, Protocol):
+    """Dropout whose mask is a hash, which the Triton kernels of attention compute themselves."""
+
+    def hash_numbers(self, keys: int) -> DropoutHash:
+        """Returns the numbers that determine the mask of a call.
+
+        Args:
+            keys: Number of keys of the call.
+        """
+
+
 DropoutLike = Callable[[Tensor], Tensor]
-"""A function of all probabilities `[b, n, s, t]`, which may be a `TiledDropout`."""
+"""A function of all probabilities `[b, n, s, t]`; may be a `TiledDropout` or a `HashedDropout`."""

@@ -35,6 +35,8 @@ class Mask:
         dense: bool `[b or 1, s, t]`, True = may attend: the rules as a tensor, from `prepare`.
         ascending: Whether queries and keys are known to be the same tokens with ascending
             `positions`, so that `causal` alone needs no tensor.
+        prepared: Whether `prepare` made `dense` from the other rules. Kernels that compute rules
+            themselves then do not read it.
         runs: The lengths of the documents of each row in order, padding as a negative length: what
             the host knows of `document_ids`, from `prepare`.
     """
@@ -49,6 +51,7 @@ class Mask:
     query_positions: Int[Tensor, "b s"] | None = None
     dense: Bool[Tensor, "b_or_1 s t"] | None = None
     ascending: bool = False
+    prepared: bool = False
     runs: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +83,20 @@ class Mask:
         """Whether no rule but `causal` limits attention."""
         rules = self.document_ids, self.dense, self.window, self.chunk
         return all(rule is None for rule in rules) and (self.prefix is None or not self.causal)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether the rules determine the mask: without `dense`, or as what `prepare` wrote out."""
+        return self.dense is None or self.prepared
+
+    @property
+    def compares_positions(self) -> bool:
+        """Whether a rule compares `positions`, which are not known to be in order."""
+        if self.positions is None or not self.has_rules:
+            return False
+        if self._unlimited:
+            return self.causal and not self.ascending
+        return self.causal or self.window is not None or self.chunk is not None
 
     def narrowed(self, window: int | None = None, chunk: int | None = None) -> "Mask":
         """Returns the mask with further limits; the narrower of two windows counts.
@@ -142,7 +159,9 @@ class Mask:
         if runs is not None:
             return replace(self, runs=runs)
         written, _ = self.lower(queries, keys, query_offset, device=device)
-        return self if written is None else replace(self, dense=written)
+        if written is None:
+            return self
+        return replace(self, dense=written, prepared=self.has_rules)
 
     def _runs(
         self, queries: int, keys: int, query_offset: int, read_lengths: bool
@@ -226,16 +245,46 @@ class Mask:
             self._covers("dense", self.dense, (queries, keys))
             return self.dense
         allowed = self._by_position(queries, keys, query_offset, device)
-        if self.document_ids is None:
+        documents = self.documents_of(queries, keys, query_offset)
+        if documents is None:
             return allowed
+        of_queries, of_keys = documents
+        same = of_queries[:, :, None] == of_keys[:, None, :]
+        return allowed & same & (of_queries >= 0)[:, :, None]
+
+    def documents_of(
+        self, queries: int, keys: int, query_offset: int = 0
+    ) -> tuple[Int[Tensor, "b s"], Int[Tensor, "b t"]] | None:
+        """Returns the documents of the queries and of the keys, or None if no rule compares them.
+
+        Arguments and errors are those of `allowed`.
+        """
+        if self.document_ids is None:
+            return None
         of_keys = self.document_ids[:, :keys]
         of_queries = self.query_document_ids
         if of_queries is None:
             of_queries = self.document_ids[:, query_offset : query_offset + queries]
         self._covers("document_ids", of_keys, (keys,))
         self._covers("document_ids of the queries", of_queries, (queries,))
-        same = of_queries[:, :, None] == of_keys[:, None, :]
-        return allowed & same & (of_queries >= 0)[:, :, None]
+        return of_queries, of_keys
+
+    def positions_of(
+        self, queries: int, keys: int, query_offset: int = 0
+    ) -> tuple[Int[Tensor, "b s"], Int[Tensor, "b t"]] | None:
+        """Returns the positions of the queries and of the keys, or None if they are the indices.
+
+        Arguments and errors are those of `allowed`.
+        """
+        if self.positions is None:
+            return None
+        of_keys = self.positions[:, :keys]
+        of_queries = self.query_positions
+        if of_queries is None:
+            of_queries = self.positions[:, query_offset : query_offset + queries]
+        self._covers("positions", of_keys, (keys,))
+        self._covers("positions of the queries", of_queries, (queries,))
+        return of_queries, of_keys
 
     def _by_position(
         self, queries: int, keys: int, query_offset: int, device: torch.device | str
@@ -280,16 +329,12 @@ class Mask:
         self, queries: int, keys: int, query_offset: int, device: torch.device | str
     ) -> tuple[Tensor, Tensor]:
         """Returns positions `[b or 1, s, 1]` of queries and `[b or 1, 1, t]` of keys."""
-        if self.positions is None:
+        known = self.positions_of(queries, keys, query_offset)
+        if known is None:
             of_keys = torch.arange(keys, device=device)[None]
             of_queries = torch.arange(query_offset, query_offset + queries, device=device)[None]
         else:
-            of_keys = self.positions[:, :keys]
-            inside = slice(query_offset, query_offset + queries)
-            own = self.query_positions
-            of_queries = self.positions[:, inside] if own is None else own
-            self._covers("positions", of_keys, (keys,))
-            self._covers("positions of the queries", of_queries, (queries,))
+            of_queries, of_keys = known
         return of_queries[:, :, None], of_keys[:, None, :]
 
     @staticmethod

@@ -32,7 +32,7 @@ class DropoutSite(NamedTuple):
     scale: float
 
 
-def _hashes(number: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
+def hashes(number: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
     """Returns the hash of each number under a key of 64 bits, as a signed 32-bit number."""
     z = (number ^ key0) & _LOW
     z = ((z ^ z >> _SHIFTS[0]) * _MULTIPLIERS[0] & _LOW) ^ (key1 & _LOW)
@@ -54,7 +54,7 @@ def reference(
     values = upcast(x) if bias is None else upcast(x) + upcast(bias)
     numbers = torch.arange(x.shape[-1], device=x.device)
     key0, key1 = word0.long() + site.word0, word1.long() ^ site.word1
-    dropped = _hashes(numbers, key0[..., None], key1[..., None]) < site.least
+    dropped = hashes(numbers, key0[..., None], key1[..., None]) < site.least
     return (upcast(residual) + torch.where(dropped, 0.0, values * site.scale)).to(x.dtype)
 
 
