@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_kernels.triton_kernels.attention_launch import FORWARD, UNSPECIALIZED, Call, tiling
 from megatron_kernels.triton_kernels.attention_parts import (
     LOG2_E,
+    PRECISION,
     apply_mask,
     kept,
     key_numbers,
@@ -48,7 +49,7 @@ def _over_keys(
         keys = at + tl.arange(0, STEPS)
         k = load_rows(K, keys, channels, k_s, t, D, MASKED, OPERAND)
         x = scaled(
-            tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC), scale, cap, SOFTCAP
+            tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC), scale, cap, SOFTCAP
         )
         if MASKED or SLOPES:
             key_position = load_positions(KEY_POSITIONS, keys, t, 0, HAS_POSITIONS)[None, :]
@@ -73,7 +74,7 @@ def _over_keys(
             p = tl.where(kept(word0[:, None], number[None, :], word1[:, None], least), p, 0.0)
         v = load_rows(V, keys, of_values, v_s, t, DV, MASKED, OPERAND)
         acc = acc * shrink[:, None]
-        acc += tl.dot(p.to(OPERAND), v, input_precision="ieee", out_dtype=ACC)
+        acc += tl.dot(p.to(OPERAND), v, input_precision=PRECISION, out_dtype=ACC)
         peak = top
     return acc, peak, total
 
@@ -174,7 +175,7 @@ def attend(
     out = q.new_empty(s, b, n, v.shape[-1])
     lse = q.new_empty(b, n, s, dtype=accumulator_dtype(q.dtype))
     call = Call(q, k, v, tensors, numbers, factors)
-    size = tiling(FORWARD, q, max(d, v.shape[-1]), s, k.shape[0])
+    size = tiling(FORWARD, q, max(d, v.shape[-1]))
     if lse.numel():
         _forward[(triton.cdiv(s, size.rows) * b * n,)](
             q, k, v, out, lse, q if sinks is None else sinks, *call.arguments(),

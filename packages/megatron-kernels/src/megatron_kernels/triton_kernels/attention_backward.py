@@ -24,6 +24,7 @@ from megatron_kernels.triton_kernels.attention_launch import (
 )
 from megatron_kernels.triton_kernels.attention_parts import (
     LOG2_E,
+    PRECISION,
     apply_mask,
     kept,
     key_numbers,
@@ -79,7 +80,7 @@ def _over_keys(
         k = load_rows(K, keys, channels, k_s, t, D, MASKED, OPERAND)
         v = load_rows(V, keys, of_values, v_s, t, DV, MASKED, OPERAND)
         capped = scaled(
-            tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC), scale, cap, SOFTCAP
+            tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC), scale, cap, SOFTCAP
         )
         x = capped
         if MASKED or SLOPES:
@@ -96,13 +97,13 @@ def _over_keys(
                 window, chunk, prefix, CAUSAL, WINDOW, CHUNK, PREFIX, DOCUMENTS, DENSE,
             )  # fmt: skip
         p = tl.exp2(x - lse[:, None])
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee", out_dtype=ACC)
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
         if DROPS:
             number = key_numbers(COLUMNS, keys, t, first, head, length, HAS_COLUMNS)
             keep = kept(word0[:, None], number[None, :], word1[:, None], least)
             dp = tl.where(keep, dp * factor, 0.0)
         dx = _gradient_of_scores(p, dp, delta[:, None], capped, cap, SOFTCAP)
-        dq += tl.dot(dx.to(OPERAND), k, input_precision="ieee", out_dtype=ACC)
+        dq += tl.dot(dx.to(OPERAND), k, input_precision=PRECISION, out_dtype=ACC)
     return dq
 
 
@@ -211,7 +212,7 @@ def _over_queries(
         lse = _finite_lse(LSE, rows, s)
         delta = tl.load(DELTA + rows, mask=rows < s, other=0.0)
         capped = scaled(
-            tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC), scale, cap, SOFTCAP
+            tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC), scale, cap, SOFTCAP
         )
         x = capped
         if MASKED or SLOPES:
@@ -229,16 +230,16 @@ def _over_queries(
                 window, chunk, prefix, CAUSAL, WINDOW, CHUNK, PREFIX, DOCUMENTS, DENSE,
             )  # fmt: skip
         p = tl.exp2(x - lse[None, :])
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee", out_dtype=ACC)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION, out_dtype=ACC)
         weights = p
         if DROPS:
             word0, word1 = query_words(WORD0, WORD1, rows, sample, batch, s, site0, site1)
             keep = kept(word0[None, :], number[:, None], word1[None, :], least)
             weights = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * factor, 0.0)
-        dv += tl.dot(weights.to(OPERAND), dout, input_precision="ieee", out_dtype=ACC)
+        dv += tl.dot(weights.to(OPERAND), dout, input_precision=PRECISION, out_dtype=ACC)
         dx = _gradient_of_scores(p, dp, delta[None, :], capped, cap, SOFTCAP)
-        dk += tl.dot(dx.to(OPERAND), q, input_precision="ieee", out_dtype=ACC)
+        dk += tl.dot(dx.to(OPERAND), q, input_precision=PRECISION, out_dtype=ACC)
     return dk, dv
 
 
@@ -255,12 +256,13 @@ def _of_keys(
     DOCUMENTS: tl.constexpr, HAS_POSITIONS: tl.constexpr, DENSE: tl.constexpr,
     SLOPES: tl.constexpr, SOFTCAP: tl.constexpr, DROPS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     ACC: tl.constexpr, OPERAND: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of some keys and values of a group."""
     blocks = tl.cdiv(t, ROWS)
     block = tl.program_id(0) % blocks  # the longest first, if causal
     line = tl.program_id(0) // blocks
-    groups = heads // per_group
+    groups = heads // MEMBERS
     sample = (line // groups).to(tl.int64)
     group = line % groups
     wide = group.to(tl.int64)
@@ -284,8 +286,8 @@ def _of_keys(
     )  # fmt: skip
     dk = tl.zeros((ROWS, BLOCK_D), ACC)
     dv = tl.zeros((ROWS, BLOCK_DV), ACC)
-    for member in range(per_group):
-        head = group * per_group + member
+    for member in range(MEMBERS):
+        head = group * MEMBERS + member
         of_head = head.to(tl.int64)
         QUERIES = Q + sample * q_b + of_head * q_n
         ARRIVING = DOUT + sample * dout_b + of_head * dout_n
@@ -363,17 +365,17 @@ def attend_backward(
     call = Call(q, k, v, tensors, numbers, factors)
     strides = [x.stride(dim) for x in (dout, out) for dim in range(3)]
     if delta.numel():
-        size = tiling(QUERY_GRADIENT, q, max(d, width), s, t)
+        size = tiling(QUERY_GRADIENT, q, max(d, width))
         _of_queries[(triton.cdiv(s, size.rows) * b * n,)](
             q, k, v, dout, out, lse, delta, dq, *call.arguments(), *strides,
             **call.options(), ROWS=size.rows, STEPS=size.steps,
             num_warps=size.num_warps, num_stages=size.num_stages,
         )  # fmt: skip
     if dk.numel():
-        size = tiling(KEY_GRADIENT, q, max(d, width), t, s)
+        size = tiling(KEY_GRADIENT, q, max(d, width))
         _of_keys[(triton.cdiv(t, size.rows) * b * groups,)](
             q, k, v, dout, lse, delta, dk, dv, *call.arguments(), *strides[:3],
-            **call.options(), ROWS=size.rows, STEPS=size.steps,
+            **call.options(), ROWS=size.rows, STEPS=size.steps, MEMBERS=n // groups,
             num_warps=size.num_warps, num_stages=size.num_stages,
         )  # fmt: skip
     if sinks is None:

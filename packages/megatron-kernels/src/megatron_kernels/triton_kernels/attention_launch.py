@@ -12,7 +12,11 @@ from torch import Tensor
 from megatron_kernels.triton_kernels.attention_parts import store_rows
 from megatron_kernels.triton_kernels.launch import accumulator, power_of_two
 
-UNSPECIALIZED: Final = ("offset", "prefix", "first", "length", "site0", "site1", "least")
+UNSPECIALIZED: Final = (
+    *("s", "t", "batch", "heads", "per_group", "query_ids_b", "key_ids_b", "query_positions_b"),
+    *("key_positions_b", "allowed_b", "columns_b", "offset", "window", "chunk", "prefix"),
+    *("first", "length", "site0", "site1", "least"),
+)
 """Integers whose values kernels are not compiled for."""
 
 _SMALLEST: Final = 16
@@ -40,7 +44,7 @@ FORWARD: Final = {
     (2, 128): Tiling(128, 64, 8, 3),
     (2, 256): Tiling(128, 32, 8, 2),
     (4, 64): Tiling(64, 32, 4, 2),
-    (4, 128): Tiling(64, 32, 8, 1),
+    (4, 128): Tiling(128, 32, 8, 1),
     (4, 256): Tiling(32, 32, 8, 1),
 }
 """By bytes of an element and largest head dimension."""
@@ -51,28 +55,22 @@ QUERY_GRADIENT: Final = {
     (2, 256): Tiling(64, 32, 8, 2),
     (4, 64): Tiling(64, 32, 4, 1),
     (4, 128): Tiling(32, 32, 4, 1),
-    (4, 256): Tiling(32, 16, 8, 1),
+    (4, 256): Tiling(16, 16, 4, 1),
 }
 KEY_GRADIENT: Final = {
     (2, 64): Tiling(128, 32, 8, 2),
     (2, 128): Tiling(128, 32, 8, 2),  # with 64 steps, sums and scores exceed the registers
     (2, 256): Tiling(32, 64, 8, 1),
-    (4, 64): Tiling(64, 32, 4, 1),
-    (4, 128): Tiling(32, 32, 4, 1),
+    (4, 64): Tiling(64, 32, 8, 1),
+    (4, 128): Tiling(32, 32, 8, 1),
     (4, 256): Tiling(16, 16, 4, 1),
 }
 
 
-def tiling(
-    table: dict[tuple[int, int], Tiling], x: Tensor, width: int, rows: int, steps: int
-) -> Tiling:
-    """Returns the sizes for a head dimension, and no more than there are tokens."""
+def tiling(table: dict[tuple[int, int], Tiling], x: Tensor, width: int) -> Tiling:
+    """Returns the sizes for a dtype and the wider of the head dimensions of queries and values."""
     size = min(x.element_size(), 4)
-    found = next(entry for (of, most), entry in table.items() if of == size and width <= most)
-    return found._replace(
-        rows=min(found.rows, max(_SMALLEST, power_of_two(rows))),
-        steps=min(found.steps, max(_SMALLEST, power_of_two(steps))),
-    )
+    return next(entry for (of, most), entry in table.items() if of == size and width <= most)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megatron_kernels.triton_kernels.dropout import folded, hashed
 LOG2_E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(2**30)
 SCANNED = tl.constexpr(1024)
+PRECISION = tl.constexpr("tf32x3")  # three products of float32 rounded to tf32: about 21 bits
 
 
 @triton.jit
