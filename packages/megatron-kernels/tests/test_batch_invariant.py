@@ -21,7 +21,8 @@ from megatron_kernels import (
     rms_norm,
     swiglu,
 )
-from megatron_kernels.ops import batch_invariant
+from megatron_kernels.ops import batch_invariant, invariant_product
+from megatron_kernels.ops.attention import batch_invariant as tiled_attention
 from torch import Tensor
 
 BACKEND = batch_invariant.NAME
@@ -113,9 +114,97 @@ def test_an_order_of_sums_that_depends_on_the_rows_is_detected() -> None:
 
     function: Any = partial(linear, weight=drawn(2, 9, 70), backend=BACKEND)
     assert_rows_are_independent(function, drawn(1, 40, 70), 3, 5)
-    defect = mock.patch.object(batch_invariant, "multiply_in_tiles", by_all_rows)
+    defect = mock.patch.object(invariant_product, "multiply_in_tiles", by_all_rows)
     with defect, pytest.raises(AssertionError):
         assert_rows_are_independent(function, drawn(1, 40, 70), 3, 5)
+
+
+def test_tiles_cover_each_row_once_with_few_rows_of_padding() -> None:
+    for rows in range(1, 300):
+        found = list(invariant_product.tiles(rows, invariant_product.SIZES))
+        assert [row for start, end, _ in found for row in range(start, end)] == list(range(rows))
+        assert all(end - start <= size for start, end, size in found)
+        padding = sum(size - (end - start) for start, end, size in found)
+        assert padding < max(4, rows), rows
+    assert list(invariant_product.tiles(300, (128,)))[-1] == (256, 300, 128)
+
+
+SETTING = invariant_product.Setting.of(torch.zeros(1))
+sizes_of_weight = invariant_product.weight_sizes.__wrapped__
+
+
+def test_sizes_of_tiles_with_another_order_of_sums_are_not_used() -> None:
+    multiply = invariant_product._multiply
+
+    def differs(of: Callable[[Tensor], Tensor]) -> Any:
+        def product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+            rows = of(torch.arange(len(x))) if len(x) > 8 else torch.ones(len(x)) > 0
+            middle = x.shape[1] // 3
+            parts = multiply(x[:, :middle], matrix[:middle], bias), x[:, middle:] @ matrix[middle:]
+            return torch.where(rows[:, None], multiply(x, matrix, bias), parts[0] + parts[1])
+
+        return mock.patch.object(invariant_product, "_multiply", product)
+
+    arguments = 96, 5, False, 0, SETTING
+    equal = sizes_of_weight(*arguments)
+    assert equal[-1] == 128
+    with differs(lambda index: index < 0):  # all rows of tiles of more than 8 rows
+        assert sizes_of_weight(*arguments) == tuple(size for size in equal if size > 8)
+    refused = pytest.raises(KernelError, match="bits that depend on their index")
+    with differs(lambda index: index != 13), refused:  # one row of each
+        sizes_of_weight(*arguments)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_bias_that_is_added_before_the_sum_is_another_order(biased: bool) -> None:
+    def first(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None or len(x) != 16:
+            return x @ matrix if bias is None else x @ matrix + bias
+        ones = torch.ones(len(x), 1)
+        return torch.cat((ones, x), 1) @ torch.cat((bias[None], matrix))
+
+    with mock.patch.object(invariant_product, "_multiply", first):
+        assert (16 in sizes_of_weight(96, 5, biased, 0, SETTING)) is not biased
+
+
+def test_attention_computes_one_sequence_after_another_if_several_have_other_bits() -> None:
+    q = drawn(1, 70, 3, 4, 8)
+    k, v = (drawn(seed, 70, 3, 2, 8) for seed in (2, 3))
+    ids = torch.arange(70).expand(3, -1) // torch.tensor([[70], [30], [9]])
+    sizes = tiled_attention.row_sizes
+
+    def of_one(batch: int, *others: Any) -> tuple[int, ...]:
+        return sizes(batch, *others) if batch == 1 else ()
+
+    for mask in (Mask(), Mask(document_ids=ids.int())):
+        of = partial(attention, mask=mask, backend=BACKEND)
+        together = of(q, k, v)
+        with mock.patch.object(tiled_attention, "row_sizes", of_one):
+            assert torch.equal(of(q, k, v), together)
+
+
+def test_an_order_of_attention_that_depends_on_the_batch_is_found() -> None:
+    bmm = torch.bmm
+
+    def by_batch(x: Tensor, y: Tensor) -> Tensor:
+        if len(x) < 4:
+            return bmm(x, y)
+        return bmm(x[..., :7], y[:, :7]) + bmm(x[..., 7:], y[:, 7:])
+
+    sizes = tiled_attention.row_sizes.__wrapped__
+    with mock.patch.object(torch, "bmm", by_batch):
+        assert sizes(1, 2, 1, 16, 16, SETTING)
+        assert sizes(2, 2, 1, 16, 16, SETTING) == ()
+
+
+def test_keys_in_another_order_than_their_positions_are_attended_to() -> None:
+    q = drawn(1, 3, 1, 2, 8)
+    k, v = (drawn(seed, 300, 1, 2, 8) for seed in (2, 3))
+    positions = torch.arange(300).flip(0)[None].int()
+    mask = Mask(positions=positions, query_positions=torch.tensor([[0, 150, 299]]).int())
+    found = attention(q, k, v, mask, backend=BACKEND)
+    expected = attention(q, k, v, mask, backend="reference")
+    torch.testing.assert_close(found, expected)
 
 
 def test_sums_of_rows_are_exact_in_float64() -> None:

@@ -71,7 +71,7 @@ class PlacementConfig:
     batch_invariant_mode: bool = setting(
         False,
         "compute the logits of a sequence with the same bits alone, in every batch and in chunks, "
-        "in tiles of a fixed size",
+        "in tiles of fixed sizes",
     )
     transformer_impl: Literal["local", "transformer_engine"] = setting(
         "local",

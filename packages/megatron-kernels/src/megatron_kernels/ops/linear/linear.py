@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from megatron_kernels.ops import batch_invariant, transformer_engine
+from megatron_kernels.ops import batch_invariant, invariant_product, transformer_engine
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
@@ -24,18 +25,24 @@ def fused(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes tiles of a fixed number of rows; the backward pass is that of `F.linear`."""
+    """Computes tiles whose rows have the same bits; the backward pass is that of `F.linear`."""
+    if not torch.is_grad_enabled():
+        return _in_tiles(x, weight, bias)
     y: Tensor = _Tiled.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return y
+
+
+def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    y = invariant_product.multiply_in_tiles(rows, weight, bias)
+    return y.view(*x.shape[:-1], len(weight))
 
 
 class _Tiled(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        rows = x.reshape(-1, x.shape[-1])
-        y = batch_invariant.multiply_in_tiles(rows, weight, bias)
-        return y.view(*x.shape[:-1], -1) if len(rows) else y.view(*x.shape[:-1], len(weight))
+        return _in_tiles(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -70,7 +77,7 @@ def dtypes_unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor | None) ->
         batch_invariant.NAME,
         invariant,
         dtypes_unsupported_reason,
-        f"torch.mm of {batch_invariant.ROWS} rows at a time",
+        f"torch.mm of up to {invariant_product.SIZES[-1]} rows at a time",
         on_request=batch_invariant.SLOWER,
     ),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
