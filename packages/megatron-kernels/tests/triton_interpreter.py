@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_kernels import (
     Backend,
+    Pages,
+    Scores,
     add_rms_norm,
     bias_dropout_add,
     cross_entropy,
     gelu,
     glu,
     layer_norm,
+    paged_attention,
     rms_norm,
     rope,
     rope_qkv,
@@ -28,6 +31,7 @@ from megatron_kernels.check import Inputs, check_backend
 from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite
 from megatron_kernels.ops.triton_op import interprets
 from megatron_kernels.triton_kernels import norm as kernels
+from megatron_kernels.triton_kernels import paged_attention as kernels_of_pages
 from torch import Tensor
 
 CPU, F64 = torch.device("cpu"), torch.float64
@@ -54,7 +58,7 @@ def backend_of(case: Case) -> Backend:
 
 def test_the_interpreter_is_on_and_the_backends_run_on_request_only() -> None:
     assert interprets()
-    assert len({case.op.name for case in TRITON}) == 22
+    assert len({case.op.name for case in TRITON}) == 23
     for case in TRITON:
         choice = case.op.explain(*case.arguments(InputGenerator(torch.float32, CPU)))
         assert choice.backend != "triton"
@@ -177,6 +181,30 @@ def test_tensors_that_are_not_contiguous() -> None:
     both_equal(rope, (leaf(strided(5, 2, 3, 8)), angles.cos(), angles.sin(), True))
     fused = leaf(strided(5, 2, 2, 5, 8))
     both_equal(rope_qkv, (fused, angles.cos(), angles.sin(), False))
+
+
+def test_long_sequences_in_blocks_are_added_from_parts() -> None:
+    """Has one or two parts; one sequence ends at the end of a part, one has a single key."""
+    draw = InputGenerator(F64, CPU)
+    lengths = (kernels_of_pages.PART, kernels_of_pages.PART + 70, 1)
+    used = -(-max(lengths) // 16)
+    q = draw.normal(2, 3, 2, 8).detach()
+    k, v = (draw.normal(3 * used, 16, 1, 8, mean=mean).detach() for mean in (0, 1))
+    tables = torch.randperm(3 * used).view(3, used).int()
+    pages = Pages(tables, torch.tensor(lengths).int())
+    every = Scores(softcap=3.0, slopes=torch.rand(2) / 100, sinks=torch.randn(2))
+    results = []
+    for window, scores in ((None, Scores()), (550, every), (3, every)):
+        found, expected = (
+            paged_attention(q, k, v, pages, window, scores, backend=name)
+            for name in ("triton", "reference")
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        results.append(found)
+    # The same bits alone, in a table of another width.
+    alone = Pages(tables[:1, : lengths[0] // 16], torch.tensor(lengths[:1]).int())
+    one = paged_attention(q[:, :1], k, v, alone, backend="triton")
+    assert torch.equal(one, results[0][:, :1])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -59,6 +59,8 @@ from .ops.norm.add_norm import add_layer_norm as add_layer_norm
 from .ops.norm.add_norm import add_rms_norm as add_rms_norm
 from .ops.norm.layer_norm import layer_norm as layer_norm
 from .ops.norm.rms_norm import rms_norm as rms_norm
+from .ops.paged.attention import paged_attention as paged_attention
+from .ops.paged.pages import Pages as Pages
 from .ops.rope.frequencies import rope_frequencies as rope_frequencies
 from .ops.rope.frequencies import rope_tables as rope_tables
 from .ops.rope.rope import rope as rope

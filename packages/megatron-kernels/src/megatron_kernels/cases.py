@@ -47,6 +47,8 @@ from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
 from megatron_kernels.ops.norm.add_norm import add_layer_norm, add_rms_norm
 from megatron_kernels.ops.norm.layer_norm import layer_norm
 from megatron_kernels.ops.norm.rms_norm import rms_norm
+from megatron_kernels.ops.paged.attention import paged_attention
+from megatron_kernels.ops.paged.pages import Pages
 from megatron_kernels.ops.rope.frequencies import rope_frequencies, rope_tables
 from megatron_kernels.ops.rope.rope import rope
 from megatron_kernels.ops.rope.rope_qkv import rope_qkv
@@ -343,6 +345,31 @@ def _block_backward(draw: InputGenerator, **options: Any) -> tuple[Any, ...]:
     return (dout, q, k, v, out.to(draw.dtype), lse.to(statistics), mask, *rest)
 
 
+def _paged(
+    draw: InputGenerator,
+    *,
+    new: int = 1,
+    groups: int = 4,
+    in_order: bool = False,
+    width: int = 16,
+    window: int | None = None,
+    scores: Scores = PLAIN_SCORES,
+) -> tuple[Any, ...]:
+    """Returns the last tokens of three sequences in blocks of 5 keys; one has no keys at all."""
+    longest = draw.rows(13)
+    lengths = (longest, 0, longest * 2 // 3)
+    used = -(-longest // 5)
+    q = draw.normal(new, 3, 4, 16).detach()
+    k = draw.normal(3 * used + 1, 5, groups, 16).detach()
+    v = draw.normal(3 * used + 1, 5, groups, width, mean=0.5).detach()
+    if in_order:
+        starts = [1 + used * row for row in range(3)]
+        return (q, k, v, Pages.consecutive(starts, lengths, 5, device=draw.device), window, scores)
+    order = draw.integers(2**31, len(k)).argsort()[: 3 * used].view(3, used).to(torch.int32)
+    held = torch.tensor(lengths, dtype=torch.int32, device=draw.device)
+    return (q, k, v, Pages(order, held), window, scores)
+
+
 def _linear(draw: InputGenerator, rows: tuple[int, ...], *, bias: bool) -> tuple[Any, ...]:
     first, *others = rows
     x = draw.normal(draw.rows(first), *others, 43)
@@ -487,6 +514,15 @@ PACKED: Final[dict[str, dict[str, Any]]] = {
     "partial, grouped": {"queries": 2, "percent": 0.5},
     "one group, repeated": {"queries": 4, "percent": 0.5, "groups": 1},
 }
+PAGED: Final[dict[str, dict[str, Any]]] = {
+    "one new token": {},
+    "in order": {"in_order": True, "groups": 2},
+    "several new tokens, grouped": {"new": 3, "groups": 2},
+    "window": {"new": 2, "window": 4, "groups": 1},
+    "window, in order": {"window": 4, "in_order": True},
+    "soft-cap": {"scores": Scores(scale=0.3, softcap=2.0)},
+    "narrow values": {"width": 10},
+}
 CASES = (
     Case(layer_norm, "", partial(_norm, bias=True)),
     Case(layer_norm, "no bias", _norm_without_bias),
@@ -536,6 +572,7 @@ CASES = (
         )
         for label, options in BLOCKS.items()
     ),
+    *(Case(paged_attention, label, partial(_paged, **options)) for label, options in PAGED.items()),
     Case(index_scores, "", _index_scores),
     Case(linear, "", partial(_linear, rows=(7, 3), bias=True)),
     Case(linear, "several tiles", partial(_linear, rows=(150,), bias=False)),

@@ -37,7 +37,7 @@ INPUTS: Final[tuple[Inputs, ...]] = get_args(Inputs)
 KNOWN: Final[dict[tuple[str, str, str, Inputs], str]] = {
     (op, "torch", "cpu", "nan"): "torch's kernel returns zeros for a query with NaN, unless the "
     "number of keys is a multiple of 16 (torch 2.13)"
-    for op in ("attention", "attention_forward")
+    for op in ("attention", "attention_forward", "paged_attention")
 }
 """Known deviations by operation, backend, type of device and inputs."""
 

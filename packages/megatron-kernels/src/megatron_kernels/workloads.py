@@ -31,6 +31,8 @@ from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
 from megatron_kernels.ops.norm.add_norm import add_layer_norm, add_rms_norm
 from megatron_kernels.ops.norm.layer_norm import layer_norm
 from megatron_kernels.ops.norm.rms_norm import rms_norm
+from megatron_kernels.ops.paged.attention import paged_attention
+from megatron_kernels.ops.paged.pages import Pages
 from megatron_kernels.ops.rope.frequencies import rope_frequencies, rope_tables
 from megatron_kernels.ops.rope.rope import rope
 from megatron_kernels.ops.rope.rope_qkv import rope_qkv
@@ -176,6 +178,16 @@ def _decode(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     q = draw.normal(1, 16, shape.heads, _HEAD).detach()
     k, v = (draw.normal(shape.tokens, 16, shape.heads, _HEAD).detach() for _ in range(2))
     return (q, k, v, Mask(), PLAIN_SCORES, shape.tokens - 1, None)
+
+
+def _paged_decode(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    """Returns the same as `_decode` from a pool of blocks of 16 tokens, without gradients."""
+    q = draw.normal(1, 16, shape.heads, _HEAD).detach()
+    blocks = -(-shape.tokens // 16)
+    k, v = (draw.normal(16 * blocks, 16, shape.heads, _HEAD).detach() for _ in range(2))
+    starts = [blocks * row for row in range(16)]
+    pages = Pages.consecutive(starts, [shape.tokens] * 16, 16, device=draw.device)
+    return (q, k, v, pages, None, PLAIN_SCORES)
 
 
 def _linear(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
@@ -324,6 +336,12 @@ WORKLOADS: Final = (
         _RECOMPUTED,
     ),
     Workload(attention, "decode, 16 sequences", _decode, lambda s: 64.0 * s.tokens * s.width),
+    Workload(
+        paged_attention,
+        "decode, 16 sequences",
+        _paged_decode,
+        lambda s: 64.0 * s.tokens * s.width,
+    ),
     Workload(linear, "", _linear, lambda s: 8.0 * s.tokens * s.width**2),
     Workload(
         cross_entropy,

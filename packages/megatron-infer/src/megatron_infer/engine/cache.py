@@ -1,16 +1,26 @@
 """The key-value cache of a batch whose sequences differ in length."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from jaxtyping import Float
+from megatron_kernels import Pages
 from megatron_models import DenseKV, LatentKV, State
 from megatron_parallel import to_device
 from torch import Tensor
 
+from megatron_infer.engine.paged import PagedKV
+
+BLOCK_SIZE: Final = 16
+"""Tokens of a block."""
+
 
 class SlotCache:
     """A cache of keys and values with one slot of equal size for each request.
+
+    A slot is a number of blocks in a row of a pool, of `BLOCK_SIZE` tokens each. Attention reads
+    the blocks of the sequences of a pass in place (`PagedKV`); no step copies them.
 
     Every sequence starts at the beginning of its slot, so its tokens have the positions that they
     would have alone. `begin_pass` sets the slots of the rows of the next forward pass and the index
@@ -36,6 +46,8 @@ class SlotCache:
     ) -> None:
         self._count, self._device = slots, device
         self._capacity = {"own": max_length, "source": max_source}
+        self._blocks = -(-max_length // BLOCK_SIZE)  # of a slot
+        self._pools: dict[int, tuple[Tensor, Tensor]] = {}
         self._stores: dict[tuple[str, int], tuple[Tensor, ...]] = {}
         self._states: dict[int, dict[str, Tensor]] = {}
         self.begin_pass(range(slots), [0] * slots)
@@ -43,7 +55,8 @@ class SlotCache:
     @property
     def layers(self) -> tuple[int, ...]:
         """The numbers of the layers that the cache has keys and values of."""
-        return tuple(layer for kind, layer in self._stores if kind == "own")
+        latent = (layer for kind, layer in self._stores if kind == "own")
+        return (*self._pools, *latent)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -56,11 +69,14 @@ class SlotCache:
         Row ``i`` belongs to ``slots[i]``, and its first new token is at ``starts[i]``.
         """
         self._all_slots = list(slots) == list(range(self._count))
+        self._rows = tuple(zip(slots, starts, strict=True))
         self._slots = to_device(torch.tensor(slots), self._device)
         self._starts = to_device(torch.tensor(starts), self._device)
         self._length = max(starts)
         self._all_start = not any(starts)
-        self._indices: Tensor | None = None  # of the new tokens, equal for all layers
+        # Of the new tokens, equal for all layers.
+        self._indices: Tensor | None = None
+        self._pages: Pages | None = None
 
     @property
     def length(self) -> int:
@@ -69,12 +85,44 @@ class SlotCache:
 
     def update(
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
-    ) -> DenseKV:
+    ) -> DenseKV | PagedKV:
         """Writes the new keys and values, and returns those of the rows of the pass from index 0.
 
-        For a row that starts earlier than others, the result includes entries after its new tokens.
+        If no row has earlier tokens, these are the new ones. For a row that starts earlier than
+        others, the result includes entries after its new tokens.
         """
-        return DenseKV(*self._write(layer, k, v))
+        if layer not in self._pools:
+            blocks = self._count * self._blocks
+            self._pools[layer] = (
+                k.new_zeros(blocks, BLOCK_SIZE, *k.shape[2:]),
+                v.new_zeros(blocks, BLOCK_SIZE, *v.shape[2:]),
+            )
+        pools = self._pools[layer]
+        entries = self._new_indices(len(k)) + self._slots * (self._blocks * BLOCK_SIZE)
+        for pool, each in zip(pools, (k, v), strict=True):
+            pool.flatten(0, 1)[entries] = each
+        if self._all_start:
+            return DenseKV(k, v)
+        if self._pages is None:
+            self._pages = self._pages_of(len(k))
+        return PagedKV(*pools, self._pages)
+
+    def _pages_of(self, new: int) -> Pages:
+        """Returns the blocks and lengths of the rows of the pass, with a number of new tokens."""
+        columns = -(-(self._length + new) // BLOCK_SIZE)
+        steps = torch.arange(columns, dtype=torch.int32, device=self._device)
+        tables = (self._slots * self._blocks).to(torch.int32).unsqueeze(-1) + steps
+        lengths = (self._starts + new).to(torch.int32)
+        runs = tuple((slot * self._blocks, start + new) for slot, start in self._rows)
+        return Pages(tables, lengths, runs)
+
+    def _new_indices(self, length: int) -> Tensor:
+        """Returns the indices of the new tokens in their slots, ``[length, rows]``."""
+        if self._indices is None or len(self._indices) != length:
+            steps = torch.arange(length, device=self._device)
+            self._indices = self._starts + steps.unsqueeze(-1)
+            self._pages = None
+        return self._indices
 
     def update_latent(
         self, layer: int, k: Float[Tensor, "t b g d"], value_channels: int
@@ -86,12 +134,10 @@ class SlotCache:
     def _write(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Writes tensors of new tokens, and returns those of the rows of the pass from index 0."""
         length = len(new[0])
-        if self._indices is None or len(self._indices) != length:
-            steps = torch.arange(length, device=self._device)
-            self._indices = self._starts + steps.unsqueeze(-1)
+        indices = self._new_indices(length)
         stores = self._store("own", layer, new)
         for store, each in zip(stores, new, strict=True):
-            store[self._indices, self._slots] = each
+            store[indices, self._slots] = each
         return self._slice(stores, self._length + length)
 
     def encoder_kv(
