@@ -60,11 +60,16 @@ def worker_pool_preload() -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def command() -> Callable[[str], list[str]]:
-    """Returns a function that splits a command line; programs are those beside this Python."""
+    """Returns a function that splits a command line.
+
+    Programs are those beside this Python, or on the path where nothing is installed
+    (``tooling/gpu.sh``).
+    """
 
     def split(line: str) -> list[str]:
         name, *words = line.split()
-        return [str(Path(sys.executable).with_name(name)), *words]
+        beside = Path(sys.executable).with_name(name)
+        return [str(beside) if beside.exists() else shutil.which(name) or name, *words]
 
     return split
 

@@ -156,8 +156,10 @@ def test_a_step_with_offloaded_state_waits_once(job, device, device_waits, offlo
         one.engine.run(batches, denominators, 2)
         one.optimizer.step(1e-3)
         one.engine.stages.zero()
-    found = {place: n for place, n in waits.items() if "decision.py" in place}
-    assert waits.total() == sum(found.values()) == 1, "\n".join(waits)
+    # A real device reports the line that reads the value, not its caller.
+    places = "decision.py", "reading.py"
+    found = [n for place, n in waits.items() if any(each in place for each in places)]
+    assert waits.total() == sum(found) == 1, "\n".join(waits)
 
 
 def test_weights_without_state_begin_on_the_host(job, device, same):

@@ -29,7 +29,7 @@ def test_values_and_gradients_equal_the_reference_in_float64(
     if result.unsupported_reason is not None:
         fused = ("torch", "batch-invariant") if "dropout" in case.label else ("tiles",)
         libraries = ("apex", "flash_attn", "flash_attn_3", "triton", "flex", "transformer_engine")
-        others = ("grouped_mm", "conv1d", "int_mm", "scaled_mm", "cudnn")
+        others = ("grouped_mm", "conv1d", "int_mm", "scaled_mm")
         assert backend.name in (*libraries, *others, *fused)
     assert result.passed, result
 

@@ -1,11 +1,13 @@
 """Uses of torch features without a stability guarantee, in one place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,6 +21,19 @@ def constant_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def is_plain(arguments: Iterable[object]) -> bool:
+    """Returns whether all tensors are torch's own and no mode observes operations on them."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    kinds = {type(each) for each in arguments if isinstance(each, Tensor)}
+    return kinds <= {Tensor, Parameter}
+
+
+def occupy_device(seconds: float) -> None:
+    """Starts a kernel on the current CUDA device that does nothing for a time."""
+    torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]  # clock cycles
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final, Generic, ParamSpec, TypeVar
 
+import torch
+
 from megatron_kernels.errors import KernelError
 
 P = ParamSpec("P")
@@ -49,7 +51,9 @@ class Backend:
         on_request: Why only a call that names the backend uses it, such as `NEVER_RUN`. None if
             other calls may use it too.
         fuses: Whether it computes the operation in one kernel each way. Programs then call an
-            operation that stands for several others (`megatron_kernels.fuses_on`).
+            operation that stands for several others (`megatron_kernels.fuses_on`). In code
+            compiled by torch.compile, which fuses operations itself, only a call that names the
+            backend uses it.
     """
 
     name: str
@@ -136,15 +140,19 @@ class Op(Generic[P, R]):
         backends: Backends in order of preference. The last is the reference, which supports all
             valid arguments.
         automatic: Those that calls use which name none.
+        transparent: Those of them that calls in code compiled by torch.compile use.
     """
 
     signature: Callable[P, R]
     backends: tuple[Backend, ...]
     automatic: tuple[Backend, ...] = field(init=False, repr=False, compare=False)
+    transparent: tuple[Backend, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         automatic = tuple(backend for backend in self.backends if backend.on_request is None)
         object.__setattr__(self, "automatic", automatic)
+        transparent = tuple(backend for backend in automatic if not backend.fuses)
+        object.__setattr__(self, "transparent", transparent)
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             object.__setattr__(self, name, getattr(self.signature, name))
         object.__setattr__(self, "__wrapped__", self.signature)  # for inspect.signature and help()
@@ -168,7 +176,7 @@ class Op(Generic[P, R]):
         Raises:
             KernelError: A named backend does not exist, or none supports these arguments.
         """
-        for candidate in self.automatic if requested == AUTO else self.named(requested):
+        for candidate in self._candidates(requested):
             if candidate.unsupported_reason(*args) is None:
                 out: R = candidate.run(*args)
                 return out
@@ -176,6 +184,13 @@ class Op(Generic[P, R]):
         if requested == AUTO:
             raise KernelError(f"{self.name}: no backend supports these arguments: {reasons}")
         raise KernelError(f"{self.name} cannot use backend {reasons}")
+
+    def _candidates(self, requested: str) -> tuple[Backend, ...]:
+        """Returns the backends that a request may use, preferred first."""
+        if requested != AUTO:
+            return self.named(requested)
+        # The compiler fuses plain operations itself, and cannot look into these.
+        return self.transparent if torch.compiler.is_compiling() else self.automatic
 
     def named(self, requested: str) -> tuple[Backend, ...]:
         """Returns the backends of a request such as "torch" or "torch,tiles".
@@ -214,8 +229,11 @@ class Op(Generic[P, R]):
             )
             for b in self.backends
         }
-        candidates = self.automatic if requested == AUTO else self.named(requested)
-        usable = (b.name for b in candidates if statuses[b.name].unsupported_reason is None)
+        usable = (
+            b.name
+            for b in self._candidates(requested)
+            if statuses[b.name].unsupported_reason is None
+        )
         return BackendChoice(self.name, requested, next(usable, None), tuple(statuses.values()))
 
 

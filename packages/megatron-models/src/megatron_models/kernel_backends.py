@@ -86,6 +86,7 @@ def explain_backends(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
 ) -> tuple[BackendChoice, ...]:
     """Returns which backend runs a small call of each operation of a model, and why.
 
@@ -97,6 +98,7 @@ def explain_backends(
         backends: Requested backends, as in `Placement.backends`.
         device: Device of the model.
         dtype: Dtype of the model.
+        compiled: Whether torch.compile compiles the layers, as in `Placement`.
 
     Raises:
         ConfigError: A requested backend cannot run on this machine; the message has the reason.
@@ -104,7 +106,9 @@ def explain_backends(
     choices = []
     for name in operations_of(config):
         operation, requested = find_operation(name), backends.get(name, AUTO)
-        fused = name in FUSED and fuses_on(operation, device, dtype)
+        fused = name in FUSED and not compiled and fuses_on(operation, device, dtype)
+        if requested == AUTO and compiled:
+            requested = ",".join(backend.name for backend in operation.transparent)
         if requested == SEPARATE:
             choices.append(BackendChoice(name, SEPARATE, SEPARATE, ()))
         elif name in backends or fused or name not in (*BLOCKS, *FUSED):

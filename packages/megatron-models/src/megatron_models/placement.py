@@ -70,6 +70,8 @@ class Placement:
             ``products``. ``separate`` means that layers call the operations that a fused one stands
             for (`megatron_models.fused_operations`). `check_backends` verifies that the model calls
             the operations.
+        compiled: Whether torch.compile compiles the layers. It fuses operations itself, so layers
+            then call one that stands for several others only if its backend is chosen.
     """
 
     mesh: Mesh
@@ -84,6 +86,7 @@ class Placement:
     plain_layers: frozenset[int] = frozenset()
     vocabulary_loss: VocabularyLoss = UNFUSED_CROSS_ENTROPY
     backends: Mapping[str, str] = field(default_factory=dict)
+    compiled: bool = False
 
     @classmethod
     def resolve(cls, placement: Union["Placement", Mesh]) -> "Placement":
@@ -126,13 +129,14 @@ class Placement:
     def fused(self, op: Op[Any, Any]) -> str | None:
         """Returns the backend of an operation that stands for several others, or None for these.
 
-        Without a choice that is ``auto`` if one kernel computes the operation on the device.
+        Without a choice that is ``auto`` if one kernel computes the operation on the device and the
+        layers are not compiled.
         """
         backend = self.backend(op.name)
         if backend == SEPARATE:
             return None
-        chosen = backend != AUTO or fuses_on(op, self.resolved_device, self.dtype)
-        return backend if chosen else None
+        fuses = not self.compiled and fuses_on(op, self.resolved_device, self.dtype)
+        return backend if backend != AUTO or fuses else None
 
     @property
     def bound_vocabulary_loss(self) -> VocabularyLoss:

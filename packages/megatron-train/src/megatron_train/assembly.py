@@ -78,6 +78,7 @@ def build_trainer(
         products=products,
         vocabulary_loss=vocabulary_loss_of(config),
         backends=chosen_backends(config),
+        compiled=training.compile,
     )
     where = low_precision_placement(config.model, config.low_precision, where)
     stages = find_kind(config.model.kind).build(

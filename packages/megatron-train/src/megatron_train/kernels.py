@@ -28,7 +28,9 @@ def explain_run_backends(
     if not chosen and device.type == "cpu":
         return ()
     try:
-        return explain_backends(config.model, chosen, device=device, dtype=dtype)
+        return explain_backends(
+            config.model, chosen, device=device, dtype=dtype, compiled=config.training.compile
+        )
     except ConfigError as error:
         raise TrainError(f"{_flag(config)}: {error}; leave it out") from None
 

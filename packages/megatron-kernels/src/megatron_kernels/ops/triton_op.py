@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from megatron_kernels._compat import constant_to_compiler, is_fake
+from megatron_kernels._compat import constant_to_compiler, is_fake, is_plain
 from megatron_kernels.availability import library, probe_installation
 from megatron_kernels.registry import Backend
 
@@ -48,7 +48,13 @@ class TritonOp:
     fakes: str
 
     def __call__(self, *arguments: Any) -> Any:
-        """Calls the operation, after defining it at the first call."""
+        """Calls the operation, after defining it at the first call.
+
+        An operation that changes none of its arguments is not sent through torch's dispatcher,
+        which takes longer than a small kernel, unless something observes the dispatcher.
+        """
+        if not torch.compiler.is_compiling() and "!" not in self.schema and is_plain(arguments):
+            return _launcher(self.schema, self.kernels)(*arguments)
         _define(self.schema, self.kernels, self.fakes)
         name = self.schema.partition("(")[0]
         return getattr(torch.ops.megatron_kernels, name).default(*arguments)
@@ -70,6 +76,13 @@ def triton_backend(
             `megatron-kernels check` on a GPU.
     """
     return Backend(NAME, run, unsupported_reason, description, on_request, fuses=True)
+
+
+@functools.cache
+def _launcher(schema: str, kernels: str) -> Callable[..., Any]:
+    """Returns the function that launches the kernels of an operation."""
+    found: Callable[..., Any] = getattr(importlib.import_module(kernels), schema.partition("(")[0])
+    return found
 
 
 @constant_to_compiler

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from megatron_kernels.triton_kernels.launch import ELEMENTS, accumulator
 
+_COLUMNS: int = 256
+_STEPS: int = 16
+"""Columns of a row that one program adds, and tokens of the row that it reads at once."""
+
 
 @triton.jit
 def _lookup(TOKENS, WEIGHT, OUT, rows, h, start, BLOCK: tl.constexpr):
@@ -22,9 +26,10 @@ def _lookup(TOKENS, WEIGHT, OUT, rows, h, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add(
-    ROWS, ORDER, DY, INTO, tokens, rows, h, ACC: tl.constexpr, BLOCK: tl.constexpr
+    ROWS, ORDER, DY, INTO, tokens, rows, h,
+    ACC: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients of one row, which one program does in the order of the tokens."""
+    """Adds the gradients of one row, `STEPS` tokens at a time, always in the same order."""
     number = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < h
@@ -32,13 +37,17 @@ def _add(
     before = tl.load(ROWS + number - 1, mask=number > 0, other=-1)
     if (row < rows) & ((number == 0) | (before != row)):
         total = tl.zeros((BLOCK,), ACC)
-        last = number
+        first = number
         same = True
         while same:
-            token = tl.load(ORDER + last).to(tl.int64)
-            total += tl.load(DY + token * h + column, mask=inside, other=0.0).to(ACC)
-            last += 1
-            same = tl.load(ROWS + last, mask=last < tokens, other=-1) == row
+            places = first + tl.arange(0, STEPS)
+            own = tl.load(ROWS + places, mask=places < tokens, other=-1) == row
+            token = tl.load(ORDER + places, mask=own, other=0).to(tl.int64)
+            at = DY + token[:, None] * h + column[None, :]
+            dy = tl.load(at, mask=own[:, None] & inside[None, :], other=0.0)
+            total += tl.sum(dy.to(ACC), axis=0)
+            first += STEPS
+            same = tl.sum(own.to(tl.int32), axis=0) == STEPS
         at = row.to(tl.int64) * h + column
         total += tl.load(INTO + at, mask=inside, other=0.0).to(ACC)
         tl.store(INTO + at, total, mask=inside)
@@ -64,7 +73,8 @@ def vocab_gradient_add(into: Tensor, tokens: Tensor, dy: Tensor, start: int, fir
     local = tokens.flatten() - start
     absent = (local < 0) | (local >= rows)
     keys, order = torch.sort(local.masked_fill(absent, rows), stable=True)
-    grid = (tokens.numel(), triton.cdiv(h, ELEMENTS))
+    grid = (tokens.numel(), triton.cdiv(h, _COLUMNS))
     _add[grid](
-        keys, order, dy, into, tokens.numel(), rows, h, ACC=accumulator(into.dtype), BLOCK=ELEMENTS
-    )
+        keys, order, dy, into, tokens.numel(), rows, h,
+        ACC=accumulator(into.dtype), BLOCK=_COLUMNS, STEPS=_STEPS,
+    )  # fmt: skip

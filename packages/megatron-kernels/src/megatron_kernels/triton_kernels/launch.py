@@ -44,11 +44,16 @@ def warps(block: int) -> int:
     return max(4, min(16, block // 512))
 
 
-def resident_programs(device: torch.device, rows: int) -> int:
-    """Returns how many programs share rows if each of them keeps a partial sum."""
+def resident_programs(device: torch.device, rows: int, num_warps: int) -> int:
+    """Returns how many programs share rows if each of them keeps a partial sum.
+
+    A multiprocessor of a GPU gets half of the warps that it can hold, so that some of them compute
+    while others wait for memory.
+    """
     if device.type != "cuda":
         return min(rows, 3)
-    return min(rows, torch.cuda.get_device_properties(device).multi_processor_count)
+    each = max(1, 32 // num_warps)
+    return min(rows, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def elementwise_grid(x: Tensor, width: int) -> tuple[int]:

@@ -135,7 +135,8 @@ def norm_backward(
     """Returns the gradients of the sum, the gain and the bias; unused ones are empty."""
     h = x.shape[-1]
     rows = x.numel() // h if h else 0
-    programs = resident_programs(x.device, rows)
+    block = power_of_two(h)
+    programs = resident_programs(x.device, rows, warps(block))
     dx = torch.empty_like(x)
     dtype = x.dtype if weight is None else weight.dtype
     partial = [
@@ -143,7 +144,6 @@ def norm_backward(
         for wanted in (weight is not None, has_bias)
     ]
     if rows:
-        block = power_of_two(h)
         _backward[(programs,)](
             dy, dsum, x, weight, mean, scale, dx, *partial, rows, h,
             ADDS=dsum is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=has_bias,

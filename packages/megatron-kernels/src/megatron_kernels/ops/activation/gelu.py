@@ -39,8 +39,8 @@ def invariant(x: Tensor, approximate: Approximation) -> Tensor:
 
 
 @op(
-    triton_backend(triton.gelu, triton.unsupported_reason, "one kernel of ours each way"),
     Backend("torch", fused, accept_all, "F.gelu"),
+    triton_backend(triton.gelu, triton.unsupported_reason, "one kernel of ours each way"),
     Backend(NAME, invariant, accept_all, "the definition, rounded alike", on_request=SLOWER),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

@@ -6,7 +6,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.errors import KernelError
-from megatron_kernels.ops.attention import cudnn as cudnn_attention
 from megatron_kernels.ops.attention import flex as flex_attention
 from megatron_kernels.ops.attention import triton
 from megatron_kernels.ops.attention.batch_invariant import (
@@ -38,27 +37,19 @@ from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
     Backend(
         FLASH_3, flash_3, flash_3_unsupported_reason, "flash-attn 3, dense and varlen", NEVER_RUN
     ),
-    Backend(
-        cudnn_attention.NAME,
-        cudnn_attention.cudnn,
-        cudnn_attention.cudnn_unsupported_reason,
-        "cuDNN's attention, through torch",
-        NEVER_RUN,
-    ),
     Backend("torch", sdpa, sdpa_unsupported_reason, "F.scaled_dot_product_attention"),
     Backend(
         flex_attention.NAME,
         flex_attention.flex,
         flex_attention.flex_unsupported_reason,
         "FlexAttention, compiled by shape",
-        on_request=NEVER_RUN,
+        on_request="it compiles for every shape",
     ),
     Backend(
         TRITON,
         triton.attention,
         triton.unsupported_reason,
         "kernels of ours with masks by rules and dropout by a hash",
-        NEVER_RUN,
     ),
     Backend("tiles", tiled, tiled_unsupported_reason, "tiles in the cache, for dropout on CPUs"),
     Backend(

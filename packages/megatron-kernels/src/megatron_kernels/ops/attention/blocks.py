@@ -30,7 +30,7 @@ from megatron_kernels.ops.attention.tiles import (
     tiled_unsupported_reason,
 )
 from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 _TILES: Final = "tiles in the cache, for dropout on CPUs"
 _TRITON: Final = "kernels of ours with masks by rules and dropout by a hash"
@@ -38,7 +38,7 @@ _TRITON: Final = "kernels of ours with masks by rules and dropout by a hash"
 
 @op(
     Backend("torch", fused_forward, forward_unsupported_reason, "fused kernels of torch"),
-    Backend(TRITON, triton.block_forward, triton.unsupported_reason, _TRITON, NEVER_RUN),
+    Backend(TRITON, triton.block_forward, triton.unsupported_reason, _TRITON),
     Backend("tiles", tiled_forward, tiled_unsupported_reason, _TILES),
     Backend("reference", reference_forward, accept_all, "plain torch, in float32 or float64"),
 )
@@ -81,7 +81,7 @@ def attention_forward(
 
 @op(
     Backend("torch", fused_backward, backward_unsupported_reason, "fused kernels of torch"),
-    Backend(TRITON, triton.block_backward, triton.backward_unsupported_reason, _TRITON, NEVER_RUN),
+    Backend(TRITON, triton.block_backward, triton.backward_unsupported_reason, _TRITON),
     Backend("tiles", tiled_backward, backward_tiled_unsupported_reason, _TILES),
     Backend("reference", reference_backward, accept_all, "plain torch, in float32 or float64"),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_kernels.ops.loss import triton
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.ops.triton_op import triton_backend
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def _held(targets: Tensor, valid: int) -> Tensor:
@@ -55,7 +55,6 @@ def gradient_reference(
         triton.vocab_cross_entropy,
         triton.unsupported_reason,
         "a kernel of ours, reads the logits once",
-        NEVER_RUN,
     ),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
@@ -89,7 +88,6 @@ def vocab_cross_entropy(
         triton.vocab_cross_entropy_gradient,
         triton.unsupported_reason,
         "a kernel of ours, reads the logits once",
-        NEVER_RUN,
     ),
     Backend("reference", gradient_reference, accept_all, "plain torch, in float32 or float64"),
 )

@@ -82,8 +82,8 @@ def scaled_unsupported_reason(
             return f"it multiplies e4m3 and e5m2 with a scale for each row or tensor, not {form}"
     if a.format.is_per_row != b.format.is_per_row:
         return "one matrix has a scale for each row, the other one for the tensor"
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it returns float32, bfloat16 or float16, not {dtype}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its sums are exact enough for bfloat16 or float16, not for {dtype}"
     if a.format.is_per_row and dtype != torch.bfloat16:
         return f"with a scale for each row it returns bfloat16, not {dtype}"
     if not is_fake(a.elements) and torch.cuda.get_device_capability(a.device) < _ADA:

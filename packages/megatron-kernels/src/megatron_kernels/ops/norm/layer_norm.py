@@ -57,10 +57,10 @@ def invariant(
 
 
 @op(
+    Backend("torch", fused, fused_unsupported_reason, "F.layer_norm"),
     triton_backend(
         triton.layer_norm, triton.layer_norm_unsupported_reason, "one kernel of ours each way"
     ),
-    Backend("torch", fused, fused_unsupported_reason, "F.layer_norm"),
     Backend(
         "apex",
         apex.layer_norm,

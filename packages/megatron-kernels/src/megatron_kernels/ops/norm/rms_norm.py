@@ -47,10 +47,10 @@ def invariant(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool 
 
 
 @op(
+    Backend("torch", fused, fused_unsupported_reason, "F.rms_norm"),
     triton_backend(
         triton.rms_norm, triton.rms_norm_unsupported_reason, "one kernel of ours each way"
     ),
-    Backend("torch", fused, fused_unsupported_reason, "F.rms_norm"),
     Backend(
         "apex", apex.rms_norm, apex.rms_norm_unsupported_reason, "Apex's fused RMSNorm", NEVER_RUN
     ),

@@ -9,7 +9,7 @@ from megatron_kernels.ops.batch_invariant import NAME, SLOWER
 from megatron_kernels.ops.paged import dense, triton
 from megatron_kernels.ops.paged.pages import Pages
 from megatron_kernels.ops.triton_op import NAME as TRITON
-from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 @op(
@@ -24,7 +24,6 @@ from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
         triton.paged,
         triton.unsupported_reason,
         "kernels of ours over the block tables",
-        NEVER_RUN,
     ),
     Backend(
         NAME,

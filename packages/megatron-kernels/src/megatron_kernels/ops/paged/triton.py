@@ -3,6 +3,7 @@
 import math
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from megatron_kernels.ops import triton_op
@@ -66,6 +67,8 @@ def unsupported_reason(
     """Returns why the kernels do not support these arguments."""
     if not (q.dtype == k.dtype == v.dtype):
         return f"q is {q.dtype}, the pools are {k.dtype} and {v.dtype}; they must agree"
+    if q.is_cuda and q.dtype == torch.float64:
+        return "on CUDA it does not support float64"
     rows = q.shape[0] * (q.shape[2] // k.shape[2])
     if rows > MOST_ROWS:
         return f"supports at most {MOST_ROWS} queries of a group's heads, got {rows}"

@@ -36,8 +36,8 @@ def fused(scores: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
 
 
 @op(
-    triton_backend(triton.softmax, triton.unsupported_reason, "one kernel of ours each way"),
     Backend("torch", fused, accept_all, "torch.softmax"),
+    triton_backend(triton.softmax, triton.unsupported_reason, "one kernel of ours each way"),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def softmax(
