@@ -118,7 +118,7 @@ def _forward(
         True, CAUSAL, WINDOW, CHUNK, PREFIX, DOCUMENTS, HAS_POSITIONS, DENSE, STEPS,
     )  # fmt: skip
     word0 = rows.to(tl.uint32)
-    word1 = rows
+    word1 = word0
     if DROPS:
         word0, word1 = query_words(WORD0, WORD1, rows, sample, batch, s, site0, site1)
     slope = 0.0

@@ -205,11 +205,11 @@ def with_slope(x, query_position, key_position, slope, SLOPES: tl.constexpr):
 
 @triton.jit
 def query_words(WORD0, WORD1, rows, sample, batch, count, site0, site1):
-    """Returns the key of the queries' dropout: the first word folded, and the second."""
+    """Returns both words of the key of the queries' dropout, folded."""
     at = rows.to(tl.int64) * batch + sample
     word0 = tl.load(WORD0 + at, mask=rows < count, other=0) + site0
     word1 = tl.load(WORD1 + at, mask=rows < count, other=0) ^ site1
-    return folded(word0.to(tl.int32)), word1.to(tl.int32)
+    return folded(word0.to(tl.int32), 17), folded(word1.to(tl.int32), 11)
 
 
 @triton.jit
@@ -220,7 +220,7 @@ def key_numbers(COLUMNS, keys, count, first, head, length, HAS_COLUMNS: tl.const
         column = tl.load(COLUMNS + keys, mask=keys < count, other=0).to(tl.int32)
     row = tl.full((), head, tl.uint32) * tl.full((), length, tl.int32).to(tl.uint32, bitcast=True)
     row += tl.full((), first, tl.int32).to(tl.uint32, bitcast=True)
-    return folded(row + column.to(tl.uint32, bitcast=True))
+    return folded(row + column.to(tl.uint32, bitcast=True), 17)
 
 
 @triton.jit

@@ -15,18 +15,20 @@ from megatron_kernels.triton_kernels.launch import (
 
 
 @triton.jit
-def folded(word):
-    """Returns the first step of the hash; that of `a ^ b` is that of `a` ^ that of `b`."""
+def folded(word, BY: tl.constexpr):
+    """Returns `z ^ z >> BY`, a step of the hash; that of `a ^ b` is that of `a` ^ that of `b`."""
     z = word.to(tl.uint32, bitcast=True)
-    return z ^ (z >> 17)
+    return z ^ (z >> BY)
 
 
 @triton.jit
 def hashed(z, key1):
-    """Returns the hash of `bias_dropout_add` from `folded(number ^ key0)`, modulo 2^32."""
+    """Returns the hash of `bias_dropout_add`, modulo 2^32.
+
+    ``z`` is `number ^ key0`, folded by 17, and ``key1`` the second word of the key, folded by 11.
+    """
     z = z * 0xED5AD4BB
-    z = z ^ key1.to(tl.uint32, bitcast=True)
-    z = (z ^ (z >> 11)) * 0xAC4C1B51
+    z = (z ^ (z >> 11) ^ key1) * 0xAC4C1B51
     z = (z ^ (z >> 15)) * 0x31848BAB
     return (z ^ (z >> 14)).to(tl.int32, bitcast=True)
 
@@ -46,8 +48,8 @@ def _dropout(
         x += tl.load(BIAS + channel, mask=inside, other=0.0).to(ACC)
     key0 = tl.load(WORD0 + token) + site0
     key1 = tl.load(WORD1 + token) ^ site1
-    dropped = hashed(folded(channel ^ key0.to(tl.int32)), key1.to(tl.int32)) < least
-    x = tl.where(dropped, 0.0, x * exact(scale, rest, ACC))
+    bits = hashed(folded(channel ^ key0.to(tl.int32), 17), folded(key1.to(tl.int32), 11))
+    x = tl.where(bits < least, 0.0, x * exact(scale, rest, ACC))
     if ADDS:
         x += tl.load(RESIDUAL + at, mask=inside, other=0.0).to(ACC)
     tl.store(OUT + at, x, mask=inside)
