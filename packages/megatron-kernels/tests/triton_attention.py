@@ -85,8 +85,28 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("drops", [False, True], ids=["", "dropout"])
-@pytest.mark.parametrize("name", MASKS)
+OTHER_RULES: tuple[dict[str, Any], ...] = ({}, {"chunk": 16}, {"causal": False})
+FAST = {
+    ("causal", True),
+    ("window both ways", False),
+    ("prefixes and window", True),
+    ("documents in any order", False),
+    ("positions, window", True),
+    ("dense", True),
+}
+CALLS = [
+    pytest.param(
+        name,
+        drops,
+        id=f"{name}, dropout" if drops else name,
+        marks=() if (name, drops) in FAST else pytest.mark.slow,
+    )
+    for name in MASKS
+    for drops in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "drops"), CALLS)
 def test_tiles_of_any_mask_equal_the_reference(name: str, drops: bool) -> None:
     q, k, v = inputs()
     drop = dropout() if drops else None
@@ -113,12 +133,12 @@ def both_equal(
         equal(got, want)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "scores",
     [
-        Scores(0.7, softcap=0.8),
-        Scores(slopes=torch.tensor([0.5, 0.25], dtype=F64)),
+        pytest.param(Scores(0.7, softcap=0.8), marks=pytest.mark.slow),
+        pytest.param(Scores(slopes=torch.tensor([0.5, 0.25], dtype=F64)), marks=pytest.mark.slow),
         Scores(softcap=2.0, slopes=torch.tensor([0.5, 0.25])),
     ],
     ids=["softcap", "slopes", "both"],
@@ -129,13 +149,19 @@ def test_other_scores_and_groups(scores: Scores, groups: int) -> None:
     both_equal(q, k, v, MASKS["positions, window"], scores, 0, None)
 
 
-@pytest.mark.parametrize(("width", "of_values"), [(16, 40), (24, 16), (5, 3)])
+@pytest.mark.parametrize(
+    ("width", "of_values"), [(5, 40), pytest.param(24, 16, marks=pytest.mark.slow)]
+)
 def test_heads_of_any_width(width: int, of_values: int) -> None:
     q, k, v = inputs(queries=20, keys=20, width=width, of_values=of_values)
     both_equal(q, k, v, Mask(), PLAIN_SCORES, 0, dropout(20, 20))
 
 
-@pytest.mark.parametrize("rules", [{}, {"window": 18}, {"chunk": 16}, {"causal": False}], ids=str)
+@pytest.mark.parametrize(
+    "rules",
+    [{"window": 18}, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_RULES)],
+    ids=str,
+)
 def test_new_queries_over_a_cache_with_unused_room(rules: dict[str, Any]) -> None:
     q, k, v = inputs(queries=18, keys=52)
     both_equal(q, k, v, Mask(**rules), PLAIN_SCORES, 30, dropout(18, 52))
@@ -158,7 +184,13 @@ def test_sinks_take_part_and_get_a_gradient() -> None:
             equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["window", "documents", "positions, window", "chunks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "documents",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("window", "positions, window")),
+    ],
+)
 def test_tiles_out_of_reach_are_not_read(name: str) -> None:
     """Values that no query of a tile may see are NaN there, which a product would spread."""
     q, k, v = (x.detach() for x in inputs())

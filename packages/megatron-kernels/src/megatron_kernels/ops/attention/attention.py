@@ -83,7 +83,7 @@ def attention(
         dropout: Applied to the probabilities `[b, n, s, t]` (float32; float64 for float64) before
             they weight the values; returns the same shape and dtype. Only the reference, which
             materializes the probabilities, can apply any function. On a CPU the backend `tiles`
-            applies a `TiledDropout`, part by part.
+            applies a `TiledDropout`, part by part; on CUDA the backend `triton` a `HashedDropout`.
         backend: "auto" or the name of one backend.
 
     Returns:
@@ -98,7 +98,7 @@ def attention(
             f"attention: {q.shape[2]} heads do not divide over {k.shape[2]} query groups"
         )
     scores.check_shapes(q.shape[1], q.shape[2], q.shape[0], k.shape[0])
-    in_one_call = takes_lengths(backend)
+    in_one_call = takes_lengths(backend) or backend.split(",", maxsplit=1)[0] == TRITON
     if not in_one_call and by_document(
         q, k, mask, scores, query_offset, dropout=dropout is not None
     ):
