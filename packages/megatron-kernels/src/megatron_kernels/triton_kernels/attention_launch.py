@@ -58,7 +58,7 @@ QUERY_GRADIENT: Final = {
     (4, 256): Tiling(16, 16, 4, 1),
 }
 KEY_GRADIENT: Final = {
-    (2, 64): Tiling(128, 32, 8, 2),
+    (2, 64): Tiling(128, 64, 8, 2),
     (2, 128): Tiling(128, 32, 8, 2),  # with 64 steps, sums and scores exceed the registers
     (2, 256): Tiling(32, 64, 8, 1),
     (4, 64): Tiling(64, 32, 8, 1),
