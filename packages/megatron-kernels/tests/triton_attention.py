@@ -261,6 +261,19 @@ def test_views_with_any_strides_are_not_copied() -> None:
     equal(*(torch.autograd.grad(x, fused, dout)[0] for x in (out, truth)))
 
 
+def test_packed_documents_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = Mask(packed((20, 20), (40,))).prepare(40, 40)
+    assert mask.runs == ((20, 20), (40,))
+    q, k, v = (x.detach() for x in inputs(40, 40))
+    calls, true = [], forward_kernels.attend
+    monkeypatch.setattr(
+        forward_kernels, "attend", lambda *given: calls.append(given[0].shape) or true(*given)
+    )
+    out = attention(q, k, v, mask, backend="triton")
+    assert calls == [q.shape]
+    equal(out, attention(q, k, v, mask, backend="reference"))
+
+
 def test_what_the_kernels_do_not_support_is_a_reason() -> None:
     q, k, v = inputs()
     reasons = {
