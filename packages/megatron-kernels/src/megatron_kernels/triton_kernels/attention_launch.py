@@ -23,6 +23,10 @@ _SMALLEST: Final = 16
 """Smallest dim of a product of tiles."""
 
 
+_DATA_CENTER: Final = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities with the shared memory that the tables need, 163 KiB of a program."""
+
+
 class Tiling(NamedTuple):
     """Sizes of a kernel's tiles.
 
@@ -37,6 +41,10 @@ class Tiling(NamedTuple):
     steps: int
     num_warps: int
     num_stages: int
+
+    def smaller(self) -> "Tiling":
+        """Returns sizes that fit into the 99 KiB of GPUs for workstations."""
+        return Tiling(min(self.rows, 64), min(self.steps, 32), 4, 1)
 
 
 FORWARD: Final = {
@@ -70,7 +78,10 @@ KEY_GRADIENT: Final = {
 def tiling(table: dict[tuple[int, int], Tiling], x: Tensor, width: int) -> Tiling:
     """Returns the sizes for a dtype and the wider of the head dimensions of queries and values."""
     size = min(x.element_size(), 4)
-    return next(entry for (of, most), entry in table.items() if of == size and width <= most)
+    found = next(entry for (of, most), entry in table.items() if of == size and width <= most)
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) not in _DATA_CENTER:
+        return found.smaller()
+    return found
 
 
 @dataclass(frozen=True)
