@@ -265,9 +265,9 @@ def test_packed_documents_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = Mask(packed((20, 20), (40,))).prepare(40, 40)
     assert mask.runs == ((20, 20), (40,))
     q, k, v = (x.detach() for x in inputs(40, 40))
-    calls, true = [], forward_kernels.attend
+    calls, true = [], forward_kernels.tiling
     monkeypatch.setattr(
-        forward_kernels, "attend", lambda *given: calls.append(given[0].shape) or true(*given)
+        forward_kernels, "tiling", lambda *given: calls.append(given[1].shape) or true(*given)
     )
     out = attention(q, k, v, mask, backend="triton")
     assert calls == [q.shape]

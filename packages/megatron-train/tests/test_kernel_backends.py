@@ -38,7 +38,7 @@ def parse(flags: str = "", config: Path | None = None) -> RunConfig:
         ("--use-flash-attn", {"attention": "flash_attn"}),
         ("--use-flash-attn --flash-attention-version 2", {"attention": "flash_attn"}),
         ("--use-flash-attn --flash-attention-version 3", {"attention": "flash_attn_3"}),
-        ("--attention-backend fused", {"attention": "torch,tiles"}),
+        ("--attention-backend fused", {"attention": "torch,triton,tiles"}),
         ("--attention-backend unfused", {"attention": "reference"}),
         ("--attention-backend local", {"attention": "reference"}),
         ("--transformer-impl local", {}),

@@ -12,7 +12,7 @@ AUTO: Final = "auto"
 FLASH: Final = {None: "flash_attn", 2: "flash_attn", 3: "flash_attn_3"}
 """Backends of attention by --flash-attention-version."""
 
-ATTENTION: Final = {"fused": "torch,tiles", "unfused": "reference", "local": "reference"}
+ATTENTION: Final = {"fused": "torch,triton,tiles", "unfused": "reference", "local": "reference"}
 """Backends of attention by --attention-backend, without `auto` and `flash`."""
 
 BLOCKS: Final = {"attention_forward", "attention_backward"}

@@ -81,7 +81,7 @@ class PlacementConfig:
         "auto",
         "kernels of attention: the first that supports a call (auto), the library flash-attn "
         "(flash), torch's scaled_dot_product_attention with its kernels of cuDNN and others, or "
-        "tiles with dropout (fused), or the written-out definition (unfused, local)",
+        "our own with dropout (fused), or the written-out definition (unfused, local)",
     )
     flash_attention_version: Literal[2, 3] | None = setting(
         None, "version of flash-attn for --attention-backend flash; without it 2"
