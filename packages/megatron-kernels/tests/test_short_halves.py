@@ -41,7 +41,7 @@ def test_gradients_are_as_exact_as_those_of_the_kernel_in_16_bits(dtype, groups,
         largest = true.abs().max().clamp(min=1e-3)
         error = (own - true).abs().max() / largest
         assert error < 10 * torch.finfo(dtype).eps
-        assert (own - true).norm() <= 1.05 * (theirs - true).norm() + 1e-9
+        assert (own - true).norm() <= 1.05 * (theirs - true).norm() + 1e-6
         rounding = [float((x - true).norm()) for x in (own, theirs)]
         errors = [sum(pair) for pair in zip(errors, rounding, strict=True)]
     # One token has a single probability of 1, and nothing to round.
