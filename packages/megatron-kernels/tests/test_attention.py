@@ -1,7 +1,6 @@
 """Attention: independent references, rows without keys, caches, and the block pair."""
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from megatron_kernels import (
     attention_backward,
     attention_forward,
 )
-from megatron_kernels.ops.attention import tiles
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES
 from megatron_kernels.ops.attention.sdpa import sdpa
 from torch import Tensor
@@ -24,20 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 F64 = torch.float64
 BACKENDS = ("torch", "reference")
 PADDED = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 2, 2, 2]], dtype=torch.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class DrawnDropout:
-    """Dropout of drawn elements `[b, n, s, t]`, also of parts of them."""
-
-    drops: Tensor
-    probability: float = 0.25
-
-    def __call__(self, p: Tensor) -> Tensor:
-        return p.masked_fill(self.drops, 0) / (1 - self.probability)
-
-    def kept(self, sample: int, heads: slice, queries: slice, keys: slice, length: int) -> Tensor:
-        return self.drops[sample, heads, queries, keys].int() - 1
 
 
 def inputs(s: int = 7, t: int = 7, n: int = 4, g: int = 2, d: int = 6) -> tuple[Tensor, ...]:
@@ -403,31 +387,6 @@ PACKED = torch.tensor(
     [[3] * 16 + [4] * 16 + [1] * 16 + [-1] * 16, [7] * 5 + [-1] * 2 + [0] * 40 + [2] * 17],
     dtype=torch.int32,
 )
-
-
-@pytest.mark.parametrize("groups", [6, 2, 1])
-@pytest.mark.parametrize("rows", [4, 64])
-@pytest.mark.parametrize("elements", [1, 100, 2**17])
-@pytest.mark.parametrize(
-    "mask", [Mask(), Mask(causal=False), Mask(window=5), Mask(PACKED[:, 40:53])], ids=str
-)
-def test_dropout_in_tiles_equals_the_reference(
-    mask: Mask, elements: int, rows: int, groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiles of one head, of some heads of a group and of several groups, with part of the rows."""
-    monkeypatch.setattr(tiles, "_ROWS", rows)
-    monkeypatch.setattr(tiles, "_ELEMENTS", elements)
-    q, k, v = inputs(s=13, t=13, n=6, g=groups)
-    drops = torch.rand(2, 6, 13, 13, generator=torch.Generator().manual_seed(5)) < 0.25
-    dropout = DrawnDropout(drops)
-    assert attention.explain(q, k, v, mask, dropout=dropout).backend == "tiles"
-    out = attention(q, k, v, mask, dropout=dropout)
-    truth = attention(q, k, v, mask, dropout=dropout, backend="reference")
-    torch.testing.assert_close(out, truth, rtol=1e-12, atol=1e-12)
-    dout = torch.randn_like(out)
-    found, expected = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, truth))
-    for got, want in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

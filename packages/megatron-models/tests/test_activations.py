@@ -105,6 +105,18 @@ def test_every_term_equals_the_counted_bytes(config, dtype, dropout):
         assert {n: b for n, b in last.items() if b} == {n: b for n, b in terms.items() if b}, plan
 
 
+@pytest.mark.parametrize("length", [512, 513])
+def test_a_dropout_mask_of_a_short_sequence_is_saved_as_bits(small, length, monkeypatch):
+    monkeypatch.setitem(globals(), "S", length)
+    config = small(num_layers=1, max_position_embeddings=length)
+    saved_bytes = of_cpu(config, torch.float32, True)
+    expected = stack_activations(config, LayerPass(length, B, saved_bytes))
+    assert sum(counted(config, torch.float32, RecomputeConfig(), True).values()) == expected
+    without = replace(saved_bytes, mask_bits=False)
+    bits = B * config.num_attention_heads * length**2 * (length <= 512)
+    assert 8 * (expected - stack_activations(config, LayerPass(length, B, without))) == bits
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ def test_a_part_of_the_probabilities_drops_the_same_as_the_whole(several, keys, 
     assert 0.2 < whole.double().mean() < 0.6
     for sample in range(3):
         heads, rows, columns = slice(1, 3), slice(1, 4), slice(0, 3)
-        part = of_layer.kept(sample, heads, rows, columns, shape[3])
-        assert torch.equal(part, whole[sample, heads, rows, columns].int() - 1)
+        part = of_layer.kept(slice(sample, sample + 1), heads, shape[3])(rows, columns)
+        assert torch.equal(part[0], 1 - whole[sample, heads, rows, columns].int())
     numbers = of_layer.hash_numbers(shape[3])
     columns = torch.arange(shape[3])[None] if numbers.columns is None else numbers.columns
     heads = torch.arange(4)[:, None] + numbers.first_head

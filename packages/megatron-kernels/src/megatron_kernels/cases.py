@@ -143,22 +143,25 @@ class CaseDropout:
 
     def __call__(self, p: Tensor) -> Tensor:
         """Returns the probabilities after dropout."""
-        samples = range(p.shape[0])
-        every = slice(0, p.shape[1]), slice(0, p.shape[2]), slice(0, p.shape[3])
-        kept = [self.kept(sample, *every, p.shape[3]) for sample in samples]
-        return torch.where(torch.stack(kept) == 0, 0, p * self.site.scale)
+        samples, heads, queries, keys = (slice(0, size) for size in p.shape)
+        kept = self.kept(samples, heads, p.shape[3])(queries, keys)
+        return torch.where(kept == 0, 0, p * self.site.scale)
 
-    def kept(self, sample: int, heads: slice, queries: slice, keys: slice, length: int) -> Tensor:
-        """Returns -1 for elements of a part that are kept, and 0 for others."""
-        columns = torch.arange(keys.start, keys.stop, device=self.word0.device)
+    def kept(self, samples: slice, heads: slice, length: int) -> Callable[[slice, slice], Tensor]:
+        """Returns a function of queries and keys: 1 for elements that are kept, 0 for others."""
+        columns = torch.arange(length, device=self.word0.device)[None]
         if self.columns is not None:
-            columns = self.columns[sample if len(self.columns) > 1 else 0, keys]
+            columns = self.columns[samples] if len(self.columns) > 1 else self.columns
         of_heads = torch.arange(heads.start, heads.stop, device=columns.device) + self.first_head
-        number = (of_heads * self.length)[:, None, None] + columns
-        key0 = self.word0[queries, sample].long() + self.site.word0
-        key1 = self.word1[queries, sample].long() ^ self.site.word1
-        dropped = hashes(number, key0[:, None], key1[:, None]) < self.site.least
-        return dropped.int() - 1
+        numbers = (of_heads * self.length)[:, None, None] + columns[:, None, None]
+        key0 = self.word0[:, samples].t().long() + self.site.word0
+        key1 = self.word1[:, samples].t().long() ^ self.site.word1
+
+        def of(queries: slice, keys: slice) -> Tensor:
+            own = (key[:, None, queries, None] for key in (key0, key1))
+            return (hashes(numbers[..., keys], *own) >= self.site.least).int()
+
+        return of
 
     def hash_numbers(self, keys: int) -> DropoutHash:
         """Returns the numbers for a kernel."""

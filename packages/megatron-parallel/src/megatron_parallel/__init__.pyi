@@ -10,7 +10,7 @@ from .data_parallel.fully_sharded import FullySharded as FullySharded
 from .data_parallel.parameters import ParameterBuffers as ParameterBuffers
 from .data_parallel.trainable import TrainableParameters as TrainableParameters
 from .dropout import DropoutKey as DropoutKey
-from .dropout import kept_words as kept_words
+from .dropout import KeptWords as KeptWords
 from .dropout import keyed_dropout as keyed_dropout
 from .dropout import keyed_uniform as keyed_uniform
 from .errors import CollectiveError as CollectiveError

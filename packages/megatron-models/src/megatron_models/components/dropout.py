@@ -17,6 +17,7 @@ encoder-decoder the layers of the decoder are numbered after those of the encode
 part of every training curve and do not change.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +27,7 @@ from megatron_kernels import DropoutHash, DropoutSite, bias_dropout_add
 from megatron_parallel import (
     Axis,
     DropoutKey,
-    kept_words,
+    KeptWords,
     keyed_dropout,
 )
 from torch import Tensor
@@ -201,40 +202,35 @@ class ProbabilityDropout:
         )
 
     def kept(
-        self, sample: int, heads: slice, queries: slice, keys: slice, length: int
-    ) -> Int32[Tensor, "n s t"]:
-        """Returns words of ones for the elements of a part that `__call__` keeps, and zeros.
+        self, samples: slice, heads: slice, length: int
+    ) -> Callable[[slice, slice], Int32[Tensor, "b n s t"]]:
+        """Returns a function of queries and keys: 1 for elements `__call__` keeps, 0 for others.
 
         Args:
-            sample: Index of the sample.
-            heads: Heads of the part, counted from the first head.
-            queries: Queries of the part.
-            keys: Keys of the part.
+            samples: Samples of the elements.
+            heads: Their heads, counted from the first head.
             length: Number of keys of the call.
         """
         dropout = self.stage.global_dropout
-        words = [word[:, sample] for word in (dropout.key.word0, dropout.key.word1)]
-        if self.query_indices is None:
-            words = [word[queries] for word in words]
+        key = dropout.key
+        if self.query_indices is not None:
+            key = key.select(self.query_indices)
+        rows = [word[:, samples].t().contiguous()[:, None] for word in (key.word0, key.word1)]
+        columns = self._columns(samples)
+        if columns is None:
+            columns = torch.arange(length, dtype=torch.int32)[None]
         else:
-            at = _row(self.query_indices, sample)[queries]
-            words = [word[at] for word in words]
-        columns = torch.arange(keys.start, keys.stop, device=words[0].device)
-        if self.key_indices is not None:
-            columns = _row(self.key_indices, sample)[keys]
-        if dropout.indices is not None:
-            columns = dropout.indices[sample][columns]
-        if self.key_indices is not None or dropout.indices is not None:
             length = dropout.length or len(dropout.key.word0)
-        numbers = torch.arange(heads.start, heads.stop, device=columns.device) + self.first_head
-        return kept_words(
-            (numbers * length)[:, None, None] + columns,
-            words[0][:, None],
-            words[1][:, None],
+        first, last = heads.start + self.first_head, heads.stop + self.first_head
+        numbers = torch.arange(first, last, dtype=torch.int32) * length
+        return KeptWords.of(
+            numbers[:, None] + columns[:, None],
+            rows[0],
+            rows[1],
             self.probability,
             layer=self.layer,
             site=self.site,
-        )
+        ).part
 
     def hash_numbers(self, keys: int) -> DropoutHash:
         """Returns what a kernel needs to compute the mask of `__call__` itself.
@@ -255,6 +251,12 @@ class ProbabilityDropout:
         words = key.word0, key.word1
         return DropoutHash(*words, self.first_head, length, columns, DropoutSite(*numbers))
 
-
-def _row(indices: Int[Tensor, "b_or_1 s"], sample: int) -> Int[Tensor, " s"]:
-    return indices[sample if len(indices) > 1 else 0]
+    def _columns(self, samples: slice) -> Int[Tensor, "b_or_1 t"] | None:
+        """Returns the indices of keys in their sequences, or None if they are those of the call."""
+        given, rows = self.key_indices, self.stage.global_dropout.indices
+        if given is not None and len(given) > 1:
+            given = given[samples]
+        if rows is None:
+            return given
+        rows = rows[samples]
+        return rows if given is None else rows.gather(1, given.expand(len(rows), -1))

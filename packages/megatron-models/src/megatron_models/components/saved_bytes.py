@@ -4,6 +4,10 @@ Importing this module does not import torch.
 """
 
 from dataclasses import dataclass, replace
+from typing import Final
+
+_LONGEST_MASK: Final = 512
+"""Longest sequence of which attention of megatron-kernels saves a dropout mask on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class SavedBytes:
         window_mask: Bytes for each query and key that fused attention saves in a layer with a
             window: the mask as a summand, in the precision of the activations. 0 if its kernel
             computes the window.
+        mask_bits: Whether fused attention of short sequences saves the mask of its dropout, a bit
+            for each probability.
         logsumexp: Bytes for each query and head: the log-sum-exp of the scores.
         qkv_copy: Bytes of an element of the copies of queries, keys and values that attention saves
             in a higher precision. 0 if it saves the originals.
@@ -40,6 +46,7 @@ class SavedBytes:
     dropped_scores: int = 0
     attention_mask: int = 0
     window_mask: int = 0
+    mask_bits: bool = False
     logsumexp: int = 4
     qkv_copy: int = 0
     norm_statistic: int = 4
@@ -66,9 +73,9 @@ class SavedBytes:
     ) -> "SavedBytes":
         """Returns what this package's operations save on a CPU.
 
-        Attention with dropout is computed in tiles, which save neither scores nor a mask nor padded
-        values. Unfused attention saves the output of dropout too. RMSNorm is not fused and computes
-        in at least float32.
+        Attention with dropout is computed in tiles, which save neither scores nor the log-sum-exp
+        nor padded values, and the mask of short sequences alone. Unfused attention saves the output
+        of dropout too. RMSNorm is not fused and computes in at least float32.
 
         Args:
             activation: Bytes of an element of an activation.
@@ -81,12 +88,23 @@ class SavedBytes:
             activation=activation,
             dropped_scores=wide if attention_dropout else 0,
             window_mask=0 if attention_dropout else activation,
-            logsumexp=wide,
+            mask_bits=attention_dropout,
+            logsumexp=0 if attention_dropout else wide,
             norm_statistic=wide if rms else activation,
             normalized_input=wide if rms else 0,
             norm_input=wide if rms else 0,
             pads_values=not attention_dropout,
         )
+
+    def dropout_mask_of_head(self, length: int) -> int:
+        """Returns the bytes that fused attention saves of the dropout mask of a head of a sample.
+
+        Args:
+            length: Number of queries and of keys.
+        """
+        if not self.mask_bits or length > _LONGEST_MASK:
+            return 0
+        return 4 * -(-length // 32) * length
 
     def with_unfused_attention(self, extra: int = 0) -> "SavedBytes":
         """Returns the same operations with unfused attention.
@@ -106,6 +124,7 @@ class SavedBytes:
             self,
             per_score=per_score,
             attention_mask=1,
+            mask_bits=False,
             logsumexp=wide + 1,
             qkv_copy=qkv_copy,
         )

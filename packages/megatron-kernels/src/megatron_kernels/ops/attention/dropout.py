@@ -26,17 +26,13 @@ class TiledDropout(Protocol):
         """Returns the probabilities of all heads, queries and keys of a call after dropout."""
 
     def kept(
-        self, sample: int, heads: slice, queries: slice, keys: slice, length: int
-    ) -> Int32[Tensor, "n s t"]:
-        """Returns -1 for elements of a part of the probabilities that are kept, and 0 for others.
-
-        A bitwise and with these words drops elements in place.
+        self, samples: slice, heads: slice, length: int
+    ) -> Callable[[slice, slice], Int32[Tensor, "b n s t"]]:
+        """Returns a function of queries and keys: 1 for elements that are kept, 0 for others.
 
         Args:
-            sample: Index of the sample among those of the call.
-            heads: Heads of the part among those of the call.
-            queries: Queries of the part.
-            keys: Keys of the part.
+            samples: Samples of the elements among those of the call.
+            heads: Their heads among those of the call.
             length: Number of keys of the call.
         """
 

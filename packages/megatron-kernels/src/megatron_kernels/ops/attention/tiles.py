@@ -1,18 +1,24 @@
 """Attention with dropout on a CPU, in tiles of scores that stay in the cache.
 
 torch's fused kernel for CPUs has no dropout, and the reference writes and reads all scores about
-twenty times. Here a tile is some heads of some queries over the keys up to the last of them: its
-scores, their softmax, its dropout and both products are finished before the next tile. As in flash
-attention, only the output and the log-sum-exp of each row are saved, and the backward pass computes
-probabilities and dropout again (Dao, FlashAttention-2, section 3.1):
+twenty times. Here a tile is some queries of some samples and heads over the keys up to the last of
+these queries: its scores, their softmax, its dropout and both products are finished before the next
+tile. As in flash attention, no probability is saved, and the backward pass computes them again
+(Dao, FlashAttention-2, section 3.1):
 
-    p = exp(scores - lse)       out = (m p) v       dp = m (dout v^T)       ds = p (dp - dout . out)
+    p = softmax(scores)     out = (m p) v       dp = m (dout v^T)       ds = p (dp - dout . out)
 
-with the mask m of dropout, 0 or 1 / (1 - rate). Sums are float32 (float64 for float64).
+with the mask m of dropout, 0 or 1 / (1 - rate). A tile has all keys that its queries attend to, so
+the softmax needs no log-sum-exp, except in a block of a ring. Masks of short sequences are saved as
+bits (`mask_bits.py`), others are computed again.
+
+Scores, dp and sums are float32 (float64 for float64). With bfloat16 the other four products have
+bfloat16 operands, as in torch's kernel, and take less than half the time; products of float16 are
+slow on most CPUs.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,20 +27,19 @@ from torch.autograd import Function
 
 from megatron_kernels.ops.attention.dropout import DropoutLike, TiledDropout
 from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.mask_bits import ROWS, SHORT, MaskBits
 from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.precision import upcast
 
 _ROWS: Final = 64
-_ELEMENTS: Final = 2**17  # of a tile: its scores and the words of its dropout fit into the cache
+_ELEMENTS: Final = 2**19  # of a tile; few large operations cost less than a smaller cache saves
 
 
 class Tile(NamedTuple):
-    """Some heads of some queries of a sample."""
+    """Some queries of some samples and heads."""
 
-    sample: int
-    heads: slice
     rows: slice
-    keys: int  # it attends to keys before this one
+    keys: int  # they attend to keys before this one
 
 
 def tiled(
@@ -47,7 +52,8 @@ def tiled(
     dropout: DropoutLike | None = None,
 ) -> Tensor:
     """Returns attention with dropout, differentiable by autograd."""
-    return tiled_forward(q, k, v, mask, scores, query_offset, dropout)[0]
+    saves_mask = torch.is_grad_enabled() and max(len(q), len(k)) <= SHORT
+    return _tiled(q, k, v, mask, scores, query_offset, dropout, False, saves_mask)[0]
 
 
 def tiled_forward(
@@ -60,9 +66,11 @@ def tiled_forward(
     dropout: DropoutLike | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns out `[s, b, n, dv]`, differentiable by autograd, and lse `[s, b, n]` of one block."""
-    out, lse = _Tiled.apply(  # type: ignore[no-untyped-call]
-        q, k, v, mask, scores, query_offset, dropout
-    )
+    return _tiled(q, k, v, mask, scores, query_offset, dropout, True, False)
+
+
+def _tiled(*arguments: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _Tiled.apply(*arguments)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -119,43 +127,27 @@ class _Tiled(Function):
         scores: Scores,
         query_offset: int,
         dropout: TiledDropout,
+        returns_lse: bool,
+        saves_mask: bool,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _pass(q, k, v, mask, scores, query_offset, dropout)
-        ctx.save_for_backward(q, k, v, out, lse)
+        call = _Call(q, k, v, mask, scores, query_offset, dropout)
+        if saves_mask:
+            call.bits = MaskBits.empty(q.shape[1], q.shape[2], q.shape[0], k.shape[0])
+        out, lse = _pass(call, returns_lse)
+        ctx.save_for_backward(q, k, v, out, call.bits.words if call.bits is not None else None)
         ctx.mark_non_differentiable(lse)
         ctx.rest = mask, scores, query_offset, dropout
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        found = tiled_backward(grads[0], q, k, v, out, lse, *ctx.rest)
-        return *found, None, None, None, None
-
-
-def _pass(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: TiledDropout,
-) -> tuple[Tensor, Tensor]:
-    run = _Run(q, k, v, mask, scores, query_offset, dropout)
-    result = q.new_empty(*q.shape[:3], v.shape[-1])
-    out = result.permute(1, 2, 0, 3)
-    lse = upcast(q.new_empty(0)).new_empty(q.shape[1], q.shape[2], q.shape[0], 1)
-    for tile in run.tiles():
-        queries, keys, values = run.operands(tile)
-        p = run.scores_of(tile, queries, keys)
-        total = torch.logsumexp(p, -1, keepdim=True)
-        run.probabilities_(p, total)
-        run.drop_(p, run.kept(tile))
-        part = (tile.sample, tile.heads, tile.rows)
-        lse[part] = total
-        out[part] = torch.bmm(p, values).mul_(run.factor)
-    return result, lse.squeeze(-1).permute(2, 0, 1)
+        q, k, v, out, words = ctx.saved_tensors
+        call = _Call(q, k, v, *ctx.rest)
+        if words is not None:
+            call.bits = MaskBits(words)
+        with torch.no_grad():
+            found = _gradients(call, grads[0], out, None)
+        return *found, *(None,) * 6
 
 
 @torch.no_grad()
@@ -172,35 +164,80 @@ def tiled_backward(
     dropout: TiledDropout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of one block from the final out and lse."""
-    run = _Run(q, k, v, mask, scores, query_offset, dropout)
-    gradient, final = (x.permute(1, 2, 0, 3) for x in (dout, out))
-    totals = lse.permute(1, 2, 0).unsqueeze(-1)
-    found = torch.empty_like(q, memory_format=torch.contiguous_format)
-    sums = tuple(torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-    dq, dk, dv = (x.permute(1, 2, 0, 3) for x in (found, *sums))
-    for tile in run.tiles():
-        part = (tile.sample, tile.heads, tile.rows)
-        queries, keys, values = run.operands(tile)
-        p = run.scores_of(tile, queries, keys)
-        run.probabilities_(p, totals[part])
-        kept = run.kept(tile)
-        arriving = upcast(gradient[part])
-        share = (arriving * upcast(final[part])).sum(-1, keepdim=True)
-        arriving = arriving * run.factor
-        dp = torch.bmm(arriving, values.mT)
-        run.drop_(dp, kept)
-        dp.sub_(share).mul_(p)
-        run.drop_(p, kept)
-        dq[part] = torch.bmm(dp, keys).mul_(run.scale)
-        groups = run.groups(tile)
-        under = (tile.sample, groups, slice(0, tile.keys))
-        dk[under] += run.over_groups(torch.bmm(dp.mT, queries), groups)  # queries are scaled
-        dv[under] += run.over_groups(torch.bmm(p.mT, arriving), groups)
-    return found, sums[0].to(k.dtype), sums[1].to(v.dtype)
+    return _gradients(_Call(q, k, v, mask, scores, query_offset, dropout), dout, out, lse)
 
 
-class _Run:
-    """What all tiles of a pass share."""
+def _pass(call: "_Call", returns_lse: bool) -> tuple[Tensor, Tensor]:
+    """Returns the output and, if it is asked for, the log-sum-exp of each row."""
+    s, b, n, _ = call.q.shape
+    out = call.q.new_zeros(s, b, n, call.v.shape[-1])
+    lse = torch.full((s if returns_lse else 0, b, n, 1), -math.inf, dtype=call.wide)
+    for part in call.parts():
+        values = call.narrowed(part.heads(call.v).squeeze(1))
+        results, totals = part.of(out), part.of(lse)
+        for tile in call.tiles():
+            scores = part.scores(tile)
+            p = part.softmax(scores, tile)
+            if returns_lse:
+                _write(_log_sum_exp(scores, p), totals, tile)
+            kept = part.kept(tile)
+            call.drop_(p, kept)
+            if call.bits is not None:
+                call.bits.write(kept, *part.at, tile.rows)
+            products = torch.bmm(call.narrowed(p), values[:, : tile.keys])
+            _write(products.mul_(call.factor), results, tile)
+    return out, lse.squeeze(-1)
+
+
+def _gradients(
+    call: "_Call", dout: Tensor, out: Tensor, lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients; with the final lse, those of a block."""
+    dq, dk, dv = (
+        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
+    )
+    # The factor of dropout is that of all gradients, so that no tile is multiplied by it.
+    by_row = (upcast(dout) * upcast(out)).sum(-1, keepdim=True).div_(call.factor)
+    for part in call.parts():
+        values, arriving = part.heads(call.v).squeeze(1), part.heads(dout)
+        queries, keys, gradients = map(call.narrowed, (part.queries, part.keys, arriving))
+        shares, results = part.heads(by_row), part.of(dq)
+        totals = None if lse is None else part.heads(lse.unsqueeze(-1))
+        sums: tuple[Tensor, Tensor] | None = None
+        for tile in call.tiles():
+            scores = part.scores(tile)
+            if totals is None:
+                p = part.softmax(scores, tile)
+            else:
+                p = _exp_of_difference_(scores, _rows(totals, tile))
+            if call.bits is None:
+                kept = part.kept(tile)
+            else:
+                kept = call.bits.read(*part.at, tile.rows, tile.keys)
+            ds = torch.bmm(_rows(arriving, tile), values[:, : tile.keys].mT)
+            call.drop_(ds, kept)
+            ds.sub_(_rows(shares, tile)).mul_(p)
+            call.drop_(p, kept)
+            ds, p = call.narrowed(ds), call.narrowed(p)
+            products = torch.bmm(ds, keys[:, : tile.keys])
+            _write(products.mul_(call.factor * call.scale), results, tile)
+            found = torch.bmm(ds.mT, _rows(queries, tile)), torch.bmm(p.mT, _rows(gradients, tile))
+            if sums is None:  # the first tile has all keys
+                sums = upcast(found[0]), upcast(found[1])
+            else:
+                for total, summand in zip(sums, found, strict=True):
+                    total[:, : tile.keys].add_(summand)
+        if sums is not None:
+            sums[0].mul_(call.factor * call.scale)
+            sums[1].mul_(call.factor)
+            for total, x in zip(sums, (dk, dv), strict=True):
+                gradient = part.of(x)
+                gradient.copy_(total.view(gradient.shape))
+    return dq, dk, dv
+
+
+class _Call:
+    """What all tiles of a call share."""
 
     def __init__(
         self,
@@ -212,76 +249,134 @@ class _Run:
         query_offset: int,
         dropout: TiledDropout,
     ) -> None:
-        self.q, self.k, self.v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        self.q, self.k, self.v = q, k, v
+        self.wide = upcast(q.new_empty(0)).dtype
+        self.narrow = q.dtype if q.dtype == torch.bfloat16 else self.wide
         self.scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
         self.dropout = dropout
         self.factor = 1 / (1 - dropout.probability)
-        self.per_group = q.shape[2] // k.shape[2]
+        self.heads = q.shape[2] // max(1, k.shape[2])  # of a group
         allowed, self.is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
         self.forbidden = None if allowed is None else ~allowed
+        rows = min(_ROWS, _ELEMENTS // max(1, self.heads * k.shape[0]))
+        if max(len(q), len(k)) <= SHORT:
+            rows = max(1, rows // ROWS) * ROWS  # tiles begin with a word of the saved mask
+        self.rows = max(1, min(rows, len(q)))
+        self.bits: MaskBits | None = None  # what the forward pass saves
+        future = torch.ones(self.rows, self.rows, dtype=torch.bool).triu_(1)
+        self.triangle = torch.zeros(future.shape, dtype=self.wide).masked_fill_(future, -math.inf)
+
+    def narrowed(self, x: Tensor) -> Tensor:
+        """Returns an operand of the products after the softmax."""
+        return x.to(self.narrow)
+
+    def drop_(self, x: Tensor, kept: Tensor) -> None:
+        """Zeros elements in place, as a product of integers: a boolean mask takes longer."""
+        words = kept.to(torch.int64) if self.wide == torch.float64 else kept
+        x.view(words.dtype).mul_(words.reshape(x.shape))
+
+    def parts(self) -> Iterator["_Part"]:
+        """Yields whole samples, or groups of one sample; nothing if the call has no scores."""
+        (length, samples, _, _), (keys, _, groups, _) = self.q.shape, self.k.shape
+        if 0 in (length, samples, keys, groups):
+            return
+        number = max(1, _ELEMENTS // (self.rows * self.heads * keys))
+        for some in _slices(samples, max(1, number // groups)):
+            for among in _slices(groups, number):
+                yield _Part(self, some, among)
 
     def tiles(self) -> Iterator[Tile]:
-        """Yields tiles whose heads are of whole groups, or of one group."""
-        samples, heads, queries, _ = self.q.shape
-        rows = max(1, min(_ROWS, queries))
-        for start in range(0, queries, rows):
-            end = min(start + rows, queries)
-            keys = end if self.is_causal else self.k.shape[2]
-            number = max(1, _ELEMENTS // max(1, rows * keys))
-            if number >= self.per_group:
-                number -= number % self.per_group
-            else:
-                number = max(n for n in range(1, number + 1) if self.per_group % n == 0)
-            for sample in range(samples):
-                for first in range(0, heads, number):
-                    among = slice(first, min(first + number, heads))
-                    yield Tile(sample, among, slice(start, end), keys)
+        """Yields the tiles of a part, the last queries first."""
+        length, keys = self.q.shape[0], self.k.shape[0]
+        for start in reversed(range(0, length, self.rows)):
+            end = min(start + self.rows, length)
+            yield Tile(slice(start, end), end if self.is_causal else keys)
 
-    def groups(self, tile: Tile) -> slice:
-        return slice(tile.heads.start // self.per_group, -(-tile.heads.stop // self.per_group))
 
-    def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the scaled queries, and the keys and values of each head."""
-        queries = upcast(self.q[tile.sample, tile.heads, tile.rows]) * self.scale
-        keys, values = (
-            upcast(x[tile.sample, self.groups(tile), : tile.keys]) for x in (self.k, self.v)
-        )
-        copies = len(queries) // len(keys)
-        if copies > 1:
-            keys, values = (x.repeat_interleave(copies, 0) for x in (keys, values))
-        return queries, keys, values
+class _Part:
+    """Some samples and groups of heads of a call."""
 
-    def over_groups(self, x: Tensor, groups: slice) -> Tensor:
-        """Returns the sum over the heads of each group."""
-        number = groups.stop - groups.start
-        return x if len(x) == number else torch.unflatten(x, 0, (number, -1)).sum(1)
+    def __init__(self, call: _Call, samples: slice, groups: slice) -> None:
+        self.call, self.samples, self.groups = call, samples, groups
+        self.queries = self.heads(call.q)
+        self.keys = self.heads(call.k).squeeze(1)
+        self.scaled_keys = self.keys * call.scale
+        self.forbidden = call.forbidden
+        if self.forbidden is not None and len(self.forbidden) > 1:
+            self.forbidden = self.forbidden[samples]
+        heads = slice(groups.start * call.heads, groups.stop * call.heads)
+        self.at = samples, heads
+        self._words: Callable[[slice, slice], Tensor] | None = None
 
-    def scores_of(self, tile: Tile, queries: Tensor, keys: Tensor) -> Tensor:
-        """Returns the scores `[heads, rows, keys]`, -inf where attending is forbidden."""
-        found = torch.bmm(queries, keys.mT)
-        if self.is_causal:
-            start = tile.rows.start  # keys before it are allowed for all rows
-            size = tile.keys - start
-            above = torch.ones(size, size, dtype=torch.bool).triu_(1)
-            found[..., start:].masked_fill_(above, -math.inf)
+    def of(self, x: Tensor) -> Tensor:
+        """Returns a view `[b, g, n/g, s, d]` of this part of `[s, b, n, d]`."""
+        by_group = torch.unflatten(x, 2, (self.call.k.shape[2], -1)).permute(1, 2, 3, 0, 4)
+        return by_group[self.samples, self.groups]
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Returns this part of a tensor as `[b * g, n/g, s, d]`, in the precision of sums."""
+        return upcast(self.of(x)).contiguous().flatten(0, 1)
+
+    def scores(self, tile: Tile) -> Tensor:
+        """Returns `[b * g, n/g * rows, keys]`, -inf where attending is forbidden."""
+        found = torch.bmm(_rows(self.queries, tile), self.scaled_keys[:, : tile.keys].mT)
+        if self.call.is_causal:  # keys before these queries are allowed for all of them
+            start, size = tile.rows.start, tile.rows.stop - tile.rows.start
+            diagonal = torch.unflatten(found, 1, (-1, size))[..., start:]
+            diagonal.add_(self.call.triangle[:size, :size])
         elif self.forbidden is not None:
-            sample = tile.sample if len(self.forbidden) > 1 else 0
-            found.masked_fill_(self.forbidden[sample, tile.rows], -math.inf)
+            forbidden = self.forbidden[:, tile.rows]
+            summand = torch.zeros(forbidden.shape, dtype=found.dtype)
+            summand.masked_fill_(forbidden, -math.inf)
+            self._by_sample(found, tile).add_(summand.unsqueeze(1))
         return found
 
-    def probabilities_(self, scores: Tensor, total: Tensor) -> None:
-        """Computes exp(scores - total) in place; zeros for a row that may attend to nothing."""
+    def softmax(self, scores: Tensor, tile: Tile) -> Tensor:
+        """Returns the probabilities; zeros for a row that may attend to nothing."""
+        p = torch.softmax(scores, -1)
         if self.forbidden is not None:
-            total = total.masked_fill(torch.isneginf(total), 0)
-        scores.sub_(total).exp_()
+            empty = self.forbidden[:, tile.rows].all(-1, keepdim=True)
+            if empty.any():
+                self._by_sample(p, tile).masked_fill_(empty.unsqueeze(1), 0)
+        return p
 
     def kept(self, tile: Tile) -> Tensor:
-        """Returns words of ones for elements that are kept, in the size of the scores."""
-        keys = slice(0, tile.keys)
-        words = self.dropout.kept(tile.sample, tile.heads, tile.rows, keys, self.k.shape[2])
-        return words.to(torch.int64) if self.q.dtype == torch.float64 else words
+        """Returns 1 for elements `[b, n, rows, keys]` that are kept and 0 for others."""
+        if self._words is None:
+            self._words = self.call.dropout.kept(*self.at, self.call.k.shape[0])
+        return self._words(tile.rows, slice(0, tile.keys))
 
-    @staticmethod
-    def drop_(x: Tensor, kept: Tensor) -> None:
-        """Zeros elements in place; a boolean mask would take ten times as long."""
-        x.view(kept.dtype).bitwise_and_(kept)
+    def _by_sample(self, x: Tensor, tile: Tile) -> Tensor:
+        """Returns a view `[b, n, rows, t]` of scores."""
+        samples, rows = self.samples.stop - self.samples.start, tile.rows.stop - tile.rows.start
+        return x.view(samples, -1, rows, tile.keys)
+
+
+def _slices(length: int, most: int) -> Iterator[slice]:
+    """Yields slices of at most this length, as equal as possible."""
+    size = -(-length // -(-length // most))
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def _rows(x: Tensor, tile: Tile) -> Tensor:
+    """Returns `[b * g, n/g * rows, d]`, the rows of a tile of `[b * g, n/g, s, d]`."""
+    return x[:, :, tile.rows].flatten(1, 2)
+
+
+def _write(products: Tensor, into: Tensor, tile: Tile) -> None:
+    """Copies `[b * g, n/g * rows, d]` into rows of `[b, g, n/g, s, d]`."""
+    rows = into[..., tile.rows, :]
+    rows.copy_(products.view(rows.shape))
+
+
+def _exp_of_difference_(scores: Tensor, total: Tensor) -> Tensor:
+    """Returns exp(scores - total) in the memory of the scores; zeros for a row without keys."""
+    return scores.sub_(total.masked_fill(torch.isneginf(total), 0)).exp_()
+
+
+def _log_sum_exp(scores: Tensor, p: Tensor) -> Tensor:
+    """Returns `[..., 1]`; the largest of the probabilities p is 1 / sum(exp(scores - largest))."""
+    largest = scores.amax(-1, keepdim=True)
+    found = largest - p.amax(-1, keepdim=True).log_()
+    return torch.where(torch.isneginf(largest), largest, found)

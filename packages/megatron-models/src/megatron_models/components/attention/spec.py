@@ -159,16 +159,15 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
         """Returns the saved bytes. Under recomputation only queries, keys and values are saved."""
         saved_bytes, tp = self._saved_bytes(layer_pass.saved_bytes), layer_pass.tp
         unfused = not layer_pass.recompute.selects("core_attn")
-        core = 0
-        narrow = self.span.narrows(layer_pass.sequence_length)
+        core, length = 0, layer_pass.sequence_length
+        narrow = self.span.narrows(length)
         if unfused and narrow and not saved_bytes.per_score:
-            core += layer_pass.sequence_length**2 * saved_bytes.window_mask
+            core += length**2 * saved_bytes.window_mask
         if unfused:
             heads = layer_pass.tokens * self.num_attention_heads // tp
-            core += heads * (
-                saved_bytes.logsumexp + saved_bytes.per_score * layer_pass.sequence_length
-            )
-            core += layer_pass.sequence_length**2 * saved_bytes.attention_mask
+            core += heads * (saved_bytes.logsumexp + saved_bytes.per_score * length)
+            core += heads // length * saved_bytes.dropout_mask_of_head(length)
+            core += length**2 * saved_bytes.attention_mask
             core += self._saved_sinks(saved_bytes) // tp
         if unfused and self.attention_output_gate:
             # The output of attention, and the sigmoid of the gates in at least float32.

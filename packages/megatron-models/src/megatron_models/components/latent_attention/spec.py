@@ -152,6 +152,7 @@ class LatentAttentionSpec(LatentAttentionConfig, NormConfig, Mixer):
         if once:
             per_row = saved_bytes.logsumexp + saved_bytes.per_score * length
             core += tokens * heads * per_row + length**2 * saved_bytes.attention_mask
+            core += tokens // length * heads * saved_bytes.dropout_mask_of_head(length)
         if once and saved_bytes.qkv_copy:
             core += tokens * (2 * keys + values) * saved_bytes.qkv_copy
         elif once and padded:  # values and output are as wide as keys
