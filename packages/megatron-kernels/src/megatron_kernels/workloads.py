@@ -330,6 +330,13 @@ WORKLOADS: Final = (
     ),
     Workload(
         attention,
+        "8 documents",
+        lambda d, s: _attention(d, s, _packed(s, d.device)),
+        lambda s: _attention_products(s) / 16,
+        _RECOMPUTED,
+    ),
+    Workload(
+        attention,
         "8 documents, dropout",
         lambda d, s: _dropped(d, s, _packed(s, d.device)),
         lambda s: _attention_products(s) / 16,
