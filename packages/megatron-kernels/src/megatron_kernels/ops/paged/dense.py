@@ -126,4 +126,4 @@ def _strided(pool: Tensor, first: int, stride: int, sequences: int, length: int)
     block = pool.shape[1] * entries.stride(0)
     shape = length, sequences, *entries.shape[1:]
     strides = entries.stride(0), stride * block, *entries.stride()[1:]
-    return entries.as_strided(shape, strides, entries.storage_offset() + first * block)
+    return entries[first * pool.shape[1] :].as_strided(shape, strides)
