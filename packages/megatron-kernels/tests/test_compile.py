@@ -32,8 +32,10 @@ def parts(found):
     return found if isinstance(found, tuple) else (found,)
 
 for case, ours, plain in zip(CASES, traced, everything(), strict=True):
-    # Compiled code has the reference of dropout, and eager code its tiles.
-    same = torch.allclose if "dropout" in case.label else torch.equal
+    # Compiled code has the reference of dropout, and eager code its tiles. Compiled code gathers
+    # blocks, whose tables eager code reads.
+    differs = "dropout" in case.label or case.op is mk.paged_attention
+    same = torch.allclose if differs else torch.equal
     assert all(map(same, parts(ours), parts(plain))), case.op.name
 sum(t.sum() for found in traced for t in parts(found)).backward()
 

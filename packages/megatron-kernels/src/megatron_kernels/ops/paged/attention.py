@@ -29,7 +29,7 @@ from megatron_kernels.registry import AUTO, Backend, accept_all, op
         NAME,
         dense.invariant,
         dense.invariant_unsupported_reason,
-        "tiles at fixed positions of gathered blocks",
+        "tiles at fixed positions",
         on_request=SLOWER,
     ),
     Backend("reference", dense.reference, accept_all, "plain torch on gathered blocks"),
@@ -48,7 +48,7 @@ def paged_attention(
 
     The queries of a sequence are its last ``s`` tokens: with a length of ``t`` keys, query ``i`` is
     at position ``t - s + i`` and attends to the keys up to its own. A query before the first key
-    gets zeros. The pools get no gradient.
+    gets zeros. The pools get no gradient. All of their entries must be finite.
 
     Args:
         q: Queries of new tokens `[s, b, n, d]`.

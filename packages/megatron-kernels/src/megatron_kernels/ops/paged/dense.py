@@ -21,7 +21,8 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, pages: Pages, window: int | None, scores: Scores
 ) -> Tensor:
     """Gathers the blocks of each sequence, and computes the definition of attention."""
-    return _gathered(attention_reference, q, k, v, pages, window, scores)
+    keys, values = pages.gather(k), pages.gather(v)
+    return _over_all(attention_reference, q, keys, values, pages, window, scores)
 
 
 def fused(
@@ -30,26 +31,21 @@ def fused(
     """Calls `F.scaled_dot_product_attention` on the pool in place, if blocks follow each other.
 
     Sequences of one length at equal distances in the pool are one call. Others are one call each on
-    a CPU, where a call is cheap and needs no mask. The rest is gathered.
+    a CPU, where a call is cheap and needs no mask. On a GPU one call with a mask reads sequences at
+    equal distances in place, and a copy of others.
     """
     runs = pages.known_runs(k.shape[1])
     if runs is None or not runs:
-        return _gathered(sdpa, q, k, v, pages, window, scores)
-    lengths = {length for _, length in runs}
-    strides = {later[0] - first[0] for first, later in pairwise(runs)} or {0}
-    length, stride = max(lengths), strides.pop()
-    inside = runs[0][0] * k.shape[1] + stride * k.shape[1] * (len(runs) - 1) + length <= _tokens(k)
-    if not strides and stride >= 0 and inside and (len(lengths) == 1 or q.device.type != "cpu"):
-        keys, values = (_strided(x, runs[0][0], stride, len(runs), length) for x in (k, v))
-        if len(lengths) > 1:
-            mask = _mask(q, length, pages.lengths, window)
-            return sdpa(q, keys, values, mask, scores, 0)
+        return _over_all(sdpa, q, *_dense(k, v, pages), pages, window, scores)
+    one_length = len({length for _, length in runs}) == 1
+    if one_length and (stride := _stride(k, runs)) is not None:
+        keys, values = (_strided(x, *runs[0], len(runs), stride) for x in (k, v))
         return _of_one_length(sdpa, q, keys, values, window, scores)
     if q.device.type != "cpu":
-        return _gathered(sdpa, q, k, v, pages, window, scores)
+        return _over_all(sdpa, q, *_dense(k, v, pages), pages, window, scores)
     rows = []
     for row, (first, length) in enumerate(runs):
-        keys, values = (_strided(x, first, 0, 1, length) for x in (k, v))
+        keys, values = (_strided(x, first, length) for x in (k, v))
         rows.append(_of_one_length(sdpa, q[:, row : row + 1], keys, values, window, scores))
     return torch.cat(rows, 1)
 
@@ -66,8 +62,9 @@ def fused_unsupported_reason(
 def invariant(
     q: Tensor, k: Tensor, v: Tensor, pages: Pages, window: int | None, scores: Scores
 ) -> Tensor:
-    """Gathers the blocks, and computes batch-invariant attention."""
-    return _gathered(batch_invariant.invariant, q, k, v, pages, window, scores)
+    """Computes batch-invariant attention, in place if sequences are at equal distances."""
+    keys, values = _dense(k, v, pages)
+    return _over_all(batch_invariant.invariant, q, keys, values, pages, window, scores)
 
 
 def invariant_unsupported_reason(
@@ -77,18 +74,29 @@ def invariant_unsupported_reason(
     return batch_invariant.invariant_unsupported_reason(q, k, v, Mask(), scores, 0)
 
 
-def _gathered(
+def _dense(k: Tensor, v: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
+    """Returns keys and values `[t, b, g, d]`: views of the pool if possible, else copies."""
+    runs = pages.known_runs(k.shape[1])
+    stride = _stride(k, runs) if runs else None
+    if runs is None or stride is None:
+        return pages.gather(k), pages.gather(v)
+    longest = max(length for _, length in runs)
+    keys, values = (_strided(x, runs[0][0], longest, len(runs), stride) for x in (k, v))
+    return keys, values
+
+
+def _over_all(
     attend: Attend,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
     pages: Pages,
     window: int | None,
     scores: Scores,
 ) -> Tensor:
-    keys, values = pages.gather(k), pages.gather(v)
+    """Returns attention over all keys, of which a mask hides those after a sequence's last."""
     if not len(keys) or not q.numel():
-        return q.new_zeros(*q.shape[:-1], v.shape[-1])
+        return q.new_zeros(*q.shape[:-1], values.shape[-1])
     return attend(q, keys, values, _mask(q, len(keys), pages.lengths, window), scores, 0)
 
 
@@ -116,11 +124,16 @@ def _of_one_length(
     return attend(q, k, v, Mask(window=window), scores, first)
 
 
-def _tokens(pool: Tensor) -> int:
-    return pool.shape[0] * pool.shape[1]
+def _stride(pool: Tensor, runs: tuple[tuple[int, int], ...]) -> int | None:
+    """Returns the distance in blocks of sequences, if a view of equal lengths is in the pool."""
+    distances = {later[0] - first[0] for first, later in pairwise(runs)} or {0}
+    stride, longest = distances.pop(), max(length for _, length in runs)
+    end = (runs[0][0] + stride * (len(runs) - 1)) * pool.shape[1] + longest
+    inside = stride >= 0 and end <= pool.shape[0] * pool.shape[1]
+    return stride if inside and not distances else None
 
 
-def _strided(pool: Tensor, first: int, stride: int, sequences: int, length: int) -> Tensor:
+def _strided(pool: Tensor, first: int, length: int, sequences: int = 1, stride: int = 0) -> Tensor:
     """Returns sequences at equal distances in the pool as a view `[t, b, g, d]`."""
     entries = pool.flatten(0, 1)
     block = pool.shape[1] * entries.stride(0)
