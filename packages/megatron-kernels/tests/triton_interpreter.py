@@ -175,6 +175,16 @@ def test_tensors_that_are_not_contiguous() -> None:
         return x.requires_grad_()
 
     both_equal(add_rms_norm, (leaf(strided(3, 2, 9)), leaf(strided(3, 2, 9)), None, 1e-5, False))
+    heads = draw.normal(3, 2, 5, 4, 8).detach()
+    for view in (
+        heads[..., 2, :],
+        heads[:, :1, :, 3],
+        heads[:, 1:, :, 0],
+        heads[:, :, 2:3, 1],
+        heads[..., 1, :].mT,
+    ):
+        both_equal(rms_norm, (leaf(view), draw.normal(view.shape[-1]), 1e-5, False))
+        both_equal(add_rms_norm, (leaf(view), None, None, 1e-5, False))
     both_equal(swiglu, (leaf(strided(4, 2, 9)),))
     both_equal(softmax, (leaf(strided(4, 9)), strided(1, 9) > 0, 1.0))
     both_equal(cross_entropy, (leaf(strided(6, 9)[::2]), torch.tensor([[1, 2, 3]]).t()[:, 0]))

@@ -115,7 +115,12 @@ def _library() -> Library:
 @constant_to_compiler
 def interprets() -> bool:
     """Returns whether Triton interprets kernels on CPUs: its own switch TRITON_INTERPRET is 1."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return _interprets()
+
+
+@functools.cache
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it once as well
 
 
 @constant_to_compiler

@@ -5,7 +5,6 @@ backward pass has a fixed number of programs, each of which adds up the gradient
 over its rows; torch adds up these partial sums.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +20,7 @@ from megatron_kernels.triton_kernels.launch import (
 
 @triton.jit
 def _forward(
-    X, ADDED, WEIGHT, BIAS, SUM, Y, MEAN, SCALE, h, eps,
+    X, ADDED, WEIGHT, BIAS, SUM, Y, MEAN, SCALE, h, x_stride, eps,
     ADDS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, CENTERS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +28,7 @@ def _forward(
     columns = tl.arange(0, BLOCK)
     inside = columns < h
     at = row * h + columns
-    x = tl.load(X + at, mask=inside, other=0.0).to(ACC)
+    x = tl.load(X + row * x_stride + columns, mask=inside, other=0.0).to(ACC)
     if ADDS:
         x += tl.load(ADDED + at, mask=inside, other=0.0).to(ACC)
         x = x.to(SUM.dtype.element_ty)  # the norm reads what the stream holds
@@ -54,7 +53,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    DY, DSUM, X, WEIGHT, MEAN, SCALE, DX, DWEIGHT, DBIAS, rows, h,
+    DY, DSUM, X, WEIGHT, MEAN, SCALE, DX, DWEIGHT, DBIAS, rows, h, x_stride,
     ADDS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, CENTERS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -67,12 +66,13 @@ def _backward(
         if ZERO_CENTERED:
             gain += 1.0
     stride = tl.full((), h, tl.int64)
+    of_x = tl.full((), x_stride, tl.int64)
     of_weight = tl.zeros((BLOCK,), ACC)
     of_bias = tl.zeros((BLOCK,), ACC)
     for row in range(program, rows, tl.num_programs(0)):
         at = row * stride + columns
         dy = tl.load(DY + at, mask=inside, other=0.0).to(ACC)
-        x = tl.load(X + at, mask=inside, other=0.0).to(ACC)
+        x = tl.load(X + row * of_x + columns, mask=inside, other=0.0).to(ACC)
         scale = tl.load(SCALE + row)
         if CENTERS:
             x = tl.where(inside, x - tl.load(MEAN + row), 0.0)
@@ -106,14 +106,14 @@ def norm_forward(
     h = x.shape[-1]
     rows = x.numel() // h if h else 0
     statistics = accumulator_dtype(x.dtype)
-    total = x.new_empty(0) if added is None else torch.empty_like(x)
-    y = torch.empty_like(x)
+    total = x.new_empty(0 if added is None else x.shape)
+    y = x.new_empty(x.shape)
     mean = x.new_empty(x.shape[:-1] if centers else (0,), dtype=statistics)
     scale = x.new_empty(x.shape[:-1], dtype=statistics)
     if rows:
         block = power_of_two(h)
         _forward[(rows,)](
-            x, added, weight, bias, total, y, mean, scale, h, eps,
+            x, added, weight, bias, total, y, mean, scale, h, _row_stride(x), eps,
             ADDS=added is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             ZERO_CENTERED=zero_centered, CENTERS=centers, ACC=accumulator(x.dtype), BLOCK=block,
             num_warps=warps(block),
@@ -137,7 +137,7 @@ def norm_backward(
     rows = x.numel() // h if h else 0
     block = power_of_two(h)
     programs = resident_programs(x.device, rows, warps(block))
-    dx = torch.empty_like(x)
+    dx = x.new_empty(x.shape)
     dtype = x.dtype if weight is None else weight.dtype
     partial = [
         x.new_empty((programs, h) if wanted else (0,), dtype=accumulator_dtype(x.dtype))
@@ -145,10 +145,16 @@ def norm_backward(
     ]
     if rows:
         _backward[(programs,)](
-            dy, dsum, x, weight, mean, scale, dx, *partial, rows, h,
+            dy, dsum, x, weight, mean, scale, dx, *partial, rows, h, _row_stride(x),
             ADDS=dsum is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=has_bias,
             ZERO_CENTERED=zero_centered, CENTERS=centers, ACC=accumulator(x.dtype), BLOCK=block,
             num_warps=warps(block),
         )  # fmt: skip
     of_weight, of_bias = (part.sum(0).to(dtype) if part.dim() == 2 else part for part in partial)
     return dx, of_weight, of_bias
+
+
+def _row_stride(x: Tensor) -> int:
+    """Returns the distance of rows in memory, which is the same for all."""
+    dims = zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True)
+    return next((stride for size, stride in dims if size > 1), x.shape[-1])

@@ -34,9 +34,9 @@ def norm_forward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the outputs of `norm_forward` without values."""
     statistics = torch.promote_types(x.dtype, torch.float32)
-    total = x.new_empty(0) if added is None else torch.empty_like(x)
+    total = x.new_empty(0 if added is None else x.shape)
     mean = x.new_empty(x.shape[:-1] if centers else (0,), dtype=statistics)
-    return total, torch.empty_like(x), mean, x.new_empty(x.shape[:-1], dtype=statistics)
+    return total, x.new_empty(x.shape), mean, x.new_empty(x.shape[:-1], dtype=statistics)
 
 
 def norm_backward_fake(
@@ -54,7 +54,7 @@ def norm_backward_fake(
     dtype = x.dtype if weight is None else weight.dtype
     of_weight = x.new_empty(x.shape[-1:] if weight is not None else (0,), dtype=dtype)
     of_bias = x.new_empty(x.shape[-1:] if has_bias else (0,), dtype=dtype)
-    return torch.empty_like(x), of_weight, of_bias
+    return x.new_empty(x.shape), of_weight, of_bias
 
 
 class _Norm(Function):
@@ -71,7 +71,7 @@ class _Norm(Function):
         returns_sum: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         eps, *kinds = options
-        x = x.contiguous()
+        x = x if _has_rows(x) else x.contiguous()
         added, weight, bias = (
             None if each is None else each.contiguous() for each in (added, weight, bias)
         )
@@ -104,6 +104,20 @@ class _Norm(Function):
             None,
             None,
         )
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Returns whether rows are contiguous and at equal distances, as the keys of a projection."""
+    if x.dim() < 2 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        return False
+    expected = None
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if expected is not None and stride != expected:
+            return False
+        expected = stride * size
+    return True
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
