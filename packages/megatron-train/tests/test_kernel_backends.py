@@ -144,8 +144,7 @@ def test_the_log_names_backends_and_reasons_if_one_is_requested() -> None:
             [
                 "kernels of plain calls: linear torch (first choice); layer_norm reference "
                 "(requested); attention torch (flash_attn: needs a CUDA tensor, q is on cpu; "
-                "flash_attn_3: needs a CUDA tensor, q is on cpu); gelu torch (triton: needs a CUDA "
-                "tensor, x is on cpu)"
+                "flash_attn_3: needs a CUDA tensor, q is on cpu); gelu torch (first choice)"
             ],
         ),
     ):

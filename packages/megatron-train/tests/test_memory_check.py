@@ -10,6 +10,7 @@ from megatron_optim import OptimizerConfig
 from megatron_parallel import ParallelLayout
 from megatron_train import memory_check
 from megatron_train.config.data import DataConfig
+from megatron_train.config.placement import PlacementConfig
 from megatron_train.config.run import RunConfig
 from megatron_train.config.sections import EvaluationConfig, TrainingConfig
 from megatron_train.errors import TrainError
@@ -60,22 +61,26 @@ def test_a_sequence_that_exceeds_this_hosts_memory_is_refused():
         check_memory(run_of(400_000_000), CPU)
 
 
-def test_attention_scores_count_if_dropout_needs_all_of_them(monkeypatch):
-    assert minimum_score_memory(run_of(8)) == 0
+def test_attention_scores_count_if_unfused_attention_needs_all_of_them(monkeypatch):
     dropping = run_of(10_000, attention_dropout=0.1)
+    assert minimum_score_memory(dropping) == 0
+    unfused = replace(dropping, placement=PlacementConfig(attention_backend="unfused"))
     scores = 4 * 2 * 4 * 10_000**2  # fp32, samples, heads, pairs
-    assert minimum_score_memory(dropping) == scores
-    assert minimum_score_memory(run_of(8, attention_dropout=0.1, compile=True)) == 0
+    assert minimum_score_memory(unfused) == scores
+    # Each of 4 layers saves scores, probabilities and dropped probabilities.
+    saved = minimum_memory(unfused).activations - minimum_memory(dropping).activations
+    assert saved == pytest.approx(4 * 3 * scores, rel=0.1)
+    assert minimum_score_memory(replace(unfused, training=run_of(compile=True).training)) == 0
     half = ParallelLayout(tp=2, cp=2, dp=1)
-    assert minimum_score_memory(run_of(10_000, half, attention_dropout=0.1)) == scores // 2 // 4**2
-    limit = minimum_memory(dropping).total + scores
+    assert minimum_score_memory(replace(unfused, layout=half)) == scores // 2 // 4**2
+    limit = minimum_memory(unfused).total + scores
     monkeypatch.setattr(memory_check, "device_memory", lambda device: limit)
-    check_memory(dropping, CPU)
+    check_memory(unfused, CPU)
     monkeypatch.setattr(memory_check, "device_memory", lambda device: limit - 1)
     with pytest.raises(
-        TrainError, match=r"3\.0 GiB of the attention scores .* --attention-dropout"
+        TrainError, match=r"3\.0 GiB of the attention scores .* --attention-backend unfused"
     ):
-        check_memory(dropping, CPU)
+        check_memory(unfused, CPU)
 
 
 def test_saved_activations_of_compiled_code_and_layers_of_other_stages_do_not_count():

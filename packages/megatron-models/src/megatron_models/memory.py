@@ -77,8 +77,10 @@ def training_memory(
     products: "Mapping[str, Product] | None" = None,
     loss_saves: LossSaves = "logits",
     activations: bool = True,
+    backends: Mapping[str, str] | None = None,
+    attention_dropout: bool = False,
 ) -> TrainingMemory:
-    """Returns the bytes that training holds on one rank, with fused kernels.
+    """Returns the bytes that training holds on one rank, on a CUDA device.
 
     Parameters, gradients and optimizer state are counted without the padding of buckets, which is
     less than 64 elements a parameter plus 64 for each rank that a bucket is cut over. For tensors
@@ -113,6 +115,8 @@ def training_memory(
             or the ``gradients`` of input and weights.
         activations: Whether activations are counted. Models of several trunks have no formula for
             them.
+        backends: Chosen backends of operations (`Placement.backends`). Defaults to none.
+        attention_dropout: Whether there is dropout on attention probabilities.
 
     Raises:
         ConfigError: The sequence is longer than the model's positions, ``layout.dp`` is None, or
@@ -136,7 +140,7 @@ def training_memory(
     layer_pass = LayerPass(
         -(-sequence_length // layout.cp),
         micro_batch_size,
-        SavedBytes(activation=size),
+        SavedBytes.of_backends(size, backends or {}, attention_dropout=attention_dropout),
         layout.tp,
         sequence_parallel,
         recompute or RecomputeConfig(),
@@ -170,9 +174,13 @@ def _end(trunk: TrunkSpec, layer_pass: LayerPass, loss_saves: LossSaves, bounded
         saved += trunk.final_norm.activation_bytes(layer_pass)
     if trunk.embedding is not None:
         # The label, two flags for it, and probabilities over the vocabulary; or the label alone.
-        part = trunk.embedding.padded_vocab_size // layer_pass.tp
+        # A kernel saves the logits instead, and a log-sum-exp for a flag.
+        part, logit = trunk.embedding.padded_vocab_size // layer_pass.tp, _FP32
+        flags = 2
+        if of_logit := layer_pass.saved_bytes.logit:
+            logit, flags = (_FP32 if bounded else of_logit), 1 + _FP32
         copies = 2 if bounded else 1
-        logits = 2 + part * _FP32 * copies if loss_saves == "logits" else 0
+        logits = flags + part * logit * copies if loss_saves == "logits" else 0
         saved += layer_pass.tokens * (8 + logits)
         if loss_saves == "gradients":  # that of the input, instead of the input, is counted above
             saved += part * trunk.width * _FP32

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from megatron_models import TrainingMemory
 
+from megatron_train.config.kernel_backends import chosen_backends
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.plan.memory import rank_memory
@@ -30,9 +31,9 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
     states = needed.total - needed.activations
     where = "this host has" if device.type == "cpu" else "the device has"
     whole, instead = "", ""
-    if scores > needed.total:
+    if scores:
         whole = f", {_size(scores)} of the attention scores of one layer"
-        instead = "train without --attention-dropout, which needs all scores at once, "
+        instead = "leave out --attention-backend unfused, which needs all scores at once, "
     raise TrainError(
         f"--seq-length {config.data.seq_length} with --micro-batch-size "
         f"{config.training.micro_batch_size} needs at least {_size(needed.total + scores)} on this "
@@ -64,12 +65,13 @@ def minimum_memory(config: RunConfig) -> TrainingMemory:
 def minimum_score_memory(config: RunConfig) -> int:
     """Returns the bytes of one layer's attention scores if all are needed at once, else 0.
 
-    They are needed with --attention-dropout, which no backend applies block by block: fp32 scores
-    ``[b, n, s, s]`` of this rank's heads. With context parallelism, counts the scores of one of the
-    slices of a sequence.
+    Unfused attention (``--attention-backend unfused``) needs fp32 scores ``[b, n, s, s]`` of this
+    rank's heads, also where it computes them again. With context parallelism, counts the scores of
+    one of the slices of a sequence.
     """
     training, layout = config.training, config.layout
-    if not training.attention_dropout or training.compile or layout.hybrid_cp:
+    unfused = chosen_backends(config).get("attention") == "reference"
+    if not unfused or training.compile or layout.hybrid_cp:
         return 0
     heads = config.model.attention_heads // layout.tp
     part = config.data.seq_length // (1 if layout.cp == 1 else 2 * layout.cp)

@@ -3,8 +3,11 @@
 Importing this module does not import torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
+
+from megatron_models.fused_operations import fused_on_cuda
 
 _LONGEST_MASK: Final = 512
 """Longest sequence of which attention of megatron-kernels saves a dropout mask on a CPU."""
@@ -38,6 +41,11 @@ class SavedBytes:
         norm_input: Bytes of an element of a norm's input, if it is saved in another precision.
         pads_values: Whether fused attention pads values that are narrower than keys to their width,
             and saves its padded output too.
+        packs_rope: Whether one kernel rotates and separates queries, keys and values. Otherwise
+            values are a view of the projection, which stays in memory beside rotated copies.
+        fused_scores: Whether fused attention has soft-cap, sinks and slopes too.
+        logit: Bytes of an element of what the loss saves of all logits: probabilities in float32,
+            or the logits. 0 for the former.
     """
 
     activation: int
@@ -53,6 +61,9 @@ class SavedBytes:
     normalized_input: int = 0
     norm_input: int = 0
     pads_values: bool = False
+    packs_rope: bool = False
+    fused_scores: bool = False
+    logit: int = 0
 
     @classmethod
     def paper(cls) -> "SavedBytes":
@@ -105,6 +116,31 @@ class SavedBytes:
         if not self.mask_bits or length > _LONGEST_MASK:
             return 0
         return 4 * -(-length // 32) * length
+
+    @classmethod
+    def of_backends(
+        cls, activation: int, backends: Mapping[str, str], *, attention_dropout: bool = False
+    ) -> "SavedBytes":
+        """Returns what operations save on a CUDA device.
+
+        Norms, activations and dropout save the same with all backends but the references. Linear
+        layers save their input in the precision of the model, also those that multiply in FP8.
+
+        Args:
+            activation: Bytes of an element of an activation.
+            backends: Chosen backends by operation, as in `megatron_models.Placement`.
+            attention_dropout: Whether there is dropout on attention probabilities.
+        """
+        packed = backends.get("rope_qkv", "triton") == "triton"
+        found = cls(
+            activation=activation,
+            packs_rope=packed and fused_on_cuda("rope_qkv", backends),
+            logit=activation if fused_on_cuda("vocab_cross_entropy", backends) else 0,
+            dropped_scores=max(activation, 4) if attention_dropout else 0,
+        )
+        chosen = backends.get("attention", "auto")
+        found = replace(found, fused_scores=bool({"auto", "triton"} & {*chosen.split(",")}))
+        return found.with_unfused_attention() if chosen == "reference" else found
 
     def with_unfused_attention(self, extra: int = 0) -> "SavedBytes":
         """Returns the same operations with unfused attention.

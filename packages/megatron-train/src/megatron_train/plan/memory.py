@@ -5,11 +5,13 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final, Literal
 
 from megatron_models import TrainingMemory, training_memory
+from megatron_models.fused_operations import FUSED, SEPARATE
 from megatron_optim import state_bytes
 from megatron_optim.offload_config import GRADIENT_BYTES, MAIN_BYTES
 from megatron_parallel import Sharding
 from megatron_parallel.pipeline import simulate
 
+from megatron_train.config.kernel_backends import chosen_backends
 from megatron_train.config.products import PLAIN
 from megatron_train.config.run_sections import RunSections
 
@@ -112,6 +114,10 @@ def _rank_memory(
         products=products,
         loss_saves=_LOSS_SAVES.get(run.placement.cross_entropy_fusion_impl, "logits"),
         activations=activations,
+        # Compiled layers call no fused operation without a choice.
+        backends=(dict.fromkeys(FUSED, SEPARATE) if run.training.compile else {})
+        | chosen_backends(run),
+        attention_dropout=run.training.attention_dropout > 0,
     )
 
 

@@ -39,8 +39,7 @@ class Attention(nn.Module):
         self.packed_rope = None
         if spec.rotation is not None:
             self.rope = placement.bind(rope)
-            between = spec.qk_layernorm or self.ranks_per_group > 1 or len(self.heads_by_role) > 3
-            if not between and placement.fused(rope_qkv) is not None:
+            if spec.packs_rope(self.tp.size) and placement.fused(rope_qkv) is not None:
                 self.packed_rope = placement.bind(rope_qkv)
         self.span = spec.span
         self.l2_norm = None

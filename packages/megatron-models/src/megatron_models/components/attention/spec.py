@@ -147,6 +147,11 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
         """Returns the rotation of queries and keys, if any."""
         return () if self.rotation is None else (self.rotation,)
 
+    def packs_rope(self, tp: int) -> bool:
+        """Returns whether one operation may rotate and separate all heads of the projection."""
+        between = self.qk_layernorm or query_group_ranks(self, tp) > 1 or self.attention_output_gate
+        return self.rotation is not None and not between
+
     def spans(self) -> tuple[Span, ...]:
         """Returns the span of the layer."""
         return (self.span,)
@@ -195,6 +200,8 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
 
         A bound saves the hyperbolic tangents too.
         """
+        if saved_bytes.fused_scores and self.position_embedding_type != "relative":
+            return saved_bytes
         if self.attn_logit_softcapping:
             return saved_bytes.with_unfused_attention(max(saved_bytes.activation, 4))
         biased = self.position_embedding_type in ("alibi", "relative")
@@ -239,6 +246,8 @@ class AttentionSpec(AttentionConfig, NormConfig, Mixer):
                 return copied
             rows = groups * sum(self.heads_by_role)
             return copied + tokens * rows * self.kv_channels * saved_bytes.activation
+        if saved_bytes.packs_rope and self.packs_rope(tp):
+            return tokens * (heads + 2 * groups) * self.kv_channels * saved_bytes.activation
         copies = 0
         if self.rotary_dim or self.qk_layernorm:
             copies = heads + groups
