@@ -22,9 +22,9 @@ _ON_1024: Final = (
     "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
     "--micro-batch-size 1 --world-size 1024 --global-batch-size 128 "
 )
-_TRITON: Final = (
-    "--kernel-backends add_rms_norm=triton rms_norm=triton rope_qkv=triton swiglu=triton "
-    "vocab_embedding=triton vocab_cross_entropy=triton"
+_SEPARATE: Final = (
+    "--no-bias-swiglu-fusion --no-rope-fusion --no-cross-entropy-loss-fusion "
+    "--kernel-backends add_rms_norm=separate rms_norm=torch vocab_embedding=separate "
 )
 _T5: Final = "--recipe t5-base --vocab-size 32100 --world-size 8 --micro-batch-size 4 --bf16 "
 _TP: Final = "--tensor-model-parallel-size 2 --sequence-parallel "
@@ -131,9 +131,9 @@ JOBS: Final = (
     ),
     Job("70B, tp8·sp·pp4·dp32, rank 0 of 1,024", _LLAMA_70B + _ON_1024),
     Job(
-        "70B, tp8·sp·pp4·dp32, rank 0 of 1,024, Triton kernels",
-        _LLAMA_70B + _ON_1024 + _TRITON,
+        "70B, tp8·sp·pp4·dp32, rank 0 of 1,024, separate kernels",
+        _LLAMA_70B + _ON_1024 + _SEPARATE,
     ),
     Job("70B, last stage", _LLAMA_70B + _ON_1024, pipeline_rank=3),
-    Job("70B, last stage, Triton kernels", _LLAMA_70B + _ON_1024 + _TRITON, pipeline_rank=3),
+    Job("70B, last stage, separate kernels", _LLAMA_70B + _ON_1024 + _SEPARATE, pipeline_rank=3),
 )
