@@ -21,43 +21,39 @@ class SharesCode(Protocol):
         """Prepares the layer for the compiler."""
 
 
-def compile_stages(
+def compile_stages(chunks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns compiled stages, each one graph for each shape of its inputs.
+
+    The compiler joins operations of neighbouring layers, and needs time in proportion to the number
+    of layers.
+    """
+    return [_compiled(chunk) for chunk in chunks]
+
+
+def compile_layers(
     stages: Sequence[nn.Module],
-    scope: CompileScope,
-    mesh: Mesh,
     units: Callable[[nn.Module], Sequence[nn.Module]],
-) -> list[nn.Module]:
-    """Returns compiled stages.
+    device: torch.device,
+) -> None:
+    """Compiles the layers of stages, of which equal ones share the code, and losses with outputs.
 
-    A stage is compiled at its first call, as one graph for each shape of its inputs. The compiler
-    joins operations of neighbouring layers, and needs time in proportion to the number of layers.
-
-    With the scope ``layer``, the compiled functions are the layers of a stage, of which equal ones
-    share the code, and its output layer with the loss. The stage itself, hooks of modules and the
-    additions of gradients run eagerly, so waiting for the weights of a layer is possible.
+    The stage itself, hooks of modules and the additions of gradients run eagerly, so waiting for
+    the weights of a layer is possible.
 
     Args:
-        stages: The stages. With the scope ``layer`` they are changed and returned themselves.
-        scope: What is one compiled function.
-        mesh: Mesh of the run.
+        stages: The stages, which are changed.
         units: Returns the layers of a stage.
-
-    Raises:
-        TrainError: The version of torch cannot compile stages with collectives.
+        device: Device of the model.
     """
-    require_whole_compiler(mesh, torch.__version__)
-    if scope == "stage":
-        return [_compiled(stage) for stage in stages]
     for stage in stages:
         for unit in units(stage):
             if isinstance(unit, SharesCode):
-                unit.share_code(mesh.device)
+                unit.share_code(device)
             # Not `unit.compile()`, which compiles hooks as well.
             unit.forward = _compiled(unit.forward)
         loss = getattr(stage, "vocabulary_loss", None)
         if loss is not None:
             stage.vocabulary_loss = _compiled(loss)
-    return list(stages)
 
 
 def _compiled(function: Any) -> Any:

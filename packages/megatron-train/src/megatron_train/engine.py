@@ -30,7 +30,12 @@ from megatron_parallel.data_parallel import GradientFusion, fuse_gradient_accumu
 from megatron_parallel.pipeline import default_schedule
 from torch import Tensor, nn
 
-from megatron_train.compiling import CompileScope, compile_stages
+from megatron_train.compiling import (
+    CompileScope,
+    compile_layers,
+    compile_stages,
+    require_whole_compiler,
+)
 from megatron_train.errors import TrainError
 from megatron_train.layer_values import over_all_ranks
 from megatron_train.observation import NO_REPORTS, Reports
@@ -65,7 +70,7 @@ class StepEngine:
         mesh: Mesh of the run.
         data_parallel: Settings of gradient reduction and sharding.
         compile: Whether to compile the stages with torch.compile.
-        compile_scope: What is compiled at a time, see `compile_stages`.
+        compile_scope: What is compiled at a time, see `megatron_train.compiling`.
         schedule: Name of the pipeline schedule. Defaults to `default_schedule`.
         group_size: Micro-batches in a row, as for `megatron_parallel.PipelineEngine`.
         per_token: Whether each unmasked token of a step has the same weight. Otherwise each
@@ -112,7 +117,11 @@ class StepEngine:
         chunks = self.stages.modules
         self.fusion = self._fuse(data_parallel, compile)
         if compile:
-            chunks = compile_stages(chunks, compile_scope, mesh, self._units)
+            require_whole_compiler(mesh, torch.__version__)
+            if compile_scope == "stage":
+                chunks = compile_stages(chunks)
+            else:
+                compile_layers(task.stages, self._units, mesh.device)
         self._iteration: int | None = None
         self._auxiliary_losses: AuxiliaryLosses | None = None
         self.counts: dict[str, Float64[Tensor, " values"]] = {}
