@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 from megatron_kernels import Mask, attention
-from megatron_kernels.cases import CaseDropout
+from megatron_kernels.inputs import CaseDropout
 from megatron_kernels.triton_kernels.attention_launch import (
     FORWARD,
     KEY_GRADIENT,

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from megatron_kernels import Backend, vocab_cross_entropy, vocab_cross_entropy_gradient
-from megatron_kernels.cases import CASES, Case, InputGenerator
+from megatron_kernels.cases import CASES, Case
 from megatron_kernels.check import INPUTS, KNOWN, Inputs, check, check_backend, count_checks
+from megatron_kernels.inputs import InputGenerator
 from megatron_kernels.registry import accept_all
 from torch.nn import functional
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from megatron_kernels import Backend, op, operations
 from megatron_kernels.bench import Measurement, bench, measure, workloads_of
-from megatron_kernels.cases import InputGenerator
 from megatron_kernels.cli import SIZES, main
+from megatron_kernels.inputs import InputGenerator
 from megatron_kernels.registry import NEVER_RUN, accept_all
 from megatron_kernels.roofline import write_roofline
 from megatron_kernels.workloads import SHAPES, WORKLOADS, Workload, least_bytes

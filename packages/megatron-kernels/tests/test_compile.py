@@ -9,7 +9,8 @@ import sys
 SCRIPT = """
 import torch
 import megatron_kernels as mk
-from megatron_kernels.cases import CASES, InputGenerator
+from megatron_kernels.cases import CASES
+from megatron_kernels.inputs import InputGenerator
 
 def source(op):  # in other dtypes the host reads how many rows an expert gets
     dtype = torch.bfloat16 if op is mk.grouped_matmul else torch.float64
@@ -67,7 +68,8 @@ print("whole graphs")
 EAGER = """
 import sys
 import torch
-from megatron_kernels.cases import CASES, InputGenerator
+from megatron_kernels.cases import CASES
+from megatron_kernels.inputs import InputGenerator
 
 for case in CASES:
     found = case.op(*case.arguments(InputGenerator(torch.float32, torch.device("cpu"))))

@@ -43,7 +43,8 @@ def test_kernels_in_tritons_interpreter_equal_the_references(sample: bool) -> No
 
 COMPILED = """
 import torch
-from megatron_kernels.cases import CASES, InputGenerator
+from megatron_kernels.cases import CASES
+from megatron_kernels.inputs import InputGenerator
 
 cases = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
 cases = list({case.op.name: case for case in reversed(cases)}.values())
@@ -80,7 +81,8 @@ FAKE = """
 import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron_kernels.cases import CASES, InputGenerator
+from megatron_kernels.cases import CASES
+from megatron_kernels.inputs import InputGenerator
 
 def parts(found):
     return found if isinstance(found, tuple) else (found,)
@@ -116,7 +118,8 @@ def test_tensors_without_values_have_the_same_shapes_and_need_no_triton() -> Non
 
 BINARIES = """
 import torch
-from megatron_kernels.cases import CASES, InputGenerator
+from megatron_kernels.cases import CASES
+from megatron_kernels.inputs import InputGenerator
 from megatron_kernels.ops import triton_op
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver

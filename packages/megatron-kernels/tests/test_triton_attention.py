@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_kernels import Mask, Scores, attention, attention_backward, attention_forward
-from megatron_kernels.cases import CaseDropout
+from megatron_kernels.inputs import CaseDropout
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES
 from torch import Tensor
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_kernels import Mask, Scores, attention, attention_backward, attention_forward
-from megatron_kernels.cases import CaseDropout
+from megatron_kernels.inputs import CaseDropout
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES
 from megatron_kernels.triton_kernels import attention as forward_kernels
 from megatron_kernels.triton_kernels import attention_backward as backward_kernels

@@ -26,8 +26,9 @@ from megatron_kernels import (
     vocab_cross_entropy,
     vocab_cross_entropy_gradient,
 )
-from megatron_kernels.cases import CASES, Case, InputGenerator
+from megatron_kernels.cases import CASES, Case
 from megatron_kernels.check import Inputs, check_backend
+from megatron_kernels.inputs import InputGenerator
 from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite
 from megatron_kernels.ops.triton_op import interprets
 from megatron_kernels.triton_kernels import norm as kernels

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_kernels._compat import occupy_device
-from megatron_kernels.cases import InputGenerator
+from megatron_kernels.inputs import InputGenerator
 from megatron_kernels.registry import Backend
 from megatron_kernels.workloads import SHAPES, WORKLOADS, Workload, WorkSize, least_bytes
 

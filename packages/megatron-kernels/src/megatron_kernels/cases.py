@@ -8,11 +8,12 @@ or large.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor
 
+from megatron_kernels.inputs import CaseDropout, InputGenerator, draw_words
 from megatron_kernels.ops.activation.bias_activation import bias_gelu, bias_swiglu
 from megatron_kernels.ops.activation.gelu import gelu
 from megatron_kernels.ops.activation.glu import Gate, glu
@@ -20,11 +21,10 @@ from megatron_kernels.ops.activation.pointwise import Pointwise, pointwise
 from megatron_kernels.ops.activation.swiglu import swiglu
 from megatron_kernels.ops.attention.attention import attention
 from megatron_kernels.ops.attention.blocks import attention_backward, attention_forward
-from megatron_kernels.ops.attention.dropout import DropoutHash
 from megatron_kernels.ops.attention.index_scores import index_scores
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
-from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, bias_dropout_add, hashes
+from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, bias_dropout_add
 from megatron_kernels.ops.embedding.vocab_embedding import add_vocab_gradient, vocab_embedding
 from megatron_kernels.ops.linear.linear import linear
 from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
@@ -58,43 +58,6 @@ from megatron_kernels.ops.ssm.gated_delta_rule import gated_delta_rule
 from megatron_kernels.ops.ssm.ssd_scan import ssd_scan
 from megatron_kernels.registry import Op
 
-Size = Literal["small", "empty", "one", "large"]
-"""Sizes of inputs: as a case writes them, without rows, one row, or many rows."""
-
-
-@dataclass(frozen=True)
-class InputGenerator:
-    """Generates inputs: the same numbers for every dtype and device.
-
-    Attributes:
-        dtype: Dtype of floating-point tensors.
-        device: Device of all tensors.
-        seed: Seed of the numbers.
-        size: Number of rows (tokens, queries and keys) instead of those of the case.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    seed: int = 1234
-    size: Size = "small"
-
-    def rows(self, count: int) -> int:
-        """Returns the number of rows of this size instead of ``count``."""
-        return {"small": count, "empty": 0, "one": 1, "large": 23 * count}[self.size]
-
-    def normal(self, *shape: int, mean: float = 0.0) -> Tensor:
-        """Returns a leaf that requires a gradient, from a normal distribution with deviation 1."""
-        numbers = torch.randn(shape, generator=self._generator(shape), dtype=torch.float64) + mean
-        return numbers.to(self.device, self.dtype).requires_grad_()
-
-    def integers(self, below: int, *shape: int) -> Tensor:
-        """Returns int64 numbers in [0, below)."""
-        generator = self._generator(shape)
-        return torch.randint(below, shape, generator=generator).to(self.device)
-
-    def _generator(self, shape: tuple[int, ...]) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed + sum(shape))
-
 
 @dataclass(frozen=True)
 class Case:
@@ -111,68 +74,6 @@ class Case:
     label: str
     arguments: Callable[[InputGenerator], tuple[Any, ...]]
     in_place: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class CaseDropout:
-    """Dropout of a quarter of the elements `[b, n, s, t]` by a hash in 64-bit integers.
-
-    Attributes:
-        word0: First words of the key of each query `[s, b]`.
-        word1: Second words.
-        columns: Column of each key `[b or 1, t]`. None means its index.
-        first_head: Number of the first head.
-        length: Channels of a head.
-    """
-
-    word0: Tensor
-    word1: Tensor
-    columns: Tensor | None = None
-    first_head: int = 3
-    length: int = 1000
-
-    @property
-    def site(self) -> DropoutSite:
-        """Numbers of the site and the probability."""
-        return DropoutSite(-(2**31) + 5, 123456789, -(2**31) + 2**30, 4 / 3)
-
-    @property
-    def probability(self) -> float:
-        """As in `TiledDropout`."""
-        return 0.25
-
-    def __call__(self, p: Tensor) -> Tensor:
-        """Returns the probabilities after dropout."""
-        samples, heads, queries, keys = (slice(0, size) for size in p.shape)
-        kept = self.kept(samples, heads, p.shape[3])(queries, keys)
-        return torch.where(kept == 0, 0, p * self.site.scale)
-
-    def kept(self, samples: slice, heads: slice, length: int) -> Callable[[slice, slice], Tensor]:
-        """Returns a function of queries and keys: 1 for elements that are kept, 0 for others."""
-        columns = torch.arange(length, device=self.word0.device)[None]
-        if self.columns is not None:
-            columns = self.columns[samples] if len(self.columns) > 1 else self.columns
-        of_heads = torch.arange(heads.start, heads.stop, device=columns.device) + self.first_head
-        numbers = (of_heads * self.length)[:, None, None] + columns[:, None, None]
-        key0 = self.word0[:, samples].t().long() + self.site.word0
-        key1 = self.word1[:, samples].t().long() ^ self.site.word1
-
-        def of(queries: slice, keys: slice) -> Tensor:
-            own = (key[:, None, queries, None] for key in (key0, key1))
-            return (hashes(numbers[..., keys], *own) >= self.site.least).int()
-
-        return of
-
-    def hash_numbers(self, keys: int) -> DropoutHash:
-        """Returns the numbers for a kernel."""
-        words = self.word0, self.word1
-        return DropoutHash(*words, self.first_head, self.length, self.columns, self.site)
-
-
-def draw_words(draw: InputGenerator, *shape: int) -> tuple[Tensor, Tensor]:
-    """Returns both words of the key of each token."""
-    first, second = (draw.integers(2**32, *shape, 1 + each) - 2**31 for each in range(2))
-    return first[..., 0].to(torch.int32), second[..., 0].to(torch.int32)
 
 
 def _drops(draw: InputGenerator, q: Tensor, k: Tensor) -> CaseDropout:

@@ -67,7 +67,8 @@ def explain_on(
     Raises:
         KernelError: No backend has the requested name.
     """
-    from megatron_kernels.cases import CASES, InputGenerator
+    from megatron_kernels.cases import CASES
+    from megatron_kernels.inputs import InputGenerator
 
     generator = InputGenerator(dtype, torch.device(device))
     cases = [case for case in CASES if case.op is op]

@@ -85,7 +85,8 @@ def _list(arguments: argparse.Namespace) -> int:
     import torch
 
     from megatron_kernels.availability import library_availability
-    from megatron_kernels.cases import CASES, InputGenerator
+    from megatron_kernels.cases import CASES
+    from megatron_kernels.inputs import InputGenerator
 
     source = InputGenerator(getattr(torch, arguments.dtype), _device(arguments.device))
     choices: dict[BackendChoice, list[str]] = {}

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from megatron_kernels.cases import CaseDropout, InputGenerator, draw_words
+from megatron_kernels.inputs import CaseDropout, InputGenerator, draw_words
 from megatron_kernels.ops.activation.bias_activation import bias_gelu, bias_swiglu
 from megatron_kernels.ops.activation.gelu import gelu
 from megatron_kernels.ops.activation.swiglu import swiglu

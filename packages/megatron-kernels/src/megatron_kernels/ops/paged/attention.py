@@ -14,16 +14,16 @@ from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 @op(
     Backend(
-        "torch",
-        dense.fused,
-        dense.fused_unsupported_reason,
-        "F.scaled_dot_product_attention on the pool in place, or on gathered blocks",
-    ),
-    Backend(
         TRITON,
         triton.paged,
         triton.unsupported_reason,
         "kernels of ours over the block tables",
+    ),
+    Backend(
+        "torch",
+        dense.fused,
+        dense.fused_unsupported_reason,
+        "F.scaled_dot_product_attention on the pool in place, or on gathered blocks",
     ),
     Backend(
         NAME,
