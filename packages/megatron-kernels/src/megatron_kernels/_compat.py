@@ -36,6 +36,12 @@ def occupy_device(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]  # clock cycles
 
 
+def has_gpu() -> bool:
+    """Returns whether the driver finds a GPU, also where `torch.cuda` is simulated."""
+    count = getattr(torch._C, "_cuda_getDeviceCount", None)  # missing in builds without CUDA
+    return count is not None and count() > 0
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Returns whether a tensor has a shape, a dtype and a device, but no values."""
     return isinstance(tensor, FakeTensor)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from megatron_kernels._compat import constant_to_compiler, is_fake, is_plain
+from megatron_kernels._compat import constant_to_compiler, has_gpu, is_fake, is_plain
 from megatron_kernels.availability import library, probe_installation
 from megatron_kernels.registry import Backend
 
@@ -124,14 +124,16 @@ def _interprets() -> bool:
 
 
 @constant_to_compiler
-def _not_installed() -> str | None:
-    return _installation()
+def _not_usable() -> str | None:
+    return _usability()
 
 
 @functools.cache
-def _installation() -> str | None:
+def _usability() -> str | None:
     found = probe_installation(library("triton"))
-    return None if found.reason is None else f"triton is {found.reason}"
+    if found.reason is not None:
+        return f"triton is {found.reason}"
+    return None if interprets() or has_gpu() else "the driver finds no GPU"
 
 
 def unsupported_reason(*tensors: Tensor | None, row: int = 0) -> str | None:
@@ -152,7 +154,7 @@ def unsupported_reason(*tensors: Tensor | None, row: int = 0) -> str | None:
             return f"needs floating-point numbers of 16, 32 or 64 bits, got {x.dtype}"
     if row > LONGEST_ROW:
         return f"has rows of at most {LONGEST_ROW} elements, got {row}"
-    reason = _not_installed()
+    reason = _not_usable()
     if reason is not None and any(is_fake(x) for x in tensors if x is not None):
         return None
     return reason
