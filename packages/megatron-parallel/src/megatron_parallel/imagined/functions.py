@@ -144,6 +144,7 @@ def cuda_functions(
             Event=bound,
             Stream=Stream,
             _lazy_init=lambda: None,
+            _sleep=lambda cycles: None,
             current_device=lambda: 0,
             current_stream=lambda device=None: only,
             device_count=lambda: 1,
