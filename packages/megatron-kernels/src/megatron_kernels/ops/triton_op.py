@@ -11,6 +11,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -54,7 +55,7 @@ class TritonOp:
         which takes longer than a small kernel, unless something observes the dispatcher.
         """
         if not torch.compiler.is_compiling() and "!" not in self.schema and is_plain(arguments):
-            return _launcher(self.schema, self.kernels)(*arguments)
+            return getattr(_module(self.kernels), _name(self.schema))(*arguments)
         _define(self.schema, self.kernels, self.fakes)
         name = self.schema.partition("(")[0]
         return getattr(torch.ops.megatron_kernels, name).default(*arguments)
@@ -79,10 +80,13 @@ def triton_backend(
 
 
 @functools.cache
-def _launcher(schema: str, kernels: str) -> Callable[..., Any]:
-    """Returns the function that launches the kernels of an operation."""
-    found: Callable[..., Any] = getattr(importlib.import_module(kernels), schema.partition("(")[0])
-    return found
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@functools.cache
+def _name(schema: str) -> str:
+    return schema.partition("(")[0]
 
 
 @constant_to_compiler
