@@ -37,7 +37,8 @@ class Rows:
         self, into: Tensor, dy: Tensor, tokens: Tensor, start: int, *, first: bool
     ) -> None:
         self.firsts.append(first)
-        into.mul_(0.0 if first else 1.0)
+        if first:
+            into.zero_()  # it may be uninitialised memory, with NaN
         for row, token in zip(dy.flatten(0, -2), tokens.flatten().tolist(), strict=True):
             if start <= token < start + len(into):
                 into[token - start] += row
