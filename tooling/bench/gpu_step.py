@@ -93,14 +93,14 @@ MODELS = {
 }
 BY_LAYER = "--compile --compile-scope layer "
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise "
-TORCH = (
-    "--kernel-backends add_rms_norm=separate rms_norm=torch rope_qkv=separate rope=torch "
-    "swiglu=torch vocab_embedding=separate vocab_cross_entropy=separate "
+TRITON = (
+    "--kernel-backends add_rms_norm=triton rms_norm=triton rope_qkv=triton swiglu=triton "
+    "vocab_embedding=triton vocab_cross_entropy=triton "
 )
 VARIANTS = {
     "ours": "",
     "ours, compiled": BY_LAYER,
-    "ours, compiled, torch's operations": BY_LAYER + TORCH,
+    "ours, compiled, Triton kernels": BY_LAYER + TRITON,
     "ours, fp8, compiled": BY_LAYER + FP8,
 }
 PEER = "plain, compiled"

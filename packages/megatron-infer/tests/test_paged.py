@@ -1,5 +1,6 @@
 """The cache in blocks: what decoding reads in place, and masks that need a copy."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -72,6 +73,7 @@ def test_masks_and_scores_of_other_kinds_equal_attention_over_a_copy() -> None:
     dense = Mask(dense=torch.rand(1, 2, 30) < 0.5)
     for mask, scores, backend in (
         (dense, Scores(), "auto"),
+        (replace(dense, window=7), Scores(), "auto"),  # the tensor counts, not the window
         (Mask(causal=False), Scores(), "auto"),
         (Mask(chunk=16), Scores(), "torch"),
         (Mask(prefix=29), Scores(), "auto"),

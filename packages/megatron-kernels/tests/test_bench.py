@@ -128,6 +128,16 @@ def test_errors_of_the_command_name_the_remedy(capsys: pytest.CaptureFixture[str
         assert message in capsys.readouterr().err
 
 
+def test_chosen_backends_alone_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "gelu", "linear", "--size", "small", "--rounds", "1", "--backends"]
+    assert main([*words, "reference"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("  reference ") == 2
+    assert "  torch " not in printed
+    assert main([*words, "nothing"]) == 1
+    assert "no measured operation has a backend nothing" in capsys.readouterr().err
+
+
 def test_reports_are_drawn_without_products(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert len(workloads_of(["permute"])) == 1

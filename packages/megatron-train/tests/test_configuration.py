@@ -556,6 +556,27 @@ def test_invalid_pipelines_are_refused(flags, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--compile-scope layer", "--compile-scope layer has no effect without --compile; give"),
+        (
+            "--compile --compile-scope layer --attention-dropout 0.1",
+            "use --attention-dropout 0 or --compile-scope stage",
+        ),
+        (
+            "--compile --use-torch-fsdp2",
+            "--compile does not work with --use-torch-fsdp2: a compiled stage cannot wait for the "
+            "weights of a layer; use --compile-scope layer, or leave out one of them",
+        ),
+    ],
+)
+def test_compiled_code_that_cannot_be_is_refused(flags, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{MINIMAL} {flags}", ranks=2)
+    assert message in str(caught.value)
+
+
 def test_a_pipeline_layout_sets_vpp_and_the_schedule_sets_the_stage_mapping():
     flags = f"{PP4} --pipeline-schedule zb-v --pipeline-model-parallel-layout E|t||||||tL"
     run = parse(f"{MINIMAL} {flags}", ranks=4)

@@ -46,14 +46,9 @@ class PagedKV:
 
 
 def _is_causal(mask: Mask) -> bool:
-    """Returns whether causality and a window are all rules of a mask.
-
-    A model writes these rules into a tensor, which the blocks do not need. A tensor without any
-    other rule may be of any.
-    """
+    """Returns whether causality and a window are all rules of a mask."""
     others = mask.document_ids, mask.prefix, mask.chunk
-    written = mask.dense is None or mask.positions is not None or mask.window is not None
-    return mask.causal and written and all(rule is None for rule in others)
+    return mask.causal and mask.has_rules and all(rule is None for rule in others)
 
 
 def _reads_blocks(backend: str) -> bool:

@@ -218,8 +218,13 @@ class RunConfig(RunSections):
     def _check_compile_scope(self) -> None:
         """Refuses dropout of attention in layers that share compiled code."""
         training = self.training
-        by_layer = training.compile and training.compile_scope == "layer"
-        if by_layer and training.attention_dropout:
+        if training.compile_scope == "stage":
+            return
+        if not training.compile:
+            raise TrainError(
+                "--compile-scope layer has no effect without --compile; give both or leave it out"
+            )
+        if training.attention_dropout:
             raise TrainError(
                 f"--compile-scope layer with --attention-dropout {training.attention_dropout:g} "
                 "would compile each layer by itself, since its masks depend on the layer's number; "
