@@ -90,6 +90,12 @@ def test_gpt3_on_1024_ranks_becomes_a_run_of_eight() -> None:
     assert changes["--global-batch-size"] == (1536, run.global_batch_size)
 
 
+def test_a_run_that_compiles_layers_is_proven_without_a_compiler() -> None:
+    compiles = ("--compile", "--compile-scope", "layer", "--attention-dropout", "0")
+    found = small("gpt", "--recipe", "gpt3-175b", "--world-size", "1024", *compiles)
+    assert not found.run.training.compile and found.run.training.compile_scope == "stage"
+
+
 def test_a_batch_that_is_not_given_is_one_micro_batch_on_each_rank() -> None:
     sizes = ("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4")
     found = small("gpt", *sizes, "--seq-length", "64", "--world-size", "16")

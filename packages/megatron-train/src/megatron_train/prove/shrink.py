@@ -249,6 +249,7 @@ def _assembled(
             fp16=False,
             float64=True,
             compile=False,
+            compile_scope="stage",
             deterministic_mode=False,
             device="cpu",
             exit_interval=None,
