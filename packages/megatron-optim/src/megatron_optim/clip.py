@@ -10,7 +10,7 @@ take no longer than the single fp32 norm.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Literal
 
 import torch
@@ -51,16 +51,48 @@ def gradient_norm(
     """
     if norm_type not in (2.0, math.inf):
         raise OptimError(f"norm_type must be 2 or inf, got {norm_type}")
-    require_shardings(gradients, table)
-    counted = [
-        gradient
-        for name, gradient in gradients.items()
-        if table[name].replica(mesh, sharded=sharded) == 0
-    ]
+    counted = [gradients[name] for name in _counted(gradients, table, mesh, sharded)]
     if norm_type == math.inf:
         largest = [gradient.abs().max().double() for gradient in counted if gradient.numel()]
         local = torch.stack(largest).max() if largest else _zero(mesh)
         return _over_all_ranks(local, mesh, "max")
+    return _norm(counted, mesh)
+
+
+class GradientNorm:
+    """Returns `gradient_norm` in every step; finds once which gradients this rank counts.
+
+    Args:
+        table: The sharding of every parameter.
+        mesh: The mesh of the model.
+    """
+
+    def __init__(self, table: Mapping[str, Sharding], mesh: Mesh) -> None:
+        self._table, self._mesh = table, mesh
+        self._names: Set[str] = frozenset()
+        self._sharded: bool | None = None
+        self._counted: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def __call__(
+        self, gradients: Mapping[str, Float[Tensor, "..."]], *, sharded: bool
+    ) -> Float64[Tensor, ""]:
+        """Returns the 2-norm. Arguments and errors are those of `gradient_norm`."""
+        if self._names != gradients.keys() or self._sharded != sharded:
+            self._counted = _counted(gradients, self._table, self._mesh, sharded)
+            self._names, self._sharded = frozenset(gradients), sharded
+        return _norm([gradients[name] for name in self._counted], self._mesh)
+
+
+def _counted(
+    names: Iterable[str], table: Mapping[str, Sharding], mesh: Mesh, sharded: bool
+) -> tuple[str, ...]:
+    """Returns the names of the gradients that this rank counts."""
+    require_shardings(names, table)
+    return tuple(name for name in names if table[name].replica(mesh, sharded=sharded) == 0)
+
+
+def _norm(counted: Sequence[Float[Tensor, "..."]], mesh: Mesh) -> Float64[Tensor, ""]:
     local = sum_of_squares(counted) if counted else _zero(mesh)
     total = _over_all_ranks(local, mesh, "sum")
     if total.device.type == "cpu":  # torch's float64 square root may have an error in the last bit

@@ -63,6 +63,9 @@ class MainParameters:
     ) -> None:
         self._trainable = trainable
         self._parameters = self._local_parameters()
+        mesh = trainable.mesh
+        axes = [mesh.axis(name) for name in ("dp_cp", "expert_dp") if mesh.has_axis(name)]
+        self._has_data_ranks = any(axis.size > 1 for axis in axes)
         sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
         away = (offload or OffloadConfig()).choose(sizes)
         self._formats, self._seed = formats or StateFormatConfig(), seed
@@ -155,7 +158,8 @@ class MainParameters:
         A rank with whole gradients adds only the shard that it would have if they were sharded.
         The norm is then equal to the last bit in both cases, and takes less time.
         """
-        shards = None if self.sharded else self._trainable.shard_gradients()
+        whole = self.sharded or not self._has_data_ranks
+        shards = None if whole else self._trainable.shard_gradients()
         if shards is None:
             return gradients, self.sharded
         tensors = self.tensors

@@ -9,7 +9,7 @@ from megatron_parallel import View
 from megatron_parallel.data_parallel import Trainable
 from torch import Tensor
 
-from megatron_optim.clip import clip_coefficient, gradient_norm
+from megatron_optim.clip import GradientNorm, clip_coefficient
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.decision import StepResult, host_decides
 from megatron_optim.distributed import ShardedMainParameters
@@ -105,6 +105,7 @@ class Optimizer:
         self._host_decides = host_decides(trainable.mesh.device, self._groups)
         # Allocated here, so that a checkpoint can be loaded before the first step.
         self._state = OptimizerState(self._groups, self._main, formats)
+        self._norm = GradientNorm(trainable.table, trainable.mesh)
         self._updates = Updates(
             self._groups, self._main, self._state, trainable.mesh.device, offload
         )
@@ -146,9 +147,8 @@ class Optimizer:
         self._state.squares = squares
         gradients = self.gradients()
         self._updates.take(gradients)
-        table, mesh = self._trainable.table, self._trainable.mesh
         terms, sharded = self._main.norm_terms(gradients)
-        norm = gradient_norm(terms, table, mesh, sharded=sharded)
+        norm = self._norm(terms, sharded=sharded)
         losses, scale = list(losses), None if self.scaler is None else self.scaler.scale
         norm = norm if scale is None else norm / scale
         finite = torch.stack([norm, *losses]).isfinite().all()

@@ -12,7 +12,7 @@ from megatron_optim.state_format_config import StateFormatConfig
 from megatron_optim.stored import Stored
 from megatron_optim.update_rule import MAIN_SUFFIX, UpdateRule
 from megatron_optim.update_squares import UpdateSquares
-from megatron_optim.working_copies import Operands, Values, new_state, operands
+from megatron_optim.working_copies import Operands, Values, WholeTensors, new_state, operands
 
 
 def names_of_state(rules: Iterable[UpdateRule]) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ class OptimizerState:
         self._main = main
         self.squares: UpdateSquares | None = None
         self.values: dict[str, dict[str, Values]] = {}
-        self._pieces: dict[tuple[str, ...], RoundedPieces | None] = {}
+        self._repeated: dict[tuple[object, ...], RoundedPieces | WholeTensors | None] = {}
         self._copies: list[tuple[Stored, Tensor]] = []  # into which a checkpoint may be loaded
         for group in groups:
             for state_tensor in group.rule.state:
@@ -62,15 +62,24 @@ class OptimizerState:
             gradients: The gradients by name.
             rounds: Whether to round fp32 copies into the model's parameters after each call.
         """
-        mains = {**self._main.tensors, **self._main.stored}
-        rounded = self._main.rounded if rounds else {}
-        if rounds and self.squares is None:
-            if group.names not in self._pieces:
-                pieces = RoundedPieces.of(group, mains, self.values, rounded)
-                self._pieces[group.names] = pieces
-            if found := self._pieces[group.names]:
+        if self.squares is None:
+            key = (group.names, group.rule, rounds)
+            if key not in self._repeated:
+                self._repeated[key] = self._repeat(group, rounds)
+            if found := self._repeated[key]:
                 return found.operands(gradients)
+        mains, rounded = self._values(rounds)
         return operands(group, mains, gradients, self.values, rounded=rounded, squares=self.squares)
+
+    def _values(self, rounds: bool) -> tuple[dict[str, Values], dict[str, Tensor]]:
+        """Returns the main parameters, and the tensors that they are rounded into."""
+        return {**self._main.tensors, **self._main.stored}, self._main.rounded if rounds else {}
+
+    def _repeat(self, group: ParameterGroup, rounds: bool) -> RoundedPieces | WholeTensors | None:
+        """Returns operands of a group that are equal in every step but for the gradients."""
+        mains, rounded = self._values(rounds)
+        whole = WholeTensors.of(group, mains, self.values, rounded)
+        return whole or (RoundedPieces.of(group, mains, self.values, rounded) if rounds else None)
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors of state and main parameters as they are stored."""

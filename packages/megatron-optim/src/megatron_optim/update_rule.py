@@ -104,12 +104,12 @@ class UpdateRule(ABC):
             Defaults to ``adam``.
         decides_on: The types of devices on which `update_unread` can be called. On other devices
             the host waits in each step until it knows whether the gradients are finite, and then
-            calls `update`. Defaults to none. If the CPU trains, `update` is always called. With
-            ``cpu``, `update_unread` also updates state that is offloaded to the host.
+            calls `update`. Defaults to none. If the CPU trains, `update` is called, except for
+            ``divides``. With ``cpu``, `update_unread` also updates state that is offloaded to the
+            host.
         divides: Whether `update_unread` divides the gradients in the pass over memory that updates
-            the parameters. A CPU then calls it for low-precision parameters, instead of scaling
-            their gradients before. In full precision, it scales them as
-            ``torch.nn.utils.clip_grad_norm_`` does, with equal bits. Defaults to False.
+            the parameters. A CPU then calls it in steps that clip, instead of scaling the gradients
+            before. Divisors are float32, so float64 gradients are scaled before. Defaults to False.
         state: The state tensors of each parameter.
         summed_state: The names of state that `views` returns.
     """

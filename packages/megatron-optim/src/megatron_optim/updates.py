@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_optim.clip import scale_gradients
 from megatron_optim.decision import Decision, Rates, unread_step
 from megatron_optim.errors import OptimError
-from megatron_optim.mixed_precision import HALF_PRECISION, MainParameters
+from megatron_optim.mixed_precision import MainParameters, update_dtype
 from megatron_optim.offload import HostUpdates
 from megatron_optim.offload_config import OffloadConfig
 from megatron_optim.optimizer_state import OptimizerState
@@ -46,6 +46,10 @@ class Updates:
             overlap = offload.overlap_cpu_optimizer_d2h_h2d
             self._host = HostUpdates(groups, main, state, device, overlap=overlap)
             self._groups = self._host.device_groups
+        self._divides = [
+            device.type == "cpu" and group.rule.divides and self._in_single_precision(group)
+            for group in self._groups
+        ]
 
     def scale(self, factors: RowFactors) -> None:
         """Scales rows of parameters after the next update.
@@ -91,15 +95,13 @@ class Updates:
         decision = Decision.read(factor, updates, count)
         if decision.updates:
             own = self._on_device(gradients)
-            for group in self._groups:
+            step = None
+            if decision.factor != 1.0 and any(self._divides):
+                step = unread_step((), factor, updates, count + 1)
+            for group, divides in zip(self._groups, self._divides, strict=True):
                 lr, decay = group.rates(*rates)
-                calls = self._state.operands(group, own, rounds=self._rounds_early)
-                step = None
-                if decision.factor != 1.0 and self._divides(group):
-                    scaled = [own[name] for name in group.names]
-                    step = unread_step(scaled, factor, updates, count + 1)
-                for tensors in calls:
-                    if step is not None:
+                for tensors in self._state.operands(group, own, rounds=self._rounds_early):
+                    if step is not None and divides:
                         group.rule.update_unread(*tensors, lr=lr, weight_decay=decay, step=step)
                         continue
                     scale_gradients(tensors[1], decision.factor)
@@ -147,11 +149,10 @@ class Updates:
         scale_rows(self._main, self._factors, rounds=False)
         self._main.copy_main_to_model()
 
-    def _divides(self, group: ParameterGroup) -> bool:
-        """Returns whether a rule divides gradients as it updates low-precision parameters."""
-        rule, parameters = group.rule, self._main.parameters
-        divides = self._rounds_early and rule.divides and "cpu" in rule.decides_on
-        return divides and any(parameters[n].dtype in HALF_PRECISION for n in group.names)
+    def _in_single_precision(self, group: ParameterGroup) -> bool:
+        """Returns whether float32 divisors are as precise as the updates of a group."""
+        tensors = (self._main.tensors[name] for name in group.names)
+        return all(update_dtype(tensor) == torch.float32 for tensor in tensors)
 
     def _on_device(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the gradients of the parameters that the device updates."""

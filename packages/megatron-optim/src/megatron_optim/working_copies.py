@@ -43,6 +43,49 @@ class _Range(NamedTuple):
     stop: int | None = None
 
 
+class WholeTensors:
+    """The operands of a group whose values are all updated in place, found once.
+
+    Args:
+        names: The names of the parameters.
+        parameters: The main parameters.
+        state: The state by name of the state tensor.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: list[Tensor], state: dict[str, list[Tensor]]
+    ) -> None:
+        self._names, self._parameters, self._state = names, parameters, state
+
+    @classmethod
+    def of(
+        cls,
+        group: ParameterGroup,
+        mains: Mapping[str, Values],
+        state: Mapping[str, Mapping[str, Values]],
+        rounded: Mapping[str, Tensor],
+    ) -> "WholeTensors | None":
+        """Returns the operands; None if a value has another form or shape, or is rounded."""
+        if group.matrices or any(name in rounded for name in group.names):
+            return None
+        tables = {"": mains} | {kept.name: state[kept.name] for kept in group.rule.state}
+        found = {
+            key: [value for name in group.names if isinstance(value := table[name], Tensor)]
+            for key, table in tables.items()
+        }
+        if any(len(tensors) < len(group.names) for tensors in found.values()):
+            return None
+        return cls(group.names, found.pop(""), found)
+
+    def operands(self, gradients: Mapping[str, Tensor]) -> Iterator[Operands]:
+        """Yields the operands of one call.
+
+        Args:
+            gradients: The gradients by name.
+        """
+        yield self._parameters, [gradients[name] for name in self._names], self._state
+
+
 def new_state(state: StateTensor, parameter: Tensor, formats: StateFormatConfig) -> Values:
     """Returns state of a parameter, which is 0, in its format.
 

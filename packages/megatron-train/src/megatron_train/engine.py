@@ -114,12 +114,12 @@ class StepEngine:
         self.mesh = mesh
         self._per_token = per_token
         self.stages = TrainableChunks(task.stages, mesh, data_parallel, self._units)
-        chunks = self.stages.modules
+        self._counting_task = task if isinstance(task, CountingTask) else None
         self.fusion = self._fuse(data_parallel, compile)
         if compile:
             require_whole_compiler(mesh, torch.__version__)
             if compile_scope == "stage":
-                chunks = compile_stages(chunks)
+                compile_stages(self.stages.modules)
             else:
                 compile_layers(task.stages, self._units, mesh.device)
         self._iteration: int | None = None
@@ -128,7 +128,7 @@ class StepEngine:
         self.maxima: dict[str, Float64[Tensor, " values"]] = {}
         self._pipeline = PipelineEngine(
             mesh,
-            chunks,
+            self.stages.modules,
             self._loss,
             inputs=self._inputs,
             # A task of one stage need not have it.
@@ -220,8 +220,8 @@ class StepEngine:
         if loss_scale is not None:
             denominators = {name: below / loss_scale for name, below in denominators.items()}
         auxiliary = {name: denominators[name] for name in self.task.auxiliary_losses}
-        counters = dict(self.task.counters if isinstance(self.task, CountingTask) else {})
-        counters |= reports.counters
+        counting = self._counting_task
+        counters = {**(counting.counters if counting else {}), **reports.counters}
         self._auxiliary_losses, self.counts, self.maxima = None, {}, {}
         if auxiliary or counters or reports.maxima:
             self._auxiliary_losses = AuxiliaryLosses(auxiliary, counters, reports.maxima)

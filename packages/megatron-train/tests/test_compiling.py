@@ -1,0 +1,81 @@
+"""Compiled stages: what their code depends on, and what each call checks."""
+
+from functools import partial
+
+import pytest
+import torch
+from megatron_train.compiling import compile_stages
+from torch import nn
+
+
+class Stage(nn.Module):
+    """Multiplies by a weight and a constant; doubles the result in training."""
+
+    def __init__(self, constant: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([3.0]))
+        self.inner = nn.Identity()
+        self.constant = constant
+
+    def forward(self, x: torch.Tensor, *, negative: bool = False) -> torch.Tensor:
+        """Returns the product."""
+        out = self.inner(x) * self.weight * self.constant
+        out = out * 2 if self.training else out
+        return -out if negative else out
+
+
+class Broken(Stage):
+    """A stage whose graph breaks in a method that another stage shares."""
+
+    def forward(self, x: torch.Tensor, *, negative: bool = False) -> torch.Tensor:
+        """Returns the product."""
+        torch._dynamo.graph_break()
+        return self.scale(x) * (-1 if negative else 1)
+
+    @torch.compiler.disable(recursive=False)
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the product with the constant."""
+        return self.multiply(x)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the product with the constant."""
+        return x * self.constant
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch):
+    """Traces functions instead of generating code for them, which takes much longer."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("kind", [Stage, Broken])
+def test_stages_of_equal_shapes_do_not_share_code(kind):
+    stages = [kind(constant).eval() for constant in (5.0, 7.0)]
+    expected = [stage(torch.tensor([2.0])) for stage in stages]
+    compile_stages(stages)
+    found = [stage(torch.tensor([2.0])) for stage in stages]
+    assert found == expected and found[0] != found[1]
+
+
+def test_a_call_notices_what_may_change():
+    stage, x = Stage(5.0), torch.tensor([2.0])
+    compile_stages([stage])
+    assert stage(x) == 60.0
+    assert stage(x, negative=True) == -60.0
+    assert stage.eval()(x) == 30.0
+    with torch.no_grad():
+        stage.weight.add_(1.0)
+        assert not stage(x).requires_grad and stage(x) == 40.0
+    assert stage(x).requires_grad
+    stage.double()
+    assert stage(x.double()).dtype == torch.float64
+
+
+def test_constants_of_a_stage_are_not_checked_in_each_call():
+    stage, x = Stage(5.0).eval(), torch.tensor([2.0])
+    compile_stages([stage])
+    stage(x)
+    stage.constant = 6.0
+    assert stage(x) == 30.0  # the code of the constant 5
