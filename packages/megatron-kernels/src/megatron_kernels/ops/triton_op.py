@@ -140,6 +140,11 @@ def _usability() -> str | None:
     return None if interprets() or has_gpu() else "the driver finds no GPU"
 
 
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Returns a tensor whose last dim is contiguous, as kernels read it: itself or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def unsupported_reason(*tensors: Tensor | None, row: int = 0) -> str | None:
     """Returns why Triton kernels do not support these tensors, or None.
 

@@ -21,14 +21,13 @@ from megatron_kernels.triton_kernels.attention_parts import (
     load_ids,
     load_positions,
     load_prefix,
-    load_rows,
     query_words,
     scaled,
-    store_rows,
     tokens_in_reach,
     with_slope,
 )
 from megatron_kernels.triton_kernels.launch import accumulator_dtype
+from megatron_kernels.triton_kernels.rows import load_rows, store_rows
 
 
 @triton.jit

@@ -9,8 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_kernels.triton_kernels.attention_parts import store_rows
-from megatron_kernels.triton_kernels.launch import accumulator, power_of_two
+from megatron_kernels.triton_kernels.launch import (
+    accumulator,
+    has_data_center_memory,
+    power_of_two,
+)
+from megatron_kernels.triton_kernels.rows import store_rows
 
 UNSPECIALIZED: Final = (
     *("s", "t", "batch", "heads", "per_group", "query_ids_b", "key_ids_b", "query_positions_b"),
@@ -21,10 +25,6 @@ UNSPECIALIZED: Final = (
 
 _SMALLEST: Final = 16
 """Smallest dim of a product of tiles."""
-
-
-_DATA_CENTER: Final = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Compute capabilities with the shared memory that the tables need, 163 KiB of a program."""
 
 
 class Tiling(NamedTuple):
@@ -79,9 +79,7 @@ def tiling(table: dict[tuple[int, int], Tiling], x: Tensor, width: int) -> Tilin
     """Returns the sizes for a dtype and the wider of the head dimensions of queries and values."""
     size = min(x.element_size(), 4)
     found = next(entry for (of, most), entry in table.items() if of == size and width <= most)
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) not in _DATA_CENTER:
-        return found.smaller()
-    return found
+    return found if has_data_center_memory(x.device) else found.smaller()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What launches of kernels have in common."""
 
 import struct
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -10,6 +10,16 @@ from torch import Tensor
 
 ELEMENTS: int = 1024
 """Elements of one program of an elementwise kernel."""
+
+_DATA_CENTER: Final = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities of GPUs whose programs have at least 163 KiB of shared memory."""
+
+
+def has_data_center_memory(device: torch.device) -> bool:
+    """Returns whether a program has 163 KiB of shared memory; on other GPUs it has 99 KiB."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) in _DATA_CENTER
 
 
 def accumulator(dtype: torch.dtype) -> Any:

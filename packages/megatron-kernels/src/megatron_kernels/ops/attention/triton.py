@@ -12,7 +12,7 @@ from megatron_kernels.ops import triton_op
 from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.scores import Scores
-from megatron_kernels.ops.triton_op import TritonOp
+from megatron_kernels.ops.triton_op import TritonOp, contiguous_rows
 
 _FORWARD: Final = TritonOp(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor?[] tensors, SymInt[] numbers, "
@@ -72,7 +72,7 @@ class _Attention(Function):
         factors: tuple[float, ...],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = (_rows(x) for x in (q, k, v))
+        q, k, v = (contiguous_rows(x) for x in (q, k, v))
         out, lse = _FORWARD(q, k, v, sinks, tensors, numbers, factors)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *tensors)
         ctx.mark_non_differentiable(lse)
@@ -84,7 +84,7 @@ class _Attention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
         *found, of_sinks = _BACKWARD(
-            _rows(grads[0]), q, k, v, out, lse, sinks, tensors, ctx.numbers, ctx.factors
+            contiguous_rows(grads[0]), q, k, v, out, lse, sinks, tensors, ctx.numbers, ctx.factors
         )
         rest = (None,) * (2 + len(tensors))
         return *found, None if sinks is None else of_sinks, *rest
@@ -135,15 +135,10 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of one block from the final out and lse."""
     tensors, numbers, factors = _arguments(q, k, mask, scores, query_offset, dropout)
-    given = (_rows(x) for x in (dout, q, k, v, out))
+    given = (contiguous_rows(x) for x in (dout, q, k, v, out))
     rows = lse.permute(1, 2, 0).contiguous()
     dq, dk, dv, _ = _BACKWARD(*given, rows, None, tensors, numbers, factors)
     return dq, dk, dv
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Returns a tensor whose last dim is contiguous, which the kernels need."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _arguments(
