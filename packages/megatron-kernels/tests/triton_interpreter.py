@@ -59,7 +59,7 @@ def backend_of(case: Case) -> Backend:
 
 def test_the_interpreter_is_on_and_backends_that_never_ran_are_used_on_request_only() -> None:
     assert interprets()
-    assert len({case.op.name for case in TRITON}) == 23
+    assert len({case.op.name for case in TRITON}) == 25
     for case in TRITON:
         choice = case.op.explain(*case.arguments(InputGenerator(torch.float32, CPU)))
         if backend_of(case).on_request is not None:
@@ -88,7 +88,8 @@ def test_other_inputs_give_what_the_reference_gives(inputs: Inputs) -> None:
         result = check_backend(case, backend_of(case), dtype, CPU, inputs)
         assert result.passed, result
         reason = result.unsupported_reason
-        assert reason is None or (case.in_place and inputs == "strided")
+        excused = case.in_place and inputs == "strided"
+        assert reason is None or excused or (name == "ssd_scan" and inputs == "empty")
 
 
 def test_check_catches_a_broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,27 @@ def _ssd(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     )
 
 
+def _ssd_decode(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    """Returns one token of each of 16 sequences, without gradients."""
+    of_groups = (1, 16, 1, _HEAD)
+    given = (
+        draw.normal(1, 16, shape.heads, _HEAD),
+        draw.normal(1, 16, shape.heads),
+        -draw.normal(shape.heads).exp(),
+        *(draw.normal(*of_groups) for _ in range(2)),
+    )
+    state = draw.normal(16, shape.heads, _HEAD, _HEAD).detach()
+    kept = state.to(torch.promote_types(state.dtype, torch.float32))
+    return (*(each.detach() for each in given), None, None, None, kept)
+
+
+def _conv_decode(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
+    """Returns the same of a convolution."""
+    given = (draw.normal(1, 16, shape.width), draw.normal(shape.width, 4), draw.normal(shape.width))
+    state = draw.normal(16, 3, shape.width).detach()
+    return (*(each.detach() for each in given), None, state)
+
+
 def _delta_rule(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     gate = draw.normal(shape.tokens, 1, shape.heads)
     return (
@@ -373,7 +394,9 @@ WORKLOADS: Final = (
         "",
         lambda d, s: (_stream(d, s), d.normal(s.width, 4), d.normal(s.width), None, None),
     ),
+    Workload(causal_conv, "decode, 16 sequences", _conv_decode),
     Workload(ssd_scan, "", _ssd),
+    Workload(ssd_scan, "decode, 16 sequences", _ssd_decode),
     Workload(gated_delta_rule, "", _delta_rule),
 )
 """What `megatron-kernels bench` measures."""

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_kernels.ops.precision import upcast
+from megatron_kernels.ops.ssm import triton_conv
 from megatron_kernels.ops.ssm.documents import number_documents
-from megatron_kernels.registry import AUTO, Backend, accept_all, op
+from megatron_kernels.ops.triton_op import triton_backend
+from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
 class CausalConvOutput(NamedTuple):
@@ -80,7 +82,15 @@ def fused_unsupported_reason(
     return None
 
 
+def kernels(*arguments: Tensor | None) -> CausalConvOutput:
+    """Runs the Triton kernels."""
+    return CausalConvOutput(*triton_conv.causal_conv(*arguments))  # type: ignore[arg-type]
+
+
 @op(
+    triton_backend(
+        kernels, triton_conv.unsupported_reason, "one kernel of ours each way", NEVER_RUN
+    ),
     Backend("conv1d", fused, fused_unsupported_reason, "F.conv1d"),
     Backend("reference", reference, accept_all, "plain torch, sums in float32 or float64"),
 )

@@ -36,3 +36,15 @@ def number_documents(ids: Int[Tensor, "b s"]) -> DocumentNumbers:
     begins = torch.zeros_like(real)
     begins[:, 1:] = real[:, 1:] & (last_real[:, :-1] >= 0) & (ids[:, 1:] != known[:, :-1])
     return DocumentNumbers(begins.cumsum(1), real)
+
+
+def encode_documents(ids: Int[Tensor, "b s"] | None) -> Int[Tensor, "b s"] | None:
+    """Returns one int32 for each token, for kernels: twice its number, and one more for padding.
+
+    Args:
+        ids: Document ids, as in `Mask.document_ids`. None means one document, and gives None.
+    """
+    if ids is None:
+        return None
+    numbers, real = number_documents(ids)
+    return (2 * numbers + ~real).to(torch.int32)

@@ -14,10 +14,11 @@ from torch.nn import functional
 
 from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.precision import upcast
+from megatron_kernels.ops.ssm import triton_scan
 from megatron_kernels.ops.ssm.documents import number_documents
-from megatron_kernels.registry import AUTO, Backend, accept_all, op
-
-UNLIMITED = (0.0, math.inf)
+from megatron_kernels.ops.ssm.triton_scan import UNLIMITED
+from megatron_kernels.ops.triton_op import NAME as TRITON
+from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 
 class SsdOutput(NamedTuple):
@@ -128,7 +129,19 @@ def chunked_unsupported_reason(x: Tensor, *_: Any) -> str | None:
     return None if len(x) else "there are no tokens"
 
 
+def kernels(*arguments: Any) -> SsdOutput:
+    """Runs the Triton kernels."""
+    return SsdOutput(*triton_scan.scan(*arguments))
+
+
 @op(
+    Backend(
+        TRITON,
+        kernels,
+        triton_scan.unsupported_reason,
+        "kernels of ours with chunks of 32 or 64 tokens",
+        NEVER_RUN,
+    ),
     Backend(
         "chunked", chunked, chunked_unsupported_reason, "plain torch, matrix products inside chunks"
     ),
@@ -162,7 +175,7 @@ def ssd_scan(
         document_ids: `[b, s]`, as in `Mask.document_ids`. The state is zero where a document
             begins. Padding leaves it as it is, and has the output zero. Defaults to one document.
         state: State before the first token, of its document. Defaults to zero.
-        chunk_size: Tokens in a chunk.
+        chunk_size: Tokens in a chunk of the backend `chunked`. Results depend on it by rounding.
         dt_limits: Smallest and largest step after the softplus.
         backend: "auto" or the name of one backend.
 
