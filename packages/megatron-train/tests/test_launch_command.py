@@ -14,6 +14,7 @@ from megatron_train.cli.failure import failure_report
 from megatron_train.cli.pretrain import ranks_to_start
 from megatron_train.errors import TrainError, UsageError
 from megatron_train.launch.error_file import write_error_file
+from waiting import HANG
 
 SIZES = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 9"
 RUN = f"pretrain gpt {SIZES} --micro-batch-size 2 --train-iters 3 --lr 1e-3 --eval-iters 0"
@@ -178,6 +179,39 @@ def test_a_rank_of_several_ends_without_exit_handlers_after_success_too(size, tm
     assert (done.returncode, done.stderr) == (130, "")
     assert done.stdout == "progress\n" + ("exit handlers\n" if size == "1" else "")
     assert log.read_text() == "log\n"
+
+
+@pytest.mark.parametrize(("launcher", "unbuffered"), [("megatron-train", "1"), ("torchrun", "")])
+def test_a_rank_writes_each_line_at_once(launcher, unbuffered):
+    link, theirs = socket.socketpair()
+    output, written = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps writes apart
+    script = (
+        "import os, sys\n"
+        "from megatron_train.cli import main, pretrain, rank\n"
+        "os.environ.update(WORLD_SIZE='2', RANK='0')\n"
+        f"sys.argv = ['rank', '{theirs.fileno()}', '-', *{RUN.split()!r}]\n"
+        "def run(arguments):\n"
+        "    print('step', 1, 'loss', 2.5)\n"
+        "    print('step', 2, 'loss', 1.5)\n"
+        "    return 0\n"
+        "pretrain.run = run\n"
+        f"main(sys.argv[3:]) if {launcher == 'torchrun'} else rank.main()\n"
+    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with link, theirs, output:
+        with written:
+            subprocess.run(
+                [sys.executable, "-c", script],
+                stdout=written,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                check=True,
+                timeout=HANG,
+            )
+        assert list(iter(lambda: output.recv(100), b"")) == [
+            b"step 1 loss 2.5\n",
+            b"step 2 loss 1.5\n",
+        ]
 
 
 def test_a_rank_writes_its_line_to_the_file_of_torchrun(tmp_path, monkeypatch):

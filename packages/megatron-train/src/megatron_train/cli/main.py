@@ -28,6 +28,7 @@ from megatron_train.cli.failure import failure_report
 from megatron_train.config.flags import Parser
 from megatron_train.launch.error_file import write_error_file
 from megatron_train.launch.link import FailureReport
+from megatron_train.launch.output import write_whole_lines
 
 PROG = "megatron-train"
 
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     several = "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+    if several:
+        write_whole_lines(sys.stdout)
     try:
         try:
             arguments = build_parser().parse_args(words)

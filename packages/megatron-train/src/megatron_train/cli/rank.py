@@ -11,12 +11,14 @@ from typing import NoReturn
 from megatron_train.cli.failure import failure_report
 from megatron_train.cli.main import build_parser, exit_now
 from megatron_train.launch.link import ParentLink
+from megatron_train.launch.output import write_whole_lines
 
 
 def main() -> NoReturn:
     """Runs the command, reports an error to the parent, and ends at once."""
     link = ParentLink(int(sys.argv[1]))
     link.exit_with_parent()
+    write_whole_lines(sys.stdout)
     screen, words = sys.argv[2], sys.argv[3:]
     if screen != "-":
         sys.stderr = open(int(screen), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115, PTH123
