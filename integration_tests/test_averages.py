@@ -1,9 +1,6 @@
 """Averages of weights in runs: equal in every layout, saved, restored and evaluated."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +8,7 @@ from megatron_ckpt import Checkpoint
 
 DECAY = 0.75
 STEPS = 4
+EMA = f"--float64 --ema-decay {DECAY}"
 RUN = (
     "pretrain gpt --mock-data --tokenizer-type NullTokenizer --vocab-size 101 --split 9,1,0 "
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --lr 1e-2 "
@@ -27,22 +25,18 @@ LAYOUTS = {
 }
 
 
-def train(folder, *options, steps=STEPS):
-    """Runs until a step; returns the output."""
-    line = [sys.executable, "-W", "ignore", "-m", "megatron_train", *RUN.split(), *options]
-    line += ["--save", os.fspath(folder), "--load", os.fspath(folder)]
-    if steps < STEPS:
-        line += ["--exit-interval", str(steps)]
-    done = subprocess.run(
-        line,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def train(run_command, tmp_path_factory):
+    """Returns a function that runs until a step; it returns the output."""
+    here = tmp_path_factory.mktemp("here")
+
+    def run(folder, options, steps=STEPS):
+        early = f"--exit-interval {steps}" if steps < STEPS else ""
+        line = f"megatron-train {RUN} {options} --save {folder} --load {folder} {early}"
+        done = run_command(here, line)
+        return done.stdout + done.stderr
+
+    return run
 
 
 def tensors(folder, step=STEPS):
@@ -58,10 +52,9 @@ def evaluations(output):
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
+def one_rank(train, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    ema = ("--float64", "--ema-decay", str(DECAY))
-    return folder, train(folder, *ema, "--save-interval", "1")
+    return folder, train(folder, f"{EMA} --save-interval 1")
 
 
 def test_the_averages_follow_the_formula_from_the_initial_weights(one_rank):
@@ -83,19 +76,21 @@ def test_the_averages_follow_the_formula_from_the_initial_weights(one_rank):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "fully sharded", "pp2")),
     ],
 )
-def test_averages_and_their_evaluation_equal_those_of_one_rank(one_rank, layout, tmp_path):
+def test_averages_and_their_evaluation_equal_those_of_one_rank(train, one_rank, layout, tmp_path):
     folder, output = one_rank
-    found = train(tmp_path, "--float64", "--ema-decay", str(DECAY), *LAYOUTS[layout].split())
+    found = train(tmp_path, f"{EMA} {LAYOUTS[layout]}")
     wanted = tensors(folder)
     for name, tensor in tensors(tmp_path).items():
         torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-9, msg=name)
     assert evaluations(found) == pytest.approx(evaluations(output), abs=1e-6)
 
 
-def test_evaluations_use_the_averages_unless_the_trained_weights_are_asked_for(one_rank, tmp_path):
+def test_evaluations_use_the_averages_unless_the_trained_weights_are_asked_for(
+    train, one_rank, tmp_path
+):
     folder, output = one_rank
     assert f"iteration {STEPS} with averaged weights" in output
-    trained = train(tmp_path / "t", "--float64", "--ema-decay", "0.75", "--ema-evaluate", "trained")
+    trained = train(tmp_path / "t", f"{EMA} --ema-evaluate trained")
     without = train(tmp_path / "w", "--float64")
     assert "averaged" not in trained
     assert evaluations(trained) == evaluations(without) != evaluations(output)
@@ -104,15 +99,14 @@ def test_evaluations_use_the_averages_unless_the_trained_weights_are_asked_for(o
 
 
 def test_a_continued_run_has_the_same_averages_and_begins_or_ends_them_with_a_warning(
-    one_rank, tmp_path
+    train, one_rank, tmp_path
 ):
-    ema = ("--float64", "--ema-decay", str(DECAY))
-    train(tmp_path, *ema, steps=2)
-    train(tmp_path, *ema)
+    train(tmp_path, EMA, steps=2)
+    train(tmp_path, EMA)
     wanted, found = tensors(one_rank[0]), tensors(tmp_path)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
     other = tmp_path / "other"
     train(other, "--float64", steps=2)
-    assert "has no averages of weights: they begin with its weights" in train(other, *ema, steps=3)
+    assert "has no averages of weights: they begin with its weights" in train(other, EMA, steps=3)
     assert "has averages of weights, which end here" in train(other, "--float64")
     assert not any(name.endswith(".ema") for name in tensors(other))

@@ -1,9 +1,5 @@
 """QK-Clip: factors of the saved weights, and equal runs in every layout."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from megatron_ckpt import Checkpoint
@@ -29,35 +25,32 @@ LAYOUTS = {
 SLOW = ("pp2", "cp2", "fully sharded, recomputed")
 
 
-def train(folder, *options, steps=3):
-    """Returns the records of the steps and the weights after the last one."""
-    line = [sys.executable, "-W", "ignore", "-m", "megatron_train", *RUN.split(), *options]
-    done = subprocess.run(
-        [*line, "--train-iters", str(steps), "--save", os.fspath(folder)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    checkpoint = Checkpoint(folder / f"iter_{steps:07}")
-    weights = {
-        name: checkpoint.read_tensor(name)
-        for name, record in checkpoint.tensors.items()
-        if record.group == "model"
-    }
-    return read_records(folder / "metrics.jsonl").train, weights
+@pytest.fixture(scope="module")
+def train(run_command, tmp_path_factory):
+    """Returns a function that returns the records of steps and the weights after the last one."""
+    here = tmp_path_factory.mktemp("here")
+
+    def run(folder, options="", steps=3):
+        run_command(here, f"megatron-train {RUN} {options} --train-iters {steps} --save {folder}")
+        checkpoint = Checkpoint(folder / f"iter_{steps:07}")
+        weights = {
+            name: checkpoint.read_tensor(name)
+            for name, record in checkpoint.tensors.items()
+            if record.group == "model"
+        }
+        return read_records(folder / "metrics.jsonl").train, weights
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("one"), *CLIP.split())
+def one_rank(train, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("one"), CLIP)
 
 
-def test_rows_of_each_group_are_scaled_by_the_factor_of_its_largest_score(tmp_path):
+def test_rows_of_each_group_are_scaled_by_the_factor_of_its_largest_score(train, tmp_path):
     (free,), plain = train(tmp_path / "free", steps=1)
-    (bound,), clipped = train(tmp_path / "bound", *CLIP.split(), steps=1)
+    (bound,), clipped = train(tmp_path / "bound", CLIP, steps=1)
     name = "max attention logit"
     assert free[name] == bound[name] > 3
     gammas = []
@@ -79,9 +72,9 @@ def test_rows_of_each_group_are_scaled_by_the_factor_of_its_largest_score(tmp_pa
     "layout",
     [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in LAYOUTS],
 )
-def test_every_layout_clips_and_reports_the_same(one_rank, layout, tmp_path):
+def test_every_layout_clips_and_reports_the_same(train, one_rank, layout, tmp_path):
     records, weights = one_rank
-    found, sharded = train(tmp_path, *CLIP.split(), *LAYOUTS[layout].split())
+    found, sharded = train(tmp_path, f"{CLIP} {LAYOUTS[layout]}")
     for wanted, record in zip(records, found, strict=True):
         numbers = {n: v for n, v in wanted.items() if "output" in n or n == "max attention logit"}
         assert len(numbers) == 9

@@ -1,9 +1,5 @@
 """Zeros and norms of a run against those of its checkpoints, and equal in every layout."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from megatron_ckpt import Checkpoint
@@ -15,7 +11,8 @@ RUN = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --lr 1e-2 "
     "--micro-batch-size 1 --global-batch-size 4 --lr-decay-style constant --log-interval 2 "
     "--train-iters 2 --eval-iters 0 --device cpu --no-progress --float64 --log-layer-norms "
-    "--log-params-norm --log-num-zeros-in-grad --log-update-ratios --save-interval 1"
+    "--log-params-norm --log-num-zeros-in-grad --log-update-ratios --save-interval 1 "
+    "--disable-bias-linear"
 )
 LAYOUTS = {
     "tp2, distributed": "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel",
@@ -25,23 +22,20 @@ LAYOUTS = {
 }
 
 
-def train(folder, *options):
-    """Returns the records of the two steps and the output."""
-    line = [sys.executable, "-W", "ignore", "-m", "megatron_train", *RUN.split(), *options]
-    done = subprocess.run(
-        [*line, "--save", os.fspath(folder)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return read_records(folder / "metrics.jsonl").train, done.stdout
+@pytest.fixture(scope="module")
+def train(run_command, tmp_path_factory):
+    """Returns a function that runs two steps and returns their records and the output."""
+    here = tmp_path_factory.mktemp("here")
+
+    def run(folder, options=""):
+        done = run_command(here, f"megatron-train {RUN} {options} --save {folder}")
+        return read_records(folder / "metrics.jsonl").train, done.stdout
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
+def one_rank(train, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
     return folder, *train(folder)
 
@@ -88,8 +82,8 @@ def test_update_ratios_are_those_of_the_saved_weights(one_rank):
         assert found[f"update ratio of {part}"] == pytest.approx(wanted, rel=1e-9)
 
 
-def test_parameters_that_a_product_adds_belong_to_their_layers(tmp_path):
-    found = measured(train(tmp_path, "--linear-product", "lora")[0][1])
+def test_parameters_that_a_product_adds_belong_to_their_layers(train, tmp_path):
+    found = measured(train(tmp_path, "--linear-product lora")[0][1])
     layers = [f"grad norm of layers.{number}" for number in range(2)]
     assert all(found[name] > 0 for name in layers)
     # The others are frozen.
@@ -100,9 +94,9 @@ def test_parameters_that_a_product_adds_belong_to_their_layers(tmp_path):
     "layout",
     [pytest.param(each, marks=[pytest.mark.slow] * (each == "fully sharded")) for each in LAYOUTS],
 )
-def test_every_layout_measures_the_same(one_rank, layout, tmp_path):
+def test_every_layout_measures_the_same(train, one_rank, layout, tmp_path):
     wanted = measured(one_rank[1][1])
-    found = measured(train(tmp_path, *LAYOUTS[layout].split())[0][1])
+    found = measured(train(tmp_path, LAYOUTS[layout])[0][1])
     assert found.keys() == wanted.keys()
     torch.testing.assert_close(
         torch.tensor([found[name] for name in wanted], dtype=torch.float64),
