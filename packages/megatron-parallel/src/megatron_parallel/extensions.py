@@ -19,8 +19,9 @@ from typing import Any, Protocol, TypeVar
 def entry_points(group: str) -> EntryPoints:
     """Returns the entry points of a group, of all installed distributions.
 
-    A search reads a file of every distribution, which takes milliseconds. It is repeated only after
-    the import path or one of its folders has changed, as on installation of a distribution.
+    A search reads a file of every distribution, which takes milliseconds. One search finds all
+    groups. It is repeated only after the import path or one of its folders has changed, as on
+    installation of a distribution.
     """
     return _entry_points(group, tuple((entry, _modified(entry)) for entry in sys.path))
 
@@ -28,8 +29,15 @@ def entry_points(group: str) -> EntryPoints:
 @lru_cache(maxsize=64)
 def _entry_points(group: str, path: tuple[tuple[str, int | None], ...]) -> EntryPoints:
     """Returns the entry points of a group; ``path`` is the import path with times of change."""
+    found: EntryPoints = _search(path).select(group=group)
+    return found
+
+
+@lru_cache(maxsize=4)
+def _search(path: tuple[tuple[str, int | None], ...]) -> Any:
+    """Returns the entry points of all groups, in a class that depends on Python's version."""
     del path
-    return metadata.entry_points(group=group)
+    return metadata.entry_points()
 
 
 def _modified(entry: str) -> int | None:
