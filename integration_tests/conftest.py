@@ -39,6 +39,7 @@ MODULES = (
     "megatron_data.torch",
     "megatron_infer.cli",
     "megatron_train.cli.rank",
+    "plain_runs",
     "tokenizers",
     "torch.distributed.pipelining",
     *RUNS,
@@ -85,12 +86,16 @@ def preloaded() -> Iterator[Preloaded]:
 @pytest.fixture(scope="session")
 def run_command(
     command: Callable[[str], list[str]], preloaded: Preloaded
-) -> Callable[[Path, str], "subprocess.CompletedProcess[str]"]:
-    """Returns a function that runs a command in a folder and asserts success without traceback."""
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Returns a function that runs a command in a folder and asserts success without traceback.
 
-    def run(folder: Path, line: str) -> "subprocess.CompletedProcess[str]":
+    Unless ``whole``, it leaves out what ``plain_runs`` does.
+    """
+
+    def run(folder: Path, line: str, *, whole: bool = False) -> "subprocess.CompletedProcess[str]":
         done = preloaded.run(
             command(line),
+            before=None if whole else "plain_runs:leave_out",
             cwd=folder,
             capture_output=True,
             text=True,
@@ -135,7 +140,8 @@ def train_in(
     def run(words: str, status: int = 0) -> str:
         if "--nproc-per-node" in words:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            found = preloaded.run(command(f"megatron-train {words}"), env=environment).returncode
+            line, before = command(f"megatron-train {words}"), "plain_runs:leave_out"
+            found = preloaded.run(line, before=before, env=environment).returncode
         else:
             found = main(words.split())
         printed = "".join(capfd.readouterr())
@@ -153,7 +159,7 @@ def train_in(
 @pytest.fixture(scope="module")
 def corpus(
     tmp_path_factory: pytest.TempPathFactory,
-    run_command: Callable[[Path, str], "subprocess.CompletedProcess[str]"],
+    run_command: Callable[..., "subprocess.CompletedProcess[str]"],
 ) -> Path:
     """Returns a folder with tokenizer, `train_text_document` and `valid_text_document`."""
     folder = tmp_path_factory.mktemp("corpus")

@@ -31,7 +31,7 @@ def pretrain(corpus, run_command):
     """Returns a function that runs `pretrain gpt` with more flags in a separate process."""
 
     def start(more: str) -> subprocess.CompletedProcess[str]:
-        return run_command(corpus, f"megatron-train {ALWAYS} {more}")
+        return run_command(corpus, f"megatron-train {ALWAYS} {more}", whole=True)
 
     return start
 

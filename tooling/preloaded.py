@@ -24,6 +24,7 @@ import importlib
 import io
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -45,7 +46,7 @@ Popen = subprocess.Popen  # a forked program has another in its place
 
 
 class Preloaded:
-    """A server that has imported ``modules``, and the programs that it forks.
+    """A server that has imported ``modules``, also of this folder, and the programs that it forks.
 
     Its environment is that of its creation, with ``OMP_NUM_THREADS=1``: libraries read the number
     of threads when they are loaded. A program that needs another number is started as a process.
@@ -65,18 +66,21 @@ class Preloaded:
         )
         theirs.close()
 
-    def start(self, words: Sequence[str | Path], **options: Any) -> "subprocess.Popen[Any]":
+    def start(
+        self, words: Sequence[str | Path], *, before: str | None = None, **options: Any
+    ) -> "subprocess.Popen[Any]":
         """Starts a program as `subprocess.Popen` does.
 
         The server forks the program if ``words`` begin with `sys.executable` (then ``-c``, ``-m``
         or a script, optionally after ``-P`` or ``-u``) or with a console script beside it. Other
-        programs are started as processes.
+        programs are started as processes. A fork calls the function ``before``, given as
+        ``module:function``, before the program runs; a process does not.
         """
         words = [str(word) for word in words]
         threads = (options.get("env") or os.environ).get("OMP_NUM_THREADS")
         if self._connection is None or threads != "1" or program_of(words) is None:
             return Popen(words, **options)
-        return ForkedByServer(self._connection, words, options)
+        return ForkedByServer(self._connection, words, before, options)
 
     def run(
         self,
@@ -84,6 +88,7 @@ class Preloaded:
         *,
         input: str | bytes | None = None,  # noqa: A002 - as in subprocess.run
         timeout: float = START_SECONDS,
+        before: str | None = None,
         **options: Any,
     ) -> "subprocess.CompletedProcess[Any]":
         """Runs a program as `subprocess.run` does; kills it after ``timeout`` seconds."""
@@ -92,7 +97,7 @@ class Preloaded:
         if options.pop("capture_output", False):
             options["stdout"] = options["stderr"] = subprocess.PIPE
         check = options.pop("check", False)
-        with self.start(words, **options) as process:
+        with self.start(words, before=before, **options) as process:
             try:
                 out, errors = process.communicate(input, timeout=timeout)
             except BaseException:
@@ -167,15 +172,20 @@ class ForkedByServer(Forked):
     """A child of this process that the server has forked."""
 
     def __init__(
-        self, connection: socket.socket, words: Sequence[str], options: dict[str, Any]
+        self,
+        connection: socket.socket,
+        words: Sequence[str],
+        before: str | None,
+        options: dict[str, Any],
     ) -> None:
         self._connection = connection
+        self._before = before
         super().__init__(words, **options)
 
     def _fork(self, request: dict[str, Any], streams: list[int], kept: Sequence[int]) -> int:
         if kept:
             raise ValueError("a program of the server takes no further descriptors")
-        message = json.dumps(request).encode()
+        message = json.dumps({**request, "before": self._before}).encode()
         with subreaper():
             socket.send_fds(self._connection, [LENGTH.pack(len(message))], streams)
             self._connection.sendall(message)
@@ -242,6 +252,7 @@ def serve(descriptor: int, modules: Sequence[str]) -> None:
     connection = socket.socket(fileno=descriptor)
     for name in modules:
         importlib.import_module(name)
+    sys.path.remove(str(Path(__file__).parent))  # the programs do not see this folder
     if threads_of(os.getpid()) > 1:
         raise RuntimeError(f"importing {' '.join(modules)} started a thread: it cannot be forked")
     gc.collect()
@@ -311,6 +322,8 @@ def prepare(
     program = program_of(request["words"])
     if program is None:
         raise ValueError(f"{request['words'][0]} is no program of this environment")
+    if request.get("before"):
+        pkgutil.resolve_name(request["before"])()
     return program
 
 
@@ -425,5 +438,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     import preloaded
 
-    sys.path.pop(0)
     preloaded.serve(int(sys.argv[1]), sys.argv[2:])

@@ -55,6 +55,14 @@ def test_a_forked_program_ends_as_a_started_one(
     assert forked == started
 
 
+def test_a_function_is_called_before_a_forked_program(preloaded: Preloaded) -> None:
+    code = "import gc; print(gc.isenabled())"
+    options = {"capture_output": True, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    for before, expected in ((None, b"True"), ("gc:disable", b"False")):
+        done = preloaded.run([sys.executable, "-c", code], before=before, **options)
+        assert done.stdout.strip() == expected, done.stderr
+
+
 @pytest.mark.parametrize("code", ["1 / 0", "raise KeyboardInterrupt"])
 def test_an_exception_is_printed_and_the_status_is_the_same(
     preloaded: Preloaded, code: str, tmp_path: Path
