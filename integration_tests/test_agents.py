@@ -13,7 +13,7 @@ PAGE = ROOT / "AGENTS.md"
 LINES = 90
 """The page has to stay short."""
 
-NOT_HERE = ("python3 -m venv", ".venv/bin/pip", "nox -s", "ruff ")
+NOT_HERE = ("python3 -m venv", ".venv/bin/pip", "nox -s", "ruff ", "python tooling/check_words.py")
 """Starts of commands that install or run everything: nox itself runs them."""
 
 

@@ -57,7 +57,7 @@ def traced(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-@pytest.mark.parametrize("hidden_dropout", [0.0, 0.25])
+@pytest.mark.parametrize("hidden_dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.25])
 def test_equal_layers_share_one_graph_and_nothing_else_changes(traced, hidden_dropout):
     loss, expected = gradients(engine(Mesh.single(), hidden_dropout))
     compiled = engine(Mesh.single(), hidden_dropout, compile=True, compile_scope="layer")

@@ -81,6 +81,15 @@ ONE = [
     (SHARED, True, "alltoall", {"moe_expert_capacity_factor": 1.5}),
     (SHARED, True, "alltoall", CHOICE),
 ]
+SAMPLE = [
+    (CUT, False, "allgather", BIASED),
+    (SHARED, True, "allgather", CHOICE),
+    ({"dp": 4}, False, "alltoall", LOSS),
+    (SHARED, True, "alltoall", PADDED),
+    (CUT, True, "alltoall", {**ROOM, **LOSS}),
+    (SHARED, True, "alltoall", LOSS),
+    (CUT, True, "alltoall", BIASED),
+]
 
 
 def run(script: str, given: Any) -> Any:
@@ -99,9 +108,14 @@ def run(script: str, given: Any) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_host_waits_once_for_each_layer_if_rows_are_sent_as_they_are_and_else_never():
-    found = run(WAITS, [*NONE, *ONE])
-    for case, (waits, copies) in zip([*NONE, *ONE], found, strict=True):
+@pytest.mark.parametrize(
+    "cases",
+    [SAMPLE, pytest.param([*NONE, *ONE], marks=pytest.mark.slow)],
+    ids=["sample", "all"],
+)
+def test_the_host_waits_once_for_each_layer_if_rows_are_sent_as_they_are_and_else_never(cases):
+    found = run(WAITS, cases)
+    for case, (waits, copies) in zip(cases, found, strict=True):
         expected = LAYERS * MICRO_BATCHES if case in ONE else 0
         assert sum(waits.values()) == expected, (case, waits)
         assert all("host_copy" in line for line in waits), (case, waits)
@@ -115,8 +129,9 @@ from megatron_models import GPT, GPTConfig, Placement
 from megatron_parallel import AuxiliaryLosses, Mesh
 
 found = []
-for dispatcher, changes in json.load(sys.stdin):
-    settings = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=97)
+layers, cases = json.load(sys.stdin)
+for dispatcher, changes in cases:
+    settings = dict(num_layers=layers, hidden_size=32, num_attention_heads=4, vocab_size=97)
     settings |= dict(max_position_embeddings=16, ffn_hidden_size=64, num_experts=4)
     settings |= dict(moe_router_topk=2, moe_shared_expert_intermediate_size=32)
     config = GPTConfig(**settings, **changes)
@@ -138,14 +153,23 @@ print(json.dumps(found))
 """
 
 
-def test_experts_compile_as_one_graph_with_the_same_losses():
-    cases = [
-        ("allgather", {"activation": "swiglu", "add_bias_linear": False, **LOSS}),
-        ("alltoall", {**ROOM, **LOSS, **BIASED}),
-        ("alltoall", PADDED),
-        ("allgather", CHOICE),
-    ]
-    for case, (ours, eager) in zip(cases, run(GRAPHS, cases), strict=True):
+GATED = ("allgather", {"activation": "swiglu", "add_bias_linear": False, **LOSS})
+BOUNDED = ("alltoall", {**ROOM, **LOSS, **BIASED})
+
+
+@pytest.mark.parametrize(
+    ("layers", "cases"),
+    [
+        (1, [GATED, BOUNDED]),
+        pytest.param(
+            *(2, [GATED, BOUNDED, ("alltoall", PADDED), ("allgather", CHOICE)]),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["sample", "all"],
+)
+def test_experts_compile_as_one_graph_with_the_same_losses(layers, cases):
+    for case, (ours, eager) in zip(cases, run(GRAPHS, [layers, cases]), strict=True):
         assert ours[0] == pytest.approx(eager[0], rel=1e-3), case
         for row, other in zip(ours[1], eager[1], strict=True):
             assert row == pytest.approx(other, rel=0.05, abs=1e-3), case

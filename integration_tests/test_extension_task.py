@@ -83,7 +83,11 @@ def steps(folder: Path) -> dict[int, list[float]]:
     return {record["iteration"]: [record[name] for name in names] for record in records}
 
 
-@pytest.mark.parametrize("more", ["", OWN], ids=["plain", "rule, state and product"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param("", marks=pytest.mark.slow), OWN],
+    ids=["plain", "rule, state and product"],
+)
 def test_a_run_that_changes_its_layout_equals_one_rank(sentences, run_command, tmp_path, more):
     run = f"{RUN} --train-iters 6 {more}"
     done = run_command(sentences, f"{run} --save {tmp_path}/one")

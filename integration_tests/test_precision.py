@@ -126,19 +126,15 @@ def test_a_step_on_a_gpu_waits_for_nothing(command, tmp_path, flags):
     assert re.search(r"blocking copies +0\n", printed)
 
 
-def test_offloaded_state_leaves_the_device_and_costs_one_wait(command, tmp_path):
+def test_offloaded_state_leaves_the_device_and_costs_one_wait(command, run_command, tmp_path):
     sizes = (
         "gpt --mock-data --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 32 "
         "--vocab-size 512 --global-batch-size 2 --micro-batch-size 1 --bf16 --json "
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
     )
-    found, planned = (
-        json.loads(subprocess.check_output(command(line), cwd=tmp_path, text=True))
-        for line in (
-            f"megatron-train dry-run {sizes} --eval-iters 0 --train-iters 2",
-            f"megatron-train plan {sizes} --count",
-        )
-    )
+    line = command(f"megatron-train dry-run {sizes} --eval-iters 0 --train-iters 2")
+    found = json.loads(subprocess.check_output(line, cwd=tmp_path, text=True))
+    planned = json.loads(run_command(tmp_path, f"megatron-train plan {sizes} --count").stdout)
     rank, said = found["of_ranks"][0], planned["memory"]["optimizer"]
     assert found["device"] == "cuda"
     assert said == 6 * planned["parameters"]  # half of 12 bytes

@@ -57,7 +57,12 @@ def steps(folder: Path) -> dict[int, tuple[float, float]]:
         pytest.param(
             EXPERTS, (EP2, TP2_EP2, PP2, "", COMBINED), id="experts", marks=pytest.mark.slow
         ),
-        pytest.param(f"{EXPERTS} --mtp-num-layers 1", (TP2, PP2), id="multi-token"),
+        pytest.param(
+            f"{EXPERTS} --mtp-num-layers 1",
+            (TP2, PP2),
+            id="multi-token",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             f"--sliding-window 8 {EXPERTS} {UNTIED} --mtp-num-layers 2",
             (EP2, PP2, CP2, TP2),

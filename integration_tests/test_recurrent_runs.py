@@ -38,7 +38,10 @@ def steps(folder):
     return {record["iteration"]: (record["lm loss"], record["grad_norm"]) for record in records}
 
 
-@pytest.mark.parametrize(("kind", "layouts"), [("mamba", (TP2, PP2)), ("hybrid", (PP2, TP2, CP2))])
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [pytest.param("mamba", (TP2, PP2), marks=pytest.mark.slow), ("hybrid", (PP2, TP2, CP2))],
+)
 def test_a_run_falls_and_continues_in_other_layouts(corpus, run_command, tmp_path, kind, layouts):
     """Checks in float64 that each layout continues the run of another."""
     iterations = 4 * len(layouts)
