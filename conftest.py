@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 import pytest
+from longest_files import longest_first
 
 pytest_plugins = ["gpu_device"]
 
@@ -18,6 +19,12 @@ def pytest_configure() -> None:
         "clockless", settings.default, deadline=None, suppress_health_check=slow
     )
     settings.load_profile("clockless")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Orders the files for processes of pytest-xdist (`--no-loadscope-reorder`)."""
+    if hasattr(config, "workerinput"):
+        items[:] = longest_first(items)
 
 
 @pytest.fixture(params=[200, pytest.param(10_000, marks=pytest.mark.slow)], ids="{}cases".format)

@@ -141,7 +141,8 @@ def pytest(session: nox.Session, *args: str, slow: bool = False, at_once: bool =
     marks = "not gpu" if slow else "not gpu and not slow"
     session.env.setdefault("OMP_NUM_THREADS", "2" if slow else "1")
     if at_once:
-        args = ("-n", "2", "--dist", "loadfile", *args)
+        # conftest.py orders the files: tooling/longest_files.py.
+        args = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *args)
     session.run(
         "python", "-m", "pytest", "-q", "-m", marks, "--durations=5", *args, *session.posargs
     )
