@@ -34,8 +34,16 @@ LONGEST = (
     "integration_tests/test_agents.py",
     "integration_tests/test_averages.py",
     "integration_tests/test_gloo_abort.py",
+    "packages/megatron-parallel/tests/test_pipeline.py",
+    "packages/megatron-parallel/tests/test_collectives_failing.py",
+    "packages/megatron-parallel/tests/test_pipeline_memory.py",
+    "packages/megatron-parallel/tests/test_pool.py",
+    "packages/megatron-parallel/tests/test_vocabulary_loss.py",
+    "packages/megatron-parallel/tests/test_imagined_guard.py",
+    "packages/megatron-parallel/tests/test_pipeline_failures.py",
+    "packages/megatron-parallel/tests/test_collective_failure.py",
 )
-"""Files that take about 8 s or more, in about the order of their times."""
+"""Files of a session that take about 8 s or more, in about the order of their times."""
 
 
 class Test(Protocol):

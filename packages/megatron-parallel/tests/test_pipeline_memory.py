@@ -66,4 +66,4 @@ def test_tensors_of_a_micro_batch_live_while_it_is_in_flight(
     layout = ParallelLayout(pp=4, vpp=vpp, dp=1, stage_mapping=mapping).resolve(4)
     for rank, inputs in enumerate(in_flight):
         # Besides the inputs: an output until it is sent, and gradients of output and input.
-        assert max(peaks(schedule, layout, rank, 24)) <= inputs + 4.1
+        assert max(peaks(schedule, layout, rank, 16)) <= inputs + 4.1
