@@ -32,7 +32,7 @@ def test_values_and_gradients_equal_the_reference_in_float64(
         if "soft-cap" in case.label:
             fused = ("torch",)
         libraries = ("apex", "flash_attn", "flash_attn_3", "triton", "flex", "transformer_engine")
-        others = ("grouped_mm", "conv1d", "int_mm", "scaled_mm")
+        others = ("grouped_mm", "conv1d", "int_mm", "scaled_mm", "scaled_grouped_mm")
         assert backend.name in (*libraries, *others, *fused)
     assert result.passed, result
 
@@ -53,6 +53,9 @@ WITHOUT_GRADIENTS = {
     "vocab_cross_entropy",
     "vocab_cross_entropy_gradient",
     "paged_attention",
+    "quantize_tensor",
+    "quantized_grouped_matmul",
+    "quantized_grouped_gradient",
 }
 
 

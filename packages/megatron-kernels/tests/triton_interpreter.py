@@ -18,6 +18,7 @@ from megatron_kernels import (
     glu,
     layer_norm,
     paged_attention,
+    quantize_tensor,
     rms_norm,
     rope,
     rope_qkv,
@@ -59,7 +60,7 @@ def backend_of(case: Case) -> Backend:
 
 def test_the_interpreter_is_on_and_backends_that_never_ran_are_used_on_request_only() -> None:
     assert interprets()
-    assert len({case.op.name for case in TRITON}) == 25
+    assert len({case.op.name for case in TRITON}) == 26
     for case in TRITON:
         choice = case.op.explain(*case.arguments(InputGenerator(torch.float32, CPU)))
         if backend_of(case).on_request is not None:
@@ -259,6 +260,22 @@ def test_only_the_wanted_gradients_are_needed() -> None:
             for name in ("triton", "reference")
         )
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_every_number_of_16_bits_becomes_the_number_that_torch_casts_it_to() -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+    for dtype in (torch.bfloat16, torch.float16):
+        x, one = every.view(dtype).view(256, 256), torch.ones(())
+        for elements in ("e4m3", "e5m2"):
+            found, expected = (
+                quantize_tensor(x, elements, scale=one, backend=name)
+                for name in ("triton", "reference")
+            )
+            nan = expected.rows.float().isnan()
+            for one_way, other in zip(found[:2], expected[:2], strict=True):
+                same = one_way.view(torch.uint8) == other.view(torch.uint8)
+                assert (same | (one_way.float().isnan() & other.float().isnan())).all()
+            assert torch.equal(found.rows.float().isnan(), nan) and nan.any() and not nan.all()
 
 
 def both_equal(op: object, arguments: tuple[object, ...]) -> None:

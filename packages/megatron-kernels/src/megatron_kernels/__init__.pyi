@@ -44,17 +44,26 @@ from .ops.low_precision.formats import MXFP8 as MXFP8
 from .ops.low_precision.formats import NVFP4 as NVFP4
 from .ops.low_precision.formats import NVFP4_2D as NVFP4_2D
 from .ops.low_precision.formats import QuantFormat as QuantFormat
+from .ops.low_precision.formats import ScaleType as ScaleType
 from .ops.low_precision.matmul import quantized_matmul as quantized_matmul
 from .ops.low_precision.quantize import Quantized as Quantized
 from .ops.low_precision.quantize import dequantize as dequantize
 from .ops.low_precision.quantize import quantize as quantize
 from .ops.low_precision.quantize import tensor_scale as tensor_scale
+from .ops.low_precision.quantize import transpose as transpose
+from .ops.low_precision.quantize_tensor import quantize_tensor as quantize_tensor
+from .ops.low_precision.tensor_elements import TensorElements as TensorElements
+from .ops.low_precision.tensor_elements import of_tensor as of_tensor
 from .ops.moe.grouped_matmul import grouped_matmul as grouped_matmul
 from .ops.moe.grouped_matmul import groups_of_rows as groups_of_rows
 from .ops.moe.permute import Permutation as Permutation
 from .ops.moe.permute import permute as permute
 from .ops.moe.permute import sort_by_expert as sort_by_expert
 from .ops.moe.permute import unpermute as unpermute
+from .ops.moe.quantized_grouped_matmul import (
+    quantized_grouped_gradient as quantized_grouped_gradient,
+)
+from .ops.moe.quantized_grouped_matmul import quantized_grouped_matmul as quantized_grouped_matmul
 from .ops.norm.add_norm import add_layer_norm as add_layer_norm
 from .ops.norm.add_norm import add_rms_norm as add_rms_norm
 from .ops.norm.layer_norm import layer_norm as layer_norm

@@ -212,7 +212,12 @@ def _run(backend: Backend, arguments: tuple[Any, ...]) -> Outcome:
     gradients: tuple[Tensor, ...] = ()
     if followed:
         gradients = torch.autograd.grad(followed, leaves, weights, materialize_grads=True)
-    return tuple(out.detach() for out in outputs), gradients
+    return tuple(_comparable(out.detach()) for out in outputs), gradients
+
+
+def _comparable(out: Tensor) -> Tensor:
+    """Returns numbers of 8 bits as float32, with which torch can compute."""
+    return out.float() if out.is_floating_point() and out.element_size() == 1 else out
 
 
 def _weights(out: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ DTYPES: Final[dict[ElementType, torch.dtype]] = {
 
 
 def to_elements(
-    x: Float[Tensor, "m k"], elements: ElementType, noise: Float[Tensor, "m k"] | None = None
+    x: Float[Tensor, "*batch m k"],
+    elements: ElementType,
+    noise: Float[Tensor, "m k"] | None = None,
 ) -> Tensor:
     """Returns numbers as elements, rounded to the nearest (ties to even) and clipped.
 

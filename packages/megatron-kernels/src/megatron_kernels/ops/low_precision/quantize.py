@@ -7,7 +7,7 @@ A block of zeros has the scale 1. Blocks with an infinity or a NaN consist of Na
 that an overflow of a gradient is still found.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_kernels.errors import KernelError
-from megatron_kernels.ops.low_precision.elements import from_elements, to_elements
+from megatron_kernels.ops.low_precision.elements import (
+    from_elements,
+    pack_e2m1,
+    to_elements,
+    unpack_e2m1,
+)
 from megatron_kernels.ops.low_precision.formats import (
     LARGEST,
     LARGEST_EXPONENT,
@@ -89,7 +94,7 @@ def quantize(
         scales = scale.to(numbers.dtype).view(1, 1)
         return Quantized(to_elements(finite / scales, format.elements), scales, format, (m, k))
     amax = block_amax(numbers, format)
-    scales, tensor_scale = _scales(amax, format)
+    scales, tensor_scale = scales_of_blocks(amax, format)
     factors = _factors(scales, tensor_scale, numbers.dtype)
     divisor = _per_element(factors, format, m, k)
     # A scale in E4M3 may be rounded to zero; the elements of its block are then zero.
@@ -112,6 +117,29 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Floa
     return (numbers * _per_element(factors, form, m, k)).to(dtype)
 
 
+def transpose(quantized: Quantized) -> Quantized:
+    """Returns the transposed matrix, of a format whose blocks have as many rows as columns.
+
+    Its elements and scales are those that `quantize` finds for the transposed matrix.
+
+    Raises:
+        KernelError: The blocks of the format are not square.
+    """
+    form, (m, k) = quantized.format, quantized.shape
+    if form.rows != form.columns:
+        raise KernelError(f"the transpose of {form} has other scales; quantize it instead")
+    elements = quantized.elements
+    if form.elements == "e2m1":
+        elements = pack_e2m1(unpack_e2m1(elements)[:, :k].t())
+    scales = quantized.scales.t()
+    return replace(
+        quantized,
+        elements=elements.t() if elements is quantized.elements else elements,
+        scales=scales,
+        shape=(k, m),
+    )
+
+
 def tensor_scale(x: Float[Tensor, "m k"], format: QuantFormat) -> Float[Tensor, ""]:  # noqa: A002
     """Returns the scale of all elements that `quantize` chooses.
 
@@ -120,7 +148,7 @@ def tensor_scale(x: Float[Tensor, "m k"], format: QuantFormat) -> Float[Tensor, 
     """
     if not format.is_per_tensor or format.scale == "e4m3":
         raise KernelError(f"{format} has several scales; quantize the matrix instead")
-    return _scales(block_amax(upcast(x), format), format)[0].view(())
+    return scales_of_blocks(block_amax(upcast(x), format), format)[0].view(())
 
 
 def block_amax(x: Float[Tensor, "m k"], format: QuantFormat) -> Float[Tensor, "down across"]:  # noqa: A002
@@ -141,7 +169,7 @@ def block_amax(x: Float[Tensor, "m k"], format: QuantFormat) -> Float[Tensor, "d
     return padded.reshape(down, rows, across, columns).abs().amax((1, 3))
 
 
-def _scales(amax: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor | None]:  # noqa: A002
+def scales_of_blocks(amax: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor | None]:  # noqa: A002
     """Returns the factors of blocks with these largest magnitudes, and that of the tensor."""
     largest, tiny = format.largest, torch.finfo(torch.float32).tiny
     if format.scale == "e4m3":

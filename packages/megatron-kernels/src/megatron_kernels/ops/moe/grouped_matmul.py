@@ -74,14 +74,14 @@ def fused(x: Tensor, weight: Tensor, counts: Tensor, has_tail: bool) -> Tensor:
         tail = (groups_of_rows(counts, len(x)) == len(weight))[:, None]
         x = _apply(_ClearGradient, x, tail)
     offsets = counts.cumsum(0, dtype=torch.int32)
-    y = functional.grouped_mm(_aligned(x), _aligned(weight), offs=offsets)
+    y = functional.grouped_mm(aligned(x), aligned(weight), offs=offsets)
     if tail is not None:
         with torch.no_grad():  # the gradient of the product does not read the tail
             y.masked_fill_(tail, 0)
     return _apply(_ContiguousGradient, y)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Returns a tensor whose rows or columns are neighbours in memory at aligned distances."""
     inner, outer = sorted(x.stride()[-2:])
     return x if inner == 1 and outer * x.element_size() % _ALIGNED_BYTES == 0 else x.contiguous()
