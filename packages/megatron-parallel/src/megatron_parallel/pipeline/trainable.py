@@ -5,7 +5,8 @@
         mesh, trainable.modules, ..., around_backward=trainable.around_backward
     )
     optimizer = megatron_optim.Optimizer(trainable, config)
-    engine.run(micro_batches, denominators)
+    with trainable.constant_weights():
+        engine.run(micro_batches, denominators)
     trainable.finish()
     optimizer.step(lr)
     trainable.update_states()
@@ -32,6 +33,7 @@ from megatron_parallel.pipeline.gradients import ChunkGradients, FullyShardedChu
 from megatron_parallel.sharding.sharding import Sharding
 from megatron_parallel.sharding.step_state import collect_states, step_states
 from megatron_parallel.sharding.views import View, collect_shardings, parameter_views
+from megatron_parallel.tensor_parallel.saving import ConstantWeights
 
 
 class TrainableChunks:
@@ -95,10 +97,25 @@ class TrainableChunks:
                     for holders, buffers in buffered.holders
                 )
         self.parameters: Mapping[str, Parameter] = self._gradients.parameters
+        # Whole weights that `fully_shard` drops after each pass would be held by what is converted.
+        self._constant = ConstantWeights([] if config.use_torch_fsdp2 else chunks)
 
     def around_backward(self, backward: BackwardPass) -> AbstractContextManager[None]:
         """Returns the context of a backward pass; pass this method to `PipelineEngine`."""
         return self._gradients.around_backward(backward)
+
+    def constant_weights(self, *, at_once: bool = False) -> AbstractContextManager[None]:
+        """Returns a context in which no weight changes: that of the passes of one step.
+
+        Products that convert weights, such as those in few bits, then do so once. Gathers of
+        updated weights may be in flight. With `config.use_torch_fsdp2` every pass converts the
+        weights that it gathers.
+
+        Args:
+            at_once: Whether weights are converted when the context begins, as compiled code needs
+                it. Gathers must then be complete.
+        """
+        return self._constant.held(at_once=at_once)
 
     def finish(self) -> None:
         """Returns when all gradients are summed."""

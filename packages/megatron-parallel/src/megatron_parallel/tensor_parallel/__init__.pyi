@@ -26,6 +26,7 @@ from .product import Product as Product
 from .product import WeightGradientRequest as WeightGradientRequest
 from .product import Weights as Weights
 from .product import differentiate as differentiate
+from .product import differentiate_steps as differentiate_steps
 from .product import multiply_matrix as multiply_matrix
 from .product_kinds import PRODUCTS as PRODUCTS
 from .product_kinds import ProductKind as ProductKind
@@ -38,6 +39,10 @@ from .product_layers import freeze_all_but_adapters as freeze_all_but_adapters
 from .product_layers import is_product_layer as is_product_layer
 from .product_layers import merged_parameters as merged_parameters
 from .product_layers import product_weights as product_weights
+from .saving import ConstantWeights as ConstantWeights
+from .saving import Saved as Saved
+from .saving import SavedTensors as SavedTensors
+from .saving import SavingProduct as SavingProduct
 from .specs import ColumnSpec as ColumnSpec
 from .specs import ReplicatedSpec as ReplicatedSpec
 from .specs import RowSpec as RowSpec

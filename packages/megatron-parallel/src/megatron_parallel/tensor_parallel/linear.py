@@ -49,8 +49,18 @@ from megatron_parallel.tensor_parallel.product import (
     Product,
     Weights,
     as_rows,
+    multiply_matrix,
+    no_gradients,
+    saving,
+    wants_gradients,
     weight_gradient_requests,
-    weight_gradients,
+)
+from megatron_parallel.tensor_parallel.saving import (
+    Saved,
+    SavedTensors,
+    SavingProduct,
+    save_for_backward,
+    saved_of,
 )
 
 
@@ -86,7 +96,7 @@ def column_parallel_linear(
         whole = gather_sequence(x, axis) if sequence_parallel else copy_to_axis(x, axis)
         y = product.forward(whole, weights, flat_bias)
     else:
-        options = _Options(product, axis, sequence_parallel, num_slices)
+        options = _options(product, axis, sequence_parallel, num_slices, weights)
         y = _Column.apply(x, *weights, flat_bias, options)  # type: ignore[no-untyped-call]
     return y if len(shape) == 1 else y.view(*y.shape[:-1], *shape)
 
@@ -120,7 +130,7 @@ def row_parallel_linear(
         return product.forward(x, weights, bias)
     y: Tensor
     if sequence_parallel and num_slices > 1 and not torch.compiler.is_compiling():
-        options = _Options(product, axis, sequence_parallel, num_slices)
+        options = _options(product, axis, sequence_parallel, num_slices, weights)
         y = _Row.apply(x, *weights, options)  # type: ignore[no-untyped-call]
     else:
         leave = scatter_sequence if sequence_parallel else reduce_from_axis
@@ -129,12 +139,47 @@ def row_parallel_linear(
 
 
 class _Options(NamedTuple):
-    """Arguments of a function that are not tensors."""
+    """Arguments of a function that are not tensors of autograd.
 
-    product: Product
+    Attributes:
+        product: The product.
+        axis: The axis.
+        cut: Whether the sequence is cut.
+        num_slices: Maximum number of slices.
+        constant: Converted weights, see `SavingProduct.constant_weights`.
+        saves: Whether gradients of weights are needed.
+    """
+
+    product: SavingProduct
     axis: Axis
     cut: bool
     num_slices: int
+    constant: SavedTensors
+    saves: bool
+
+    def forward(self, x: Tensor, weights: Weights, bias: Tensor | None) -> tuple[Tensor, Saved]:
+        """Returns the product, and what the backward pass needs."""
+        return self.product.forward_saving(
+            x,
+            weights,
+            bias,
+            multiply_matrix,
+            constant=self.constant,
+            saves=self.saves,
+            by_rows=self.cut,
+        )
+
+    def of_slice(self, x: Tensor, weights: Weights, bias: Tensor | None = None) -> Tensor:
+        """Returns the product of a slice, of which nothing is saved."""
+        return self._replace(saves=False).forward(x, weights, bias)[0]
+
+
+def _options(
+    product: Product, axis: Axis, cut: bool, num_slices: int, weights: Weights
+) -> _Options:
+    saver = saving(product)
+    constant = saver.constant_weights(weights)
+    return _Options(saver, axis, cut, num_slices, constant, wants_gradients(weights))
 
 
 def _unpack(*rest: Any) -> tuple[list[Tensor], Tensor | None, _Options]:
@@ -147,35 +192,54 @@ class _Column(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
         weights, bias, options = _unpack(*rest)
-        ctx.save_for_backward(x, *weights)
-        ctx.options = options
+        ctx.options, ctx.shapes = options, [weight.shape for weight in weights]
+        saved = Saved((x,), tuple(weights))
         if not options.cut:
-            return options.product.forward(x, weights, bias)
-        count = _divisor(len(x), options.num_slices)
-        if count == 1:
-            return options.product.forward(all_gather(x, options.axis), weights, bias)
-        return _gather_in_slices(x, weights, bias, options, count)
+            y, saved = options.forward(x, weights, bias)
+        elif (count := _divisor(len(x), options.num_slices)) == 1:
+            whole = all_gather(x, options.axis)
+            y, found = options.forward(whole, weights, bias)
+            saved = Saved(_own_rows(found.input, whole, x, options.axis), found.weights)
+        else:
+            y = _gather_in_slices(x, weights, bias, options, count)
+        save_for_backward(ctx, saved, options.constant)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        options: _Options = ctx.options
-        requests = weight_gradient_requests(ctx, weights)
+        saved, options = saved_of(ctx), ctx.options
+        product = options.product
+        requests = weight_gradient_requests(ctx, ctx.shapes)
         needs_x = _compat.gradient_wanted(ctx, 0)
-        needs_bias = _compat.gradient_wanted(ctx, 1 + len(weights))
-        gathering = start_all_gather(x, options.axis) if options.cut and any(requests) else None
+        needs_bias = _compat.gradient_wanted(ctx, 1 + len(ctx.shapes))
+        gathers = options.cut and any(requests)
+        gathering = start_all_gather(saved.input[0], options.axis) if gathers else None
         dy = grads[0]
         rows = as_rows(dy)
-        reducing = None
+        reducing, operand = None, None
+        if needs_x or any(requests):
+            operand = product.gradient(rows, of_input=needs_x, of_weights=any(requests))
         if needs_x:
-            partial = options.product.dgrad(rows, weights).view(*dy.shape[:-1], x.shape[-1])
+            partial = product.input_gradient(operand, saved)
             start = start_reduce_scatter if options.cut else start_all_reduce
-            reducing = start(partial, options.axis)
-        whole = x if gathering is None else gathering.wait()
-        dweights = weight_gradients(options.product, rows, whole, weights, requests)
+            reducing = start(partial.view(*dy.shape[:-1], partial.shape[-1]), options.axis)
+        if gathering is not None:
+            saved = Saved((gathering.wait(), *saved.input[1:]), saved.weights)
+        dweights: tuple[Tensor | None, ...] = no_gradients(len(ctx.shapes))
+        if any(requests):
+            dweights = product.weight_gradients(operand, saved, requests)
         dbias = rows.sum(0) if needs_bias else None
         dx = None if reducing is None else reducing.wait()
         return dx, *dweights, dbias, None
+
+
+def _own_rows(saved: SavedTensors, whole: Tensor, x: Tensor, axis: Axis) -> SavedTensors:
+    """Returns what is saved of a gathered input, with the rows of this rank alone."""
+    if not saved:
+        return saved
+    first, *others = saved
+    own = x if first is whole else first.chunk(axis.size)[axis.index].clone()
+    return own, *others
 
 
 class _Row(Function):
@@ -184,30 +248,39 @@ class _Row(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
         *weights, options = rest
-        ctx.save_for_backward(x, *weights)
+        save_for_backward(ctx, Saved((x,), tuple(weights)), options.constant)
         ctx.options, ctx.gathered = options, None
+        ctx.shape, ctx.shapes = x.shape, [weight.shape for weight in weights]
         count = _divisor(len(x) // options.axis.size, options.num_slices)
         slices = x.reshape(options.axis.size, count, -1, *x.shape[1:])
         reducing = []
         for index in range(count):
-            product = options.product.forward(slices[:, index].flatten(0, 1), weights)
+            product = options.of_slice(slices[:, index].flatten(0, 1), weights)
             reducing.append(start_reduce_scatter(product, options.axis))
         return _concatenate([each.wait() for each in reducing])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        options: _Options = ctx.options
-        needs_x, requests = _compat.gradient_wanted(ctx, 0), weight_gradient_requests(ctx, weights)
+        saved, options = saved_of(ctx), ctx.options
+        needs_x, requests = (
+            _compat.gradient_wanted(ctx, 0),
+            weight_gradient_requests(ctx, ctx.shapes),
+        )
         # A split backward pass calls this twice with the same gradient; only the first one gathers.
         previous, dy = ctx.gathered or (None, None)
         if dy is None or previous is not grads[0]:
             dy = all_gather(grads[0], options.axis)
-        later = any(ctx.needs_input_grad[1 : 1 + len(weights)]) and not any(requests)
+        later = any(ctx.needs_input_grad[1 : 1 + len(ctx.shapes)]) and not any(requests)
         ctx.gathered = (grads[0], dy) if later else None
-        rows = as_rows(dy)
-        dx = options.product.dgrad(rows, weights).view(x.shape) if needs_x else None
-        return dx, *weight_gradients(options.product, rows, x, weights, requests), None
+        product, dx = options.product, None
+        dweights: tuple[Tensor | None, ...] = no_gradients(len(ctx.shapes))
+        if needs_x or any(requests):
+            operand = product.gradient(as_rows(dy), of_input=needs_x, of_weights=any(requests))
+            if needs_x:
+                dx = product.input_gradient(operand, saved).view(ctx.shape)
+            if any(requests):
+                dweights = product.weight_gradients(operand, saved, requests)
+        return dx, *dweights, None
 
 
 def _gather_in_slices(
@@ -219,7 +292,7 @@ def _gather_in_slices(
     width = weights[0].shape[:-1].numel()
     y = x.new_empty((axis.size, count, len(x) // count, *x.shape[1:-1], width))
     for index, gathering in enumerate(gathers):
-        product = options.product.forward(gathering.wait(), weights, bias)
+        product = options.of_slice(gathering.wait(), weights, bias)
         y[:, index] = product.view(axis.size, -1, *product.shape[1:])
     return y.flatten(0, 2)
 

@@ -225,7 +225,7 @@ class _LinearCrossEntropy(Function):
         needs_x, needs_bias = (
             _compat.gradient_wanted(ctx, index) for index in (0, 1 + len(weights))
         )
-        requests = weight_gradient_requests(ctx, weights)
+        requests = weight_gradient_requests(ctx, [weight.shape for weight in weights])
         sums = _Gradients(product, weights, whole, needs_x, requests, needs_bias)
         logits_of = _Logits(product, weights, bias, options.block is None)
         for rows, targets, upstream in options.split(

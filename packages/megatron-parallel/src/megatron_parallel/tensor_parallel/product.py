@@ -27,12 +27,23 @@ from torch.nn import functional
 from megatron_parallel import _compat
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.sharding import Sharding
+from megatron_parallel.tensor_parallel.saving import (
+    Saved,
+    SavedTensors,
+    SavingProduct,
+    save_for_backward,
+    saved_of,
+)
 
 Weights = Sequence[Tensor]
 """This rank's part of the weight of a layer, then of each parameter that its product adds."""
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`x W^T + b`, for one matrix `(*out, in)` or one matrix per group of rows, `(e, *out, in)`."""
+
+
+Compute = Callable[[Tensor, Weights, Tensor | None, Multiply], Tensor]
+"""The forward pass of a product, without gradients."""
 
 
 def multiply_matrix(
@@ -256,13 +267,18 @@ class AccumulatingProduct:
         requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of the product, after accumulating those with an accumulator."""
-        accumulated = [
+        return self.product.wgrad(dy, x, weights, self.accumulated(requests))
+
+    def accumulated(
+        self, requests: Sequence[WeightGradientRequest | None]
+    ) -> list[WeightGradientRequest | None]:
+        """Returns requests that accumulate the gradients of weights with an accumulator."""
+        return [
             _Accumulated(each, self.accumulate[index])
             if each and index in self.accumulate
             else each
             for index, each in enumerate(requests)
         ]
-        return self.product.wgrad(dy, x, weights, accumulated)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Returns the product without accumulation, so that copies do not share buffers."""
@@ -282,9 +298,74 @@ class _Accumulated(WeightGradientRequest):
         return self._accumulate(dy, x, must_return=self.must_return)
 
 
+class _SavesOperands(SavingProduct):
+    """A product whose gradients read its input and weights."""
+
+    def __init__(self, product: Product, compute: Compute | None) -> None:
+        self._product, self._compute = product, compute or product.forward
+
+    def forward_saving(
+        self,
+        x: Float[Tensor, "... in"],
+        weights: Weights,
+        bias: Tensor | None,
+        multiply: Multiply,
+        *,
+        constant: SavedTensors = (),
+        saves: bool = True,
+        by_rows: bool = False,
+    ) -> tuple[Float[Tensor, "... flat"], Saved]:
+        """Returns the product, and input and weights."""
+        return self._compute(x, weights, bias, multiply), Saved((x,), tuple(weights))
+
+    def gradient(self, dy: Float[Tensor, "rows out"], *, of_input: bool, of_weights: bool) -> Any:
+        """Returns the gradient itself."""
+        return dy
+
+    def input_gradient(self, gradient: Any, saved: Saved) -> Float[Tensor, "rows in"]:
+        """Returns the result of `Product.dgrad`."""
+        return self._product.dgrad(gradient, saved.weights)
+
+    def weight_gradients(
+        self, gradient: Any, saved: Saved, requests: Sequence[WeightGradientRequest | None]
+    ) -> tuple[Tensor | None, ...]:
+        """Returns the result of `Product.wgrad`."""
+        return self._product.wgrad(gradient, as_rows(saved.input[0]), saved.weights, requests)
+
+
+class _SavesAndAccumulates(SavingProduct):
+    """A `SavingProduct` whose gradients of weights are accumulated in buffers."""
+
+    def __init__(self, accumulating: AccumulatingProduct, product: SavingProduct) -> None:
+        self._accumulating = accumulating
+        self.forward_saving = product.forward_saving  # type: ignore[method-assign]
+        self.gradient = product.gradient  # type: ignore[method-assign]
+        self.input_gradient = product.input_gradient  # type: ignore[method-assign]
+        self.constant_weights = product.constant_weights  # type: ignore[method-assign]
+        self._weight_gradients = product.weight_gradients
+
+    def weight_gradients(
+        self, gradient: Any, saved: Saved, requests: Sequence[WeightGradientRequest | None]
+    ) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of the product, after accumulating those with an accumulator."""
+        return self._weight_gradients(gradient, saved, self._accumulating.accumulated(requests))
+
+
+def saving(product: Product, compute: Compute | None = None) -> SavingProduct:
+    """Returns a product as one that says what it saves.
+
+    Args:
+        product: The product.
+        compute: The forward pass, without gradients. Defaults to the product's.
+    """
+    if isinstance(product, AccumulatingProduct) and isinstance(product.product, SavingProduct):
+        return _SavesAndAccumulates(product, product.product)
+    return product if isinstance(product, SavingProduct) else _SavesOperands(product, compute)
+
+
 def differentiate(
     product: Product,
-    compute: Callable[[Tensor, Weights, Tensor | None, Multiply], Tensor],
+    compute: Compute,
     x: Float[Tensor, "... in"],
     weights: Weights,
     bias: Tensor | None,
@@ -293,69 +374,99 @@ def differentiate(
     """Returns `compute(x, weights, bias, multiply)`, differentiated by a product.
 
     Args:
-        product: Its `dgrad` and `wgrad` compute the gradients.
+        product: Its `dgrad` and `wgrad` compute the gradients, or for a `SavingProduct` its own
+            steps, which also compute the forward pass.
         compute: The forward pass, without gradients.
         x: See `Product.forward`.
         weights: See `Product.forward`.
         bias: See `Product.forward`.
         multiply: See `Product.forward`.
     """
-    y: Tensor = _Product.apply(x, *weights, bias, (product, compute, multiply))  # type: ignore[no-untyped-call]
+    return differentiate_steps(saving(product, compute), x, weights, bias, multiply)
+
+
+def differentiate_steps(
+    steps: SavingProduct,
+    x: Float[Tensor, "... in"],
+    weights: Weights,
+    bias: Tensor | None,
+    multiply: Multiply,
+) -> Float[Tensor, "... flat"]:
+    """Returns the product of the steps of a `SavingProduct`, which also compute its gradients.
+
+    Args:
+        steps: The product.
+        x: See `Product.forward`.
+        weights: See `Product.forward`.
+        bias: See `Product.forward`.
+        multiply: See `Product.forward`.
+    """
+    options = steps, multiply, wants_gradients(weights)
+    constant = steps.constant_weights(weights)
+    y: Tensor = _Product.apply(x, *weights, bias, options, *constant)  # type: ignore[no-untyped-call]
     return y
 
 
+def wants_gradients(weights: Weights) -> bool:
+    """Returns whether a backward pass will need gradients of weights."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+
+
 class _Product(Function):
-    """A product of one rank, differentiated by its `dgrad` and `wgrad`."""
+    """A product of one rank, differentiated by its own steps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        *weights, bias, (product, compute, multiply) = rest
-        ctx.save_for_backward(x, *weights)
-        ctx.product = product
-        y: Tensor = compute(x, weights, bias, multiply)
-        return y
+        at = next(number for number, each in enumerate(rest) if isinstance(each, tuple))
+        *weights, bias = rest[:at]
+        (saver, multiply, saves), constant = rest[at], rest[at + 1 :]
+        y, saved = saver.forward_saving(x, weights, bias, multiply, constant=constant, saves=saves)
+        save_for_backward(ctx, saved, constant)
+        ctx.saver, ctx.num_constant = saver, len(constant)
+        ctx.shape, ctx.shapes = x.shape, [weight.shape for weight in weights]
+        result: Tensor = y
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        saved, count = saved_of(ctx), len(ctx.shapes)
         rows = as_rows(grads[0])
-        dx = None
-        if _compat.gradient_wanted(ctx, 0):
-            dx = ctx.product.dgrad(rows, weights).view(x.shape)
-        requests = weight_gradient_requests(ctx, weights)
-        dweights = weight_gradients(ctx.product, rows, x, weights, requests)
-        needs_bias = _compat.gradient_wanted(ctx, 1 + len(weights))
-        return dx, *dweights, rows.sum(0) if needs_bias else None, None
+        of_input = _compat.gradient_wanted(ctx, 0)
+        requests = weight_gradient_requests(ctx, ctx.shapes)
+        needs_bias = _compat.gradient_wanted(ctx, 1 + count)
+        dx, dweights = None, no_gradients(count)
+        if of_input or any(requests):
+            operand = ctx.saver.gradient(rows, of_input=of_input, of_weights=any(requests))
+            if of_input:
+                dx = ctx.saver.input_gradient(operand, saved).view(ctx.shape)
+            if any(requests):
+                dweights = ctx.saver.weight_gradients(operand, saved, requests)
+        dbias = rows.sum(0) if needs_bias else None
+        return dx, *dweights, dbias, None, *no_gradients(ctx.num_constant)
 
 
-def weight_gradient_requests(ctx: Any, weights: Weights) -> list[WeightGradientRequest | None]:
+def no_gradients(count: int) -> tuple[None, ...]:
+    """Returns as many times None."""
+    return (None,) * count
+
+
+def weight_gradient_requests(
+    ctx: Any, shapes: Sequence[torch.Size]
+) -> list[WeightGradientRequest | None]:
     """Returns the requests for weight gradients in the backward pass of a function.
 
-    The inputs of the function must be `x`, `*weights`, followed by others.
+    The inputs of the function must be `x`, the weights, of these shapes, followed by others.
     """
 
     def returned(index: int) -> Callable[[], bool]:
         return lambda: _compat.gradient_returned(ctx, index)
 
     return [
-        WeightGradientRequest(weight.shape, returned(index))
+        WeightGradientRequest(shape, returned(index))
         if _compat.gradient_wanted(ctx, index)
         else None
-        for index, weight in enumerate(weights, 1)
+        for index, shape in enumerate(shapes, 1)
     ]
-
-
-def weight_gradients(
-    product: Product,
-    dy: Float[Tensor, "rows out"],
-    x: Float[Tensor, "... in"],
-    weights: Weights,
-    requests: Sequence[WeightGradientRequest | None],
-) -> tuple[Tensor | None, ...]:
-    """Returns the result of `Product.wgrad`, if any gradient is requested."""
-    if not any(requests):
-        return (None,) * len(weights)
-    return product.wgrad(dy, as_rows(x), weights, requests)
 
 
 def as_matrix(weight: Float[Tensor, "*out in"]) -> Float[Tensor, "flat in"]:
