@@ -1,11 +1,19 @@
 """Layers that are compiled one by one (`--compile-scope layer`), with equal ones sharing code."""
 
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from megatron_models import GPTConfig, Placement, gpt_chunks
+from megatron_models import (
+    GPTConfig,
+    LowPrecisionConfig,
+    Placement,
+    gpt_chunks,
+    low_precision_placement,
+)
+from megatron_models.low_precision import product as products
 from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
@@ -84,3 +92,50 @@ def by_layer_with_fsdp(mesh: Mesh) -> list[tuple[float, float]]:
 def test_layers_of_fully_sharded_models_are_compiled(worker_pool):
     for plain, compiled in worker_pool.run_mesh(ParallelLayout(dp=2), by_layer_with_fsdp):
         assert compiled == pytest.approx(plain, rel=1e-11)
+
+
+@pytest.mark.parametrize("scope", ["layer", pytest.param("stage", marks=pytest.mark.slow)])
+def test_weights_in_few_bits_are_converted_before_compiled_code_runs(traced, scope):
+    """Compiled steps equal eager ones, bit for bit, after weights changed between them."""
+    few = LowPrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")
+
+    def steps(**options):
+        mesh = Mesh.single()
+        placement = low_precision_placement(CONFIG, few, Placement(mesh, dtype=torch.float64))
+        task = GPTTask(gpt_chunks(replace(CONFIG, num_layers=2), placement, seed=5), None)
+        one = StepEngine(task, mesh, **options)
+        found = []
+        for number in range(2):
+            batches = [batch(number), batch(number + 3)]
+            sums = one.run(batches, one.denominators(batches), 1)
+            found.append(float(sums["lm loss"]))
+            grads = {name: grad.clone() for name, grad in one.stages.gradients().items()}
+            one.stages.zero()
+            with torch.no_grad():
+                for name, parameter in one.stages.parameters.items():
+                    parameter.sub_(grads[name], alpha=0.5)
+            found.append(float(one.evaluate(batches)["lm loss"]))
+        return found, grads
+
+    losses, expected = steps()
+    assert len(set(losses)) == len(losses)
+    with patch.object(products.LowPrecisionProduct, "converted", counting(calls := [])):
+        found, grads = steps(compile=True, compile_scope=scope)
+    assert found == pytest.approx(losses, rel=1e-12)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(grads[name], gradient, rtol=1e-9, atol=1e-12)
+    # Compiled code converts no weight: 2 steps and 2 evaluations of 2 layers with 4 products.
+    assert calls.count("weight") == 4 * 8
+    if scope == "layer":  # one graph of both layers, and one of output and loss; in both modes
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def counting(calls: list[str]):
+    own = products.LowPrecisionProduct.converted
+
+    def counted(self, matrix, operand, **wanted):
+        if not torch.compiler.is_compiling() or operand == "weight":
+            calls.append(operand)
+        return own(self, matrix, operand, **wanted)
+
+    return counted

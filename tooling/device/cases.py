@@ -28,6 +28,7 @@ _SEPARATE: Final = (
 )
 _T5: Final = "--recipe t5-base --vocab-size 32100 --world-size 8 --micro-batch-size 4 --bf16 "
 _TP: Final = "--tensor-model-parallel-size 2 --sequence-parallel "
+_FP8: Final = "--fp8-format e4m3 --fp8-recipe tensorwise "
 _PP: Final = "--pipeline-model-parallel-size 2 "
 
 
@@ -57,6 +58,7 @@ def _batch(micro_batches: int, data_parallel: int) -> str:
 
 JOBS: Final = (
     Job("dp8", _SMALL + _batch(2, 8)),
+    Job("dp8, fp8", _SMALL + _FP8 + _batch(2, 8)),
     Job(
         "tp2·sp·dp4, distributed optimizer",
         _SMALL + _TP + "--use-distributed-optimizer " + _batch(2, 4),
@@ -107,6 +109,7 @@ JOBS: Final = (
         _SMALL + "--context-parallel-size 2 --cp-comm-type a2a " + _batch(2, 4),
     ),
     Job("ep4·dp8, all-gather", _EXPERTS + "--moe-token-dispatcher-type allgather ", sample=True),
+    Job("ep4·dp8, all-gather, fp8", _EXPERTS + "--moe-token-dispatcher-type allgather " + _FP8),
     Job("ep4·dp8, all-to-all", _EXPERTS + "--moe-token-dispatcher-type alltoall "),
     Job(
         "ep4·dp8, all-to-all, padded to capacity",

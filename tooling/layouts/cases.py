@@ -522,6 +522,9 @@ CASES = (
     _case("untied", 1, "fp8", "fsdp", "uniform", dp=2),
     _case("untied", 2, "fp8", "dropout", cp=2),
     _case("latent", 2, "fp8", "sp", tp=2),
+    _case("untied", 2, "fp8", "sp", "gathered", tp=2, dp=2),
+    _case("moe", 2, "fp8", dp=2, ep=2),
+    _case("moe-gated", 2, "fp8", "sp", "alltoall", tp=2, ep=2, etp=1),
 )
 """Layouts of 2, 4 and 8 ranks, and of 3 and 6, which do not divide the tokens of a micro-batch.
 

@@ -171,7 +171,7 @@ def test_a_scale_follows_the_newest_or_the_largest_magnitude(algorithm, amax):
     layer = layer_of(settings)
     (state,) = collect_states([layer]).values()
     state.value.copy_(torch.tensor([2.0, 8.0, 1.0]).expand(3, 3))
-    found = layer.product.quantized(draw(4, 48), "input")
+    found = layer.product.converted(draw(4, 48), "input").rows
     assert float(found.scales) == pytest.approx(amax / 448)
 
 
@@ -258,8 +258,14 @@ def test_the_backend_of_products_is_described():
 def test_models_and_placements_without_such_products_are_refused():
     settings = RECIPES["tensorwise"]
     experts = replace(CONFIG, num_experts=4)
-    with pytest.raises(ConfigError, match="grouped products of experts"):
-        check_low_precision(experts, settings)
+    for refused, reason in (
+        (RECIPES["mxfp8"], "fp8_recipe.*mxfp8.* does not cover the grouped products of experts"),
+        (RECIPES["nvfp4"], "fp4_format.* does not cover the grouped products of experts"),
+        (replace(settings, fp8_wgrad=False), "fp8_wgrad as false does not cover experts"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            check_low_precision(experts, refused)
+    check_low_precision(experts, settings)
     with pytest.raises(ConfigError, match="leave none of 3 layers"):
         ends = {"num_layers_at_start_in_bf16": 2, "first_last_layers_bf16": True}
         check_low_precision(CONFIG, replace(settings, **ends))

@@ -2,12 +2,15 @@
 
 from dataclasses import replace as changed
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import megatron_models.low_precision.product as product
 import megatron_parallel.sharding.step_state as state
+from megatron_models.low_precision.held_weight import HeldWeight
 from megatron_models.low_precision.product import LayerDelayedProduct
 from megatron_parallel import Mesh, Sharding
 from megatron_parallel.mesh.axes import Axis
+from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
 
@@ -45,8 +48,18 @@ def _histories_of_samples(mesh: Mesh, replace: Replace) -> None:
 def _last_micro_batch(mesh: Mesh, replace: Replace) -> None:
     true = LayerDelayedProduct._observe
 
-    def wrong(self: LayerDelayedProduct, operands: Any) -> None:
+    def wrong(self: LayerDelayedProduct, *operands: Any) -> None:
         self.history.reset()
-        true(self, operands)
+        true(self, *operands)
 
     replace(LayerDelayedProduct, "_observe", wrong)
+
+
+@defect("weights in few bits stay those of the first step", "tp2·sp·dp2·gathered·fp8-untied")
+def _weights_of_the_first_step(mesh: Mesh, replace: Replace) -> None:
+    true, first = HeldWeight.of, WeakKeyDictionary[HeldWeight, Any]()
+
+    def wrong(self: HeldWeight, weight: Tensor, convert: Any) -> Any:
+        return first.setdefault(self, true(self, weight, convert))
+
+    replace(HeldWeight, "of", wrong)

@@ -40,6 +40,7 @@ from .kinds import ModelKind as ModelKind
 from .kinds import find_kind as find_kind
 from .kinds import model_kinds as model_kinds
 from .low_precision.checks import check_low_precision as check_low_precision
+from .low_precision.checks import low_precision_operations as low_precision_operations
 from .low_precision.config import AMAX_HISTORY as AMAX_HISTORY
 from .low_precision.config import LowPrecisionConfig as LowPrecisionConfig
 from .low_precision.placement import describe_low_precision as describe_low_precision

@@ -9,7 +9,8 @@ with tensor parallelism, the former divided by `t` with sequence parallelism, `3
 selective and `2 s b h` with full recomputation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from megatron_models.components.mixer import BytesByPart, LayerPass
 from megatron_models.models.model_config import ModelConfig
@@ -31,7 +32,11 @@ def layer_activations(config: ModelConfig, layer_pass: LayerPass, *, layer: int 
 
 
 def stack_activations(
-    config: ModelConfig, layer_pass: LayerPass, *, layers: Sequence[int] | None = None
+    config: ModelConfig,
+    layer_pass: LayerPass,
+    *,
+    layers: Sequence[int] | None = None,
+    plain_layers: Collection[int] = (),
 ) -> int:
     """Returns the bytes that the layers of one stage save for one micro-batch on the device.
 
@@ -41,6 +46,7 @@ def stack_activations(
         config: The model's configuration.
         layer_pass: The micro-batch, how it is cut, and the bytes that operations save.
         layers: Numbers of the stage's layers. Defaults to all.
+        plain_layers: Numbers of layers whose linear layers save their inputs as they are.
     """
     plan, trunk = layer_pass.recompute, config.trunk()
     numbers = list(trunk.layers) if layers is None else layers
@@ -48,8 +54,13 @@ def stack_activations(
     cut = layer_pass.sequence_parallel or plan.distribute_saved_activations
     kept_input = -(-whole // layer_pass.tp) if cut else whole
 
+    as_they_are = replace(
+        layer_pass, saved_bytes=replace(layer_pass.saved_bytes, linear_input=None)
+    )
+
     def each(layer: int) -> int:
-        return sum(trunk.layer_activations(layer, layer_pass).values())
+        own = as_they_are if layer in plain_layers else layer_pass
+        return sum(trunk.layer_activations(layer, own).values())
 
     total = done = 0
     for group in plan.groups(numbers):

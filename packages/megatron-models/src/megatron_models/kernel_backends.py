@@ -3,7 +3,7 @@
 `Placement.backends` maps names of operations of `megatron_kernels` to names of backends.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -58,15 +58,22 @@ def operations_of(config: ModelConfig) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_backends(config: ModelConfig, backends: Mapping[str, str]) -> None:
+def check_backends(
+    config: ModelConfig, backends: Mapping[str, str], further: Collection[str] = ()
+) -> None:
     """Refuses names that do not exist, and operations that the model does not call.
+
+    Args:
+        config: The model's configuration.
+        backends: Requested backends, as in `Placement.backends`.
+        further: Operations that the products of its layers call.
 
     Raises:
         ConfigError: The message suggests the nearest name.
     """
     if not backends:
         return
-    used = operations_of(config)
+    used = (*operations_of(config), *further)
     for name, backend in backends.items():
         try:
             operation = find_operation(name)

@@ -25,6 +25,13 @@ from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.mixer import ExpertParallelism, LayerPass, prefixed
 from megatron_models.components.saved_bytes import SavedBytes
 from megatron_models.errors import ConfigError
+from megatron_models.low_precision.config import LowPrecisionConfig
+from megatron_models.low_precision.memory import (
+    HeldWeights,
+    linear_roles,
+    plain_layers,
+    saved_inputs,
+)
 from megatron_models.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -46,17 +53,20 @@ class TrainingMemory:
         gradients: Bytes of the gradients.
         optimizer: Bytes of the optimizer state.
         activations: Bytes of the saved activations.
+        converted_weights: Bytes of weights in few bits, which exist during the passes of a step.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
+    converted_weights: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all bytes."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        held = self.parameters + self.gradients + self.optimizer
+        return held + self.activations + self.converted_weights
 
 
 def training_memory(
@@ -79,6 +89,7 @@ def training_memory(
     activations: bool = True,
     backends: Mapping[str, str] | None = None,
     attention_dropout: bool = False,
+    low_precision: LowPrecisionConfig = LowPrecisionConfig(),  # noqa: B008 - it is frozen
 ) -> TrainingMemory:
     """Returns the bytes that training holds on one rank, on a CUDA device.
 
@@ -117,6 +128,8 @@ def training_memory(
             them.
         backends: Chosen backends of operations (`Placement.backends`). Defaults to none.
         attention_dropout: Whether there is dropout on attention probabilities.
+        low_precision: How linear layers multiply in few bits. They save most inputs in few bits
+            too, and hold converted weights during the passes of a step.
 
     Raises:
         ConfigError: The sequence is longer than the model's positions, ``layout.dp`` is None, or
@@ -136,17 +149,26 @@ def training_memory(
     held = _model_states(config, layout, data_parallel, size, layers, state, products or {})
     if not activations:
         return held
+    converted = _converted_weights(config, layout, data_parallel, layers, low_precision, backends)
     trunk = config.trunk()
     layer_pass = LayerPass(
         -(-sequence_length // layout.cp),
         micro_batch_size,
-        SavedBytes.of_backends(size, backends or {}, attention_dropout=attention_dropout),
+        dataclasses.replace(
+            SavedBytes.of_backends(size, backends or {}, attention_dropout=attention_dropout),
+            linear_input=saved_inputs(low_precision),
+        ),
         layout.tp,
         sequence_parallel,
         recompute or RecomputeConfig(),
         ExpertParallelism(layout.ep, layout.expert_tp, dispatcher),
     )
-    stack = stack_activations(config, layer_pass, layers=None if layers is None else range(layers))
+    stack = stack_activations(
+        config,
+        layer_pass,
+        layers=None if layers is None else range(layers),
+        plain_layers=plain_layers(low_precision, config.depth),
+    )
     ends = 0 if trunk.embedding is None else trunk.embedding.activation_bytes(layer_pass)
     if layers is None:
         bounded = isinstance(config, OutputConfig) and config.final_logit_softcapping > 0
@@ -160,7 +182,9 @@ def training_memory(
             # Each depth has its own final norm in `activations`.
             head = dataclasses.replace(trunk, final_norm=None)
             ends += _end(head, layer_pass, loss_saves, bounded)
-    return dataclasses.replace(held, activations=in_flight * (stack + ends))
+    return dataclasses.replace(
+        held, converted_weights=converted, activations=in_flight * (stack + ends)
+    )
 
 
 def _end(trunk: TrunkSpec, layer_pass: LayerPass, loss_saves: LossSaves, bounded: bool) -> int:
@@ -223,6 +247,32 @@ def _model_states(
     main = 2 if size == 2 and data_parallel.low_precision else _FP32
     updated = state_part if data_parallel.use_distributed_optimizer else round(sum(states))
     return TrainingMemory(held, whole * main, updated, 0)
+
+
+def _converted_weights(
+    config: ModelConfig,
+    layout: ParallelLayout,
+    data_parallel: DataParallelConfig,
+    layers: int | None,
+    low_precision: LowPrecisionConfig,
+    backends: Mapping[str, str] | None,
+) -> int:
+    """Returns the bytes of weights in few bits of one rank."""
+    held = HeldWeights.of(low_precision, backends or {}, data_parallel.use_torch_fsdp2)
+    if not held.each:
+        return 0
+    roles, mesh = linear_roles(config.parameters()), AbstractMesh(layout)
+    plain = plain_layers(low_precision, config.depth)
+    trunk = config.trunk()
+    numbers = trunk.layers if layers is None else range(layers)
+    total = 0.0
+    for number in numbers:
+        if number in plain:
+            continue
+        stage = trunk.stage([number], first=False, last=False)
+        for spec in stage.parameters().values():
+            total += held.bytes_of(spec, prod(spec.sharding.local_shape(mesh)), roles)
+    return round(total)
 
 
 def _elements(

@@ -13,6 +13,7 @@ autograd puts them, and nothing is communicated.
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,7 @@ class StepEngine:
             )
         self.task = task
         self.mesh = mesh
-        self._per_token = per_token
+        self._per_token, self._compiled = per_token, compile
         self.stages = TrainableChunks(task.stages, mesh, data_parallel, self._units)
         self._counting_task = task if isinstance(task, CountingTask) else None
         self.fusion = self._fuse(data_parallel, compile)
@@ -226,7 +227,8 @@ class StepEngine:
         if auxiliary or counters or reports.maxima:
             self._auxiliary_losses = AuxiliaryLosses(auxiliary, counters, reports.maxima)
         outer = {name: denominators[name] for name in self.task.losses}
-        found = self._pipeline.run([self._weighed(batch) for batch in batches], outer)
+        with self._constant_weights():
+            found = self._pipeline.run([self._weighed(batch) for batch in batches], outer)
         self.stages.finish()
         sums = self._summed(found, self._data, "loss sums")
         if auxiliary and self._auxiliary_losses:  # replicated values are counted on one rank
@@ -239,8 +241,15 @@ class StepEngine:
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, Float64[Tensor, ""]]:
         """Returns the sum of each loss over the unmasked tokens of all ranks, without gradients."""
         self._iteration = self._auxiliary_losses = None
-        sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
+        with self._constant_weights():
+            sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
         return self._summed(sums, self._data, "loss sums")
+
+    def _constant_weights(self) -> AbstractContextManager[None]:
+        """Returns the context of passes between which no weight changes."""
+        if self._compiled:
+            self.stages.wait_for_parameters()
+        return self.stages.constant_weights(at_once=self._compiled)
 
     def _fuse(self, data_parallel: DataParallelConfig, compiled: bool) -> GradientFusion:
         """Turns on fused gradient accumulation, unless settings exclude it."""

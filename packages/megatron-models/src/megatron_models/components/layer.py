@@ -101,8 +101,11 @@ class Sublayer:
         reader = self.mixer.input_saved_by(layer_pass)
         if reader is not None:
             recomputed = self.norm is not None and layer_pass.recompute.selects("layernorm")
-            saved = not recomputed and not self.shares_norm
-            terms[f"{self.name}.{reader}"] = stream * saved_bytes.activation if saved else 0
+            saved, size = not recomputed and not self.shares_norm, stream * saved_bytes.activation
+            if saved_bytes.linear_input and self.mixer.converts_input(layer_pass):
+                gathered = layer_pass.sequence_parallel and layer_pass.tp > 1
+                saved, size = not recomputed, saved_bytes.of_linear(stream, gathered=gathered)
+            terms[f"{self.name}.{reader}"] = size if saved else 0
         for part, size in self.mixer.activations(layer_pass).items():
             terms[f"{self.name}.{part}" if part else self.name] = size
         terms["dropout"] = stream * saved_bytes.dropout_mask

@@ -327,6 +327,13 @@ class Mixer(ABC):
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Returns the name of the submodule that saves the mixer's input, or None."""
 
+    def converts_input(self, layer_pass: LayerPass) -> bool:
+        """Returns whether that is a linear layer, which may save its input converted.
+
+        Defaults to True.
+        """
+        return True
+
     def check_layout(self, layout: ParallelLayout) -> None:  # noqa: B027 - most need no check
         """Refuses a layout that cannot cut the mixer. Accepts every layout by default.
 

@@ -14,6 +14,20 @@ _LONGEST_MASK: Final = 512
 
 
 @dataclass(frozen=True)
+class LinearInput:
+    """Bytes of an element of an input that a linear layer converts and saves.
+
+    Attributes:
+        each: Bytes of an element, with its share of scales.
+        gathered: The same of an input that is cut along the sequence and gathered. None if it is
+            saved as it is.
+    """
+
+    each: float
+    gathered: float | None = None
+
+
+@dataclass(frozen=True)
 class SavedBytes:
     """Bytes that operations save for the backward pass, for each element of what they save.
 
@@ -46,6 +60,7 @@ class SavedBytes:
         fused_scores: Whether fused attention has soft-cap, sinks and slopes too.
         logit: Bytes of an element of what the loss saves of all logits: probabilities in float32,
             or the logits. 0 for the former.
+        linear_input: How linear layers save inputs that no other operation saves. None as they are.
     """
 
     activation: int
@@ -64,6 +79,18 @@ class SavedBytes:
     packs_rope: bool = False
     fused_scores: bool = False
     logit: int = 0
+    linear_input: LinearInput | None = None
+
+    def of_linear(self, elements: int, *, gathered: bool = False) -> int:
+        """Returns the bytes that a linear layer saves of its input.
+
+        Args:
+            elements: Elements of the input on this rank.
+            gathered: Whether other ranks have the rest of it along the sequence.
+        """
+        saved = self.linear_input
+        each = None if saved is None else saved.gathered if gathered else saved.each
+        return round(elements * (self.activation if each is None else each))
 
     @classmethod
     def paper(cls) -> "SavedBytes":
@@ -123,8 +150,7 @@ class SavedBytes:
     ) -> "SavedBytes":
         """Returns what operations save on a CUDA device.
 
-        Norms, activations and dropout save the same with all backends but the references. Linear
-        layers save their input in the precision of the model, also those that multiply in FP8.
+        Norms, activations and dropout save the same with all backends but the references.
 
         Args:
             activation: Bytes of an element of an activation.

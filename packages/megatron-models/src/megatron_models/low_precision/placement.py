@@ -7,17 +7,37 @@ layer do not.
 """
 
 from dataclasses import replace
+from typing import Final
 
 import torch
 from megatron_kernels import quantize, quantized_matmul
+from megatron_parallel import RecomputeConfig
 
 from megatron_models.errors import ConfigError
-from megatron_models.low_precision.checks import check_low_precision
+from megatron_models.low_precision.checks import GROUPED, QUANTIZE, check_low_precision
 from megatron_models.low_precision.config import LowPrecisionConfig
+from megatron_models.low_precision.memory import linear_roles, plain_layers
 from megatron_models.low_precision.product import DelayedProduct, LowPrecisionProduct
 from megatron_models.low_precision.recipe import recipe_of
 from megatron_models.models.model_config import ModelConfig
 from megatron_models.placement import Placement
+
+_READ_SHARED: Final = frozenset({"linear_proj", "linear_kv"})
+"""Attention saves its output, and all layers of a decoder read the output of the encoder."""
+
+_READ_NORMS: Final = frozenset(
+    {
+        "linear_qkv",
+        "linear_q",
+        "linear_q_proj",
+        "linear_q_down_proj",
+        "linear_kv_down_proj",
+        "linear_fc1",
+        "in_proj",
+        "linear",
+    }
+)
+"""Layers that read the result of a norm, which `--recompute-modules layernorm` recomputes."""
 
 
 def low_precision_product(config: LowPrecisionConfig) -> LowPrecisionProduct:
@@ -30,7 +50,10 @@ def low_precision_product(config: LowPrecisionConfig) -> LowPrecisionProduct:
     if config.fp8_format is None or config.fp8_recipe != "delayed":
         return LowPrecisionProduct(recipe)
     return DelayedProduct(
-        recipe, config.fp8_margin, config.fp8_amax_history_len, config.fp8_amax_compute_algo
+        recipe,
+        margin=config.fp8_margin,
+        length=config.fp8_amax_history_len,
+        algorithm=config.fp8_amax_compute_algo,
     )
 
 
@@ -45,7 +68,7 @@ def low_precision_placement(
         placement: The placement, with plain products.
 
     Raises:
-        ConfigError: The model has experts, or the placement has other products.
+        ConfigError: The recipe does not cover the model, or the placement has other products.
     """
     if not config.enabled:
         return placement
@@ -55,13 +78,26 @@ def low_precision_placement(
             f"products {', '.join(sorted(placement.products))} are not computed in {config.name}; "
             "leave them out"
         )
-    roles = {spec.role for spec in model.parameters().values()} - {"", "output_layer"}
-    plain = frozenset[int]()
-    if config.first_last_layers_bf16:
-        last = model.depth - config.num_layers_at_end_in_bf16
-        plain = frozenset([*range(config.num_layers_at_start_in_bf16), *range(last, model.depth)])
+    roles = linear_roles(model.parameters())
     product = low_precision_product(config)
-    return replace(placement, products=dict.fromkeys(roles, product), plain_layers=plain)
+    chosen = tuple((name, placement.backend(name)) for name in (QUANTIZE, *GROUPED))
+    product = replace(product, backends=chosen)
+    kept = roles_that_keep_inputs(placement.recompute)
+    products = {role: replace(product, keeps_input=role in kept) for role in sorted(roles)}
+    return replace(placement, products=products, plain_layers=plain_layers(config, model.depth))
+
+
+def roles_that_keep_inputs(recompute: RecomputeConfig) -> frozenset[str]:
+    """Returns the roles of layers that save their input as it is, since that needs less memory.
+
+    Another operation saves it too, or it is recomputed.
+
+    Args:
+        recompute: What the backward pass recomputes.
+    """
+    if recompute.selects("layernorm"):
+        return _READ_SHARED | _READ_NORMS
+    return _READ_SHARED
 
 
 def describe_low_precision(

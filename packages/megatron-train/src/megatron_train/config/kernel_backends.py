@@ -118,6 +118,7 @@ def check_kernel_backends(run: RunSections) -> None:
             "out"
         )
     try:
-        megatron_models.check_backends(run.model, chosen)
+        few = megatron_models.low_precision_operations(run.model, run.low_precision)
+        megatron_models.check_backends(run.model, chosen, few)
     except ConfigError as error:
         raise TrainError(f"--kernel-backends: {error}") from None

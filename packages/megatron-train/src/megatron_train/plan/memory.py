@@ -118,6 +118,7 @@ def _rank_memory(
         backends=(dict.fromkeys(FUSED, SEPARATE) if run.training.compile else {})
         | chosen_backends(run),
         attention_dropout=run.training.attention_dropout > 0,
+        low_precision=run.low_precision,
     )
 
 

@@ -125,7 +125,7 @@ class GatedDeltaNetSpec(GatedDeltaNetConfig, NormConfig, Mixer):
         size, wide = saved_bytes.activation, max(saved_bytes.activation, _FP32)
         keys, heads = self.linear_num_key_heads // tp, self.linear_num_value_heads // tp
         values = self.linear_value_size // tp
-        found = {"out_proj": tokens * values * size}
+        found = {"out_proj": saved_bytes.of_linear(tokens * values)}
         if layer_pass.recompute.selects("core_attn"):
             return {"": tokens * keys * sum(self.widths) * size, **found}
         before = (self.linear_conv_kernel_dim - 1) * layer_pass.micro_batch_size

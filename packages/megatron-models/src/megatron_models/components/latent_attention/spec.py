@@ -159,7 +159,7 @@ class LatentAttentionSpec(LatentAttentionConfig, NormConfig, Mixer):
             core += tokens * (2 if latents_only else 4) * keys * size
         else:
             core += tokens * projected * size
-        latent = size * layer_pass.stream_tokens
+        latents = layer_pass.stream_tokens
         if padded and heads == 1:  # the output is a view of the padded one
             values = 0 if once else keys
         found = {"": core, "out": tokens * values * size}
@@ -169,7 +169,12 @@ class LatentAttentionSpec(LatentAttentionConfig, NormConfig, Mixer):
         ):
             if norm is not None:
                 found[f"{name}_norm"] = norm.activation_bytes(layer_pass)
-            found[f"{name}_up"] = latent * rank
+            gathered = layer_pass.sequence_parallel and tp > 1
+            linear = saved_bytes.of_linear(latents * rank, gathered=gathered)
+            found[f"{name}_up"] = latents * rank * size if latents_only else linear
+        if saved_bytes.linear_input and not layer_pass.recompute.selects("layernorm"):
+            # Both first projections convert the input; one of them is counted as its reader.
+            found["kv_down"] = saved_bytes.of_linear(latents * self.hidden_size)
         return found
 
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:

@@ -133,10 +133,10 @@ class MambaSpec(MambaConfig, NormConfig, Mixer):
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Returns the saved bytes. All between the projections is recomputed."""
-        each = layer_pass.tokens // layer_pass.tp * layer_pass.saved_bytes.activation
+        each, saved_bytes = layer_pass.tokens // layer_pass.tp, layer_pass.saved_bytes
         return {
-            "": each * self.mamba_num_groups * sum(self.widths),
-            "out_proj": each * self.mamba_inner_size,
+            "": each * saved_bytes.activation * self.mamba_num_groups * sum(self.widths),
+            "out_proj": saved_bytes.of_linear(each * self.mamba_inner_size),
         }
 
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:

@@ -180,17 +180,20 @@ class MLPSpec(MLPConfig, Mixer):
         """Returns what the activation saves, and its result, which the next projection saves."""
         if layer_pass.recompute.selects("mlp"):
             return {}
-        width = (
-            layer_pass.tokens
-            // layer_pass.tp
-            * self.ffn_hidden_size
-            * layer_pass.saved_bytes.activation
-        )
-        return {"": width * self.activation_saves, "down": width}
+        width = layer_pass.tokens // layer_pass.tp * self.ffn_hidden_size
+        saved_bytes = layer_pass.saved_bytes
+        return {
+            "": width * saved_bytes.activation * self.activation_saves,
+            "down": saved_bytes.of_linear(width),
+        }
 
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Returns the first projection."""
         return "up"
+
+    def converts_input(self, layer_pass: LayerPass) -> bool:
+        """Returns whether the layer itself is not recomputed."""
+        return not layer_pass.recompute.selects("mlp")
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuses tensor-parallel sizes that do not divide the width."""

@@ -100,14 +100,16 @@ def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
         sent = chosen if rows.slots is None else rows.slots
         dispatch = (2 * rows.received + sent) * _INDEX + chosen * (_INDEX + hidden * wide)
         dispatch += 0 if rows.slots is None else chosen * (_INDEX + 1)
-    inner = config.activation_saves + 1  # and the activation's result
-    row = (hidden + config.moe_ffn_hidden_size // cut * inner) * size
+    inner, width = config.activation_saves, config.moe_ffn_hidden_size // cut
+    linear = layer_pass.saved_bytes.of_linear  # the rows, and the activation's result
+    row = width * inner * size + linear(hidden + width)
     row += 2 * _INDEX if config.has_mlp_bias else 0
     offsets = 0
     if size <= _FP32:  # of the products of all experts at once, and what clears the tail
         row += 2 if rows.has_tail else 0
         offsets = 2 * _OFFSET * config.num_experts // ranks.ep
-    shared = config.moe_shared_expert_intermediate_size // tp * inner * size
+    shared = config.moe_shared_expert_intermediate_size // tp
+    shared = shared * inner * size + linear(shared)
     return {
         "router": router,
         "": dispatch,

@@ -7,12 +7,13 @@ sums.
 
 from jaxtyping import Float, Int
 from megatron_kernels import grouped_matmul, groups_of_rows
-from megatron_parallel.tensor_parallel import add_product_parameters, product_weights
+from megatron_parallel.tensor_parallel import add_product_parameters, bind_product, product_weights
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_models.components.mlp.module import activation_of
 from megatron_models.components.moe.spec import ExpertLinearSpec, MoESpec
+from megatron_models.grouped_multiply import GroupedMultiply
 from megatron_models.placement import Placement
 
 
@@ -52,10 +53,11 @@ class ExpertLinear(nn.Module):
     def __init__(self, spec: ExpertLinearSpec, placement: Placement) -> None:
         super().__init__()
         table = spec.shardings()
-        self.product = placement.expert_product(spec.role)
+        product = placement.expert_product(spec.role)
         self.grouped_matmul = placement.bind(grouped_matmul)
-        self.product_parameters = add_product_parameters(table, self.product)
+        self.product_parameters = add_product_parameters(table, product)
         placement.register_parameters(self, table, "weight", "bias")
+        self.product = bind_product(self, product, placement.mesh)
         axis, outputs = placement.mesh.axis("expert_tp"), spec.outputs[-1]
         self.start = outputs // axis.size * axis.index if spec.cut == "inputs" else 0
 
@@ -64,12 +66,7 @@ class ExpertLinear(nn.Module):
     ) -> Float[Tensor, "m ..."]:
         """Transforms each row by its expert; rows of no expert give zeros."""
         weight, bias = self.weight, self.bias
-
-        def multiply(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
-            matrices = weight.flatten(1, -2).transpose(1, 2)
-            y: Tensor = self.grouped_matmul(x, matrices, counts, has_tail)
-            return y
-
+        multiply = GroupedMultiply(counts, has_tail, self.grouped_matmul)
         y = self.product.forward(x, product_weights(self), None, multiply)
         if bias is not None:
             whole = bias.flatten(1)

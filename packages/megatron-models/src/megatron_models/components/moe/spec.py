@@ -220,6 +220,10 @@ class MoESpec(MoEConfig, Mixer):
             return "up"
         return None
 
+    def converts_input(self, layer_pass: LayerPass) -> bool:
+        """Returns whether the shared experts alone save the input."""
+        return layer_pass.saved_bytes.activation < 4 and not layer_pass.recompute.selects("moe")
+
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuses sizes that do not divide the experts, or the channels of each."""
         check_divisible(self, "num_experts", "ep", layout.ep)

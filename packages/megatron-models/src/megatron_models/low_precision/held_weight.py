@@ -1,0 +1,56 @@
+"""The converted weight of a layer, for the micro-batches of one step.
+
+It is held only between `hold` and `release`, in which the step engine says that weights do not
+change (`megatron_parallel.tensor_parallel.ConstantWeights`). A write in place to the parameter in
+that time is found by its version, and the weight is converted again. Writes through other tensors
+in the same memory, as those of an optimizer's shards and of gathers, have no version: they happen
+outside of that time, and nothing outlives it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class HeldWeight:
+    """What remains of one weight while it is constant.
+
+    Attributes:
+        holds: Whether the weight is constant now.
+        tensors: The converted weight, empty before the first use.
+    """
+
+    def __init__(self) -> None:
+        self.holds = False
+        self.tensors: tuple[Tensor | None, ...] = ()
+        self._weight: Tensor | None = None
+        self._version = -1
+
+    def hold(self) -> None:
+        """Begins a time in which the weight is constant."""
+        self.release()
+        self.holds = True
+
+    def release(self) -> None:
+        """Ends it, and drops the converted weight."""
+        self.holds, self.tensors, self._weight, self._version = False, (), None, -1
+
+    def of(
+        self, weight: Tensor, convert: Callable[[Tensor], tuple[Tensor | None, ...]]
+    ) -> tuple[Tensor | None, ...]:
+        """Returns the converted weight; nothing if it is not constant now.
+
+        Compiled code converts nothing: what it reads was converted before it was called.
+
+        Args:
+            weight: The parameter.
+            convert: Returns the tensors of a converted weight.
+        """
+        if not self.holds or torch.compiler.is_compiling():
+            return self.tensors
+        if self._weight is not weight or self._version != weight._version:
+            with torch.no_grad():
+                self.tensors = convert(weight.detach())
+            self._weight, self._version = weight, weight._version
+        return self.tensors
