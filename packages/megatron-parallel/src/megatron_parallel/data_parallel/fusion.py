@@ -24,7 +24,13 @@ from megatron_parallel.tensor_parallel.added_product import (
 )
 from megatron_parallel.tensor_parallel.layers import VocabParallelEmbedding
 from megatron_parallel.tensor_parallel.lookup import AccumulatingLookup, Lookup
-from megatron_parallel.tensor_parallel.product import AccumulatingProduct, LayerProduct, Product
+from megatron_parallel.tensor_parallel.product import (
+    AccumulatingProduct,
+    FactorProduct,
+    LayerProduct,
+    Product,
+    multiply_factors,
+)
 from megatron_parallel.tensor_parallel.product_layers import is_product_layer, product_weights
 
 
@@ -189,19 +195,29 @@ class Accumulator:
         self._bucket, self._name, self._add = bucket, name, add
         bucket.mark_fused(name)
 
-    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+    def gradient(self, dy: Tensor, x: Tensor, multiply: FactorProduct | None = None) -> Tensor:
         """Returns the gradient of the weight."""
-        return dy.t() @ x
+        return multiply_factors(dy, x, multiply)
 
     def __call__(
-        self, dy: Float[Tensor, "..."], x: Shaped[Tensor, "..."], *, must_return: bool
+        self,
+        dy: Float[Tensor, "..."],
+        x: Shaped[Tensor, "..."],
+        *,
+        must_return: bool,
+        multiply: FactorProduct | None = None,
     ) -> Tensor | None:
         """Adds `dy^T x`; returns the gradient for autograd, if any."""
         bucket, shape = self._bucket, self._bucket.parameters[self._name].shape
         if bucket.closed or (must_return and not bucket.in_weight_backward):
-            return self.gradient(dy, x).view(shape)  # requested by other code, not for the buffers
+            # Requested by other code, not for the buffers.
+            return self.gradient(dy, x, multiply).view(shape)
         into, first = bucket.accumulation_target(self._name)
-        self._add(into.view(-1, shape[-1]), dy, x, first=first)
+        matrix = into.view(-1, shape[-1])
+        if multiply is None:
+            self._add(matrix, dy, x, first=first)
+        else:
+            multiply(dy, x, matrix, first=first)
         return bucket.dummy_gradient.expand(shape) if must_return else None
 
 
@@ -214,7 +230,7 @@ class LookupAccumulator(Accumulator):
 
         super().__init__(bucket, name, add)
 
-    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+    def gradient(self, dy: Tensor, x: Tensor, multiply: FactorProduct | None = None) -> Tensor:
         """Returns the gradient of the weight."""
         into = torch.empty_like(self._bucket.parameters[self._name], requires_grad=False)
         self._add(into, dy, x, first=True)

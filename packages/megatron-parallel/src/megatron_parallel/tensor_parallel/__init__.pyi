@@ -19,6 +19,9 @@ from .lora_config import LoRAConfig as LoRAConfig
 from .product import PLAIN as PLAIN
 from .product import AccumulateGradient as AccumulateGradient
 from .product import AccumulatingProduct as AccumulatingProduct
+from .product import FactorProduct as FactorProduct
+from .product import Gathering as Gathering
+from .product import GatheringProduct as GatheringProduct
 from .product import LayerProduct as LayerProduct
 from .product import Multiply as Multiply
 from .product import PlainProduct as PlainProduct

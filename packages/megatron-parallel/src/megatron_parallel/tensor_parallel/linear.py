@@ -23,6 +23,7 @@ first half and keeps it for the second.
 The layers compute a `Product`, by default `x W^T`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ from megatron_parallel.collectives.operations import (
 from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.tensor_parallel.product import (
     PLAIN,
+    AccumulatingProduct,
+    Gathering,
     Product,
     Weights,
     as_rows,
@@ -148,6 +151,7 @@ class _Options(NamedTuple):
         num_slices: Maximum number of slices.
         constant: Converted weights, see `SavingProduct.constant_weights`.
         saves: Whether gradients of weights are needed.
+        start_gather: How a `GatheringProduct` starts the all-gather of its input; None for others.
     """
 
     product: SavingProduct
@@ -156,6 +160,7 @@ class _Options(NamedTuple):
     num_slices: int
     constant: SavedTensors
     saves: bool
+    start_gather: Callable[[Tensor, Axis], Gathering] | None
 
     def forward(self, x: Tensor, weights: Weights, bias: Tensor | None) -> tuple[Tensor, Saved]:
         """Returns the product, and what the backward pass needs."""
@@ -179,7 +184,9 @@ def _options(
 ) -> _Options:
     saver = saving(product)
     constant = saver.constant_weights(weights)
-    return _Options(saver, axis, cut, num_slices, constant, wants_gradients(weights))
+    return _Options(
+        saver, axis, cut, num_slices, constant, wants_gradients(weights), _own_gather(product)
+    )
 
 
 def _unpack(*rest: Any) -> tuple[list[Tensor], Tensor | None, _Options]:
@@ -197,7 +204,8 @@ class _Column(Function):
         if not options.cut:
             y, saved = options.forward(x, weights, bias)
         elif (count := _divisor(len(x), options.num_slices)) == 1:
-            whole = all_gather(x, options.axis)
+            start = options.start_gather
+            whole = all_gather(x, options.axis) if start is None else start(x, options.axis).wait()
             y, found = options.forward(whole, weights, bias)
             saved = Saved(_own_rows(found.input, whole, x, options.axis), found.weights)
         else:
@@ -212,8 +220,9 @@ class _Column(Function):
         requests = weight_gradient_requests(ctx, ctx.shapes)
         needs_x = _compat.gradient_wanted(ctx, 0)
         needs_bias = _compat.gradient_wanted(ctx, 1 + len(ctx.shapes))
-        gathers = options.cut and any(requests)
-        gathering = start_all_gather(saved.input[0], options.axis) if gathers else None
+        gathers, start_gather = options.cut and any(requests), options.start_gather
+        start: Callable[[Tensor, Axis], Any] = start_gather or start_all_gather
+        gathering = start(saved.input[0], options.axis) if gathers else None
         dy = grads[0]
         rows = as_rows(dy)
         reducing, operand = None, None
@@ -281,6 +290,13 @@ class _Row(Function):
             if any(requests):
                 dweights = product.weight_gradients(operand, saved, requests)
         return dx, *dweights, None
+
+
+def _own_gather(product: Product) -> Callable[[Tensor, Axis], Gathering] | None:
+    """Returns how a `GatheringProduct` starts the all-gather of its input; None for others."""
+    own = product.product if isinstance(product, AccumulatingProduct) else product
+    start: Callable[[Tensor, Axis], Gathering] | None = getattr(own, "start_gather", None)
+    return start
 
 
 def _gather_in_slices(

@@ -34,6 +34,7 @@ from megatron_parallel.tensor_parallel.cross_entropy import (
 )
 from megatron_parallel.tensor_parallel.product import (
     AccumulatingProduct,
+    FactorProduct,
     Product,
     WeightGradientRequest,
     Weights,
@@ -336,16 +337,23 @@ class _Sum(WeightGradientRequest):
         self.total: Tensor | None = None
 
     def __call__(
-        self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"]
+        self,
+        dy: Float[Tensor, "rows out"],
+        x: Float[Tensor, "rows in"],
+        multiply: FactorProduct | None = None,
     ) -> Float[Tensor, "..."] | None:
         """Adds `dy^T x`; returns None."""
         dtype, first = _at_least_float32(dy), self.total is None
         # On CUDA, products of bf16 are summed in float32 without a copy.
-        adds = dtype == dy.dtype or (dy.is_cuda and dy.dtype == torch.bfloat16)
+        adds = multiply is not None or dtype == dy.dtype
+        adds |= dy.is_cuda and dy.dtype == torch.bfloat16
         if self.total is None:
             fill = torch.empty if adds else torch.zeros
             self.total = fill(self.shape, dtype=dtype, device=dy.device)
         total = self.total.view(-1, x.shape[1])
+        if multiply is not None:
+            multiply(dy, x, total, first=first)
+            return None
         if adds:
             add_product(total, dy, x, first=first)
             return None

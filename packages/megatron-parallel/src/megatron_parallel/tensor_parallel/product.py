@@ -25,6 +25,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from megatron_parallel import _compat
+from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.sharding import Sharding
 from megatron_parallel.tensor_parallel.saving import (
@@ -61,10 +62,33 @@ def multiply_matrix(
     return functional.linear(x, as_matrix(weight), bias)
 
 
+@runtime_checkable
+class FactorProduct(Protocol):
+    """Multiplies the two factors of a weight's gradient, in place of torch."""
+
+    def __call__(
+        self,
+        dy: Float[Tensor, "rows out"],
+        x: Float[Tensor, "rows in"],
+        into: Float[Tensor, "out in"] | None = None,
+        *,
+        first: bool = True,
+    ) -> Float[Tensor, "out in"]:
+        """Returns `dy^T x`, or adds it to a matrix.
+
+        Args:
+            dy: Gradient of the output.
+            x: Input.
+            into: Matrix that is changed in place and returned. Defaults to a new one.
+            first: Whether `into` is overwritten.
+        """
+
+
 class WeightGradientRequest:
     """Request of a backward pass for the gradient of one weight.
 
-    A product calls it with the two factors of the gradient.
+    A product calls it with the two factors of the gradient, and with its own `FactorProduct` if it
+    does not leave the multiplication to torch.
 
     Attributes:
         shape: Shape of the weight.
@@ -82,10 +106,13 @@ class WeightGradientRequest:
         return self._must_return()
 
     def __call__(
-        self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"]
+        self,
+        dy: Float[Tensor, "rows out"],
+        x: Float[Tensor, "rows in"],
+        multiply: FactorProduct | None = None,
     ) -> Float[Tensor, "..."] | None:
         """Returns `dy^T x` in the shape of the weight; None if it was accumulated elsewhere."""
-        return (dy.t() @ x).view(self.shape)
+        return multiply_factors(dy, x, multiply).view(self.shape)
 
 
 @runtime_checkable
@@ -170,6 +197,27 @@ class LayerProduct(Protocol):
         """
 
 
+@runtime_checkable
+class Gathering(Protocol):
+    """An all-gather that was started."""
+
+    def wait(self) -> Tensor:
+        """Waits for it and returns the whole tensor."""
+
+
+@runtime_checkable
+class GatheringProduct(Protocol):
+    """A `Product` whose input may be in few bits, which it gathers as they are."""
+
+    def start_gather(self, x: Float[Tensor, "part ..."], axis: Axis) -> Gathering:
+        """Starts the all-gather of an input that sequence parallelism cuts along dim 0.
+
+        Args:
+            x: This rank's part of the input.
+            axis: Axis that cuts it.
+        """
+
+
 @dataclass(frozen=True)
 class PlainProduct:
     """The product `x W^T + b`."""
@@ -219,7 +267,12 @@ class AccumulateGradient(Protocol):
     """Accumulates the gradient `dy^T x` of one weight."""
 
     def __call__(
-        self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, must_return: bool
+        self,
+        dy: Float[Tensor, "rows out"],
+        x: Float[Tensor, "rows in"],
+        *,
+        must_return: bool,
+        multiply: FactorProduct | None = None,
     ) -> Tensor | None:
         """Adds `dy^T x` and returns the gradient for autograd, or None.
 
@@ -227,6 +280,7 @@ class AccumulateGradient(Protocol):
             dy: Gradient of the output.
             x: Input.
             must_return: See `WeightGradientRequest`.
+            multiply: Multiplication of the product. Defaults to the accumulator's own.
         """
 
 
@@ -293,9 +347,12 @@ class _Accumulated(WeightGradientRequest):
         self._accumulate = accumulate
 
     def __call__(
-        self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"]
+        self,
+        dy: Float[Tensor, "rows out"],
+        x: Float[Tensor, "rows in"],
+        multiply: FactorProduct | None = None,
     ) -> Float[Tensor, "..."] | None:
-        return self._accumulate(dy, x, must_return=self.must_return)
+        return self._accumulate(dy, x, must_return=self.must_return, multiply=multiply)
 
 
 class _SavesOperands(SavingProduct):
@@ -467,6 +524,13 @@ def weight_gradient_requests(
         else None
         for index, shape in enumerate(shapes, 1)
     ]
+
+
+def multiply_factors(
+    dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], multiply: FactorProduct | None
+) -> Float[Tensor, "out in"]:
+    """Returns `dy^T x`, by torch without another `FactorProduct`."""
+    return dy.t() @ x if multiply is None else multiply(dy, x)
 
 
 def as_matrix(weight: Float[Tensor, "*out in"]) -> Float[Tensor, "flat in"]:
