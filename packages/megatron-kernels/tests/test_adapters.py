@@ -7,8 +7,7 @@ from typing import Any
 import fake_libraries
 import pytest
 import torch
-from megatron_kernels import Mask, Scores, attention, layer_norm, linear, rms_norm, takes_lengths
-from megatron_kernels.ops import transformer_engine
+from megatron_kernels import Mask, Scores, attention, layer_norm, rms_norm, takes_lengths
 from megatron_kernels.ops.attention import flex as flex_attention
 from megatron_kernels.ops.attention.flash import (
     flash,
@@ -151,43 +150,6 @@ def test_only_flash_backends_take_the_lengths_of_documents() -> None:
     assert not takes_lengths("auto") and not takes_lengths("torch,flash_attn")
 
 
-@pytest.mark.parametrize("zero_centered", [False, True])
-def test_transformer_engine_norms_equal_the_reference(
-    zero_centered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_libraries.install_transformer_engine(monkeypatch)
-    x, gain, shift = drawn(5, 3, 16), drawn(16), drawn(16)
-    compared(
-        lambda *a: transformer_engine.layer_norm(*a, 1e-5, zero_centered),
-        lambda *a: layer_norm(*a, 1e-5, zero_centered, backend="reference"),
-        *(x, gain, shift),
-    )
-    compared(
-        lambda *a: transformer_engine.rms_norm(*a, 1e-5, zero_centered),
-        lambda *a: rms_norm(*a, 1e-5, zero_centered, backend="reference"),
-        *(x, gain),
-    )
-    turned = drawn(3, 16, 5).transpose(1, 2)
-    compared(
-        lambda *a: transformer_engine.rms_norm(*a, 1e-5),
-        lambda *a: rms_norm(*a, 1e-5, backend="reference"),
-        *(turned, gain),
-    )
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_transformer_engine_linear_equals_the_reference(
-    bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_libraries.install_transformer_engine(monkeypatch)
-    shift = drawn(7) if bias else None
-    compared(
-        transformer_engine.linear,
-        lambda *a: linear(*a, backend="reference"),
-        *(drawn(5, 3, 16), drawn(7, 16), shift),
-    )
-
-
 def test_apex_norms_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_libraries.install_apex(monkeypatch)
     x, gain, shift = drawn(5, 3, 16), drawn(16), drawn(16)
@@ -201,14 +163,6 @@ def test_apex_norms_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None
         lambda *a: rms_norm(*a, 1e-5, backend="reference"),
         *(x, gain),
     )
-
-
-def test_libraries_refuse_two_dtypes_and_missing_parameters() -> None:
-    x, gain = drawn(5, 16), drawn(16)
-    assert transformer_engine.layer_norm_unsupported_reason(x, gain, None, 1e-5) == "needs a bias"
-    assert transformer_engine.rms_norm_unsupported_reason(x, None, 1e-5) == "needs a gain"
-    reason = transformer_engine.linear_unsupported_reason(x, drawn(7, 16), None)
-    assert reason == "needs a CUDA tensor, x is on cpu"
 
 
 def test_flex_attention_on_a_cpu_has_no_backward_pass() -> None:

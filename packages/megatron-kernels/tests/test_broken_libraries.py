@@ -57,9 +57,11 @@ def with_broken(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (folder / module / "__init__.py").write_text(
             "raise OSError('undefined symbol: built for another torch')\n"
         )
-        info = folder / f"{module}-9.0.dist-info"
+        version = "2.15" if module == "transformer_engine" else "9.0"
+        info = folder / f"{module}-{version}.dist-info"
         info.mkdir()
-        metadata = f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: 9.0\n"
+        name = module.replace("_", "-")
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         (info / "METADATA").write_text(metadata)
     (folder / "apex" / "normalization").mkdir()
     (folder / "transformer_engine" / "pytorch").mkdir()

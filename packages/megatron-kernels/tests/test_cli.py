@@ -18,6 +18,8 @@ def test_list_names_every_operation_backend_and_library(capsys: pytest.CaptureFi
     assert "on request only, never run on a GPU by this project" in out
     for library in ("triton", "flash-attn", "transformer-engine", "apex"):
         assert f"   {library}" in out
+    assert "by Transformer Engine  [on request only, never run on a GPU by this project]" in out
+    assert "   mxfp8           cannot: needs a CUDA tensor, x is on cpu" in out
 
 
 def test_check_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,7 @@ from .ops.ssm.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from .ops.ssm.ssd_scan import SsdOutput as SsdOutput
 from .ops.ssm.ssd_scan import ssd_scan as ssd_scan
 from .registry import AUTO as AUTO
+from .registry import NEVER_RUN as NEVER_RUN
 from .registry import Backend as Backend
 from .registry import BackendChoice as BackendChoice
 from .registry import Op as Op

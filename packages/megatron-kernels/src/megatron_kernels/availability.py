@@ -22,6 +22,7 @@ class Library:
         name: Name for users, and of the extra that installs it if there is one.
         module: Module that is imported.
         minimum: Oldest version with the interface that the backends use; () for any.
+        below: First version whose interface is unknown; () for none.
         install_hint: How to install it.
         required_submodule: A submodule that other projects of the same name lack.
         cuda: Whether it needs a CUDA device.
@@ -33,6 +34,7 @@ class Library:
     install_hint: str
     required_submodule: str | None = None
     cuda: bool = True
+    below: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,10 @@ LIBRARIES = (
     Library(
         "transformer-engine",
         "transformer_engine",
-        (2, 0),
+        (2, 10),
         "pip install megatron-kernels[transformer-engine]",
         required_submodule="transformer_engine.pytorch",
+        below=(2, 21),
     ),
     Library(
         "apex",
@@ -117,6 +120,10 @@ def probe_installation(description: Library) -> Availability:
     if description.minimum and version is not None and _numbers(version) < description.minimum:
         needed = ".".join(map(str, description.minimum))
         return Availability(description.name, version, f"too old, {needed} or newer is needed")
+    if description.below and version is not None and _numbers(version) >= description.below:
+        limit = ".".join(map(str, description.below))
+        reason = f"of an unknown interface, a version below {limit} is needed"
+        return Availability(description.name, version, reason)
     return Availability(description.name, version, None)
 
 

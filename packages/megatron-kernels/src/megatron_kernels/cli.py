@@ -87,6 +87,9 @@ def _list(arguments: argparse.Namespace) -> int:
     from megatron_kernels.availability import library_availability
     from megatron_kernels.cases import CASES
     from megatron_kernels.inputs import InputGenerator
+    from megatron_kernels.registry import NEVER_RUN
+    from megatron_kernels.transformer_engine import TransformerEngineRecipe
+    from megatron_kernels.transformer_engine.check import SCALINGS, recipe_reason
 
     source = InputGenerator(getattr(torch, arguments.dtype), _device(arguments.device))
     choices: dict[BackendChoice, list[str]] = {}
@@ -99,6 +102,10 @@ def _list(arguments: argparse.Namespace) -> int:
         where = f" for {'; '.join(labels)}" if choice.op in ambiguous else ""
         print(f"{title}{where}", *lines, sep="\n")
     print("optional libraries", *(f"   {library}" for library in library_availability()), sep="\n")
+    print(f"products in few bits by Transformer Engine  [on request only, {NEVER_RUN}]")
+    for scaling in SCALINGS:
+        reason = recipe_reason(TransformerEngineRecipe(scaling), source.device)
+        print(f"   {scaling:<15} {'can run' if reason is None else f'cannot: {reason}'}")
     return 0
 
 
@@ -112,6 +119,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from megatron_kernels._progress import progress
     from megatron_kernels.check import TOLERANCES, Result, check, count_checks
     from megatron_kernels.choices import find_operation
+    from megatron_kernels.transformer_engine import NAME
+    from megatron_kernels.transformer_engine.check import check_recipes
 
     device = _device(arguments.device)
     ops, inputs = [find_operation(name).name for name in arguments.ops], arguments.inputs
@@ -144,6 +153,16 @@ def _check(arguments: argparse.Namespace) -> int:
                 for each in results
                 if each.known is not None and not each.within_tolerance
             }
+    if not ops or "linear" in ops:
+        for each in check_recipes(device):
+            title = f"products in few bits ({each.scaling})"
+            if each.unsupported_reason is not None:
+                skipped[f"  {title}, {NAME}: {each.unsupported_reason}"] = None
+                continue
+            run, failed = run + 1, failed + (not each.passed)
+            forward, *gradients = each.errors
+            verdict = "" if each.passed else "  FAILED"
+            print(f"  {title:<40} {NAME:<18} {forward:8.1e} {max(gradients):9.1e}{verdict}")
     if skipped:
         print("not checked", *skipped, sep="\n")
     if known:

@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from megatron_kernels.ops import batch_invariant, invariant_product, transformer_engine
+from megatron_kernels.ops import batch_invariant, invariant_product
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.transformer_engine import products as transformer_engine
+from megatron_kernels.transformer_engine.library import NAME as TRANSFORMER_ENGINE
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,10 +69,10 @@ def dtypes_unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor | None) ->
 @op(
     Backend("torch", fused, dtypes_unsupported_reason, "F.linear"),
     Backend(
-        transformer_engine.NAME,
+        TRANSFORMER_ENGINE,
         transformer_engine.linear,
         transformer_engine.linear_unsupported_reason,
-        "Transformer Engine's Linear",
+        "Transformer Engine's general_gemm",
         NEVER_RUN,
     ),
     Backend(

@@ -5,13 +5,14 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_kernels.ops import transformer_engine
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
 from megatron_kernels.ops.norm import apex, batch_invariant, triton
 from megatron_kernels.ops.norm.gain import gain_of
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.ops.triton_op import triton_backend
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
+from megatron_kernels.transformer_engine import norm as transformer_engine
+from megatron_kernels.transformer_engine.library import NAME as TRANSFORMER_ENGINE
 
 
 def reference(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
@@ -55,7 +56,7 @@ def invariant(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool 
         "apex", apex.rms_norm, apex.rms_norm_unsupported_reason, "Apex's fused RMSNorm", NEVER_RUN
     ),
     Backend(
-        transformer_engine.NAME,
+        TRANSFORMER_ENGINE,
         transformer_engine.rms_norm,
         transformer_engine.rms_norm_unsupported_reason,
         "Transformer Engine's RMSNorm",

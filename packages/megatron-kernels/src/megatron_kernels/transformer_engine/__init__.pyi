@@ -1,0 +1,11 @@
+from .library import NAME as NAME
+from .library import te_gather as te_gather
+from .library import te_unsupported_reason as te_unsupported_reason
+from .norm import te_quantized_norm as te_quantized_norm
+from .products import is_quantized as is_quantized
+from .products import te_dgrad as te_dgrad
+from .products import te_forward as te_forward
+from .products import te_wgrad as te_wgrad
+from .recipe import TransformerEngineOperand as TransformerEngineOperand
+from .recipe import TransformerEngineRecipe as TransformerEngineRecipe
+from .recipe import TransformerEngineScaling as TransformerEngineScaling
