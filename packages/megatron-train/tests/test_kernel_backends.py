@@ -1,8 +1,10 @@
 """Flags that choose backends, and their errors."""
 
 import argparse
+import sys
 from pathlib import Path
 
+import fake_transformer_engine
 import pytest
 import torch
 from megatron_train.config.flags import Parser, add_run_options
@@ -11,7 +13,7 @@ from megatron_train.config.resolve import resolve
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.errors import TrainError
-from megatron_train.kernels import explain_run_backends
+from megatron_train.kernels import describe_products, explain_run_backends
 from megatron_train.run_description import describe_run
 
 RUN = (
@@ -44,11 +46,20 @@ def parse(flags: str = "", config: Path | None = None) -> RunConfig:
         ("--transformer-impl local", {}),
         (
             "--transformer-impl transformer_engine",
-            {"linear": "transformer_engine", "layer_norm": "transformer_engine"},
+            {
+                "linear": "transformer_engine",
+                "layer_norm": "transformer_engine",
+                "add_layer_norm": "separate",
+            },
         ),
         (
             "--transformer-impl transformer_engine --kernel-backends linear=torch gelu=reference",
-            {"linear": "torch", "layer_norm": "transformer_engine", "gelu": "reference"},
+            {
+                "linear": "torch",
+                "layer_norm": "transformer_engine",
+                "add_layer_norm": "separate",
+                "gelu": "reference",
+            },
         ),
         ("--no-bias-gelu-fusion", {"bias_gelu": "separate", "gelu": "torch"}),
         ("--disable-bias-linear --no-bias-gelu-fusion", {"gelu": "torch"}),
@@ -100,6 +111,10 @@ def test_a_file_chooses_backends(tmp_path: Path) -> None:
             "attention_forward has no effect with --context-parallel-size 1; leave it out",
         ),
         (
+            "--transformer-impl transformer_engine --compile",
+            "--compile does not work with linear layers by Transformer Engine, which compiled code",
+        ),
+        (
             "--kernel-backends bias_gelu=reference --no-bias-gelu-fusion",
             "bias_gelu=reference and --no-bias-gelu-fusion choose the same backend; leave out one",
         ),
@@ -134,6 +149,25 @@ def test_a_backend_that_cannot_run_here_is_refused_with_its_reason(
     with pytest.raises(TrainError) as error:
         explain_run_backends(parse(flags), CPU, torch.float32)
     assert str(error.value) == message
+
+
+def test_a_recipe_that_the_device_lacks_is_refused_by_its_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_transformer_engine.install(monkeypatch, on_cpu=True)
+    few = "--fp8-format hybrid --fp8-recipe mxfp8"
+    assert "backend reference" in describe_products(parse(few), CPU, torch.float32)
+    run = parse(f"{few} --transformer-impl transformer_engine")
+    assert "mxfp8 (hybrid) by Transformer Engine" in describe_products(run, CPU, torch.float32)
+    lacking = (False, "Device compute capability 10.0 or higher required.")
+    module = sys.modules["transformer_engine.pytorch"]
+    monkeypatch.setattr(module, "is_mxfp8_available", lambda return_reason: lacking)
+    with pytest.raises(TrainError) as error:
+        describe_products(run, CPU, torch.float32)
+    assert str(error.value) == (
+        "--fp8-recipe: fp8 mxfp8 (hybrid) by Transformer Engine: mxfp8 is not supported: Device "
+        "compute capability 10.0 or higher required; choose another recipe or device"
+    )
 
 
 def test_the_log_names_backends_and_reasons_if_one_is_requested() -> None:

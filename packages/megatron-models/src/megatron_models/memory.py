@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from megatron_parallel import (
     AbstractMesh,
@@ -67,6 +67,10 @@ class TrainingMemory:
         """Sum of all bytes."""
         held = self.parameters + self.gradients + self.optimizer
         return held + self.activations + self.converted_weights
+
+
+_TRANSFORMER_ENGINE: Final = "transformer_engine"
+"""As `megatron_kernels.transformer_engine.NAME`, without torch."""
 
 
 def training_memory(
@@ -149,6 +153,8 @@ def training_memory(
     held = _model_states(config, layout, data_parallel, size, layers, state, products or {})
     if not activations:
         return held
+    if (backends or {}).get("linear") == _TRANSFORMER_ENGINE:
+        low_precision = LowPrecisionConfig()  # its products save inputs and weights as they are
     converted = _converted_weights(config, layout, data_parallel, layers, low_precision, backends)
     trunk = config.trunk()
     layer_pass = LayerPass(

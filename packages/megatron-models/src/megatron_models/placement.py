@@ -7,6 +7,7 @@ from typing import Any, TypeVar, Union
 
 import torch
 from megatron_kernels import AUTO, Op, fuses_on, vocab_cross_entropy, vocab_embedding
+from megatron_kernels.transformer_engine import NAME as TRANSFORMER_ENGINE
 from megatron_parallel import Mesh, RecomputeConfig, Sharding, StepState
 from megatron_parallel.sharding.step_state import Update
 from megatron_parallel.tensor_parallel import (
@@ -28,6 +29,7 @@ from torch import nn
 
 from megatron_models.fused_operations import SEPARATE
 from megatron_models.linear_product import LinearProduct
+from megatron_models.transformer_engine.product import TransformerEngineProduct
 from megatron_models.vocab_lookup import KernelLookup
 from megatron_models.vocab_loss import KernelLogits
 
@@ -112,6 +114,8 @@ class Placement:
         if role in self.products:
             return self.products[role]
         backend = self.backend("linear")
+        if backend == TRANSFORMER_ENGINE:
+            return TransformerEngineProduct()
         return PLAIN if backend == AUTO else LinearProduct(backend)
 
     def expert_product(self, role: str) -> Product:

@@ -2,7 +2,7 @@
 
 import torch
 from megatron_kernels import BackendChoice
-from megatron_models import ConfigError, explain_backends
+from megatron_models import ConfigError, describe_low_precision, explain_backends
 
 from megatron_train.config.kernel_backends import chosen_backends
 from megatron_train.config.run import RunConfig
@@ -33,6 +33,25 @@ def explain_run_backends(
         )
     except ConfigError as error:
         raise TrainError(f"{_flag(config)}: {error}; leave it out") from None
+
+
+def describe_products(config: RunConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Returns in one line how linear layers multiply in few bits; empty if they do not.
+
+    Args:
+        config: The run.
+        device: Device of the model.
+        dtype: Dtype of the model.
+
+    Raises:
+        TrainError: Transformer Engine is to do so and does not support the recipe here.
+    """
+    few = config.low_precision
+    try:
+        return describe_low_precision(few, device, dtype, chosen_backends(config))
+    except ConfigError as error:
+        flag = "--fp8-recipe" if few.fp4_format is None else "--fp4-recipe"
+        raise TrainError(f"{flag}: {error}; choose another recipe or device") from None
 
 
 def _flag(config: RunConfig) -> str:

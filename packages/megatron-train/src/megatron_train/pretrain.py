@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from megatron_ckpt import CheckpointStore, map_reduce
 from megatron_data import Tokenizer
-from megatron_models import describe_low_precision
 from megatron_parallel import Mesh
 
 from megatron_train.assembly import (
@@ -34,7 +33,7 @@ from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options
 from megatron_train.config.values import Values
 from megatron_train.group_table import group_table
-from megatron_train.kernels import explain_run_backends
+from megatron_train.kernels import describe_products, explain_run_backends
 from megatron_train.memory_check import check_memory
 from megatron_train.mesh_coordinator import coordinator_of
 from megatron_train.metrics.console import Console
@@ -128,7 +127,7 @@ def train(
             console.print_line(line)
         console.print_line(str(trainer.engine.fusion))
         if config.low_precision.enabled:
-            console.print_line(describe_low_precision(config.low_precision, mesh.device, dtype))
+            console.print_line(describe_products(config, mesh.device, dtype))
         if batches.no_test_reason:
             console.print_line(f"no test after the last step: {batches.no_test_reason}")
         if config.checkpoint.save is not None:

@@ -14,6 +14,7 @@ from megatron_models.components.mixer import Mixer
 from megatron_models.components.norm.module import Norm, addition_of
 from megatron_models.lookup import import_object
 from megatron_models.placement import Placement
+from megatron_models.transformer_engine.norm import QuantizedNorm, quantized_norm
 
 
 class Block(nn.Module):
@@ -33,6 +34,7 @@ class Block(nn.Module):
         adds_with_norm: Backend of the operation that adds and computes a norm, or None.
         drops_and_adds: Backend of the operation that drops elements and adds, or None.
         alone: Names of sublayers that are not parallel to others.
+        quantized_norms: Norms that write the input of a sublayer in few bits, by its name.
     """
 
     def __init__(self, layer: Layer, number: int, placement: Placement) -> None:
@@ -54,6 +56,7 @@ class Block(nn.Module):
             self.add_module(sublayer.name, build_mixer(sublayer.mixer, number, placement))
             for name, norm in norms.items():
                 self.add_module(name, norm)
+        self.quantized_norms = self._quantized_norms()
 
     def forward(
         self,
@@ -104,6 +107,19 @@ class Block(nn.Module):
             context.observe_output(self.layer, x)
         return x, added
 
+    def _quantized_norms(self) -> dict[str, QuantizedNorm]:
+        """Returns the norms that can write the input of the only sublayer that reads them."""
+        found = {}
+        for readers in chain.from_iterable(self.groups):
+            first = readers[0]
+            if len(readers) > 1 or first.norm is None or self.adds_with_norm is not None:
+                continue
+            mixer = getattr(self, first.name)
+            few = quantized_norm(getattr(self, f"{first.name}_norm"), mixer)
+            if few is not None:
+                found[first.name] = few
+        return found
+
     def _drops_at_once(self, sublayer: Sublayer, context: Context) -> bool:
         """Returns whether one operation drops elements of an output and adds it to the stream."""
         chosen = self.drops_and_adds is not None and sublayer.name in self.alone
@@ -123,6 +139,9 @@ class Block(nn.Module):
         norm: Norm = getattr(self, f"{readers[0].name}_norm")
         if self.adds_with_norm is None:
             x = add((x, added))
+            few = self.quantized_norms.get(readers[0].name)
+            if few and few.writes(context.recompute, readers[0].mixer.recompute_name):
+                return read(few(x, context.sequence_parallel)), x
             return context.apply_norm(norm, x, read), x
         x, y = norm.after_addition(x, added, self.adds_with_norm)
         return context.read_norm(norm, x, y, read), x

@@ -6,11 +6,14 @@ All linear layers of transformer layers do so; embeddings, routers, attention sc
 layer do not.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 import torch
-from megatron_kernels import quantize, quantized_matmul
+from megatron_kernels import NEVER_RUN, quantize, quantized_matmul
+from megatron_kernels.transformer_engine import NAME as TRANSFORMER_ENGINE
 from megatron_parallel import RecomputeConfig
 
 from megatron_models.errors import ConfigError
@@ -21,6 +24,10 @@ from megatron_models.low_precision.product import DelayedProduct, LowPrecisionPr
 from megatron_models.low_precision.recipe import recipe_of
 from megatron_models.models.model_config import ModelConfig
 from megatron_models.placement import Placement
+from megatron_models.transformer_engine.recipe import (
+    transformer_engine_product,
+    transformer_engine_recipe,
+)
 
 _READ_SHARED: Final = frozenset({"linear_proj", "linear_kv"})
 """Attention saves its output, and all layers of a decoder read the output of the encoder."""
@@ -62,6 +69,8 @@ def low_precision_placement(
 ) -> Placement:
     """Returns a placement whose linear layers multiply in few bits.
 
+    They do so by Transformer Engine if that is the placement's backend of ``linear``.
+
     Args:
         model: The model's configuration.
         config: Formats and recipe. Without them the placement itself is returned.
@@ -79,6 +88,15 @@ def low_precision_placement(
             "leave them out"
         )
     roles = linear_roles(model.parameters())
+    if placement.backend("linear") == TRANSFORMER_ENGINE:
+        if any(spec.role and spec.sharding.experts for spec in model.parameters().values()):
+            raise ConfigError(
+                f"experts do not multiply in {config.name} by Transformer Engine; choose another "
+                "backend of linear, or leave out the recipe"
+            )
+        by_library = dict.fromkeys(sorted(roles), transformer_engine_product(config))
+        plain = plain_layers(config, model.depth)
+        return replace(placement, products=by_library, plain_layers=plain)
     product = low_precision_product(config)
     chosen = tuple((name, placement.backend(name)) for name in (QUANTIZE, *GROUPED))
     product = replace(product, backends=chosen)
@@ -101,7 +119,10 @@ def roles_that_keep_inputs(recompute: RecomputeConfig) -> frozenset[str]:
 
 
 def describe_low_precision(
-    config: LowPrecisionConfig, device: torch.device | str, dtype: torch.dtype
+    config: LowPrecisionConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    backends: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Returns in one line how the layers multiply on a device; empty without a recipe.
 
@@ -109,9 +130,18 @@ def describe_low_precision(
         config: Formats and recipe.
         device: Device of the model.
         dtype: Dtype of the model.
+        backends: Requested backends, as in `Placement.backends`.
+
+    Raises:
+        ConfigError: Transformer Engine is requested and does not support the recipe here.
     """
     if not config.enabled:
         return ""
+    if backends.get("linear") == TRANSFORMER_ENGINE:
+        reason = transformer_engine_recipe(config).unavailable_reason()
+        if reason is not None:
+            raise ConfigError(f"{config.name} by Transformer Engine: {reason}")
+        return f"linear layers multiply in {config.name} by Transformer Engine, {NEVER_RUN}"
     recipe, sample = recipe_of(config), torch.ones(16, 16, device=device)
     x, weight = quantize(sample, recipe.input), quantize(sample, recipe.weight)
     choice = quantized_matmul.explain(x, weight, None, dtype)

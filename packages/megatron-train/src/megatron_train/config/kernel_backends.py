@@ -18,14 +18,17 @@ ATTENTION: Final = {"fused": "torch,triton,tiles", "unfused": "reference", "loca
 BLOCKS: Final = {"attention_forward", "attention_backward"}
 """Operations of a ring of context-parallel ranks."""
 
-TRANSFORMER_ENGINE: Final = dict.fromkeys(
-    ("linear", "layer_norm", "rms_norm"), "transformer_engine"
-)
-"""Backends of --transformer-impl transformer_engine."""
-
-
 SEPARATE: Final = "separate"
 """As `megatron_models.fused_operations.SEPARATE`."""
+
+TRANSFORMER_ENGINE: Final = "transformer_engine"
+"""As `megatron_kernels.transformer_engine.NAME`."""
+
+TRANSFORMER_IMPL: Final = {
+    **dict.fromkeys(("linear", "layer_norm", "rms_norm"), TRANSFORMER_ENGINE),
+    **dict.fromkeys(("add_layer_norm", "add_rms_norm"), SEPARATE),
+}
+"""Backends of --transformer-impl transformer_engine: its norms follow additions of their own."""
 
 FUSIONS: Final[dict[str, dict[str, str]]] = {
     "bias_gelu_fusion": {"bias_gelu": SEPARATE, "gelu": "torch"},
@@ -48,7 +51,7 @@ def chosen_backends(run: RunSections) -> dict[str, str]:
     found = {name: each for chosen in _unfused(run).values() for name, each in chosen.items()}
     if placement.transformer_impl != "local":
         used = megatron_models.operations_of(run.model)
-        found |= {name: each for name, each in TRANSFORMER_ENGINE.items() if name in used}
+        found |= {name: each for name, each in TRANSFORMER_IMPL.items() if name in used}
     name, version = placement.attention_backend, placement.flash_attention_version
     if version is not None and name != "flash":
         raise TrainError(
@@ -112,6 +115,11 @@ def check_kernel_backends(run: RunSections) -> None:
     chosen = chosen_backends(run)
     if not chosen:
         return
+    if run.training.compile and chosen.get("linear") == TRANSFORMER_ENGINE:
+        raise TrainError(
+            "--compile does not work with linear layers by Transformer Engine, which compiled code "
+            "cannot call; leave out --compile, or give --kernel-backends linear=torch"
+        )
     if run.layout.cp == 1 and (blocks := sorted(chosen.keys() & BLOCKS)):
         raise TrainError(
             f"--kernel-backends {blocks[0]} has no effect with --context-parallel-size 1; leave it "

@@ -75,7 +75,8 @@ class PlacementConfig:
     )
     transformer_impl: Literal["local", "transformer_engine"] = setting(
         "local",
-        "kernels of linear layers and norms: those of torch (local), or of Transformer Engine",
+        "kernels of linear layers and norms: those of torch (local), or of Transformer Engine, "
+        "also in FP8 and FP4",
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = setting(
         "auto",

@@ -5,6 +5,7 @@ from functools import partial
 
 from jaxtyping import Float
 from megatron_kernels import Scores, attention, rms_norm, rope, rope_qkv
+from megatron_parallel.tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
 from megatron_models.components.attention.alibi import alibi_slopes
@@ -61,6 +62,11 @@ class Attention(nn.Module):
             self.k_norm = QKNorm(norms["k_norm"], placement, group, self.ranks_per_group)
         self.sinks = None if spec.softmax_type == "vanilla" else Sinks(spec, placement)
         self.out = placement.row_parallel_linear(spec.out)
+
+    @property
+    def input_layer(self) -> ColumnParallelLinear:
+        """The layer that alone reads the input."""
+        return self.qkv
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
         """Returns the attention output of each token. Keys and values include cached tokens.

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtyping import Float
 from megatron_kernels import bias_gelu, bias_swiglu, gelu, glu, pointwise, swiglu
+from megatron_parallel.tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
 from megatron_models.components.context import Context
@@ -25,6 +26,11 @@ class MLP(nn.Module):
         self.add_and_activate = bias_activation_of(spec, placement)
         self.up = placement.column_parallel_linear(spec.up)
         self.down = placement.row_parallel_linear(spec.down)
+
+    @property
+    def input_layer(self) -> ColumnParallelLinear:
+        """The layer that alone reads the input."""
+        return self.up
 
     def forward(
         self, x: Float[Tensor, "s b h"], context: Context | None = None

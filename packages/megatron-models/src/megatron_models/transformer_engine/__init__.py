@@ -1,0 +1,1 @@
+"""Products of linear layers, and norms before them, by Transformer Engine."""
