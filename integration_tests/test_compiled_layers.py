@@ -14,6 +14,7 @@ from megatron_models import (
     low_precision_placement,
 )
 from megatron_models.low_precision import product as products
+from megatron_optim import Optimizer, OptimizerConfig
 from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
@@ -139,3 +140,41 @@ def counting(calls: list[str]):
         return own(self, matrix, operand, **wanted)
 
     return counted
+
+
+def by_layer_with_late_weights(mesh: Mesh) -> list[tuple[list[float], list[int]]]:
+    """Returns losses of two steps, and how many gathers were waited for where each layer began."""
+    found = []
+    shares = DataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=4000
+    )
+    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        for options in ({}, {"compile": True, "compile_scope": "layer"}):
+            torch.compiler.reset()
+            torch._dynamo.utils.counters.clear()
+            one = engine(mesh, 0.25, shares, **options)
+            optimizer = Optimizer(one.stages, OptimizerConfig(lr=1e-2))
+            losses, waited = [], []
+            for step in range(2):
+                losses.append(gradients(one, seed=mesh.axis("dp").index)[0])
+                optimizer.step(1e-2)
+                one.stages.zero()
+                if step == 0:
+                    shards = one.stages.shards[0]
+                    for layer in one.task.stages[0].layers.values():
+                        layer.register_forward_pre_hook(
+                            lambda *_, s=shards, into=waited: into.append(len(s.gathers()))
+                        )
+            found.append((losses, waited))
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    return found
+
+
+def test_compiled_layers_wait_for_their_own_weights(worker_pool):
+    for plain, compiled in worker_pool.run_mesh(ParallelLayout(dp=2), by_layer_with_late_weights):
+        assert compiled[0] == pytest.approx(plain[0], rel=1e-12)
+        assert plain[0][0] != plain[0][1]
+        first, *_, last = waited = compiled[1]
+        assert waited == sorted(waited)
+        assert first < last  # later gathers were in flight when the first layer began

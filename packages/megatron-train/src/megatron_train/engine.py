@@ -114,7 +114,9 @@ class StepEngine:
         self.task = task
         self.mesh = mesh
         self._per_token, self._compiled = per_token, compile
-        self.stages = TrainableChunks(task.stages, mesh, data_parallel, self._units)
+        self.stages = TrainableChunks(
+            task.stages, mesh, data_parallel, self._units, waits_by_unit=compile
+        )
         self._counting_task = task if isinstance(task, CountingTask) else None
         self.fusion = self._fuse(data_parallel, compile)
         if compile:

@@ -7,12 +7,13 @@
 This is the second half of ZeRO-1 (Rajbhandari et al. 2020): gradients are reduce-scattered in
 `GradientBuffers`, each rank updates a flat shard of every bucket, and weights are all-gathered.
 With overlap, all gathers start at once, in forward order. Before its forward pass, a module waits
-for the buckets that hold its own parameters. Parameters that are tied over pipeline stages are read
+for the buckets that hold its own parameters, and a unit for all that are below it: a layer that is
+compiled as a whole has no hooks inside. Parameters that are tied over pipeline stages are read
 by a module that does not own them, so the whole stage waits for those. Other code that reads
 parameters (a checkpoint) calls `wait_for_parameters` first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -48,6 +49,8 @@ class ParameterBuffers:
             `overlap_param_gather`, forward hooks are installed on their submodules.
         buffers: Sharded gradient buffers of the same parameters; the parameters use their plan.
         table: Sharding of the parameters.
+        units: Modules that wait before their forward pass for the parameters of all their
+            submodules, which have no hooks of their own. Defaults to none.
 
     Raises:
         LayoutError: The buffers are not sharded.
@@ -59,6 +62,7 @@ class ParameterBuffers:
         module: nn.Module | Sequence[nn.Module],
         buffers: GradientBuffers,
         table: Mapping[str, Sharding],
+        units: Iterable[nn.Module] = (),
     ) -> None:
         if not buffers.config.use_distributed_optimizer:
             raise LayoutError(
@@ -70,8 +74,9 @@ class ParameterBuffers:
         self._gathers_in_flight = 0
         self._hooks: list[RemovableHandle] = []
         if self.overlap:
+            whole = set(units)
             for each in [module] if isinstance(module, nn.Module) else module:
-                self._watch(each)
+                self._watch(each, whole)
 
     def local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
         """Returns what this rank updates, by global name: views of the parameters.
@@ -132,12 +137,16 @@ class ParameterBuffers:
             hook.remove()
         self._hooks.clear()
 
-    def _watch(self, module: nn.Module) -> None:
+    def _watch(self, module: nn.Module, units: set[nn.Module]) -> None:
         """Installs hooks: before its forward pass, a module waits for the buckets that it reads."""
         owners = {id(p): bucket for bucket in self.buckets for p in bucket.parameters.values()}
         tied = [bucket for bucket in self.buckets if bucket.tied]
+        inside = {child for unit in units for child in unit.modules()} - units
         for child in module.modules():
-            needed = [owners[id(p)] for p in child.parameters(recurse=False) if id(p) in owners]
+            if child in inside:
+                continue
+            own = child.parameters(recurse=child in units)
+            needed = [owners[id(p)] for p in own if id(p) in owners]
             if child is module:
                 needed = [*tied, *needed]
             if needed:

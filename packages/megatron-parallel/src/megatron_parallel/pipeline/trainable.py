@@ -17,6 +17,7 @@ The same calls serve every layout and `DataParallelConfig`.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -44,8 +45,11 @@ class TrainableChunks:
             pipeline.
         mesh: The mesh of this rank.
         config: How gradients are summed, and what each rank holds.
-        units: Returns the modules of a chunk that are gathered one at a time; called with
-            `config.use_torch_fsdp2`. Defaults to none.
+        units: Returns the modules of a chunk that are gathered one at a time, with
+            `config.use_torch_fsdp2` or `waits_by_unit`. Defaults to none.
+        waits_by_unit: Whether with `config.overlap_param_gather` a unit waits for all its
+            parameters before its forward pass. By default each module in it waits for its own,
+            which compiled code cannot do.
 
     Attributes:
         mesh: The mesh of this rank.
@@ -70,6 +74,8 @@ class TrainableChunks:
         mesh: Mesh,
         config: DataParallelConfig = DEFAULT_CONFIG,
         units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+        *,
+        waits_by_unit: bool = False,
     ) -> None:
         self.mesh = mesh
         self.config = config
@@ -81,8 +87,8 @@ class TrainableChunks:
         self.shards: list[ParameterShards] = []
         self.buffers: list[GradientBuffers] = []
         self._gradients: ChunkGradients | FullyShardedChunks
+        units_of_chunk = [() if units is None else units(chunk) for chunk in chunks]
         if config.use_torch_fsdp2:
-            units_of_chunk = [() if units is None else units(chunk) for chunk in chunks]
             self._gradients = sharded = FullyShardedChunks(
                 mesh, chunks, units_of_chunk, self.table, config
             )
@@ -92,8 +98,9 @@ class TrainableChunks:
             self._gradients = buffered = ChunkGradients(mesh, chunks, self.table, config)
             self.buffers = buffered.buffers
             if config.use_distributed_optimizer:
+                waiting = [*chain.from_iterable(units_of_chunk)] if waits_by_unit else []
                 self.shards.extend(
-                    ParameterBuffers(holders, buffers, self.table)
+                    ParameterBuffers(holders, buffers, self.table, waiting)
                     for holders, buffers in buffered.holders
                 )
         self.parameters: Mapping[str, Parameter] = self._gradients.parameters

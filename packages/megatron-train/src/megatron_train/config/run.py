@@ -246,17 +246,16 @@ class RunConfig(RunSections):
     def _check_data_parallel(self) -> None:
         """Refuses settings of data parallelism that the layout does not support."""
         layout, shared = self.layout, self.data_parallel
-        compiles, scope = self.training.compile, self.training.compile_scope
-        if compiles and shared.overlap_param_gather:
-            raise TrainError(
-                "--compile does not work with --overlap-param-gather: compiled code cannot wait "
-                "for the weights of single modules; leave out one of them"
-            )
-        if compiles and shared.use_torch_fsdp2 and scope == "stage":
-            raise TrainError(
-                "--compile does not work with --use-torch-fsdp2: a compiled stage cannot wait for "
-                "the weights of a layer; use --compile-scope layer, or leave out one of them"
-            )
+        stage = self.training.compile and self.training.compile_scope == "stage"
+        for flag, waits in (
+            ("--overlap-param-gather", shared.overlap_param_gather),
+            ("--use-torch-fsdp2", shared.use_torch_fsdp2),
+        ):
+            if stage and waits:
+                raise TrainError(
+                    f"--compile does not work with {flag}: a compiled stage cannot wait for the "
+                    "weights of a layer; use --compile-scope layer, or leave out one of them"
+                )
         half = self.training.bf16 or self.training.fp16
         if not shared.accumulate_allreduce_grads_in_fp32 and not half:
             raise TrainError(
