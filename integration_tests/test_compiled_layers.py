@@ -32,10 +32,10 @@ CONFIG = GPTConfig(
 )
 
 
-def engine(mesh: Mesh, hidden_dropout: float, data_parallel=None, **options) -> StepEngine:
+def engine(mesh: Mesh, dropout: float, data_parallel=None, **options) -> StepEngine:
     """Returns the engine of a small model in float64."""
     stages = gpt_chunks(CONFIG, Placement(mesh, dtype=torch.float64), seed=5)
-    task = GPTTask(stages, None, hidden_dropout=hidden_dropout, attention_dropout=0.0)
+    task = GPTTask(stages, None, hidden_dropout=dropout, attention_dropout=dropout)
     return StepEngine(task, mesh, data_parallel, **options)
 
 
@@ -66,10 +66,10 @@ def traced(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-@pytest.mark.parametrize("hidden_dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.25])
-def test_equal_layers_share_one_graph_and_nothing_else_changes(traced, hidden_dropout):
-    loss, expected = gradients(engine(Mesh.single(), hidden_dropout))
-    compiled = engine(Mesh.single(), hidden_dropout, compile=True, compile_scope="layer")
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.25])
+def test_equal_layers_share_one_graph_and_nothing_else_changes(traced, dropout):
+    loss, expected = gradients(engine(Mesh.single(), dropout))
+    compiled = engine(Mesh.single(), dropout, compile=True, compile_scope="layer")
     found, actual = gradients(compiled)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 2  # one of four layers, one of the output layer with the loss

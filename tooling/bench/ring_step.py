@@ -44,7 +44,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor) -> None:
     split = ContextSplit.zigzag(2 * LOCAL, 2)
     over_ranks = ContextParallel(None, axis, ("p2p",), split, Mask(), None)  # type: ignore[arg-type]
     with patch.object(ring, "_Message", Arrived):
-        out = over_ranks.attention(q, k, v, 0, 0, PLAIN_SCORES, EVERYTHING)
+        out = over_ranks.attention(q, k, v, "p2p", 0, 0, PLAIN_SCORES, EVERYTHING)
         out.backward(torch.ones_like(out))
 
 

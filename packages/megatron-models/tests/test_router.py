@@ -83,7 +83,7 @@ def test_noise_on_inputs_is_keyed_by_token_and_layer(small):
     assert abs(factors.mean() - 1) < 0.01
     later = DropoutKey(key.word0[300:], key.word1[300:])
     assert torch.equal(one._jitter(ones[300:], later), factors[300:])
-    one.layer = 4
+    one.dropout_layer = 4
     assert not torch.equal(one._jitter(ones, key), factors)
 
 

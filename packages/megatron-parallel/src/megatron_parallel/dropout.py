@@ -116,6 +116,24 @@ class DropoutKey:
         numbers = _Site.of(p, layer, site)
         return numbers.word0, numbers.word1, numbers.least, numbers.scale
 
+    def of_site(
+        self, p: float, *, layer: int | Int64[Tensor, ""], site: int
+    ) -> tuple["DropoutKey", tuple[int, int, int, float]]:
+        """Returns a key and the `site_numbers` that belong to it, for any number of the layer.
+
+        If `layer` is a tensor, the key contains it and the numbers do not depend on it, so that
+        compiled code is the same for all layers. Otherwise the key is this one.
+
+        Args:
+            p: As in `site_numbers`.
+            layer: Global index of the layer.
+            site: As in `site_numbers`.
+        """
+        found, key = _Site.of(p, layer, site), self
+        if isinstance(layer, Tensor):
+            key, found = found.applied_to(self)
+        return key, (found.word0, found.word1, found.least, found.scale)
+
     def shard(self, axis: Axis) -> "DropoutKey":
         """Returns the key of this rank's part of the sequence under sequence parallelism.
 
@@ -172,11 +190,9 @@ def keyed_dropout(
     if p == 0.0:
         return x
     _require_shape(x.shape, key)
-    site_of_layer = _Site.of(p, layer, site)
-    if isinstance(layer, Tensor):
-        key, site_of_layer = site_of_layer.applied_to(key)
+    key, numbers = key.of_site(p, layer=layer, site=site)
     result: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
-        x, key.word0, key.word1, channels, site_of_layer
+        x, key.word0, key.word1, channels, _Site(*numbers)
     )
     return result
 
@@ -223,7 +239,7 @@ class KeptWords:
         word1: Int32[Tensor, "*#dims s"],
         p: float,
         *,
-        layer: int,
+        layer: int | Tensor,
         site: int,
     ) -> "KeptWords":
         """Returns the words of each token and channel.
@@ -236,9 +252,10 @@ class KeptWords:
             layer: Global index of the layer.
             site: Index of the call of `keyed_dropout` in the layer.
         """
-        at = _Site.of(p, layer, site)
+        key, numbers = DropoutKey(word0, word1).of_site(p, layer=layer, site=site)
+        at = _Site(*numbers)
         columns = _folded(_low(channels)).unsqueeze(-2)
-        rows = (_folded(word0 + at.word0).unsqueeze(-1), (word1 ^ at.word1).unsqueeze(-1))
+        rows = (_folded(key.word0 + at.word0).unsqueeze(-1), (key.word1 ^ at.word1).unsqueeze(-1))
         return cls(columns, *rows, at.least)
 
     def part(self, tokens: slice, channels: slice) -> Int32[Tensor, "*dims s t"]:
@@ -253,7 +270,7 @@ def keyed_uniform(
     shape: tuple[int, ...],
     key: DropoutKey,
     *,
-    layer: int,
+    layer: int | Int64[Tensor, ""],
     site: int,
     dtype: torch.dtype,
     channels: int | Int[Tensor, "..."] = 0,
@@ -272,7 +289,8 @@ def keyed_uniform(
         LayoutError: The key has another shape.
     """
     _require_shape(shape, key)
-    bits = _element_bits(shape, key.word0, key.word1, channels, _Site.of(0.0, layer, site))
+    key, numbers = key.of_site(0.0, layer=layer, site=site)
+    bits = _element_bits(shape, key.word0, key.word1, channels, _Site(*numbers))
     return (bits.to(dtype) + _WORD // 2) / _WORD
 
 

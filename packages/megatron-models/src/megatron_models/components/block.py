@@ -9,6 +9,7 @@ from megatron_kernels import bias_dropout_add
 from torch import Tensor, nn
 
 from megatron_models.components.context import Context
+from megatron_models.components.dropout import DropsByLayer
 from megatron_models.components.layer import Layer, Sublayer, norm_groups, parallel_groups
 from megatron_models.components.mixer import Mixer
 from megatron_models.components.norm.module import Norm, addition_of
@@ -33,6 +34,7 @@ class Block(nn.Module):
     Attributes:
         adds_with_norm: Backend of the operation that adds and computes a norm, or None.
         drops_and_adds: Backend of the operation that drops elements and adds, or None.
+        dropout_layer: Number of the layer, which masks of dropout depend on.
         alone: Names of sublayers that are not parallel to others.
         quantized_norms: Norms that write the input of a sublayer in few bits, by its name.
     """
@@ -40,7 +42,7 @@ class Block(nn.Module):
     def __init__(self, layer: Layer, number: int, placement: Placement) -> None:
         super().__init__()
         self.layer, placement = number, placement.of_layer(number)
-        self._dropout_layer: int | Tensor = number
+        self.dropout_layer: int | Tensor = number
         self.groups = [norm_groups(group) for group in parallel_groups(layer)]
         additions = {addition_of(each.norm) for each in layer if each.norm is not None}
         backends = [backend for op in additions if (backend := placement.fused(op)) is not None]
@@ -82,7 +84,10 @@ class Block(nn.Module):
 
         Call it before the forward pass is compiled.
         """
-        self._dropout_layer = torch.tensor(self.layer, device=device)
+        number = torch.tensor(self.layer, device=device)
+        for module in self.modules():
+            if isinstance(module, DropsByLayer):
+                module.dropout_layer = number
 
     def _run(self, x: Tensor, added: Tensor | None, context: Context) -> "Addition":
         for group in self.groups:
@@ -158,7 +163,7 @@ class Block(nn.Module):
         if sublayer.norm_after is not None:
             y = getattr(self, f"{sublayer.name}_norm_after")(y)
         if not self._drops_at_once(sublayer, context):
-            y = context.hidden_dropout(y, self._dropout_layer, sublayer.site)
+            y = context.hidden_dropout(y, self.dropout_layer, sublayer.site)
         return y if sublayer.multiplier == 1.0 else y * sublayer.multiplier
 
     @staticmethod

@@ -197,7 +197,7 @@ class Context:
         return self.dropout.add_hidden(x, added, layer, site, backend)
 
     def attention_dropout(
-        self, layer: int, first_head: int, site: int
+        self, layer: int | Int64[Tensor, ""], first_head: int, site: int
     ) -> ProbabilityDropout | None:
         """Returns the dropout of attention probabilities ``[b, n, s, t]`` at a site, or None."""
         dropout = self.dropout

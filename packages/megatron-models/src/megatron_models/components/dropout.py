@@ -20,6 +20,7 @@ part of every training curve and do not change.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Int32, Int64
@@ -65,6 +66,17 @@ class Dropout:
         for name, value in (("hidden", self.hidden), ("attention", self.attention)):
             if not 0.0 <= value < 1.0:
                 raise ConfigError(f"{name} dropout {value} is not in 0 <= p < 1")
+
+
+@runtime_checkable
+class DropsByLayer(Protocol):
+    """A module whose dropout or noise depends on the number of its layer.
+
+    Attributes:
+        dropout_layer: The number; a tensor, so that compiled code is the same for all layers.
+    """
+
+    dropout_layer: int | Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +131,7 @@ class StageDropout:
     def probabilities(
         self,
         p: Float[Tensor, "b n s t"],
-        layer: int,
+        layer: int | Int64[Tensor, ""],
         first_head: int,
         query_indices: Int[Tensor, "b_or_1 s"] | None = None,
         key_indices: Int[Tensor, "b_or_1_too t"] | None = None,
@@ -184,7 +196,7 @@ class ProbabilityDropout:
     """
 
     stage: StageDropout
-    layer: int
+    layer: int | Int64[Tensor, ""]
     first_head: int
     site: int = ATTENTION_PROBABILITIES
     query_indices: Int[Tensor, "b_or_1 s"] | None = None
@@ -247,7 +259,7 @@ class ProbabilityDropout:
             columns = own if columns is None else own.gather(1, columns.expand(len(own), -1))
         if columns is not None:
             length = dropout.length or len(dropout.key.word0)
-        numbers = DropoutKey.site_numbers(self.probability, layer=self.layer, site=self.site)
+        key, numbers = key.of_site(self.probability, layer=self.layer, site=self.site)
         words = key.word0, key.word1
         return DropoutHash(*words, self.first_head, length, columns, DropoutSite(*numbers))
 

@@ -216,19 +216,10 @@ class RunConfig(RunSections):
             )
 
     def _check_compile_scope(self) -> None:
-        """Refuses dropout of attention in layers that share compiled code."""
-        training = self.training
-        if training.compile_scope == "stage":
-            return
-        if not training.compile:
+        """Refuses a scope of compilation without compilation."""
+        if self.training.compile_scope == "layer" and not self.training.compile:
             raise TrainError(
                 "--compile-scope layer has no effect without --compile; give both or leave it out"
-            )
-        if training.attention_dropout:
-            raise TrainError(
-                f"--compile-scope layer with --attention-dropout {training.attention_dropout:g} "
-                "would compile each layer by itself, since its masks depend on the layer's number; "
-                "use --attention-dropout 0 or --compile-scope stage"
             )
 
     def _check_recompute(self) -> None:

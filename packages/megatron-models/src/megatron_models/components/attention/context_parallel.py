@@ -115,19 +115,27 @@ class ContextParallel:
             )
         self._mesh = mesh
         self.axis = axis
-        self._comm = comm
+        self._comm, self._alike = comm, len({*comm}) == 1
         self.split = split
         self._mask = mask
         self._dropout = dropout
         self._backend = backend
         self._plans: dict[Span, _Plans] = {}
 
+    def comm_of(self, layer: int) -> str:
+        """Returns the communication of a layer.
+
+        If all have the same, reads no number, for which compiled code would be compiled again.
+        """
+        return self._comm[0] if self._alike else self._comm[layer]
+
     def attention(
         self,
         q: Float[Tensor, "part b n d"],
         k: Float[Tensor, "part b g d"],
         v: Float[Tensor, "part b g d"],
-        layer: int,
+        comm: str,
+        layer: int | Tensor,
         first_head: int,
         scores: Scores,
         span: Span,
@@ -138,13 +146,14 @@ class ContextParallel:
             q: Queries of this rank.
             k: Keys of this rank.
             v: Values of this rank.
-            layer: Global layer number.
+            comm: Communication of the layer, see `comm_of`.
+            layer: Global layer number, which dropout depends on.
             first_head: Global number of the first of the ``n`` heads, which are those of this
                 tensor-parallel rank.
             scores: Scores of the ``n`` heads, as in `megatron_kernels.attention`.
             span: How far the layer's attention reaches.
         """
-        comm, axis, split = self._comm[layer], self.axis, self.split
+        axis, split = self.axis, self.split
         plans = self._plans_of(span)
         if comm == "p2p":
             blocks = self._blocks(layer, first_head, scores)
@@ -195,7 +204,7 @@ class ContextParallel:
     def _attend(
         self,
         mask: Mask,
-        layer: int,
+        layer: int | Tensor,
         first_head: int,
         query_indices: Int[Tensor, "b_or_1 s"] | None,
         scores: Scores,
@@ -209,7 +218,7 @@ class ContextParallel:
         backend = self._backend(attention.name)
         return attention(q, k, v, mask, scores, dropout=drop, backend=backend)
 
-    def _blocks(self, layer: int, first_head: int, scores: Scores) -> "_Blocks":
+    def _blocks(self, layer: int | Tensor, first_head: int, scores: Scores) -> "_Blocks":
         dropout = self._dropout if self._drops else None
         return _Blocks(dropout, layer, first_head, scores.without_sinks(), self._backend)
 
@@ -318,7 +327,7 @@ class _Blocks:
     """The kernels' pair of block functions for a ring, with the dropout of one layer."""
 
     dropout: StageDropout | None
-    layer: int
+    layer: int | Tensor
     first_head: int
     scores: Scores
     backend: Callable[[str], str]

@@ -26,6 +26,7 @@ class CrossAttention(nn.Module):
     def __init__(self, spec: CrossAttentionSpec, layer: int, placement: Placement) -> None:
         super().__init__()
         self.layer = layer
+        self.dropout_layer: int | Tensor = layer
         self.tp = placement.mesh.axis("tp")
         self.backend = placement.backend("attention")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
@@ -85,5 +86,5 @@ class CrossAttention(nn.Module):
 
     def _attend(self, context: Context, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         site = CROSS_ATTENTION_PROBABILITIES
-        drop = context.attention_dropout(self.layer, self.first_head, site)
+        drop = context.attention_dropout(self.dropout_layer, self.first_head, site)
         return attention(q, k, v, mask, self.scores, dropout=drop, backend=self.backend)

@@ -31,6 +31,7 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec, layer: int, placement: Placement) -> None:
         super().__init__()
         self.layer = layer
+        self.dropout_layer: int | Tensor = layer
         self.tp = placement.mesh.axis("tp")
         self.backend = placement.backend("attention")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
@@ -110,9 +111,11 @@ class Attention(nn.Module):
         scores = self._scores_of(q, context)
         context.observe_scores(self.layer, self.first_head, q, k, self.span, scores.scale)
         if context.context_parallel is not None:
-            over_ranks = context.context_parallel.attention
-            return over_ranks(q, k, v, self.layer, self.first_head, scores, self.span)
-        drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
+            parallel = context.context_parallel
+            numbers = parallel.comm_of(self.layer), self.dropout_layer, self.first_head
+            return parallel.attention(q, k, v, *numbers, scores, self.span)
+        site = ATTENTION_PROBABILITIES
+        drop = context.attention_dropout(self.dropout_layer, self.first_head, site)
         mask = context.mask_of(self.span)
         return attention(q, k, v, mask, scores, dropout=drop, backend=self.backend)
 

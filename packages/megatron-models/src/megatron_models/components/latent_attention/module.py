@@ -35,6 +35,7 @@ class LatentAttention(nn.Module):
     def __init__(self, spec: LatentAttentionSpec, layer: int, placement: Placement) -> None:
         super().__init__()
         self.layer = layer
+        self.dropout_layer: int | Tensor = layer
         self.tp = placement.mesh.axis("tp")
         self.backend = placement.backend("attention")
         self.sequence_parallel = placement.sequence_parallel
@@ -148,9 +149,11 @@ class LatentAttention(nn.Module):
         scale = self.scores.scale
         context.observe_scores(self.layer, self.first_head, q, k, EVERYTHING, scale)
         if context.context_parallel is not None:
-            over_ranks = context.context_parallel.attention
-            return over_ranks(q, k, v, self.layer, self.first_head, self.scores, EVERYTHING)
-        drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
+            parallel = context.context_parallel
+            numbers = parallel.comm_of(self.layer), self.dropout_layer, self.first_head
+            return parallel.attention(q, k, v, *numbers, self.scores, EVERYTHING)
+        site = ATTENTION_PROBABILITIES
+        drop = context.attention_dropout(self.dropout_layer, self.first_head, site)
         return attention(q, k, v, context.mask, self.scores, dropout=drop, backend=self.backend)
 
     def _cached(

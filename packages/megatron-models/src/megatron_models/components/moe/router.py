@@ -57,6 +57,7 @@ class Router(nn.Module):
     def __init__(self, spec: MoESpec, layer: int, placement: Placement) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
+        self.dropout_layer: int | Tensor = layer
         self.groups = None
         if spec.moe_router_num_groups:
             self.groups = Groups(
@@ -163,7 +164,8 @@ class Router(nn.Module):
         """Returns factors between 1 - eps and 1 + eps (Fedus et al. 2021, section 2.4)."""
         eps = self.spec.moe_input_jitter_eps
         shape = (len(x), 1, x.shape[1])
-        noise = keyed_uniform(shape, key, layer=self.layer, site=ROUTER_INPUT, dtype=x.dtype)
+        number = self.dropout_layer
+        noise = keyed_uniform(shape, key, layer=number, site=ROUTER_INPUT, dtype=x.dtype)
         return 1 + eps * (2 * noise[:, 0] - 1)
 
     def update_bias(self, bias: Tensor, tokens: Tensor) -> Tensor:

@@ -119,7 +119,8 @@ class SparseAttention(LatentAttention):
 
     def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor, *index: Tensor) -> Tensor:
         """Returns attention to the selected keys, block by block of queries."""
-        drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
+        site = ATTENTION_PROBABILITIES
+        drop = context.attention_dropout(self.dropout_layer, self.first_head, site)
         indexed, keys, weights = index
         trains = torch.is_grad_enabled() and indexed.requires_grad
         collected = context.auxiliary_losses if trains and self.coefficient else None
