@@ -16,7 +16,9 @@ from megatron_models import (
 from megatron_models.low_precision import product as products
 from megatron_optim import Optimizer, OptimizerConfig
 from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
+from megatron_train import compiling
 from megatron_train.engine import StepEngine
+from megatron_train.split_compiler import SplitBackend
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tasks.task import MicroBatch
 
@@ -76,6 +78,27 @@ def test_equal_layers_share_one_graph_and_nothing_else_changes(traced, dropout):
     assert found == pytest.approx(loss, rel=1e-13)
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-11, atol=1e-13, msg=name)
+
+
+def by_layer_in_halves(mesh: Mesh) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """Returns the loss and all gradients of a step of four micro-batches, plain and compiled."""
+    found = []
+    batches = [batch(seed) for seed in range(4)]
+    with patch.object(compiling, "SplitBackend", partial(SplitBackend, "eager")):
+        for options in ({}, {"compile": True, "compile_scope": "layer"}):
+            one = engine(mesh, 0.0, schedule="zb-v", **options)
+            sums = one.run(batches, one.denominators(batches), 1)
+            gradients = {name: g.clone() for name, g in one.stages.gradients().items()}
+            found.append((float(sums["lm loss"]), gradients))
+    return found
+
+
+def test_compiled_layers_run_backward_passes_in_halves(worker_pool):
+    layout = ParallelLayout(pp=2, dp=1, vpp=2, stage_mapping="v")
+    for plain, compiled in worker_pool.run_mesh(layout, by_layer_in_halves):
+        assert compiled[0] == pytest.approx(plain[0], rel=1e-13)
+        for name, gradient in plain[1].items():
+            torch.testing.assert_close(compiled[1][name], gradient, rtol=1e-11, atol=1e-13)
 
 
 def by_layer_with_fsdp(mesh: Mesh) -> list[tuple[float, float]]:
@@ -178,3 +201,33 @@ def test_compiled_layers_wait_for_their_own_weights(worker_pool):
         first, *_, last = waited = compiled[1]
         assert waited == sorted(waited)
         assert first < last  # later gathers were in flight when the first layer began
+
+
+def by_layer_with_experts(mesh: Mesh) -> list[tuple[list[float], int]]:
+    """Returns losses and sums of squared gradients of two steps, and the number of graphs."""
+    config = replace(CONFIG, num_layers=2, num_experts=4, moe_aux_loss_coeff=0.01)
+    found = []
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with patch("torch.compile", partial(torch.compile, backend="eager")):
+        for options in ({}, {"compile": True, "compile_scope": "layer"}):
+            place = Placement(mesh, dtype=torch.float64, dispatcher="alltoall")
+            task = GPTTask(gpt_chunks(config, place, seed=5), None)
+            one, values, graphs = StepEngine(task, mesh, **options), [], []
+            for step in range(2):
+                loss, computed = gradients(one, seed=mesh.axis("dp").index + 2 * step)
+                values += [loss, sum(float(g.square().sum()) for g in computed.values())]
+                one.stages.zero()
+                graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            found.append((values, graphs))
+    return found
+
+
+def test_experts_with_changing_numbers_of_rows_compute_between_graphs(worker_pool):
+    layout = ParallelLayout(dp=2, ep=2)
+    for plain, compiled in worker_pool.run_mesh(layout, by_layer_with_experts):
+        assert compiled[0] == pytest.approx(plain[0], rel=1e-12)
+        assert plain[0][0] != plain[0][2]
+        # Rows of experts change from batch to batch, but nothing is compiled again.
+        first, second = compiled[1]
+        assert 0 < first == second

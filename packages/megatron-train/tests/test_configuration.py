@@ -519,15 +519,19 @@ def test_expert_communication_overlaps_with_and_without_a_pipeline():
         assert run.pipeline.resolve_schedule(run.layout) == "combined-1f1b"
 
 
-def test_compiled_code_sends_only_fixed_numbers_of_rows():
-    flags = f"{MINIMAL} --num-experts 4 --expert-model-parallel-size 2 --compile"
+def test_experts_compute_between_graphs_but_not_in_halves_or_in_turns():
+    flags = f"{MINIMAL} --num-experts 4 --expert-model-parallel-size 2 --compile {ALLTOALL}"
     parse(flags, ranks=2)
-    parse(f"{flags} {ALLTOALL} --moe-expert-rank-capacity-factor 1.5", ranks=2)
-    with pytest.raises(TrainError) as caught:
-        parse(f"{flags} {ALLTOALL}", ranks=2)
-    message = "--compile with --moe-token-dispatcher-type alltoall does not work with --num-experts"
-    assert message in str(caught.value) and "--moe-expert-rank-capacity" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    for more, message in (
+        ("--overlap-moe-expert-parallel-comm", "does not work with --compile: the passes of"),
+        (
+            "--pipeline-model-parallel-size 2 --compile-scope layer --pipeline-schedule zero-bubble",
+            "--compile with --pipeline-schedule zero-bubble does not work with --num-experts",
+        ),
+    ):
+        with pytest.raises(TrainError) as caught:
+            parse(f"{flags} {more}", ranks=4)
+        assert message in str(caught.value)
 
 
 PP4 = "--pipeline-model-parallel-size 4"
@@ -546,7 +550,7 @@ PP4 = "--pipeline-model-parallel-size 4"
         ),
         (
             "--pipeline-schedule zb-v --pipeline-model-parallel-layout E|t||||||tL --compile",
-            "--pipeline-schedule zb-v splits backward passes, which compiled code does not",
+            "--pipeline-schedule zb-v splits backward passes, which torch does not run with",
         ),
     ],
 )
@@ -563,8 +567,8 @@ def test_invalid_pipelines_are_refused(flags, message):
         *(
             (
                 f"--compile {flags}",
-                f"--compile does not work with {flags.split()[0]}: a compiled stage cannot wait for the "
-                "weights of a layer; use --compile-scope layer, or leave out one of them",
+                f"--compile does not work with {flags.split()[0]}: a compiled stage cannot wait "
+                "for the weights of a layer; use --compile-scope layer, or leave out one of them",
             )
             for flags in (
                 "--use-torch-fsdp2",

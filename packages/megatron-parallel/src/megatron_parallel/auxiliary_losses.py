@@ -112,6 +112,11 @@ class AuxiliaryLosses:
         self._running_sums[name] = total
         return total
 
+    @property
+    def has_counters(self) -> bool:
+        """Whether values are counted under any name."""
+        return bool(self._counters)
+
     def counts_under(self, name: str) -> bool:
         """Returns whether values are counted under a name."""
         return name in self._counters

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 import torch
@@ -9,6 +10,7 @@ from megatron_parallel import Mesh
 from torch import nn
 
 from megatron_train.errors import TrainError
+from megatron_train.split_compiler import SplitBackend
 
 if TYPE_CHECKING:
     from torch._dynamo.types import GuardFilterEntry
@@ -80,6 +82,8 @@ def compile_layers(
     stages: Sequence[nn.Module],
     units: Callable[[nn.Module], Sequence[nn.Module]],
     device: torch.device,
+    *,
+    splits_backward: bool = False,
 ) -> None:
     """Compiles the layers of stages, of which equal ones share the code, and losses with outputs.
 
@@ -90,20 +94,24 @@ def compile_layers(
         stages: The stages, which are changed.
         units: Returns the layers of a stage.
         device: Device of the model.
+        splits_backward: Whether the schedule splits backward passes, see `SplitBackend`.
     """
+    compiled = _compiler(splits_backward)
     for stage in stages:
         for unit in units(stage):
             if isinstance(unit, SharesCode):
                 unit.share_code(device)
             # Not `unit.compile()`, which compiles hooks as well.
-            unit.forward = _compiled(unit.forward)
+            unit.forward = compiled(unit.forward)
         loss = getattr(stage, "vocabulary_loss", None)
         if loss is not None:
-            stage.vocabulary_loss = _compiled(loss)
+            stage.vocabulary_loss = compiled(loss)
 
 
-def _compiled(function: Any) -> Any:
-    return torch.compile(function, dynamic=False)
+def _compiler(splits_backward: bool = False) -> Callable[[Any], Any]:
+    if not splits_backward:
+        return partial(torch.compile, dynamic=False)
+    return partial(torch.compile, dynamic=False, backend=SplitBackend())
 
 
 def require_whole_compiler(mesh: Mesh, version: str) -> None:

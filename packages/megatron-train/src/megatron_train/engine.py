@@ -28,7 +28,7 @@ from megatron_parallel import (
     all_reduce,
 )
 from megatron_parallel.data_parallel import GradientFusion, fuse_gradient_accumulation
-from megatron_parallel.pipeline import default_schedule
+from megatron_parallel.pipeline import default_schedule, find_schedule_kind
 from torch import Tensor, nn
 
 from megatron_train.compiling import (
@@ -119,12 +119,14 @@ class StepEngine:
         )
         self._counting_task = task if isinstance(task, CountingTask) else None
         self.fusion = self._fuse(data_parallel, compile)
+        schedule = schedule or default_schedule(mesh.layout)
         if compile:
+            splits = find_schedule_kind(schedule).splits_backward
             require_whole_compiler(mesh, torch.__version__)
             if compile_scope == "stage":
                 compile_stages(self.stages.modules)
             else:
-                compile_layers(task.stages, self._units, mesh.device)
+                compile_layers(task.stages, self._units, mesh.device, splits_backward=splits)
         self._iteration: int | None = None
         self._auxiliary_losses: AuxiliaryLosses | None = None
         self.counts: dict[str, Float64[Tensor, " values"]] = {}
@@ -137,7 +139,7 @@ class StepEngine:
             # A task of one stage need not have it.
             stage_output_spec=lambda batch, stage: task.stage_output_spec(batch, stage),  # noqa: PLW0108
             sums=sums,
-            schedule=schedule or default_schedule(mesh.layout),
+            schedule=schedule,
             group_size=group_size,
             around_backward=self.stages.around_backward,
         )

@@ -162,7 +162,7 @@ class LayerPass:
 
 Feature = Literal[
     "compile",
-    "compiled_exchange",
+    "compiled_split",
     "split_backward",
     "fully_shard",
     "document_pool",
@@ -170,10 +170,9 @@ Feature = Literal[
     "decode",
     "equal_layouts",
 ]
-"""What a component may not support: compilation, compiled exchanges of tokens between ranks with
-experts, split backward passes, fully sharded parameters, a
-pool of ranks that share documents, training from random weights, decoding with a cache, or the same
-result on any number of data- and context-parallel ranks."""
+"""What a component may not support: compilation, split backward passes with and without it, fully
+sharded parameters, a pool of ranks that share documents, training from random weights, decoding
+with a cache, or the same result on any number of data- and context-parallel ranks."""
 
 
 class UnsupportedFeature(NamedTuple):

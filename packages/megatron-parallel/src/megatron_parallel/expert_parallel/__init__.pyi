@@ -12,6 +12,7 @@ from .protocol import ExpertRows as ExpertRows
 from .protocol import Route as Route
 from .protocol import RowLimits as RowLimits
 from .protocol import RowOps as RowOps
+from .protocol import uncompiled as uncompiled
 from .slots import Slots as Slots
 from .slots import assign_slots as assign_slots
 from .slots import micro_batches_of_experts as micro_batches_of_experts

@@ -80,6 +80,7 @@ class _Route(NamedTuple):
     counts: Tensor
     has_tail: bool
     overflow: Tensor | None
+    changes: bool = False
 
     def dispatch(
         self,

@@ -105,6 +105,11 @@ class _OwnRoute(NamedTuple):
         """That of the route."""
         return self.route.overflow
 
+    @property
+    def changes(self) -> bool:
+        """That of the route."""
+        return self.route.changes
+
     def dispatch(
         self, tokens: Tensor, weights: Tensor, interleaver: PassInterleaver | None = None
     ) -> Dispatch:
@@ -121,6 +126,7 @@ class _ExactRoute(NamedTuple):
     numbers: Tensor  # rows sent, received, and of ranks of `expert_tp`; alive until they are read
     copy: HostCopy | None  # None in compiled code, of which nothing runs aside
     overflow: None = None
+    changes: bool = True
 
     def dispatch(
         self,
@@ -164,6 +170,7 @@ class _SlotRoute(NamedTuple):
     size: int
     counts: Tensor  # rows by source on `expert_tp` and `ep`, and local expert
     overflow: Tensor | None
+    changes: bool = False
 
     def dispatch(
         self,

@@ -1,12 +1,15 @@
 """The interface of dispatchers, which `megatron_parallel.expert_parallel.dispatch` describes."""
 
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from megatron_parallel._compat import outside_graphs
 from megatron_parallel.pipeline.pass_interleaving import PassInterleaver
+
+Result = TypeVar("Result")
 
 DISPATCH: Final = "dispatched tokens"
 COMBINE: Final = "combined tokens"
@@ -59,6 +62,12 @@ class RowLimits(NamedTuple):
     static: bool = False
 
 
+@outside_graphs
+def uncompiled(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Returns `function(*arguments)`; compiled code calls it as it is, between two graphs."""
+    return function(*arguments)
+
+
 @runtime_checkable
 class Combine(Protocol):
     """Outputs of the experts in flight to the ranks of their tokens."""
@@ -87,6 +96,14 @@ class Route(Protocol):
         """Number of choices of this rank's tokens or experts that exceed the bound of the factor.
 
         On the device, and None without a factor.
+        """
+
+    @property
+    def changes(self) -> bool:
+        """Whether a rank's number of rows changes from step to step, without a bound.
+
+        Compiled code would be compiled again for each number: call `dispatch`, the experts and
+        `Dispatch.combine` by `uncompiled`.
         """
 
     def dispatch(

@@ -31,4 +31,5 @@ from .simulator import Timeline as Timeline
 from .simulator import simulate as simulate
 from .split import chunk_layers as chunk_layers
 from .split import split_layers as split_layers
+from .split_backward import gradient_wanted as gradient_wanted
 from .trainable import TrainableChunks as TrainableChunks

@@ -11,12 +11,12 @@ In the autograd graph, a *fork* is a node on a path to an input that also has a 
 a matrix product, for instance. The first half runs the paths to the inputs and saves the gradients
 that arrive at forks. The second half starts from these gradients. Nodes on branches to weights run
 in the second half only, other nodes on the paths in the first half only, forks in both. A function
-can query which of its gradients a pass needs (`_compat.gradient_wanted`).
+can query which of its gradients a pass needs (`gradient_wanted`).
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ from torch.nn import Parameter
 from megatron_parallel import _compat
 
 Gradients = tuple[Tensor | None, ...]
+
+
+def gradient_wanted(ctx: Any, index: int) -> bool:
+    """Returns whether the running backward pass needs a gradient of a `torch.autograd.Function`.
+
+    Each half of a split pass needs some of them, while `ctx.needs_input_grad` covers both halves.
+
+    Args:
+        ctx: Argument of the function's `backward`.
+        index: Number of the input among the inputs of the function. Its tensors must come first.
+    """
+    return _compat.gradient_wanted(ctx, index)
 
 
 class _Group(NamedTuple):

@@ -91,12 +91,11 @@ def _features(run: RunSections) -> Iterator[tuple[Feature, str]]:
     """Yields the features that a component may refuse, and the flag that turned each on."""
     if run.training.compile:
         yield "compile", "--compile"
-        dispatcher = run.placement.moe_token_dispatcher_type
-        if dispatcher == "alltoall" and run.layout.ep > 1:
-            yield "compiled_exchange", f"--compile with --moe-token-dispatcher-type {dispatcher}"
     schedule = run.pipeline.resolve_schedule(run.layout)
     if find_schedule_kind(schedule).splits_backward:
         yield "split_backward", f"--pipeline-schedule {schedule}"
+        if run.training.compile:
+            yield "compiled_split", f"--compile with --pipeline-schedule {schedule}"
     if run.data_parallel.use_torch_fsdp2:
         yield "fully_shard", "--use-torch-fsdp2"
     if run.layout.hybrid_cp:
@@ -135,6 +134,11 @@ def check_expert_overlap(run: RunSections) -> None:
         raise TrainError(
             f"{flag} needs --expert-model-parallel-size of at least 2: with 1, no token leaves its "
             "rank; leave it out"
+        )
+    if run.training.compile:
+        raise TrainError(
+            f"{flag} does not work with --compile: the passes of compiled layers do not alternate; "
+            "leave out one of them"
         )
     if dispatcher != "alltoall":
         raise TrainError(

@@ -207,12 +207,11 @@ class RunConfig(RunSections):
             for size in self.batch_sizes.sizes:
                 count = size // self.micro_batch_times_data_parallel_size
                 check_micro_batches(schedule, layout.pp, layout.vpp, count, group)
-        if not find_schedule_kind(schedule).splits_backward:
-            return
-        if self.training.compile:
+        whole = self.training.compile and self.training.compile_scope == "stage"
+        if whole and find_schedule_kind(schedule).splits_backward:
             raise TrainError(
-                f"--pipeline-schedule {schedule} splits backward passes, which compiled code "
-                "does not support; leave out --compile or choose another schedule"
+                f"--pipeline-schedule {schedule} splits backward passes, which torch does not run "
+                "with compiled stages; use --compile-scope layer, or leave out --compile"
             )
 
     def _check_compile_scope(self) -> None:

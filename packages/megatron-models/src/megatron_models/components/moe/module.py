@@ -15,11 +15,13 @@ from megatron_kernels import permute, sort_by_expert, unpermute
 from megatron_parallel import DropoutKey
 from megatron_parallel.collectives import all_gather, gather_from_axis, scatter_to_axis
 from megatron_parallel.expert_parallel import (
+    Dispatch,
     ExpertRows,
     RowLimits,
     RowOps,
     assign_slots,
     build_dispatcher,
+    uncompiled,
 )
 from torch import Tensor, nn
 from torch.nn import functional
@@ -105,14 +107,17 @@ class MoE(nn.Module):
         if on_input:
             tokens = (tokens[:, None] * weights[..., None]).to(tokens.dtype).flatten(0, 1)
             weights = torch.ones_like(weights).view(-1, 1)
-        dispatch = route.dispatch(tokens, weights, context.interleaver)
-        shared = self._shared_output(x, context)
-        rows = dispatch.wait()
+        size = None
         if capacity is not None and self.spec.moe_pad_expert_input_to_capacity:
-            outputs = self._padded_outputs(rows, capacity.rows(shape))
+            size = capacity.rows(shape)
+        if route.changes:
+            dispatch = uncompiled(route.dispatch, tokens, weights, context.interleaver)
+            shared = self._shared_output(x, context)
+            combined = uncompiled(self._combined, dispatch, size)
         else:
-            outputs = self.experts(*rows)
-        combined = dispatch.combine(outputs).wait()
+            dispatch = route.dispatch(tokens, weights, context.interleaver)
+            shared = self._shared_output(x, context)
+            combined = self._combined(dispatch, size)
         if on_input and choices > 1:
             combined = combined.view(-1, choices, combined.shape[1]).sum(1)
         y = self._all_tokens(combined, x, cut)
@@ -140,6 +145,17 @@ class MoE(nn.Module):
             return RowLimits(all_routed=all_routed)
         static = self.spec.moe_pad_expert_input_to_capacity
         return RowLimits(capacity.capacity(shape), static=static)
+
+    def _combined(self, dispatch: Dispatch, size: int | None) -> Float[Tensor, "n h"]:
+        """Returns the weighted sum of the outputs of each token's experts.
+
+        Args:
+            dispatch: The tokens in flight.
+            size: Rows that each expert computes; None for those that it has.
+        """
+        rows = dispatch.wait()
+        outputs = self.experts(*rows) if size is None else self._padded_outputs(rows, size)
+        return dispatch.combine(outputs).wait()
 
     def _padded_outputs(self, rows: ExpertRows, size: int) -> Float[Tensor, "m h"]:
         """Returns the outputs of experts, each of which computes ``size`` rows.
@@ -240,8 +256,11 @@ class MoE(nn.Module):
         context: Context,
     ) -> None:
         """Counts the routing for reports, once in a pass."""
-        collected, name = context.auxiliary_losses, counter_of(self.layer)
-        if collected is None or not collected.counts_under(name):
+        collected = context.auxiliary_losses
+        if collected is None or not collected.has_counters:
+            return  # without the layer's number, for which compiled code would be compiled again
+        name = counter_of(self.layer)
+        if not collected.counts_under(name):
             return
         if self.layer not in context.counted_layers:
             function = self.spec.moe_router_score_function

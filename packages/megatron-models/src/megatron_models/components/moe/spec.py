@@ -46,10 +46,9 @@ _COUNTS_RANKS = (
     "counts tokens of micro-batches that other ranks compute at the same time; use another loss"
 )
 _WHOLE_SAMPLES: Final = "routers balance experts over micro-batches of whole samples"
-_ROWS_CHANGE: Final = (
-    "the number of tokens that a rank gets changes from step to step; bound it with "
-    "{moe_expert_rank_capacity_factor:name}, pad with {moe_pad_expert_input_to_capacity:name}, or "
-    "use the dispatcher allgather"
+_COUNTS_IN_PLACE: Final = (
+    "routers count tokens in place, which a compiled layer with two halves of a backward pass "
+    "cannot; leave one of them out"
 )
 _CHOOSES_LATER_TOKENS: Final = "lets experts select among later tokens too; use another router"
 _NO_ROUTER_GRADIENT: Final = (
@@ -246,11 +245,7 @@ class MoESpec(MoEConfig, Mixer):
             return UnsupportedFeature("{moe_router_expert_choice:name}", _CHOOSES_LATER_TOKENS)
         if feature == "equal_layouts":
             return self._differs_between_layouts()
-        why = {"document_pool": _WHOLE_SAMPLES, "compiled_exchange": _ROWS_CHANGE}.get(feature)
-        if feature == "compiled_exchange" and (
-            self.moe_expert_rank_capacity_factor or self.moe_pad_expert_input_to_capacity
-        ):
-            return None
+        why = {"document_pool": _WHOLE_SAMPLES, "compiled_split": _COUNTS_IN_PLACE}.get(feature)
         return None if why is None else UnsupportedFeature("{num_experts:name}", why)
 
     def _differs_between_layouts(self) -> UnsupportedFeature | None:
