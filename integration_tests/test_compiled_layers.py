@@ -16,11 +16,14 @@ from megatron_models import (
 from megatron_models.low_precision import product as products
 from megatron_optim import Optimizer, OptimizerConfig
 from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
-from megatron_train import compiling
+from megatron_parallel.testing import WorkerPool
+from megatron_train import engine as step_engine
+from megatron_train.cuda_graphs import GraphBackend
 from megatron_train.engine import StepEngine
 from megatron_train.split_compiler import SplitBackend
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tasks.task import MicroBatch
+from rerun import Rerun
 
 CONFIG = GPTConfig(
     num_layers=4,
@@ -34,10 +37,12 @@ CONFIG = GPTConfig(
 )
 
 
-def engine(mesh: Mesh, dropout: float, data_parallel=None, **options) -> StepEngine:
+def engine(
+    mesh: Mesh, hidden_dropout: float, data_parallel=None, attention_dropout=0.0, **options
+) -> StepEngine:
     """Returns the engine of a small model in float64."""
     stages = gpt_chunks(CONFIG, Placement(mesh, dtype=torch.float64), seed=5)
-    task = GPTTask(stages, None, hidden_dropout=dropout, attention_dropout=dropout)
+    task = GPTTask(stages, None, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
     return StepEngine(task, mesh, data_parallel, **options)
 
 
@@ -60,6 +65,13 @@ def gradients(one: StepEngine, seed: int = 0) -> tuple[float, dict[str, torch.Te
     return float(sums["lm loss"]), {n: g.clone() for n, g in one.stages.gradients().items()}
 
 
+@pytest.fixture(scope="module")
+def patient_pool():
+    """Yields ranks that wait while others compile."""
+    with WorkerPool(2, timeout=180, collective_timeout=120) as pool:
+        yield pool
+
+
 @pytest.fixture
 def traced(monkeypatch):
     """Traces functions instead of generating code for them, which takes much longer."""
@@ -68,10 +80,10 @@ def traced(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.25])
-def test_equal_layers_share_one_graph_and_nothing_else_changes(traced, dropout):
-    loss, expected = gradients(engine(Mesh.single(), dropout))
-    compiled = engine(Mesh.single(), dropout, compile=True, compile_scope="layer")
+def test_equal_layers_share_one_graph_and_nothing_else_changes(traced):
+    drops = {"hidden_dropout": 0.25, "attention_dropout": 0.25}
+    loss, expected = gradients(engine(Mesh.single(), **drops))
+    compiled = engine(Mesh.single(), **drops, compile=True, compile_scope="layer")
     found, actual = gradients(compiled)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 2  # one of four layers, one of the output layer with the loss
@@ -80,11 +92,31 @@ def test_equal_layers_share_one_graph_and_nothing_else_changes(traced, dropout):
         torch.testing.assert_close(actual[name], gradient, rtol=1e-11, atol=1e-13, msg=name)
 
 
+def test_recorded_layers_equal_plain_ones():
+    """Each step has other dropout, batches and weights; the passes of a layer are recorded once."""
+    torch.compiler.reset()
+    capture, found = Rerun(), []
+    graphs = GraphBackend(capture, 1, inner="eager")
+    for options in ({}, {"compile": True, "compile_scope": "layer", "graphs": graphs}):
+        one, losses = engine(Mesh.single(), 0.25, **options), []
+        optimizer = Optimizer(one.stages, OptimizerConfig(lr=1e-2))
+        for step in range(1, 4):
+            batches = [batch(10 * step + number) for number in range(2)]
+            sums = one.run(batches, one.denominators(batches), step)
+            losses += [float(sums["lm loss"]), float(optimizer.step(1e-2).grad_norm)]
+            one.stages.zero()
+        losses.append(float(one.evaluate(batches)["lm loss"]))
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    passes = 2 * (CONFIG.num_layers + 1)  # of the layers, and of the output layer with the loss
+    assert (capture.recorded, capture.replayed) == (passes, 3 * passes)
+
+
 def by_layer_in_halves(mesh: Mesh) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """Returns the loss and all gradients of a step of four micro-batches, plain and compiled."""
     found = []
     batches = [batch(seed) for seed in range(4)]
-    with patch.object(compiling, "SplitBackend", partial(SplitBackend, "eager")):
+    with patch.object(step_engine, "SplitBackend", partial(SplitBackend, "eager")):
         for options in ({}, {"compile": True, "compile_scope": "layer"}):
             one = engine(mesh, 0.0, schedule="zb-v", **options)
             sums = one.run(batches, one.denominators(batches), 1)
@@ -93,9 +125,9 @@ def by_layer_in_halves(mesh: Mesh) -> list[tuple[float, dict[str, torch.Tensor]]
     return found
 
 
-def test_compiled_layers_run_backward_passes_in_halves(worker_pool):
+def test_compiled_layers_run_backward_passes_in_halves(patient_pool):
     layout = ParallelLayout(pp=2, dp=1, vpp=2, stage_mapping="v")
-    for plain, compiled in worker_pool.run_mesh(layout, by_layer_in_halves):
+    for plain, compiled in patient_pool.run_mesh(layout, by_layer_in_halves):
         assert compiled[0] == pytest.approx(plain[0], rel=1e-13)
         for name, gradient in plain[1].items():
             torch.testing.assert_close(compiled[1][name], gradient, rtol=1e-11, atol=1e-13)
@@ -113,8 +145,8 @@ def by_layer_with_fsdp(mesh: Mesh) -> list[tuple[float, float]]:
     return found
 
 
-def test_layers_of_fully_sharded_models_are_compiled(worker_pool):
-    for plain, compiled in worker_pool.run_mesh(ParallelLayout(dp=2), by_layer_with_fsdp):
+def test_layers_of_fully_sharded_models_are_compiled(patient_pool):
+    for plain, compiled in patient_pool.run_mesh(ParallelLayout(dp=2), by_layer_with_fsdp):
         assert compiled == pytest.approx(plain, rel=1e-11)
 
 
@@ -171,7 +203,7 @@ def by_layer_with_late_weights(mesh: Mesh) -> list[tuple[list[float], list[int]]
     shares = DataParallelConfig(
         use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=4000
     )
-    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+    with patch("torch.compile", partial(torch.compile, backend="eager")):
         for options in ({}, {"compile": True, "compile_scope": "layer"}):
             torch.compiler.reset()
             torch._dynamo.utils.counters.clear()
@@ -194,8 +226,10 @@ def by_layer_with_late_weights(mesh: Mesh) -> list[tuple[list[float], list[int]]
     return found
 
 
-def test_compiled_layers_wait_for_their_own_weights(worker_pool):
-    for plain, compiled in worker_pool.run_mesh(ParallelLayout(dp=2), by_layer_with_late_weights):
+def test_compiled_layers_wait_for_their_own_weights(patient_pool):
+    for plain, compiled in patient_pool.run_mesh(
+        ParallelLayout(dp=2), by_layer_with_late_weights, timeout=120
+    ):
         assert compiled[0] == pytest.approx(plain[0], rel=1e-12)
         assert plain[0][0] != plain[0][1]
         first, *_, last = waited = compiled[1]
@@ -205,7 +239,7 @@ def test_compiled_layers_wait_for_their_own_weights(worker_pool):
 
 def by_layer_with_experts(mesh: Mesh) -> list[tuple[list[float], int]]:
     """Returns losses and sums of squared gradients of two steps, and the number of graphs."""
-    config = replace(CONFIG, num_layers=2, num_experts=4, moe_aux_loss_coeff=0.01)
+    config = replace(CONFIG, num_layers=1, num_experts=4, moe_aux_loss_coeff=0.01)
     found = []
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -223,9 +257,9 @@ def by_layer_with_experts(mesh: Mesh) -> list[tuple[list[float], int]]:
     return found
 
 
-def test_experts_with_changing_numbers_of_rows_compute_between_graphs(worker_pool):
+def test_experts_with_changing_numbers_of_rows_compute_between_graphs(patient_pool):
     layout = ParallelLayout(dp=2, ep=2)
-    for plain, compiled in worker_pool.run_mesh(layout, by_layer_with_experts):
+    for plain, compiled in patient_pool.run_mesh(layout, by_layer_with_experts):
         assert compiled[0] == pytest.approx(plain[0], rel=1e-12)
         assert plain[0][0] != plain[0][2]
         # Rows of experts change from batch to batch, but nothing is compiled again.

@@ -15,6 +15,8 @@ from megatron_optim import (
     StateFormatConfig,
 )
 from megatron_parallel import DataParallelConfig, Mesh, RecomputeConfig
+from megatron_train.compiling import CompileScope
+from megatron_train.cuda_graphs import GraphBackend
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tasks.task import MicroBatch
@@ -42,6 +44,8 @@ class Job:
     recompute: Any = None
     dispatcher: str = "allgather"
     compile: bool = False
+    compile_scope: CompileScope = "stage"
+    graphs: GraphBackend | None = None
     data_parallel: DataParallelConfig | None = None
     rule: str = "adam"
     clip_grad: float = 1.0
@@ -70,7 +74,14 @@ class Job:
             attention_dropout=self.dropout,
             reset_attention_mask=True,
         )
-        self.engine = StepEngine(task, mesh, self.data_parallel, compile=self.compile)
+        self.engine = StepEngine(
+            task,
+            mesh,
+            self.data_parallel,
+            compile=self.compile,
+            compile_scope=self.compile_scope,
+            graphs=self.graphs,
+        )
         self.optimizer = Optimizer(
             self.engine.stages,
             OptimizerConfig(

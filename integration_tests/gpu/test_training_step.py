@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_parallel import DataParallelConfig, RecomputeConfig
+from megatron_train.cuda_graphs import CudaCapture, GraphBackend
 from megatron_train.engine import StepEngine
 
 pytestmark = pytest.mark.gpu
@@ -130,6 +131,24 @@ def test_compiled_steps_equal_plain_ones(job, device, name):
     true_losses, true_gradients = job(device, **CASES[name]).gradients()
     assert losses == pytest.approx(true_losses, rel=FP32)
     assert_close(gradients, true_gradients, FP32)
+
+
+@pytest.mark.gpu(real="it replays CUDA graphs")
+@pytest.mark.parametrize("name", ["gpt2", "dropout", "llama", "selective recompute"])
+def test_replayed_steps_equal_plain_ones(job, device, name):
+    graphs = GraphBackend(CudaCapture(), 1)
+    options = {"compile": True, "compile_scope": "layer", "graphs": graphs}
+    ours, plain = job(device, **options, **CASES[name]), job(device, **CASES[name])
+    for iteration in range(1, 5):  # the second captures, later ones replay
+        losses, gradients = ours.gradients(iteration)
+        true_losses, true_gradients = plain.gradients(iteration)
+        assert losses == pytest.approx(true_losses, rel=FP32)
+        assert_close(gradients, true_gradients, FP32)
+        with torch.no_grad():
+            for one in (ours, plain):
+                for parameter in one.engine.stages.parameters.values():
+                    parameter.mul_(1.01)
+                one.engine.stages.zero()
 
 
 def test_a_host_tensor_in_the_step_is_refused(job, device, monkeypatch):

@@ -525,7 +525,8 @@ def test_experts_compute_between_graphs_but_not_in_halves_or_in_turns():
     for more, message in (
         ("--overlap-moe-expert-parallel-comm", "does not work with --compile: the passes of"),
         (
-            "--pipeline-model-parallel-size 2 --compile-scope layer --pipeline-schedule zero-bubble",
+            "--pipeline-model-parallel-size 2 --compile-scope layer "
+            "--pipeline-schedule zero-bubble",
             "--compile with --pipeline-schedule zero-bubble does not work with --num-experts",
         ),
     ):
@@ -581,6 +582,48 @@ def test_compiled_code_that_cannot_be_is_refused(flags, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{MINIMAL} {flags}", ranks=2)
     assert message in str(caught.value)
+
+
+GRAPHS = "--cuda-graph-impl local"
+BY_LAYER = f"{GRAPHS} --compile --compile-scope layer"
+EXPERTS_2 = "--num-experts 4 --expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--cuda-graph-warmup-steps 5", f"has no effect without {GRAPHS}; give both or leave"),
+        (f"{BY_LAYER} --cuda-graph-warmup-steps 0", "--cuda-graph-warmup-steps 0 is less than 1"),
+        (GRAPHS, f"{GRAPHS} needs --compile --compile-scope layer"),
+        (f"{GRAPHS} --compile", f"{GRAPHS} needs --compile --compile-scope layer"),
+        (f"{BY_LAYER} --device cpu", "does not work with --device cpu: a CPU has no CUDA graphs"),
+        (f"{BY_LAYER} {PP4}", "--pipeline-model-parallel-size 4: several micro-batches"),
+        (f"{BY_LAYER} --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: graphs"),
+        (f"{BY_LAYER} --context-parallel-size 2", "context parallelism: graphs with communic"),
+        (f"{BY_LAYER} {EXPERTS_2}", "--num-experts: the number of rows of an expert changes"),
+        (f"{BY_LAYER} --use-torch-fsdp2", "--use-torch-fsdp2: the weights of a layer are"),
+        (
+            f"{BY_LAYER} --overlap-param-gather --use-distributed-optimizer",
+            "--overlap-param-gather: replays beside gathers",
+        ),
+        (
+            f"{BY_LAYER} --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            "--recompute-granularity full: a graph holds all activations",
+        ),
+        (f"{BY_LAYER} --bf16 --fp8-format hybrid --fp8-recipe tensorwise", "in few bits: they cha"),
+    ],
+)
+def test_graphs_that_would_not_be_safe_are_refused(flags, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{MINIMAL} {flags}", ranks=4)
+    assert message in str(caught.value)
+
+
+def test_graphs_of_layers_are_accepted():
+    more = "--use-distributed-optimizer --recompute-activations"
+    run = parse(f"{MINIMAL} {BY_LAYER} {more}", ranks=2)
+    assert run.training.cuda_graph_warmup_steps == 3
 
 
 def test_a_pipeline_layout_sets_vpp_and_the_schedule_sets_the_stage_mapping():

@@ -20,6 +20,8 @@ from megatron_parallel.tensor_parallel import freeze_all_but_adapters
 from megatron_train.broadcast_batches import Batches
 from megatron_train.config.kernel_backends import chosen_backends
 from megatron_train.config.run import RunConfig, named_by_flags
+from megatron_train.config.sections import TrainingConfig
+from megatron_train.cuda_graphs import CudaCapture, GraphBackend
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.observation import Observation
@@ -103,6 +105,7 @@ def build_trainer(
         replace(config.data_parallel, whole_matrices=needs_matrices(config.optimizer)),
         compile=training.compile,
         compile_scope=training.compile_scope,
+        graphs=_graph_backend(training, mesh.device),
         schedule=config.pipeline.resolve_schedule(mesh.layout),
         group_size=config.pipeline.group_size,
         per_token=training.calculate_per_token_loss,
@@ -156,6 +159,17 @@ def build_trainer(
         check_for_nan=config.data_parallel.check_for_nan_in_loss_and_grad,
         iterations_to_skip=training.iterations_to_skip or (),
     )
+
+
+def _graph_backend(training: TrainingConfig, device: torch.device) -> GraphBackend | None:
+    """Returns what captures layers as CUDA graphs, if the run asks for it."""
+    if training.cuda_graph_impl == "none":
+        return None
+    if device.type != "cuda":
+        raise TrainError(
+            "--cuda-graph-impl local needs a CUDA device, and torch finds none; leave it out"
+        )
+    return GraphBackend(CudaCapture(), training.cuda_graph_warmup_steps)
 
 
 def choose_device(name: str) -> torch.device:

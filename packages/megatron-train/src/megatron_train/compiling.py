@@ -10,7 +10,6 @@ from megatron_parallel import Mesh
 from torch import nn
 
 from megatron_train.errors import TrainError
-from megatron_train.split_compiler import SplitBackend
 
 if TYPE_CHECKING:
     from torch._dynamo.types import GuardFilterEntry
@@ -82,8 +81,7 @@ def compile_layers(
     stages: Sequence[nn.Module],
     units: Callable[[nn.Module], Sequence[nn.Module]],
     device: torch.device,
-    *,
-    splits_backward: bool = False,
+    backend: Callable[..., Any] | None = None,
 ) -> None:
     """Compiles the layers of stages, of which equal ones share the code, and losses with outputs.
 
@@ -94,9 +92,11 @@ def compile_layers(
         stages: The stages, which are changed.
         units: Returns the layers of a stage.
         device: Device of the model.
-        splits_backward: Whether the schedule splits backward passes, see `SplitBackend`.
+        backend: Backend of torch.compile, such as `SplitBackend`. Defaults to inductor.
     """
-    compiled = _compiler(splits_backward)
+    compiled: Callable[[Any], Any] = partial(torch.compile, dynamic=False)
+    if backend is not None:
+        compiled = partial(torch.compile, dynamic=False, backend=backend)
     for stage in stages:
         for unit in units(stage):
             if isinstance(unit, SharesCode):
@@ -106,12 +106,6 @@ def compile_layers(
         loss = getattr(stage, "vocabulary_loss", None)
         if loss is not None:
             stage.vocabulary_loss = compiled(loss)
-
-
-def _compiler(splits_backward: bool = False) -> Callable[[Any], Any]:
-    if not splits_backward:
-        return partial(torch.compile, dynamic=False)
-    return partial(torch.compile, dynamic=False, backend=SplitBackend())
 
 
 def require_whole_compiler(mesh: Mesh, version: str) -> None:

@@ -12,7 +12,7 @@ autograd puts them, and nothing is communicated.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +37,11 @@ from megatron_train.compiling import (
     compile_stages,
     require_whole_compiler,
 )
+from megatron_train.cuda_graphs import GraphBackend
 from megatron_train.errors import TrainError
 from megatron_train.layer_values import over_all_ranks
 from megatron_train.observation import NO_REPORTS, Reports
+from megatron_train.split_compiler import SplitBackend
 from megatron_train.tasks.task import CountingTask, MicroBatch, PreparingTask, Task
 from megatron_train.transfer import pack
 
@@ -72,6 +74,7 @@ class StepEngine:
         data_parallel: Settings of gradient reduction and sharding.
         compile: Whether to compile the stages with torch.compile.
         compile_scope: What is compiled at a time, see `megatron_train.compiling`.
+        graphs: Captures layers as CUDA graphs, with `compile_scope` "layer". Defaults to none.
         schedule: Name of the pipeline schedule. Defaults to `default_schedule`.
         group_size: Micro-batches in a row, as for `megatron_parallel.PipelineEngine`.
         per_token: Whether each unmasked token of a step has the same weight. Otherwise each
@@ -99,6 +102,7 @@ class StepEngine:
         *,
         compile: bool = False,  # noqa: A002
         compile_scope: CompileScope = "stage",
+        graphs: GraphBackend | None = None,
         schedule: str | None = None,
         group_size: int | None = None,
         per_token: bool = True,
@@ -119,14 +123,16 @@ class StepEngine:
         )
         self._counting_task = task if isinstance(task, CountingTask) else None
         self.fusion = self._fuse(data_parallel, compile)
-        schedule = schedule or default_schedule(mesh.layout)
+        schedule, self._graphs = schedule or default_schedule(mesh.layout), graphs
         if compile:
-            splits = find_schedule_kind(schedule).splits_backward
             require_whole_compiler(mesh, torch.__version__)
+            backend: Callable[..., Any] | None = self._graphs
+            if find_schedule_kind(schedule).splits_backward:
+                backend = SplitBackend()
             if compile_scope == "stage":
                 compile_stages(self.stages.modules)
             else:
-                compile_layers(task.stages, self._units, mesh.device, splits_backward=splits)
+                compile_layers(task.stages, self._units, mesh.device, backend)
         self._iteration: int | None = None
         self._auxiliary_losses: AuxiliaryLosses | None = None
         self.counts: dict[str, Float64[Tensor, " values"]] = {}
@@ -222,6 +228,8 @@ class StepEngine:
             over the global batch. The sums are on the device, and the host does not wait for them.
         """
         self._iteration = iteration
+        if self._graphs is not None:
+            self._graphs.begin_step()
         if loss_scale is not None:
             denominators = {name: below / loss_scale for name, below in denominators.items()}
         auxiliary = {name: denominators[name] for name in self.task.auxiliary_losses}

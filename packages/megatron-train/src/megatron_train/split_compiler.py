@@ -23,9 +23,13 @@ from torch.nn import Parameter
 
 from megatron_train import _compat
 from megatron_train.errors import TrainError
-
-Compiled = Callable[..., Sequence[Any]]
-"""A compiled graph: takes tensors and returns a sequence of tensors, or None."""
+from megatron_train.flat_graphs import (
+    Compiled,
+    compile_nodes,
+    needs_gradient,
+    outputs_of,
+    with_strides,
+)
 
 
 class SplitBackend:
@@ -48,10 +52,10 @@ class SplitBackend:
             graph: The operations, with flat inputs and outputs.
             inputs: Inputs without values.
         """
-        if not (torch.is_grad_enabled() and any(map(_needs_gradient, inputs))):
+        if not (torch.is_grad_enabled() and any(map(needs_gradient, inputs))):
             compiled: Callable[..., Any] = _compat.compile_graph(self.inner, graph, inputs)
             return compiled
-        outputs = [node.meta["example_value"] for node in _outputs(graph)]
+        outputs = [node.meta["example_value"] for node in outputs_of(graph)]
         try:
             forward, backward = _compat.differentiated(graph, inputs, len(outputs))
         except RuntimeError as error:
@@ -63,18 +67,13 @@ class SplitBackend:
         is_weight = [isinstance(each, Parameter) for each in inputs]
         halves = split_graph(backward, is_weight)
         return _Compiled(
-            forward=self._compile(forward),
-            first=self._compile(halves.first),
-            second=self._compile(halves.second),
+            forward=compile_nodes(self.inner, forward),
+            first=compile_nodes(self.inner, halves.first),
+            second=compile_nodes(self.inner, halves.second),
             halves=halves,
             differentiable=tuple(each.requires_grad for each in outputs),
             strides=tuple(each.stride() for each in outputs),
         )
-
-    def _compile(self, graph: fx.GraphModule) -> Compiled:
-        examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-        compiled: Compiled = _compat.compile_graph(self.inner, graph, examples)
-        return compiled
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def split_graph(backward: fx.GraphModule, is_weight: Sequence[bool]) -> Halves:
         backward: The graph.
         is_weight: Whether each of the gradients is that of a weight.
     """
-    found = [*enumerate(_outputs(backward))]
+    found = [*enumerate(outputs_of(backward))]
     wanted = [(number, node) for number, node in found if node is not None]
     inputs = [(number, node) for number, node in wanted if not is_weight[number]]
     weights = [(number, node) for number, node in wanted if is_weight[number]]
@@ -179,7 +178,7 @@ class _Function(Function):
         weights = any(gradient_wanted(ctx, number) for number in halves.weights)
         if ctx.between is None or any(gradient_wanted(ctx, number) for number in halves.inputs):
             given = zip(grads, compiled.differentiable, compiled.strides, strict=True)
-            tangents = [_with_strides(each, strides) for each, differs, strides in given if differs]
+            tangents = [with_strides(each, strides) for each, differs, strides in given if differs]
             arguments = [*ctx.saved_tensors, *tangents]
             results = compiled.first(*arguments)
             for number, gradient in zip(halves.inputs, results, strict=False):
@@ -191,15 +190,6 @@ class _Function(Function):
             for number, gradient in zip(halves.weights, compiled.second(*between), strict=True):
                 found[number] = gradient
         return tuple(found)
-
-
-def _needs_gradient(each: Any) -> bool:
-    return isinstance(each, Tensor) and each.requires_grad
-
-
-def _outputs(graph: fx.GraphModule) -> list[Any]:
-    """Returns the nodes that a graph returns, and None for None."""
-    return [*graph.graph.output_node().args[0]]
 
 
 def _needed(
@@ -233,12 +223,3 @@ def _part(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[node] for node in outputs])
     return fx.GraphModule(whole, graph)
-
-
-def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Returns a tensor with the strides that compiled code was made for."""
-    if tensor.stride() == strides:
-        return tensor
-    return torch.empty_strided(
-        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)

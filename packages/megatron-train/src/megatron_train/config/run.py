@@ -16,6 +16,7 @@ from megatron_parallel.nearest import nearest_multiples
 from megatron_parallel.pipeline import check_micro_batches, find_schedule_kind
 
 from megatron_train.config.context_parallel_checks import check_context_parallel
+from megatron_train.config.cuda_graph_checks import check_cuda_graphs
 from megatron_train.config.extensions import (
     SelectedExtensions,
     check_task,
@@ -61,6 +62,7 @@ class RunConfig(RunSections):
             self._check_layout,
             self._check_data_parallel,
             self._check_compile_scope,
+            lambda: check_cuda_graphs(self),
             self._check_recompute,
             lambda: check_context_parallel(self),
             lambda: check_kernel_backends(self),

@@ -7,7 +7,7 @@ Megatron-LM's, except where the help has "(our name)". Each section checks its o
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from megatron_train.config.fields import (
     check_not_negative,
@@ -17,6 +17,9 @@ from megatron_train.config.fields import (
     setting,
 )
 from megatron_train.errors import TrainError
+
+GRAPH_WARMUP_STEPS: Final = 3
+"""Default number of steps before CUDA graphs are captured, as in Megatron-LM."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,14 @@ class TrainingConfig:
         "stage",
         "what --compile compiles at a time: a stage, or a layer, whose code equal layers share, so "
         "that deep models start fast (our name)",
+    )
+    cuda_graph_impl: Literal["none", "local"] = setting(
+        "none",
+        "capture the passes of each compiled layer as CUDA graphs (local), and replay them for "
+        "each micro-batch; never run on a GPU yet",
+    )
+    cuda_graph_warmup_steps: int = setting(
+        GRAPH_WARMUP_STEPS, "steps before CUDA graphs are captured", unit="steps"
     )
     deterministic_mode: bool = setting(
         False, "use only deterministic algorithms; fail on operations that have none"

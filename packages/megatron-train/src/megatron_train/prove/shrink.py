@@ -26,7 +26,12 @@ from megatron_train.config.options import options_of
 from megatron_train.config.pool_checks import slice_multiple
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import sections
-from megatron_train.config.sections import EvaluationConfig, LoggingConfig, ScheduleConfig
+from megatron_train.config.sections import (
+    GRAPH_WARMUP_STEPS,
+    EvaluationConfig,
+    LoggingConfig,
+    ScheduleConfig,
+)
 from megatron_train.errors import TrainError
 from megatron_train.prove.layout import small_layout
 
@@ -250,6 +255,8 @@ def _assembled(
             float64=True,
             compile=False,
             compile_scope="stage",
+            cuda_graph_impl="none",
+            cuda_graph_warmup_steps=GRAPH_WARMUP_STEPS,
             deterministic_mode=False,
             device="cpu",
             exit_interval=None,
