@@ -127,7 +127,7 @@ class ConstantWeights:
 
     @contextmanager
     def held(self, *, at_once: bool = False) -> Iterator[None]:
-        """In the context, products may convert each weight once.
+        """Returns a context in which products may convert each weight once.
 
         Every write to a weight must be complete before its layer runs in the context, and none may
         happen until the context ends.
