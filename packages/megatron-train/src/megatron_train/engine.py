@@ -13,7 +13,6 @@ autograd puts them, and nothing is communicated.
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,7 +238,7 @@ class StepEngine:
         if auxiliary or counters or reports.maxima:
             self._auxiliary_losses = AuxiliaryLosses(auxiliary, counters, reports.maxima)
         outer = {name: denominators[name] for name in self.task.losses}
-        with self._constant_weights():
+        with self.stages.constant_weights(at_once=self._compiled):
             found = self._pipeline.run([self._weighed(batch) for batch in batches], outer)
         self.stages.finish()
         sums = self._summed(found, self._data, "loss sums")
@@ -253,15 +252,9 @@ class StepEngine:
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, Float64[Tensor, ""]]:
         """Returns the sum of each loss over the unmasked tokens of all ranks, without gradients."""
         self._iteration = self._auxiliary_losses = None
-        with self._constant_weights():
+        with self.stages.constant_weights(at_once=self._compiled):
             sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
         return self._summed(sums, self._data, "loss sums")
-
-    def _constant_weights(self) -> AbstractContextManager[None]:
-        """Returns the context of passes between which no weight changes."""
-        if self._compiled:
-            self.stages.wait_for_parameters()
-        return self.stages.constant_weights(at_once=self._compiled)
 
     def _fuse(self, data_parallel: DataParallelConfig, compiled: bool) -> GradientFusion:
         """Turns on fused gradient accumulation, unless settings exclude it."""

@@ -120,8 +120,10 @@ class TrainableChunks:
 
         Args:
             at_once: Whether weights are converted when the context begins, as compiled code needs
-                it. Gathers must then be complete.
+                it. If there are any, this waits for all gathers.
         """
+        if at_once and self._constant.exist:
+            self.wait_for_parameters()
         return self._constant.held(at_once=at_once)
 
     def finish(self) -> None:

@@ -125,6 +125,11 @@ class ConstantWeights:
             if isinstance(unwrapped(getattr(layer, "product", None)), SavingProduct)
         ]
 
+    @property
+    def exist(self) -> bool:
+        """Whether a product of the modules may convert weights."""
+        return bool(self._layers)
+
     @contextmanager
     def held(self, *, at_once: bool = False) -> Iterator[None]:
         """Returns a context in which products may convert each weight once.
