@@ -9,10 +9,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from unittest.mock import patch
 
 import torch
+
+from megatron_parallel.errors import LayoutError
 
 CUDA: Final = torch.device("cuda:0")
 
@@ -113,6 +115,11 @@ def no_graph() -> bool:
     return False
 
 
+def refuse_graphs(*_: Any, **__: Any) -> NoReturn:
+    """Raises an error: what a graph replays would not be counted."""
+    raise LayoutError("a device that does not exist captures no graphs: run without CUDA graphs")
+
+
 @contextlib.contextmanager
 def cuda_functions(
     name: str, total_memory: int, waits_for: Callable[[str], None], queue: Queue
@@ -141,6 +148,7 @@ def cuda_functions(
         stays,
         patch.multiple(
             torch.cuda,
+            CUDAGraph=refuse_graphs,
             Event=bound,
             Stream=Stream,
             _lazy_init=lambda: None,
@@ -151,6 +159,8 @@ def cuda_functions(
             get_device_capability=lambda device=None: _CAPABILITY,
             get_device_name=lambda device=None: name,
             get_device_properties=lambda device=None: properties,
+            graph=refuse_graphs,
+            graph_pool_handle=refuse_graphs,
             get_rng_state=lambda device="cuda": torch.empty(16, dtype=torch.uint8),
             is_available=lambda: True,
             is_current_stream_capturing=no_graph,
