@@ -24,6 +24,9 @@ NOT_MEASURED = {
     "pointwise",
     "add_vocab_gradient",
     "quantized_matmul",
+    "quantized_grouped_matmul",
+    "quantized_grouped_gradient",
+    "quantize_tensor",
 }
 calls: list[str] = []
 

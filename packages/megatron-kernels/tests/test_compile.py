@@ -14,8 +14,11 @@ import megatron_kernels as mk
 from megatron_kernels.cases import CASES
 from megatron_kernels.inputs import InputGenerator
 
-def source(op):  # in other dtypes the host reads how many rows an expert gets
-    dtype = torch.bfloat16 if op is mk.grouped_matmul else torch.float64
+# In other dtypes the host reads how many rows an expert gets.
+GROUPED = mk.grouped_matmul, mk.quantized_grouped_matmul, mk.quantized_grouped_gradient
+
+def source(op):
+    dtype = torch.bfloat16 if op in GROUPED else torch.float64
     return InputGenerator(dtype, torch.device("cpu"))
 
 first = {case.op: case for case in reversed(CASES)}  # the plainest case of each operation
@@ -34,7 +37,8 @@ def everything():
 
 traced = torch.compile(everything, fullgraph=True, backend="aot_eager")()
 def parts(found):
-    return found if isinstance(found, tuple) else (found,)
+    found = found if isinstance(found, tuple) else (found,)
+    return [t.float() if t.dtype.itemsize == 1 else t for t in found]  # torch compares no FP8
 
 for case, ours, plain in zip(cases, traced, everything(), strict=True):
     # Compiled code has the reference of dropout, and eager code its tiles. Compiled code gathers
@@ -42,7 +46,7 @@ for case, ours, plain in zip(cases, traced, everything(), strict=True):
     differs = "dropout" in case.label or case.op is mk.paged_attention
     same = torch.allclose if differs else torch.equal
     assert all(map(same, parts(ours), parts(plain))), case.op.name
-sum(t.sum() for found in traced for t in parts(found)).backward()
+sum(t.sum() for found in traced for t in parts(found) if t.requires_grad).backward()
 
 def prepared(q, ids):
     mask = mk.Mask(document_ids=ids).prepare(q.shape[0], q.shape[0], device=q.device)
@@ -77,9 +81,9 @@ from megatron_kernels.inputs import InputGenerator
 
 for case in CASES:
     found = case.op(*case.arguments(InputGenerator(torch.float32, torch.device("cpu"))))
-    total = (found[0] if isinstance(found, tuple) else found).sum()
-    if total.requires_grad:
-        total.backward()
+    first = found[0] if isinstance(found, tuple) else found
+    if first.requires_grad:
+        first.sum().backward()
 print([name for name in sys.modules if name.startswith("torch._dynamo")])
 """
 

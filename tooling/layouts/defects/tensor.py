@@ -6,6 +6,7 @@ import megatron_parallel.collectives.operations as collectives
 import megatron_parallel.tensor_parallel.cross_entropy as cross_entropy
 import megatron_parallel.tensor_parallel.layers as layers
 import megatron_parallel.tensor_parallel.linear as linear
+import megatron_parallel.tensor_parallel.sliced_linear as sliced_linear
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import RowParallelLinear
 from torch import Tensor
@@ -48,8 +49,8 @@ def _gathered_again_in_another_order(mesh: Mesh, replace: Replace) -> None:
 
 @defect("slices of a sum are concatenated in another order", "tp2·sp·slices-untied-dropout")
 def _slices_in_another_order(mesh: Mesh, replace: Replace) -> None:
-    true = linear._concatenate
-    replace(linear, "_concatenate", lambda slices: true(slices[::-1]))
+    true = sliced_linear.concatenate
+    replace(sliced_linear, "concatenate", lambda slices: true(slices[::-1]))
 
 
 @defect("a row-parallel bias is added by every rank", "tp2-tied")

@@ -114,9 +114,10 @@ def sum_of_squares(tensors: Iterable[Float[Tensor, "..."]]) -> Float64[Tensor, "
             short.append(tensor)
             continue
         flat = tensor.reshape(-1)
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
         if whole < tensor.numel():
             short.append(flat[whole:])
+            flat = flat[:whole]
+        norms.append(torch.linalg.vector_norm(flat.view(-1, ROW), dim=1))
     if short:
         norms.append(torch.stack(torch._foreach_norm(short)))
     return torch.cat(norms).double().square().sum()

@@ -151,9 +151,9 @@ class Optimizer:
         norm = self._norm(terms, sharded=sharded)
         losses, scale = list(losses), None if self.scaler is None else self.scaler.scale
         norm = norm if scale is None else norm / scale
-        finite = torch.stack([norm, *losses]).isfinite().all()
+        finite = torch.stack([norm, *losses]).isfinite().all() if losses else norm.isfinite()
         coefficient = clip_coefficient(norm, self.config.clip_grad)
-        coefficient = torch.where(finite, coefficient, torch.ones_like(coefficient))
+        coefficient = torch.where(finite, coefficient, 1.0)
         factor = coefficient if scale is None else coefficient / scale
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         rates = lr, decoupled_lr, decay

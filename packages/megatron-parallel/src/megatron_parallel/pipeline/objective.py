@@ -42,6 +42,8 @@ class Objective:
             )
         self.totals += torch.stack([sums[name].detach().to(self.totals) for name in self.names])
         parts = [_divided(sums[name], below) for name, below in self._denominators.items()]
+        if len(parts) == 1:
+            return parts[0]
         return torch.stack(parts).sum() if parts else self.totals.new_zeros(())
 
 

@@ -87,8 +87,8 @@ class TrainableChunks:
         self.shards: list[ParameterShards] = []
         self.buffers: list[GradientBuffers] = []
         self._gradients: ChunkGradients | FullyShardedChunks
-        units_of_chunk = [() if units is None else units(chunk) for chunk in chunks]
         if config.use_torch_fsdp2:
+            units_of_chunk = [() if units is None else units(chunk) for chunk in chunks]
             self._gradients = sharded = FullyShardedChunks(
                 mesh, chunks, units_of_chunk, self.table, config
             )
@@ -98,7 +98,9 @@ class TrainableChunks:
             self._gradients = buffered = ChunkGradients(mesh, chunks, self.table, config)
             self.buffers = buffered.buffers
             if config.use_distributed_optimizer:
-                waiting = [*chain.from_iterable(units_of_chunk)] if waits_by_unit else []
+                waiting = []
+                if units is not None and waits_by_unit:
+                    waiting = [*chain.from_iterable(map(units, chunks))]
                 self.shards.extend(
                     ParameterBuffers(holders, buffers, self.table, waiting)
                     for holders, buffers in buffered.holders

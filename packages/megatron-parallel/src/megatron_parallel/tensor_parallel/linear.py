@@ -24,7 +24,7 @@ The layers compute a `Product`, by default `x W^T`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -45,25 +45,25 @@ from megatron_parallel.collectives.operations import (
     scatter_sequence,
 )
 from megatron_parallel.mesh.axes import Axis
+from megatron_parallel.tensor_parallel.linear_options import linear_options, unpack
 from megatron_parallel.tensor_parallel.product import (
     PLAIN,
-    AccumulatingProduct,
-    Gathering,
     Product,
     Weights,
     as_rows,
-    multiply_matrix,
     no_gradients,
-    saving,
-    wants_gradients,
     weight_gradient_requests,
 )
 from megatron_parallel.tensor_parallel.saving import (
     Saved,
     SavedTensors,
-    SavingProduct,
     save_for_backward,
     saved_of,
+)
+from megatron_parallel.tensor_parallel.sliced_linear import (
+    SlicedRow,
+    divisor,
+    gather_in_slices,
 )
 
 
@@ -99,7 +99,7 @@ def column_parallel_linear(
         whole = gather_sequence(x, axis) if sequence_parallel else copy_to_axis(x, axis)
         y = product.forward(whole, weights, flat_bias)
     else:
-        options = _options(product, axis, sequence_parallel, num_slices, weights)
+        options = linear_options(product, axis, sequence_parallel, num_slices, weights)
         y = _Column.apply(x, *weights, flat_bias, options)  # type: ignore[no-untyped-call]
     return y if len(shape) == 1 else y.view(*y.shape[:-1], *shape)
 
@@ -133,83 +133,29 @@ def row_parallel_linear(
         return product.forward(x, weights, bias)
     y: Tensor
     if sequence_parallel and num_slices > 1 and not torch.compiler.is_compiling():
-        options = _options(product, axis, sequence_parallel, num_slices, weights)
-        y = _Row.apply(x, *weights, options)  # type: ignore[no-untyped-call]
+        options = linear_options(product, axis, sequence_parallel, num_slices, weights)
+        y = SlicedRow.apply(x, *weights, options)  # type: ignore[no-untyped-call]
     else:
         leave = scatter_sequence if sequence_parallel else reduce_from_axis
         y = leave(product.forward(x, weights), axis)
     return y if bias is None else y + bias
 
 
-class _Options(NamedTuple):
-    """Arguments of a function that are not tensors of autograd.
-
-    Attributes:
-        product: The product.
-        axis: The axis.
-        cut: Whether the sequence is cut.
-        num_slices: Maximum number of slices.
-        constant: Converted weights, see `SavingProduct.constant_weights`.
-        saves: Whether gradients of weights are needed.
-        start_gather: How a `GatheringProduct` starts the all-gather of its input; None for others.
-    """
-
-    product: SavingProduct
-    axis: Axis
-    cut: bool
-    num_slices: int
-    constant: SavedTensors
-    saves: bool
-    start_gather: Callable[[Tensor, Axis], Gathering] | None
-
-    def forward(self, x: Tensor, weights: Weights, bias: Tensor | None) -> tuple[Tensor, Saved]:
-        """Returns the product, and what the backward pass needs."""
-        return self.product.forward_saving(
-            x,
-            weights,
-            bias,
-            multiply_matrix,
-            constant=self.constant,
-            saves=self.saves,
-            by_rows=self.cut,
-        )
-
-    def of_slice(self, x: Tensor, weights: Weights, bias: Tensor | None = None) -> Tensor:
-        """Returns the product of a slice, of which nothing is saved."""
-        return self._replace(saves=False).forward(x, weights, bias)[0]
-
-
-def _options(
-    product: Product, axis: Axis, cut: bool, num_slices: int, weights: Weights
-) -> _Options:
-    saver = saving(product)
-    constant = saver.constant_weights(weights)
-    return _Options(
-        saver, axis, cut, num_slices, constant, wants_gradients(weights), _own_gather(product)
-    )
-
-
-def _unpack(*rest: Any) -> tuple[list[Tensor], Tensor | None, _Options]:
-    """Returns the arguments after the input: weights, bias, and options."""
-    *weights, bias, options = rest
-    return weights, bias, options
-
-
 class _Column(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        weights, bias, options = _unpack(*rest)
+        weights, bias, options = unpack(*rest)
         ctx.options, ctx.shapes = options, [weight.shape for weight in weights]
         saved = Saved((x,), tuple(weights))
         if not options.cut:
             y, saved = options.forward(x, weights, bias)
-        elif (count := _divisor(len(x), options.num_slices)) == 1:
+        elif (count := divisor(len(x), options.num_slices)) == 1:
             start = options.start_gather
             whole = all_gather(x, options.axis) if start is None else start(x, options.axis).wait()
             y, found = options.forward(whole, weights, bias)
             saved = Saved(_own_rows(found.input, whole, x, options.axis), found.weights)
         else:
-            y = _gather_in_slices(x, weights, bias, options, count)
+            y = gather_in_slices(x, weights, bias, options, count)
         save_for_backward(ctx, saved, options.constant)
         return y
 
@@ -249,75 +195,3 @@ def _own_rows(saved: SavedTensors, whole: Tensor, x: Tensor, axis: Axis) -> Save
     first, *others = saved
     own = x if first is whole else first.chunk(axis.size)[axis.index].clone()
     return own, *others
-
-
-class _Row(Function):
-    """The sequence-parallel row product in slices."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        *weights, options = rest
-        save_for_backward(ctx, Saved((x,), tuple(weights)), options.constant)
-        ctx.options, ctx.gathered = options, None
-        ctx.shape, ctx.shapes = x.shape, [weight.shape for weight in weights]
-        count = _divisor(len(x) // options.axis.size, options.num_slices)
-        slices = x.reshape(options.axis.size, count, -1, *x.shape[1:])
-        reducing = []
-        for index in range(count):
-            product = options.of_slice(slices[:, index].flatten(0, 1), weights)
-            reducing.append(start_reduce_scatter(product, options.axis))
-        return _concatenate([each.wait() for each in reducing])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved, options = saved_of(ctx), ctx.options
-        needs_x, requests = (
-            _compat.gradient_wanted(ctx, 0),
-            weight_gradient_requests(ctx, ctx.shapes),
-        )
-        # A split backward pass calls this twice with the same gradient; only the first one gathers.
-        previous, dy = ctx.gathered or (None, None)
-        if dy is None or previous is not grads[0]:
-            dy = all_gather(grads[0], options.axis)
-        later = any(ctx.needs_input_grad[1 : 1 + len(ctx.shapes)]) and not any(requests)
-        ctx.gathered = (grads[0], dy) if later else None
-        product, dx = options.product, None
-        dweights: tuple[Tensor | None, ...] = no_gradients(len(ctx.shapes))
-        if needs_x or any(requests):
-            operand = product.gradient(as_rows(dy), of_input=needs_x, of_weights=any(requests))
-            if needs_x:
-                dx = product.input_gradient(operand, saved).view(ctx.shape)
-            if any(requests):
-                dweights = product.weight_gradients(operand, saved, requests)
-        return dx, *dweights, None
-
-
-def _own_gather(product: Product) -> Callable[[Tensor, Axis], Gathering] | None:
-    """Returns how a `GatheringProduct` starts the all-gather of its input; None for others."""
-    own = product.product if isinstance(product, AccumulatingProduct) else product
-    start: Callable[[Tensor, Axis], Gathering] | None = getattr(own, "start_gather", None)
-    return start
-
-
-def _gather_in_slices(
-    x: Tensor, weights: Weights, bias: Tensor | None, options: _Options, count: int
-) -> Tensor:
-    """Returns the product with the gathered input, one slice after another."""
-    axis = options.axis
-    gathers = [start_all_gather(part, axis) for part in x.chunk(count)]
-    width = weights[0].shape[:-1].numel()
-    y = x.new_empty((axis.size, count, len(x) // count, *x.shape[1:-1], width))
-    for index, gathering in enumerate(gathers):
-        product = options.of_slice(gathering.wait(), weights, bias)
-        y[:, index] = product.view(axis.size, -1, *product.shape[1:])
-    return y.flatten(0, 2)
-
-
-def _concatenate(slices: list[Tensor]) -> Tensor:
-    """Returns this rank's part from its slices in order."""
-    return torch.cat(slices)
-
-
-def _divisor(length: int, limit: int) -> int:
-    """Returns the largest number of equal slices, at most `limit`."""
-    return next(count for count in range(min(limit, max(length, 1)), 0, -1) if length % count == 0)
