@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from megatron_kernels import Backend, vocab_cross_entropy, vocab_cross_entropy_gradient
-from megatron_kernels.cases import CASES, Case
+from megatron_kernels.case import Case
+from megatron_kernels.cases import CASES
 from megatron_kernels.check import INPUTS, KNOWN, Inputs, check, check_backend, count_checks
 from megatron_kernels.inputs import InputGenerator
 from megatron_kernels.registry import accept_all

@@ -21,7 +21,7 @@ from megatron_kernels import (
     softmax,
     swiglu,
 )
-from megatron_kernels.cases import Case
+from megatron_kernels.case import Case
 from megatron_kernels.check import check_backend
 from megatron_kernels.inputs import InputGenerator
 from megatron_kernels.registry import Op

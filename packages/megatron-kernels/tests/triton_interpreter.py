@@ -27,7 +27,8 @@ from megatron_kernels import (
     vocab_cross_entropy,
     vocab_cross_entropy_gradient,
 )
-from megatron_kernels.cases import CASES, Case
+from megatron_kernels.case import Case
+from megatron_kernels.cases import CASES
 from megatron_kernels.check import Inputs, check_backend
 from megatron_kernels.inputs import InputGenerator
 from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite

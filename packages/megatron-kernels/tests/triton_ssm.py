@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from megatron_kernels import KernelError, causal_conv, ssd_scan
-from megatron_kernels.cases import CASES, Case
+from megatron_kernels.case import Case
+from megatron_kernels.cases import CASES
 from megatron_kernels.check import check_backend
 from megatron_kernels.ops.ssm import triton_scan
 from megatron_kernels.registry import Op

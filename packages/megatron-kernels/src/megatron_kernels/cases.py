@@ -5,15 +5,15 @@ careless kernel would turn into NaN. `InputGenerator.size` makes the same calls 
 or large.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor
 
+from megatron_kernels.case import Case
 from megatron_kernels.inputs import CaseDropout, InputGenerator, draw_words
+from megatron_kernels.low_precision_cases import LOW_PRECISION_CASES
 from megatron_kernels.ops.activation.bias_activation import bias_gelu, bias_swiglu
 from megatron_kernels.ops.activation.gelu import gelu
 from megatron_kernels.ops.activation.glu import Gate, glu
@@ -32,24 +32,8 @@ from megatron_kernels.ops.loss.vocab_cross_entropy import (
     vocab_cross_entropy,
     vocab_cross_entropy_gradient,
 )
-from megatron_kernels.ops.low_precision.formats import (
-    FP8_GRADIENT,
-    FP8_TENSOR,
-    INT8_ROW,
-    MXFP8,
-    NVFP4,
-    ElementType,
-    QuantFormat,
-)
-from megatron_kernels.ops.low_precision.matmul import quantized_matmul
-from megatron_kernels.ops.low_precision.quantize import quantize
-from megatron_kernels.ops.low_precision.quantize_tensor import quantize_tensor
 from megatron_kernels.ops.moe.grouped_matmul import grouped_matmul
 from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
-from megatron_kernels.ops.moe.quantized_grouped_matmul import (
-    quantized_grouped_gradient,
-    quantized_grouped_matmul,
-)
 from megatron_kernels.ops.norm.add_norm import add_layer_norm, add_rms_norm
 from megatron_kernels.ops.norm.layer_norm import layer_norm
 from megatron_kernels.ops.norm.rms_norm import rms_norm
@@ -62,24 +46,6 @@ from megatron_kernels.ops.softmax.softmax import softmax
 from megatron_kernels.ops.ssm.causal_conv import causal_conv
 from megatron_kernels.ops.ssm.gated_delta_rule import gated_delta_rule
 from megatron_kernels.ops.ssm.ssd_scan import ssd_scan
-from megatron_kernels.registry import Op
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call of an operation.
-
-    Attributes:
-        op: The operation.
-        label: What is special about the call.
-        arguments: Makes its arguments.
-        in_place: Whether the operation changes its first argument.
-    """
-
-    op: Op[Any, Any]
-    label: str
-    arguments: Callable[[InputGenerator], tuple[Any, ...]]
-    in_place: bool = False
 
 
 def _drops(draw: InputGenerator, q: Tensor, k: Tensor) -> CaseDropout:
@@ -286,36 +252,6 @@ def _linear(draw: InputGenerator, rows: tuple[int, ...], *, bias: bool) -> tuple
     return (x, draw.normal(29, 43), draw.normal(29) if bias else None)
 
 
-def _quantized(
-    draw: InputGenerator, a: QuantFormat, b: QuantFormat, outputs: int = 29, inputs: int = 43
-) -> tuple[Any, ...]:
-    x, weight = draw.normal(draw.rows(21), inputs), draw.normal(inputs, outputs)
-    quantized = quantize(x.detach(), a), quantize(weight.detach().t(), b)  # as in backward passes
-    return (*quantized, draw.normal(outputs), draw.dtype)
-
-
-def _elements(
-    draw: InputGenerator, elements: ElementType, *, given: bool = False, batch: int = 0
-) -> tuple[Any, ...]:
-    x = draw.normal(*((batch,) if batch else ()), draw.rows(21), 43).detach()
-    # Powers of two, with which float32 and float64 have the same quotients.
-    scale = torch.tensor(2.0**-7, device=x.device, dtype=torch.float32) if given else None
-    return (x, elements, "power_of_two", scale, True, True, True)
-
-
-def _grouped_elements(
-    draw: InputGenerator, elements: ElementType, *, gradient: bool = False
-) -> tuple[Any, ...]:
-    counts = (7, 0, 12)
-    rows = draw.rows(sum(counts) + 3)  # the last ones are in no group
-    groups = torch.tensor([min(count, rows // len(counts)) for count in counts])
-    other = (rows, 32) if gradient else (len(counts), 48, 32)
-    shapes = ((rows, 48 if gradient else 32), other)
-    found = [quantize_tensor(draw.normal(*shape).detach(), elements) for shape in shapes]
-    operands = [each for both in found for each in (both.rows, both.scale.float())]
-    return (*operands, groups.to(draw.device), draw.dtype)
-
-
 def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
     rows = draw.rows(5)
     targets = draw.integers(37, rows, 3)
@@ -508,30 +444,7 @@ CASES = (
     Case(index_scores, "", _index_scores),
     Case(linear, "", partial(_linear, rows=(7, 3), bias=True)),
     Case(linear, "several tiles", partial(_linear, rows=(150,), bias=False)),
-    Case(quantized_matmul, "fp8", partial(_quantized, a=FP8_TENSOR, b=FP8_GRADIENT)),
-    Case(
-        quantized_matmul,
-        "fp8, multiples of 16",
-        partial(_quantized, a=FP8_TENSOR, b=FP8_GRADIENT, outputs=48, inputs=64),
-    ),
-    Case(quantized_matmul, "int8", partial(_quantized, a=INT8_ROW, b=INT8_ROW)),
-    Case(
-        quantized_matmul,
-        "int8, multiples of 16",
-        partial(_quantized, a=INT8_ROW, b=INT8_ROW, outputs=48, inputs=64),
-    ),
-    Case(quantized_matmul, "mxfp8", partial(_quantized, a=MXFP8, b=MXFP8)),
-    Case(quantized_grouped_matmul, "e4m3", partial(_grouped_elements, elements="e4m3")),
-    Case(quantized_grouped_matmul, "e5m2", partial(_grouped_elements, elements="e5m2")),
-    Case(
-        quantized_grouped_gradient,
-        "e4m3",
-        partial(_grouped_elements, elements="e4m3", gradient=True),
-    ),
-    Case(quantize_tensor, "e4m3", partial(_elements, elements="e4m3")),
-    Case(quantize_tensor, "e5m2", partial(_elements, elements="e5m2", batch=3)),
-    Case(quantize_tensor, "given scale", partial(_elements, elements="e4m3", given=True)),
-    Case(quantized_matmul, "nvfp4", partial(_quantized, a=NVFP4, b=NVFP4)),
+    *LOW_PRECISION_CASES,
     Case(cross_entropy, "", _cross_entropy),
     Case(vocab_cross_entropy, "", partial(_vocab_loss, valid=37)),
     Case(vocab_cross_entropy, "padding", partial(_vocab_loss, valid=30)),

@@ -17,7 +17,8 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_kernels.cases import CASES, Case
+from megatron_kernels.case import Case
+from megatron_kernels.cases import CASES
 from megatron_kernels.inputs import InputGenerator, Size
 from megatron_kernels.registry import Backend
 
