@@ -112,7 +112,7 @@ class Quantizer:
 
     def form(self) -> QuantFormat:
         """Returns the format of blocks."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has one scale for a tensor, not blocks")
 
     def cast(self, x: Tensor, scale: Tensor, elements: str) -> Tensor:
         """Returns numbers of 8 bits, divided by their scale again."""

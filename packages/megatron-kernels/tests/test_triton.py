@@ -1,6 +1,5 @@
 """The Triton backends, without a GPU: interpreted, compiled for an H100, traced and imagined."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -8,13 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreted import needs_triton, run_interpreted
 from megatron_kernels import gelu, rms_norm
 
 HERE = Path(__file__).parent
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
 
 
 def run(*command: str, **environment: str) -> str:
@@ -33,12 +29,7 @@ def run(*command: str, **environment: str) -> str:
 @needs_triton
 @pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_in_tritons_interpreter_equal_the_references(sample: bool) -> None:
-    script = str(HERE / "triton_interpreter.py")
-    chosen = ("-m", "not slow") if sample else ()
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, script)
-    out = run(*command, TRITON_INTERPRET="1")
-    summary = out.splitlines()[-1]
-    assert " passed" in summary and "skipped" not in summary
+    run_interpreted(HERE / "triton_interpreter.py", sample=sample)
 
 
 COMPILED = """

@@ -1,13 +1,10 @@
 """The Triton kernels of attention: interpreted on a CPU, and as they are on a GPU."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import needs_triton, run_interpreted
 from megatron_kernels import Mask, Scores, attention, attention_backward, attention_forward
 from megatron_kernels.inputs import CaseDropout
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES
@@ -19,22 +16,10 @@ TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
 BATCH = 2
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_in_tritons_interpreter_equal_the_reference(sample: bool) -> None:
-    script = str(HERE / "triton_attention.py")
-    chosen = ("-m", "not slow") if sample else ()
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, script)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "skipped" not in done.stdout.splitlines()[-1]
+    run_interpreted(HERE / "triton_attention.py", sample=sample)
 
 
 def drawn(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -1,35 +1,20 @@
 """The Triton kernels of scan and convolution: interpreted, and compiled for an H100."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from interpreted import needs_triton, run_interpreted
 
 HERE = Path(__file__).parent
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
 
 
 @needs_triton
 @pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_in_tritons_interpreter_equal_the_reference(sample: bool) -> None:
-    script = str(HERE / "triton_ssm.py")
-    chosen = ("-m", "not slow") if sample else ()
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, script)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "skipped" not in done.stdout.splitlines()[-1]
+    run_interpreted(HERE / "triton_ssm.py", sample=sample)
 
 
 SIZES = """

@@ -22,10 +22,10 @@ from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.tensor_parallel.added_product import (
     add_product as add_product,  # noqa: PLC0414 - a public name of this package
 )
+from megatron_parallel.tensor_parallel.differentiation import AccumulatingProduct
 from megatron_parallel.tensor_parallel.layers import VocabParallelEmbedding
 from megatron_parallel.tensor_parallel.lookup import AccumulatingLookup, Lookup
 from megatron_parallel.tensor_parallel.product import (
-    AccumulatingProduct,
     FactorProduct,
     LayerProduct,
     Product,

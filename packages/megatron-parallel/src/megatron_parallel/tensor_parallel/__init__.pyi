@@ -2,6 +2,9 @@ from .cross_entropy import IGNORE_INDEX as IGNORE_INDEX
 from .cross_entropy import LogitsBlock as LogitsBlock
 from .cross_entropy import bound_logits as bound_logits
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from .differentiation import AccumulatingProduct as AccumulatingProduct
+from .differentiation import differentiate as differentiate
+from .differentiation import differentiate_steps as differentiate_steps
 from .layers import NUM_SLICES as NUM_SLICES
 from .layers import ColumnParallelLinear as ColumnParallelLinear
 from .layers import ReplicatedLinear as ReplicatedLinear
@@ -18,7 +21,6 @@ from .lora import LoRA as LoRA
 from .lora_config import LoRAConfig as LoRAConfig
 from .product import PLAIN as PLAIN
 from .product import AccumulateGradient as AccumulateGradient
-from .product import AccumulatingProduct as AccumulatingProduct
 from .product import FactorProduct as FactorProduct
 from .product import Gathering as Gathering
 from .product import GatheringProduct as GatheringProduct
@@ -28,8 +30,6 @@ from .product import PlainProduct as PlainProduct
 from .product import Product as Product
 from .product import WeightGradientRequest as WeightGradientRequest
 from .product import Weights as Weights
-from .product import differentiate as differentiate
-from .product import differentiate_steps as differentiate_steps
 from .product import multiply_matrix as multiply_matrix
 from .product_kinds import PRODUCTS as PRODUCTS
 from .product_kinds import ProductKind as ProductKind

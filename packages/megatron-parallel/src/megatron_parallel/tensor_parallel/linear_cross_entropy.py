@@ -32,8 +32,8 @@ from megatron_parallel.tensor_parallel.cross_entropy import (
     LogitsBlock,
     vocab_parallel_cross_entropy,
 )
+from megatron_parallel.tensor_parallel.differentiation import AccumulatingProduct
 from megatron_parallel.tensor_parallel.product import (
-    AccumulatingProduct,
     FactorProduct,
     Product,
     WeightGradientRequest,

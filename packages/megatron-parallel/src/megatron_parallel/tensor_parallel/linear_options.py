@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_parallel.mesh.axes import Axis
-from megatron_parallel.tensor_parallel.product import (
+from megatron_parallel.tensor_parallel.differentiation import (
     AccumulatingProduct,
+    saving,
+    wants_gradients,
+)
+from megatron_parallel.tensor_parallel.product import (
     Gathering,
     Product,
     Weights,
     multiply_matrix,
-    saving,
-    wants_gradients,
 )
 from megatron_parallel.tensor_parallel.saving import Saved, SavedTensors, SavingProduct
 

@@ -15,6 +15,7 @@ A weight changes once a step, but is read by every micro-batch. Its conversion m
 does not change (`ConstantWeights`). Outside of that, every pass converts it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -40,9 +41,10 @@ class Saved(NamedTuple):
     weights: SavedTensors
 
 
-class SavingProduct:
+class SavingProduct(ABC):
     """A `Product` that chooses what it saves for its backward pass; a base class."""
 
+    @abstractmethod
     def forward_saving(
         self,
         x: Float[Tensor, "... in"],
@@ -66,12 +68,12 @@ class SavingProduct:
             by_rows: Whether the first tensor saved of the input has a row for each token, in the
                 dims of `x`, so that the caller may save some of them and gather them again.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient(self, dy: Float[Tensor, "rows out"], *, of_input: bool, of_weights: bool) -> Any:
         """Returns the gradient of the output for the gradients that are needed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def input_gradient(self, gradient: Any, saved: Saved) -> Float[Tensor, "rows in"]:
         """Returns the gradient of the input.
 
@@ -79,8 +81,8 @@ class SavingProduct:
             gradient: The result of `gradient`.
             saved: What the forward pass saved, or the weights themselves.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def weight_gradients(
         self, gradient: Any, saved: Saved, requests: Sequence[Any]
     ) -> tuple[Tensor | None, ...]:
@@ -91,17 +93,16 @@ class SavingProduct:
             saved: What the forward pass saved, or input and weights themselves.
             requests: Request for each weight, or None if its gradient is not needed.
         """
-        raise NotImplementedError
 
     def constant_weights(self, weights: Sequence[Tensor]) -> SavedTensors:
         """Returns the converted weights while they are held; nothing otherwise."""
         del weights
         return ()
 
-    def hold_weights(self) -> None:
+    def hold_weights(self) -> None:  # noqa: B027 - a product may keep nothing
         """Begins a time in which the weights do not change."""
 
-    def release_weights(self) -> None:
+    def release_weights(self) -> None:  # noqa: B027
         """Ends it, and drops what was converted."""
 
 

@@ -1,0 +1,38 @@
+"""Runs files of tests in Triton's interpreter, in a process of their own.
+
+Triton reads TRITON_INTERPRET when it is imported.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+needs_triton = pytest.mark.skipif(  # it is an extra of the package
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def run_interpreted(script: Path, *, sample: bool) -> None:
+    """Runs the tests of a file; raises an error unless all of them pass.
+
+    Args:
+        script: The file.
+        sample: Whether slow tests are left out.
+    """
+    chosen = ("-m", "not slow") if sample else ()
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, str(script))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    summary = done.stdout.splitlines()[-1]
+    assert " passed" in summary and "skipped" not in summary
