@@ -1,9 +1,14 @@
 """What holds for every test of the repository."""
 
+import os
 from importlib.util import find_spec
 
 import pytest
 from longest_files import longest_first
+
+# Outputs of a custom operation that share memory are an error of compiled code, as they are where
+# CI is set; elsewhere torch 2.13 only warns. torch reads this when it is imported.
+os.environ.setdefault("TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING", "1")
 
 pytest_plugins = ["gpu_device"]
 

@@ -191,7 +191,7 @@ def ssd_forward(
     wide = accumulator_dtype(x.dtype)
     y = x.new_empty(x.shape)
     final = x.new_empty(batch, heads, width, channels, dtype=wide)
-    step, log = x.new_empty(2, batch, heads, s, dtype=wide)
+    step, log = (x.new_empty(batch, heads, s, dtype=wide) for _ in range(2))
     size, chunks = tiling(x, chunk), triton.cdiv(s, chunk)
     states = x.new_empty(chunks, *final.shape, dtype=operands(x.dtype).states)
     options, tiles = token_options(x, documents, chunk), tile_options(x, channels)
