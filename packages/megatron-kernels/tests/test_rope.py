@@ -15,6 +15,7 @@ from megatron_kernels import (
     rope_frequencies,
     rope_tables,
 )
+from megatron_kernels.ops.rope.rope import reference, swapped
 
 F64 = torch.float64
 both = pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -141,3 +142,20 @@ def test_tables_of_far_positions_are_exact_to_float32() -> None:
         angle = 1_000_000 * 10_000.0 ** (-2 * index / 64)
         assert float(cos[0, 0, index]) == pytest.approx(math.cos(angle), abs=1e-6)
         assert float(sin[0, 0, index]) == pytest.approx(math.sin(angle), abs=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("half", [4, 6])
+def test_the_expression_for_compiled_code_on_gpus_is_the_rotation(
+    half: int, interleaved: bool
+) -> None:
+    x = torch.randn(5, 2, 3, 12, dtype=F64, requires_grad=True)
+    cos, sin = rope_tables(torch.arange(5), rope_frequencies(2 * half), F64)
+    found, expected = (form(x, cos, sin, interleaved) for form in (swapped, reference))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    dy = torch.randn_like(x)
+    of_found, of_expected = (torch.autograd.grad(y, x, dy)[0] for y in (found, expected))
+    torch.testing.assert_close(of_found, of_expected, rtol=0, atol=1e-14)
+    half_precision = swapped(x.detach().bfloat16(), cos.float(), sin.float(), interleaved)
+    rounded = reference(x.detach().bfloat16(), cos.float(), sin.float(), interleaved)
+    torch.testing.assert_close(half_precision, rounded, rtol=2**-7, atol=1e-6)

@@ -223,3 +223,19 @@ def test_a_check_of_one_bucket_only_shows(worker_pool: WorkerPool) -> None:
         return reported_line(mesh, math.nan, sharded=False, one_bucket=True)
 
     assert worker_pool.run_mesh(ParallelLayout(dp=2), step) == ["", ""]
+
+
+def test_gradients_that_nothing_is_added_to_are_read_only_if_the_sum_is_not_finite(
+    worker_pool: WorkerPool,
+) -> None:
+    def step(mesh: Mesh) -> tuple[bool, str]:
+        own = {name: torch.ones(100, dtype=torch.bfloat16) for name in NAMES}
+        if mesh.rank == 1:
+            own["b"][99] = math.nan
+        buffers = summed(mesh, DataParallelConfig(ddp_bucket_size=1), own)
+        line = describe_nonfinite_gradients(buffers.nonfinite_gradients(), mesh)
+        return all(bucket.overwritten is None for bucket in buffers.buckets), line
+
+    line = "the gradient of 'b' (bucket 2 of 3) is NaN"
+    on_one = f"{line}, and so it was on rank 1 before it was summed"
+    assert worker_pool.run_mesh(ParallelLayout(dp=1, pp=2), step) == [(True, on_one)] * 2

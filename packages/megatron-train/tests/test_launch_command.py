@@ -258,4 +258,5 @@ def test_the_summary_of_torchrun_has_the_line_of_the_failed_rank(tmp_path):
     )
     assert done.returncode == 1
     summary = done.stderr.partition("Root Cause (first observed failure)")[2]
-    assert re.search(r"traceback : megatron-train: error: .*--num-attention-heads 3", summary)
+    line = r"traceback : megatron-train: error: .*--num-attention-heads 3"
+    assert re.search(line, summary), done.stderr

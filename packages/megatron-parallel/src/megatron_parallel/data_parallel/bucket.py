@@ -126,7 +126,7 @@ class Bucket:
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
         self.views: dict[str, Tensor] = {}
-        if axes.size > 1 or self.extra_axes or self._low_precision:
+        if self._reduces or self._low_precision:
             self.flat = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
             self.shard = self.flat[slice(*plan.shard_range(axes.inner.index))]
             self.views = {
@@ -248,7 +248,13 @@ class Bucket:
         For a sharded bucket on a CUDA device that is its shard: NCCL only reads the rest of `flat`.
         Gloo may write to it.
         """
+        if not self._reduces:
+            return None
         return self.shard if self._keeps_rest else self.flat
+
+    @property
+    def _reduces(self) -> bool:
+        return self.axes.size > 1 or bool(self.extra_axes)
 
     @property
     def _keeps_rest(self) -> bool:
@@ -369,6 +375,8 @@ class Bucket:
     @property
     def _own_nonfinite(self) -> bool | None:
         """Whether this rank's own gradients were not finite; None if that was not checked."""
+        if self.flat is not None and self.checks_finite and not self._reduces:
+            return not bool(self.flat.isfinite().all())
         if self._own_largest is None or self.flat is None:
             return None
         found = bool(self._own_largest.isfinite())

@@ -34,6 +34,8 @@ def direct(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if not torch.compiler.is_compiling():
         result: Tensor = _Rotation.apply(x, cos, sin, interleaved, 1)  # type: ignore[no-untyped-call]
         return result
+    if x.is_cuda:
+        return swapped(x, cos, sin, interleaved)
     half = cos.shape[-1]
     c, s = cos[:, :, None, :], sin[:, :, None, :]
     first, second = _halves(x, half, interleaved)
@@ -72,6 +74,42 @@ class _Rotation(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
         back = _Rotation.apply(grads[0], cos, sin, ctx.interleaved, -ctx.direction)  # type: ignore[no-untyped-call]
+        return back, None, None, None, None
+
+
+def swapped(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Adds channels times cosines, and channels swapped in each pair times signed sines.
+
+    The gradient is rotated back, likewise. Inductor computes a longer expression, such as that of
+    autograd for `direct`, in a kernel of its own, and copies the results of queries and keys into
+    the gradient of the projection in another one.
+    """
+    result: Tensor = _SwappedRotation.apply(x, cos, sin, interleaved, 1)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SwappedRotation(Function):
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.direction = interleaved, direction
+        half, dim = cos.shape[-1], -1 if interleaved else -2
+        pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
+        c, s = (table[:, :, None, :].unsqueeze(dim) for table in (cos, sin))
+        signs = direction * (2 * torch.arange(2, device=x.device) - 1)
+        s = s * (signs if interleaved else signs[:, None])
+        rotated = (pairs * c + pairs.flip(dim) * s).to(x.dtype).flatten(-2)
+        if 2 * half < x.shape[-1]:
+            return torch.cat((rotated, x[..., 2 * half :]), -1)
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        back = _SwappedRotation.apply(grads[0], cos, sin, ctx.interleaved, -ctx.direction)  # type: ignore[no-untyped-call]
         return back, None, None, None, None
 
 
