@@ -89,7 +89,6 @@ def swapped(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 class _SwappedRotation(Function):
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int
