@@ -2,8 +2,9 @@
 
 Ours are whole steps of the trainer of megatron-train, from its command line, eagerly and compiled,
 in bf16 and FP8. The peer is `plain_llama` under torch.compile with bf16 weights, fp32 main
-parameters, ``clip_grad_norm_(foreach=True)`` and ``AdamW(fused=True)``. A round runs some steps of
-each variant in turn between two synchronisations, and the table has medians of rounds.
+parameters, ``clip_grad_norm_(foreach=True)`` and ``AdamW(fused=True)``; with several micro-batches
+it adds gradients in bf16, ours in fp32. A round runs some steps of each variant in turn between two
+synchronisations, and the table has medians of rounds.
 
 MFU divides the FLOPs of the model (`training_flops`: causal attention counts half of the square,
 recomputation nothing) by the time and the peak of the data sheet (`PEAKS`). A product of two
@@ -12,7 +13,7 @@ first rounds of a variant, beside what ``megatron-train dry-run`` predicts if ``
 a file of `--predict`, which needs no GPU but a C++ compiler.
 
     python tooling/bench/gpu_step.py --predict predicted.json
-    python tooling/bench/gpu_step.py --predicted predicted.json [--models 125m] [--rounds 5]
+    python tooling/bench/gpu_step.py --predicted predicted.json [--models 125m] [--micro-batches 8]
 """
 
 import argparse
@@ -20,6 +21,7 @@ import gc
 import json
 import math
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -69,6 +71,11 @@ class Model(NamedTuple):
     flags: str
     apart: bool = False
 
+    def repeated(self, micro_batches: int) -> "Model":
+        """Returns the model with this number of micro-batches in a step."""
+        (samples,) = map(int, re.findall(r"--micro-batch-size (\d+)", self.flags))
+        return self._replace(flags=f"{self.flags}--global-batch-size {samples * micro_batches} ")
+
 
 def _flags(
     layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, length: int, samples: int
@@ -99,9 +106,10 @@ TRITON = (
 )
 VARIANTS = {
     "ours": "",
-    "ours, compiled": BY_LAYER,
-    "ours, compiled, Triton kernels": BY_LAYER + TRITON,
-    "ours, fp8, compiled": BY_LAYER + FP8,
+    "ours, compiled": "--compile ",
+    "ours, compiled by layer": BY_LAYER,
+    "ours, compiled by layer, Triton kernels": BY_LAYER + TRITON,
+    "ours, fp8, compiled by layer": BY_LAYER + FP8,
 }
 PEER = "plain, compiled"
 
@@ -131,9 +139,14 @@ def drawn_on_device() -> Iterator[None]:
 
 def build_ours(run: RunConfig, mesh: Mesh, batch: MicroBatch) -> Trainer:
     """Returns the trainer of a run with equal micro-batches."""
-    batches = SameBatches(batch, [1] * run.train_iters)
+    batches = SameBatches(batch, [micro_batches(run)] * run.train_iters)
     with drawn_on_device():
         return build_trainer(run, find_task_kind(run.task), batches, mesh, choose_dtype(run))
+
+
+def micro_batches(run: RunConfig) -> int:
+    """Returns the number of micro-batches of a step on one rank."""
+    return run.training.global_batch_size // run.training.micro_batch_size
 
 
 def our_step(trainer: Trainer) -> Step:
@@ -142,9 +155,15 @@ def our_step(trainer: Trainer) -> Step:
     return lambda: trainer.step(steps)
 
 
-def plain_step(ours: GPT, batch: MicroBatch) -> Step:
-    """Returns one step of the loop by hand, with the weights of our model."""
-    model: Any = plain_llama(ours).to(ours.embedding.word.weight.dtype)
+def plain_step(ours: GPT, batch: MicroBatch, number: int = 1) -> Step:
+    """Returns one step of the loop by hand, with the weights of our model.
+
+    Args:
+        ours: Our model.
+        batch: A micro-batch.
+        number: Number of micro-batches.
+    """
+    model: Any = plain_llama(ours)
     parameters = list(model.parameters())
     mains = [nn.Parameter(p.detach().float()) for p in parameters]
     groups = [
@@ -159,8 +178,9 @@ def plain_step(ours: GPT, batch: MicroBatch) -> Step:
         tokens, labels = (
             batch.fields[name].to(device, non_blocking=True) for name in ("tokens", "labels")
         )
-        loss: torch.Tensor = compiled(tokens, labels)
-        loss.backward()
+        for _ in range(number):
+            loss: torch.Tensor = compiled(tokens, labels) / number
+            loss.backward()
         for main, parameter in zip(mains, parameters, strict=True):
             main.grad = parameter.grad.float()
             parameter.grad = None
@@ -244,7 +264,7 @@ class Bench:
             trainer = build_ours(run, self.mesh, self.batch)
             if name == PEER:
                 (stage,) = trainer.engine.stages.modules
-                self.running[name] = plain_step(stage, self.batch)
+                self.running[name] = plain_step(stage, self.batch, micro_batches(run))
                 del trainer, stage
                 gc.collect()
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -307,7 +327,7 @@ def print_rows(name: str, bench: Bench, flops: float, predicted: Mapping[str, in
     """
     run = read_run(bench.model.flags)
     length, samples = run.data.seq_length, run.training.micro_batch_size
-    tokens, kind = length * samples, torch.cuda.get_device_name(bench.device)
+    tokens, kind = length * samples * micro_batches(run), torch.cuda.get_device_name(bench.device)
     work = training_flops(run.model, length, tokens)
     sheet = next((peak for part, peak in PEAKS.items() if part in kind), math.nan)
     medians = {each: statistics.median(m.seconds) for each, m in bench.found.items() if m.seconds}
@@ -349,6 +369,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", choices=(PEER, *VARIANTS), default=None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--flags", default="", help="more flags of megatron-train for ours")
     parser.add_argument("--predict", type=Path, help="only write predicted memory here")
     parser.add_argument("--predicted", type=Path, help="file that --predict wrote")
@@ -362,6 +383,7 @@ def main() -> int:
         found = predict(args.models, [name for name in variants if name != PEER])
         args.predict.write_text(json.dumps(found, indent=2) + "\n")
         return 0
+    models = {name: MODELS[name].repeated(args.micro_batches) for name in args.models}
     device = torch.device("cuda")
     kind = torch.cuda.get_device_name(device)
     flops, bytes_ = ceilings(device)
@@ -373,8 +395,8 @@ def main() -> int:
     predicted = {} if args.predicted is None else json.loads(args.predicted.read_text())
     print(HEADER)
     results: dict[str, Any] = {}
-    for name in args.models:
-        bench = measure(MODELS[name], variants, args.rounds, args.steps, device)
+    for name, model in models.items():
+        bench = measure(model, variants, args.rounds, args.steps, device)
         print_rows(name, bench, flops, predicted)
         for variant, (seconds, peak, start) in bench.found.items():
             results[f"{name}/{variant}"] = {"seconds": seconds, "peak": peak, "start": start}

@@ -1,5 +1,7 @@
 """The peer of the benchmarks: a Llama written by hand with torch's own modules."""
 
+from functools import partial
+
 import torch
 from megatron_models import GPT, GPTConfig
 from torch import Tensor, nn
@@ -9,18 +11,19 @@ from torch.nn import functional
 class PlainLayer(nn.Module):
     """A Llama layer written by hand, batch first."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, dtype: torch.dtype) -> None:
         super().__init__()
+        linear = partial(nn.Linear, bias=False, dtype=dtype)
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
         self.heads, self.groups = config.num_attention_heads, config.num_query_groups
         self.channels = config.kv_channels
-        self.norm_1 = nn.RMSNorm(hidden, eps=config.norm_epsilon)
+        self.norm_1 = nn.RMSNorm(hidden, eps=config.norm_epsilon, dtype=dtype)
         width = (self.heads + 2 * self.groups) * self.channels
-        self.qkv = nn.Linear(hidden, width, bias=False)
-        self.proj = nn.Linear(hidden, hidden, bias=False)
-        self.norm_2 = nn.RMSNorm(hidden, eps=config.norm_epsilon)
-        self.gate_up = nn.Linear(hidden, 2 * ffn, bias=False)
-        self.down = nn.Linear(ffn, hidden, bias=False)
+        self.qkv = linear(hidden, width)
+        self.proj = linear(hidden, hidden)
+        self.norm_2 = nn.RMSNorm(hidden, eps=config.norm_epsilon, dtype=dtype)
+        self.gate_up = linear(hidden, 2 * ffn)
+        self.down = linear(ffn, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, s, h = x.shape
@@ -37,12 +40,14 @@ class PlainLayer(nn.Module):
 class PlainLlama(nn.Module):
     """The peer: rotary positions, untied output, cross entropy."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.word = nn.Embedding(config.padded_vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(PlainLayer(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
-        self.output = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        self.word = nn.Embedding(config.padded_vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(PlainLayer(config, dtype) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon, dtype=dtype)
+        self.output = nn.Linear(
+            config.hidden_size, config.padded_vocab_size, bias=False, dtype=dtype
+        )
         channels = config.kv_channels
         powers = torch.arange(0, channels, 2, dtype=torch.float64) / channels
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float64)
@@ -66,7 +71,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def plain_llama(model: GPT) -> PlainLlama:
-    """Returns the peer with the weights of our model."""
+    """Returns the peer with the weights of our model, in their dtype."""
     config = model.config
     heads, groups = config.num_attention_heads, config.num_query_groups
     d, hidden = config.kv_channels, config.hidden_size
@@ -92,7 +97,8 @@ def plain_llama(model: GPT) -> PlainLlama:
             f"layers.{i}.gate_up.weight": own["mlp.up.weight"].reshape(-1, hidden),
             f"layers.{i}.down.weight": own["mlp.down.weight"],
         }
-    with ours["final_norm.weight"].device:
-        peer = PlainLlama(config)
+    norm = ours["final_norm.weight"]
+    with norm.device:
+        peer = PlainLlama(config, norm.dtype)
     peer.load_state_dict(state)
     return peer

@@ -1,11 +1,13 @@
 """Operands that are converted once: against conversions for each product, and what is saved."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from megatron_kernels import quantize, quantized_matmul
 from megatron_models import GPT, GPTConfig, LowPrecisionConfig, Placement, low_precision_placement
+from megatron_models.low_precision import held_weight
 from megatron_models.low_precision import product as products
 from megatron_models.low_precision.held_weight import HeldWeight
 from megatron_models.low_precision.placement import low_precision_product, roles_that_keep_inputs
@@ -151,7 +153,7 @@ def test_a_weight_that_changes_is_converted_again():
     layer.weight.data = flat.view_as(layer.weight)
     for number in range(3):
         flat.copy_(draw(80, 48, scale=0.1 * (number + 1)).flatten())
-        with constant.held(at_once=number == 2):
+        with constant.held(compiled=number == 2):
             found = run(layer, x, dy)
         assert all(map(torch.equal, found, converted_for_each_product(layer, x, dy)))
     assert not layer.product.held.tensors
@@ -169,6 +171,35 @@ def test_a_weight_that_is_not_held_is_never_kept():
     assert held.of(weight, lambda x: (x + 1,))[0].sum() == 8
     held.hold()
     assert held.tensors == ()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_code_converts_a_weight_to_the_same_tensors(name, monkeypatch):
+    """On the CPU, without Inductor: which kernels it generates for a GPU is its own matter."""
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(held_weight, "COMPILED_ON", ("cpu",))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    layers = [layer_of(RECIPES[name]) for _ in range(2)]
+    constant = ConstantWeights(layers)
+    for _ in range(2):  # the second step compiles nothing
+        with constant.held():
+            expected = [layer.product.constant_weights([layer.weight]) for layer in layers]
+        with constant.held(compiled=True):
+            found = [layer.product.held.tensors for layer in layers]
+        for one, other in zip(sum(found, ()), sum(expected, ()), strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(raw(one), raw(other))
+    assert len(compilations) == 1  # equal layers share the code
+
+
+def raw(tensor):
+    """Returns the bytes of a tensor."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def saved_bytes(layer, x):

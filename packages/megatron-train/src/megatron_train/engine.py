@@ -238,7 +238,7 @@ class StepEngine:
         if auxiliary or counters or reports.maxima:
             self._auxiliary_losses = AuxiliaryLosses(auxiliary, counters, reports.maxima)
         outer = {name: denominators[name] for name in self.task.losses}
-        with self.stages.constant_weights(at_once=self._compiled):
+        with self.stages.constant_weights(compiled=self._compiled):
             found = self._pipeline.run([self._weighed(batch) for batch in batches], outer)
         self.stages.finish()
         sums = self._summed(found, self._data, "loss sums")
@@ -252,7 +252,7 @@ class StepEngine:
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, Float64[Tensor, ""]]:
         """Returns the sum of each loss over the unmasked tokens of all ranks, without gradients."""
         self._iteration = self._auxiliary_losses = None
-        with self.stages.constant_weights(at_once=self._compiled):
+        with self.stages.constant_weights(compiled=self._compiled):
             sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
         return self._summed(sums, self._data, "loss sums")
 

@@ -8,9 +8,16 @@ outside of that time, and nothing outlives it.
 """
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
+
+Conversion = Callable[[Tensor], tuple[Tensor | None, ...]]
+"""Returns the tensors of a converted weight."""
+
+COMPILED_ON: Final = ("cuda",)
+"""Types of devices whose conversions are compiled: on a GPU, tens of kernels become a few."""
 
 
 class HeldWeight:
@@ -23,34 +30,47 @@ class HeldWeight:
 
     def __init__(self) -> None:
         self.holds = False
+        self._compiles = False
+        self._compiled: tuple[object, Conversion] | None = None
         self.tensors: tuple[Tensor | None, ...] = ()
         self._weight: Tensor | None = None
         self._version = -1
 
-    def hold(self) -> None:
-        """Begins a time in which the weight is constant."""
+    def hold(self, *, compiles: bool = False) -> None:
+        """Begins a time in which the weight is constant.
+
+        Args:
+            compiles: Whether torch.compile compiles the conversion, on devices of `COMPILED_ON`.
+        """
         self.release()
-        self.holds = True
+        self.holds, self._compiles = True, compiles
 
     def release(self) -> None:
         """Ends it, and drops the converted weight."""
         self.holds, self.tensors, self._weight, self._version = False, (), None, -1
 
-    def of(
-        self, weight: Tensor, convert: Callable[[Tensor], tuple[Tensor | None, ...]]
-    ) -> tuple[Tensor | None, ...]:
+    def of(self, weight: Tensor, convert: Conversion) -> tuple[Tensor | None, ...]:
         """Returns the converted weight; nothing if it is not constant now.
 
         Compiled code converts nothing: what it reads was converted before it was called.
 
         Args:
             weight: The parameter.
-            convert: Returns the tensors of a converted weight.
+            convert: The conversion. Code that is compiled for it depends on the attributes of its
+                object that it reads, and on the shape of the weight.
         """
         if not self.holds or torch.compiler.is_compiling():
             return self.tensors
         if self._weight is not weight or self._version != weight._version:
+            if self._compiles and weight.device.type in COMPILED_ON:
+                convert = self._compiled_of(convert)
             with torch.no_grad():
                 self.tensors = convert(weight.detach())
             self._weight, self._version = weight, weight._version
         return self.tensors
+
+    def _compiled_of(self, convert: Conversion) -> Conversion:
+        owner = getattr(convert, "__self__", convert)
+        if self._compiled is None or self._compiled[0] is not owner:
+            self._compiled = owner, torch.compile(convert, dynamic=False)
+        return self._compiled[1]

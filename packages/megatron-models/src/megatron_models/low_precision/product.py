@@ -206,10 +206,10 @@ class LowPrecisionProduct(PlainProduct, SavingProduct):
             return ()
         return self.held.of(weights[0], self._converted_weight)
 
-    def hold_weights(self) -> None:
+    def hold_weights(self, *, compiled: bool = False) -> None:
         """Begins a time in which the weight does not change."""
         if self.held is not None:
-            self.held.hold()
+            self.held.hold(compiles=compiled)
 
     def release_weights(self) -> None:
         """Ends it."""

@@ -113,7 +113,7 @@ class TrainableChunks:
         """Returns the context of a backward pass; pass this method to `PipelineEngine`."""
         return self._gradients.around_backward(backward)
 
-    def constant_weights(self, *, at_once: bool = False) -> AbstractContextManager[None]:
+    def constant_weights(self, *, compiled: bool = False) -> AbstractContextManager[None]:
         """Returns a context in which no weight changes: that of the passes of one step.
 
         Products that convert weights, such as those in few bits, then do so once. Gathers of
@@ -121,12 +121,12 @@ class TrainableChunks:
         weights that it gathers.
 
         Args:
-            at_once: Whether weights are converted when the context begins, as compiled code needs
-                it. If there are any, this waits for all gathers.
+            compiled: Whether the passes are compiled. Weights are then converted when the context
+                begins, as compiled code needs it. If there are any, this waits for all gathers.
         """
-        if at_once and self._constant.exist:
+        if compiled and self._constant.exist:
             self.wait_for_parameters()
-        return self._constant.held(at_once=at_once)
+        return self._constant.held(compiled=compiled)
 
     def finish(self) -> None:
         """Returns when all gradients are summed."""

@@ -99,8 +99,12 @@ class SavingProduct(ABC):
         del weights
         return ()
 
-    def hold_weights(self) -> None:  # noqa: B027 - a product may keep nothing
-        """Begins a time in which the weights do not change."""
+    def hold_weights(self, *, compiled: bool = False) -> None:  # noqa: B027 - it may keep nothing
+        """Begins a time in which the weights do not change.
+
+        Args:
+            compiled: Whether the passes are compiled by torch.compile, so that conversions may be.
+        """
 
     def release_weights(self) -> None:  # noqa: B027
         """Ends it, and drops what was converted."""
@@ -132,22 +136,22 @@ class ConstantWeights:
         return bool(self._layers)
 
     @contextmanager
-    def held(self, *, at_once: bool = False) -> Iterator[None]:
+    def held(self, *, compiled: bool = False) -> Iterator[None]:
         """Returns a context in which products may convert each weight once.
 
         Every write to a weight must be complete before its layer runs in the context, and none may
         happen until the context ends.
 
         Args:
-            at_once: Whether all weights are converted when the context begins, as code compiled by
-                torch.compile needs it. All of them must be complete then. By default a weight is
-                converted when its layer runs first, so gathers of later ones may be in flight.
+            compiled: Whether the passes are compiled by torch.compile. Their code needs all weights
+                converted when the context begins, so all must be complete then. By default a weight
+                is converted when its layer runs first, so gathers of later ones may be in flight.
         """
         products = [(layer, unwrapped(layer.product)) for layer in self._layers]
         for _, product in products:
-            product.hold_weights()  # type: ignore[attr-defined]
+            product.hold_weights(compiled=compiled)  # type: ignore[attr-defined]
         try:
-            if at_once:
+            if compiled:
                 for layer, product in products:
                     given = [getattr(layer, name) for name in layer.product_parameters]  # type: ignore[union-attr]
                     product.constant_weights(given)  # type: ignore[attr-defined]

@@ -83,8 +83,10 @@ def _gradient_of_silu(dy: Tensor, g: Tensor, up: Tensor) -> Tensor:
     dy, gate, factor = (upcast(each) for each in (dy, g, up))
     sigmoid = torch.sigmoid(gate)
     active = gate * sigmoid
-    dg = dy * factor * (sigmoid + active * (1.0 - sigmoid))
-    return torch.stack((dg, dy * active), -2).to(g.dtype)
+    parts = dy * factor * (sigmoid + active * (1.0 - sigmoid)), dy * active
+    # Rounded before they are stacked: where casts to FP8 follow, Inductor would drop the rounding
+    # of the stack and store it in float32.
+    return torch.stack([part.to(g.dtype) for part in parts], -2)
 
 
 def _bounded(x: Tensor, bound: float) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,11 @@ def direct(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         return result
     if x.is_cuda:
         return swapped(x, cos, sin, interleaved)
+    return joined(x, cos, sin, interleaved)
+
+
+def joined(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Joins the rotated halves; autograd computes the gradient."""
     half = cos.shape[-1]
     c, s = cos[:, :, None, :], sin[:, :, None, :]
     first, second = _halves(x, half, interleaved)
