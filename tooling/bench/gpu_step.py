@@ -102,7 +102,7 @@ BY_LAYER = "--compile --compile-scope layer "
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise "
 TRITON = (
     "--kernel-backends add_rms_norm=triton rms_norm=triton rope_qkv=triton swiglu=triton "
-    "vocab_embedding=triton vocab_cross_entropy=triton "
+    "vocab_embedding=triton vocab_cross_entropy=triton --adam-kernels triton "
 )
 VARIANTS = {
     "ours": "",

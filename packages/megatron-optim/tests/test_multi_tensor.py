@@ -118,7 +118,7 @@ def config(kernels: str, decoupled: bool) -> OptimizerConfig:
 
 def rule(name: str, decoupled: bool) -> Adam:
     made = Adam(config(name, decoupled))
-    made._multi_tensor = MultiTensorAdam.load(name)
+    made._kernel = MultiTensorAdam.load(name)
     return made
 
 

@@ -9,7 +9,7 @@ sharding table, by name. A checkpoint has the same global tensors as without sha
 is saved as the boxes that it covers, and any layout can load it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from megatron_parallel import View
 from torch import Tensor
@@ -22,9 +22,13 @@ class ShardedMainParameters(MainParameters):
 
     sharded = True
 
-    def copy_main_to_model(self) -> None:
-        """Rounds the fp32 copies into the parameters and starts gathering those of other ranks."""
-        super().copy_main_to_model()
+    def copy_main_to_model(self, done: Collection[str] = ()) -> None:
+        """Rounds the fp32 copies into the parameters and starts gathering those of other ranks.
+
+        Args:
+            done: The names of those that are rounded already. Defaults to none.
+        """
+        super().copy_main_to_model(done)
         self.publish()
 
     def copy_model_to_main(self) -> None:

@@ -8,7 +8,7 @@ forms (`megatron_optim.stored`), or in host memory, where those of fp32 and floa
 copies as well (`megatron_optim.offload`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from zlib import crc32
 
 import torch
@@ -176,10 +176,15 @@ class MainParameters:
         return {name: self._parameters[name] for name in self.copies}
 
     @torch.no_grad()
-    def copy_main_to_model(self) -> None:
-        """Rounds the fp32 copies into the model's parameters, in one operation."""
-        if self.copies:
-            torch._foreach_copy_(list(self.rounded.values()), list(self.copies.values()))
+    def copy_main_to_model(self, done: Collection[str] = ()) -> None:
+        """Rounds the fp32 copies into the model's parameters, in one operation.
+
+        Args:
+            done: The names of those that are rounded already. Defaults to none.
+        """
+        if left := [name for name in self.copies if name not in done]:
+            sources = [self.copies[name] for name in left]
+            torch._foreach_copy_([self._parameters[name] for name in left], sources)
 
     @torch.no_grad()
     def round_hosted(self, name: str, rounded: Float[Tensor, "..."]) -> None:

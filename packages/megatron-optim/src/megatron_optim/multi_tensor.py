@@ -1,19 +1,20 @@
-"""The multi-tensor kernels of Apex and Transformer Engine, which update many tensors in one launch.
+"""Kernels of Adam that update many tensors in one launch: our own, and those of two libraries.
 
-Both libraries have the same functions. Their names, arguments and dtypes are those of
-``csrc/multi_tensor_adam.cu`` in NVIDIA's Apex, which Transformer Engine took over. They compute in
-fp32 on CUDA devices. Their norms also sum in fp32, so the norm of the gradient is always computed
-by `megatron_optim.clip`.
+Ours is `megatron_optim.triton_adam`. Apex and Transformer Engine have the same functions. Their
+names, arguments and dtypes are those of ``csrc/multi_tensor_adam.cu`` in NVIDIA's Apex, which
+Transformer Engine took over. They compute in fp32 on CUDA devices. Their norms also sum in fp32, so
+the norm of the gradient is always computed by `megatron_optim.clip`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_optim.errors import OptimError
+from megatron_optim.triton_adam import TritonAdam
 from megatron_optim.update_rule import UnreadStep
 
 LIBRARIES: Final[Mapping[str, tuple[str, str]]] = {
@@ -21,6 +22,40 @@ LIBRARIES: Final[Mapping[str, tuple[str, str]]] = {
     "transformer-engine": ("transformer_engine.pytorch.optimizers",) * 2,
 }
 """The modules with ``multi_tensor_applier`` and with the kernels, by the name of the library."""
+
+
+class AdamKernel(Protocol):
+    """Adam by a multi-tensor kernel; for the arguments see `MultiTensorAdam`."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether `update_unread` rounds parameters into ``step.rounded``."""
+
+    def update(
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        step: int,
+        decoupled: bool,
+        weight_decay: float,
+    ) -> None:
+        """Updates parameters and moments in place."""
+
+    def update_unread(
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        step: UnreadStep,
+        decoupled: bool,
+        weight_decay: float,
+    ) -> None:
+        """Updates parameters and moments in place, unless the device skips the step."""
 
 
 class MultiTensorAdam(NamedTuple):
@@ -35,6 +70,11 @@ class MultiTensorAdam(NamedTuple):
     apply: Callable[..., Any]
     adam: Callable[..., Any]
     adam_capturable: Callable[..., Any]
+
+    @property
+    def rounds(self) -> bool:
+        """False: the kernels of the libraries round nothing into other tensors."""
+        return False
 
     @classmethod
     def load(cls, library: str) -> "MultiTensorAdam":
@@ -54,12 +94,7 @@ class MultiTensorAdam(NamedTuple):
                 import_module(kernels).multi_tensor_adam_capturable,
             )
         except (ImportError, AttributeError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise OptimError(
-                f"{{kernels:name}} is {library}, which has no multi-tensor kernels here: {reason}; "
-                "install it with its CUDA extensions, or use torch",
-                {"kernels": library},
-            ) from error
+            raise _missing(library, error, "install it with its CUDA extensions") from error
 
     def update(
         self,
@@ -125,27 +160,58 @@ class MultiTensorAdam(NamedTuple):
         self.apply(self.adam_capturable, flag, lists, *numbers)
 
 
-def check_tensors(library: str, tensors: Mapping[str, Tensor]) -> None:
+def load_kernel(library: str) -> AdamKernel:
+    """Returns a kernel.
+
+    Args:
+        library: ``triton`` for our own, or a name in `LIBRARIES`.
+
+    Raises:
+        OptimError: A library is not installed, or lacks a function.
+    """
+    if library != "triton":
+        return MultiTensorAdam.load(library)
+    try:
+        return TritonAdam.load()
+    except (ImportError, AttributeError, OSError) as error:
+        raise _missing(library, error, "install it") from error
+
+
+def check_tensors(
+    library: str, tensors: Mapping[str, Tensor], devices: Sequence[str] = ("cuda",)
+) -> None:
     """Refuses parameters that the kernels cannot update, or not in the precision of the run.
 
     Args:
         library: The name of the library.
         tensors: The main parameters by name.
+        devices: The types of devices that the kernels run on. Defaults to CUDA devices.
 
     Raises:
-        OptimError: A parameter is float64, or not on a CUDA device.
+        OptimError: A parameter is float64, not contiguous, or on another device.
     """
     for name, tensor in tensors.items():
         wrong = ""
         if tensor.dtype == torch.float64:
             wrong = f"computes in fp32, but parameter {name!r} is float64"
-        elif tensor.device.type != "cuda":
+        elif not tensor.is_contiguous():
+            wrong = f"updates contiguous tensors, but parameter {name!r} is not contiguous"
+        elif tensor.device.type not in devices:
             wrong = f"runs on CUDA devices, but parameter {name!r} is updated on a "
             wrong += "CPU" if tensor.device.type == "cpu" else tensor.device.type
         if wrong:
             raise OptimError(
                 f"{{kernels:name}} is {library}, which {wrong}; use torch", {"kernels": library}
             )
+
+
+def _missing(library: str, error: Exception, remedy: str) -> OptimError:
+    reason = " ".join(str(error).split())
+    return OptimError(
+        f"{{kernels:name}} is {library}, which has no multi-tensor kernels here: {reason}; "
+        f"{remedy}, or use torch",
+        {"kernels": library},
+    )
 
 
 def _without_empty(tensors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:

@@ -62,14 +62,26 @@ class OptimizerState:
             gradients: The gradients by name.
             rounds: Whether to round fp32 copies into the model's parameters after each call.
         """
-        if self.squares is None:
-            key = (group.names, group.rule, rounds)
-            if key not in self._repeated:
-                self._repeated[key] = self._repeat(group, rounds)
-            if found := self._repeated[key]:
-                return found.operands(gradients)
+        if found := self._found(group, rounds):
+            return found.operands(gradients)
         mains, rounded = self._values(rounds)
         return operands(group, mains, gradients, self.values, rounded=rounded, squares=self.squares)
+
+    def passes_whole(self, group: ParameterGroup) -> bool:
+        """Returns whether `operands` yields all main parameters of a group at once, themselves.
+
+        They are then in the order of the names of the group.
+        """
+        return isinstance(self._found(group, rounds=False), WholeTensors)
+
+    def _found(self, group: ParameterGroup, rounds: bool) -> RoundedPieces | WholeTensors | None:
+        """Returns operands of a group that are made once; None if they are made in this step."""
+        if self.squares is not None:
+            return None
+        key = (group.names, group.rule, rounds)
+        if key not in self._repeated:
+            self._repeated[key] = self._repeat(group, rounds)
+        return self._repeated[key]
 
     def _values(self, rounds: bool) -> tuple[dict[str, Values], dict[str, Tensor]]:
         """Returns the main parameters, and the tensors that they are rounded into."""

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from megatron_optim.errors import OptimError
 
-AdamKernels = Literal["torch", "apex", "transformer-engine"]
+AdamKernels = Literal["torch", "triton", "apex", "transformer-engine"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class AdamSettings:
         default="torch",
         metadata={
             "flag": "--adam-kernels",
-            "help": "library of the fused kernels that update parameters on GPUs (our name)",
+            "help": "fused kernels that update parameters on GPUs: those of torch, our own, which "
+            "also round into the weights (triton), or those of a library; all but torch's were "
+            "never run on a GPU by this project (our name)",
             "choices": get_args(AdamKernels),
         },
     )

@@ -2,12 +2,13 @@
 
 Both call torch's fused kernels on CPUs and CUDA devices, and its functional optimizers elsewhere.
 The optimizer classes would import the whole compiler when they are constructed. On request, Adam
-calls the multi-tensor kernels of another library (`megatron_optim.multi_tensor`).
+calls our own kernel (`megatron_optim.triton_adam`), or those of another library
+(`megatron_optim.multi_tensor`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from megatron_optim.config import OptimizerConfig
-from megatron_optim.multi_tensor import MultiTensorAdam, check_tensors
+from megatron_optim.multi_tensor import AdamKernel, check_tensors, load_kernel
 from megatron_optim.rule_settings import AdamSettings
 from megatron_optim.update_rule import StateTensor, UnreadStep, UpdateRule
 from megatron_optim.width import WidthRatio
@@ -31,14 +32,19 @@ class Adam(UpdateRule):
     Settings are ``adam_beta1``, ``adam_beta2`` and ``adam_eps``. Without
     ``AdamSettings.decoupled_weight_decay``, weight decay is part of the gradient, as in the first
     version of Adam (Kingma and Ba 2015) with L2 regularization.
+
+    Attributes:
+        kernel_devices: The types of devices of kernels that torch does not have. Triton's
+            interpreter also runs on a CPU: a subclass that names it tests the kernel.
     """
 
     decides_on = DECIDING_DEVICES
     divides = True
+    kernel_devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
-        self._multi_tensor: MultiTensorAdam | None = None
+        self._kernel: AdamKernel | None = None
         self.state = (
             StateTensor("exp_avg", decay=config.adam_beta1),
             StateTensor("exp_avg_sq", decay=config.adam_beta2, positive=True),
@@ -49,15 +55,16 @@ class Adam(UpdateRule):
         return cast(AdamSettings, self.config.settings).decoupled_weight_decay
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Loads the kernels of the library in ``AdamSettings.kernels``, if it is not torch.
+        """Loads the kernels that ``AdamSettings.kernels`` names, if they are not those of torch.
 
         Raises:
             OptimError: The library is missing, or its kernels cannot update a parameter.
         """
         library = cast(AdamSettings, self.config.settings).kernels
         if library != "torch":
-            check_tensors(library, tensors)
-            self._multi_tensor = MultiTensorAdam.load(library)
+            check_tensors(library, tensors, self.kernel_devices)
+            self._kernel = self._kernel or load_kernel(library)
+            self.rounds = self._kernel.rounds
 
     def for_width(self, width: WidthRatio) -> tuple[Self, float]:
         """Divides learning rate and ``adam_eps`` by the ratio of the inputs, as Megatron-LM does.
@@ -79,8 +86,8 @@ class Adam(UpdateRule):
         step: int,
     ) -> None:
         """Updates the parameters and both moments."""
-        if self._multi_tensor is not None:
-            self._multi_tensor.update(
+        if self._kernel is not None:
+            self._kernel.update(
                 [gradients, parameters, state["exp_avg"], state["exp_avg_sq"]],
                 lr=lr,
                 betas=(self.config.adam_beta1, self.config.adam_beta2),
@@ -122,8 +129,8 @@ class Adam(UpdateRule):
         step: UnreadStep,
     ) -> None:
         """Updates the parameters and both moments, unless the device skips the step."""
-        if self._multi_tensor is not None:
-            self._multi_tensor.update_unread(
+        if self._kernel is not None:
+            self._kernel.update_unread(
                 [gradients, parameters, state["exp_avg"], state["exp_avg_sq"]],
                 lr=lr,
                 betas=(self.config.adam_beta1, self.config.adam_beta2),

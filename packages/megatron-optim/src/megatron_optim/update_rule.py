@@ -64,7 +64,7 @@ class StateTensor:
 class UnreadStep:
     """Numbers of a step that are on the device and that the host has not read.
 
-    All are float32 scalars, in the form that the fused optimizers of torch accept.
+    The numbers are float32 scalars, in the form that the fused optimizers of torch accept.
 
     Attributes:
         number: The number of the update, from 1. Skipped steps do not count.
@@ -72,11 +72,15 @@ class UnreadStep:
             The gradients of such a step may contain NaN.
         divisor: The number that the rule divides the gradients by, to clip them. None if it must
             not divide them.
+        rounded: For a rule that ``rounds``, the tensor that it rounds each parameter into, or None
+            if it must not round it. Empty if it must round none. They are bf16 or fp16, contiguous,
+            and on the same device.
     """
 
     number: "Tensor"
     skip: "Tensor"
     divisor: "Tensor | None"
+    rounded: "Sequence[Tensor | None]" = ()
 
 
 class UpdateRule(ABC):
@@ -110,6 +114,10 @@ class UpdateRule(ABC):
         divides: Whether `update_unread` divides the gradients in the pass over memory that updates
             the parameters. A CPU then calls it in steps that clip, instead of scaling the gradients
             before. Divisors are float32, so float64 gradients are scaled before. Defaults to False.
+        rounds: Whether `update_unread` rounds parameters into ``UnreadStep.rounded`` in the pass
+            over memory that updates them, to the nearest number and ties to even, as ``copy_`` of
+            torch does. In a step that is skipped it must leave them as they are. `prepare` may set
+            it. The optimizer rounds all others. Defaults to False.
         state: The state tensors of each parameter.
         summed_state: The names of state that `views` returns.
     """
@@ -120,6 +128,7 @@ class UpdateRule(ABC):
     fallback: str = "adam"
     decides_on: ClassVar[tuple[str, ...]] = ()
     divides: ClassVar[bool] = False
+    rounds: bool = False
     state: Sequence[StateTensor] = ()
     summed_state: ClassVar[tuple[str, ...]] = ()
 

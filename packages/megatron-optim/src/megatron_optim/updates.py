@@ -1,6 +1,7 @@
 """Calls update rules: on the device, and on the host for offloaded state."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -139,15 +140,29 @@ class Updates:
         """
         host, own = self._host, self._on_device(gradients)
         decision = None if host is None else Decision.read(factor, updates, count)
-        step = unread_step(own.values(), divided, updates, count + 1)
+        numbers = unread_step(own.values(), divided, updates, count + 1)
+        rounded: dict[str, Tensor] = {}
         for group in self._groups:
             lr, decay = group.rates(*rates)
+            rounded |= (into := self._rounded_by_rule(group))
+            step = replace(numbers, rounded=[into.get(n) for n in group.names]) if into else numbers
             for tensors in self._state.operands(group, own):
                 group.rule.update_unread(*tensors, lr=lr, weight_decay=decay, step=step)
         if host is not None and decision is not None:
             host.update(decision, rates, divides=divided is not None, unread=True)
         scale_rows(self._main, self._factors, rounds=False)
-        self._main.copy_main_to_model()
+        self._main.copy_main_to_model(rounded)
+
+    def _rounded_by_rule(self, group: ParameterGroup) -> dict[str, Tensor]:
+        """Returns what the rule of a group rounds its parameters into, by name.
+
+        A rule rounds whole main parameters only. Rows that are scaled after the update are rounded
+        after that.
+        """
+        if not (group.rule.rounds and self._state.passes_whole(group)):
+            return {}
+        into, names = self._main.rounded, (n for n in group.names if n not in self._factors)
+        return {n: into[n] for n in names if n in into and into[n].is_contiguous()}
 
     def _in_single_precision(self, group: ParameterGroup) -> bool:
         """Returns whether float32 divisors are as precise as the updates of a group."""

@@ -26,8 +26,8 @@ from megatron_parallel.imagined.sizes import needs_size
 from megatron_parallel.imagined.storages import StorageLedger
 
 _ATEN: Final = torch.ops.aten
-_COUNTED: Final = ("aten", "megatron_kernels")
-"""Namespaces of operations that start kernels; the second has our own kernels."""
+_COUNTED: Final = ("aten", "megatron_kernels", "megatron_optim")
+"""Namespaces of operations that start kernels; all but the first have our own kernels."""
 
 
 class DeviceLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,0 +1,167 @@
+"""Adam's Triton kernel, without a GPU: interpreted, compiled for an H100, imagined and refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import needs_triton, run_interpreted
+from megatron_optim import AdamSettings, OptimError, Optimizer, OptimizerConfig, UnreadStep
+from megatron_optim.address_tables import ALIGNED, ALIGNMENT, CHUNK, AddressTables
+from megatron_optim.multi_tensor import load_kernel
+from megatron_optim.triton_adam import TritonAdam
+from megatron_parallel import Mesh, Sharding, TrainableParameters
+from megatron_parallel.imagined import imagined_device
+from torch.nn import Parameter
+
+HERE = Path(__file__).parent
+
+
+def run(script: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("script", ["triton_adam.py", "triton_adam_in_optimizer.py"])
+def test_the_kernel_in_tritons_interpreter_equals_torch(script: str) -> None:
+    run_interpreted(HERE / script, sample=True)
+
+
+BINARIES = """
+import torch
+from megatron_optim import UnreadStep
+from megatron_optim.triton_adam import TritonAdam
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class H100:  # what Triton asks of a driver to compile
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+driver.set_active(H100())
+compiled = []
+
+def compile_only(kernel, grid):
+    def launch(*arguments, **options):
+        compiled.append(kernel.warmup(*arguments, grid=grid, **options))
+    return launch
+
+JITFunction.__getitem__ = compile_only
+kernel, one = TritonAdam.load(), torch.ones(())
+for dtype in (None, torch.bfloat16, torch.float16):
+    for decoupled, divisor in ((True, one), (False, None)):
+        rounded = [] if dtype is None else [torch.ones(5, dtype=dtype)]
+        kernel.update_unread(
+            [[torch.ones(5)] for _ in range(4)],
+            lr=1e-2, betas=(0.9, 0.999), eps=1e-8, decoupled=decoupled, weight_decay=0.1,
+            step=UnreadStep(one, one, divisor, rounded),
+        )
+        code = compiled[-1].asm
+        assert code["cubin"]
+        # Aligned blocks: 16 bytes of fp32 and 8 of half precision at a time, in one layout.
+        assert code["ptx"].count("ld.global.v4.b32") >= 4
+        assert "st.global.v4.b32" in code["ptx"]
+        assert ("st.global.v2.b32" in code["ptx"]) == (dtype is not None)
+        assert compiled[-1].metadata.shared == 0
+print(len(compiled))
+"""
+
+
+@needs_triton
+def test_the_kernel_compiles_for_an_h100_with_long_loads_and_stores(tmp_path: Path) -> None:
+    assert run(BINARIES, TRITON_CACHE_DIR=str(tmp_path)).strip() == "6"
+
+
+def test_nothing_imports_triton_before_it_is_asked_for() -> None:
+    run(
+        "import sys, megatron_optim.rules, megatron_optim.triton_adam\n"
+        "assert 'triton' not in sys.modules\n"
+    )
+
+
+def test_a_missing_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron_optim.adam_kernel", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    message = "kernels is triton, which has no multi-tensor kernels here: .*; install it, or use"
+    with pytest.raises(OptimError, match=message) as caught:
+        load_kernel("triton")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.ones(3, 2), "runs on CUDA devices, but parameter 'weight' is updated on a CPU"),
+        (torch.ones(3, 2).double(), "computes in fp32, but parameter 'weight' is float64"),
+        (torch.ones(2, 3).T, "updates contiguous tensors, but parameter 'weight' is not"),
+    ],
+)
+def test_parameters_that_the_kernel_cannot_update_are_refused(
+    tensor: torch.Tensor, reason: str
+) -> None:
+    parameters = {"weight": Parameter(tensor)}
+    trainable = TrainableParameters(parameters, {"weight": Sharding((3, 2))}, Mesh.single())
+    config = OptimizerConfig(settings=AdamSettings(kernels="triton"))
+    with pytest.raises(OptimError, match=f"kernels is triton, which {reason}.*; use torch"):
+        Optimizer(trainable, config)
+
+
+def test_tables_list_tensors_and_chunks() -> None:
+    tensors = [torch.zeros(size) for size in (3, 0, 2 * CHUNK + 1, CHUNK)]
+    shifted = torch.zeros(4)[1:]
+    rounded = [None, None, tensors[2].bfloat16(), tensors[3].half()]
+    made = AddressTables()
+    tables = made.of([[shifted, *tensors[1:]], tensors, tensors, tensors], rounded)
+    assert tables.tensors[0].tolist() == [shifted.data_ptr(), *[tensors[0].data_ptr()] * 3, 0, 3, 0]
+    assert tables.tensors[:, 5].tolist() == [3, 0, 2 * CHUNK + 1, CHUNK]
+    assert all(tensors[number].data_ptr() % ALIGNMENT == 0 for number in (2, 3))
+    assert tables.tensors[2:, 6].tolist() == [1 + ALIGNED, 2 + ALIGNED]
+    assert tables.chunks.tolist() == [[0, 0], [2, 0], [2, 1], [2, 2], [3, 0]]
+    for number in range(100):  # other tensors in each call, as copies are
+        made.of([[tensors[3][number:]]] * 4, [])
+    assert len(made._tensors) == 32
+
+
+def test_an_imagined_device_counts_one_kernel_and_its_bytes() -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("tensors without values have no addresses")
+
+    kernel, numel = TritonAdam(refuse), 1000
+    with imagined_device("cpu") as ledger:
+        lists = [[torch.empty(numel)] for _ in range(4)]
+        rounded = [torch.empty(numel, dtype=torch.bfloat16)]
+        numbers = [torch.ones(()) for _ in range(3)]
+        ledger.clear()
+        kernel.update_unread(
+            lists,
+            lr=1e-2,
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            step=UnreadStep(*numbers, rounded),
+            decoupled=True,
+            weight_decay=0.1,
+        )
+    assert dict(ledger.kernels) == {"adam": 1}
+    assert ledger.bytes_moved.total() == 30 * numel + 3 * 4
+    assert not ledger.waits
