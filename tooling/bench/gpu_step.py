@@ -102,13 +102,15 @@ BY_LAYER = "--compile --compile-scope layer "
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise "
 TRITON = (
     "--kernel-backends add_rms_norm=triton rms_norm=triton rope_qkv=triton swiglu=triton "
-    "vocab_embedding=triton vocab_cross_entropy=triton --adam-kernels triton "
+    "vocab_embedding=triton vocab_cross_entropy=triton "
 )
+OUR_ADAM = "--adam-kernels triton "
 VARIANTS = {
     "ours": "",
     "ours, compiled": "--compile ",
+    "ours, compiled, our Adam": "--compile " + OUR_ADAM,
     "ours, compiled by layer": BY_LAYER,
-    "ours, compiled by layer, Triton kernels": BY_LAYER + TRITON,
+    "ours, compiled by layer, Triton kernels": BY_LAYER + TRITON + OUR_ADAM,
     "ours, fp8, compiled by layer": BY_LAYER + FP8,
 }
 PEER = "plain, compiled"
