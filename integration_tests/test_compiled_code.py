@@ -20,10 +20,10 @@ import json
 from unittest.mock import patch
 
 from compiled_code import count_step, shortened
-from gpu_step import BY_LAYER, FP8, _flags
+from gpu_step import BY_LAYER, FP8, LLAMA, _flags
 from megatron_kernels.ops.rope import rope
 
-MODEL = _flags(2, 256, 4, 512, 1000, 256, 4)
+MODEL = LLAMA + _flags(2, 256, 4, 512, 1000, 256, 4)
 
 def numbers(flags, **options):
     found = count_step(MODEL + flags, **options)

@@ -1,10 +1,10 @@
-"""Training steps of Llama-like models on one GPU: ours, and a compiled loop written by hand.
+"""Training steps of Llama and GPT on one GPU: ours, and a compiled loop written by hand.
 
 Ours are whole steps of the trainer of megatron-train, from its command line, eagerly and compiled,
-in bf16 and FP8. The peer is `plain_llama` under torch.compile with bf16 weights, fp32 main
-parameters, ``clip_grad_norm_(foreach=True)`` and ``AdamW(fused=True)``; with several micro-batches
-it adds gradients in bf16, ours in fp32. A round runs some steps of each variant in turn between two
-synchronisations, and the table has medians of rounds.
+in bf16 and FP8. The peer is `plain_llama` or `plain_gpt` under torch.compile with bf16 weights,
+fp32 main parameters, ``clip_grad_norm_(foreach=True)`` and ``AdamW(fused=True)``; with several
+micro-batches it adds gradients in bf16, ours in fp32. A round runs some steps of each variant in
+turn between two synchronisations, and the table has medians of rounds.
 
 MFU divides the FLOPs of the model (`training_flops`: causal attention counts half of the square,
 recomputation nothing) by the time and the peak of the data sheet (`PEAKS`). A product of two
@@ -43,6 +43,7 @@ from megatron_train.dry_run.rank import SameBatches, proof_batch
 from megatron_train.tasks.kinds import find_task_kind
 from megatron_train.tasks.task import MicroBatch
 from megatron_train.trainer import Trainer
+from plain_gpt import plain_copy
 from plain_llama import plain_llama
 from torch import nn
 from torch.autograd import DeviceType
@@ -53,7 +54,10 @@ PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
 
 LLAMA = (
     "--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 "
+    "--untie-embeddings-and-output-weights "
+)
+TRAINING = (
+    "--attention-dropout 0 --hidden-dropout 0 --bf16 "
     f"--lr {LEARNING_RATE} --weight-decay {WEIGHT_DECAY} --clip-grad {CLIP} "
     f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPSILON} "
     "--world-size 1 --train-iters 1000000 "
@@ -84,16 +88,18 @@ def _flags(
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
         f"--ffn-hidden-size {ffn} --vocab-size {vocabulary} --seq-length {length} "
         f"--max-position-embeddings {length} --micro-batch-size {samples} "
-        f"--global-batch-size {samples} " + LLAMA
+        f"--global-batch-size {samples} " + TRAINING
     )
 
 
 MODELS = {
-    "125m": Model(_flags(12, 768, 12, 2048, 32000, 2048, 16)),
-    "350m": Model(_flags(24, 1024, 16, 2816, 32000, 2048, 8)),
-    "1.3b": Model(_flags(24, 2048, 16, 5504, 32000, 4096, 2)),
+    "125m": Model(LLAMA + _flags(12, 768, 12, 2048, 32000, 2048, 16)),
+    "350m": Model(LLAMA + _flags(24, 1024, 16, 2816, 32000, 2048, 8)),
+    "1.3b": Model(LLAMA + _flags(24, 2048, 16, 5504, 32000, 4096, 2)),
+    "gpt, 125m": Model(_flags(12, 768, 12, 3072, 50257, 1024, 16)),
     "8b, 6 of 32 layers": Model(
-        _flags(6, 4096, 32, 14336, 128256, 8192, 1)
+        LLAMA
+        + _flags(6, 4096, 32, 14336, 128256, 8192, 1)
         + "--group-query-attention --num-query-groups 8 ",
         apart=True,
     ),
@@ -165,7 +171,8 @@ def plain_step(ours: GPT, batch: MicroBatch, number: int = 1) -> Step:
         batch: A micro-batch.
         number: Number of micro-batches.
     """
-    model: Any = plain_llama(ours)
+    rotary = ours.config.position_embedding_type == "rope"
+    model: Any = plain_llama(ours) if rotary else plain_copy(ours)
     parameters = list(model.parameters())
     mains = [nn.Parameter(p.detach().float()) for p in parameters]
     groups = [

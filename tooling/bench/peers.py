@@ -105,9 +105,8 @@ def by_hand(model: nn.Module, loss: Losses) -> Step:
 
 def plain(ours: GPT, *, compiled: bool) -> Step:
     """Returns the step of torch's own modules, with the weights of our model."""
-    dtype = ours.embedding.word.weight.dtype
     rotary = ours.config.position_embedding_type == "rope"
-    model = (plain_llama(ours) if rotary else plain_copy(ours)).to(dtype)
+    model = plain_llama(ours) if rotary else plain_copy(ours)
     return by_hand(model, torch.compile(model, dynamic=False) if compiled else model)
 
 

@@ -1,5 +1,8 @@
 """The peer of the benchmarks: a GPT written by hand with torch's own modules."""
 
+from functools import partial
+
+import torch
 from megatron_models import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -8,16 +11,17 @@ from torch.nn import functional
 class PlainBlock(nn.Module):
     """A GPT-2 block written by hand, batch first."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
+        linear = partial(nn.Linear, dtype=dtype)
         self.heads = config.num_attention_heads
-        self.ln_1 = nn.LayerNorm(hidden, eps=config.norm_epsilon)
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.proj = nn.Linear(hidden, hidden)
-        self.ln_2 = nn.LayerNorm(hidden, eps=config.norm_epsilon)
-        self.up = nn.Linear(hidden, ffn)
-        self.down = nn.Linear(ffn, hidden)
+        self.ln_1 = nn.LayerNorm(hidden, eps=config.norm_epsilon, dtype=dtype)
+        self.qkv = linear(hidden, 3 * hidden)
+        self.proj = linear(hidden, hidden)
+        self.ln_2 = nn.LayerNorm(hidden, eps=config.norm_epsilon, dtype=dtype)
+        self.up = linear(hidden, ffn)
+        self.down = linear(ffn, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
@@ -31,12 +35,13 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     """The peer: learned positions, tied output, mean cross entropy."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.word = nn.Embedding(config.padded_vocab_size, config.hidden_size)
-        self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon)
+        hidden = config.hidden_size
+        self.word = nn.Embedding(config.padded_vocab_size, hidden, dtype=dtype)
+        self.position = nn.Embedding(config.max_position_embeddings, hidden, dtype=dtype)
+        self.blocks = nn.ModuleList(PlainBlock(config, dtype) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(hidden, eps=config.norm_epsilon, dtype=dtype)
 
     def forward(self, tokens: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
         """Returns the cross entropy of `labels`, `[b, s]` like `tokens`."""
@@ -48,11 +53,13 @@ class PlainGPT(nn.Module):
 
 
 def plain_copy(model: GPT) -> PlainGPT:
-    """Returns the peer with the weights of our model."""
+    """Returns the peer with the weights of our model, in their dtype."""
     config = model.config
     heads, d = config.num_attention_heads, config.kv_channels
     ours = {name: value.detach() for name, value in model.named_parameters()}
-    peer = PlainGPT(config)
+    norm = ours["final_norm.weight"]
+    with norm.device:
+        peer = PlainGPT(config, norm.dtype)
     names = {"ln_1": "attention_norm", "proj": "attention.out", "ln_2": "mlp_norm"}
     names |= {"up": "mlp.up", "down": "mlp.down"}
     state = {

@@ -183,7 +183,9 @@ def _seems_an_h100() -> Iterator[None]:
         )
         for module in ("ops.low_precision.matmul", "ops.triton_op"):
             stack.enter_context(patch(f"megatron_kernels.{module}.has_gpu", lambda: True))
-        stack.enter_context(inductor_config.patch(force_disable_caches=True, compile_threads=1))
+        # Whether products are padded is decided by timing them.
+        settings = {"force_disable_caches": True, "compile_threads": 1, "shape_padding": False}
+        stack.enter_context(inductor_config.patch(settings))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         yield
 

@@ -41,10 +41,10 @@ def multiply_matrix(
 ) -> Float[Tensor, "... flat"]:
     """Returns `x W^T + b`, with the outputs in one dim.
 
-    Compiled code adds the bias by itself, together with what follows: a product that adds it first
-    copies it to each row.
+    Compiled code of a CPU adds the bias by itself, together with what follows: a product that adds
+    it first copies it to each row. On a GPU the compiler chooses.
     """
-    if bias is not None and torch.compiler.is_compiling():
+    if bias is not None and torch.compiler.is_compiling() and not x.is_cuda:
         return functional.linear(x, as_matrix(weight)) + bias
     return functional.linear(x, as_matrix(weight), bias)
 
