@@ -495,4 +495,4 @@ def bench(session: nox.Session) -> None:
     install(session, *EDITABLE)
     wanted = session.posargs or [path.stem for path in sorted(Path("tooling/bench").glob("*.py"))]
     for name in wanted:
-        session.run("python", f"tooling/bench/{name}.py")
+        session.run("python", f"tooling/bench/{name}.py", env={"PYTHONPATH": "tooling"})

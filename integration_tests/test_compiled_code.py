@@ -42,7 +42,7 @@ def hidden_sums(flags):
     sources = [code.source for code in found.codes if code.backward and code.kernels > 1]
     counts = [0, 0]
     for source in sources:
-        for after in source.split("= torch.ops._c10d_functional.reduce_scatter_tensor.default(")[1:]:
+        for after in source.split("_functional.reduce_scatter_tensor.default(")[1:]:
             until_its_wait = after.partition("wait_tensor.default")[0]
             counts["extern_kernels.mm(" not in until_its_wait] += 1
     return counts
@@ -73,8 +73,8 @@ def test_compiled_steps_move_no_more_than_those_of_a_loop_by_hand():
         text=True,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
-    if done.returncode == 1 and "compiled_code: error:" in done.stderr:
-        pytest.skip(done.stderr)  # no C++ compiler, or a GPU: the line says which
+    if done.stdout.startswith("compiled_code: nothing is counted"):
+        pytest.skip(done.stdout)  # no C++ compiler, or a GPU: the line says which
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     plain, planted = found.pop("plain"), found.pop("planted")

@@ -72,6 +72,9 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("attention_tilings: nothing is measured: there is no GPU")
+        return
     print(torch.cuda.get_device_name())
     for width in options.widths:
         products = 2.0 * TOKENS**2 * CHANNELS / 1e9

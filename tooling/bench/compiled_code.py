@@ -14,7 +14,8 @@ from megatron_parallel.imagined import NoGuardError, load_guard
 try:
     load_guard()  # before torch is imported
 except NoGuardError as error:
-    raise SystemExit(f"compiled_code: error: {error}") from None
+    print(f"compiled_code: nothing is counted: {error}")
+    raise SystemExit(0) from None
 
 import argparse
 import re

@@ -392,6 +392,9 @@ def main() -> int:
         found = predict(args.models, [name for name in variants if name != PEER])
         args.predict.write_text(json.dumps(found, indent=2) + "\n")
         return 0
+    if not torch.cuda.is_available():
+        print("gpu_step: nothing is measured: there is no GPU")
+        return 0
     models = {name: MODELS[name].repeated(args.micro_batches) for name in args.models}
     device = torch.device("cuda")
     kind = torch.cuda.get_device_name(device)

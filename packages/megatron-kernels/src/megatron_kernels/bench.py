@@ -3,7 +3,7 @@
 All backends of a call run interleaved, round by round, together with a copy and a matrix product.
 The fastest of these give the bytes and floating-point operations of a second that bound the call.
 Figures of backends are medians over rounds. A call is bound by the longer of the times that its
-products and its bytes need (`megatron_kernels.workloads`).
+products and its bytes need (`megatron_kernels.workload`).
 """
 
 import gc
@@ -19,7 +19,8 @@ from torch import Tensor
 from megatron_kernels._compat import occupy_device
 from megatron_kernels.inputs import InputGenerator
 from megatron_kernels.registry import Backend
-from megatron_kernels.workloads import SHAPES, WORKLOADS, Workload, WorkSize, least_bytes
+from megatron_kernels.workload import SHAPES, Workload, WorkSize, least_bytes
+from megatron_kernels.workloads import WORKLOADS
 
 ROUNDS: Final = 7
 _LAUNCHES: Final = 5e-3

@@ -1,17 +1,12 @@
-"""Calls of operations at the sizes of models, with the work that they cannot avoid.
+"""Calls of operations at the sizes of models; see `megatron_kernels.workload`."""
 
-A layer of a model with 64 channels a head, as in training: `tokens` of one sequence, `width` of the
-residual stream, four times as wide feed-forward layers.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from megatron_kernels.inputs import CaseDropout, InputGenerator, draw_words
+from megatron_kernels.low_precision_workloads import LOW_PRECISION_WORKLOADS
 from megatron_kernels.ops.activation.bias_activation import bias_gelu, bias_swiglu
 from megatron_kernels.ops.activation.gelu import gelu
 from megatron_kernels.ops.activation.swiglu import swiglu
@@ -40,82 +35,7 @@ from megatron_kernels.ops.softmax.softmax import softmax
 from megatron_kernels.ops.ssm.causal_conv import causal_conv
 from megatron_kernels.ops.ssm.gated_delta_rule import gated_delta_rule
 from megatron_kernels.ops.ssm.ssd_scan import ssd_scan
-from megatron_kernels.registry import Op
-
-WorkSize = Literal["small", "medium", "large"]
-_HEAD: Final = 64
-_EXPERTS: Final = 8
-_BACKWARD: Final = 2.0
-"""Products of the backward pass for one of the forward pass."""
-
-_RECOMPUTED: Final = 2.5
-"""The same for attention, which computes its scores again."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a layer.
-
-    Attributes:
-        tokens: Length of the sequence.
-        width: Width of the residual stream.
-        vocabulary: Number of logits of a token.
-    """
-
-    tokens: int
-    width: int
-    vocabulary: int
-
-    @property
-    def heads(self) -> int:
-        """Number of heads."""
-        return self.width // _HEAD
-
-
-SHAPES: Final[dict[WorkSize, Shape]] = {
-    "small": Shape(256, 512, 2_048),
-    "medium": Shape(1_024, 1_024, 8_192),
-    "large": Shape(8_192, 4_096, 32_768),
-}
-"""Sizes by name: one for tests, one for a CPU, one for a GPU."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One call of an operation at the size of a model.
-
-    Attributes:
-        op: The operation.
-        label: What is special about the call.
-        arguments: Makes its arguments.
-        products: Floating-point operations of matrix products in the forward pass. 0 for an
-            operation that is bound by memory.
-        backward: Products of the backward pass for one of the forward pass.
-    """
-
-    op: Op[Any, Any]
-    label: str
-    arguments: Callable[[InputGenerator, Shape], tuple[Any, ...]]
-    products: Callable[[Shape], float] = lambda _: 0.0
-    backward: float = _BACKWARD
-
-    @property
-    def title(self) -> str:
-        """Operation and label."""
-        return f"{self.op.name}, {self.label}" if self.label else self.op.name
-
-
-def least_bytes(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[int, int]:
-    """Returns the bytes that a forward pass must move, and both passes together.
-
-    The forward pass reads its inputs and writes its outputs. The backward pass reads the inputs and
-    the gradients of the outputs, and writes the gradients of the inputs.
-    """
-    inputs = [a for a in arguments if isinstance(a, Tensor)]
-    read = sum(a.numel() * a.element_size() for a in inputs)
-    written = sum(y.numel() * y.element_size() for y in outputs)
-    gradients = sum(a.numel() * a.element_size() for a in inputs if a.requires_grad)
-    return read + written, 2 * (read + written) + gradients
+from megatron_kernels.workload import EXPERTS, HEAD, RECOMPUTED, Shape, Workload
 
 
 def _stream(draw: InputGenerator, shape: Shape) -> Tensor:
@@ -123,19 +43,19 @@ def _stream(draw: InputGenerator, shape: Shape) -> Tensor:
 
 
 def _heads(draw: InputGenerator, shape: Shape, groups: int | None = None) -> Tensor:
-    return draw.normal(shape.tokens, 1, groups or shape.heads, _HEAD)
+    return draw.normal(shape.tokens, 1, groups or shape.heads, HEAD)
 
 
 def _rope(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     table = torch.float64 if draw.dtype is torch.float64 else torch.float32
     positions = torch.arange(shape.tokens, device=draw.device)
-    tables = rope_tables(positions, rope_frequencies(_HEAD, device=draw.device), table)
+    tables = rope_tables(positions, rope_frequencies(HEAD, device=draw.device), table)
     return (_heads(draw, shape), *tables, False)
 
 
 def _rope_qkv(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     """Returns groups of two heads of queries."""
-    fused = draw.normal(shape.tokens, 1, max(1, shape.heads // 2), 4, _HEAD)
+    fused = draw.normal(shape.tokens, 1, max(1, shape.heads // 2), 4, HEAD)
     return (fused, *_rope(draw, shape)[1:], False)
 
 
@@ -175,16 +95,16 @@ def _packed(shape: Shape, device: torch.device) -> Mask:
 
 def _decode(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     """Returns one token of each of 16 sequences, without gradients."""
-    q = draw.normal(1, 16, shape.heads, _HEAD).detach()
-    k, v = (draw.normal(shape.tokens, 16, shape.heads, _HEAD).detach() for _ in range(2))
+    q = draw.normal(1, 16, shape.heads, HEAD).detach()
+    k, v = (draw.normal(shape.tokens, 16, shape.heads, HEAD).detach() for _ in range(2))
     return (q, k, v, Mask(), PLAIN_SCORES, shape.tokens - 1, None)
 
 
 def _paged_decode(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     """Returns the same as `_decode` from a pool of blocks of 16 tokens, without gradients."""
-    q = draw.normal(1, 16, shape.heads, _HEAD).detach()
+    q = draw.normal(1, 16, shape.heads, HEAD).detach()
     blocks = -(-shape.tokens // 16)
-    k, v = (draw.normal(16 * blocks, 16, shape.heads, _HEAD).detach() for _ in range(2))
+    k, v = (draw.normal(16 * blocks, 16, shape.heads, HEAD).detach() for _ in range(2))
     starts = [blocks * row for row in range(16)]
     pages = Pages.consecutive(starts, [shape.tokens] * 16, 16, device=draw.device)
     return (q, k, v, pages, None, PLAIN_SCORES)
@@ -195,17 +115,17 @@ def _linear(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
 
 
 def _order(draw: InputGenerator, shape: Shape) -> Tensor:
-    return sort_by_expert(draw.integers(_EXPERTS, shape.tokens, 2), _EXPERTS).order
+    return sort_by_expert(draw.integers(EXPERTS, shape.tokens, 2), EXPERTS).order
 
 
 def _grouped(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
-    counts = torch.full((_EXPERTS,), 2 * shape.tokens // _EXPERTS, device=draw.device)
+    counts = torch.full((EXPERTS,), 2 * shape.tokens // EXPERTS, device=draw.device)
     x = draw.normal(2 * shape.tokens, shape.width)
-    return (x, draw.normal(_EXPERTS, shape.width, shape.width), counts, False)
+    return (x, draw.normal(EXPERTS, shape.width, shape.width), counts, False)
 
 
 def _ssd(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
-    of_groups = (shape.tokens, 1, 1, _HEAD)
+    of_groups = (shape.tokens, 1, 1, HEAD)
     return (
         _heads(draw, shape),
         draw.normal(shape.tokens, 1, shape.heads),
@@ -217,14 +137,14 @@ def _ssd(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
 
 def _ssd_decode(draw: InputGenerator, shape: Shape) -> tuple[Any, ...]:
     """Returns one token of each of 16 sequences, without gradients."""
-    of_groups = (1, 16, 1, _HEAD)
+    of_groups = (1, 16, 1, HEAD)
     given = (
-        draw.normal(1, 16, shape.heads, _HEAD),
+        draw.normal(1, 16, shape.heads, HEAD),
         draw.normal(1, 16, shape.heads),
         -draw.normal(shape.heads).exp(),
         *(draw.normal(*of_groups) for _ in range(2)),
     )
-    state = draw.normal(16, shape.heads, _HEAD, _HEAD).detach()
+    state = draw.normal(16, shape.heads, HEAD, HEAD).detach()
     kept = state.to(torch.promote_types(state.dtype, torch.float32))
     return (*(each.detach() for each in given), None, None, None, kept)
 
@@ -312,56 +232,56 @@ WORKLOADS: Final = (
         "causal",
         lambda d, s: _attention(d, s, Mask()),
         lambda s: _attention_products(s) / 2,
-        _RECOMPUTED,
+        RECOMPUTED,
     ),
     Workload(
         attention,
         "causal, grouped",
         lambda d, s: _attention(d, s, Mask(), max(1, s.heads // 4)),
         lambda s: _attention_products(s) / 2,
-        _RECOMPUTED,
+        RECOMPUTED,
     ),
     Workload(
         attention,
         "full",
         lambda d, s: _attention(d, s, Mask(causal=False)),
         _attention_products,
-        _RECOMPUTED,
+        RECOMPUTED,
     ),
     Workload(
         attention,
         "soft-cap",
         _softcap,
         lambda s: _attention_products(s) / 2,
-        _RECOMPUTED,
+        RECOMPUTED,
     ),
     Workload(
         attention,
         "causal, dropout",
         lambda d, s: _dropped(d, s, Mask()),
         lambda s: _attention_products(s) / 2,
-        _RECOMPUTED,
+        RECOMPUTED,
     ),
     Workload(
         attention,
         "causal, grouped, dropout",
         lambda d, s: _dropped(d, s, Mask(), max(1, s.heads // 4)),
         lambda s: _attention_products(s) / 2,
-        _RECOMPUTED,
+        RECOMPUTED,
     ),
     Workload(
         attention,
         "8 documents",
         lambda d, s: _attention(d, s, _packed(s, d.device)),
         lambda s: _attention_products(s) / 16,
-        _RECOMPUTED,
+        RECOMPUTED,
     ),
     Workload(
         attention,
         "8 documents, dropout",
         lambda d, s: _dropped(d, s, _packed(s, d.device)),
         lambda s: _attention_products(s) / 16,
-        _RECOMPUTED,
+        RECOMPUTED,
     ),
     Workload(attention, "decode, 16 sequences", _decode, lambda s: 64.0 * s.tokens * s.width),
     Workload(
@@ -398,5 +318,6 @@ WORKLOADS: Final = (
     Workload(ssd_scan, "", _ssd),
     Workload(ssd_scan, "decode, 16 sequences", _ssd_decode),
     Workload(gated_delta_rule, "", _delta_rule),
+    *LOW_PRECISION_WORKLOADS,
 )
 """What `megatron-kernels bench` measures."""

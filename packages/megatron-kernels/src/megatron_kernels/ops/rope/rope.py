@@ -101,7 +101,7 @@ class _SwappedRotation(Function):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.direction = interleaved, direction
         half, dim = cos.shape[-1], -1 if interleaved else -2
-        pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
+        pairs = torch.unflatten(x[..., : 2 * half], -1, (half, 2) if interleaved else (2, half))
         c, s = (table[:, :, None, :].unsqueeze(dim) for table in (cos, sin))
         signs = direction * (2 * torch.arange(2, device=x.device) - 1)
         s = s * (signs if interleaved else signs[:, None])
