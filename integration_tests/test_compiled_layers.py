@@ -16,6 +16,7 @@ from megatron_models import (
 from megatron_models.low_precision import product as products
 from megatron_optim import Optimizer, OptimizerConfig
 from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
+from megatron_parallel.sharding import collect_states
 from megatron_parallel.testing import WorkerPool
 from megatron_train import engine as step_engine
 from megatron_train.cuda_graphs import GraphBackend
@@ -151,9 +152,17 @@ def test_layers_of_fully_sharded_models_are_compiled(patient_pool):
 
 
 @pytest.mark.parametrize("scope", ["layer", pytest.param("stage", marks=pytest.mark.slow)])
-def test_weights_in_few_bits_are_converted_before_compiled_code_runs(traced, scope):
-    """Compiled steps equal eager ones, bit for bit, after weights changed between them."""
-    few = LowPrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "tensorwise",
+        "delayed",
+        *(pytest.param(r, marks=pytest.mark.slow) for r in ("blockwise", "mxfp8")),
+    ],
+)
+def test_weights_in_few_bits_are_converted_before_compiled_code_runs(traced, recipe, scope):
+    """Compiled steps equal eager ones, after weights and scales changed between them."""
+    few = LowPrecisionConfig(fp8_format="e4m3", fp8_recipe=recipe)
 
     def steps(**options):
         mesh = Mesh.single()
@@ -166,6 +175,12 @@ def test_weights_in_few_bits_are_converted_before_compiled_code_runs(traced, sco
             sums = one.run(batches, one.denominators(batches), 1)
             found.append(float(sums["lm loss"]))
             grads = {name: grad.clone() for name, grad in one.stages.gradients().items()}
+            histories = collect_states(task.stages)
+            assert bool(histories) == (recipe == "delayed")
+            for history in histories.values():
+                assert (history.observed() > 0).all()
+                history.step()
+            found += [float(history.value.sum()) for history in histories.values()]
             one.stages.zero()
             with torch.no_grad():
                 for name, parameter in one.stages.parameters.items():

@@ -1,6 +1,7 @@
 """State that is not a parameter: observations of ranks and micro-batches, and updates."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -216,6 +217,15 @@ def test_observations_of_a_backward_pass_are_added_at_once():
     assert state.value.tolist() == [5, 0]
     with pytest.raises(LayoutError, match="observes tensors of shape"):
         state.add(torch.ones(2))
+
+
+def test_observations_that_have_begun_are_those_that_compiled_code_adds_to():
+    state = WithHistory(Mesh.single()).states["peak"]
+    state.begin()
+    assert state.observed().tolist() == [-math.inf]
+    torch.compile(state.add, backend="eager", fullgraph=True)(torch.tensor([4.0]))
+    state.begin()  # keeps them
+    assert state.observed().tolist() == [4]
 
 
 def count_messages(mesh):

@@ -410,6 +410,12 @@ class LayerDelayedProduct(DelayedProduct):
     history: StepState = None  # type: ignore[assignment]
     observes: ClassVar[bool] = True
 
+    def hold_weights(self, *, compiled: bool = False) -> None:
+        """Begins a time in which the weight does not change, and the observations of a step."""
+        super().hold_weights(compiled=compiled)
+        if compiled:
+            self.history.begin()
+
     def scale(self, operand: Operand) -> Float[Tensor, ""]:
         """Returns the scale of an operand by its history, 0 without one."""
         row = self.history.value[OPERANDS.index(operand)]

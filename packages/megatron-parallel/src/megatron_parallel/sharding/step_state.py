@@ -138,6 +138,15 @@ class StepState:
         seen = self._checked(seen)
         _add(self._total(seen), seen, self.sharding.reduce == "max")
 
+    def begin(self) -> None:
+        """Allocates the observations of this step, unless there are some.
+
+        Compiled code whose backward pass calls `add` needs them: it can add to a tensor, but not
+        make one that outlives it.
+        """
+        if self._observed is None:
+            self._observed = self.observed()
+
     def reset(self) -> None:
         """Discards the observations of the current step."""
         self._observed = None
