@@ -131,7 +131,7 @@ def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    # Compiled code calls kernels of ours as it calls those of libraries, whose bytes are not counted.
+    # Compiled code calls kernels of ours like those of libraries, whose bytes are not counted.
     variants = [name for name in VARIANTS if "Triton" not in name]
     parser.add_argument("--variants", nargs="+", choices=variants, default=variants)
     parser.add_argument("--layers", type=int, default=4)
