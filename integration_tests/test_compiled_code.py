@@ -22,9 +22,7 @@ from unittest.mock import patch
 from compiled_code import count_step, shortened
 from gpu_step import BY_LAYER, FP8, LLAMA, _flags
 from megatron_kernels.ops.rope import rope
-from megatron_train import engine
 
-TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 2 "
 MODEL = LLAMA + _flags(2, 256, 4, 512, 1000, 256, 4)
 
 def numbers(flags, **options):
@@ -36,17 +34,6 @@ def numbers(flags, **options):
         "nbytes": found.nbytes,
     }
 
-def hidden_sums(flags):
-    # Sums over ranks in backward passes that have products beside them, and those that have none.
-    found = count_step(MODEL + flags)
-    sources = [code.source for code in found.codes if code.backward and code.kernels > 1]
-    counts = [0, 0]
-    for source in sources:
-        for after in source.split("_functional.reduce_scatter_tensor.default(")[1:]:
-            until_its_wait = after.partition("wait_tensor.default")[0]
-            counts["extern_kernels.mm(" not in until_its_wait] += 1
-    return counts
-
 found = {
     "plain": numbers("", plain=True),
     "stage": numbers("--compile "),
@@ -55,9 +42,6 @@ found = {
 }
 with patch.object(rope, "swapped", rope.joined):
     found["planted"] = numbers(BY_LAYER)
-found["hidden"] = hidden_sums(BY_LAYER + TENSOR_PARALLEL)
-with patch.object(engine, "compiler_options", lambda mesh: {}):
-    found["exposed"] = hidden_sums(BY_LAYER + TENSOR_PARALLEL)
 print(json.dumps(found))
 """
 
@@ -78,9 +62,6 @@ def test_compiled_steps_move_no_more_than_those_of_a_loop_by_hand():
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     plain, planted = found.pop("plain"), found.pop("planted")
-    # Of the gradients of the inputs of attention and MLP; Inductor's own order hides none of both.
-    assert found.pop("hidden") == [2, 0]
-    assert found.pop("exposed")[1] > 0
     layer, fp8 = found["layer"], found.pop("fp8")
     for name, ours in found.items():
         assert ours["products"] == plain["products"], name

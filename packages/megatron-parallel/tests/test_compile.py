@@ -126,6 +126,39 @@ for sequence_parallel in (False, True):
 """
 
 
+GENERATED = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from megatron_parallel import Mesh, ParallelLayout, vocab_parallel_cross_entropy
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+mesh = Mesh.bind(ParallelLayout(tp=2), timeout=timedelta(seconds=120))
+torch.manual_seed(0)
+whole = torch.randn(6, 2, 32, dtype=torch.float64)
+tokens = torch.arange(12).reshape(6, 2)
+for smoothing in (0.0, 0.1):
+    def loss(logits):
+        return vocab_parallel_cross_entropy(
+            logits, tokens, mesh.axis("tp"), 30, label_smoothing=smoothing
+        )
+
+    exact = whole.clone().requires_grad_()
+    true = torch.nn.functional.cross_entropy(
+        exact[..., :30].flatten(0, 1), tokens.flatten(), label_smoothing=smoothing, reduction="none"
+    ).view(6, 2)
+    true.sin().sum().backward()
+    own = slice(16 * rank, 16 * rank + 16)
+    logits = whole[..., own].clone().requires_grad_()
+    found = torch.compile(loss, fullgraph=True)(logits)
+    found.sin().sum().backward()
+    assert torch.allclose(found, true, rtol=1e-12, atol=1e-12), (found - true).abs().max()
+    assert torch.allclose(logits.grad, exact.grad[..., own], rtol=1e-12, atol=1e-12)
+"""
+
+
 RING = """
 import sys
 from datetime import timedelta
@@ -229,8 +262,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("code", "world_size"),
-    [(SEVERAL, 2), (RING, 3), (EXPERTS, 2)],
-    ids=["tensor parallel", "context parallel", "expert parallel"],
+    [(SEVERAL, 2), (GENERATED, 2), (RING, 3), (EXPERTS, 2)],
+    ids=["tensor parallel", "generated code", "context parallel", "expert parallel"],
 )
 def test_several_ranks_compile_without_graph_breaks(
     tmp_path: Path, code: str, world_size: int

@@ -1,9 +1,8 @@
 """Compiles the stages of a run with torch.compile, each as a whole or layer by layer."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 import torch
@@ -14,8 +13,6 @@ from megatron_train.errors import TrainError
 
 if TYPE_CHECKING:
     from torch._dynamo.types import GuardFilterEntry
-
-NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 CompileScope = Literal["stage", "layer"]
 """What is one compiled function: a stage, or one layer."""
@@ -29,7 +26,7 @@ class SharesCode(Protocol):
         """Prepares the layer for the compiler."""
 
 
-def compile_stages(chunks: Sequence[nn.Module], options: Mapping[str, Any] = NO_OPTIONS) -> None:
+def compile_stages(chunks: Sequence[nn.Module]) -> None:
     """Compiles the forward pass of each stage as one graph for each shape of its inputs.
 
     The compiler joins operations of neighbouring layers, and needs time in proportion to the number
@@ -38,13 +35,12 @@ def compile_stages(chunks: Sequence[nn.Module], options: Mapping[str, Any] = NO_
 
     Args:
         chunks: The stages, which are changed.
-        options: Settings of Inductor. Defaults to none.
     """
     for chunk in chunks:
         chunk.forward = torch.compile(
             _with_own_code(chunk.forward),
             dynamic=False,
-            options={"guard_filter_fn": _changing, **options},
+            options={"guard_filter_fn": _changing},
         )
 
 
@@ -86,7 +82,6 @@ def compile_layers(
     units: Callable[[nn.Module], Sequence[nn.Module]],
     device: torch.device,
     backend: Callable[..., Any] | None = None,
-    options: Mapping[str, Any] = NO_OPTIONS,
 ) -> None:
     """Compiles the layers of stages, of which equal ones share the code, and losses with outputs.
 
@@ -97,10 +92,9 @@ def compile_layers(
         stages: The stages, which are changed.
         units: Returns the layers of a stage.
         device: Device of the model.
-        backend: Backend of torch.compile, such as `SplitBackend`. Defaults to Inductor.
-        options: Settings of Inductor; another backend does not get them. Defaults to none.
+        backend: Backend of torch.compile, such as `SplitBackend`. Defaults to inductor.
     """
-    compiled: Callable[[Any], Any] = partial(torch.compile, dynamic=False, options={**options})
+    compiled: Callable[[Any], Any] = partial(torch.compile, dynamic=False)
     if backend is not None:
         compiled = partial(torch.compile, dynamic=False, backend=backend)
     for stage in stages:
@@ -112,21 +106,6 @@ def compile_layers(
         loss = getattr(stage, "vocabulary_loss", None)
         if loss is not None:
             stage.vocabulary_loss = compiled(loss)
-
-
-def compiler_options(mesh: Mesh) -> Mapping[str, Any]:
-    """Returns the settings of Inductor for a mesh: on several ranks, an order that hides sums.
-
-    Inductor's own order computes the gradient of a weight before that of the input, so that nothing
-    runs while the ranks add up the latter. With these settings, what does not depend on the sum
-    runs while it is in flight, as in eager code. Collectives keep their order.
-    """
-    if mesh.world_size == 1:
-        return NO_OPTIONS
-    return {
-        "reorder_for_compute_comm_overlap": True,
-        "reorder_for_compute_comm_overlap_passes": ["reorder_compute_for_overlap"],
-    }
 
 
 def require_whole_compiler(mesh: Mesh, version: str) -> None:

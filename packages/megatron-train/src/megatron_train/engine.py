@@ -34,7 +34,6 @@ from megatron_train.compiling import (
     CompileScope,
     compile_layers,
     compile_stages,
-    compiler_options,
     require_whole_compiler,
 )
 from megatron_train.cuda_graphs import GraphBackend
@@ -129,11 +128,10 @@ class StepEngine:
             backend: Callable[..., Any] | None = self._graphs
             if find_schedule_kind(schedule).splits_backward:
                 backend = SplitBackend()
-            options = compiler_options(mesh)
             if compile_scope == "stage":
-                compile_stages(self.stages.modules, options)
+                compile_stages(self.stages.modules)
             else:
-                compile_layers(task.stages, self._units, mesh.device, backend, options)
+                compile_layers(task.stages, self._units, mesh.device, backend)
         self._iteration: int | None = None
         self._auxiliary_losses: AuxiliaryLosses | None = None
         self.counts: dict[str, Float64[Tensor, " values"]] = {}
