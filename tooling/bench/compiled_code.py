@@ -107,7 +107,7 @@ def row(model: str, variant: str, found: StepCode, plain: StepCode) -> str:
     """Returns a row of the table."""
     compiled = found.total(lambda code: code.nbytes)
     cells = (
-        model,
+        re.sub(r", \d+ of \d+ layers", "", model),
         variant,
         f"{found.total(lambda code: code.products) + found.eager_products:,}",
         f"{found.total(lambda code: code.kernels):,}",
