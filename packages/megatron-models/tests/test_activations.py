@@ -282,7 +282,12 @@ def saving_the_gathered_input(mesh: Mesh, run: Any) -> int:
 
 MOE = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2}
 GATED = {"activation": "swiglu", "add_bias_linear": False}
-EXPERTS = [MOE, {**MOE, **GATED, "moe_shared_expert_intermediate_size": 8}, {**MOE, **GATED}]
+EXPERTS = [
+    MOE,
+    {**MOE, **GATED, "moe_shared_expert_intermediate_size": 8},
+    {**MOE, **GATED},
+    {**MOE, **GATED, "moe_expert_rank_capacity_factor": 1.5},
+]
 EXPERT_PLANS = [RecomputeConfig(), RecomputeConfig(granularity="selective", modules=("moe",))]
 
 

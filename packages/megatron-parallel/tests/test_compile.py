@@ -232,8 +232,9 @@ def permute(tokens, order, choices):
     return tokens[order // choices]
 
 def unpermute(rows, order, weights):
-    weighted = rows * weights.flatten()[order][:, None]
-    return rows.new_zeros(len(weights), rows.shape[1]).index_add(0, order // 2, weighted)
+    weighted = (rows * weights.flatten()[order][:, None]).where((order >= 0)[:, None], 0)
+    empty = rows.new_zeros(len(weights), rows.shape[1])
+    return empty.index_add(0, order.clamp(min=0) // 2, weighted)
 
 def layer(tokens, weights, dispatcher):
     dispatch = dispatcher.route(experts).dispatch(tokens, weights)

@@ -46,6 +46,8 @@ def permute(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
 
 
 def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    own = order >= 0
+    rows, order = rows[own], order[own]
     weighted = rows * weights.flatten()[order][:, None]
     empty = rows.new_zeros(len(weights), rows.shape[1])
     return empty.index_add(0, order // weights.shape[1], weighted)

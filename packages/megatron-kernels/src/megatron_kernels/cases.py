@@ -293,19 +293,23 @@ def _grouped(draw: InputGenerator, counts: tuple[int, ...], tail: int = 0) -> tu
     return (x, weight.transpose(1, 2), torch.tensor(counts, device=draw.device), tail > 0)
 
 
-def _choices(draw: InputGenerator) -> torch.Tensor:
-    experts = draw.integers(5, draw.rows(9), 2)
+def _order(draw: InputGenerator, choices: int, rows: str) -> torch.Tensor:
+    """Returns the order of rows of the choices of nine tokens, the fourth without an expert."""
+    experts = draw.integers(5, draw.rows(9), choices)
     experts[3:4] = -1
-    return experts
+    order = sort_by_expert(experts, 5).order
+    if rows == "first":
+        return order[: 2 * len(order) // 3]
+    return torch.where(order % 3 == 1, -1, order) if rows == "some" else order
 
 
-def _permute(draw: InputGenerator) -> tuple[Any, ...]:
-    return (draw.normal(draw.rows(9), 7), sort_by_expert(_choices(draw), 5).order, 2)
+def _permute(draw: InputGenerator, choices: int = 2, rows: str = "all") -> tuple[Any, ...]:
+    return (draw.normal(draw.rows(9), 7), _order(draw, choices, rows), choices)
 
 
-def _unpermute(draw: InputGenerator) -> tuple[Any, ...]:
-    order = sort_by_expert(_choices(draw), 5).order
-    return (draw.normal(len(order), 7), order, draw.normal(draw.rows(9), 2))
+def _unpermute(draw: InputGenerator, choices: int = 2, rows: str = "all") -> tuple[Any, ...]:
+    order = _order(draw, choices, rows)
+    return (draw.normal(len(order), 7), order, draw.normal(draw.rows(9), choices))
 
 
 def _some_documents(draw: InputGenerator) -> torch.Tensor:
@@ -381,6 +385,11 @@ PACKED: Final[dict[str, dict[str, Any]]] = {
     "interleaved, grouped": {"queries": 4, "interleaved": True},
     "partial, grouped": {"queries": 2, "percent": 0.5},
     "one group, repeated": {"queries": 4, "percent": 0.5, "groups": 1},
+}
+ROWS: Final[dict[str, dict[str, Any]]] = {
+    "": {},
+    "one choice": {"choices": 1},
+    "fewer rows than choices": {"choices": 3, "rows": "first"},
 }
 PAGED: Final[dict[str, dict[str, Any]]] = {
     "one new token": {},
@@ -466,8 +475,12 @@ CASES = (
     Case(grouped_matmul, "", partial(_grouped, counts=(5, 0, 11, 1))),
     Case(grouped_matmul, "one group", partial(_grouped, counts=(0, 0, 8))),
     Case(grouped_matmul, "tail", partial(_grouped, counts=(5, 0, 11, 1), tail=6)),
-    Case(permute, "", _permute),
-    Case(unpermute, "", _unpermute),
+    *(
+        Case(operation, label, partial(make, **options))
+        for operation, make in ((permute, _permute), (unpermute, _unpermute))
+        for label, options in ROWS.items()
+    ),
+    Case(unpermute, "rows of no choice", partial(_unpermute, rows="some")),
     Case(causal_conv, "", _causal_conv),
     Case(causal_conv, "state", partial(_causal_conv, state=True)),
     Case(causal_conv, "documents and state", partial(_causal_conv, documents=True, state=True)),

@@ -151,7 +151,7 @@ class _ExactRoute(NamedTuple):
             group = torch.searchsorted(self.counts.flatten().cumsum(0), indices, right=True)
             by_expert = torch.argsort(group % self.counts.shape[1], stable=True)
         found = _Received(self.counts.sum(0), sizes, by_expert, has_tail=False)
-        return _AllToAll(owner, pending, splits, found, _Return(order, weights, None), interleaver)
+        return _AllToAll(owner, pending, splits, found, _Return(order, weights), interleaver)
 
     def _equal_loads(self) -> list[int]:
         """Returns the numbers if every expert has equally many tokens."""
@@ -180,17 +180,15 @@ class _SlotRoute(NamedTuple):
     ) -> "_AllToAll":
         """Fills the slots and starts to send them."""
         owner, slots = self.owner, self.slots
-        rows = owner.ops.permute(tokens, self.order.index_select(0, slots.source), weights.shape[1])
+        order = torch.where(slots.used, self.order.index_select(0, slots.source), -1)
+        rows = owner.ops.permute(tokens, order, weights.shape[1])
         each = (self.size,) * owner.ep.size
         splits = RowSplits(owner.ep, each, each, DISPATCH)
         pending = start_all_to_all(rows, splits, interleaver)
         sizes = (self.size * owner.ep.size,) * owner.expert_tp.size
         by_expert = order_by_expert(self.counts, self.size)
         found = _Received(self.counts.sum(0), sizes, by_expert, has_tail=True)
-        # A choice without a slot has the outputs of another one, with weight 0.
-        sent = torch.empty_like(slots.sent).index_copy_(0, self.order, slots.sent)
-        weights = refused(weights.masked_fill(~sent.view(weights.shape), 0), self.overflow)
-        back = _Return(self.order, weights, slots.place)
+        back = _Return(order, refused(weights, self.overflow))
         return _AllToAll(owner, pending, splits, found, back, interleaver)
 
 
@@ -216,12 +214,10 @@ class _Return(NamedTuple):
     Attributes:
         order: Order of the rows, for `RowOps.unpermute`.
         weights: Weights of the choices.
-        place: Slot of each row of `order`; None without slots.
     """
 
     order: Tensor
     weights: Tensor
-    place: Tensor | None
 
 
 class _AllToAll:
@@ -271,10 +267,7 @@ class _Combine(NamedTuple):
 
     def wait(self) -> Float[Tensor, "n h"]:
         """Returns the weighted sums of the received rows by token."""
-        rows, back = self.pending.wait(), self.back
-        if back.place is not None:
-            rows = rows.index_select(0, back.place)
-        return self.ops.unpermute(rows, back.order, back.weights)
+        return self.ops.unpermute(self.pending.wait(), *self.back)
 
 
 @outside_graphs

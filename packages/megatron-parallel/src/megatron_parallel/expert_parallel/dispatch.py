@@ -42,7 +42,7 @@ need memory and copies but no product. In order of increasing tightness, with `n
   context-parallel ranks, most of what is sent is empty: give a factor too.
 - With `rank_capacity_factor`, that factor times the mean: `n ranks k / ep` rows for `allgather` and
   `n k / ep` for each pair of ranks for `alltoall`. More rows are an error, which `Route.overflow`
-  counts and for which outputs are NaN.
+  counts and for which outputs of tokens that have rows are NaN.
 """
 
 from collections.abc import Callable

@@ -22,8 +22,10 @@ class RowOps(NamedTuple):
     Attributes:
         sort: `sort(experts [n, k], num_experts) -> (order [n * k], counts [e])`. Indices that are
             not those of experts come last and are not counted.
-        permute: `permute(tokens [n, h], order [m], k) -> rows [m, h]`.
-        unpermute: `unpermute(rows [m, h], order [m], weights [n, k]) -> tokens [n, h]`.
+        permute: `permute(tokens [n, h], order [m], k) -> rows [m, h]`. A choice is in `order` once
+            or not at all; -1 is a row of no choice, which may be a copy of any token.
+        unpermute: `unpermute(rows [m, h], order [m], weights [n, k]) -> tokens [n, h]`, the sums of
+            the rows of each token. Rows of no choice are in no sum.
     """
 
     sort: Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -114,7 +116,8 @@ class Route(Protocol):
     ) -> Dispatch:
         """Starts to send tokens. Must be called once.
 
-        If `overflow` is not zero, outputs are NaN: a step that lost choices is never used.
+        If `overflow` is not zero, outputs of tokens that have rows are NaN: a step that lost
+        choices is never used.
 
         Args:
             tokens: Tokens of this rank.

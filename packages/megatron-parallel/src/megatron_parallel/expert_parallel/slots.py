@@ -18,12 +18,14 @@ class Slots(NamedTuple):
 
     Attributes:
         source: `[ranks * size]`, for each slot the index of its row among the sorted rows.
+        used: `[ranks * size]`, whether the slot has a row. Otherwise it has a copy of another one.
         place: `[m]`, for each sorted row the index of its slot.
         sent: `[m]`, whether the row has a slot.
         counts: `[ranks, e]`, rows in slots by rank and expert.
     """
 
     source: Int[Tensor, " slots"]
+    used: Bool[Tensor, " slots"]
     place: Int[Tensor, " m"]
     sent: Bool[Tensor, " m"]
     counts: Int[Tensor, "ranks e"]
@@ -50,7 +52,7 @@ def assign_slots(counts: Int[Tensor, "ranks e"], rows: int, size: int) -> Slots:
     index = indices - begins.index_select(0, owner.clamp(max=len(counts) - 1))
     sent = (owner < len(counts)) & (index < size)
     place = torch.where(sent, owner * size + index, indices % len(slots))
-    return Slots(source, place, sent, clipped(counts, size))
+    return Slots(source, used, place, sent, clipped(counts, size))
 
 
 def clipped(counts: Int[Tensor, "ranks e"], size: int) -> Int[Tensor, "ranks e"]:

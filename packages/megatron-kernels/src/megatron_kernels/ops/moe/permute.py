@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_kernels.ops.moe import rows as gathered
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
@@ -43,12 +44,16 @@ def sort_by_expert(experts: Int[Tensor, "n k"], num_experts: int) -> Permutation
     return Permutation(order, torch.searchsorted(keys, limits).diff())
 
 
-def gather_rows(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
-    """Calls `index_select`; its backward adds the gradients of a token's rows."""
-    return tokens.index_select(0, order // choices)
+def select_rows(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
+    """Calls `index_select`; its backward adds the gradients of a token's rows one by one."""
+    rows = tokens.index_select(0, order.clamp(min=0) // choices)
+    return torch.where((order < 0)[:, None], rows.detach(), rows)
 
 
-@op(Backend("reference", gather_rows, accept_all, "plain torch"))
+@op(
+    Backend("torch", gathered.permute, accept_all, "gathers, also in the backward pass"),
+    Backend("reference", select_rows, accept_all, "plain torch"),
+)
 def permute(
     tokens: Float[Tensor, "n h"],
     order: Int[Tensor, " m"],
@@ -60,33 +65,38 @@ def permute(
 
     Args:
         tokens: `[n, h]`.
-        order: `Permutation.order`, or the first part of it.
+        order: `Permutation.order`, the first part of it, or other rows: for each the flat index of
+            its choice, which no other row has, or -1 for a row of no choice.
         choices: Number k of experts that each token has chosen.
         backend: "auto" or the name of one backend.
 
     Returns:
-        `[m, h]`, copies of rows of `tokens`.
+        `[m, h]`, copies of rows of `tokens`. A row of no choice is that of the first token and has
+        no gradient.
     """
     return permute.run(backend, tokens, order, choices)
 
 
 def sum_rows(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Moves every row back to `[n, k, h]` and adds up the choices, in a deterministic order.
+    """Moves every row back to `[n, k, h]` and adds up the choices.
 
-    No `index_add`: its sums on CUDA depend on timing. No `index_copy`: it saves the rows for the
-    backward pass besides their copies.
+    No `index_copy`: it saves the rows for the backward pass besides their copies.
     """
     n, k = weights.shape
     count = len(order)
-    indices = torch.full((n * k,), count, dtype=order.dtype, device=order.device)
-    indices[order] = torch.arange(count, dtype=order.dtype, device=order.device)
-    if count < n * k:  # a row of zeros for choices without a row
-        rows = functional.pad(rows, (0, 0, 0, 1))
-    outputs = rows.index_select(0, indices).view(n, k, rows.shape[1])
+    indices = torch.full((n * k + 1,), count, dtype=order.dtype, device=order.device)
+    indices[torch.where(order < 0, n * k, order)] = torch.arange(
+        count, dtype=order.dtype, device=order.device
+    )
+    rows = functional.pad(rows, (0, 0, 0, 1))  # zeros for choices without a row
+    outputs = rows.index_select(0, indices[:-1]).view(n, k, rows.shape[1])
     return torch.einsum("nkh,nk->nh", upcast(outputs), upcast(weights)).to(rows.dtype)
 
 
-@op(Backend("reference", sum_rows, accept_all, "plain torch, in float32 or float64"))
+@op(
+    Backend("torch", gathered.unpermute, accept_all, "gathers, also in the backward pass"),
+    Backend("reference", sum_rows, accept_all, "plain torch, in float32 or float64"),
+)
 def unpermute(
     rows: Float[Tensor, "m h"],
     order: Int[Tensor, " m"],
@@ -99,12 +109,13 @@ def unpermute(
     Args:
         rows: `[m, h]`, in the order of `sort_by_expert`. Rows of choices without an expert must be
             zero, as `grouped_matmul` returns them.
-        order: `Permutation.order`, or the first part of it.
+        order: That of `permute`. A row of no choice has no effect and no gradient.
         weights: `[n, k]`, weight of each choice of each token. The weight of a choice without a row
             or expert has no effect and no gradient.
         backend: "auto" or the name of one backend.
 
     Returns:
-        `[n, h]` in the dtype of `rows`, summed in at least float32; zero for a token without rows.
+        `[n, h]` in the dtype of `rows`, summed in at least float32 in the order of the choices;
+        zero for a token without rows.
     """
     return unpermute.run(backend, rows, order, weights)

@@ -91,15 +91,17 @@ def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
     router = chosen * (_INDEX + wide) + own * config.num_experts * wide
     if size < _FP32:
         router += (own + config.num_experts) * hidden * wide
-    # Source and destination index of each row; and the outputs of experts, for the weighted sum.
-    if parts == 1:
-        dispatch = rows.received * _INDEX + chosen * (_INDEX + hidden * wide)
-    elif ranks.dispatcher == "allgather":
-        dispatch = rows.received * _INDEX + chosen * parts * (_INDEX + wide + hidden * wide)
+    # For the weighted sum the choice of each row, which selects its token too, and the outputs of
+    # experts as they are.
+    weights = 0  # the router saves them, unless they are others
+    if parts == 1 or ranks.dispatcher == "allgather":
+        weights = chosen * parts * wide if parts > 1 else 0
+        dispatch = chosen * parts * _INDEX + rows.received * hidden * size
     else:  # received rows are sorted by expert, and sorted back
-        sent = chosen if rows.slots is None else rows.slots
-        dispatch = (2 * rows.received + sent) * _INDEX + chosen * (_INDEX + hidden * wide)
-        dispatch += 0 if rows.slots is None else chosen * (_INDEX + 1)
+        returned = rows.received // cut if rows.slots is None else rows.slots
+        dispatch = (2 * rows.received + (rows.slots or chosen)) * _INDEX + returned * hidden * size
+    if config.moe_expert_rank_capacity_factor:  # NaN for more rows, and whether there are more
+        weights = (weights or chosen * wide) + 1
     inner, width = config.activation_saves, config.moe_ffn_hidden_size // cut
     linear = layer_pass.saved_bytes.of_linear  # the rows, and the activation's result
     row = width * inner * size + linear(hidden + width)
@@ -112,7 +114,7 @@ def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
     shared = shared * inner * size + linear(shared)
     return {
         "router": router,
-        "": dispatch,
+        "": dispatch + weights,
         "experts": rows.computed * row + offsets,
         "shared": tokens * shared,
     }
