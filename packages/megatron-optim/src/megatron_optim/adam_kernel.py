@@ -135,7 +135,7 @@ def launch(
     decoupled: bool,
     dtypes: Collection[torch.dtype],
 ) -> None:
-    """Launches the kernel on the current stream of the tables' device.
+    """Launches the kernel on the current stream of the current device, which has the tables.
 
     Args:
         tables: The tables of the tensors.
@@ -152,11 +152,10 @@ def launch(
         dtypes: The dtypes that parameters are rounded to.
     """
     flags = {f"FROM_VALUE{n}": beta < 0.5 for n, beta in enumerate(betas, 1)}
-    with torch.cuda.device_of(tables.tensors):
-        _adam[(len(tables.chunks),)](
-            tables.tensors, tables.chunks, number, skip, divisor,
-            lr, decay, eps, *(min(beta, 1.0 - beta) for beta in betas), *logarithms,
-            DIVIDES=divisor is not None, DECOUPLED=decoupled, **flags,
-            TO_BFLOAT16=torch.bfloat16 in dtypes, TO_FLOAT16=torch.float16 in dtypes,
-            CHUNK=CHUNK, BLOCK=_BLOCK, num_warps=4,
-        )  # fmt: skip
+    _adam[(len(tables.chunks),)](
+        tables.tensors, tables.chunks, number, skip, divisor,
+        lr, decay, eps, *(min(beta, 1.0 - beta) for beta in betas), *logarithms,
+        DIVIDES=divisor is not None, DECOUPLED=decoupled, **flags,
+        TO_BFLOAT16=torch.bfloat16 in dtypes, TO_FLOAT16=torch.float16 in dtypes,
+        CHUNK=CHUNK, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
