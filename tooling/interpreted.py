@@ -1,4 +1,4 @@
-"""Runs files of tests in Triton's interpreter, in a process of their own.
+"""Runs tests and code in processes of their own, where Triton interprets or compiles kernels.
 
 Triton reads TRITON_INTERPRET when it is imported.
 """
@@ -36,3 +36,24 @@ def run_interpreted(script: Path, *, sample: bool) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     summary = done.stdout.splitlines()[-1]
     assert " passed" in summary and "skipped" not in summary
+
+
+def run_script(script: str, **environment: str) -> str:
+    """Runs Python code, which can import modules of this folder; returns what it prints.
+
+    Args:
+        script: The code.
+        environment: More variables of its environment.
+    """
+    folders = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(folder for folder in folders if folder)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout

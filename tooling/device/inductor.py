@@ -14,6 +14,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
+from h100 import Driver
 from megatron_parallel.imagined import DeviceLedger
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._functorch import config as functorch_config
@@ -25,7 +26,6 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 _H100: Final = SimpleNamespace(
@@ -146,7 +146,7 @@ def _lower(graph: Any, inputs: Any, options: dict[str, Any]) -> GraphCode:
 def _seems_an_h100() -> Iterator[None]:
     """Answers what Inductor and Triton ask of a GPU."""
     cuda: Any = get_interface_for_device("cuda")
-    driver.set_active(_Driver())
+    driver.set_active(Driver("cuda:0"))
     zero, h100 = (lambda *_, **__: 0), (lambda *_, **__: _H100)
     fold = joint_graph.UniformValueConstantFolder._deduce_value
 
@@ -198,19 +198,3 @@ class _OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "device" in given:
             given["device"] = torch.device("cpu")
         return func(*args, **given)
-
-
-class _Driver:
-    """What Triton asks of a driver to name the target of its kernels."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda:0")

@@ -1,29 +1,14 @@
 """The Triton backends, without a GPU: interpreted, compiled for an H100, traced and imagined."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from interpreted import needs_triton, run_interpreted
+from interpreted import needs_triton, run_interpreted, run_script
 from megatron_kernels import gelu, rms_norm
 
 HERE = Path(__file__).parent
-
-
-def run(*command: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 @needs_triton
@@ -65,7 +50,7 @@ print("whole graphs")
 
 @needs_triton
 def test_compiled_code_has_whole_graphs_with_equal_results() -> None:
-    assert run("-c", COMPILED, TRITON_INTERPRET="1").strip() == "whole graphs"
+    assert run_script(COMPILED, TRITON_INTERPRET="1").strip() == "whole graphs"
 
 
 FAKE = """
@@ -104,40 +89,17 @@ print("same shapes")
 
 @needs_triton
 def test_tensors_without_values_have_the_same_shapes_and_need_no_triton() -> None:
-    assert run("-c", FAKE, TRITON_INTERPRET="1").strip() == "same shapes"
+    assert run_script(FAKE, TRITON_INTERPRET="1").strip() == "same shapes"
 
 
 BINARIES = """
 import torch
+from h100 import compile_only
 from megatron_kernels.cases import CASES
 from megatron_kernels.inputs import InputGenerator
 from megatron_kernels.ops import triton_op
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
-class H100:  # what Triton asks of a driver to compile
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-driver.set_active(H100())
-binaries = []
-
-def compile_only(kernel, grid):
-    def launch(*arguments, **options):
-        binaries.append(kernel.warmup(*arguments, grid=grid, **options).asm["cubin"])
-    return launch
-
-JITFunction.__getitem__ = compile_only
+compiled = compile_only()
 triton_op.interprets = lambda: True
 seen = set()
 for case in CASES:
@@ -152,8 +114,8 @@ for case in CASES:
     outputs = [x for x in outputs if x.requires_grad]
     if outputs:
         torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
-assert all(binaries)
-print(len(seen), len(binaries))
+assert all(binary.asm["cubin"] for _, binary in compiled)
+print(len(seen), len(compiled))
 """
 
 
@@ -161,7 +123,7 @@ print(len(seen), len(binaries))
 @pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_kernel_compiles_for_an_h100(sample: bool, tmp_path: Path) -> None:
     script = BINARIES.replace("SAMPLE", str(sample))
-    operations, binaries = map(int, run("-c", script, TRITON_CACHE_DIR=str(tmp_path)).split())
+    operations, binaries = map(int, run_script(script, TRITON_CACHE_DIR=str(tmp_path)).split())
     assert operations == 26 and binaries >= 2 * operations - 1
 
 
@@ -172,7 +134,7 @@ def test_calls_of_other_backends_do_not_import_triton() -> None:
         "rms_norm(torch.ones(2, 3), None)\n"
         "assert 'triton' not in sys.modules\n"
     )
-    run("-c", script)
+    run_script(script)
 
 
 def test_a_tensor_that_is_not_on_cuda_is_refused() -> None:

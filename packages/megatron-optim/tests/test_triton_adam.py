@@ -1,13 +1,11 @@
 """Adam's Triton kernel, without a GPU: interpreted, compiled for an H100, imagined and refused."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from interpreted import needs_triton, run_interpreted
+from interpreted import needs_triton, run_interpreted, run_script
 from megatron_optim import AdamSettings, OptimError, Optimizer, OptimizerConfig, UnreadStep
 from megatron_optim.address_tables import ALIGNED, ALIGNMENT, CHUNK, AddressTables
 from megatron_optim.multi_tensor import load_kernel
@@ -19,19 +17,6 @@ from torch.nn import Parameter
 HERE = Path(__file__).parent
 
 
-def run(script: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 @needs_triton
 @pytest.mark.parametrize("script", ["triton_adam.py", "triton_adam_in_optimizer.py"])
 def test_the_kernel_in_tritons_interpreter_equals_torch(script: str) -> None:
@@ -40,34 +25,11 @@ def test_the_kernel_in_tritons_interpreter_equals_torch(script: str) -> None:
 
 BINARIES = """
 import torch
+from h100 import compile_only
 from megatron_optim import UnreadStep
 from megatron_optim.triton_adam import TritonAdam
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
-class H100:  # what Triton asks of a driver to compile
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-driver.set_active(H100())
-compiled = []
-
-def compile_only(kernel, grid):
-    def launch(*arguments, **options):
-        compiled.append(kernel.warmup(*arguments, grid=grid, **options))
-    return launch
-
-JITFunction.__getitem__ = compile_only
+compiled = compile_only()
 kernel, one = TritonAdam.load(), torch.ones(())
 for dtype in (None, torch.bfloat16, torch.float16):
     for decoupled, divisor in ((True, one), (False, None)):
@@ -77,24 +39,25 @@ for dtype in (None, torch.bfloat16, torch.float16):
             lr=1e-2, betas=(0.9, 0.999), eps=1e-8, decoupled=decoupled, weight_decay=0.1,
             step=UnreadStep(one, one, divisor, rounded),
         )
-        code = compiled[-1].asm
+        binary = compiled[-1][1]
+        code = binary.asm
         assert code["cubin"]
         # Aligned blocks: 16 bytes of fp32 and 8 of half precision at a time, in one layout.
         assert code["ptx"].count("ld.global.v4.b32") >= 4
         assert "st.global.v4.b32" in code["ptx"]
         assert ("st.global.v2.b32" in code["ptx"]) == (dtype is not None)
-        assert compiled[-1].metadata.shared == 0
+        assert binary.metadata.shared == 0
 print(len(compiled))
 """
 
 
 @needs_triton
 def test_the_kernel_compiles_for_an_h100_with_long_loads_and_stores(tmp_path: Path) -> None:
-    assert run(BINARIES, TRITON_CACHE_DIR=str(tmp_path)).strip() == "6"
+    assert run_script(BINARIES, TRITON_CACHE_DIR=str(tmp_path)).strip() == "6"
 
 
 def test_nothing_imports_triton_before_it_is_asked_for() -> None:
-    run(
+    run_script(
         "import sys, megatron_optim.rules, megatron_optim.triton_adam\n"
         "assert 'triton' not in sys.modules\n"
     )

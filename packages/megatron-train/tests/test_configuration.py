@@ -565,6 +565,7 @@ def test_invalid_pipelines_are_refused(flags, message):
     ("flags", "message"),
     [
         ("--compile-scope layer", "--compile-scope layer has no effect without --compile; give"),
+        ("--compile --fp4-format e2m1", "--compile does not work with --fp4-format, whose random"),
         *(
             (
                 f"--compile {flags}",

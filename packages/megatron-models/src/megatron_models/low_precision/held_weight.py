@@ -36,14 +36,14 @@ class HeldWeight:
         self._weight: Tensor | None = None
         self._version = -1
 
-    def hold(self, *, compiles: bool = False) -> None:
+    def hold(self, *, compiled: bool = False) -> None:
         """Begins a time in which the weight is constant.
 
         Args:
-            compiles: Whether torch.compile compiles the conversion, on devices of `COMPILED_ON`.
+            compiled: Whether torch.compile compiles the conversion, on devices of `COMPILED_ON`.
         """
         self.release()
-        self.holds, self._compiles = True, compiles
+        self.holds, self._compiles = True, compiled
 
     def release(self) -> None:
         """Ends it, and drops the converted weight."""

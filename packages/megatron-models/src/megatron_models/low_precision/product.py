@@ -209,7 +209,7 @@ class LowPrecisionProduct(PlainProduct, SavingProduct):
     def hold_weights(self, *, compiled: bool = False) -> None:
         """Begins a time in which the weight does not change."""
         if self.held is not None:
-            self.held.hold(compiles=compiled)
+            self.held.hold(compiled=compiled)
 
     def release_weights(self) -> None:
         """Ends it."""
