@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from megatron_train.config.flags import Parser
+from megatron_train.config.grouped_help import format_whole_help
 
 ROOT = Path(__file__).parents[1]
 PROPER_NAMES = ("Hugging Face", "Megatron")
@@ -42,11 +43,12 @@ def subcommands(parser: argparse.ArgumentParser) -> list["argparse._SubParsersAc
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Returns the arguments of a command without subcommands, ``--help`` and hidden options."""
+    """Returns the visible arguments of a command that do not ask for help or name a command."""
     return [
         action
         for action in parser._actions
         if not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
+        and "--help-all" not in action.option_strings
         and action.help != argparse.SUPPRESS
     ]
 
@@ -106,9 +108,14 @@ def test_values_of_options_are_in_capitals_or_a_list_of_choices(
         assert re.fullmatch(r"[A-Z]+|\{.*\}", str(shown)), action.option_strings or action.dest
 
 
+def helps(parser: argparse.ArgumentParser) -> list[str]:
+    """Returns the help of a command: of all flags, and the one that shows groups if it differs."""
+    return list(dict.fromkeys([format_whole_help(parser), parser.format_help()]))
+
+
 @each(COMMANDS)
 def test_defaults_and_required_options_are_in_brackets(parser: argparse.ArgumentParser) -> None:
-    text = " ".join(parser.format_help().split())
+    text = " ".join(helps(parser)[0].split())
     assert not re.search(r"\(default|None|==SUPPRESS==", text)
     for action in options(parser):
         if not action.option_strings or action.default in (None, False, argparse.SUPPRESS):
@@ -128,7 +135,8 @@ def test_help_is_at_most_a_hundred_columns_wide(
 ) -> None:
     for columns in ("60", "200"):
         monkeypatch.setenv("COLUMNS", columns)
-        assert max(map(len, parser.format_help().splitlines())) <= 100
+        for text in helps(parser):
+            assert max(map(len, text.splitlines())) <= 100
     assert parser.format_help().startswith(f"usage: {parser.prog}")
 
 

@@ -32,8 +32,8 @@ from megatron_parallel.pipeline import gradients
 from megatron_parallel.recompute import OffloadSavedTensors
 from megatron_train import StepEngine, Trainer, batches, tokenizer
 from megatron_train.cli import main
+from megatron_train.config.aliases import ALIASES
 from megatron_train.config.extensions import SelectedExtensions
-from megatron_train.config.flags import ALIASES
 from megatron_train.config.reference import documented_options
 from megatron_train.config.run_sections import run_options
 from megatron_train.metrics.console import Console

@@ -124,11 +124,16 @@ def test_the_readmes_lines_train_and_continue(call, folder, run_command):
 
 @cache
 def accepted_by(command: str) -> set[str]:
-    """Returns the flags in a command's ``--help``."""
+    """Returns the flags in a command's ``--help``, or ``--help-all`` if it shows that flag."""
     name, *words = command.split()
-    program = [str(Path(sys.executable).with_name(name)), *words, "--help"]
-    text = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
-    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+    program = [str(Path(sys.executable).with_name(name)), *words]
+    for request in ("--help", "--help-all"):
+        done = subprocess.run([*program, request], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        shown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", done.stdout))
+        if "--help-all" not in shown:
+            break
+    return shown
 
 
 FLAGS = megatron_flags()

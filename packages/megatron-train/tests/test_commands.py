@@ -11,6 +11,7 @@ from megatron_train.config.run_sections import run_options, sections
 COMMANDS = [
     [],
     ["pretrain"],
+    ["pretrain", "gpt", "--help-all"],
     ["pretrain", "gpt"],
     ["layout"],
     ["schedule"],
@@ -38,7 +39,7 @@ def test_help_of_all_commands_does_not_import_torch():
 
 def test_help_is_grouped_and_readable(capsys):
     with pytest.raises(SystemExit):
-        main(["pretrain", "gpt", "--help"])
+        main(["pretrain", "gpt", "--help-all"])
     text = capsys.readouterr().out
     offsets = [text.index(f"\n{title}:\n") for title, _ in sections().values()]
     assert offsets == sorted(offsets)
@@ -50,12 +51,47 @@ def test_help_is_grouped_and_readable(capsys):
     assert "turn off: biases in every linear layer" in text
 
 
+def test_help_shows_the_groups_of_flags_in_a_page(capsys):
+    with pytest.raises(SystemExit):
+        main(["pretrain", "gpt", "--help"])
+    text = capsys.readouterr().out
+    rows = re.findall(r"^  (\w+) +(\d+) flags? +--", text, re.MULTILINE)
+    assert [name for name, _ in rows] == list(sections())
+    assert int(dict(rows)["lora"]) == 3 and "--lora-rank, --lora-alpha" in text
+    assert "--config FILE" in text and "example:" in text
+    assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 100
+
+
+def test_help_shows_all_flags_of_the_named_groups(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["pretrain", "gpt", "--help-all", "lora", "layout"])
+    text = capsys.readouterr().out
+    assert left.value.code == 0
+    assert text.index("--lora-rank N") < text.index("--tensor-model-parallel-size N")
+    assert "--num-layers-per-virtual-pipeline-stage N" in text and "--hidden-size N" not in text
+    assert main(["pretrain", "gpt", "--help-all", "modle"]) == 2
+    assert "unknown group 'modle'; did you mean model? (known: model" in capsys.readouterr().err
+
+
 def test_a_layout_is_drawn(capsys):
     words = "layout --world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     assert main(words.split()) == 0
     assert main([*words.split(), "--order", "tp-pp-dp"]) == 0
     drawn = capsys.readouterr().out
     assert "tp" in drawn and "pp" in drawn
+
+
+def test_a_layout_takes_the_layers_of_a_virtual_stage(capsys):
+    words = ["layout", "--world-size", "4", "--pipeline-model-parallel-size", "2"]
+    each = ["--num-layers-per-virtual-pipeline-stage", "2"]
+    assert main([*words, "--num-virtual-stages-per-pipeline-rank", "2"]) == 0
+    expected = capsys.readouterr().out
+    assert main([*words, *each, "--num-layers", "8"]) == 0
+    assert capsys.readouterr().out == expected and "pp 1 (stages 1 3)" in expected
+    assert main([*words, *each]) == 2
+    assert "give both or leave them out" in capsys.readouterr().err
+    assert main([*words, *each, "--num-layers", "6"]) == 2
+    assert "2 does not divide 6 layers on 2 pipeline ranks" in capsys.readouterr().err
 
 
 def test_a_schedule_is_drawn(capsys, tmp_path):
@@ -138,9 +174,9 @@ def test_config_check_validates_files(tmp_path, capsys):
         ("layout --world-size 0", 2, "--world-size must be positive, got 0"),
         ("layout --world-size 6 --tensor-model-parallel-size 4", 1, "6 is not a multiple of tp 4"),
         (
-            "layout --world-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            "layout --world-size 2 --hidden-size 8",
             2,
-            "--num-layers-per-virtual-pipeline-stage is a flag of megatron-train pretrain gpt",
+            "--hidden-size is a flag of megatron-train pretrain gpt",
         ),
         ("layout --world-size 2 --tensor-modle-paralel-size 2", 2, "did you mean --tensor-model-"),
         ("schedule", 2, "the following arguments are required: --pipeline-model-parallel-size"),

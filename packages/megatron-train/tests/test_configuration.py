@@ -1,6 +1,5 @@
 """The configuration of a run from flags and files, and its errors."""
 
-import argparse
 import dataclasses
 import re
 from pathlib import Path
@@ -791,7 +790,7 @@ def test_each_flag_sets_its_field():
 
 
 def test_no_two_options_share_a_flag():
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_run_options(parser, run_options(), TITLES)  # argparse refuses duplicate flags
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from megatron_train.cli import main
 from megatron_train.cli.main import build_parser
-from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
+from megatron_train.config.aliases import ALIASES
+from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE
 from megatron_train.config.run_sections import run_options
 from megatron_train.megatron_lm.page import render_flags
 from megatron_train.megatron_lm.table import STATUSES, megatron_flags
@@ -76,7 +77,8 @@ def test_the_parser_accepts_exactly_the_options():
         parser = commands.choices[word]
     assert set(parser._option_string_actions) == {"-h", "--help"}  # the others wait for its use
     parser.complete()
-    own = {"-h", "--help", "--config", "--recipe", "--print-config", "--nproc-per-node"}
+    own = {"-h", "--help", "--help-all", "--config", "--recipe", "--print-config"}
+    own.add("--nproc-per-node")
     assert set(parser._option_string_actions) == ACCEPTED | OPPOSITES | own
 
 

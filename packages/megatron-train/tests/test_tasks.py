@@ -126,7 +126,7 @@ def test_settings_of_a_task_are_flags_keys_and_part_of_the_run(capsys, tmp_path)
         ["--config", str(tmp_path / "run.yaml")], capsys
     )
     with pytest.raises(SystemExit):
-        main(["pretrain", "gpt", "--help"])
+        main(["pretrain", "gpt", "--help-all"])
     assert "colours:\n  --red-share X" in capsys.readouterr().out
 
 

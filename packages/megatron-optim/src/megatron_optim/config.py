@@ -104,19 +104,27 @@ class OptimizerConfig:
     )
     adam_beta1: float = field(
         default=0.9,
-        metadata=flag("--adam-beta1", "decay rate of the running mean of the gradient"),
+        metadata=flag(
+            "--adam-beta1", "decay rate of the running mean of the gradient", read_by="update rule"
+        ),
     )
     adam_beta2: float = field(
         default=0.999,
-        metadata=flag("--adam-beta2", "decay rate of the running mean of the squared gradient"),
+        metadata=flag(
+            "--adam-beta2",
+            "decay rate of the running mean of the squared gradient",
+            read_by="update rule",
+        ),
     )
     adam_eps: float = field(
         default=1e-8,
-        metadata=flag("--adam-eps", "term added to the denominator of the update"),
+        metadata=flag(
+            "--adam-eps", "term added to the denominator of the update", read_by="update rule"
+        ),
     )
     sgd_momentum: float = field(
         default=0.9,
-        metadata=flag("--sgd-momentum", "momentum of SGD"),
+        metadata=flag("--sgd-momentum", "momentum of SGD", read_by="update rule"),
     )
     lr_mult: tuple[str, ...] | None = field(
         default=None,

@@ -9,6 +9,7 @@ def flag(name: str, help_text: str, **more: Any) -> dict[str, Any]:
     Args:
         name: The flag on a command line.
         help_text: What the setting does.
-        more: Further metadata: ``choices``, ``unit``.
+        more: Further metadata: ``choices``, ``unit``, and ``read_by="update rule"`` for a setting
+            that only some update rules read (``UpdateRuleKind.supported_settings``).
     """
     return {"flag": name, "help": help_text, **more}

@@ -39,6 +39,9 @@ class UpdateRuleKind:
             ``config.settings``.
         checks: Functions of the run that refuse invalid combinations of settings; see
             `megatron_train.TaskKind`.
+        supported_settings: The settings that the rule reads of those that only some rules read,
+            such as ``optimizer.adam_beta1`` (``read_by`` in the metadata of a field of
+            `OptimizerConfig`). A run refuses the others. None means all.
     """
 
     name: str
@@ -46,6 +49,7 @@ class UpdateRuleKind:
     rule: str
     section: Section | None = None
     checks: tuple[Callable[[Any], None], ...] = ()
+    supported_settings: tuple[str, ...] | None = None
 
 
 def update_rules() -> dict[str, UpdateRuleKind]:

@@ -140,59 +140,61 @@ class DataConfig:
         "accept corpora whose manifest names another tokenizer, which are refused otherwise; for a "
         "tokenizer with the same tokens that other software has saved (our name)",
     )
-    reset_position_ids: bool = setting(False, "restart position ids in each document", by_task=True)
-    reset_attention_mask: bool = setting(False, "attend only within a document", by_task=True)
+    reset_position_ids: bool = setting(
+        False, "restart position ids in each document", read_by="task"
+    )
+    reset_attention_mask: bool = setting(False, "attend only within a document", read_by="task")
     eod_mask_loss: bool = setting(
-        False, "mask the loss where the input is the end-of-document token", by_task=True
+        False, "mask the loss where the input is the end-of-document token", read_by="task"
     )
     fim_data: bool = setting(
         False,
         "reorder documents for fill-in-the-middle training, with probability --fim-rate; the "
         "tokenizer needs the tokens that mark the parts (--tokenizer-special-tokens)",
-        by_task=True,
+        read_by="task",
     )
     sft: bool = setting(
         False,
         "train on the assistant's turns of conversations; --data-path names output of "
         "megatron-data tokenize-conversations, or files of JSON lines (.jsonl, .json), which are "
         "tokenized when samples are read",
-        by_task=True,
+        read_by="task",
     )
     max_document_bytes: int | None = setting(
         None,
         "maximum size of a line that --sft reads from JSON lines; unset: 33554432",
         unit="bytes",
-        by_task=True,
+        read_by="task",
     )
     max_template_steps: int | None = setting(
         None,
         "maximum number of steps of the chat template for one conversation; unset: 20000000",
-        by_task=True,
+        read_by="task",
     )
     max_template_characters: int | None = setting(
         None,
         "maximum number of characters of a text that the chat template makes; unset: 67108864",
-        by_task=True,
+        read_by="task",
     )
     sample_order: Literal["stateless", "packed", "compat"] = setting(
         "stateless",
         "how samples are made of documents: stateless computes each sample from its number, so "
         "that a run can be extended and its data changed; packed does so with whole documents and "
         "splits only those longer than a sample; compat gives Megatron's samples (our name)",
-        by_task=True,
+        read_by="task",
     )
     data_path_changes: str | None = setting(
         None,
         "JSON file of corpora that replace --data-path in training from a given sample on: "
         '[{"from_sample": 80000, "data_path": ["0.7", "a", "0.3", "b"]}] (our name)',
         unit="path",
-        by_task=True,
+        read_by="task",
     )
     data_cache_path: str | None = setting(
         None,
         "cache folder for the sample indices of --sample-order compat",
         unit="path",
-        by_task=True,
+        read_by="task",
     )
     mmap_bin_files: bool = setting(
         True,

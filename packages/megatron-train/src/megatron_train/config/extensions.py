@@ -8,7 +8,7 @@ does not import torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_models import ModelKind, find_kind, model_kinds
@@ -16,7 +16,6 @@ from megatron_optim import OptimizerConfig, update_rules
 from megatron_parallel.extensions import Section
 from megatron_parallel.tensor_parallel.product_kinds import PRODUCTS, ProductKind
 
-from megatron_train.config.fields import flag_of
 from megatron_train.config.products import PLAIN
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError
@@ -146,30 +145,6 @@ def check_task(kind: str, task: str) -> None:
             f"--task {task} trains models of kind {' and '.join(kinds_for(task)) or 'none'}, not "
             f"{kind}; give one of {', '.join(able)}"
         )
-
-
-def refuse_unread_settings(run_task: str, section: str, config: Any) -> None:
-    """Refuses settings that the task of the run does not read.
-
-    The metadata of such a field has ``by_task``. `TaskKind.supported_settings` lists the settings
-    that a task reads.
-
-    Args:
-        run_task: Name of the task.
-        section: Name of a section.
-        config: The section.
-
-    Raises:
-        TrainError: A given setting is not read; the message names its flag.
-    """
-    read: Sequence[str] = getattr(TASKS.load(run_task), "supported_settings", ())
-    for field in fields(config):
-        given = field.metadata.get("by_task") and getattr(config, field.name) != field.default
-        if given and f"{section}.{field.name}" not in read:
-            raise TrainError(
-                f"{flag_of(field.name)} has no effect: the task {run_task} does not read it; "
-                "leave it out"
-            )
 
 
 def refuse_unselected_settings(

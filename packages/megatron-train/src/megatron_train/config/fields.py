@@ -9,8 +9,9 @@ from megatron_train.errors import TrainError
 def setting(default: Any, help: str, **metadata: Any) -> Any:  # noqa: A002
     """Returns a dataclass field with a default and one line of help.
 
-    Metadata are ``flag``, ``unit``, ``choices``, ``by_task`` for settings that only some tasks
-    read, and ``small``, the size in a small copy of a run (`megatron_models.smaller_sizes`).
+    Metadata are ``flag``, ``unit`` and ``choices``; ``read_by``, which is ``task`` or
+    ``update rule`` for a setting that only some of them read; and ``small``, the size in a small
+    copy of a run (`megatron_models.smaller_sizes`).
     """
     return field(default=default, metadata={"help": help, **metadata})
 

@@ -5,8 +5,9 @@ from typing import Any, Final
 
 from megatron_models import find_kind, model_kinds
 
+from megatron_train.config.aliases import ALIASES
 from megatron_train.config.extensions import SelectedExtensions, default_task, tasks_for
-from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
+from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE
 from megatron_train.config.options import Option
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.tasks.kinds import find_task_kind

@@ -21,6 +21,7 @@ from megatron_train.config.from_checkpoint import (
 from megatron_train.config.recipes import RECIPE_ORIGIN, recipe_values
 from megatron_train.config.run import RunConfig, build_run
 from megatron_train.config.run_sections import DEFAULT_KIND, run_options
+from megatron_train.config.unread_settings import without_unread_settings_of_recipe
 from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError, UsageError
 from megatron_train.tokenizer import TokenizerCache
@@ -105,8 +106,7 @@ def with_flags(values: Values, namespace: argparse.Namespace, kind: str = DEFAUL
     values = values.updated(given_flags(namespace, options))
     for key, implied in implied_flags(namespace, options).given.items():
         values = values.with_derived(key, implied.value, implied.origin)
-    name = LAYERS_PER_VIRTUAL_STAGE.removeprefix("--").replace("-", "_")
-    return _with_virtual_stages(values, getattr(namespace, name, None))
+    return with_virtual_stages(values, namespace)
 
 
 def world_size_from_environment() -> int:
@@ -127,7 +127,7 @@ def derive(
     """Adds values that follow from others: of the checkpoint's model, the task, the tokenizer."""
     if values.get("checkpoint.use_checkpoint_args"):
         values = _with_model_of_checkpoint(values, kind)
-    values = derived_by_task(values, kind)
+    values = without_unread_settings_of_recipe(derived_by_task(values, kind), kind)
     seq_length = values.get("data.seq_length")
     if seq_length is not None:
         values = values.with_derived("model.max_position_embeddings", seq_length, "--seq-length")
@@ -135,8 +135,18 @@ def derive(
     return _with_whole_conversations(values)
 
 
-def _with_virtual_stages(values: Values, layers_each: str | None) -> Values:
-    """Converts the number of layers per virtual stage to virtual stages per rank."""
+def with_virtual_stages(values: Values, namespace: argparse.Namespace) -> Values:
+    """Converts the number of layers per virtual stage to virtual stages per rank.
+
+    Args:
+        values: The given values, with ``model.num_layers``.
+        namespace: The parsed command line.
+
+    Raises:
+        UsageError: The layers do not divide, or the number of virtual stages is given, too.
+    """
+    name = LAYERS_PER_VIRTUAL_STAGE.removeprefix("--").replace("-", "_")
+    layers_each: str | None = getattr(namespace, name, None)
     layers, stages = values.get("model.num_layers"), values.get("layout.pp") or 1
     if layers_each is None or layers is None:
         return values

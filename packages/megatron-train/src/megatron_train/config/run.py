@@ -22,7 +22,6 @@ from megatron_train.config.extensions import (
     check_task,
     extension_checks,
     extension_sections,
-    refuse_unread_settings,
     refuse_unselected_settings,
 )
 from megatron_train.config.kernel_backends import check_kernel_backends
@@ -37,6 +36,7 @@ from megatron_train.config.model_checks import (
 from megatron_train.config.options import flags_of, options_of
 from megatron_train.config.products import PLAIN, check_product
 from megatron_train.config.run_sections import DEFAULT_KIND, RunSections, run_options, sections
+from megatron_train.config.unread_settings import refuse_unread_settings
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError, UsageError, collect_errors, raise_collected
 
@@ -77,7 +77,7 @@ class RunConfig(RunSections):
             self._check_offload,
             self._check_evaluation,
             self._check_schedules,
-            lambda: refuse_unread_settings(self.task, "data", self.data),
+            lambda: refuse_unread_settings(self),
             *(
                 partial(check, self)
                 for check in extension_checks(self.model.kind, self.selected_extensions)

@@ -18,7 +18,7 @@ TASK = TaskKind(
     model_kinds=("gpt", "hybrid", "mamba"),
     sections=(Section("fim", FIMConfig, "filling in the middle"),),
     supported_settings=tuple(
-        f"data.{f.name}" for f in fields(DataConfig) if f.metadata.get("by_task")
+        f"data.{f.name}" for f in fields(DataConfig) if f.metadata.get("read_by") == "task"
     ),
     checks=(check_logits, check_fim),
 )
