@@ -11,10 +11,10 @@ from megatron_models import stored_shapes
 from megatron_parallel import Mesh
 from megatron_parallel.imagined import imagined_device
 from megatron_train.assembly import build_trainer, choose_dtype
-from megatron_train.checkpointing import views_of
 from megatron_train.cli.main import build_parser
 from megatron_train.config.described_run import resolve_run
 from megatron_train.config.run import RunConfig
+from megatron_train.saving import views_of
 from megatron_train.tasks.kinds import find_task_kind
 
 SMALL = (

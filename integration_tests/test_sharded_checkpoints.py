@@ -10,10 +10,10 @@ from layouts.proof import LEARNING_RATE, reference
 from megatron_ckpt import CheckpointStore
 from megatron_parallel import Mesh
 from megatron_parallel.testing import WorkerPool
-from megatron_train.checkpointing import views_of
 from megatron_train.mesh_coordinator import coordinator_of
 from megatron_train.prove.compare import absolute, dict_of, joined
 from megatron_train.prove.record import pieces
+from megatron_train.saving import views_of
 
 STEPS, HALF = 4, 2
 BY_TITLE = {case.title: case for case in CASES if not case.dropout}

@@ -12,11 +12,11 @@ from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Recorder
 from megatron_train.engine import BatchTotals, StepEngine
 from megatron_train.errors import TrainError
+from megatron_train.finiteness import MAX_NAN_STEPS
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.peak import Peak
 from megatron_train.metrics.records import read_records
 from megatron_train.step_report import StepReport, StepValues
-from megatron_train.trainer import MAX_NAN_STEPS
 
 from .conftest import BigramTask
 

@@ -9,7 +9,7 @@ from megatron_train import checkpointing
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Recorder
 from megatron_train.callbacks.stopping import StopAt
-from megatron_train.checkpointing import Saver, restore
+from megatron_train.checkpointing import restore
 from megatron_train.config.files import parse_settings, read_file
 from megatron_train.config.recipes import recipe_kind, recipe_names, recipe_text
 from megatron_train.config.run_sections import run_options
@@ -17,6 +17,7 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.records import read_records
 from megatron_train.report.page import write_report
+from megatron_train.saving import Saver
 
 OPTIONS = run_options()
 CONFIG = """\

@@ -9,6 +9,7 @@ from megatron_parallel import Mesh
 from megatron_train.callbacks.log_line import IntervalSums
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
+from megatron_train.finiteness import FinitenessCheck
 from megatron_train.tasks.task import MicroBatch
 from megatron_train.trainer import Callback
 
@@ -34,6 +35,8 @@ def scaled(make_trainer):
         trainer = make_trainer(callbacks=[reports], **changes)
         rule = OptimizerConfig(lr=0.1)
         trainer.optimizer = Optimizer(trainer.engine.stages, rule, loss_scale=config)
+        ends_run = trainer.finiteness.ends_run
+        trainer.finiteness = FinitenessCheck(trainer.engine, trainer.optimizer, ends_run=ends_run)
         trainer._steps_behind = behind
         run = trainer.engine.run
 

@@ -49,7 +49,7 @@ def test_the_gradient_is_that_of_the_requested_mean(per_token):
 
 def test_a_gradient_that_is_not_finite_ends_the_run_on_request(make_trainer):
     trainer = make_trainer()
-    trainer.check_for_nan = True
+    trainer.finiteness.ends_run = True
     with torch.no_grad():
         trainer.task.stages[0].weight[3] = math.nan
     with pytest.raises(TrainError, match=r"step 1: lm loss is nan; the gradient of 'weight'.*NaN"):

@@ -12,7 +12,7 @@ from megatron_optim import OptimizerConfig
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_train.assembly import choose_device
 from megatron_train.callbacks.stopping import StopAt
-from megatron_train.checkpointing import SavedCheckpoint, Saver, restore, tokenizer_files
+from megatron_train.checkpointing import restore
 from megatron_train.compiling import require_whole_compiler
 from megatron_train.config.dump import write_config
 from megatron_train.config.files import read_file
@@ -22,6 +22,7 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.pretrain import _deterministic
 from megatron_train.saved_values import describe_differences
+from megatron_train.saving import SavedCheckpoint, Saver, tokenizer_files
 from megatron_train.starting_point import StartingPoint, describe_saved_progress
 from megatron_train.trainer import Callback, Stop
 

@@ -7,10 +7,10 @@ import torch
 from megatron_ckpt import CheckpointStore
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import ProgressBar, Recorder
-from megatron_train.checkpointing import Saver
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.records import read_records
+from megatron_train.saving import Saver
 from megatron_train.step_report import StepValues, UnreadReports
 from megatron_train.trainer import Stop
 from megatron_train.transfer import pack

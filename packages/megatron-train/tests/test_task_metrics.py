@@ -64,7 +64,7 @@ def test_a_metric_is_a_mean_over_all_unmasked_tokens_without_gradient(make_train
 
 def test_a_metric_that_is_not_finite_does_not_skip_a_step(make_trainer):
     trainer = trainer_of(make_trainer, Accurate())
-    trainer.task.value, trainer.check_for_nan = math.inf, True
+    trainer.task.value, trainer.finiteness.ends_run = math.inf, True
     report = trainer.step(trainer.micro_batches(0))
     assert report.updated and report.finite and not math.isfinite(report.losses["accuracy"])
 

@@ -19,7 +19,8 @@ from megatron_parallel.tensor_parallel import freeze_all_but_adapters
 
 from megatron_train.broadcast_batches import Batches
 from megatron_train.config.kernel_backends import chosen_backends
-from megatron_train.config.run import RunConfig, named_by_flags
+from megatron_train.config.run import RunConfig
+from megatron_train.config.run_sections import named_by_flags
 from megatron_train.config.sections import TrainingConfig
 from megatron_train.cuda_graphs import CudaCapture, GraphBackend
 from megatron_train.engine import StepEngine

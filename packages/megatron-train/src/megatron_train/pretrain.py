@@ -27,7 +27,6 @@ from megatron_train.callbacks.listener import Listener
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import ProgressBar, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
-from megatron_train.checkpointing import Saver
 from megatron_train.config.dump import write_config
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options
@@ -42,6 +41,7 @@ from megatron_train.metrics.peak import Peak, assumed_cpu_peak, device_peak
 from megatron_train.products import trains_adapters_only
 from megatron_train.run_description import describe_layout, describe_run
 from megatron_train.run_record import RunRecord, run_record
+from megatron_train.saving import Saver
 from megatron_train.starting_point import (
     StartingPoint,
     check_output_folders,

@@ -25,19 +25,14 @@ from megatron_ckpt import (
     run_lock,
 )
 
-from megatron_train.checkpointing import (
-    SavedCheckpoint,
-    Saver,
-    is_checkpoint,
-    load_weights,
-    restore,
-)
+from megatron_train.checkpointing import is_checkpoint, load_weights, restore
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.run_record import RunRecord
 from megatron_train.saved_values import read_value
+from megatron_train.saving import SavedCheckpoint, Saver
 from megatron_train.trainer import Trainer
 
 

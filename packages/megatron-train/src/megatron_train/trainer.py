@@ -11,14 +11,12 @@ to know of a step (whether it was finite, whether a rank requests to stop) it re
 when it has arrived. On a CPU it is read at once.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from megatron_optim import (
     LearningRateSchedule,
     Optimizer,
@@ -31,15 +29,13 @@ from torch import Tensor
 
 from megatron_train.engine import BatchTotals, StepEngine
 from megatron_train.errors import TrainError
+from megatron_train.finiteness import FinitenessCheck, UnreadStep
 from megatron_train.observation import NO_REPORTS, Observation
 from megatron_train.saved_values import read_value, short_repr
 from megatron_train.statistics import Statistics
 from megatron_train.step_report import StepReport, StepValues
-from megatron_train.tasks.task import MicroBatch, Task, reported_values, unusable_layers
+from megatron_train.tasks.task import MicroBatch, Task, reported_values
 from megatron_train.transfer import pack
-
-MAX_NAN_STEPS = 10
-"""Maximum number of consecutive steps without a finite loss and gradient."""
 
 _SCHEDULES: Mapping[str, type[LearningRateSchedule] | type[WeightDecaySchedule]] = {
     "learning_rate": LearningRateSchedule,
@@ -97,19 +93,6 @@ class Stop:
     agreed: bool = False
 
 
-@dataclass(frozen=True)
-class _UnreadStep:
-    """A step of which the host does not know yet whether it was finite.
-
-    The inputs are kept to repeat the step, to find what was not finite.
-    """
-
-    iteration: int
-    values: StepValues
-    batches: Sequence[MicroBatch]
-    denominators: Mapping[str, Tensor]
-
-
 class Trainer:
     """Trains a model with the steps of an engine; see the module's description.
 
@@ -160,7 +143,6 @@ class Trainer:
         self.decoupled_learning_rate = decoupled_learning_rate or learning_rate
         self.micro_batches = micro_batches
         self.train_iters = train_iters
-        self.check_for_nan = check_for_nan
         self._iterations_to_skip = frozenset(iterations_to_skip)
         self.averages = averages
         self.spikes, self.statistics, self.observation = spikes, statistics, observation
@@ -170,11 +152,9 @@ class Trainer:
         self.consumed_samples = 0
         self.stopped: Stop | None = None
         self._all_agree_to_stop = False
-        self._nan_steps = 0
         self._steps_behind = 0 if engine.mesh.device.type == "cpu" else 1
-        self._unread: deque[_UnreadStep] = deque()
-        self._wishes: deque[HostCopy] = deque()
-        self._halted: Tensor | None = None
+        self.finiteness = FinitenessCheck(engine, optimizer, ends_run=check_for_nan)
+        self._requests: deque[HostCopy] = deque()
 
     @property
     def task(self) -> Task:
@@ -190,8 +170,7 @@ class Trainer:
             The reason why the run stopped early; None if it did not.
 
         Raises:
-            TrainError: The loss or gradient was not finite in `MAX_NAN_STEPS` consecutive steps, or
-                in one step with ``check_for_nan``.
+            TrainError: Steps were not finite; see `FinitenessCheck.read`.
         """
         for callback in self.callbacks:
             callback.on_start(self)
@@ -225,7 +204,7 @@ class Trainer:
         Raises:
             TrainError: As `run` does.
         """
-        self._read_steps(0)
+        self.finiteness.read(0)
 
     def step(self, steps: Iterator[Sequence[MicroBatch]]) -> StepReport:
         """Performs one step with the next global batch of ``steps``."""
@@ -242,7 +221,7 @@ class Trainer:
         decoupled = self.decoupled_learning_rate.at(consumed)
         decay = self.weight_decay.at(consumed)
         losses = [sums[name] for name in sums if name not in self.task.metrics]
-        halted = self._halting_loss()
+        halted = self.finiteness.halting_loss(self._steps_behind)
         measured, factors = dict[str, Tensor](), dict[str, Tensor]()
         if observed is not None:
             maxima = self.engine.maxima
@@ -280,17 +259,15 @@ class Trainer:
             loss_scale=result.loss_scale,
             statistics=measured,
         )
-        self._unread.append(_UnreadStep(self.iteration + 1, values, batches, denominators))
-        if halted:
-            self._halted = torch.where(faulty, math.nan, halted[0])
+        self.finiteness.add(UnreadStep(number, values, batches, denominators), faulty)
         if self._steps_behind == 0:
-            self._read_steps(0, has_gradients=True)
+            self.finiteness.read(0, has_gradients=True)
         self.engine.stages.update_states(unless=result.skipped)
         self.engine.stages.zero()
         totals = self.engine.batch_totals(batches)
         self.iteration += 1
         self.consumed_samples += totals.samples
-        self._read_steps(self._steps_behind)
+        self.finiteness.read(self._steps_behind)
         return StepReport(
             iteration=self.iteration,
             consumed_samples=self.consumed_samples,
@@ -340,7 +317,7 @@ class Trainer:
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
-            "nan_steps": self._nan_steps,
+            "nan_steps": self.finiteness.nan_steps,
             **({} if self.spikes is None else {"spikes": self.spikes.state()}),
             "schedules": {name: asdict(each) for name, each in self.schedules.items()},
             "callbacks": {c.name: c.state() for c in self.callbacks if c.name},
@@ -354,7 +331,7 @@ class Trainer:
         """
         self.iteration = read_value(state, "iteration", int)
         self.consumed_samples = read_value(state, "consumed_samples", int)
-        self._nan_steps = read_value(state, "nan_steps", int)
+        self.finiteness.nan_steps = read_value(state, "nan_steps", int)
         kept = read_value(state, "callbacks", Mapping)  # type: ignore[type-abstract]
         if self.spikes is not None and "spikes" in state:
             self.spikes.load_state(read_value(state, "spikes", dict))
@@ -418,84 +395,13 @@ class Trainer:
             return self.stopped is not None
         if self._all_agree_to_stop:
             return True
-        wish = pack([-1 if self.stopped is None else self.stopped.status], mesh.device)
-        self._wishes.append(HostCopy(all_reduce(wish, world, op="max", purpose="requests to stop")))
-        if len(self._wishes) <= self._steps_behind:
+        request = pack([-1 if self.stopped is None else self.stopped.status], mesh.device)
+        latest = all_reduce(request, world, op="max", purpose="requests to stop")
+        self._requests.append(HostCopy(latest))
+        if len(self._requests) <= self._steps_behind:
             return False
-        status = int(self._wishes.popleft().read())
+        status = int(self._requests.popleft().read())
         if status < 0 or mesh.is_imagined:
             return False
         self.stop(Stop("another rank received a request to stop", status))
         return True
-
-    def _halting_loss(self) -> list[Tensor]:
-        """Returns a loss that is NaN after a step that was not finite, if such a step ends the run.
-
-        With it, the optimizer skips all steps until the host knows and ends the run.
-        """
-        if not self.check_for_nan or self._steps_behind == 0:
-            return []
-        if self._halted is None:
-            self._halted = torch.zeros((), dtype=torch.float64, device=self.engine.mesh.device)
-        return [self._halted]
-
-    def _read_steps(self, behind: int, *, has_gradients: bool = False) -> None:
-        """Reads whether steps were finite, except for the last ``behind`` steps.
-
-        Args:
-            behind: Number of steps that are left unread.
-            has_gradients: Whether the stages have the gradients of the last step.
-        """
-        while len(self._unread) > behind:
-            step = self._unread.popleft()
-            read, scaler = step.values.read, self.optimizer.scaler
-            if not read.finite and self.check_for_nan:
-                raise TrainError(self._not_finite(step, has_gradients))
-            skipped = read.finite and not read.updated
-            spike = skipped and math.isfinite(read.grad_norm)  # otherwise the gradient overflowed
-            stuck = spike or (skipped and scaler is not None and read.loss_scale <= scaler.lowest)
-            self._nan_steps = 0 if read.finite and not stuck else self._nan_steps + 1
-            if self._nan_steps >= MAX_NAN_STEPS:
-                if spike:
-                    raise TrainError(
-                        f"{MAX_NAN_STEPS} steps up to step {step.iteration} were skipped as "
-                        f"spikes, the last with the gradient norm {read.grad_norm:.4g}; raise "
-                        "--skip-grad-norm, --skip-grad-norm-spike or --skip-loss-spike, or lower "
-                        "--lr"
-                    )
-                if stuck:
-                    raise TrainError(
-                        f"the gradient overflowed in {MAX_NAN_STEPS} steps up to step "
-                        f"{step.iteration}, although the loss scale was {read.loss_scale:g}, the "
-                        "lowest that is allowed; lower --loss-scale or --min-loss-scale, or --lr"
-                    )
-                raise TrainError(
-                    f"no finite loss and gradient in {MAX_NAN_STEPS} steps up to step "
-                    f"{step.iteration}; lower --lr, lengthen the warm-up or inspect their data"
-                )
-
-    def _not_finite(self, step: _UnreadStep, has_gradients: bool) -> str:
-        """Describes which losses or gradients of a step are not finite, equally on all ranks.
-
-        If the stages do not have its gradients any more, the step is repeated. Its parameters have
-        not changed.
-        """
-        sums, norm = step.values.read.sums, step.values.read.grad_norm
-        losses = {name: sums[name] for name in sums if name not in self.task.metrics}
-        wrong = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
-        if not has_gradients:
-            self.engine.stages.zero()
-            scaler = self.optimizer.scaler
-            scale = None if scaler is None else scaler.scale
-            self.engine.run(step.batches, step.denominators, step.iteration, scale)
-        if gradient := self.engine.stages.describe_nonfinite_gradients():
-            wrong.append(gradient)
-        if unusable := unusable_layers(self.task, step.values.read.counts):
-            return f"step {step.iteration}: {'; '.join([*unusable, *wrong])}"
-        if not wrong:
-            wrong.append(f"the gradient is finite, but its norm is {norm}")
-        return (
-            f"step {step.iteration}: {'; '.join(wrong)}; lower --lr, lengthen the warm-up, "
-            "inspect the data of this step, or skip such steps with "
-            "--no-check-for-nan-in-loss-and-grad"
-        )

@@ -13,8 +13,8 @@ from megatron_train.config.files import read_file
 from megatron_train.config.model_checks import check_features, check_model_layout
 from megatron_train.config.recipes import recipe_values
 from megatron_train.config.resolve import derive, with_flags
-from megatron_train.config.run import build_sections, named_by_flags
-from megatron_train.config.run_sections import RunSections, run_options
+from megatron_train.config.run import build_sections
+from megatron_train.config.run_sections import RunSections, named_by_flags, run_options
 from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError, UsageError
 

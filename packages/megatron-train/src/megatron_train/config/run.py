@@ -2,17 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_models import check_low_precision
-from megatron_optim import LossScaleConfig, OptimError, find_rule
-from megatron_parallel import ParallelLayout, RecomputeConfig
+from megatron_optim import OptimError, find_rule
+from megatron_parallel import ParallelLayout
 from megatron_parallel.errors import FieldError
-from megatron_parallel.nearest import nearest_multiples
 from megatron_parallel.pipeline import check_micro_batches, find_schedule_kind
 
 from megatron_train.config.context_parallel_checks import check_context_parallel
@@ -33,9 +30,26 @@ from megatron_train.config.model_checks import (
     check_parameter_names,
     check_per_layer_logging,
 )
-from megatron_train.config.options import flags_of, options_of
+from megatron_train.config.options import options_of
+from megatron_train.config.parallel_checks import (
+    check_data_parallel,
+    check_placement,
+    check_recompute,
+)
+from megatron_train.config.precision_checks import (
+    check_formats_of_state,
+    check_loss_scale,
+    check_offload,
+    check_products_in_low_precision,
+)
 from megatron_train.config.products import PLAIN, check_product
-from megatron_train.config.run_sections import DEFAULT_KIND, RunSections, run_options, sections
+from megatron_train.config.run_sections import (
+    DEFAULT_KIND,
+    RunSections,
+    named_by_flags,
+    run_options,
+    sections,
+)
 from megatron_train.config.unread_settings import refuse_unread_settings
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError, UsageError, collect_errors, raise_collected
@@ -59,22 +73,22 @@ class RunConfig(RunSections):
         checks: tuple[Callable[[], None], ...] = (
             self._check_length,
             self._check_batch,
-            self._check_layout,
-            self._check_data_parallel,
+            lambda: check_placement(self),
+            lambda: check_data_parallel(self),
             self._check_compile_scope,
             lambda: check_cuda_graphs(self),
-            self._check_recompute,
+            lambda: check_recompute(self),
             lambda: check_context_parallel(self),
             lambda: check_kernel_backends(self),
             lambda: check_model_layout(self.model, self.layout, self.placement),
             lambda: check_features(self),
-            self._check_low_precision,
+            lambda: check_products_in_low_precision(self),
             lambda: check_initial_weights(self.model, self.checkpoint),
             lambda: check_per_layer_logging(self.model, self.logging),
             self._check_parameter_names,
-            self._check_loss_scale,
-            self._check_state_formats,
-            self._check_offload,
+            lambda: check_loss_scale(self),
+            lambda: check_formats_of_state(self),
+            lambda: check_offload(self),
             self._check_evaluation,
             self._check_schedules,
             lambda: refuse_unread_settings(self),
@@ -133,66 +147,6 @@ class RunConfig(RunSections):
             )
         sizes.check(training.micro_batch_size, self.data_parallel_size)
 
-    def _check_layout(self) -> None:
-        """Refuses settings of data and placement that the layout does not support."""
-        layout, placement = self.layout, self.placement
-        if self.data.broadcast_batches and layout.tp * layout.cp * layout.pp == 1:
-            raise TrainError(
-                "--broadcast-batches needs several ranks per model replica; raise "
-                "--tensor-model-parallel-size, --context-parallel-size or "
-                "--pipeline-model-parallel-size, or leave it out"
-            )
-        if placement.sequence_parallel and self.data.seq_length % layout.tp:
-            raise TrainError(
-                f"--seq-length {self.data.seq_length} cannot be split into {layout.tp} equal "
-                "slices for --sequence-parallel; use "
-                f"{nearest_multiples(self.data.seq_length, layout.tp)}"
-            )
-        if placement.tp_comm_overlap and not placement.sequence_parallel:
-            raise TrainError(
-                "--tp-comm-overlap needs --sequence-parallel; give both or leave it out"
-            )
-        if placement.tp_comm_overlap and self.training.compile:
-            raise TrainError(
-                "--tp-comm-overlap has no effect on compiled code (--compile), whose communication "
-                "the compiler orders; leave out one of them"
-            )
-        if placement.batch_invariant_mode and self.training.compile:
-            raise TrainError(
-                "--batch-invariant-mode does not work with --compile, which orders sums by shape; "
-                "leave out one of them"
-            )
-        fusion = placement.cross_entropy_fusion_impl
-        if fusion.startswith("linear") and self.training.compile:
-            raise TrainError(
-                f"--cross-entropy-fusion-impl {fusion} does not work with --compile, which "
-                "computes the logits of all tokens; leave out one of them"
-            )
-
-    def _check_low_precision(self) -> None:
-        """Refuses products in few bits where other products or compiled code are asked for."""
-        few = self.low_precision
-        if not few.enabled:
-            return
-        flag = "--fp8-format" if few.fp4_format is None else "--fp4-format"
-        if self.product != PLAIN:
-            raise TrainError(
-                f"{flag} and --linear-product {self.product} are both products of linear layers; "
-                "leave out one of them"
-            )
-        if self.placement.batch_invariant_mode:
-            raise TrainError(
-                f"{flag} does not work with --batch-invariant-mode, since scales depend on all "
-                "rows; leave out one of them"
-            )
-        if self.training.compile and flag == "--fp4-format":
-            raise TrainError(
-                "--compile does not work with --fp4-format, whose random rounding ends its graphs; "
-                "leave out one of them"
-            )
-        with named_by_flags("low_precision"):
-            check_low_precision(self.model, few)
-
     def _place_stages(self) -> None:
         """Completes the layout with the mapping of stages to ranks that the schedule needs."""
         with named_by_flags("pipeline"):
@@ -221,87 +175,6 @@ class RunConfig(RunSections):
             raise TrainError(
                 "--compile-scope layer has no effect without --compile; give both or leave it out"
             )
-
-    def _check_recompute(self) -> None:
-        """Refuses settings of recomputation that layout or compiled code do not support."""
-        with named_by_flags("recompute"):
-            cut = self.placement.sequence_parallel
-            self.recompute.check(self.layout, sequence_parallel=cut)
-        packing = self.recompute.hooks_field
-        if self.training.compile and packing is not None:
-            raise TrainError(
-                f"{flags_of(RecomputeConfig)[packing]} has no effect on compiled code "
-                "(--compile), for which the compiler decides what to save; leave out one of them"
-            )
-
-    def _check_data_parallel(self) -> None:
-        """Refuses settings of data parallelism that the layout does not support."""
-        layout, shared = self.layout, self.data_parallel
-        stage = self.training.compile and self.training.compile_scope == "stage"
-        for flag, waits in (
-            ("--overlap-param-gather", shared.overlap_param_gather),
-            ("--use-torch-fsdp2", shared.use_torch_fsdp2),
-        ):
-            if stage and waits:
-                raise TrainError(
-                    f"--compile does not work with {flag}: a compiled stage cannot wait for the "
-                    "weights of a layer; use --compile-scope layer, or leave out one of them"
-                )
-        half = self.training.bf16 or self.training.fp16
-        if not shared.accumulate_allreduce_grads_in_fp32 and not half:
-            raise TrainError(
-                "--no-accumulate-allreduce-grads-in-fp32 (--grad-reduce-in-bf16) needs --bf16 or "
-                "--fp16; give both or leave it out"
-            )
-        if shared.ddp_reduce_scatter_with_fp32_accumulation and not self.training.bf16:
-            raise TrainError(
-                "--ddp-reduce-scatter-with-fp32-accumulation sends gradients in bf16, so it needs "
-                "--bf16; give both or leave it out"
-            )
-        if not shared.use_torch_fsdp2:
-            return
-        schedule = self.pipeline.resolve_schedule(layout)
-        if find_schedule_kind(schedule).splits_backward or layout.stage_mapping == "v":
-            raise TrainError(
-                f"--use-torch-fsdp2 does not work with --pipeline-schedule {schedule}, which "
-                "splits backward passes or places stages in a V; choose 1f1b, or leave one of "
-                "them out"
-            )
-        if self.data_parallel_size * layout.cp == layout.dp_outer:
-            raise TrainError(
-                "--use-torch-fsdp2 needs at least 2 data parallel ranks in an optimizer instance, "
-                "but there is 1; leave it out or start more ranks"
-            )
-
-    def _check_state_formats(self) -> None:
-        """Refuses a format of main parameters that does not fit the precision of the weights."""
-        with named_by_flags("state_formats"):
-            self.state_formats.require_main_format(self.training.precision)
-
-    def _check_offload(self) -> None:
-        """Refuses averages and scaled rows of weights whose main weights are in host memory."""
-        if self.offload.optimizer_cpu_offload and self.qk_clip.qk_clip:
-            raise TrainError(
-                "--qk-clip does not work with --optimizer-cpu-offload, since it scales main "
-                "weights on the device; leave out one of them"
-            )
-        if self.offload.optimizer_cpu_offload and self.averages.ema_decay is not None:
-            raise TrainError(
-                "--ema-decay does not work with --optimizer-cpu-offload, since averages are on the "
-                "device; leave out one of them"
-            )
-
-    def _check_loss_scale(self) -> None:
-        """Refuses settings of the loss scale in a run that has none."""
-        if self.training.fp16:
-            return
-        plain = LossScaleConfig()
-        for name, flag in flags_of(LossScaleConfig).items():
-            if getattr(self.loss_scale, name) != getattr(plain, name):
-                raise TrainError(
-                    f"{flag} has no effect without --fp16: the loss of other precisions is not "
-                    "scaled; leave it out"
-                )
 
     def _check_evaluation(self) -> None:
         """Refuses an evaluation without data, and test data without an evaluation."""
@@ -458,17 +331,6 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
         )
     with named_by_flags("layout"):
         return layout.resolve(world_size)
-
-
-@contextmanager
-def named_by_flags(*names: str) -> Iterator[None]:
-    """Converts errors of these sections in the `with` block to `TrainError`s that name flags."""
-    try:
-        yield
-    except FieldError as error:
-        known = sections()
-        flags = {key: flag for name in names for key, flag in flags_of(known[name][1]).items()}
-        raise TrainError(error.format_message(flags)) from None
 
 
 def _model_ranks(layout: ParallelLayout) -> int:

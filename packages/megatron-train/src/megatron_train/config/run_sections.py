@@ -1,7 +1,8 @@
 """The sections of a run, and values that are computed from several of them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from megatron_optim import (
     WeightDecaySchedule,
 )
 from megatron_parallel import DataParallelConfig, ParallelLayout, RecomputeConfig
+from megatron_parallel.errors import FieldError
 from megatron_parallel.pipeline import PipelineConfig
 
 from megatron_train.config.batch_size import BatchSizeSchedule
@@ -116,6 +118,17 @@ def run_options(
                     "uninstall the distribution that adds one of them"
                 )
     return tuple(found.values())
+
+
+@contextmanager
+def named_by_flags(*names: str) -> Iterator[None]:
+    """Converts errors of these sections in the `with` block to `TrainError`s that name flags."""
+    try:
+        yield
+    except FieldError as error:
+        known = sections()
+        flags = {key: flag for name in names for key, flag in flags_of(known[name][1]).items()}
+        raise TrainError(error.format_message(flags)) from None
 
 
 @dataclass(frozen=True)
