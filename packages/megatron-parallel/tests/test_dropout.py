@@ -27,7 +27,8 @@ from megatron_parallel import (
     parameter_views,
 )
 from megatron_parallel.collectives import gather_sequence
-from megatron_parallel.dropout import DropoutFusion, _bits, dropout_fusion, keep_mask
+from megatron_parallel.dropout import DropoutFusion, dropout_fusion, keep_mask
+from megatron_parallel.dropout.hash import bits
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 from torch.nn import functional
@@ -155,8 +156,8 @@ def test_elements_are_not_correlated_within_a_mask() -> None:
 def test_every_byte_of_the_hash_is_uniform_and_so_are_pairs() -> None:
     """Chi-square tests of each byte, and of pairs of half bytes of neighbours."""
     key = key_of(samples=4, positions=256)
-    bits = _bits(torch.arange(1024, dtype=torch.int32), key.word0[..., None], key.word1[..., None])
-    unsigned = bits.long() & 0xFFFFFFFF
+    hashed = bits(torch.arange(1024, dtype=torch.int32), key.word0[..., None], key.word1[..., None])
+    unsigned = hashed.long() & 0xFFFFFFFF
     half = (unsigned >> 28).flatten()
     tables = [unsigned >> shift & 0xFF for shift in (0, 8, 16, 24)]
     tables.append((half[1:] << 4) | half[:-1])
@@ -171,11 +172,11 @@ def test_every_input_bit_moves_every_output_bit_half_of_the_time() -> None:
     generator = torch.Generator().manual_seed(1)
     count = 20_000
     draws = torch.randint(-(2**31), 2**31, (3, count), generator=generator).to(torch.int32)
-    base = _bits(*draws)
+    base = bits(*draws)
     for which, bit in itertools.product(range(3), range(32)):
         flipped = draws.clone()
         flipped[which] ^= -(2**31) if bit == 31 else 1 << bit
-        change = base ^ _bits(*flipped)
+        change = base ^ bits(*flipped)
         share = ((change[:, None] >> torch.arange(32)) & 1).double().mean(dim=0)
         assert (share - 0.5).abs().max().item() < 0.5 * 6 / math.sqrt(count)
 
@@ -378,12 +379,14 @@ FUSED = """
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
-from megatron_parallel import DropoutKey, dropout
+from megatron_parallel import DropoutKey
+from megatron_parallel.dropout import dropout
+from megatron_parallel.dropout.key import DropoutSite
 
 def check(x, p, layer, site, channels=0):
     s, b = x.shape[:2]
     key = DropoutKey.for_batch(seed=3, iteration=1, samples=torch.arange(b), positions=s)
-    operands = x, key.word0, key.word1, channels, dropout._Site.of(p, layer, site)
+    operands = x, key.word0, key.word1, channels, DropoutSite.of(p, layer, site)
     one, other = dropout._fused(*operands), dropout._eager(*operands)
     assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 

@@ -11,12 +11,9 @@ run continues as if it had not stopped. There is no generator and no state to sa
     y = keyed_dropout(y, 0.1, key, layer=3, site=2, channels=tp.index * width)  # [s, b, f/tp]
     z = keyed_dropout(z, 0.1, key.shard(tp), layer=3, site=3)                   # [s/tp, b, h]
 
-The hash is integer arithmetic modulo 2^32. It is the mixer `triple32`, found by the search of
-C. Wellons ("hash prospector", public domain): four xor-shifts with three multiplications between
-them. An exclusive or before the first xor-shift and one after the first multiplication make it a
-function of 64 key bits. The key of a (sample, position) is the same function chained over seed,
-iteration, sample and position; layer and site enter as two constants. The hash is part of the
-format: changing it changes every training curve.
+The key of a (sample, position) is a hash chained over seed, iteration, sample and position; layer
+and site enter as two constants. The hash is part of the format: changing it changes every training
+curve.
 
 Only the key, two 32-bit words for each (sample, position), is saved for the backward pass, which
 computes the mask again. In compiled code, hash and product are one loop over the elements. On a GPU
@@ -27,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from types import FunctionType
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
@@ -35,128 +32,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel import _compat
+from megatron_parallel.dropout.hash import WORD, bits, folded, low, mixed, signed
+from megatron_parallel.dropout.key import DropoutKey, DropoutSite
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh.axes import Axis
 
-_WORD: Final = 2**32
-_MULTIPLIERS: Final = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)  # triple32
-_SHIFTS: Final = (17, 11, 15, 14)
-_START: Final = (0x243F6A88, 0x85A308D3)  # first digits of pi
-_SITES: Final = (0x13198A2E, 0x03707344)  # the next ones
 _SLICE: Final = 2**18  # elements
-
-
-@dataclass(frozen=True, eq=False)
-class DropoutKey:
-    """Hashes of the samples and positions of a micro-batch, two words for each token.
-
-    Built by `for_batch`, once per micro-batch and outside compiled code. Takes 8 bytes per token.
-
-    Attributes:
-        word0: `[s, b]`, int32.
-        word1: `[s, b]`, int32.
-    """
-
-    word0: Int32[Tensor, "s b"]
-    word1: Int32[Tensor, "s b"]
-
-    @classmethod
-    def for_batch(
-        cls,
-        *,
-        seed: int,
-        iteration: int,
-        samples: Int[Tensor, " b"],
-        positions: int | Int[Tensor, " s"],
-    ) -> "DropoutKey":
-        """Returns the key of one micro-batch.
-
-        Args:
-            seed: Seed of the run, of which the lowest 64 bits are used.
-            iteration: Index of the step, of which the lowest 64 bits are used.
-            samples: Index of each sample, for example in the global batch. Must be the same for
-                every layout.
-            positions: Index of each token in its sequence, not in its document. A number `s` means
-                `0 ... s - 1`.
-        """
-        if isinstance(positions, int):
-            positions = torch.arange(positions, device=samples.device)
-        return cls.for_tokens(seed, iteration, samples[None], positions[:, None])
-
-    @classmethod
-    def for_tokens(
-        cls,
-        seed: int,
-        iteration: int,
-        samples: Int[Tensor, "#s #b"],
-        positions: Int[Tensor, "#s #b"],
-    ) -> "DropoutKey":
-        """Returns the key of tokens that may come from any samples. See `for_batch`."""
-        words = _START
-        for number in (seed, seed >> 32, iteration, iteration >> 32):
-            words = _bits_of(number, *words), _bits_of(~number, words[1], words[0])
-        key0: int | Tensor = _signed(words[0])
-        key1: int | Tensor = _signed(words[1])
-        for word in (_low(samples), _low(samples >> 32), _low(positions)):
-            key0, key1 = _bits(word, key0, key1), _bits(~word, key1, key0)
-        return cls(cast(Tensor, key0), cast(Tensor, key1))
-
-    @staticmethod
-    def site_numbers(p: float, *, layer: int, site: int) -> tuple[int, int, int, float]:
-        """Returns what a kernel needs, beside a key, to compute the mask of `keyed_dropout`.
-
-        An element is dropped if the hash of its channel under `(word0 + first, word1 ^ second)` is
-        less than the third number; others are multiplied by the fourth.
-
-        Args:
-            p: Probability of dropping an element.
-            layer: Global index of the layer.
-            site: Index of the call of `keyed_dropout` in the layer.
-        """
-        numbers = _Site.of(p, layer, site)
-        return numbers.word0, numbers.word1, numbers.least, numbers.scale
-
-    def of_site(
-        self, p: float, *, layer: int | Int64[Tensor, ""], site: int
-    ) -> tuple["DropoutKey", tuple[int, int, int, float]]:
-        """Returns a key and the `site_numbers` that belong to it, for any number of the layer.
-
-        If `layer` is a tensor, the key contains it and the numbers do not depend on it, so that
-        compiled code is the same for all layers. Otherwise the key is this one.
-
-        Args:
-            p: As in `site_numbers`.
-            layer: Global index of the layer.
-            site: As in `site_numbers`.
-        """
-        found, key = _Site.of(p, layer, site), self
-        if isinstance(layer, Tensor):
-            key, found = found.applied_to(self)
-        return key, (found.word0, found.word1, found.least, found.scale)
-
-    def shard(self, axis: Axis) -> "DropoutKey":
-        """Returns the key of this rank's part of the sequence under sequence parallelism.
-
-        Raises:
-            LayoutError: The axis size does not divide the length of the sequence.
-        """
-        length = self.word0.shape[0]
-        if length % axis.size:
-            raise LayoutError(
-                f"a sequence of {length} cannot be cut into {axis.size} equal parts "
-                f"over axis {axis.name!r}"
-            )
-        start = length // axis.size * axis.index
-        return self.narrow(start, start + length // axis.size)
-
-    def select(self, indices: Int[Tensor, "#b part"]) -> "DropoutKey":
-        """Returns the key of the tokens at `indices`, for context parallelism."""
-        rows = indices.t().expand(-1, self.word0.shape[1])
-        return DropoutKey(self.word0.gather(0, rows), self.word1.gather(0, rows))
-
-    def narrow(self, start: int, stop: int) -> "DropoutKey":
-        """Returns the key of the tokens with index `start <= i < stop` in the sequence."""
-        return DropoutKey(self.word0[start:stop], self.word1[start:stop])
 
 
 def keyed_dropout(
@@ -192,7 +72,7 @@ def keyed_dropout(
     _require_shape(x.shape, key)
     key, numbers = key.of_site(p, layer=layer, site=site)
     result: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
-        x, key.word0, key.word1, channels, _Site(*numbers)
+        x, key.word0, key.word1, channels, DropoutSite(*numbers)
     )
     return result
 
@@ -208,7 +88,9 @@ def keep_mask(
 ) -> Bool[Tensor, "s b *channels"]:
     """Returns the mask of `keyed_dropout` for a tensor of `shape`; True for elements it keeps."""
     _require_shape(shape, key)
-    return _dropped(shape, key.word0, key.word1, channels, _Site.of(p, layer, site)).logical_not_()
+    return _dropped(
+        shape, key.word0, key.word1, channels, DropoutSite.of(p, layer, site)
+    ).logical_not_()
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,16 +135,16 @@ class KeptWords:
             site: Index of the call of `keyed_dropout` in the layer.
         """
         key, numbers = DropoutKey(word0, word1).of_site(p, layer=layer, site=site)
-        at = _Site(*numbers)
-        columns = _folded(_low(channels)).unsqueeze(-2)
-        rows = (_folded(key.word0 + at.word0).unsqueeze(-1), (key.word1 ^ at.word1).unsqueeze(-1))
+        at = DropoutSite(*numbers)
+        columns = folded(low(channels)).unsqueeze(-2)
+        rows = (folded(key.word0 + at.word0).unsqueeze(-1), (key.word1 ^ at.word1).unsqueeze(-1))
         return cls(columns, *rows, at.least)
 
     def part(self, tokens: slice, channels: slice) -> Int32[Tensor, "*dims s t"]:
         """Returns the words of some tokens and channels."""
         rows = [word[..., tokens, :] for word in (self.word0, self.word1)]
         # In place, a comparison gives integers.
-        words: Tensor = _mixed(self.channels[..., channels] ^ rows[0], rows[1]).ge_(self.least)
+        words: Tensor = mixed(self.channels[..., channels] ^ rows[0], rows[1]).ge_(self.least)
         return words
 
 
@@ -290,8 +172,8 @@ def keyed_uniform(
     """
     _require_shape(shape, key)
     key, numbers = key.of_site(0.0, layer=layer, site=site)
-    bits = _element_bits(shape, key.word0, key.word1, channels, _Site(*numbers))
-    return (bits.to(dtype) + _WORD // 2) / _WORD
+    bits = _element_bits(shape, key.word0, key.word1, channels, DropoutSite(*numbers))
+    return (bits.to(dtype) + WORD // 2) / WORD
 
 
 class DropoutFusion(NamedTuple):
@@ -324,7 +206,7 @@ def dropout_fusion(device: torch.device) -> DropoutFusion:
         return DropoutFusion(False, reason)
     x = torch.linspace(-1, 1, 256, device=device).view(4, 2, 32)
     words = torch.arange(16, dtype=torch.int32, device=device).view(2, 4, 2)
-    operands = x, words[0], words[1], 5, _Site.of(0.25, 3, 2)
+    operands = x, words[0], words[1], 5, DropoutSite.of(0.25, 3, 2)
     try:
         equal = torch.equal(_fused(*operands), _eager(*operands))
     except Exception as error:  # noqa: BLE001 - a compiler can fail in any way
@@ -335,40 +217,10 @@ def dropout_fusion(device: torch.device) -> DropoutFusion:
     return DropoutFusion(True)
 
 
-class _Site(NamedTuple):
-    """What the calls of one site of one layer have in common, as numbers for a kernel."""
-
-    word0: int  # added to the first word of the key
-    word1: int  # combined with the second one by exclusive or
-    least: int  # smallest hash that keeps an element
-    scale: float
-
-    @classmethod
-    def of(cls, p: float, layer: int | Tensor, site: int) -> "_Site":
-        """Returns the numbers; elements are dropped with probability `p`."""
-        return cls(
-            _signed(_bits_of(layer, _SITES[0], site)),
-            _signed(_bits_of(site, _SITES[1], layer)),
-            round(p * _WORD) - _WORD // 2,  # words are signed; the smallest is -2^31
-            1.0 / (1.0 - p),
-        )
-
-    def applied_to(self, key: DropoutKey) -> tuple[DropoutKey, "_Site"]:
-        """Returns a key that counts the words of the site, and a site without words.
-
-        The words are then tensors, and compiled code is the same for all layers.
-        """
-        word0, word1 = (torch.as_tensor(word).to(torch.int32) for word in self[:2])
-        return (
-            DropoutKey(key.word0 + word0, key.word1 ^ word1),
-            self._replace(word0=0, word1=0),
-        )
-
-
 class _Dropout(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site
+        ctx: Any, x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: DropoutSite
     ) -> Tensor:
         tensor = channels if isinstance(channels, Tensor) else None
         ctx.save_for_backward(word0, word1, tensor)
@@ -383,7 +235,9 @@ class _Dropout(Function):
         return _drop(grads[0], word0, word1, channels, ctx.site), None, None, None, None
 
 
-def _drop(x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site) -> Tensor:
+def _drop(
+    x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: DropoutSite
+) -> Tensor:
     """Returns the scaled `x` with zeros. On a CPU, in slices that fit into the cache."""
     if torch.compiler.is_compiling():
         return _scaled(x, word0, word1, channels, site.word0, site.word1, site.least, site.scale)
@@ -394,7 +248,7 @@ def _drop(x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site:
 
 
 def _in_slices(
-    x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site
+    x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: DropoutSite
 ) -> Tensor:
     result = torch.empty_like(x)
     numbers = _numbers(x.shape, channels, x.device)
@@ -410,14 +264,16 @@ def _eager(
     word0: Tensor,
     word1: Tensor,
     channels: int | Tensor,
-    site: _Site,
+    site: DropoutSite,
     result: Tensor | None = None,
 ) -> Tensor:
     dropped = _dropped(x.shape, word0, word1, channels, site)
     return torch.mul(x, site.scale, out=result).masked_fill_(dropped, 0.0)
 
 
-def _fused(x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site) -> Tensor:
+def _fused(
+    x: Tensor, word0: Tensor, word1: Tensor, channels: int | Tensor, site: DropoutSite
+) -> Tensor:
     enumerated = isinstance(channels, Tensor)
     run = _compiled(x.dtype, x.dim(), x.is_contiguous(), enumerated, site.least, site.scale)
     result: Tensor = run(x.detach(), word0, word1, channels, site.word0, site.word1)
@@ -450,33 +306,33 @@ def _scaled(
 ) -> Tensor:
     """Returns the scaled `x` with zeros, for a compiler."""
     # Not in place: torch 2.11 compiles in-place changes to a result without gradient.
-    site = _Site(site0, site1, least, scale)
+    site = DropoutSite(site0, site1, least, scale)
     dropped = _dropped(x.shape, word0, word1, channels, site)
     return torch.mul(x, scale).masked_fill(dropped, 0.0)
 
 
 def _dropped(
-    shape: tuple[int, ...], word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site
+    shape: tuple[int, ...], word0: Tensor, word1: Tensor, channels: int | Tensor, site: DropoutSite
 ) -> Tensor:
     """Returns whether the hash of each element, as a fraction of 2^32, is less than `p`."""
     return _element_bits(shape, word0, word1, channels, site) < site.least
 
 
 def _element_bits(
-    shape: tuple[int, ...], word0: Tensor, word1: Tensor, channels: int | Tensor, site: _Site
+    shape: tuple[int, ...], word0: Tensor, word1: Tensor, channels: int | Tensor, site: DropoutSite
 ) -> Tensor:
     """Returns the hash of each element, as int32."""
     numbers = _numbers(shape, channels, word0.device)
     rows = (..., *(None,) * numbers.dim())
-    return _bits(numbers, (word0 + site.word0)[rows], (word1 ^ site.word1)[rows])
+    return bits(numbers, (word0 + site.word0)[rows], (word1 ^ site.word1)[rows])
 
 
 def _numbers(shape: tuple[int, ...], channels: int | Tensor, device: torch.device) -> Tensor:
     """Returns the indices of the channels of a tensor `[s, b, ...]`, int32 modulo 2^32."""
     if isinstance(channels, Tensor):
-        return _low(channels)
+        return low(channels)
     numbers = torch.arange(prod(shape[2:]), dtype=torch.int32, device=device)
-    return (numbers + _signed(channels) if channels else numbers).view(shape[2:])
+    return (numbers + signed(channels) if channels else numbers).view(shape[2:])
 
 
 def _require_shape(shape: tuple[int, ...], key: DropoutKey) -> None:
@@ -485,61 +341,3 @@ def _require_shape(shape: tuple[int, ...], key: DropoutKey) -> None:
             f"dropout of shape {tuple(shape)} with a key for {tuple(key.word0.shape)}: the first "
             "two dims must be sequence and micro-batch"
         )
-
-
-# -- arithmetic modulo 2^32 --------------------------------------------------------------------
-
-
-def _bits(number: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor:
-    """Returns a 32-bit hash of `number` under a key of 64 bits, as int32."""
-    # An xor-shift of an exclusive or is that of both operands, which are smaller if they broadcast.
-    if isinstance(key0, Tensor):
-        key0 = _folded(key0)
-    else:
-        key0 = _signed(key0 % _WORD ^ key0 % _WORD >> _SHIFTS[0])
-    return _mixed(_folded(number) ^ key0, key1)
-
-
-def _folded(word: Tensor) -> Tensor:
-    """Returns the first xor-shift of a word."""
-    folded: Tensor = word ^ (word >> _SHIFTS[0] & 2 ** (32 - _SHIFTS[0]) - 1)
-    return folded
-
-
-def _mixed(z: Tensor, key1: Tensor | int) -> Tensor:
-    """Computes the rest of the hash in place."""
-    shifted = torch.empty_like(z)
-    z.mul_(_signed(_MULTIPLIERS[0])).bitwise_xor_(key1)
-    _xor_shift(z, _SHIFTS[1], shifted).mul_(_signed(_MULTIPLIERS[1]))
-    _xor_shift(z, _SHIFTS[2], shifted).mul_(_signed(_MULTIPLIERS[2]))
-    return _xor_shift(z, _SHIFTS[3], shifted)
-
-
-def _xor_shift(z: Tensor, by: int, shifted: Tensor) -> Tensor:
-    """Computes `z ^= z >> by` in place. The mask removes the sign bits that torch shifts in."""
-    torch.bitwise_right_shift(z, by, out=shifted)
-    return z.bitwise_xor_(shifted.bitwise_and_(2 ** (32 - by) - 1))
-
-
-def _bits_of(number: Any, key0: Any, key1: Any) -> Any:
-    """Returns the same as `_bits`, modulo 2^32, for Python integers or tensors of int64."""
-    z = (number ^ key0) % _WORD
-    z = _product(z ^ z >> _SHIFTS[0], _MULTIPLIERS[0]) ^ key1 % _WORD
-    z = _product(z ^ z >> _SHIFTS[1], _MULTIPLIERS[1])
-    z = _product(z ^ z >> _SHIFTS[2], _MULTIPLIERS[2])
-    return z ^ z >> _SHIFTS[3]
-
-
-def _product(z: Any, factor: int) -> Any:
-    """Returns a product modulo 2^32, by halves, so that it fits into int64."""
-    return ((z & 0xFFFF) * factor + ((z >> 16) * factor % _WORD << 16)) % _WORD
-
-
-def _signed(number: Any) -> Any:
-    """Returns the lowest 32 bits of `number` as a signed number."""
-    return (number + _WORD // 2) % _WORD - _WORD // 2
-
-
-def _low(numbers: Tensor) -> Tensor:
-    """Returns the lowest 32 bits of integers, as int32."""
-    return numbers if numbers.dtype == torch.int32 else numbers.to(torch.int64).to(torch.int32)
