@@ -15,8 +15,9 @@ from megatron_models import (
     describe_low_precision,
     low_precision_placement,
 )
+from megatron_models.low_precision.delayed import shifted_history
 from megatron_models.low_precision.placement import low_precision_product
-from megatron_models.low_precision.product import LowPrecisionProduct, shifted_history
+from megatron_models.low_precision.product import LowPrecisionProduct
 from megatron_models.low_precision.recipe import INT8
 from megatron_models.low_precision.spreading import hadamard, hashed_noise
 from megatron_parallel import Mesh, initialize_parameters

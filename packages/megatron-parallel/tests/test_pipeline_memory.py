@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.imagined import imagined_device
-from megatron_parallel.mesh.layout import StageMapping
+from megatron_parallel.mesh import StageMapping
 from megatron_parallel.pipeline import PipelineEngine, TensorSpec
 from torch import Tensor, nn
 

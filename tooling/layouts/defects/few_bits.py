@@ -4,10 +4,10 @@ from dataclasses import replace as changed
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import megatron_models.low_precision.product as product
+import megatron_models.low_precision.delayed as delayed
 import megatron_parallel.sharding.step_state as state
+from megatron_models.low_precision.delayed import LayerDelayedProduct
 from megatron_models.low_precision.held_weight import HeldWeight
-from megatron_models.low_precision.product import LayerDelayedProduct
 from megatron_parallel import Mesh, Sharding
 from megatron_parallel.mesh.axes import Axis
 from torch import Tensor
@@ -20,12 +20,12 @@ from layouts.defects.catalogue import Replace, defect
     "tp2·sp·fp8-untied-dropout",
 )
 def _histories_of_parts(mesh: Mesh, replace: Replace) -> None:
-    true = product.history_sharding
+    true = delayed.history_sharding
 
     def wrong(weight: Sharding, length: int) -> Sharding:
         return changed(true(weight, length), partial=None)
 
-    replace(product, "history_sharding", wrong)
+    replace(delayed, "history_sharding", wrong)
 
 
 @defect(

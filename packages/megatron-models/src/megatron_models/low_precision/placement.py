@@ -19,8 +19,9 @@ from megatron_parallel import RecomputeConfig
 from megatron_models.errors import ConfigError
 from megatron_models.low_precision.checks import GROUPED, QUANTIZE, check_low_precision
 from megatron_models.low_precision.config import LowPrecisionConfig
+from megatron_models.low_precision.delayed import DelayedProduct
 from megatron_models.low_precision.memory import linear_roles, plain_layers
-from megatron_models.low_precision.product import DelayedProduct, LowPrecisionProduct
+from megatron_models.low_precision.product import LowPrecisionProduct
 from megatron_models.low_precision.recipe import recipe_of
 from megatron_models.models.model_config import ModelConfig
 from megatron_models.placement import Placement

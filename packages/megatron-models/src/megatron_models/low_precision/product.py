@@ -1,21 +1,15 @@
-"""The product of linear layers in few bits, with state of its own for delayed scaling.
+"""The product of linear layers in few bits.
 
 `LowPrecisionProduct` converts the operands of the three products of a layer: along the dim over
 which a product sums, as matrix units need it. With one scale for a tensor both dims have the same
 elements, so each operand is cast once, with a copy for the other dim; with blocks each dim has its
 own. Inputs are saved for the backward pass as converted for the gradient of the weight, and weights
 are converted once a step (`megatron_models.low_precision.held_weight`).
-
-Delayed scaling (Micikevicius et al. 2022, section 4) takes scales from the largest magnitudes of
-earlier steps. These are state of the layer: maxima over all micro-batches of a step and all ranks
-that have a part of the tensor, so every layout has the same scales. Transformer Engine shifts its
-history once a micro-batch instead. A tensor without a history, as in the first step, has a scale of
-its own, a power of two.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -30,8 +24,7 @@ from megatron_kernels import (
     quantized_matmul,
     transpose,
 )
-from megatron_parallel import Mesh, Sharding, StepState
-from megatron_parallel.sharding import ZEROS
+from megatron_parallel import Mesh, Sharding
 from megatron_parallel.tensor_parallel import (
     Multiply,
     PlainProduct,
@@ -48,17 +41,16 @@ from megatron_parallel.tensor_parallel.product import as_matrix, as_rows
 from torch import Tensor, nn
 
 from megatron_models.grouped_multiply import GroupedMultiply
-from megatron_models.low_precision.config import AMAX_HISTORY
 from megatron_models.low_precision.experts import GroupedSteps
 from megatron_models.low_precision.held_weight import HeldWeight
 from megatron_models.low_precision.operands import PARTS, BothWays, pack, unpack
-from megatron_models.low_precision.recipe import OPERANDS, Operand, ProductRecipe
+from megatron_models.low_precision.recipe import Operand, ProductRecipe
 from megatron_models.low_precision.spreading import WIDTH, hadamard, hashed_noise
 
 _FP8: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-class _Gradient(NamedTuple):
+class OutputGradient(NamedTuple):
     """The gradient of the output.
 
     Attributes:
@@ -162,7 +154,7 @@ class LowPrecisionProduct(PlainProduct, SavingProduct):
         if converts:
             own = pack(both.rows if by_rows else both.columns)
             if by_rows:  # collectives take bytes
-                own = (_tensor(own[0]).view(torch.uint8).view(x.shape), *own[1:])
+                own = (saved_tensor(own[0]).view(torch.uint8).view(x.shape), *own[1:])
             kept = (*own, amax)
         elif saves:
             kept = (x, _found(both.rows).scales, amax) if by_tensor else (x,)
@@ -171,21 +163,21 @@ class LowPrecisionProduct(PlainProduct, SavingProduct):
 
     def gradient(
         self, dy: Float[Tensor, "rows out"], *, of_input: bool, of_weights: bool
-    ) -> _Gradient:
+    ) -> OutputGradient:
         """Returns the gradient of the output in few bits."""
         columns = of_weights and self.recipe.wgrad
         if not of_input and not columns:
-            return _Gradient(None, dy)
-        return _Gradient(self.converted(dy, "gradient", rows=of_input, columns=columns), dy)
+            return OutputGradient(None, dy)
+        return OutputGradient(self.converted(dy, "gradient", rows=of_input, columns=columns), dy)
 
-    def input_gradient(self, gradient: _Gradient, saved: Saved) -> Float[Tensor, "rows in"]:
+    def input_gradient(self, gradient: OutputGradient, saved: Saved) -> Float[Tensor, "rows in"]:
         """Returns `dy W`."""
         rows = _found(None if gradient.both is None else gradient.both.rows)
         return quantized_matmul(rows, self._weight_columns(saved), None, gradient.exact.dtype)
 
     def weight_gradients(
         self,
-        gradient: _Gradient,
+        gradient: OutputGradient,
         saved: Saved,
         requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
@@ -337,12 +329,12 @@ class LowPrecisionProduct(PlainProduct, SavingProduct):
             scale, amax = kept[1:] or (None, None)
             if not self.recipe.wgrad:
                 return None, amax
-            both = self.converted(as_rows(_tensor(first)), "input", rows=False, scale=scale)
+            both = self.converted(as_rows(saved_tensor(first)), "input", rows=False, scale=scale)
             return both.columns, both.amax if scale is None else amax
         *parts, amax = kept
         if first is not None and first.dtype == torch.uint8 and form.elements in _FP8:
             rows = as_rows(first).view(_FP8[form.elements])
-            return of_tensor(rows.t(), _tensor(parts[1]), form), amax
+            return of_tensor(rows.t(), saved_tensor(parts[1]), form), amax
         width = tokens + (-tokens % WIDTH if self.recipe.hadamard else 0)
         return unpack(tuple(parts), form, width), amax
 
@@ -355,7 +347,7 @@ class LowPrecisionProduct(PlainProduct, SavingProduct):
     def observe(self, *magnitudes: Tensor) -> None:
         """Observes nothing: a tensor's own scale has no history."""
 
-    def _observe(self, saved: Saved, gradient: _Gradient, amax: Tensor | None) -> None:
+    def _observe(self, saved: Saved, gradient: OutputGradient, amax: Tensor | None) -> None:
         """Observes the operands of a micro-batch, where scales have a history."""
 
 
@@ -365,88 +357,8 @@ def _found(quantized: Quantized | None) -> Quantized:
     return quantized
 
 
-@dataclass(frozen=True)
-class DelayedProduct(LowPrecisionProduct):
-    """A product whose scales follow the magnitudes of earlier steps, before it has a layer.
-
-    Attributes:
-        margin: Powers of two between the largest magnitude and the largest element.
-        length: Steps of the history.
-        algorithm: Magnitude of the history that the scale follows.
-    """
-
-    margin: int = 0
-    length: int = 1
-    algorithm: Literal["most_recent", "max"] = "most_recent"
-
-    def bind(self, layer: nn.Module, mesh: Mesh) -> Product:
-        """Returns the product of a layer, and adds the history to the layer."""
-        table: dict[str, Sharding] = layer.sharding  # type: ignore[assignment]
-        weight = table["weight"]
-        table[AMAX_HISTORY] = history_sharding(weight, self.length)
-        state = StepState(
-            layer,
-            AMAX_HISTORY,
-            mesh,
-            shifted_history,
-            parameter="weight",
-            observation_shape=(len(OPERANDS),),
-            device=layer.get_parameter("weight").device,
-        )
-        own = {"held": HeldWeight(), "grouped": is_of_experts(layer)}
-        return LayerDelayedProduct(**{**vars(self), **own}, history=state)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerDelayedProduct(DelayedProduct):
-    """The product of one layer, with its history.
-
-    Attributes:
-        history: The layer's history `[3, steps]`, newest first, with rows of input, weight and
-            gradient. Magnitudes are observed where the gradient of the weight is computed, so
-            evaluations and frozen layers observe nothing.
-    """
-
-    history: StepState = None  # type: ignore[assignment]
-    observes: ClassVar[bool] = True
-
-    def hold_weights(self, *, compiled: bool = False) -> None:
-        """Begins a time in which the weight does not change, and the observations of a step."""
-        super().hold_weights(compiled=compiled)
-        if compiled:
-            self.history.begin()
-
-    def scale(self, operand: Operand) -> Float[Tensor, ""]:
-        """Returns the scale of an operand by its history, 0 without one."""
-        row = self.history.value[OPERANDS.index(operand)]
-        amax = row.amax() if self.algorithm == "max" else row[0]
-        return amax * 2.0**self.margin / self.recipe.of(operand).largest
-
-    def scale_rule(self, operand: Operand) -> ScaleType:
-        """Returns that a scale without a history is a power of two."""
-        return "power_of_two"
-
-    def _observe(self, saved: Saved, gradient: _Gradient, amax: Tensor | None) -> None:
-        constant = self._constant(saved)
-        of_gradient = None if gradient.both is None else gradient.both.amax
-        self.observe(
-            _amax(as_rows(_tensor(saved.input[0]))) if amax is None else amax,
-            _tensor(constant[-1]) if constant else _amax(saved.weights[0]),
-            _amax(gradient.exact) if of_gradient is None else of_gradient,
-        )
-
-    def observe(self, *magnitudes: Tensor) -> None:
-        """Adds the largest magnitudes of input, weight and gradient to those of this step."""
-        dtype = self.history.value.dtype
-        self.history.add(torch.stack([each.detach().to(dtype) for each in magnitudes]))
-
-
-def _amax(x: Tensor) -> Tensor:
-    """Returns the largest magnitude, -inf without elements."""
-    return x.detach().abs().amax() if x.numel() else x.new_tensor(-torch.inf)
-
-
-def _tensor(x: Tensor | None) -> Tensor:
+def saved_tensor(x: Tensor | None) -> Tensor:
+    """Returns a saved tensor, or raises a `TypeError` if it was not saved."""
     if x is None:
         raise TypeError("the magnitude of an operand was not saved")
     return x
@@ -456,29 +368,3 @@ def is_of_experts(layer: nn.Module) -> bool:
     """Returns whether a layer has a matrix for each expert."""
     table: dict[str, Sharding] = layer.sharding  # type: ignore[assignment]
     return table["weight"].experts
-
-
-def history_sharding(weight: Sharding, length: int) -> Sharding:
-    """Returns the sharding of the history of a layer with a weight.
-
-    Every rank holds it. It is the maximum over the ranks that have a part of the layer's tensors:
-    for experts, all ranks of a pipeline stage.
-    """
-    return Sharding(
-        (len(OPERANDS), length),
-        init=ZEROS,
-        partial="tp" if weight.experts else weight.axis or weight.partial,
-        reduce="max",
-    )
-
-
-def shifted_history(
-    value: Float[Tensor, "operands steps"], observed: Float[Tensor, " operands"]
-) -> Float[Tensor, "operands steps"]:
-    """Returns the history after a step.
-
-    The row of an operand without a finite, positive magnitude in the step stays.
-    """
-    newest = observed.to(value.dtype)[:, None]
-    shifted = torch.cat((newest, value[:, :-1]), 1)
-    return torch.where(newest.isfinite() & (newest > 0), shifted, value)

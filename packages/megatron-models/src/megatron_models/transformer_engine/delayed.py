@@ -16,7 +16,7 @@ from megatron_parallel.tensor_parallel import Product
 from torch import Tensor, nn
 
 from megatron_models.low_precision.config import AMAX_HISTORY
-from megatron_models.low_precision.product import history_sharding, shifted_history
+from megatron_models.low_precision.delayed import history_sharding, shifted_history
 from megatron_models.low_precision.recipe import OPERANDS, Operand
 from megatron_models.transformer_engine.product import QuantizedProduct
 from megatron_models.transformer_engine.shared_gradient import FewBits, SharedGradient

@@ -16,9 +16,15 @@ This module does not import torch, so layouts can be planned, checked and drawn 
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh.coordinates import (
+    Coordinates,
+    ExpertCoordinates,
+    StageMapping,
+    stages_of,
+)
 from megatron_parallel.mesh.grid import Grid
 from megatron_parallel.mesh.group_names import (
     GROUPS,
@@ -30,27 +36,6 @@ from megatron_parallel.mesh.group_names import (
 from megatron_parallel.nearest import nearest_divisors, nearest_multiples
 
 AXES: Final = ("tp", "cp", "ep", "dp", "pp")
-
-StageMapping = Literal["loop", "v"]
-"""Stages of a pipeline rank: every `pp`-th one ("loop"), or one from each end ("v")."""
-
-
-class Coordinates(NamedTuple):
-    """Coordinates of a rank on the dense grid."""
-
-    tp: int
-    cp: int
-    dp: int
-    pp: int
-
-
-class ExpertCoordinates(NamedTuple):
-    """Coordinates of a rank on the expert grid; `tp` and `dp` are those of the experts."""
-
-    tp: int
-    ep: int
-    dp: int
-    pp: int
 
 
 def _degree(text: str, flag: str | None) -> dict[str, object]:
@@ -435,15 +420,6 @@ class ParallelLayout:
         if self.stage_mapping == "v":
             text += " in a V"
         return f"{text}, order {self.order}"
-
-
-def stages_of(stage_mapping: StageMapping, pp: int, vpp: int, index: int) -> tuple[int, ...]:
-    """Returns the stages of pipeline rank `index`, ascending."""
-    if not 0 <= index < pp:
-        raise LayoutError(f"pipeline rank {index} does not exist: pp={pp}")
-    return (
-        (index, 2 * pp - 1 - index) if stage_mapping == "v" else tuple(range(index, pp * vpp, pp))
-    )
 
 
 def _two_sizes(cp: int) -> str:

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh.layout import stages_of
+from megatron_parallel.mesh.coordinates import stages_of
 from megatron_parallel.pipeline.rules import (
     check_micro_batches,
     effective_schedule,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh.layout import ParallelLayout, StageMapping
+from megatron_parallel.mesh.coordinates import StageMapping
+from megatron_parallel.mesh.layout import ParallelLayout
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Final, NamedTuple
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh.layout import stages_of
+from megatron_parallel.mesh.coordinates import stages_of
 from megatron_parallel.pipeline.order import Action, planned_action_groups
 from megatron_parallel.pipeline.rules import check_micro_batches, find_schedule_kind
 

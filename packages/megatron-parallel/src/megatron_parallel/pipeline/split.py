@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh.layout import stages_of
+from megatron_parallel.mesh.coordinates import stages_of
 from megatron_parallel.nearest import nearest, nearest_multiples
 
 
