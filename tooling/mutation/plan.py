@@ -1,5 +1,6 @@
 """The choice of defects: the same number in every area, spread over its files and lines."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,13 @@ class Planted:
 
 
 def plan(
-    root: Path, areas: Mapping[str, Sequence[str]], each: int
+    root: Path, areas: Mapping[str, Sequence[str]], each: int, seed: int
 ) -> tuple[dict[str, list[Planted]], Counter[str], int]:
-    """Chooses `each` defects per area, or one per file if the area has more files.
+    """Chooses `each` defects per area, or all if it has fewer.
 
-    Takes at most one per line, from the files in turn. The order of lines and defects is random but
-    fixed: it depends on the text of the line and not on its number, so that a change elsewhere does
-    not affect the choice.
+    Takes at most one per line, from the files of an area in turn. The order of files, lines and
+    defects depends on the seed and on the text of the line and not on its number, so that a change
+    elsewhere does not affect the choice.
 
     Returns:
         The defects by area, the number left out for each reason, and the number of candidates.
@@ -46,6 +47,10 @@ def plan(
     chosen: dict[str, list[Planted]] = {}
     left_out: Counter[str] = Counter()
     possible = 0
+
+    def order(defect: Defect) -> str:
+        return hashlib.sha256(f"{seed}\0{defect.rank}".encode()).hexdigest()
+
     for area, sources in areas.items():
         queues = []
         for source in sources:
@@ -54,11 +59,11 @@ def plan(
             left_out += skipped
             possible += len(found)
             if found:
-                queues.append(sorted(found, key=lambda defect: defect.rank))
-        queues.sort(key=lambda queue: queue[0].rank)
+                queues.append(sorted(found, key=order))
+        queues.sort(key=lambda queue: order(queue[0]))
         turns = zip_longest(*(one_per_line(root, queue) for queue in queues))
         spread = (defect for turn in turns for defect in turn if defect is not None)
-        chosen[area] = list(islice(spread, max(each, len(queues))))
+        chosen[area] = list(islice(spread, each))
     return chosen, left_out, possible
 
 

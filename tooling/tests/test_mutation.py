@@ -160,12 +160,12 @@ def test_a_plan_is_spread_and_does_not_change_with_lines_above(tmp_path: Path) -
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text(MODULE)
     areas = {"one": ["a.py", "b.py"]}
-    chosen, _, possible = plan(tmp_path, areas, 6)
+    chosen, _, possible = plan(tmp_path, areas, 6, 1)
     assert [one.defect.source for one in chosen["one"]].count("a.py") == 3
     assert len({(one.defect.source, one.defect.line) for one in chosen["one"]}) == 6
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text("# A comment.\n" + MODULE)
-    again, _, same = plan(tmp_path, areas, 6)
+    again, _, same = plan(tmp_path, areas, 6, 1)
     assert same == possible
     assert [one.key for one in again["one"]] == [one.key for one in chosen["one"]]
 

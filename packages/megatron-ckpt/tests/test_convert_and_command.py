@@ -22,7 +22,7 @@ from megatron_ckpt import (
 )
 from megatron_ckpt.cli import main
 from megatron_ckpt.store import durable
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.usefixtures("toy")
 TOY_FIELDS = {"num_layers": 2, "vocab": 5, "base": 100.0, "dim": 8}
@@ -42,6 +42,25 @@ def test_import_and_export_round_trip(folder, tmp_path):
         "eos": 3,
         "torch_dtype": "float32",
     }
+
+
+def test_an_export_aligns_tensors_of_small_and_large_elements(folder, tmp_path):
+    small = {f"net.0.{part}" for part in "ab"}  # an odd number of elements, before larger ones
+    tensors = {
+        name: tensor[:, :1].contiguous().to(torch.bfloat16) if name in small else tensor.double()
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    import_hf(folder, tmp_path / "run")
+    export_hf(tmp_path / "run", tmp_path / "back")
+    data = (tmp_path / "back" / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__")
+    assert {row["dtype"] for row in header.values()} == {"BF16", "F64"}
+    for row in header.values():
+        size = {"BF16": 2, "F64": 8}[row["dtype"]]
+        assert (8 + length + row["data_offsets"][0]) % size == 0
 
 
 def test_rows_are_read_one_at_a_time(folder, tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from megatron_ckpt import (
     View,
     run_lock,
 )
+from megatron_ckpt.store import lock
 from megatron_ckpt.store.durable import create_file, sync_directory, write_all
 
 NAMES = ("a", "a.exp_avg", "b.c")
@@ -204,6 +205,39 @@ def test_a_second_writer_is_refused_and_the_first_is_named(tmp_path):
         other.kill()
     save(tmp_path, 2)  # the kernel released the lock
     assert loaded(tmp_path) == 2
+
+
+def test_a_lock_that_is_released_while_another_waits_for_it_is_taken(tmp_path, monkeypatch):
+    first = run_lock(tmp_path)
+    first.__enter__()
+    waits = []
+
+    def release(seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            first.__exit__(None, None, None)
+
+    monkeypatch.setattr(lock.time, "sleep", release)
+    with run_lock(tmp_path, timeout=60.0):
+        assert len(waits) == 2
+        with pytest.raises(CheckpointError, match="is in use by another run"):
+            run_lock(tmp_path, timeout=0.0).__enter__()
+
+
+def test_a_lock_is_released_while_a_forked_child_has_its_file(tmp_path):
+    read, write = os.pipe()
+    with run_lock(tmp_path):
+        child = os.fork()
+        if child == 0:  # the child has the descriptor of the lock until it ends
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+    try:
+        with run_lock(tmp_path, timeout=0.0):
+            pass
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
 
 
 def test_an_unfinished_save_is_not_reported_while_its_writer_lives(tmp_path, caplog):

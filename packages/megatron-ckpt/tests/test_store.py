@@ -13,6 +13,7 @@ from megatron_ckpt import (
     DirectoryInUseError,
     ModelRecord,
     View,
+    dtypes,
     find_checkpoint,
     run_lock,
 )
@@ -66,6 +67,28 @@ def test_every_dtype_round_trips_bit_for_bit(tmp_path, dtype):
     assert torch.equal(bits(back), bits(tensor))
     by_library = load_file(store.path(1) / "model-00000-of-00001.safetensors")["w"]
     assert by_library.dtype == dtype and torch.equal(bits(by_library), bits(tensor))
+
+
+def test_dtypes_have_torchs_sizes():
+    for name, (spelled, size, floating) in dtypes.DTYPES.items():
+        dtype = getattr(torch, spelled)
+        assert (dtype.itemsize, dtype.is_floating_point) == (size, floating), name
+
+
+def test_tensors_of_all_dtypes_are_aligned_in_their_file(tmp_path):
+    """Their sizes are odd, and their names in the order that would misalign them."""
+    for name in ("n", "name"):  # headers of several lengths
+        sizes = sorted(DTYPES, key=lambda dtype: dtype.itemsize)
+        tensors = {f"{i:02}.{name}": torch.zeros(3, dtype=d) for i, d in enumerate(sizes)}
+        store = CheckpointStore(tmp_path / name)
+        store.save(1, whole(tensors))
+        data = (store.path(1) / "model-00000-of-00001.safetensors").read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        assert header.pop("__metadata__") and header.keys() == tensors.keys()
+        assert length % 8 == 0
+        for key, row in header.items():
+            assert (8 + length + row["data_offsets"][0]) % tensors[key].itemsize == 0, key
 
 
 def test_a_file_says_that_its_tensors_are_torchs(tmp_path):

@@ -178,3 +178,38 @@ def test_logits_that_are_infinite_are_refused_and_masked_ones_are_not(logits: to
     logits[4] = float("inf")
     with pytest.raises(InferError, match="NaN or infinity"):
         check_tokens(Sampler([params])(logits[None]).tolist())
+
+
+@pytest.mark.parametrize(
+    ("equal", "settings", "expected"),
+    [
+        (2, {"top_p": 0.5}, [0]),  # a token that reaches the mass exactly is the last one
+        (4, {"top_p": 0.5}, [0, 1]),
+        (4, {"top_p": 0.75, "top_k": 4}, [0, 1, 2]),
+        (400, {"top_k": 3}, [0, 1, 2]),  # of equal logits, those of lower ids
+        (400, {"temperature": 0.0}, [0]),
+    ],
+)
+def test_limits_that_fall_on_equal_logits_keep_the_lower_ids(
+    equal: int, settings: dict, expected: list[int]
+) -> None:
+    weights = sampling_probabilities(torch.zeros(1, equal), [SamplingParams(**settings)])[0]
+    assert weights.nonzero().flatten().tolist() == expected
+    assert set(weights[expected].tolist()) == {1 / len(expected)}
+
+
+def test_no_top_p_keeps_a_tail_that_rounding_hides() -> None:
+    logits = torch.tensor([[0.0, -40.0, -41.0, -42.0]])  # 1 + exp(-40) is 1 in float64
+    weights = sampling_probabilities(logits, [SamplingParams(top_k=3)])[0]
+    expected = [1.0, math.exp(-40), math.exp(-41), 0.0]
+    assert weights.tolist() == pytest.approx(expected, rel=1e-6, abs=0.0)
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.25, 1), (0.5, 2), (1 - 2**-53, 2)])
+def test_a_number_on_the_limit_of_two_tokens_draws_the_second(
+    monkeypatch: pytest.MonkeyPatch, number: float, token: int
+) -> None:
+    """Intervals of tokens are closed below and open above; tokens without weight have none."""
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([number], dtype=torch.float64))
+    logits = torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]])
+    assert Sampler([SamplingParams()])(logits).tolist() == [token]

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from megatron_kernels import grouped_matmul
 from megatron_models import (
     GPT,
     ConfigError,
@@ -15,6 +16,7 @@ from megatron_models import (
     describe_low_precision,
     low_precision_placement,
 )
+from megatron_models.grouped_multiply import GroupedMultiply
 from megatron_models.low_precision.delayed import shifted_history
 from megatron_models.low_precision.placement import low_precision_product
 from megatron_models.low_precision.product import LowPrecisionProduct
@@ -222,6 +224,41 @@ def test_gradients_in_fp4_are_rounded_without_bias():
     nearest = low_precision_product(replace(RECIPES["nvfp4"], fp4_recipe="nvfp4-nearest"))
     fixed = nearest.dgrad(dy, [weight])
     assert float((copies.view(400, 2, 64).mean(0) - dy).norm()) < 0.35 * float((fixed - dy).norm())
+
+
+def test_rows_of_no_expert_affect_neither_scales_nor_gradients():
+    """Memory without values may hold anything, in the input and in the gradient of the output."""
+    counts, weight = torch.tensor([3, 0, 4]), draw(3, 16, 32)
+    x, dy = draw(7, 32), draw(7, 16, scale=1e-3)
+
+    def run(garbage):
+        product = low_precision_product(RECIPES["tensorwise"])
+        inputs = torch.cat([x, *([garbage.expand(2, 32)] if garbage is not None else ())])
+        gradient = torch.cat([dy, *([garbage.expand(2, 16)] if garbage is not None else ())])
+        leaves = inputs.requires_grad_(), weight.clone().requires_grad_()
+        multiply = GroupedMultiply(counts, garbage is not None, grouped_matmul)
+        y = product.forward(leaves[0], [leaves[1]], None, multiply)
+        dx, dweight = torch.autograd.grad(y, leaves, gradient)
+        assert not y[7:].any() and not dx[7:].any()
+        return y[:7].detach(), dx[:7], dweight
+
+    expected = run(None)
+    for value in (1e30, torch.nan, torch.inf):
+        for found, wanted in zip(run(torch.tensor(value)), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("operand", ["input", "weight", "gradient"])
+def test_gradients_alone_are_rounded_stochastically(operand):
+    product = low_precision_product(RECIPES["nvfp4"])
+    nearest = low_precision_product(replace(RECIPES["nvfp4"], fp4_recipe="nvfp4-nearest"))
+    x = draw(32, 32)
+    ways = product.converted(x, operand)
+    transformed = x if operand == "weight" else hadamard(x.t()).t()
+    expected = (nearest.converted(x, operand).rows, nearest.converted(transformed, operand).columns)
+    for found, rounded in zip((ways.rows, ways.columns), expected, strict=True):
+        assert torch.equal(found.scales, rounded.scales)
+        assert torch.equal(found.elements, rounded.elements) == (operand != "gradient")
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,40 @@ def test_losses_of_routers_reach_the_gradient(small):
     assert all(value > 0 for value in sums.values()) and len(sums) == 2
 
 
+def test_reported_losses_are_means_over_the_layers_with_experts(small):
+    """Their gradients are those of the sum over layers, each with its coefficient."""
+    config = small(**EXPERTS, **LOSSES, num_layers=3, moe_layer_freq="[1,0,1]")
+    tokens, model = tokens_of(config), built(config)
+    inputs = {}
+    for number in "02":
+        model.layers[number].mlp.register_forward_pre_hook(
+            lambda _, given, number=number: inputs.update({number: given[0].detach()})
+        )
+
+    def step(denominator):
+        collected = AuxiliaryLosses(dict.fromkeys(config.auxiliary_losses, denominator))
+        loss = model(tokens, labels=tokens, auxiliary_losses=collected).sum()
+        weights = [model.layers[number].mlp.router.weight for number in "02"]
+        return collected.sums, torch.autograd.grad(loss, weights)[1]
+
+    count = tokens.numel()
+    sums, gradient = step(count)
+    _, without = step(torch.inf)
+    balancing, z, objective = [], [], 0.0
+    last = model.layers["2"].mlp.router.weight.detach().requires_grad_()
+    for number, weight in ("0", model.layers["0"].mlp.router.weight.detach()), ("2", last):
+        logits = inputs[number].flatten(0, 1) @ weight.t()
+        shares = logits.softmax(-1)
+        chosen = functional.one_hot(logits.topk(2).indices, 6).sum((0, 1)) / (2 * count)
+        balancing.append(6 * (chosen * shares.mean(0)).sum())
+        z.append(logits.logsumexp(-1).square().mean())
+        objective = objective + 0.3 * balancing[-1] + 0.2 * z[-1]
+    torch.testing.assert_close(sums["load_balancing_loss"] / count, sum(balancing).detach() / 2)
+    torch.testing.assert_close(sums["z_loss"] / count, sum(z).detach() / 2)
+    (expected,) = torch.autograd.grad(objective, last)
+    torch.testing.assert_close(gradient - without, expected, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
 def test_sinks_take_part_in_attention(small, kind):
     config, plain = small(softmax_type=kind), small()

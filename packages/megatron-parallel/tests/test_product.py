@@ -26,6 +26,7 @@ from megatron_parallel.tensor_parallel import (
     LoRA,
     LoRAConfig,
     Product,
+    ReplicatedLinear,
     WeightGradientRequest,
     Weights,
     find_product,
@@ -152,6 +153,42 @@ def test_ranks_have_the_gradients_of_one_rank(
             for box, gradient in found[weight]:
                 whole = truth[weight][0][1][box.slices]
                 torch.testing.assert_close(gradient, whole, rtol=1e-12, atol=1e-12)
+
+
+class Alone(nn.Module):
+    """A layer whose weight is whole on every rank."""
+
+    def __init__(self, mesh: Mesh, cut: bool) -> None:
+        super().__init__()
+        how: Any = {"sequence_parallel": cut, "dtype": torch.float64}
+        self.layer = ReplicatedLinear(H, F, mesh, product=LORA, init=Init("normal", 0.5), **how)
+        initialize_parameters(self, seed=1, mesh=mesh)
+        torch.nn.init.constant_(self.layer.lora_b, 0.5)  # zeros would hide the other factor
+        freeze_all_but_adapters([self], [LORA])
+
+
+def step_alone(mesh: Mesh, cut: bool, fused: bool) -> dict[str, Tensor]:
+    """Returns the gradients of the adapter of `Alone`."""
+    model, tp = Alone(mesh, cut), mesh.axis("tp")
+    table = collect_shardings(model)
+    buffers = GradientBuffers(model.named_parameters(), table, mesh, DataParallelConfig())
+    if fused:
+        assert len(fuse_gradient_accumulation([model], [buffers]).fused) == 2
+    buffers.begin(last=True)
+    x = data().chunk(tp.size)[tp.index] if cut else data()
+    model.layer(x).square().sum().backward()
+    buffers.finish()
+    return {name: gradient.clone() for name, gradient in buffers.gradients().items()}
+
+
+@pytest.mark.parametrize(("cut", "fused"), [(False, False), (True, False), (True, True)])
+def test_an_adapter_of_a_replicated_layer_has_the_gradients_of_one_rank(
+    worker_pool: WorkerPool, single: Mesh, cut: bool, fused: bool
+) -> None:
+    truth = step_alone(single, False, False)
+    assert truth.keys() == {"layer.lora_a", "layer.lora_b"}
+    for found in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), step_alone, cut, fused):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("product", [PLAIN, Scaled(), LORA])

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 REPLACEMENT = "\ufffd"
 
 CONTEXT = 8
-"""The number of preceding tokens that are decoded together with the new ones."""
+"""The largest number of preceding tokens that are decoded together with the new ones."""
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class TextStream:
 
     def __init__(self, decoder: Decoder, context: Sequence[int] = ()) -> None:
         self._decoder = decoder
-        self._tokens: list[int] = list(context[-CONTEXT:])
+        self._tokens = _from_a_character(decoder, list(context[-CONTEXT:]))
         self._start = 0
         self._shown = len(self._tokens)
 
@@ -55,3 +55,15 @@ class TextStream:
     def _pending(self) -> str:
         context = self._decoder.decode(self._tokens[self._start : self._shown])
         return self._decoder.decode(self._tokens[self._start :])[len(context) :]
+
+
+def _from_a_character(decoder: Decoder, tokens: list[int]) -> list[int]:
+    """Returns the tokens from the first one that begins a character.
+
+    Tokenizers with byte fallback decode a sequence of bytes as a whole: if it begins within a
+    character, they decode every byte of it to U+FFFD, those of later characters too.
+    """
+    for start in range(len(tokens)):
+        if not decoder.decode(tokens[start:]).startswith(REPLACEMENT):
+            return tokens[start:]
+    return tokens
