@@ -305,7 +305,8 @@ def test_the_token_is_checked_before_the_body_is_read(
         assert b"www-authenticate: bearer\r\n" in answer.lower()
         assert b"100 Continue" not in answer
     assert len(guarded.asked) == before
-    assert caplog.messages == ["127.0.0.1 refused unread, 401"] * 2
+    own = [one.getMessage() for one in caplog.records if one.name.startswith("megatron_infer")]
+    assert own == ["127.0.0.1 refused unread, 401"] * 2
     good = b"Authorization: Bearer %s\r\n" % TOKEN.encode()
     with guarded.connect() as client:
         client.sendall(PUT + good + expect + b"Content-Length: 4\r\n\r\n")
@@ -363,6 +364,15 @@ def test_an_invalid_content_length_is_one_line(server: Running, length: bytes) -
     assert "Content-Length" in message(answer)
 
 
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Returns warnings and errors, but not of waitress's queue, which depend on the load."""
+    return [
+        one.getMessage()
+        for one in caplog.records
+        if one.levelno >= logging.WARNING and one.name != "waitress.queue"
+    ]
+
+
 @pytest.mark.parametrize("digits", [10, 20, 308, 309, 4300, 4301, 20_000])
 def test_a_content_length_of_many_digits_is_one_line(
     server: Running, digits: int, caplog: pytest.LogCaptureFixture
@@ -370,7 +380,7 @@ def test_a_content_length_of_many_digits_is_one_line(
     status, answer = server.ask(PUT + b"Content-Length: " + b"9" * digits + b"\r\n\r\n")
     assert status in (400, 413)
     assert len(message(answer)) < 100
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+    assert warnings_in(caplog) == []
 
 
 HEADS = [
@@ -394,7 +404,7 @@ def test_heads_that_python_cannot_parse_cause_no_traceback(
     if status != 200:
         assert status in (400, 413)
         assert len(message(answer)) < 100
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+    assert warnings_in(caplog) == []
 
 
 def test_long_heads_are_refused(server: Running) -> None:

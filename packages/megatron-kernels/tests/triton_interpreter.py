@@ -11,6 +11,7 @@ from megatron_kernels import (
     Backend,
     Pages,
     Scores,
+    add_layer_norm,
     add_rms_norm,
     bias_dropout_add,
     cross_entropy,
@@ -220,6 +221,32 @@ def test_long_sequences_in_blocks_are_added_from_parts() -> None:
     alone = Pages(tables[:1, : lengths[0] // 16], torch.tensor(lengths[:1]).int())
     one = paged_attention(q[:, :1], k, v, alone, backend="triton")
     assert torch.equal(one, results[0][:, :1])
+
+
+@pytest.mark.parametrize("larger", [0, 1], ids=["first", "later"])
+def test_parts_are_weighted_by_their_log_sum_exp(
+    monkeypatch: pytest.MonkeyPatch, larger: int
+) -> None:
+    """Scores of one of two parts are higher by about 3."""
+    monkeypatch.setattr(kernels_of_pages, "PART", 16)
+    draw = InputGenerator(F64, CPU)
+    q, k, v = (draw.normal(*shape).detach() for shape in ((1, 1, 1, 4), *[(2, 16, 1, 4)] * 2))
+    k[larger] += 1.5 * q[0] / q[0].square().sum() * 4**0.5 * 2
+    pages = Pages(torch.tensor([[0, 1]]).int(), torch.tensor([25]).int())
+    found, expected = (
+        paged_attention(q, k, v, pages, None, Scores(), backend=name)
+        for name in ("triton", "reference")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_norm_reads_the_sum_as_it_is_stored() -> None:
+    """2048 + 0.9 is 2048 in float16, so that all numbers of the row are equal."""
+    x, added = torch.full((1, 8), 2048.0).half(), torch.zeros(1, 8).half()
+    added[0, 3] = 0.9
+    bias, weight = torch.linspace(-1, 1, 8).half(), torch.ones(8).half()
+    total, y = add_layer_norm(x, added, weight, bias, backend="triton")
+    assert torch.equal(total, x) and torch.equal(y, bias[None])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
