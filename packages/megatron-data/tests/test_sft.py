@@ -39,11 +39,10 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Like templates of reasoning models, it writes the reasoning only in the last turn.
+# It writes only the length of earlier messages.
 FORGETFUL = (
-    "{% for m in messages %}[{{ m.role }}]{% if m.thought and loop.last %}({{ m.thought }})"
-    "{% endif %}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content if loop.last else m.content | length }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
@@ -86,7 +85,7 @@ def test_a_template_without_generation_blocks_is_rendered_turn_by_turn() -> None
     [
         (
             FORGETFUL,
-            [*CHAT[:2], {**CHAT[2], "thought": "?"}, *CHAT[3:]],
+            CHAT,
             "writes message 3 differently without .* put {% generation %}",
         ),
         ("{{ raise_exception('no system') }}", CHAT, "refuses the messages: no system"),
@@ -95,8 +94,9 @@ def test_a_template_without_generation_blocks_is_rendered_turn_by_turn() -> None
         ("{{ messages[0].content.index('#') }}", CHAT, "cannot render the messages: substring"),
         ("{{ 1 // 0 }}", CHAT, "cannot render the messages: .*division"),
         ("{% for %}", CHAT, "not a chat template: line 1"),
-        ("{{ messages[0].content }}{% generation %}{% endgeneration %}",
-         [{"role": "assistant", "content": "\ufdd0"}], "contain U\\+FDD0"),
+        ("{{ messages[0].content }}{% set x %}{% generation %}{% endgeneration %}{% endset %}",
+         [{"role": "assistant", "content": "".join(map(chr, range(0xFDD0, 0xFDEF)))}],
+         "contain U\\+FDD0 to U\\+FDEF"),
     ],
 )  # fmt: skip
 def test_templates_with_unclear_answers_are_refused(
@@ -133,11 +133,10 @@ def test_a_conversation_has_one_time_that_can_be_fixed(
 
 
 def test_a_turn_that_is_rendered_differently_later_is_allowed_with_loss_all() -> None:
-    given = [*CHAT[:2], {**CHAT[2], "thought": "?"}, *CHAT[3:]]
     template = ChatTemplate(FORGETFUL)
-    assert template.render(given, return_assistant_spans=False).assistant_spans == []
+    assert template.render(CHAT, return_assistant_spans=False).assistant_spans == []
     with pytest.raises(DataError, match="writes message 3 differently"):
-        template.render(given)
+        template.render(CHAT)
 
 
 def test_a_template_is_loaded_from_the_folder_of_a_tokenizer(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from megatron_data.cli.bounds import Bounded
 from megatron_data.cli.options import add_tokenizer_options, tokenizer_from
 from megatron_data.cli.work import add_work_options, print_resumed, print_skipped
 from megatron_data.plural import plural
-from megatron_data.tokenizers.chat import TemplateLimits
+from megatron_data.tokenizers.limits import TemplateLimits
 
 if TYPE_CHECKING:
     from megatron_data.tokenizers.sft import SFTTokenizer

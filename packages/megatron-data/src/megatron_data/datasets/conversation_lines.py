@@ -103,8 +103,6 @@ class ConversationLines:
     def conversations(self, index: int) -> list[ConversationTokens]:
         """Returns the conversations of a line that have a token in the loss.
 
-        Each ends with the end-of-document token.
-
         Raises:
             DataError: The line is not a conversation, the template refuses it, or the file changed
                 since it was opened. The error names file and line.
@@ -125,7 +123,9 @@ class ConversationLines:
             line = file.read(size).removesuffix(NEWLINE)
         row = read_row(self.location(number), line)
         reference, template = self.tokenizer.reference, self.tokenizer.template
-        (conversations,) = encode_rows([row], reference, template, self._loss)
+        (conversations,) = encode_rows(
+            [row], reference, template, self._loss, self.tokenizer.turn_ends
+        )
         return [conversation for conversation in conversations if conversation.loss_mask[1:].any()]
 
     def _check_sizes(self, longest: int | None) -> None:

@@ -29,6 +29,7 @@ from megatron_data.tokenizers.conversations import (
     render_row,
 )
 from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_data.tokenizers.turn_ends import TurnEnds
 
 OverLength: TypeAlias = Literal["truncate", "drop"]
 
@@ -83,6 +84,7 @@ class ConversationEncoder:
             )
         self.tokenizer = tokenizer
         self.template = template
+        self.turn_ends = TurnEnds(template, tokenizer)
         self.loss: LossOver = loss
         self.max_tokens = max_tokens
         self.over_length: OverLength = over_length
@@ -110,6 +112,7 @@ class ConversationEncoder:
         return {
             "tokenizer": self.tokenizer.fingerprint,
             "end of document": self.tokenizer.eod_id,
+            "end of turn": self.turn_ends.token,
             "conversations": self._made_by,
             "template limits": asdict(self.template.limits),
             "token type": str(self.outputs[0].dtype),
@@ -168,7 +171,9 @@ class ConversationEncoder:
                     rows.append(row)
                     rendered.append(texts)
                 read += 1
-            for made in encode_rendered(rows, rendered, self.tokenizer, self.loss):
+            for made in encode_rendered(
+                rows, rendered, self.tokenizer, self.template, self.loss, self.turn_ends
+            ):
                 documents.append([kept for one in made if (kept := self._kept(one, tallies))])
         return EncodedChunk(self._joined(documents), faults, refused, tallies)
 

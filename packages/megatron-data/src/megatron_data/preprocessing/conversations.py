@@ -65,8 +65,9 @@ def tokenize_conversations(
     has `messages`, objects with `role` and `content`; or `conversations`, objects with `from` and
     `value`; or `instruction`, `output` and optionally `input`, which become a message of the user
     in Alpaca's wording and an answer. Every system message begins another conversation. `tools`
-    are passed to the template. A conversation ends with the end-of-document token, which is
-    appended if the template does not write it.
+    are passed to the template. The tokens are those of the template. Only if it ends turns with no
+    token of the tokenizer, the end-of-document token is appended to a conversation; Megatron's
+    prompt formats always get it, as in Megatron, also where they end turns with a token.
 
     As in `preprocess`, documents keep the order of the input, the files do not depend on the number
     of workers, an interrupted run is resumed, and existing datasets are replaced. A mask is never

@@ -7,7 +7,7 @@ import orjson
 
 from megatron_data.errors import DataError
 from megatron_data.sources.protocol import UnreadableError
-from megatron_data.tokenizers.chat import Message
+from megatron_data.tokenizers.messages import Message
 
 KEYS = ("messages", "conversations", "instruction", "input", "output", "tools")
 """Keys or columns of conversations."""

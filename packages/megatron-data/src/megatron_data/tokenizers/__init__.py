@@ -6,9 +6,10 @@ format. `sentence_piece` and `tik_token` wrap the libraries of these names. `pla
 that need no file. `training` trains vocabularies and `loading` opens saved tokenizers.
 `text_splitting` splits long texts into segments, and `fast` encodes with gigatoken.
 
-Conversations: `chat` renders chat templates in a `sandbox` with `template_limits`;
-`prompt_formats` holds Megatron's templates; `conversations` computes tokens and loss masks; `sft`
-and `multimodal` combine tokenizer and template.
+Conversations: `chat` renders `messages` with chat templates in a `sandbox` with `template_limits`,
+and finds the answers by `generation_blocks` or `turns`. `template_files` reads the templates of a
+tokenizer, and `prompt_formats` holds Megatron's. `conversations` computes tokens and loss masks
+with `turn_ends`. `sft` and `multimodal` combine tokenizer and template.
 """
 
 import lazy_loader

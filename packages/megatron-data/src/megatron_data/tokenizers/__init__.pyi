@@ -1,7 +1,5 @@
 from .chat import ChatTemplate as ChatTemplate
-from .chat import Message as Message
 from .chat import RenderedConversation as RenderedConversation
-from .chat import TemplateLimits as TemplateLimits
 from .conversations import ConversationTokens as ConversationTokens
 from .fast import FastTokenizer as FastTokenizer
 from .fast import fast_tokenizer as fast_tokenizer
@@ -14,7 +12,9 @@ from .kinds import TokenizerOptions as TokenizerOptions
 from .kinds import build_tokenizer as build_tokenizer
 from .kinds import default_tokenizer_kind as default_tokenizer_kind
 from .kinds import tokenizer_options_error as tokenizer_options_error
+from .limits import TemplateLimits as TemplateLimits
 from .loading import load_tokenizer as load_tokenizer
+from .messages import Message as Message
 from .multimodal import IMAGE_TOKEN as IMAGE_TOKEN
 from .multimodal import ImageTemplate as ImageTemplate
 from .multimodal import MultimodalTokenizer as MultimodalTokenizer
@@ -30,8 +30,10 @@ from .protocol import Tokenizer as Tokenizer
 from .sentence_piece import SentencePieceTokenizer as SentencePieceTokenizer
 from .sft import SFTTokenizer as SFTTokenizer
 from .sft import conversation_tokenizer as conversation_tokenizer
+from .template_files import StoredTemplates as StoredTemplates
 from .tik_token import TikTokenizer as TikTokenizer
 from .training import train_bpe as train_bpe
 from .training import train_unigram as train_unigram
 from .training import train_wordpiece as train_wordpiece
+from .turn_ends import TurnEnds as TurnEnds
 from .wordpiece import bert_tokenizer as bert_tokenizer

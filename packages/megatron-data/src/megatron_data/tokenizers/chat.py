@@ -5,65 +5,35 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import orjson
 
 from megatron_data.errors import DataError
-from megatron_data.files import read_json, read_text, tokenizer_path
+from megatron_data.files import read_text, tokenizer_path
+from megatron_data.tokenizers.generation_blocks import (
+    Blocks,
+    Span,
+    TemplateBudgetError,
+    render_blocks,
+)
+from megatron_data.tokenizers.limits import TemplateLimits
+from megatron_data.tokenizers.messages import Message, completed, without_null
 from megatron_data.tokenizers.prompt_formats import DEFAULT_FORMAT, PROMPT_FORMATS
 from megatron_data.tokenizers.protocol import CONFIG_FILE
+from megatron_data.tokenizers.template_files import (
+    DEFAULT,
+    PROCESSOR_FILE,
+    TEMPLATE_FILE,
+    TOOL_USE,
+    StoredTemplates,
+)
+from megatron_data.tokenizers.turns import find_turns
 
 if TYPE_CHECKING:
+    from megatron_data.tokenizers.sandbox import SandboxedTemplate
     from megatron_data.tokenizers.template_limits import Budget
-
-Message: TypeAlias = Mapping[str, Any]
-"""`{"role": "user", "content": "…"}` with any other keys that a template uses."""
-
-TEMPLATE_FILE = "chat_template.jinja"
-
-
-@dataclass(frozen=True)
-class TemplateLimits:
-    """Limits on the work of a chat template for one conversation.
-
-    The limit is on steps and not on time, so that every machine refuses the same conversations. An
-    element of a list costs at least 1 step, a filter 8, a call 32, and 64 characters read or
-    written cost 1.
-
-    Attributes:
-        steps: Steps for one conversation; 20 million take about 10 seconds.
-        characters: Characters of each intermediate text and of the result.
-
-    Raises:
-        DataError: A limit is below 1.
-    """
-
-    steps: int = field(
-        default=20_000_000,
-        metadata={
-            "help": "largest number of steps of the template per conversation",
-            "flag": "--max-template-steps",
-        },
-    )
-    characters: int = field(
-        default=1 << 26,
-        metadata={
-            "help": "largest number of characters of a text that the template makes",
-            "flag": "--max-template-characters",
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if min(self.steps, self.characters) < 1:
-            raise DataError(
-                f"a template of {self.steps} steps and {self.characters} characters; give at "
-                "least 1 of each"
-            )
-
 
 # Errors that a template can cause in Python. MemoryError is not among them: oversized texts are
 # refused before they are made, and a lack of memory is not the fault of the conversation.
@@ -89,16 +59,19 @@ class RenderedConversation(NamedTuple):
     """
 
     text: str
-    assistant_spans: list[tuple[int, int]]
+    assistant_spans: list[Span]
 
 
 class ChatTemplate:
     """A Jinja template that renders messages as one text, in a sandbox.
 
-    The text of an assistant is inside `{% generation %}` blocks, as in Hugging Face transformers.
-    A template without such blocks is rendered turn by turn: the text of an assistant is the text
-    after the generation prompt, including its end token. If the template writes a turn differently
-    once another turn follows, this is impossible and `render` raises an error.
+    The text is that of `apply_chat_template` of Hugging Face transformers 5.23. Keys with the value
+    None are left out of a message, and `reasoning_content`, `thinking` and `reasoning` fill one
+    another.
+
+    The text of an assistant is inside `{% generation %}` blocks. A template without such blocks is
+    rendered turn by turn: the text of an assistant is the text after the generation prompt,
+    including the end of the turn. If it cannot be found, `render` raises an error.
 
     Args:
         source: The template. As in Hugging Face transformers, `strftime_now(format)` writes the
@@ -107,6 +80,8 @@ class ChatTemplate:
             tokens such as `bos_token`, or a date.
         limits: Limits on the work for one conversation.
         now: The time that `strftime_now` writes. Defaults to the time of rendering if None.
+        tool_source: The template of conversations with tools, which tokenizers name "tool_use".
+            Defaults to `source` if None.
 
     Raises:
         DataError: The extra is not installed, or the source is not a template.
@@ -118,6 +93,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         limits: TemplateLimits | None = None,
         now: datetime | None = None,
+        tool_source: str | None = None,
     ) -> None:
         try:
             import jinja2
@@ -128,15 +104,18 @@ class ChatTemplate:
                 "chat templates need jinja2; pip install 'megatron-data[chat]'"
             ) from None
         self.source = source
+        self.tool_source = tool_source
         self.variables = dict(variables or {})
         self.limits = limits or TemplateLimits()
         self.now = now
         self._template_error = jinja2.TemplateError
-        self._begin, self._end = sandbox.BEGIN, sandbox.END
-        self._has_generation_blocks = _GENERATION_BLOCK.search(source) is not None
+        self._limit_error = template_limits.TemplateLimitError
         self._budget = template_limits.Budget
         try:
             self._template = sandbox.SandboxedTemplate(source, self._full_budget())
+            self._tool_template = self._template
+            if tool_source is not None:
+                self._tool_template = sandbox.SandboxedTemplate(tool_source, self._full_budget())
         except jinja2.TemplateSyntaxError as error:
             what = " ".join(str(error.message).split())
             raise DataError(f"not a chat template: line {error.lineno}: {what:.300}") from None
@@ -165,52 +144,66 @@ class ChatTemplate:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads a template from a file, or template and special tokens from a tokenizer's folder.
 
-        In a folder the template is `chat_template.jinja`, or else `chat_template` in
-        `tokenizer_config.json`.
+        The first of these files in a folder counts: `chat_template.jinja` with those in
+        `additional_chat_templates`, `chat_template` in `tokenizer_config.json`, and
+        `chat_template.json` of a processor.
 
         Raises:
             DataError: There is no template.
         """
         path = tokenizer_path(path)
+        if path.is_file() and path.suffix == ".json":
+            return cls.from_stored(StoredTemplates.read(path.parent), path.parent)
         if path.is_file():
-            return cls._from_file(path, read_text(path), {})
+            return cls.from_stored(StoredTemplates({DEFAULT: read_text(path)}), path)
         if not path.is_dir():
             raise DataError(f"no chat template at {path}: there is no such file or folder")
-        config = read_json(path / CONFIG_FILE) if (path / CONFIG_FILE).is_file() else {}
-        if not isinstance(config, dict):
-            raise DataError(f"{path / CONFIG_FILE} is not a JSON object; copy it again")
-        source = config.get("chat_template")
-        if isinstance(source, list):  # named templates
-            source = _default_of(source)
-        if (path / TEMPLATE_FILE).is_file():
-            source = read_text(path / TEMPLATE_FILE)
-        if not isinstance(source, str):
+        return cls.from_stored(StoredTemplates.read(path), path)
+
+    @classmethod
+    def from_stored(cls, stored: StoredTemplates, where: object) -> Self:
+        """Returns the templates of a tokenizer.
+
+        Args:
+            stored: The templates.
+            where: What they belong to, for errors.
+
+        Raises:
+            DataError: There is no template for conversations without tools.
+        """
+        if stored.problem is not None:
+            raise DataError(stored.problem)
+        if DEFAULT not in stored.sources:
+            names = ", ".join(stored.sources)
+            others = f" (only templates named {names:.200})" if names else ""
             raise DataError(
-                f"{path} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
-                f"{CONFIG_FILE}; name a prompt format (--sft-tokenizer-prompt-format "
+                f"{where} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
+                f"{CONFIG_FILE} or {PROCESSOR_FILE}{others}; name a prompt "
+                "format (--sft-tokenizer-prompt-format "
                 f"{', '.join(name for name in PROMPT_FORMATS if name != DEFAULT_FORMAT)}; "
                 "with images a --tokenizer-prompt-format with a template, such as mistral) or "
                 "a file (--chat-template)"
             )
-        tokens = {key: value for key, value in config.items() if key.endswith("_token")}
-        contents = {
-            key: value.get("content") if isinstance(value, dict) else value
-            for key, value in tokens.items()
-        }
-        variables = {key: value for key, value in contents.items() if value is not None}
-        return cls._from_file(path, source, variables)
-
-    @classmethod
-    def _from_file(cls, path: Path, source: str, variables: dict[str, Any]) -> Self:
         try:
-            return cls(source, variables)
+            return cls(
+                stored.sources[DEFAULT],
+                stored.variables,
+                tool_source=stored.sources.get(TOOL_USE),
+            )
         except DataError as error:
-            raise DataError(f"{path}: {error}") from None
+            raise DataError(f"{where}: {error}") from None
+
+    @property
+    def stored(self) -> StoredTemplates:
+        """The templates as a tokenizer stores them."""
+        tools = {} if self.tool_source is None else {TOOL_USE: self.tool_source}
+        return StoredTemplates({DEFAULT: self.source, **tools}, self.variables)
 
     @property
     def record(self) -> list[Any]:
         """The values that determine the rendered text, for `fingerprint`."""
-        return [self.source, self.variables]
+        tools = [] if self.tool_source is None else [self.tool_source]
+        return [self.source, self.variables, *tools]
 
     @property
     def fingerprint(self) -> str:
@@ -248,28 +241,37 @@ class ChatTemplate:
             DataError: The template refuses the messages, or the text of the assistant cannot be
                 found.
         """
-        left = self._full_budget()
+        budget = self._full_budget()
         # All renderings of a conversation use one time, because they are compared.
-        left.now = self.now or datetime.now()
-        text = self._text(left, messages, tools, add_generation_prompt)
-        if self._has_generation_blocks:
-            return self._without_marks(text)
-        if not return_assistant_spans:
-            return RenderedConversation(text, [])
-        assistant_spans = []
-        for number, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before = self._text(left, messages[:number], tools, add_generation_prompt=True)
-            after = self._text(left, messages[: number + 1], tools)
-            if not (after.startswith(before) and text.startswith(after)):
-                raise DataError(
-                    f"the chat template writes message {number + 1} differently without the "
-                    "messages after it, so the text of the assistant cannot be found; put "
-                    "{% generation %} and {% endgeneration %} around it in the template"
-                )
-            assistant_spans.append((len(before), len(after)))
-        return RenderedConversation(text, assistant_spans)
+        budget.now = self.now or datetime.now()
+        messages = [completed(message) for message in messages]
+        if any(message.get("content", "") is None for message in messages):
+            self._text(budget, messages, tools, add_generation_prompt)  # refuses null as text
+            messages = [without_null(message) for message in messages]
+
+        def render_with(blocks: Blocks) -> str:
+            budget.blocks = blocks
+            return self._text(budget, messages, tools, add_generation_prompt)
+
+        def render_turns(turns: Sequence[Message], prompt: bool) -> str:
+            return self._text(budget, turns, tools, prompt)
+
+        if self.has_generation_blocks(tools) and return_assistant_spans:
+            directly = self._template_for(tools).writes_directly
+            return RenderedConversation(*render_blocks(render_with, directly))
+        text = self._text(budget, messages, tools, add_generation_prompt)
+        spans = find_turns(render_turns, messages, text) if return_assistant_spans else []
+        return RenderedConversation(text, spans)
+
+    def has_generation_blocks(self, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
+        """Returns whether the template marks the text of assistants by `{% generation %}`."""
+        return _GENERATION_BLOCK.search(self._source_for(tools)) is not None
+
+    def _source_for(self, tools: object) -> str:
+        return self.source if tools is None or self.tool_source is None else self.tool_source
+
+    def _template_for(self, tools: object) -> "SandboxedTemplate":
+        return self._template if tools is None else self._tool_template
 
     def _full_budget(self) -> "Budget":
         return self._budget(self.limits.steps, self.limits.characters)
@@ -282,7 +284,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         try:
-            return self._template.render(
+            return self._template_for(tools).render(
                 left,
                 self.variables,
                 messages=messages,
@@ -290,6 +292,10 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+        except self._limit_error as error:
+            raise TemplateBudgetError(
+                f"the chat template refuses the messages: {_one_line(error)}"
+            ) from None
         except self._template_error as error:
             raise DataError(f"the chat template refuses the messages: {_one_line(error)}") from None
         except _RENDER_ERRORS as error:
@@ -297,25 +303,11 @@ class ChatTemplate:
                 f"the chat template cannot render the messages: {_one_line(error)}"
             ) from None
 
-    def _without_marks(self, text: str) -> RenderedConversation:
-        """Removes the marks of `{% generation %}` blocks."""
-        marks = [character for character in text if character in (self._begin, self._end)]
-        if marks != [self._begin, self._end] * (len(marks) // 2):
-            raise DataError(
-                "the messages contain U+FDD0 or U+FDD1, which are not valid in text; remove them"
-            )
-        plain, assistant_spans, length = [], [], 0
-        for number, part in enumerate(re.split(f"[{self._begin}{self._end}]", text)):
-            if number % 2:
-                assistant_spans.append((length, length + len(part)))
-            plain.append(part)
-            length += len(part)
-        return RenderedConversation("".join(plain), assistant_spans)
-
     @property
     def uses_time(self) -> bool:
         """Whether the template uses `strftime_now`."""
-        return _STRFTIME_NOW.search(self.source) is not None
+        sources = (self.source, self.tool_source or "")
+        return any(_STRFTIME_NOW.search(source) for source in sources)
 
     def with_limits(self, limits: TemplateLimits) -> Self:
         """Returns this template with other limits."""
@@ -329,17 +321,15 @@ class ChatTemplate:
         template.now = now
         return template
 
+    def with_variables(self, variables: Mapping[str, Any]) -> Self:
+        """Returns this template with other variables."""
+        template = copy(self)
+        template.variables = dict(variables)
+        return template
+
     def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[Any, ...]]:
-        return type(self), (self.source, self.variables, self.limits, self.now)
-
-
-def _default_of(templates: list[Any]) -> Any:
-    """Returns the template with the name "default" from a list, or None."""
-    for entry in templates:
-        match entry:
-            case {"name": "default", "template": source}:
-                return source
-    return None
+        state = self.source, self.variables, self.limits, self.now, self.tool_source
+        return type(self), state
 
 
 def _one_line(error: BaseException) -> str:

@@ -10,6 +10,8 @@ from megatron_data.errors import DataError
 from megatron_data.sources.conversations import ConversationRow
 from megatron_data.tokenizers.chat import ChatTemplate, RenderedConversation
 from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer, Offsets
+from megatron_data.tokenizers.turn_ends import TurnEnds
+from megatron_data.tokenizers.turns import ASSISTANT
 
 LossOver: TypeAlias = Literal["assistant", "all"]
 IGNORE_INDEX = -100
@@ -38,11 +40,12 @@ def encode_rows(
     tokenizer: HuggingFaceTokenizer,
     template: ChatTemplate,
     loss: LossOver,
+    ends: TurnEnds,
 ) -> Iterator[list[ConversationTokens]]:
     """Yields the tokens and loss masks of the conversations of each row.
 
-    A conversation ends with the end-of-document token, which is appended if the template does not
-    write it.
+    The tokens are those of the template. The end-of-document token is appended if the template ends
+    turns with no token (`TurnEnds.missing`).
 
     Raises:
         DataError: The template refuses messages; the error names file and line.
@@ -53,7 +56,7 @@ def encode_rows(
             rendered.append(render_row(row, template, loss))
         except DataError as error:
             raise DataError(f"{row.location}: {error}") from None
-    return encode_rendered(rows, rendered, tokenizer, loss)
+    return encode_rendered(rows, rendered, tokenizer, template, loss, ends)
 
 
 def render_row(
@@ -75,15 +78,21 @@ def encode_rendered(
     rows: Sequence[ConversationRow],
     rendered: Sequence[Sequence[RenderedConversation]],
     tokenizer: HuggingFaceTokenizer,
+    template: ChatTemplate,
     loss: LossOver,
+    ends: TurnEnds,
 ) -> Iterator[list[ConversationTokens]]:
     """Yields what `encode_rows` yields, for rows that are already rendered."""
     encoded = iter(tokenizer.encode_with_offsets([one.text for texts in rendered for one in texts]))
     for row, texts in zip(rows, rendered, strict=True):
-        made = [with_loss_mask(text.assistant_spans, *next(encoded), loss) for text in texts]
+        blocks = template.has_generation_blocks(row.tools)
+        made = [
+            with_loss_mask(spans if blocks else ends.closed(text, spans), *next(encoded), loss)
+            for text, spans in texts
+        ]
         yield [
-            _ended(*one, tokenizer.eod_id, loss == "all" or messages[-1]["role"] == "assistant")
-            for one, messages in zip(made, row.conversations, strict=True)
+            _ended(one, ends.missing(text), loss == "all" or messages[-1]["role"] == ASSISTANT)
+            for one, (text, _), messages in zip(made, texts, row.conversations, strict=True)
         ]
 
 
@@ -110,10 +119,9 @@ def with_loss_mask(
     return ConversationTokens(np.array(ids, np.int64), loss_mask)
 
 
-def _ended(
-    tokens: NDArray[np.int64], loss_mask: NDArray[np.uint8], eod_id: int | None, counts: bool
-) -> ConversationTokens:
-    """Appends the end-of-document token if it is missing; `counts` is its value in the mask."""
-    if eod_id is None or (len(tokens) and tokens[-1] == eod_id):
-        return ConversationTokens(tokens, loss_mask)
-    return ConversationTokens(np.append(tokens, eod_id), np.append(loss_mask, np.uint8(counts)))
+def _ended(made: ConversationTokens, end: int | None, counts: bool) -> ConversationTokens:
+    """Appends a token if it is missing; `counts` is its value in the mask."""
+    ids, loss_mask = made
+    if end is None or (len(ids) and ids[-1] == end):
+        return made
+    return ConversationTokens(np.append(ids, end), np.append(loss_mask, np.uint8(counts)))

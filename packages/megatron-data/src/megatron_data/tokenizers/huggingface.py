@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from megatron_data.errors import DataError
 from megatron_data.files import AtomicFile, read_json, tokenizer_path, write_json
 from megatron_data.tokenizers.protocol import CONFIG_FILE
+from megatron_data.tokenizers.template_files import StoredTemplates
 from megatron_data.tokenizers.text_splitting import split_pattern, split_text
 
 Offsets: TypeAlias = tuple[int, int]
@@ -38,6 +39,9 @@ class HuggingFaceTokenizer:
     The end-of-document token is `special_tokens["eod"]`, else the `eos_token` of
     `tokenizer_config.json`, else the first of `<|endoftext|>`, `<|end_of_text|>`, `</s>` and
     `<eos>` in the vocabulary.
+
+    Attributes:
+        templates: The chat templates in its folder.
 
     Args:
         definition: Content of a `tokenizer.json`. Its truncation and padding are ignored, because
@@ -64,6 +68,7 @@ class HuggingFaceTokenizer:
         self._vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self._special_tokens = dict(special_tokens or {})
         self._ids = {role: self._special_id(role) for role in ROLES}
+        self.templates = StoredTemplates()
 
     def _special_id(self, role: str) -> int | None:
         token = self._special_tokens.get(role)
@@ -102,6 +107,7 @@ class HuggingFaceTokenizer:
         loaded._base_fingerprint = _configured_base(file.with_name(CONFIG_FILE)) or (
             loaded._fingerprint
         )
+        loaded.templates = StoredTemplates.read(file.parent)
         return loaded
 
     @property
@@ -128,6 +134,12 @@ class HuggingFaceTokenizer:
     def pad_id(self) -> int | None:
         """The padding token, or None."""
         return self._ids["pad"]
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The tokens that are recognized anywhere in a text, with their ids."""
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in decoder.items()}
 
     @property
     def definition(self) -> bytes:
@@ -158,6 +170,7 @@ class HuggingFaceTokenizer:
         tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
         extended = HuggingFaceTokenizer(tokenizer.to_str(), self._special_tokens)
         extended._base_fingerprint = self._base_fingerprint
+        extended.templates = self.templates
         return extended
 
     def token_id(self, token: str) -> int | None:
@@ -216,18 +229,19 @@ class HuggingFaceTokenizer:
             return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `tokenizer.json` as it was read, and `tokenizer_config.json` beside it."""
+        """Writes `tokenizer.json` as it was read, `tokenizer_config.json` and chat templates."""
         folder = Path(folder)
         with AtomicFile(folder / TOKENIZER_FILE) as file:
             file.write(self._definition)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.templates.variables}
         config |= {f"{role}_token": token for role, token in self._special_tokens.items()}
         if self._base_fingerprint != self._fingerprint:
             config[_BASE] = self._base_fingerprint
         write_json(folder / CONFIG_FILE, config)
+        self.templates.save(folder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {"_base_fingerprint": self._base_fingerprint}
+        state = {"_base_fingerprint": self._base_fingerprint, "templates": self.templates}
         return type(self), (self._definition, self._special_tokens), state
 
 

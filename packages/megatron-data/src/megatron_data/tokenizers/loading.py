@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_data.errors import DataError
 from megatron_data.files import read_json, tokenizer_path
-from megatron_data.tokenizers.chat import ChatTemplate
 from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_data.tokenizers.multimodal import (
     ImageTemplate,
@@ -83,7 +82,7 @@ def _of_conversations(
     """Returns the tokenizer that `SFTTokenizer.save` or `MultimodalTokenizer.save` wrote."""
     reference = HuggingFaceTokenizer.load(folder)
     template = load_template(PromptFormat(), reference, folder)
-    template = ChatTemplate(template.source, saved.get("variables", template.variables))
+    template = template.with_variables(saved.get("variables", template.variables))
     pad_token = saved.get("pad_token")
     if pad_token is not None and not isinstance(pad_token, str):
         raise DataError(f"{folder / PLAIN_FILE}: pad_token is {pad_token!r:.60}, not a string")

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 from megatron_data.errors import DataError
-from megatron_data.tokenizers.chat import ChatTemplate, Message, RenderedConversation
+from megatron_data.tokenizers.chat import ChatTemplate, RenderedConversation
 from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_data.tokenizers.messages import Message
 from megatron_data.tokenizers.plain import NullTokenizer
 from megatron_data.tokenizers.prompt_formats import MULTIMODAL_PROMPT_FORMATS, PromptFormat
 from megatron_data.tokenizers.sft import (
@@ -49,7 +50,13 @@ class ImageTemplate(ChatTemplate):
         system: bool = True,
         system_message: str | None = None,
     ) -> None:
-        super().__init__(template.source, template.variables, template.limits, template.now)
+        super().__init__(
+            template.source,
+            template.variables,
+            template.limits,
+            template.now,
+            template.tool_source,
+        )
         self.image_tag = image_tag
         self.system = system
         self.system_message = system_message
@@ -98,7 +105,7 @@ class ImageTemplate(ChatTemplate):
         return {**message, "content": add_image_tags(content, self.image_tag)}
 
     def __reduce__(self) -> tuple[type["ImageTemplate"], tuple[Any, ...]]:
-        plain = ChatTemplate(self.source, self.variables, self.limits, self.now)
+        plain = ChatTemplate(self.source, self.variables, self.limits, self.now, self.tool_source)
         return type(self), (plain, self.image_tag, self.system, self.system_message)
 
 

@@ -23,9 +23,6 @@ from megatron_data.tokenizers.template_limits import (
     check_method,
 )
 
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around the text of `{% generation %}` blocks: code points that are not valid in text."""
-
 LONGEST_SOURCE = 1 << 18
 """Largest number of characters of a template."""
 
@@ -34,6 +31,7 @@ _BUILT_IN = (str, bytes, int, float, list, tuple, dict, set, frozenset, range)
 
 # Names of internal filters; with a leading space, no template can spell them.
 _ITERATED, _COMPARED, _SOUGHT, _JOINED = " iterated", " compared", " sought", " joined"
+_CAPTURING = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock, nodes.Block)
 _STRFTIME = 256  # largest number of characters of one format character
 _DEEPEST = 100  # largest depth of nested nodes; Python compiles about 200 nested brackets
 _NODES, _CHARACTERS = 32, 64  # nodes and characters of a body that cost one step
@@ -41,6 +39,10 @@ _NODES, _CHARACTERS = 32, 64  # nodes and characters of a body that cost one ste
 
 class SandboxedTemplate:
     """A template with the functions and filters of Hugging Face transformers.
+
+    Attributes:
+        writes_directly: Whether every `{% generation %}` block writes to the result, and none to a
+            variable or an argument.
 
     Args:
         source: The template.
@@ -56,6 +58,7 @@ class SandboxedTemplate:
         self._environment = _Environment()
         with self._environment.spending(budget):
             tree = self._environment.parse(source)
+            self.writes_directly = _writes_directly(tree)
             counting = _Counting().visit(tree)
             _check_depth(counting)
             counting.set_environment(self._environment)
@@ -75,15 +78,18 @@ class SandboxedTemplate:
 
 
 class _Generation(Extension):
-    """The block `{% generation %}` … `{% endgeneration %}`."""
+    """The block `{% generation %}` … `{% endgeneration %}`, as in Hugging Face transformers."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        marks = [nodes.Output([nodes.TemplateData(mark)]) for mark in (BEGIN, END)]
-        return nodes.Scope([marks[0], *body, marks[1]]).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
+
+    def _write(self, caller: Callable[[], str]) -> str:
+        environment: Any = self.environment
+        return str(environment.left().blocks.write(caller()))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -270,6 +276,16 @@ def _weight(body: nodes.Node) -> int:
         if isinstance(node, nodes.TemplateData):
             characters += len(node.data)
     return 1 + size // _NODES + characters // _CHARACTERS
+
+
+def _writes_directly(node: nodes.Node, captured: bool = False) -> bool:
+    """Returns whether the template cannot read the text of its generation blocks."""
+    if isinstance(node, nodes.CallBlock) and isinstance(node.call.node, nodes.ExtensionAttribute):
+        if captured:
+            return False
+    elif isinstance(node, _CAPTURING) or (isinstance(node, nodes.For) and node.recursive):
+        captured = True
+    return all(_writes_directly(child, captured) for child in node.iter_child_nodes())
 
 
 def _check_depth(tree: nodes.Node) -> None:

@@ -2,17 +2,20 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from megatron_data.errors import DataError
-from megatron_data.files import AtomicFile, tokenizer_path, write_json
-from megatron_data.tokenizers.chat import TEMPLATE_FILE, ChatTemplate, Message
+from megatron_data.files import tokenizer_path, write_json
+from megatron_data.tokenizers.chat import ChatTemplate
 from megatron_data.tokenizers.conversations import ConversationTokens, LossOver, with_loss_mask
 from megatron_data.tokenizers.huggingface import ROLES, HuggingFaceTokenizer
+from megatron_data.tokenizers.messages import Message
 from megatron_data.tokenizers.plain import PLAIN_FILE
 from megatron_data.tokenizers.prompt_formats import PROMPT_FORMATS, PromptFormat
 from megatron_data.tokenizers.protocol import Tokenizer
+from megatron_data.tokenizers.turn_ends import TurnEnds
 from megatron_data.tokenizers.wrapped import WrappedTokenizer
 
 MEGATRON_DEFAULT = "nemotron-h-aligned"
@@ -91,7 +94,9 @@ class SFTTokenizer(WrappedTokenizer):
     ) -> ConversationTokens:
         """Returns the tokens of a conversation with their loss mask.
 
-        As in Megatron, no end-of-document token is added.
+        As in Megatron, no end-of-document token is added. If a template without `{% generation %}`
+        blocks ends no turn of its own, such as GLM's, the loss counts the first token of the next
+        turn, which the model has to generate to stop.
 
         Args:
             messages: The conversation: `{"role": "user", "content": "…"}` and so on.
@@ -104,13 +109,20 @@ class SFTTokenizer(WrappedTokenizer):
         """
         rendered = self.template.render(messages, tools, add_generation_prompt, loss != "all")
         (encoded,) = self.reference.encode_with_offsets([rendered.text])
-        return with_loss_mask(rendered.assistant_spans, *encoded, loss)
+        spans = rendered.assistant_spans
+        if not self.template.has_generation_blocks(tools):
+            spans = self.turn_ends.closed(rendered.text, spans)
+        return with_loss_mask(spans, *encoded, loss)
+
+    @cached_property
+    def turn_ends(self) -> TurnEnds:
+        """The tokens that end the turns of the template."""
+        return TurnEnds(self.template, self.reference)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the tokenizer, its template, and the file that `load_tokenizer` reads."""
         super().save(folder)
-        with AtomicFile(Path(folder) / TEMPLATE_FILE) as file:
-            file.write(self.template.source.encode())
+        self.template.stored.save(folder)
         write_json(Path(folder) / PLAIN_FILE, self._saved())
 
     def _saved(self) -> dict[str, Any]:
@@ -118,13 +130,15 @@ class SFTTokenizer(WrappedTokenizer):
         return {"type": "SFTTokenizer", "pad_token": self.pad_token, "variables": variables}
 
 
-def conversation_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> SFTTokenizer:
+def conversation_tokenizer(
+    tokenizer: Tokenizer, path: str | os.PathLike[str] | None = None
+) -> SFTTokenizer:
     """Returns a tokenizer with a chat template.
 
     Args:
         tokenizer: An `SFTTokenizer`, which is returned unchanged, or a `HuggingFaceTokenizer`,
             which gets the template in its folder (Megatron: the prompt format "default").
-        path: The file of the tokenizer, or its folder.
+        path: The file of the tokenizer, or its folder, for errors.
 
     Raises:
         DataError: The tokenizer is of another kind, or there is no template.
@@ -136,7 +150,9 @@ def conversation_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -
             f"a {type(tokenizer).__name__} has no chat template; give --tokenizer-type "
             "SFTTokenizer, MultimodalTokenizer or HuggingFaceTokenizer"
         )
-    return SFTTokenizer(tokenizer, load_template(PromptFormat(), tokenizer, path))
+    where = "the tokenizer" if path is None else tokenizer_path(path)
+    template = ChatTemplate.from_stored(tokenizer.templates, where)
+    return SFTTokenizer(tokenizer, add_token_variables(template, tokenizer))
 
 
 def load_with_special_tokens(
@@ -180,4 +196,4 @@ def add_token_variables(template: ChatTemplate, reference: HuggingFaceTokenizer)
     """Adds the special tokens of a tokenizer, such as `bos_token`, to a template's variables."""
     numbers = {f"{role}_token": getattr(reference, f"{role}_id") for role in ROLES}
     tokens = {name: reference.token(n) for name, n in numbers.items() if n is not None}
-    return ChatTemplate(template.source, tokens | template.variables)
+    return template.with_variables(tokens | template.variables)

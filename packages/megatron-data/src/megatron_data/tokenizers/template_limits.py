@@ -7,12 +7,14 @@ The size of a text is checked before it is made.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from string import Formatter
 from typing import Any
 
 from jinja2 import TemplateError
+
+from megatron_data.tokenizers.generation_blocks import Blocks
 
 CALL, FILTER = 32, 8
 """Steps of a call (such as a macro) and of a filter, besides the text that they read and make."""
@@ -42,11 +44,13 @@ class Budget:
         steps: Remaining steps.
         characters: Largest number of characters of a text.
         now: The time that the template reads.
+        blocks: The `{% generation %}` blocks of the rendering.
     """
 
     steps: int
     characters: int
     now: datetime = datetime.min
+    blocks: Blocks = field(default_factory=Blocks)
 
     def spend(self, steps: int) -> None:
         """Charges steps.

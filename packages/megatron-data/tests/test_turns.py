@@ -1,0 +1,115 @@
+"""Ends of turns, and answers of templates without `{% generation %}` blocks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_families import FAMILIES
+from megatron_data import HuggingFaceTokenizer, IndexedDataset, tokenize_conversations
+from megatron_data.tokenizers import ChatTemplate, SFTTokenizer, TurnEnds
+from megatron_data.tokenizers.prompt_formats import PROMPT_FORMATS
+
+pytest.importorskip("jinja2")
+
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Who?"},
+    {"role": "assistant", "content": "\nIshmael."},
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": "At sea."},
+]
+NAMES = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<s>"]
+
+
+@pytest.fixture(scope="module")
+def marked(tokenizer: HuggingFaceTokenizer) -> HuggingFaceTokenizer:
+    """A tokenizer with special tokens of several families."""
+    extended = tokenizer.with_special_tokens(NAMES)
+    return HuggingFaceTokenizer(extended.definition, {"bos": "<s>", "eos": "<|im_end|>"})
+
+
+def said(name: str, talk: list[dict[str, Any]]) -> list[str]:
+    family = FAMILIES[name]
+    text, spans = ChatTemplate(
+        family.template, {"eos_token": family.eos, "bos_token": family.bos}
+    ).render(talk)
+    return [text[first:last] for first, last in spans]
+
+
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        ("qwen3", ["\nIshmael.<|im_end|>\n", "<think>\n\n</think>\n\nAt sea.<|im_end|>\n"]),
+        ("phi3", ["\nIshmael.<|end|>\n", "At sea.<|end|>\n<|endoftext|>"]),
+        ("r1", ["\nIshmael.<｜end▁of▁sentence｜>", "At sea.<｜end▁of▁sentence｜>"]),  # noqa: RUF001
+        ("gemma", ["Ishmael.<end_of_turn>\n", "At sea.<end_of_turn>\n"]),
+        ("glm4", ["\n\nIshmael.", "\nAt sea."]),
+    ],
+)
+def test_answers_are_found_in_turns_that_change_when_others_follow(
+    name: str, answers: list[str]
+) -> None:
+    assert said(name, TALK) == answers
+
+
+@pytest.mark.parametrize(
+    ("source", "token"),
+    [
+        (FAMILIES["chatml"].template, "<|im_end|>"),
+        (FAMILIES["glm4"].template, "<|user|>"),
+        (FAMILIES["plain"].template, None),
+        ("{% for m in messages %}<s>{{ m.content }}{% endfor %}", None),  # a beginning, no end
+        ("{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", "<|im_end|>"),
+        ("{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}"
+         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", "<|im_end|>"),
+        ("{{ raise_exception('no') }}", None),
+        *((each.template, None) for each in PROMPT_FORMATS.values() if each.template),
+    ],
+)  # fmt: skip
+def test_the_token_that_ends_a_turn(
+    source: str, token: str | None, marked: HuggingFaceTokenizer
+) -> None:
+    assert TurnEnds(ChatTemplate(source), marked).token == token
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "answers"),
+    [
+        ("chatml", "", ["\nIshmael.<|im_end|>\n", "At sea.<|im_end|>\n"]),
+        ("glm4", "", ["\n\nIshmael.<|user|>", "\nAt sea."]),
+        ("plain", "<|im_end|>", ["\nIshmael.\n", "At sea.\n<|im_end|>"]),
+    ],
+)
+def test_a_conversation_ends_as_the_template_ends_it(
+    name: str, end: str, answers: list[str], marked: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "t.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    template = ChatTemplate(FAMILIES[name].template)
+    tokenize_conversations([tmp_path / "t.jsonl"], tmp_path / "t", marked, template)
+    with (
+        IndexedDataset(tmp_path / "t_conversation") as texts,
+        IndexedDataset(tmp_path / "t_conversation_loss") as masks,
+    ):
+        ids, mask = texts.get(0).tolist(), masks.get(0).tolist()
+    assert marked.decode(ids) == template.render(TALK).text + end
+    answered = "".join(answers)
+    assert marked.decode([n for n, counts in zip(ids, mask, strict=True) if counts]) == answered
+    if not end:
+        made = SFTTokenizer(marked, template).tokenize_conversation(TALK)
+        assert (made.ids.tolist(), made.loss_mask.tolist()) == (ids, mask)
+
+
+@pytest.mark.parametrize("name", [name for name, each in PROMPT_FORMATS.items() if each.template])
+def test_megatrons_formats_get_its_end_of_document(
+    name: Any, marked: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    """As in Megatron's SFTDataset, also in a format that ends its turns with a token."""
+    (tmp_path / "t.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    template = ChatTemplate.from_prompt_format(name)
+    tokenizer = marked.with_special_tokens(["<SPECIAL_11>", "<SPECIAL_12>"])
+    tokenize_conversations([tmp_path / "t.jsonl"], tmp_path / "t", tokenizer, template)
+    with IndexedDataset(tmp_path / "t_conversation") as texts:
+        assert tokenizer.decode(texts.get(0).tolist()) == (
+            template.render(TALK).text + "<|im_end|>"
+        )
