@@ -320,6 +320,56 @@ def test_the_tokenizer_is_written_as_hugging_faces_files(tmp_path):
     assert content["post_processor"]["single"][0]["SpecialToken"]["id"] == "<s>"
 
 
+def generation(path, tmp_path, name):
+    made = Checkpoint(import_hf(path, tmp_path / name))
+    return json.loads(made.read_file("huggingface/generation_config.json"))
+
+
+def test_tokens_that_end_a_text_are_those_of_llama_cpp(tmp_path):
+    words = [f"x{i}" for i in range(VOCAB)]
+    words[5:9] = ["<|im_end|>", "<|endoftext|>", "<turn>", "<msg>"]
+    metadata = {
+        "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.token_type": [1] * VOCAB,
+        "tokenizer.ggml.merges": ["x1 x2"],
+    }
+    plain = write(tmp_path / "plain.gguf", more=metadata)
+    assert generation(plain, tmp_path, "a")["eos_token_id"] == [5, 6]
+    ids = {"eos": 6, "eot": 7, "eom": 8}
+    named = {f"tokenizer.ggml.{role}_token_id": np.uint32(at) for role, at in ids.items()}
+    path = write(tmp_path / "named.gguf", more=metadata | named)
+    assert generation(path, tmp_path, "b")["eos_token_id"] == [6, 7, 8, 5]
+
+
+def test_sampling_of_a_file_is_that_of_its_publisher(tmp_path):
+    assert "do_sample" not in generation(write(tmp_path / "none.gguf"), tmp_path, "a")
+    metadata = {
+        "general.sampling.temp": np.float32(0.7),
+        "general.sampling.top_p": np.float32(0.95),
+        "general.sampling.penalty_repeat": np.float32(1.05),
+    }
+    found = generation(write(tmp_path / "m.gguf", more=metadata), tmp_path, "b")
+    assert found.pop("bos_token_id") == VOCAB - 2
+    assert found == {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.95,
+        "repetition_penalty": 1.05,
+    }
+
+
+@pytest.mark.parametrize(
+    ("pre", "flag", "starts"),
+    [("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", None, False)],
+)
+def test_texts_start_with_bos_as_in_llama_cpp(tmp_path, pre, flag, starts):
+    metadata = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": flag}
+    made = imported(write(tmp_path / "m.gguf", more=metadata), tmp_path)
+    content = json.loads(made.read_file("tokenizer/tokenizer.json"))
+    assert (content["post_processor"]["type"] == "TemplateProcessing") == starts
+
+
 SENTENCE_PIECE = {
     "tokenizer.ggml.model": "llama",
     "tokenizer.ggml.scores": [0.0] * VOCAB,

@@ -13,6 +13,7 @@ from megatron_data import ByteTokenizer
 from megatron_infer import InferError, SamplingParams, generate_tokens
 from megatron_infer.cli import main
 from megatron_infer.cli.chat import CHATML, PLAIN, Conversation, choose_format
+from megatron_infer.engine.generate import stop_tokens
 from megatron_models import GPT, record_of
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 
@@ -40,7 +41,8 @@ def model(make_model: Callable[..., GPT]) -> GPT:
 
 
 def conversation(model: GPT, tokenizer: Any, form: Any) -> Conversation:
-    return Conversation(SimpleNamespace(model=model, tokenizer=tokenizer), form, GREEDY)
+    loaded = SimpleNamespace(model=model, tokenizer=tokenizer, stop_tokens=stop_tokens(tokenizer))
+    return Conversation(loaded, form, GREEDY)
 
 
 def test_plain_turns_are_one_text(model: GPT, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
 from ._version import __version__ as __version__
+from .defaults import GenerationDefaults as GenerationDefaults
 from .detokenize import TextStream as TextStream
 from .engine.cache import SlotCache as SlotCache
 from .engine.continuation import Continuation as Continuation

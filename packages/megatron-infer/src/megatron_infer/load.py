@@ -5,10 +5,9 @@ weights, and the files of the tokenizer in the folder ``tokenizer``. A Hugging F
 file has the same in its own format, which megatron-ckpt reads without writing a checkpoint.
 """
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, overload
 
@@ -28,11 +27,11 @@ from megatron_models import (
 from megatron_parallel import LayoutError, Mesh, View, collect_shardings, parameter_views
 from megatron_parallel.memory import is_out_of_memory
 
+from megatron_infer.defaults import GenerationDefaults, read_defaults
 from megatron_infer.engine.generate import stop_tokens
 from megatron_infer.errors import InferError
 
 TOKENIZER_FOLDER = "tokenizer"
-_SETTINGS = ("huggingface/generation_config.json", "huggingface/config.json")
 
 Source = Checkpoint | ForeignModel
 StoredTokenizer = Literal["stored"]
@@ -47,11 +46,13 @@ class LoadedModel(Generic[AnyTokenizer]):
         stages: The model. If it is sharded over ranks, all stages of this rank.
         tokenizer: The tokenizer of the checkpoint, the one passed to `load_model`, or None.
         checkpoint: The checkpoint or foreign model that was loaded.
+        defaults: Settings of generation that the model brings along.
     """
 
     stages: tuple[DecodingModel, ...]
     tokenizer: AnyTokenizer
     checkpoint: Source
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     @property
     def model(self) -> DecodingModel:
@@ -67,24 +68,15 @@ class LoadedModel(Generic[AnyTokenizer]):
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """The tokens that end a text: those of the tokenizer, or without one those of the settings.
-
-        The settings are ``eos_token_id`` in ``generation_config.json`` or ``config.json`` of a
-        model from Hugging Face.
-        """
-        if self.tokenizer is not None:
-            return stop_tokens(self.tokenizer)
-        return frozenset(_tokens_in_settings(self.checkpoint, "eos_token_id"))
+        """The tokens that end a text: those of the model's defaults and those of the tokenizer."""
+        ends = frozenset() if self.tokenizer is None else stop_tokens(self.tokenizer)
+        return self.defaults.stop_tokens | ends
 
     @property
     def start_token(self) -> int | None:
-        """The token that starts the output for a source: that of the settings or the tokenizer.
-
-        The setting is ``decoder_start_token_id`` in ``generation_config.json`` or ``config.json``
-        of a model from Hugging Face. Without one it is the tokenizer's begin-of-text token.
-        """
-        if found := _tokens_in_settings(self.checkpoint, "decoder_start_token_id"):
-            return found[0]
+        """The token that starts the output for a source: that of the defaults or the tokenizer."""
+        if self.defaults.start_token is not None:
+            return self.defaults.start_token
         return None if self.tokenizer is None else self.tokenizer.bos_id
 
 
@@ -158,6 +150,7 @@ def load_model(
         raise InferError(f"{source.path} has no record of its model; save it with a model record")
     kind = _decoding_kind(source, source.model)
     config = config_of(source.model)
+    defaults = read_defaults(_files(source), source.read_file, str(source.path))
     _check_decoding(source, config, mesh)
     vocabulary = config.embedding.vocab_size
     if tokenizer == "stored":
@@ -180,7 +173,7 @@ def load_model(
         progress(done, total)
 
     source.load_tensors(views, cast="floating", progress=count)
-    return LoadedModel(tuple(stage.eval() for stage in stages), tokenizer, source)
+    return LoadedModel(tuple(stage.eval() for stage in stages), tokenizer, source, defaults)
 
 
 def _open(path: str | Path, iteration: int | None) -> Source:
@@ -285,20 +278,3 @@ def _open_tokenizer(source: Source) -> Tokenizer:
                 f"{why}; give another tokenizer with --tokenizer-model and --tokenizer-type (in "
                 "Python tokenizer=...)"
             ) from None
-
-
-def _tokens_in_settings(source: Source, field: str) -> list[int]:
-    """Returns the ids in the first such field of the Hugging Face settings."""
-    held = _files(source)
-    for name in _SETTINGS:
-        if name not in held:
-            continue
-        try:
-            found = json.loads(source.read_file(name))
-        except (ValueError, RecursionError):
-            raise InferError(f"{name} of {source.path} is not JSON") from None
-        value = found.get(field) if isinstance(found, dict) else None
-        values = value if isinstance(value, list) else [value]
-        if numbers := [each for each in values if type(each) is int]:
-            return numbers
-    return []

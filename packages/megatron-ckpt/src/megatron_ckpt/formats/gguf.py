@@ -9,6 +9,7 @@ Tensors are read and dequantised on request.
 Format: docs/gguf.md of ggml. The package ``gguf`` reads it and knows the quantisations.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from megatron_ckpt.errors import CheckpointError
 from megatron_ckpt.formats.gguf_architectures.architecture import Architecture
 from megatron_ckpt.formats.gguf_architectures.table import ARCHITECTURES
 from megatron_ckpt.formats.gguf_file import GGUFFile
+from megatron_ckpt.formats.gguf_generation import generation_config
 from megatron_ckpt.formats.gguf_tokenizer import tokenizer_files
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
 from megatron_ckpt.views import Box
@@ -47,8 +49,6 @@ def open_gguf(path: Path, architectures: Mapping[str, Architecture] = ARCHITECTU
         CheckpointError: The file is damaged, its architecture or one of its settings is not
             supported, or the package ``gguf`` is not installed.
     """
-    import json
-
     file = GGUFFile(path)
     name = file.require("general.architecture")
     if name not in architectures:
@@ -63,10 +63,15 @@ def open_gguf(path: Path, architectures: Mapping[str, Architecture] = ARCHITECTU
         config=config,
         open_tensors=lambda prefix, former_endings: GGUFTensors(file, architecture, config),
         files={
-            f"{HUGGINGFACE}/config.json": (json.dumps(config, indent=2) + "\n").encode(),
+            f"{HUGGINGFACE}/config.json": _json(config),
+            f"{HUGGINGFACE}/generation_config.json": _json(generation_config(file)),
             **{f"{TOKENIZER}/{key}": content for key, content in tokenizer_files(file).items()},
         },
     )
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 class GGUFTensors:

@@ -146,13 +146,24 @@ def _settings(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
                 f"{len(tokens)} tokens"
             )
         settings[f"{role}_token"] = tokens[number]
-    for flag in ("add_bos_token", "add_eos_token"):
-        if (value := file.get(_KEY + flag)) is not None:
-            settings[flag] = value
+    if (starts := file.get(f"{_KEY}add_bos_token", _starts_with_bos(file))) is not None:
+        settings["add_bos_token"] = starts
+    if (ends := file.get(f"{_KEY}add_eos_token")) is not None:
+        settings["add_eos_token"] = ends
     if template := file.get("tokenizer.chat_template"):
         settings["chat_template"] = template
     settings["clean_up_tokenization_spaces"] = False
     return settings
+
+
+def _starts_with_bos(file: GGUFFile) -> bool | None:
+    """Returns True for tokenizers that start a text with its token unless the file denies it.
+
+    In llama.cpp (``llama-vocab.cpp``) these are SentencePiece's BPE and the pre-tokenizer of
+    Llama 3. Others do so only if the file demands it.
+    """
+    split = _SPLITS.get(file.get(f"{_KEY}pre", ""))
+    return True if file.get(f"{_KEY}model") == "llama" or split is _LLAMA3 else None
 
 
 def _post_processor(settings: dict[str, Any], tokens: list[str]) -> dict[str, Any] | None:

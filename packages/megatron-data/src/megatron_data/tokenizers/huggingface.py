@@ -142,6 +142,15 @@ class HuggingFaceTokenizer:
         return {token.content: number for number, token in decoder.items()}
 
     @property
+    def text_edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that the post-processor adds before and after a text, which `encode` omits."""
+        probe = self._tokenizer.encode("a", add_special_tokens=True)
+        text = [at for at, special in enumerate(probe.special_tokens_mask) if not special]
+        if not text:  # the tokenizer has no token for the probe
+            return (), ()
+        return tuple(probe.ids[: text[0]]), tuple(probe.ids[text[-1] + 1 :])
+
+    @property
     def definition(self) -> bytes:
         """The content of the `tokenizer.json`."""
         return self._definition

@@ -59,8 +59,9 @@ PLAIN = Format("", "", None)
 
 def run(arguments: argparse.Namespace) -> int:
     """Reads lines and answers them until the input ends."""
-    params = sampling_params(arguments)
+    sampling_params(arguments)  # refuses a wrong value before the model is loaded
     loaded = load_decoder_only(arguments)
+    params = sampling_params(arguments, loaded.defaults)
     chosen = choose_format(arguments.format, loaded.tokenizer)
     conversation = Conversation(loaded, chosen, params)
     kind = "turns are marked as in ChatML" if chosen is CHATML else "the text is continued"
@@ -132,7 +133,6 @@ class Conversation:
         If an exception such as KeyboardInterrupt ends the answer, the tokens so far are kept.
         """
         from megatron_infer.detokenize import TextStream
-        from megatron_infer.engine.generate import stop_tokens
         from megatron_infer.engine.tokens import generate_tokens
 
         tokenizer, form = self._loaded.tokenizer, self._format
@@ -155,7 +155,7 @@ class Conversation:
                 self._loaded.model,
                 [prompt],
                 self._params,
-                stop_tokens=stop_tokens(tokenizer) | frozenset(end),
+                stop_tokens=self._loaded.stop_tokens | frozenset(end),
                 on_token=on_token,
             )
         finally:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from megatron_infer.engine.continuation import Continuation
     from megatron_infer.engine.generate import Completion
     from megatron_infer.load import LoadedModel
-    from megatron_infer.params import SamplingParams
 
 ENDINGS = {
     "stop": "the document ended",
@@ -73,10 +73,10 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Continues the prompts and prints them."""
-    params = sampling_params(arguments)
+    sampling_params(arguments)  # refuses a wrong value before the model is loaded
     _check_together(arguments)
     if arguments.prompt_tokens:
-        return _continue_tokens(arguments, params)
+        return _continue_tokens(arguments)
     sources = arguments.source
     if arguments.prompt_file:
         prompts = [_read(arguments.prompt_file)]
@@ -86,24 +86,24 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megatron_infer.engine.generate import generate
 
+    continued = partial(
+        generate,
+        loaded.stages,
+        loaded.tokenizer,
+        prompts,
+        sampling_params(arguments, loaded.defaults),
+        sources=sources,
+        start_token=loaded.start_token if sources else None,
+        stop=loaded.stop_tokens,
+        special_tokens=loaded.defaults.adds_special_tokens,
+    )
     started = time.perf_counter()
     if len(prompts) == 1:
         with _one_line():
             _print(prompts[0])
-            completions = generate(
-                loaded.stages,
-                loaded.tokenizer,
-                prompts,
-                params,
-                sources=sources,
-                start_token=loaded.start_token if sources else None,
-                on_text=lambda _, text: _print(text),
-            )
+            completions = continued(on_text=lambda _, text: _print(text))
     else:
-        start = loaded.start_token if sources else None
-        completions = generate(
-            loaded.stages, loaded.tokenizer, prompts, params, sources=sources, start_token=start
-        )
+        completions = continued()
         for number, one in enumerate(completions, start=1):
             _print(f"--- {number} ---\n{one.prompt}{one.text}\n")
     _summarize(loaded, completions, time.perf_counter() - started)
@@ -124,7 +124,7 @@ def _check_together(arguments: argparse.Namespace) -> None:
         )
 
 
-def _continue_tokens(arguments: argparse.Namespace, params: "SamplingParams") -> int:
+def _continue_tokens(arguments: argparse.Namespace) -> int:
     """Continues prompts of token ids and prints all ids; a single prompt is streamed."""
     prompts = [_ids(text) for text in arguments.prompt_tokens]
     sources = [_ids(text) for text in arguments.source_tokens or ()] or None
@@ -143,7 +143,7 @@ def _continue_tokens(arguments: argparse.Namespace, params: "SamplingParams") ->
         found = generate_tokens(
             loaded.stages,
             prompts,
-            params,
+            sampling_params(arguments, loaded.defaults),
             sources=sources,
             stop_tokens=loaded.stop_tokens,
             on_token=show if single else None,

@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer.defaults import GenerationDefaults
 from megatron_infer.errors import InferError
 from megatron_infer.params import SamplingParams
 
@@ -71,20 +73,27 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the fields of `SamplingParams`."""
     sampling = parser.add_argument_group("sampling")
     for setting in dataclasses.fields(SamplingParams):
+        default = (
+            ""
+            if setting.default is None
+            else f" [default that of the model, else {setting.default}]"
+        )
         sampling.add_argument(
             *(setting.metadata[key] for key in ("flag", "also") if key in setting.metadata),
             dest=setting.name,
             type=float if setting.type is float else int,
-            default=setting.default,
             metavar="X" if setting.type is float else "N",
-            help=setting.metadata["help"],
+            help=setting.metadata["help"] + default,
         )
 
 
-def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """Returns the settings of the sampling options."""
+def sampling_params(
+    arguments: argparse.Namespace, defaults: GenerationDefaults | None = None
+) -> SamplingParams:
+    """Returns the settings of the sampling options; defaults of a model count for the others."""
     names = [setting.name for setting in dataclasses.fields(SamplingParams)]
-    return SamplingParams(**{name: getattr(arguments, name) for name in names})
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return (defaults or GenerationDefaults()).sampling_params(**given)
 
 
 def tokenizer_from_options(arguments: argparse.Namespace) -> "Tokenizer | None":
@@ -151,7 +160,7 @@ def _load(arguments: argparse.Namespace, tokenizer: Any) -> Any:
             bar.total = total
             bar.update(done - bar.n)
 
-        return load_model(
+        loaded = load_model(
             arguments.load,
             tokenizer=tokenizer,
             iteration=arguments.iteration,
@@ -159,3 +168,6 @@ def _load(arguments: argparse.Namespace, tokenizer: Any) -> Any:
             dtype=getattr(torch, arguments.dtype),
             progress=progress,
         )
+    for note in loaded.defaults.notes:
+        print(f"megatron-infer: note: {note}", file=sys.stderr)
+    return loaded

@@ -63,6 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
         from megatron_infer.server.run import serve
         from megatron_infer.server.service import GenerationService
 
+        if "max_new_tokens" in loaded.defaults.params:
+            print(
+                "megatron-infer: note: a request without tokens_to_generate gets 64 tokens; "
+                "max_new_tokens of the model is not applied",
+                file=sys.stderr,
+            )
         _log_to_stderr(logging.WARNING if arguments.quiet else logging.INFO)
         service = GenerationService(
             loaded.model,
@@ -70,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_tokens_per_request=settings.max_tokens_per_request,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
+            defaults=loaded.defaults,
         )
         app = create_app(service, settings, describe(loaded))
         serve(app, service, settings, listener, on_ready=lambda url: _announce(url, loaded))

@@ -59,7 +59,11 @@ def create_app(
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     _add_guards(app, settings)
     _add_page(app)
-    document = openapi_document(service.positions, needs_token=settings.token is not None)
+    document = openapi_document(
+        service.positions,
+        needs_token=settings.token is not None,
+        defaults=service.request_defaults,
+    )
     schema = document["components"]["schemas"]["Request"]
 
     @app.put("/api")

@@ -5,6 +5,7 @@ Names, defaults and ranges are those of Megatron-LM's text generation server.
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,37 @@ class GenerateRequest:
     random_seed: int | None = None
 
 
-def request_schema(positions: int) -> dict[str, Any]:
-    """Returns the JSON Schema of a request body for a model with ``positions`` positions."""
+def request_defaults(params: Mapping[str, Any], *, starts_with_bos: bool) -> dict[str, Any]:
+    """Returns the defaults of requests for a model.
+
+    Args:
+        params: The fields of `SamplingParams` that the model sets. ``max_new_tokens`` is not used:
+            a request for as many tokens would exceed the limits of a server.
+        starts_with_bos: Whether the tokenizer starts every text with the begin-of-text token.
+    """
+    defaults: dict[str, Any] = {"add_BOS": True} if starts_with_bos else {}
+    if params.get("temperature") == 0.0:
+        return defaults | {"top_k": 1}
+    defaults |= {name: params[name] for name in ("temperature", "top_k") if name in params}
+    if params.get("top_p", 1.0) < 1.0:
+        defaults["top_p"] = params["top_p"]
+    return defaults
+
+
+def request_schema(positions: int, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the JSON Schema of a request body for a model with ``positions`` positions.
+
+    Args:
+        positions: The number of positions.
+        defaults: Defaults of this model by field. Defaults to none but Megatron-LM's.
+    """
+    schema = _schema(positions)
+    for name, value in (defaults or {}).items():
+        schema["properties"][name]["default"] = value
+    return schema
+
+
+def _schema(positions: int) -> dict[str, Any]:
     return {
         "type": "object",
         "required": ["prompts"],
@@ -95,7 +125,8 @@ def request_schema(positions: int) -> dict[str, Any]:
                 "minimum": 0,
                 "maximum": 1000,
                 "default": 0,
-                "description": "Draw from the k likeliest tokens; 0 is no limit. Excludes top_p.",
+                "description": "Draw from the k likeliest tokens; 0 is no limit. Excludes top_p "
+                "and replaces its default.",
             },
             "top_p": {
                 "type": "number",
@@ -103,7 +134,7 @@ def request_schema(positions: int) -> dict[str, Any]:
                 "maximum": 1,
                 "default": 0.0,
                 "description": "Draw from the likeliest tokens that together reach this "
-                "probability; 0 is no limit. Excludes top_k.",
+                "probability; 0 is no limit. Excludes top_k and replaces its default.",
             },
             "add_BOS": {
                 "type": "boolean",
@@ -139,9 +170,19 @@ def parse_request(body: bytes, schema: dict[str, Any]) -> GenerateRequest:
     if "prompts" not in fields:
         raise RequestError(400, "prompts is missing: a list of texts to continue")
     values = {name: _checked(name, value, known[name]) for name, value in fields.items()}
-    request = GenerateRequest(**values)
+    if values.get("top_k", 0) > 0 and values.get("top_p", 0) > 0:
+        raise RequestError(400, "top_k and top_p exclude each other; set only one of them")
+    request = GenerateRequest(**(_defaults(known, values) | values))
     _check_together(request)
     return request
+
+
+def _defaults(known: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the defaults of a model; a request for one of top_k and top_p sets both."""
+    defaults = {name: field["default"] for name, field in known.items() if "default" in field}
+    if values.keys() & {"top_k", "top_p"}:
+        defaults |= {"top_k": 0, "top_p": 0.0}
+    return defaults
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:
@@ -228,8 +269,6 @@ def _checked_number(name: str, value: Any, schema: dict[str, Any]) -> int | floa
 
 def _check_together(request: GenerateRequest) -> None:
     """Checks combinations of fields."""
-    if request.top_k > 0 and request.top_p > 0:
-        raise RequestError(400, "top_k and top_p exclude each other; set only one of them")
     if request.tokens_to_generate == 0 and not request.logprobs:
         raise RequestError(400, "tokens_to_generate is 0, which needs logprobs: true")
     if not request.add_BOS:

@@ -18,12 +18,15 @@ class Generation:
         model: A whole model on any device.
         tokenizer: The tokenizer of the model.
         job: The request, which gets the pieces of text as they become final.
+        stop: Tokens that end a text beside those of the tokenizer.
 
     Raises:
         InferError: As for `generate_tokens`.
     """
 
-    def __init__(self, model: AnyModel, tokenizer: Tokenizer, job: Job) -> None:
+    def __init__(
+        self, model: AnyModel, tokenizer: Tokenizer, job: Job, stop: frozenset[int]
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._job = job
@@ -36,7 +39,7 @@ class Generation:
                 model,
                 job.tokens,
                 [_sampling(job.request, index) for index in range(len(job.tokens))],
-                stop_tokens=stop_tokens(tokenizer),
+                stop_tokens=stop_tokens(tokenizer) | stop,
                 on_token=lambda index, token: self._show(index, self._streams[index].push(token)),
                 log_probs=job.request.logprobs,
             )

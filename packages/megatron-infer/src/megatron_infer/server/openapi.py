@@ -1,5 +1,6 @@
 """The OpenAPI document of a server. The tests send requests that it allows and that it forbids."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_infer._version import __version__
@@ -21,8 +22,16 @@ FOREIGN = "The Host header does not name this server."
 EXAMPLE = {"prompts": ["Hello world"], "tokens_to_generate": 1}
 
 
-def openapi_document(positions: int, *, needs_token: bool) -> dict[str, Any]:
-    """Returns the document for a model with ``positions`` positions."""
+def openapi_document(
+    positions: int, *, needs_token: bool, defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the document for a model with ``positions`` positions.
+
+    Args:
+        positions: The number of positions.
+        needs_token: Whether requests need a token.
+        defaults: As for `request_schema`.
+    """
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -49,7 +58,7 @@ def openapi_document(positions: int, *, needs_token: bool) -> dict[str, Any]:
             "/health": {"get": _health()},
             "/": {"get": _page()},
         },
-        "components": {"schemas": _schemas(positions)},
+        "components": {"schemas": _schemas(positions, defaults)},
     }
     if needs_token:
         document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
@@ -64,10 +73,10 @@ def openapi_document(positions: int, *, needs_token: bool) -> dict[str, Any]:
     return document
 
 
-def _schemas(positions: int) -> dict[str, Any]:
+def _schemas(positions: int, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
     strings = {"type": "array", "items": {"type": "string"}}
     return {
-        "Request": request_schema(positions),
+        "Request": request_schema(positions, defaults),
         "Answer": {
             "type": "object",
             "required": ["text", "segments", "tokens", "logprobs", "finish_reasons"],

@@ -8,14 +8,17 @@ import logging
 import queue
 import threading
 import time
+from typing import Any
 
 import torch
 from megatron_data import DataError, Tokenizer
 from megatron_parallel.memory import is_out_of_memory
 
+from megatron_infer.defaults import GenerationDefaults
+from megatron_infer.engine.generate import encode_texts
 from megatron_infer.engine.stages import AnyModel, LocalStages, evaluating
 from megatron_infer.errors import InferError
-from megatron_infer.server.fields import GenerateRequest, RequestError
+from megatron_infer.server.fields import GenerateRequest, RequestError, request_defaults
 from megatron_infer.server.generation import Generation
 from megatron_infer.server.job import Answer, Job
 from megatron_infer.server.scheduler import Scheduler
@@ -34,6 +37,8 @@ class GenerationService:
         max_running: The largest number of requests that take turns; each has a cache. Defaults to
             4.
         max_waiting: The largest number of requests that wait. Defaults to 64.
+        defaults: Settings of generation that the model brings along
+            (`LoadedModel.defaults`). Defaults to none.
     """
 
     def __init__(
@@ -44,10 +49,12 @@ class GenerationService:
         max_tokens_per_request: int = 12000,
         max_running: int = 4,
         max_waiting: int = 64,
+        defaults: GenerationDefaults | None = None,
     ) -> None:
         self._model = model
         self._positions = LocalStages(model).positions
         self._tokenizer = tokenizer
+        self._defaults = defaults or GenerationDefaults()
         self._max_tokens = max_tokens_per_request
         self._scheduler = Scheduler(max_running, max_waiting)
         self._generations: dict[Job, Generation] = {}  # of running jobs; used by the thread only
@@ -60,6 +67,17 @@ class GenerationService:
     def positions(self) -> int:
         """The largest number of tokens of a prompt and its continuation."""
         return self._positions
+
+    @property
+    def request_defaults(self) -> dict[str, Any]:
+        """The defaults of the fields of a request, where the model has its own."""
+        start = self._tokenizer.bos_id
+        edges = encode_texts(
+            self._tokenizer, [""], special_tokens=self._defaults.adds_special_tokens
+        )[0]
+        return request_defaults(
+            self._defaults.params, starts_with_bos=start is not None and edges[:1] == [start]
+        )
 
     @property
     def healthy(self) -> bool:
@@ -201,7 +219,9 @@ class GenerationService:
         """Runs the model once for a request; returns its answer or error when it ends."""
         try:
             if job not in self._generations:
-                self._generations[job] = Generation(self._model, self._tokenizer, job)
+                self._generations[job] = Generation(
+                    self._model, self._tokenizer, job, self._defaults.stop_tokens
+                )
             return self._generations[job].step()
         except InferError as error:
             log.error("a generation failed: %s", error)

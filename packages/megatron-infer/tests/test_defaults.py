@@ -1,0 +1,118 @@
+"""Settings beside the weights: each is applied, or named in a note, or has no effect."""
+
+import json
+from typing import Any
+
+import pytest
+from megatron_infer import InferError, SamplingParams
+from megatron_infer.defaults import GenerationDefaults, read_defaults
+from megatron_infer.server.fields import parse_request, request_defaults, request_schema
+
+
+def read(**files: Any) -> GenerationDefaults:
+    """Reads the defaults of ``generation`` and ``config``."""
+    content = {
+        f"huggingface/{name}": json.dumps(files[key]).encode()
+        for key, name in (("generation", "generation_config.json"), ("config", "config.json"))
+        if key in files
+    }
+    return read_defaults(list(content), content.__getitem__, "folder")
+
+
+def test_a_model_without_settings_has_no_defaults() -> None:
+    assert read() == GenerationDefaults()
+    plain = read(config={"hidden_size": 8, "max_length": 20})
+    assert plain == GenerationDefaults(adds_special_tokens=True)
+
+
+def test_one_file_counts_as_a_whole() -> None:
+    config = {"eos_token_id": [5, 6], "do_sample": True, "repetition_penalty": 1.1}
+    alone = read(config=config)
+    assert alone.stop_tokens == {5, 6} and alone.params["top_k"] == 50
+    assert "config.json: not applied: repetition_penalty 1.1" in alone.notes
+    both = read(config=config, generation={"eos_token_id": 6})
+    assert both.stop_tokens == {6} and both.params == {}
+    (note,) = both.notes
+    assert note == (
+        "generation_config.json: not applied: eos_token_id [5, 6] of config.json "
+        "(generation_config.json comes first)"
+    )
+    inner = read(config={"text_config": {"eos_token_id": [1, 106]}})
+    assert inner.stop_tokens == {1, 106}
+
+
+@pytest.mark.parametrize(
+    ("generation", "start"),
+    [
+        ({"decoder_start_token_id": 3, "bos_token_id": 1}, 3),
+        ({"bos_token_id": 1}, 1),
+        ({}, 0),
+    ],
+)
+def test_the_output_for_a_source_starts_as_in_transformers(
+    generation: dict[str, int], start: int
+) -> None:
+    assert read(generation=generation, config={"decoder_start_token_id": 0}).start_token == start
+
+
+def test_options_come_before_the_settings_of_the_model() -> None:
+    found = read(generation={"do_sample": True, "temperature": 0.6, "max_new_tokens": 9})
+    assert found.sampling_params(top_k=7, seed=1) == SamplingParams(9, 0.6, 7, 1.0, 1)
+    assert found.sampling_params(temperature=0.0, max_new_tokens=3).temperature == 0.0
+    assert found.notes == (
+        "generation_config.json: applied temperature 0.6, top_k 50, top_p 1.0, max_new_tokens 9",
+    )
+
+
+def test_sampling_fields_count_only_with_do_sample() -> None:
+    fields = {"temperature": 0.6, "top_p": 0.9, "min_p": 0.1}
+    assert read(generation={"do_sample": False}).params == {"temperature": 0.0}
+    without = read(generation=fields)
+    assert without.params == {}
+    assert without.notes[0].endswith(
+        "temperature 0.6 (do_sample is not true); top_p 0.9 (do_sample is not true); "
+        "min_p 0.1 (do_sample is not true)"
+    )
+    assert read(generation={**fields, "do_sample": True}).notes[1].endswith("applied: min_p 0.1")
+
+
+def test_what_has_an_effect_elsewhere_is_named() -> None:
+    found = read(generation={"num_beams": 4, "no_repeat_ngram_size": 3, "chat_format": "raw"})
+    assert found.notes == (
+        "generation_config.json: not applied: num_beams 4; no_repeat_ngram_size 3; "
+        'chat_format "raw" (unknown)',
+    )
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "max_length": 20}
+    assert read(generation=neutral).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ([1], "generation_config.json of folder is not a JSON object"),
+        ({"eos_token_id": "</s>"}, 'eos_token_id is "</s>", not a token id or a list'),
+        ({"eos_token_id": [1, True]}, "eos_token_id is"),
+        ({"do_sample": True, "top_k": "all"}, 'top_k is "all", not a number'),
+        ({"do_sample": True, "top_p": 1.5}, r"folder: top_p must lie in \(0, 1\]"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(generation: Any, message: str) -> None:
+    with pytest.raises(InferError, match=message):
+        read(generation=generation)
+
+
+def test_requests_to_a_server_start_from_the_settings_of_the_model() -> None:
+    found = read(generation={"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.8})
+    schema = request_schema(64, request_defaults(found.params, starts_with_bos=True))
+
+    def request(**fields: Any) -> Any:
+        return parse_request(json.dumps({"prompts": ["a"], **fields}).encode(), schema)
+
+    plain = request()
+    assert (plain.temperature, plain.top_k, plain.top_p, plain.add_BOS) == (0.6, 20, 0.8, True)
+    assert (request(top_k=3).top_k, request(top_k=3).top_p) == (3, 0.0)
+    assert (request(top_p=0.5).top_k, request(temperature=2).temperature) == (0, 2.0)
+    assert schema["properties"]["temperature"]["default"] == 0.6
+    greedy = read(generation={"do_sample": False}).params
+    assert request_defaults(greedy, starts_with_bos=False) == {"top_k": 1}
