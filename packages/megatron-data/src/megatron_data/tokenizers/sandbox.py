@@ -27,7 +27,11 @@ LONGEST_SOURCE = 1 << 18
 """Largest number of characters of a template."""
 
 _PARTS = ("text", "image", "image_url", "video", "audio")
-_BUILT_IN = (str, bytes, int, float, list, tuple, dict, set, frozenset, range)
+_BUILT_IN: tuple[type, ...] = (
+    *(str, bytes, int, float, list, tuple, dict, set, frozenset, range),
+    *(type({}.keys()), type({}.values()), type({}.items())),
+)
+_METHODS = (types.BuiltinMethodType, types.MethodType)  # those of escaped texts are Python's
 
 # Names of internal filters; with a leading space, no template can spell them.
 _ITERATED, _COMPARED, _SOUGHT, _JOINED = " iterated", " compared", " sought", " joined"
@@ -143,10 +147,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         budget = __self.left()
         budget.spend(CALL)
         owner = getattr(__obj, "__self__", None)
-        if isinstance(__obj, types.BuiltinMethodType) and isinstance(owner, _BUILT_IN):
+        if isinstance(__obj, _METHODS) and _is_built_in(owner):
             if __obj.__name__ == "join" and args:
                 args = (budget.collect(args[0]), *args[1:])
-            check_method(budget, owner, __obj.__name__, args)
+            check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         made = super().call(__context, __obj, *args, **kwargs)
         if isinstance(made, str | list | tuple):
             budget.spend(len(made) // _CHARACTERS)
@@ -304,6 +308,15 @@ def _check_depth(tree: nodes.Node) -> None:
 def _is_part(value: Any) -> bool:
     """Returns whether a value is a part of a content, such as `{"type": "text", "text": "…"}`."""
     return isinstance(value, dict) and value.get("type") in _PARTS
+
+
+def _is_built_in(owner: Any) -> bool:
+    """Returns whether a method's owner is a value of a built-in type, the type itself, or None.
+
+    Static methods of built-in types have no owner.
+    """
+    kind = owner if isinstance(owner, type) else type(owner)
+    return owner is None or issubclass(kind, _BUILT_IN)
 
 
 def _is_map(value: Any) -> bool:

@@ -28,8 +28,13 @@ _PERCENT = re.compile(
     r"%(?:\([^()]*\))?[-#0 +]*((?:\*|[0-9]*)(?:\.(?:\*|[0-9]*))?)[hlL]?.?", re.DOTALL
 )
 _NESTED_KEY = re.compile(r"%\([^()]*\(")
-_LONGER = ("capitalize", "casefold", "decode", "encode", "lower", "swapcase", "title", "upper")
-_GROWTH = 3  # largest number of characters of one character in another case
+_LONGER = (
+    *("capitalize", "casefold", "decode", "encode", "hex", "lower", "swapcase", "title"),
+    "upper",
+)
+_GROWTH = 4  # largest number of characters of one character in another case or as bytes
+_UNBOUNDED = ("expandtabs", "translate", "maketrans", "to_bytes", "from_bytes", "fromkeys")
+_CODECS = ("utf-8", "utf8", "ascii", "latin-1", "strict", "ignore", "replace")
 
 
 class TemplateLimitError(TemplateError):
@@ -190,11 +195,18 @@ def check_method(budget: Budget, value: Any, name: str, arguments: tuple[Any, ..
     Raises:
         TemplateLimitError: The result exceeds a limit, or its size cannot be known.
     """
-    if name in ("expandtabs", "translate", "maketrans", "to_bytes", "fromkeys"):
+    if name in _UNBOUNDED:
         raise TemplateLimitError(f"the method {name} is not supported")
+    if name in ("encode", "decode") and (others := [a for a in arguments if a not in _CODECS]):
+        raise TemplateLimitError(f"{name}({others[0]!r:.20}) is not supported")
     if not isinstance(value, str | bytes):
         if name in ("index", "count"):  # they compare elements
             budget.measure(value)
+        elif name == "isdisjoint":
+            budget.spend_elements(value)
+            for other in arguments:
+                budget.measure(other)
+                budget.spend_elements(other)
         elif name != "get":
             budget.spend_elements(value)
         return
