@@ -102,3 +102,9 @@ def test_arguments_of_isdisjoint_cost_steps() -> None:
     render(source, 2, TemplateLimits(steps=300))
     with pytest.raises(DataError, match="exceeds the limit of steps"):
         render(source, 1000, TemplateLimits(steps=300))
+
+
+@pytest.mark.parametrize("call", ["{}.fromkeys([1])", "(1).from_bytes('1'.encode())"])
+def test_methods_of_types_are_refused(call: str) -> None:
+    with pytest.raises(DataError, match=r"the method from\w+ is not supported"):
+        render(f"{{% set result = {call} %}}", 9, TemplateLimits())
