@@ -2,7 +2,14 @@
 
 # ruff: noqa: RUF001 - tokens of DeepSeek
 
+import json
+import re
+from pathlib import Path
 from typing import NamedTuple
+
+_MARKER = re.compile(r"<[|｜/]?[\w▁]+[|｜]?>|\[/?[A-Z_]+\]")
+_ROLES = {"<|user|>", "<|assistant|>", "<|CHATBOT_TOKEN|>"}
+_TEXTS = {"<think>", "</think>", "<tool_call>"}
 
 
 class Family(NamedTuple):
@@ -153,3 +160,21 @@ FAMILIES = {
         "<s>",
     ),
 }
+
+
+def save_family(family: Family, folder: Path) -> None:
+    """Writes a tokenizer of bytes with the special tokens of a family, and its template."""
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({c: n for n, c in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = {*_MARKER.findall(family.template), family.eos, *filter(None, [family.bos]), *_ROLES}
+    special = [AddedToken(name, special=True, normalized=False) for name in sorted(names - _TEXTS)]
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": family.eos}
+    config |= {"chat_template": family.template} | ({"bos_token": family.bos} if family.bos else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,14 +1,12 @@
 """Conversations have the tokens of `apply_chat_template`, and the loss counts the answers."""
 
 import json
-import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from chat_families import FAMILIES, Family
+from chat_families import FAMILIES, save_family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megatron_data import (
@@ -19,14 +17,10 @@ from megatron_data import (
     tokenize_conversations,
 )
 from megatron_data.tokenizers import ChatTemplate, SFTTokenizer, conversation_tokenizer
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 transformers = pytest.importorskip("transformers")
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-MARKER = re.compile(r"<[|｜/]?[\w▁]+[|｜]?>|\[/?[A-Z_]+\]")  # noqa: RUF001
-ROLES = {"<|user|>", "<|assistant|>", "<|CHATBOT_TOKEN|>"}
-TEXTS = {"<think>", "</think>", "<tool_call>"}
 
 
 def user(text: str) -> dict[str, Any]:
@@ -68,21 +62,6 @@ STRIPPED = {
     "qwen3": ["yes<|im_end|>\n", "<think>\nho\n</think>\n\nno<|im_end|>\n"],
     "r1": ["\n\nyes<｜end▁of▁sentence｜>", "\n\nno<｜end▁of▁sentence｜>"],  # noqa: RUF001
 }
-
-
-def save_family(family: Family, folder: Path) -> None:
-    """Writes a tokenizer of bytes with the special tokens of a family, and its template."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({c: n for n, c in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    names = {*MARKER.findall(family.template), family.eos, *filter(None, [family.bos]), *ROLES}
-    special = [AddedToken(name, special=True, normalized=False) for name in sorted(names - TEXTS)]
-    tokenizer.add_special_tokens(special)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": family.eos}
-    config |= {"chat_template": family.template} | ({"bos_token": family.bos} if family.bos else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def counted(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> list[str]:

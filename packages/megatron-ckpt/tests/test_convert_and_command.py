@@ -44,6 +44,25 @@ def test_import_and_export_round_trip(folder, tmp_path):
     }
 
 
+def test_every_file_of_chat_templates_is_kept_by_import_and_export(folder, tmp_path):
+    files = {
+        "tokenizer_config.json": '{"chat_template": [{"name": "default", "template": "a"}]}',
+        "special_tokens_map.json": "{}",
+        "chat_template.jinja": "b",
+        "chat_template.json": '{"chat_template": "c"}',
+        "additional_chat_templates/tool_use.jinja": "d",
+        "additional_chat_templates/rag.jinja": "e",
+    }
+    (folder / "additional_chat_templates").mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    (folder / "additional_chat_templates/notes.txt").write_text("no template")
+    import_hf(folder, tmp_path / "run")
+    back = export_hf(tmp_path / "run", tmp_path / "back")
+    assert {name: (back / name).read_text() for name in files} == files
+    assert not (back / "additional_chat_templates/notes.txt").exists()
+
+
 def test_an_export_aligns_tensors_of_small_and_large_elements(folder, tmp_path):
     small = {f"net.0.{part}" for part in "ab"}  # an odd number of elements, before larger ones
     tensors = {

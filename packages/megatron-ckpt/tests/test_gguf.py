@@ -370,6 +370,32 @@ def test_texts_start_with_bos_as_in_llama_cpp(tmp_path, pre, flag, starts):
     assert (content["post_processor"]["type"] == "TemplateProcessing") == starts
 
 
+@pytest.mark.parametrize(
+    ("more", "template"),
+    [
+        ({}, None),
+        ({"tokenizer.chat_template": "one"}, "one"),
+        (
+            {
+                "tokenizer.chat_template": "one",
+                "tokenizer.chat_templates": ["tool_use", "rag"],
+                "tokenizer.chat_template.tool_use": "two",
+                "tokenizer.chat_template.rag": "three",
+            },
+            [
+                {"name": "default", "template": "one"},
+                {"name": "tool_use", "template": "two"},
+                {"name": "rag", "template": "three"},
+            ],
+        ),
+    ],
+)
+def test_chat_templates_are_kept(more, template, tmp_path):
+    made = imported(write(tmp_path / "m.gguf", more=more), tmp_path)
+    settings = json.loads(made.read_file("tokenizer/tokenizer_config.json"))
+    assert settings.get("chat_template") == template
+
+
 SENTENCE_PIECE = {
     "tokenizer.ggml.model": "llama",
     "tokenizer.ggml.scores": [0.0] * VOCAB,

@@ -1,6 +1,7 @@
 """Chat in the terminal."""
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from megatron_ckpt import CheckpointStore, ModelRecord
-from megatron_data import ByteTokenizer
+from megatron_data import ByteTokenizer, DataError, Tokenizer, load_tokenizer, train_bpe
 from megatron_infer import InferError, SamplingParams, generate_tokens
 from megatron_infer.cli import main
-from megatron_infer.cli.chat import CHATML, PLAIN, Conversation, choose_format
+from megatron_infer.cli.chat import Conversation
+from megatron_infer.conversation import CHATML, ChatFormat, TextPrompts, choose_prompts
 from megatron_infer.engine.generate import stop_tokens
 from megatron_models import GPT, record_of
 from megatron_parallel import Mesh, collect_shardings, parameter_views
@@ -40,13 +42,15 @@ def model(make_model: Callable[..., GPT]) -> GPT:
     return make_model(vocab_size=260, positions=64)
 
 
-def conversation(model: GPT, tokenizer: Any, form: Any) -> Conversation:
-    loaded = SimpleNamespace(model=model, tokenizer=tokenizer, stop_tokens=stop_tokens(tokenizer))
-    return Conversation(loaded, form, GREEDY)
+def conversation(model: GPT, tokenizer: Any, wanted: ChatFormat = "auto") -> Conversation:
+    loaded: Any = SimpleNamespace(
+        model=model, tokenizer=tokenizer, stop_tokens=stop_tokens(tokenizer)
+    )
+    return Conversation(loaded, choose_prompts(tokenizer, wanted), GREEDY)
 
 
 def test_plain_turns_are_one_text(model: GPT, capsys: pytest.CaptureFixture[str]) -> None:
-    talk, tokenizer = conversation(model, ByteTokenizer(), PLAIN), ByteTokenizer()
+    talk, tokenizer = conversation(model, ByteTokenizer()), ByteTokenizer()
     first = talk.reply("Call me")
     tokens = generate_tokens(model, [tokenizer.encode("Call me")], GREEDY)[0].tokens
     assert first == tokenizer.decode(list(tokens)) == capsys.readouterr().out
@@ -67,19 +71,27 @@ def test_marked_turns_are_closed(model: GPT, monkeypatch: pytest.MonkeyPatch) ->
         settings["on_token"](0, ord("y"))
 
     monkeypatch.setattr("megatron_infer.engine.tokens.generate_tokens", reply)
-    talk = conversation(model, tokenizer, CHATML)
+    talk = conversation(model, tokenizer)
     assert talk.reply("a") == "y"
     talk.reply("b")
     start, end = "<|im_start|>", "<|im_end|>"
-    # The conversation is longer than 64 positions, so its start is dropped.
     text = f"{start}user\na{end}\n{start}assistant\ny{end}\n{start}user\nb{end}\n{start}assistant\n"
-    assert prompts[1] == tokenizer.encode(text)[-58:]
+    assert prompts[1] == tokenizer.encode(text)
+    # The conversation has more than 58 tokens, so its first turn is dropped.
+    talk.reply("c" * 12)
+    text = f"{start}user\nb{end}\n{start}assistant\ny{end}\n{start}user\n{'c' * 12}{end}\n"
+    assert prompts[2] == tokenizer.encode(text + f"{start}assistant\n")
+    with pytest.raises(InferError, match="65 tokens, but only 58 fit"):
+        talk.reply("c" * 46)
+    talk.clear()
+    talk.reply("d")
+    assert prompts[3] == tokenizer.encode(f"{start}user\nd{end}\n{start}assistant\n")
 
 
 def test_turns_that_no_longer_fit_are_dropped(
     model: GPT, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = conversation(model, ByteTokenizer(), PLAIN)
+    talk = conversation(model, ByteTokenizer())
     for _ in range(10):
         assert talk.reply("twenty letters here.") or True
     with pytest.raises(InferError, match="70 tokens, but only 58 fit"):
@@ -91,7 +103,7 @@ def test_an_interrupted_answer_is_kept_so_far(model: GPT, monkeypatch: pytest.Mo
         settings["on_token"](0, ord("y"))
         raise KeyboardInterrupt
 
-    talk = conversation(model, ByteTokenizer(), PLAIN)
+    talk = conversation(model, ByteTokenizer())
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("megatron_infer.engine.tokens.generate_tokens", interrupt)
         talk.reply("a")
@@ -99,12 +111,71 @@ def test_an_interrupted_answer_is_kept_so_far(model: GPT, monkeypatch: pytest.Mo
     assert talk.reply("b") == ByteTokenizer().decode(list(expected))
 
 
-def test_the_format_is_chosen_by_the_tokenizer() -> None:
-    assert choose_format("auto", ByteTokenizer()) is PLAIN
-    assert choose_format("auto", Marked()) is CHATML
-    assert choose_format("plain", Marked()) is PLAIN
+def test_the_format_is_chosen_by_the_tokenizer(tmp_path: Path) -> None:
+    assert isinstance(choose_prompts(ByteTokenizer()), TextPrompts)
+    assert "no chat template, and turns are marked" in choose_prompts(Marked()).description
+    assert isinstance(choose_prompts(Marked(), "plain"), TextPrompts)
     with pytest.raises(InferError, match="--format plain"):
-        choose_format("chatml", ByteTokenizer())
+        choose_prompts(ByteTokenizer(), "chatml")
+    with pytest.raises(InferError, match=r"has no chat template; give one with --chat-template"):
+        choose_prompts(Marked(), "template")
+    with pytest.raises(InferError, match=r"only one of --chat-template and --format plain"):
+        choose_prompts(Marked(), "plain", "a.jinja")
+    with pytest.raises(DataError, match="a Marked has no chat template"):
+        (tmp_path / "a.jinja").write_text(CHATML)
+        choose_prompts(Marked(), "auto", str(tmp_path / "a.jinja"))
+
+
+def with_template(source: str, eos: str, folder: Path) -> Tokenizer:
+    """Returns a tokenizer of bytes with special tokens and a template."""
+    bytes_of_text = train_bpe(["a"], 257)
+    tokens = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|end|>", "<|return|>"]
+    bytes_of_text.with_special_tokens(tokens).save(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    (folder / "chat_template.jinja").write_text(source)
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "eos", "prompt", "ends"),
+    [
+        ("<|im_start|>system\nKind.<|im_end|>\n" + CHATML, "<|endoftext|>",
+         "<|im_start|>system\nKind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+         "<|im_start|>assistant\n", {"<|im_end|>"}),
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}!", "<|endoftext|>",
+         "<|user|>Hi!", {"<|user|>"}),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}!", "<|endoftext|>", "Hi!", set()),
+        ("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}", "<|endoftext|>",
+         "<|user|>Hi", {"<|user|>"}),
+        ("{% for m in messages %}{{ m.content }}<|{{ 'return' if loop.last else 'end' }}|>"
+         "{% endfor %}", "<|return|>", "Hi<|return|>", {"<|return|>"}),
+    ],
+)  # fmt: skip
+def test_the_template_of_the_tokenizer_is_used(
+    source: str, eos: str, prompt: str, ends: set[str], tmp_path: Path
+) -> None:
+    tokenizer: Any = with_template(source, eos, tmp_path)
+    prompts = choose_prompts(tokenizer)
+    assert prompts.description == "turns are written by the tokenizer's chat template"
+    assert prompts.prompt("Hi", 99) == tokenizer.encode(prompt)
+    assert {tokenizer.token(number) for number in prompts.stop_tokens} == ends
+    file = tmp_path / "other.jinja"
+    file.write_text("{{ messages[-1].content }}{{ eos_token }}")
+    assert choose_prompts(tokenizer, "auto", str(file)).prompt("Hi", 9) == (
+        tokenizer.encode("Hi" + eos)
+    )
+
+
+def test_a_template_that_refuses_a_line_changes_nothing(tmp_path: Path) -> None:
+    source = "{% if messages[-1].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    tokenizer = with_template(source, "<|im_end|>", tmp_path)
+    prompts, same = choose_prompts(tokenizer), choose_prompts(tokenizer)
+    with pytest.raises(InferError, match="the chat template refuses the messages: no"):
+        prompts.prompt("no", 99)
+    assert prompts.prompt("yes", 99) == same.prompt("yes", 99)
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(DataError, match="not a chat template"):
+        choose_prompts(load_tokenizer(tmp_path))
 
 
 def test_the_command_answers_lines_until_the_input_ends(

@@ -269,7 +269,9 @@ def _open_tokenizer(source: Source) -> Tokenizer:
         return load_tokenizer(source.verified_folder(TOKENIZER_FOLDER))
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            (Path(folder) / Path(name).name).write_bytes(source.read_file(name))
+            path = Path(folder) / name.removeprefix(f"{TOKENIZER_FOLDER}/")
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(source.read_file(name))
         try:
             return load_tokenizer(folder)
         except DataError as error:

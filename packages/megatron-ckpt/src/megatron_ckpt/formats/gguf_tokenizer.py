@@ -14,6 +14,7 @@ from megatron_ckpt.formats.gguf_file import GGUFFile
 from megatron_ckpt.formats.gguf_sentence_piece import sentence_piece_bpe
 
 _KEY = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
@@ -150,8 +151,8 @@ def _settings(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
         settings["add_bos_token"] = starts
     if (ends := file.get(f"{_KEY}add_eos_token")) is not None:
         settings["add_eos_token"] = ends
-    if template := file.get("tokenizer.chat_template"):
-        settings["chat_template"] = template
+    if templates := _templates(file):
+        settings["chat_template"] = templates
     settings["clean_up_tokenization_spaces"] = False
     return settings
 
@@ -164,6 +165,19 @@ def _starts_with_bos(file: GGUFFile) -> bool | None:
     """
     split = _SPLITS.get(file.get(f"{_KEY}pre", ""))
     return True if file.get(f"{_KEY}model") == "llama" or split is _LLAMA3 else None
+
+
+def _templates(file: GGUFFile) -> str | list[dict[str, str]] | None:
+    """Returns the chat template, or a list if there are others with names, such as ``tool_use``."""
+    default = file.get(_TEMPLATE)
+    if file.get(f"{_TEMPLATE}s") is None:
+        return default or None
+    named = {
+        name: file.require(f"{_TEMPLATE}.{name}") for name in file.listed(f"{_TEMPLATE}s", str)
+    }
+    if default:
+        named = {"default": default} | named
+    return [{"name": name, "template": source} for name, source in named.items()]
 
 
 def _post_processor(settings: dict[str, Any], tokens: list[str]) -> dict[str, Any] | None:

@@ -33,12 +33,15 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
 )
+TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def open_folder(folder: Path) -> ModelSource:
     """Returns the model in a folder with ``config.json`` and safetensors."""
-    attachments = {f"{TOKENIZER}/{name}": name for name in TOKENIZER_FILES}
+    templates = [path.relative_to(folder).as_posix() for path in sorted(folder.glob(TEMPLATES))]
+    attachments = {f"{TOKENIZER}/{name}": name for name in (*TOKENIZER_FILES, *templates)}
     attachments |= {f"{HUGGINGFACE}/{name}": name for name in (CONFIG, GENERATION)}
     config = _read_json(folder, CONFIG)
     scheme = find_scheme(config, str(folder / CONFIG))

@@ -131,7 +131,9 @@ class SFTTokenizer(WrappedTokenizer):
 
 
 def conversation_tokenizer(
-    tokenizer: Tokenizer, path: str | os.PathLike[str] | None = None
+    tokenizer: Tokenizer,
+    path: str | os.PathLike[str] | None = None,
+    template: ChatTemplate | None = None,
 ) -> SFTTokenizer:
     """Returns a tokenizer with a chat template.
 
@@ -139,19 +141,23 @@ def conversation_tokenizer(
         tokenizer: An `SFTTokenizer`, which is returned unchanged, or a `HuggingFaceTokenizer`,
             which gets the template in its folder (Megatron: the prompt format "default").
         path: The file of the tokenizer, or its folder, for errors.
+        template: A template that replaces that of the tokenizer.
 
     Raises:
         DataError: The tokenizer is of another kind, or there is no template.
     """
     if isinstance(tokenizer, SFTTokenizer):
-        return tokenizer
+        if template is None:
+            return tokenizer
+        tokenizer = tokenizer.reference
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise DataError(
             f"a {type(tokenizer).__name__} has no chat template; give --tokenizer-type "
             "SFTTokenizer, MultimodalTokenizer or HuggingFaceTokenizer"
         )
-    where = "the tokenizer" if path is None else tokenizer_path(path)
-    template = ChatTemplate.from_stored(tokenizer.templates, where)
+    if template is None:
+        where = "the tokenizer" if path is None else tokenizer_path(path)
+        template = ChatTemplate.from_stored(tokenizer.templates, where)
     return SFTTokenizer(tokenizer, add_token_variables(template, tokenizer))
 
 

@@ -6,13 +6,15 @@ from megatron_data.errors import DataError
 from megatron_data.tokenizers.chat import ChatTemplate
 from megatron_data.tokenizers.generation_blocks import Span
 from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_data.tokenizers.messages import Message
 from megatron_data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_data.tokenizers.turns import ASSISTANT
 
 _MARK = "\ufdd0"
 _SYSTEM, _USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
 _ANSWER = {"role": ASSISTANT, "content": _MARK}
-_TALKS = ([_USER, _ANSWER, _USER], [_SYSTEM, _USER, _ANSWER, _USER], [_USER, _ANSWER], [_ANSWER])
+_LAST = ([_USER, _ANSWER], [_SYSTEM, _USER, _ANSWER], [_ANSWER])
+_FOLLOWED = ([_USER, _ANSWER, _USER], [_SYSTEM, _USER, _ANSWER, _USER])
 
 
 class TurnEnds:
@@ -22,6 +24,8 @@ class TurnEnds:
         token: The token after an answer, such as `<|im_end|>`, or None if the template writes
             none. With templates that write no end, such as GLM's, it is the first token of the next
             turn, `<|user|>`.
+        stop: The token that ends a generated answer: the one after the last answer of a
+            conversation, such as gpt-oss's `<|return|>`, or else `token`.
 
     Args:
         template: The template.
@@ -36,10 +40,13 @@ class TurnEnds:
         self._tokens = tuple(text for text, number in added if text.strip() and number != starts)
         self._eod_id = tokenizer.eod_id
         self._megatron = template.source in {each.template for each in PROMPT_FORMATS.values()}
-        self.token = self._token_of(template)
+        last = self._token_of(template, _LAST)
+        self.token = self._token_of(template, _FOLLOWED) or last
+        self.stop = last or self.token
 
-    def _token_of(self, template: ChatTemplate) -> str | None:
-        for talk in _TALKS:
+    def _token_of(self, template: ChatTemplate, talks: Sequence[Sequence[Message]]) -> str | None:
+        """Returns the token after an answer in the first conversation that is accepted."""
+        for talk in talks:
             try:
                 text = template.render(talk, return_assistant_spans=False).text
             except DataError:  # the template wants other messages

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer._command import Parser
@@ -17,6 +16,7 @@ from megatron_infer.errors import InferError
 if TYPE_CHECKING:
     from megatron_data import Tokenizer
 
+    from megatron_infer.conversation import Prompts
     from megatron_infer.load import LoadedModel
     from megatron_infer.params import SamplingParams
 
@@ -36,36 +36,30 @@ def add_parser(commands: Any) -> None:
     add_model_options(parser)
     parser.add_argument(
         "--format",
-        choices=("auto", "chatml", "plain"),
+        choices=("auto", "template", "chatml", "plain"),
         default="auto",
-        help="chatml marks turns as instruction-tuned models expect; plain continues the text; "
-        "auto uses chatml if the tokenizer has <|im_start|>",
+        help="template uses the chat template of the tokenizer; chatml marks turns by <|im_start|> "
+        "and <|im_end|>; plain continues the text; auto uses the first of them that the tokenizer "
+        "supports",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="file of a chat template [default the template of the tokenizer]",
     )
     add_sampling_options(parser)
 
 
-@dataclass(frozen=True)
-class Format:
-    """The text around a user's turn. ``end`` closes the model's turn and ends its generation."""
-
-    prefix: str
-    suffix: str
-    end: str | None
-
-
-CHATML = Format("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>")
-PLAIN = Format("", "", None)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Reads lines and answers them until the input ends."""
+    from megatron_infer.conversation import choose_prompts
+
     sampling_params(arguments)  # refuses a wrong value before the model is loaded
     loaded = load_decoder_only(arguments)
     params = sampling_params(arguments, loaded.defaults)
-    chosen = choose_format(arguments.format, loaded.tokenizer)
-    conversation = Conversation(loaded, chosen, params)
-    kind = "turns are marked as in ChatML" if chosen is CHATML else "the text is continued"
-    print(f"{loaded.checkpoint.path}: {kind}. {HELP}.", file=sys.stderr)
+    prompts = choose_prompts(loaded.tokenizer, arguments.format, arguments.chat_template)
+    conversation = Conversation(loaded, prompts, params)
+    print(f"{loaded.checkpoint.path}: {prompts.description}. {HELP}.", file=sys.stderr)
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -92,54 +86,38 @@ def _answer(conversation: "Conversation", line: str) -> None:
         conversation.reply(line)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
-    except InferError as error:  # the line is too long; the next one may be shorter
+    except InferError as error:  # the line is too long or refused; the next one may not be
         print(f"megatron-infer: error: {error}", file=sys.stderr)
         return
     print(flush=True)
 
 
-def choose_format(name: str, tokenizer: "Tokenizer") -> Format:
-    """Returns the format that ``--format`` selects.
-
-    Raises:
-        InferError: The tokenizer does not have the tokens of the format.
-    """
-    knows = all(len(tokenizer.encode(mark)) == 1 for mark in ("<|im_start|>", "<|im_end|>"))
-    if name == "chatml" and not knows:
-        raise InferError(
-            "--format chatml: the tokenizer has no <|im_start|> and <|im_end|>; use --format plain"
-        )
-    return CHATML if knows and name != "plain" else PLAIN
-
-
 class Conversation:
-    """The tokens of a conversation so far, and the model that continues it."""
+    """A chat with a model."""
 
     def __init__(
-        self, loaded: "LoadedModel[Tokenizer]", chosen: Format, params: "SamplingParams"
+        self, loaded: "LoadedModel[Tokenizer]", prompts: "Prompts", params: "SamplingParams"
     ) -> None:
         self._loaded = loaded
-        self._format = chosen
+        self._prompts = prompts
         self._params = params
-        self._tokens: list[int] = []
 
     def clear(self) -> None:
         """Starts a new conversation."""
-        self._tokens = []
+        self._prompts.clear()
 
     def reply(self, line: str) -> str:
         """Adds a turn, prints the answer while it is generated, and returns it.
 
-        If an exception such as KeyboardInterrupt ends the answer, the tokens so far are kept.
+        If an exception such as KeyboardInterrupt ends the answer, its beginning is kept.
         """
         from megatron_infer.detokenize import TextStream
         from megatron_infer.engine.tokens import generate_tokens
 
-        tokenizer, form = self._loaded.tokenizer, self._format
-        new = tokenizer.encode(form.prefix + line + form.suffix)
-        prompt = self._in_view(new)
-        stream = TextStream(tokenizer, context=prompt)
-        answer, text = [], []
+        prompt = self._prompts.prompt(line, self._room())
+        stream = TextStream(self._loaded.tokenizer, context=prompt)
+        answer: list[int] = []
+        text: list[str] = []
 
         def show(piece: str) -> None:
             text.append(piece)
@@ -149,30 +127,20 @@ class Conversation:
             answer.append(token)
             show(stream.push(token))
 
-        end = tokenizer.encode(form.end) if form.end else []
         try:
             generate_tokens(
                 self._loaded.model,
                 [prompt],
                 self._params,
-                stop_tokens=self._loaded.stop_tokens | frozenset(end),
+                stop_tokens=self._loaded.stop_tokens | self._prompts.stop_tokens,
                 on_token=on_token,
             )
+            show(stream.finish())
         finally:
-            closing = tokenizer.encode(f"{form.end}\n") if form.end else []
-            self._tokens = [*prompt, *answer, *closing]
-        show(stream.finish())
+            self._prompts.answered(answer, "".join(text))
         return "".join(text)
 
-    def _in_view(self, new: list[int]) -> list[int]:
-        """Returns the latest tokens that leave room for an answer."""
-        positions = self._loaded.model.config.embedding.max_position_embeddings
-        room = positions - min(self._params.max_new_tokens, positions // 2)
-        if len(new) > room:
-            raise InferError(
-                f"the line has {len(new)} tokens, but only {room} fit beside an answer; write a "
-                "shorter line"
-            )
-        kept = max(0, room - len(new))
-        earlier = self._tokens[-kept:] if kept else []
-        return [*earlier, *new]
+    def _room(self) -> int:
+        """Returns the number of tokens of a prompt that leave room for an answer."""
+        positions: int = self._loaded.model.config.embedding.max_position_embeddings
+        return positions - min(self._params.max_new_tokens, positions // 2)
