@@ -175,6 +175,23 @@ def test_invalid_vocabularies_are_refused(vocab_file: Path, tmp_path: Path) -> N
         WordPieces.from_tokenizer(train_bpe(["some text"], 300))
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("tokenizer.model", "Llama2Tokenizer, .*--tokenizer-model .*/tokenizer.model"),
+        ("spiece.model", "--tokenizer-model .*/spiece.model"),
+        ("vocab.txt", "--tokenizer-type BertWordPieceCase .*--vocab-file"),
+        ("merges.txt", "--vocab-file .*vocab.json and --merge-file .*merges.txt"),
+        ("qwen.tiktoken", "a tokenizer.json that transformers wrote"),
+        ("tekken.json", "a tokenizer.json that transformers wrote"),
+    ],
+)
+def test_files_of_other_kinds_in_a_folder_are_named(tmp_path: Path, name: str, remedy: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=f"has {name} but no tokenizer.json, .*use .*{remedy}"):
+        load_tokenizer(tmp_path)
+
+
 def test_other_kinds_are_trained(texts: list[str], tmp_path: Path) -> None:
     unigram = train_unigram(texts, 300)
     assert unigram.decode(unigram.encode("the whale é")) == "the whale é"

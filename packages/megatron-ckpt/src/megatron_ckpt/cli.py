@@ -177,6 +177,7 @@ def _convert(arguments: argparse.Namespace) -> int:
                 dtype=dtype,
                 iteration=arguments.iteration or 0,
                 on_start=on_start,
+                on_note=lambda note: sys.stderr.write(f"{PROG}: warning: {note}\n"),
                 progress=bar.update,
             )
         else:

@@ -12,6 +12,7 @@ from megatron_ckpt.errors import CheckpointError, shorten
 from megatron_ckpt.families import Family, find_compatible_family, find_family
 from megatron_ckpt.foreign_model import ForeignModel, architectures, call_with_path
 from megatron_ckpt.formats.huggingface import CONFIG, GENERATION, INDEX, WEIGHTS
+from megatron_ckpt.formats.notes import tokenizer_notes
 from megatron_ckpt.formats.quantized import QUANTIZATION
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER
 from megatron_ckpt.formats.special_tokens import (
@@ -60,6 +61,7 @@ def import_hf(
     dtype: "torch.dtype | None" = None,
     iteration: int = 0,
     on_start: Callable[[ConversionSize], object] = _ignore,
+    on_note: Callable[[str], object] = _ignore,
     progress: Callable[[int], object] = _ignore,
 ) -> Path:
     """Imports a Hugging Face model, or a GGUF file of one, as a checkpoint.
@@ -77,6 +79,8 @@ def import_hf(
         dtype: The dtype of floating-point tensors. Defaults to the stored dtype of each tensor.
         iteration: The iteration to save as. Defaults to 0.
         on_start: Called with the number of tensors and bytes before anything is written.
+        on_note: Called with a sentence for each file of the tokenizer that is not kept, and for a
+            tokenizer that transformers reads in another way.
         progress: Called with the bytes of each tensor written.
 
     Returns:
@@ -86,6 +90,8 @@ def import_hf(
         CheckpointError: A family, configuration or tensor does not fit. Nothing is left behind.
     """
     model = ForeignModel(source, family=family)
+    for note in tokenizer_notes(model.path, model.files) if model.path.is_dir() else ():
+        on_note(note)
     shards, sizes = [], 0
     for name, tensor in model.tensors.items():
         stored, shape = tensor.dtype, tensor.shape

@@ -23,8 +23,8 @@ def special_token_ids(files: Mapping[str, bytes]) -> dict[str, int | None]:
     """
     config = parse_object(files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
     numbers = _vocabulary(parse_object(files.get(TOKENIZER_FILE, b"{}"), TOKENIZER_FILE))
-    names = {role: _content(config.get(f"{role}_token")) for role in ROLES}
-    names["eos"] = names["eos"] or _content(config.get("eod_token"))
+    names = {role: token_content(config.get(f"{role}_token")) for role in ROLES}
+    names["eos"] = names["eos"] or token_content(config.get("eod_token"))
     return {f"{role}_token_id": numbers.get(name or "") for role, name in names.items()}
 
 
@@ -39,7 +39,7 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     return {text: number for text, number in found.items() if type(number) is int}
 
 
-def _content(token: Any) -> str | None:
+def token_content(token: Any) -> str | None:
     """Returns the text of a token, which may be a serialised AddedToken."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None

@@ -1,5 +1,6 @@
 """Loads tokenizers from local files and folders."""
 
+import fnmatch
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from megatron_data.errors import DataError
 from megatron_data.files import read_json, tokenizer_path
-from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_data.tokenizers.huggingface import TOKENIZER_FILE, HuggingFaceTokenizer
 from megatron_data.tokenizers.multimodal import (
     ImageTemplate,
     MultimodalTokenizer,
@@ -44,6 +45,8 @@ def load_tokenizer(
                 "tokenizer; give --tokenizer-type Llama2Tokenizer, GPTSentencePieceTokenizer or "
                 "SentencePieceTokenizer (in Python SentencePieceTokenizer.load)"
             )
+        if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
+            _refuse_other_files(path, folder)
         return HuggingFaceTokenizer.load(path, special_tokens)
     content: Any = read_json(plain)
     try:
@@ -53,6 +56,31 @@ def load_tokenizer(
     # The file has options of other names or types than `save` writes.
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise DataError(f"{plain} is damaged ({error}); save the tokenizer again") from None
+
+
+_WRITTEN = "a tokenizer.json that transformers wrote from it (save_pretrained)"
+#: Files without a `tokenizer.json` -> the options of their kinds.
+_OTHER_KINDS = {
+    "*.model": "--tokenizer-type Llama2Tokenizer, GPTSentencePieceTokenizer or "
+    "SentencePieceTokenizer with --tokenizer-model {folder}/{name}",
+    "merges.txt": "--tokenizer-type GPT2BPETokenizer with --vocab-file {folder}/vocab.json and "
+    "--merge-file {folder}/{name}",
+    "vocab.txt": "--tokenizer-type BertWordPieceCase or BertWordPieceLowerCase with --vocab-file "
+    "{folder}/{name} (for training)",
+    "tekken.json": _WRITTEN,
+    "*.tiktoken": _WRITTEN,
+}
+
+
+def _refuse_other_files(path: str | os.PathLike[str], folder: Path) -> None:
+    """Raises DataError if a folder has files of a tokenizer of another kind, and names them."""
+    names = sorted(each.name for each in folder.iterdir())
+    for pattern, remedy in _OTHER_KINDS.items():
+        for name in fnmatch.filter(names, pattern):
+            raise DataError(
+                f"{path} has {name} but no {TOKENIZER_FILE}, so the kind of its tokenizer is not "
+                f"known; use {remedy.format(folder=folder, name=name)}"
+            )
 
 
 def _saved(folder: Path, content: Any) -> Tokenizer:
