@@ -68,11 +68,33 @@ def test_a_run_continues_in_another_precision_of_its_products(train):
     assert "magnitudes" not in train(begin)
 
 
-def test_two_ranks_have_the_losses_of_one(train):
-    train(f"{FP8} --train-iters 3 --save one")
-    ranks = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
-    train(f"{FP8} --train-iters 3 --save two {ranks}")
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16"
+LAYOUTS = {
+    "tensor parallel": ("", "--tensor-model-parallel-size 2 --sequence-parallel"),
+    # Experts are on ranks that have parts of the other layers and of the sequence.
+    "experts": (
+        EXPERTS,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type allgather",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_have_the_losses_of_one(train, layout):
+    model, ranks = LAYOUTS[layout]
+    train(f"{FP8} {model} --train-iters 3 --save one")
+    train(f"{FP8} {model} --train-iters 3 --save two --nproc-per-node 2 {ranks}")
     # In the first step, a rank's own scales round subnormal numbers otherwise.
     assert losses("two") == pytest.approx(losses("one"), abs=1e-6)
     for name, history in histories("two").items():
         torch.testing.assert_close(history, histories("one")[name], rtol=1e-4, atol=1e-9)
+    assert any(".experts." in name for name in histories("two")) == bool(model)
+
+
+def test_a_run_in_fp4_continues_with_the_same_rounding(train):
+    """Gradients are rounded stochastically, by a hash that needs no state."""
+    train("--fp4-format e2m1 --train-iters 4 --save whole")
+    train("--fp4-format e2m1 --train-iters 4 --save part --exit-interval 2")
+    train("--fp4-format e2m1 --train-iters 4 --load part --save part")
+    assert losses("part") == losses("whole")

@@ -239,6 +239,24 @@ def test_a_checkpoint_is_in_fp32_and_loads_into_other_formats() -> None:
                 assert torch.equal(views[0].tensor, first.views()[name][0].tensor), name
 
 
+def test_a_run_that_continues_rounds_at_random_as_one_that_went_on() -> None:
+    config = OptimizerConfig(**BETAS)
+    formats = StateFormatConfig(**AWARE, main_params_dtype="bf16")
+    one, first = make(formats, config, seed=7)
+    for number in range(3):
+        step(one, first, number)
+    two, second = make(formats, config, seed=7)
+    for name, parameter in two.items():
+        parameter.data.copy_(one[name])
+    for name, views in second.views().items():
+        views[0].tensor.copy_(first.views()[name][0].tensor)
+    second.load_scalars(first.scalars())
+    for number in (3, 4):
+        step(one, first, number)
+        step(two, second, number)
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 def test_a_step_that_is_skipped_changes_no_stored_value() -> None:
     formats = StateFormatConfig(**AWARE, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
     for skips in (lambda optimizer: None, lambda optimizer: setattr(optimizer, "_host_decides", 0)):
