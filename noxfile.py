@@ -348,9 +348,10 @@ def functional(session: nox.Session) -> None:
 
 @job()
 def mutation(session: nox.Session) -> None:
-    """Plants small defects and runs the tests that reach each; 90 % have to be caught.
+    """Plants small defects and runs the tests that reach each; 92 % have to be caught.
 
-    `-- --write docs/planted-defects.md` writes the tables into the documentation.
+    `-- --seed N` chooses other defects; `-- --write docs/planted-defects.md` writes the tables into
+    the documentation.
     """
     install(session, *EDITABLE, "cosmic-ray", "coverage")
     env = {"PYTHONPATH": "tooling"}

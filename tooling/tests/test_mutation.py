@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from mutation import table
+from mutation import table, targets
 from mutation.defects import defects, difference, plant
 from mutation.outcomes import Outcomes, checked, run_trials
 from mutation.plan import Planted, plan
@@ -168,6 +168,25 @@ def test_a_plan_is_spread_and_does_not_change_with_lines_above(tmp_path: Path) -
     again, _, same = plan(tmp_path, areas, 6, 1)
     assert same == possible
     assert [one.key for one in again["one"]] == [one.key for one in chosen["one"]]
+
+
+def test_another_seed_chooses_other_lines(tmp_path: Path) -> None:
+    for number in range(9):
+        (tmp_path / f"{number}.py").write_text(MODULE)
+    areas = {"one": [f"{number}.py" for number in range(9)]}
+    draws = [plan(tmp_path, areas, 4, seed)[0]["one"] for seed in (1, 2, 1)]
+    keys = [[planted.key for planted in drawn] for drawn in draws]
+    assert [len(found) for found in keys] == [4, 4, 4]
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_every_source_file_is_in_one_area_and_every_pattern_names_a_file() -> None:
+    found = [name for names in targets.sources(ROOT).values() for name in names]
+    every = {p.relative_to(ROOT).as_posix() for p in ROOT.glob("packages/*/src/**/*.py")}
+    assert sorted(found) == sorted(every)
+    for name, area in targets.areas().items():
+        for pattern in (*area.code, *area.tests):
+            assert list(ROOT.glob(pattern)), f"{name}: {pattern} names no file"
 
 
 def test_survivors_are_listed_with_the_reason(planted: dict[str, Planted], tmp_path: Path) -> None:
