@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from chat_families import FAMILIES
 from megatron_data import HuggingFaceTokenizer, IndexedDataset, tokenize_conversations
+from megatron_data.cli import main
 from megatron_data.tokenizers import ChatTemplate, SFTTokenizer, TurnEnds
 from megatron_data.tokenizers.prompt_formats import PROMPT_FORMATS
 
@@ -98,6 +99,23 @@ def test_a_conversation_ends_as_the_template_ends_it(
     if not end:
         made = SFTTokenizer(marked, template).tokenize_conversation(TALK)
         assert (made.ids.tolist(), made.loss_mask.tolist()) == (ids, mask)
+
+
+@pytest.mark.parametrize("name", ["glm4", "chatml"])
+def test_the_command_reports_a_last_answer_without_end(
+    name: str,
+    marked: HuggingFaceTokenizer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    marked.save(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer/chat_template.jinja").write_text(FAMILIES[name].template)
+    (tmp_path / "t.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    words = ["--input", tmp_path / "t.jsonl", "--output-prefix", tmp_path / "t"]
+    words += ["--tokenizer-model", tmp_path / "tokenizer"]
+    assert main(["tokenize-conversations", *map(str, words)]) == 0
+    reported = "ends an answer only by the next turn (<|user|>)" in capsys.readouterr().err
+    assert reported == (name == "glm4")
 
 
 @pytest.mark.parametrize("name", [name for name, each in PROMPT_FORMATS.items() if each.template])

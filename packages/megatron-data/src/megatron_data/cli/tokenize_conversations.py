@@ -1,6 +1,7 @@
 """`megatron-data tokenize-conversations`."""
 
 import argparse
+import sys
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,13 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         progress=True,
         overwrite=arguments.overwrite,
     )
+    ends = tokenizer.turn_ends
+    if ends.last_is_open:
+        print(
+            f"the chat template ends an answer only by the next turn ({ends.token}); the last "
+            "answer of a conversation has no end that the model could learn",
+            file=sys.stderr,
+        )
     print_resumed(report.dataset)
     print(
         f"{arguments.output_prefix}_conversation: {plural(report.conversations, 'conversation')} "

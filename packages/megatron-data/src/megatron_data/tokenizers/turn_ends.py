@@ -26,6 +26,8 @@ class TurnEnds:
             turn, `<|user|>`.
         stop: The token that ends a generated answer: the one after the last answer of a
             conversation, such as gpt-oss's `<|return|>`, or else `token`.
+        last_is_open: Whether the last answer of a conversation has no end, because only the next
+            turn would write it.
 
     Args:
         template: The template.
@@ -43,6 +45,7 @@ class TurnEnds:
         last = self._token_of(template, _LAST)
         self.token = self._token_of(template, _FOLLOWED) or last
         self.stop = last or self.token
+        self.last_is_open = not self._megatron and last is None and self.token is not None
 
     def _token_of(self, template: ChatTemplate, talks: Sequence[Sequence[Message]]) -> str | None:
         """Returns the token after an answer in the first conversation that is accepted."""
