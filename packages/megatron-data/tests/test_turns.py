@@ -53,6 +53,15 @@ def test_answers_are_found_in_turns_that_change_when_others_follow(
     assert said(name, TALK) == answers
 
 
+def test_a_token_at_the_end_of_the_conversation_is_no_end_of_earlier_turns() -> None:
+    source = FAMILIES["qwen3"].template + "{% if not add_generation_prompt %}<|end|>{% endif %}"
+    text, spans = ChatTemplate(source).render(TALK)
+    assert [text[first:last] for first, last in spans] == [
+        "\nIshmael.<|im_end|>\n",
+        "<think>\n\n</think>\n\nAt sea.<|im_end|>\n<|end|>",
+    ]
+
+
 @pytest.mark.parametrize(
     ("source", "token"),
     [

@@ -111,6 +111,16 @@ def test_an_interrupted_answer_is_kept_so_far(model: GPT, monkeypatch: pytest.Mo
     assert talk.reply("b") == ByteTokenizer().decode(list(expected))
 
 
+def test_a_conversation_that_is_too_long_begins_with_the_user() -> None:
+    prompts = choose_prompts(Marked())
+    prompts.prompt("a", 99)
+    prompts.answered([], "y")
+    whole = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\ny<|im_end|>\n"
+    last = Marked().encode("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+    room = len(Marked().encode(whole)) + len(last)
+    assert prompts.prompt("b", room - 1) == last  # without the answer, too
+
+
 def test_the_format_is_chosen_by_the_tokenizer(tmp_path: Path) -> None:
     assert isinstance(choose_prompts(ByteTokenizer()), TextPrompts)
     assert "no chat template, and turns are marked" in choose_prompts(Marked()).description
