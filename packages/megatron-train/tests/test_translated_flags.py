@@ -2,6 +2,7 @@
 
 import pytest
 from megatron_train.config.values import GivenValue, Values
+from megatron_train.megatron_lm.launch_script import read_script
 from megatron_train.megatron_lm.table import megatron_flags
 from megatron_train.megatron_lm.translate import apply_megatron_defaults, translate
 
@@ -87,3 +88,12 @@ def test_an_empty_word_is_a_value_and_a_missing_one_is_none():
     assert translate(["--save", ""], TABLE).arguments == ["--save", ""]
     assert translate(["--save="], TABLE).arguments == ["--save", ""]
     assert "has no value" in translate(["--save"], TABLE).errors[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "first"), [("", "a"), ("shift", "b"), ("shift 2", "c"), ("shift 0", "a")]
+)
+def test_arguments_of_a_script_are_shifted(line, first, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(f"{line}\npython pretrain_gpt.py --save $1\n")
+    assert read_script(script, ["a", "b", "c"]).arguments == ("--save", first)
