@@ -7,7 +7,8 @@ import pytest
 import torch
 from megatron_data import HuggingFaceTokenizer
 from megatron_infer import Sampler, SamplingParams, TextStream, generate
-from megatron_infer.cli.chat import PLAIN, Conversation
+from megatron_infer.cli.chat import Conversation
+from megatron_infer.conversation import TextPrompts
 from megatron_infer.server.fields import GenerateRequest
 from megatron_infer.server.generation import Generation
 from megatron_infer.server.job import Job
@@ -95,6 +96,6 @@ def test_chat_prints_text_that_follows_the_prompt(
     model: GPT, tokenizer: HuggingFaceTokenizer, case: tuple[str, list[int], str]
 ) -> None:
     prompt, tokens, text = case
-    loaded = SimpleNamespace(model=model, tokenizer=tokenizer)
-    talk = Conversation(loaded, PLAIN, SamplingParams(max_new_tokens=len(tokens)))
+    loaded = SimpleNamespace(model=model, tokenizer=tokenizer, stop_tokens=frozenset())
+    talk = Conversation(loaded, TextPrompts(tokenizer), SamplingParams(max_new_tokens=len(tokens)))
     assert talk.reply(prompt) == text
