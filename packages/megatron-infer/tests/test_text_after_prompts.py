@@ -84,7 +84,7 @@ def test_served_text_follows_the_prompt(
     prompt, tokens, text = case
     job = Job(GenerateRequest((prompt,), tokens_to_generate=len(tokens)), "client")
     job.tokens = [tokenizer.encode(prompt)]
-    generation = Generation(model.eval(), tokenizer, job)
+    generation = Generation(model.eval(), tokenizer, job, frozenset())
     with torch.no_grad():
         answer = None
         while answer is None:
