@@ -96,7 +96,7 @@ def test_gradients_of_the_references_equal_finite_differences(case: Case) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("inputs", [kind for kind in INPUTS if kind not in ("small", "large")])
+@pytest.mark.parametrize("inputs", [i for i in INPUTS if i not in ("small", "large", "many")])
 def test_other_inputs_give_what_the_reference_gives(inputs: Inputs, dtype: torch.dtype) -> None:
     results = list(check(dtype, CPU, (inputs,)))
     assert len(results) == count_checks(dtype, (inputs,))
@@ -114,6 +114,12 @@ def test_large_inputs_give_what_the_reference_gives(
     slow = request.node.get_closest_marker("slow") is not None
     ops = () if slow else ("attention", "rms_norm", "linear", "cross_entropy", "grouped_matmul")
     assert [result for result in check(dtype, CPU, ("large",), ops) if not result.passed] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_give_what_the_reference_gives(dtype: torch.dtype) -> None:
+    assert [result for result in check(dtype, CPU, ("many",)) if not result.passed] == []
 
 
 def test_known_deviations_still_exist() -> None:

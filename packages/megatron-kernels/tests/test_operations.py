@@ -175,3 +175,17 @@ def test_normalisation_in_bfloat16_uses_float32_statistics(backend: str) -> None
     torch.testing.assert_close(
         rms_norm(x, ones, backend=backend).double(), truth, rtol=5e-3, atol=0
     )
+
+
+@pytest.mark.parametrize("backend", ["torch", "batch-invariant", "reference"])
+def test_the_gradient_passes_at_the_bound_of_a_gated_unit(backend: str) -> None:
+    """At the bound as below it, and not beyond; `torch.clamp` differs there since torch 2.14."""
+    bound = 2.0
+    gates = torch.tensor([1.0, 2.0, 2.5, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    ups = torch.tensor([1.0, 1.0, 1.0, 2.0, -2.0, 2.5, -2.5], dtype=torch.float64)
+    x = torch.stack((gates, ups)).requires_grad_()
+    y = glu(x, "relu", bound, 1.0, backend=backend)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert y.tolist() == [2.0, 4.0, 4.0, 3.0, -1.0, 3.0, -1.0]  # max(gate, 0) * (up + 1)
+    assert found[0].tolist() == [2.0, 2.0, 0.0, 3.0, -1.0, 3.0, -1.0]
+    assert found[1].tolist() == [1.0, 2.0, 2.0, 1.0, 1.0, 0.0, 0.0]

@@ -27,6 +27,7 @@ from .ops.attention.scores import PLAIN_SCORES as PLAIN_SCORES
 from .ops.attention.scores import Scores as Scores
 from .ops.dropout.bias_dropout_add import DropoutSite as DropoutSite
 from .ops.dropout.bias_dropout_add import bias_dropout_add as bias_dropout_add
+from .ops.embedding.rows import select_rows as select_rows
 from .ops.embedding.vocab_embedding import add_vocab_gradient as add_vocab_gradient
 from .ops.embedding.vocab_embedding import vocab_embedding as vocab_embedding
 from .ops.linear.linear import linear as linear

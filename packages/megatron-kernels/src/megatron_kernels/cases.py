@@ -122,7 +122,7 @@ def _softmax(draw: InputGenerator, *, masked: bool) -> tuple[Any, ...]:
 def _rope(
     draw: InputGenerator, *, interleaved: bool, percent: float, batch: int
 ) -> tuple[Any, ...]:
-    rows = draw.rows(11)
+    rows = draw.rows(11, sequence=True)
     positions = torch.arange(rows, device=draw.device)
     if batch > 1:
         positions = torch.stack([positions + 100 * i for i in range(batch)])
@@ -157,7 +157,9 @@ def _attention(
 ) -> tuple[Any, ...]:
     """Returns a call. In other sizes all queries and keys are of one length."""
     if draw.size != "small":
-        queries, keys, offset = draw.rows(13), draw.rows(13), 0
+        queries, keys, offset = (draw.rows(13, sequence=True),) * 2 + (0,)
+        if not mask.causal:
+            queries = draw.rows(13)
     q = draw.normal(queries, 2, 4, 16)
     k, v = draw.normal(keys, 2, groups, 16), draw.normal(keys, 2, groups, 16, mean=0.5)
     return (q, k, v, mask, scores, offset)
@@ -165,7 +167,7 @@ def _attention(
 
 def _documents(draw: InputGenerator) -> tuple[Any, ...]:
     ids = torch.tensor([[0] * 5 + [1] * 8, [0] * 3 + [1] * 4 + [-1] * 6], dtype=torch.int32)
-    ids = _of_rows(ids, draw.rows(13))
+    ids = _of_rows(ids, draw.rows(13, sequence=True))
     return _attention(draw, Mask(document_ids=ids.to(draw.device)), groups=2)
 
 
@@ -189,7 +191,7 @@ def _block(
     width: int = 16,
 ) -> tuple[Any, ...]:
     """Returns a block of a ring: 11 queries after the keys, or among them."""
-    rows = draw.rows(11)
+    rows = draw.rows(11, sequence=True)
     q, k, v = (
         draw.normal(rows, 2, 4, 16),
         draw.normal(rows, 2, groups, 16),
@@ -232,7 +234,7 @@ def _paged(
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[Any, ...]:
     """Returns the last tokens of three sequences in blocks of 5 keys; one has no keys at all."""
-    longest = draw.rows(13)
+    longest = draw.rows(13, sequence=True)
     lengths = (longest, 0, longest * 2 // 3)
     used = -(-longest // 5)
     q = draw.normal(new, 3, 4, 16).detach()
@@ -315,14 +317,14 @@ def _unpermute(draw: InputGenerator, choices: int = 2, rows: str = "all") -> tup
 def _some_documents(draw: InputGenerator) -> torch.Tensor:
     """Returns ids of two sequences: three documents, and one that ends before the padding."""
     ids = torch.tensor([[4] * 2 + [7] * 1 + [5] * 8, [0] * 8 + [-1] * 3], device=draw.device)
-    return _of_rows(ids, draw.rows(11))
+    return _of_rows(ids, draw.rows(11, sequence=True))
 
 
 def _causal_conv(
     draw: InputGenerator, *, documents: bool = False, state: bool = False
 ) -> tuple[Any, ...]:
     return (
-        draw.normal(draw.rows(11), 2, 6),
+        draw.normal(draw.rows(11, sequence=documents), 2, 6),
         draw.normal(6, 4),
         draw.normal(6),
         _some_documents(draw) if documents else None,
@@ -333,13 +335,16 @@ def _causal_conv(
 def _gated_delta_rule(
     draw: InputGenerator, *, documents: bool = False, state: bool = False
 ) -> tuple[Any, ...]:
-    decay = draw.normal(draw.rows(11), 2, 4)
+    decay = draw.normal(draw.rows(11, sequence=True), 2, 4)
     return (
-        draw.normal(draw.rows(11), 2, 2, 5),
-        draw.normal(draw.rows(11), 2, 2, 5, mean=0.1),
-        draw.normal(draw.rows(11), 2, 4, 3),
+        draw.normal(draw.rows(11, sequence=True), 2, 2, 5),
+        draw.normal(draw.rows(11, sequence=True), 2, 2, 5, mean=0.1),
+        draw.normal(draw.rows(11, sequence=True), 2, 4, 3),
         (-decay.detach().abs()).requires_grad_(),
-        draw.normal(draw.rows(11), 2, 4, mean=0.5).detach().sigmoid().requires_grad_(),
+        draw.normal(draw.rows(11, sequence=True), 2, 4, mean=0.5)
+        .detach()
+        .sigmoid()
+        .requires_grad_(),
         _some_documents(draw) if documents else None,
         draw.normal(2, 4, 5, 3) if state else None,
         True,
@@ -349,12 +354,13 @@ def _gated_delta_rule(
 def _ssd_scan(
     draw: InputGenerator, *, documents: bool = False, state: bool = False, chunk_size: int = 4
 ) -> tuple[Any, ...]:
+    rows = draw.rows(11, sequence=True)
     return (
-        draw.normal(draw.rows(11), 2, 4, 3),
-        draw.normal(draw.rows(11), 2, 4),
+        draw.normal(rows, 2, 4, 3),
+        draw.normal(rows, 2, 4),
         (-draw.normal(4).exp()).detach().requires_grad_(),
-        draw.normal(draw.rows(11), 2, 2, 5),
-        draw.normal(draw.rows(11), 2, 2, 5, mean=0.2),
+        draw.normal(rows, 2, 2, 5),
+        draw.normal(rows, 2, 2, 5, mean=0.2),
         draw.normal(4),
         draw.normal(4, mean=-1),
         _some_documents(draw) if documents else None,
@@ -364,7 +370,7 @@ def _ssd_scan(
 
 
 def _index_scores(draw: InputGenerator) -> tuple[Any, ...]:
-    rows, keys = draw.rows(5), draw.rows(9)
+    rows, keys = draw.rows(5, sequence=True), draw.rows(9, sequence=True)
     return (
         draw.normal(rows, 2, 3, 8),
         draw.normal(keys, 2, 8),

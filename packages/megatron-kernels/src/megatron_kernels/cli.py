@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PROG = "megatron-kernels"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SIZES = ("small", "medium", "large")
-INPUTS = ("small", "empty", "one", "large", "strided", "nan", "inf")
+INPUTS = ("small", "empty", "one", "large", "many", "strided", "nan", "inf")
 
 
 def build_parser() -> Parser:
@@ -48,7 +48,7 @@ def build_parser() -> Parser:
     check.add_argument("ops", nargs="*", metavar="OP", help="operations; without any, all")
     check.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:1, …")
     check.add_argument(
-        "--dtype", choices=DTYPES, nargs="+", default=list(DTYPES[:3]), metavar="DTYPE",
+        "--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), metavar="DTYPE",
         help=f"one or more of {', '.join(DTYPES)}",
     )  # fmt: skip
     check.add_argument(

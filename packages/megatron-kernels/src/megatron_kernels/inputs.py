@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -10,8 +10,13 @@ from torch import Tensor
 from megatron_kernels.ops.attention.dropout import DropoutHash
 from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite, hashes
 
-Size = Literal["small", "empty", "one", "large"]
-"""Sizes of inputs: as a case writes them, without rows, one row, or many rows."""
+Size = Literal["small", "empty", "one", "large", "many"]
+"""Sizes of inputs: as a case writes them, without rows, one row, more rows, or many rows.
+
+With many rows, sums over rows in 16 bits are wrong by half and more.
+"""
+
+_MANY: Final = 5000
 
 
 @dataclass(frozen=True)
@@ -30,9 +35,16 @@ class InputGenerator:
     seed: int = 1234
     size: Size = "small"
 
-    def rows(self, count: int) -> int:
-        """Returns the number of rows of this size instead of ``count``."""
-        return {"small": count, "empty": 0, "one": 1, "large": 23 * count}[self.size]
+    def rows(self, count: int, *, sequence: bool = False) -> int:
+        """Returns the number of rows of this size instead of ``count``.
+
+        Args:
+            count: Number of rows of the case.
+            sequence: Whether the cost of the reference rises faster than the number of rows.
+        """
+        large = 23 * count
+        many = large if sequence or not count else _MANY
+        return {"small": count, "empty": 0, "one": 1, "large": large, "many": many}[self.size]
 
     def normal(self, *shape: int, mean: float = 0.0) -> Tensor:
         """Returns a leaf that requires a gradient, from a normal distribution with deviation 1."""

@@ -21,14 +21,13 @@ from typing import Any, Final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron_parallel.collectives.operations import reduce_from_axis, scatter_sequence
 from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.sharding.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
-from megatron_parallel.tensor_parallel.lookup import Lookup
+from megatron_parallel.tensor_parallel.lookup import Lookup, select_rows
 from megatron_parallel.tensor_parallel.product import PLAIN, Product
 from megatron_parallel.tensor_parallel.product_layers import (
     add_product_parameters,
@@ -358,11 +357,11 @@ class VocabParallelEmbedding(nn.Module):
         if self.lookup is not None:
             partial = self.lookup.forward(tokens, self.weight, start)
         elif self.axis.size == 1:
-            partial = functional.embedding(tokens, self.weight)
+            partial = select_rows(self.weight, tokens)
         else:
             local = tokens - start
             not_here = (local < 0) | (local >= rows)
-            partial = functional.embedding(local.masked_fill(not_here, 0), self.weight)
+            partial = select_rows(self.weight, local.masked_fill(not_here, 0))
             partial = partial.masked_fill(not_here.unsqueeze(-1), 0.0)
         if self.axis.size == 1:
             return partial

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional
 
 from megatron_parallel import _compat
 from megatron_parallel.tensor_parallel.product import AccumulateGradient
@@ -41,6 +42,20 @@ class Lookup(Protocol):
         first: bool,
     ) -> None:
         """Adds the gradient of the weight to ``into``. The ``first`` gradient overwrites it."""
+
+
+def select_rows(
+    weight: Float[Tensor, "rows h"], tokens: Int[Tensor, "*tokens"]
+) -> Float[Tensor, "*tokens h"]:
+    """Returns rows of a weight. On a CPU, `index_select` sums their gradients in float32.
+
+    torch's `F.embedding` adds them up in the dtype of the weight there (torch 2.13): in
+    bfloat16, a row that more than 256 tokens select has a wrong gradient. Compiled code and CUDA
+    kernels add in float32.
+    """
+    if weight.device.type == "cpu" and not torch.compiler.is_compiling():
+        return weight.index_select(0, tokens.flatten()).view(*tokens.shape, weight.shape[1])
+    return functional.embedding(tokens, weight)
 
 
 class AccumulatingLookup:

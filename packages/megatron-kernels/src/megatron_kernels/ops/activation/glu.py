@@ -29,7 +29,8 @@ def reference(x: Tensor, gate: Gate, bound: float, offset: float) -> Tensor:
     values = upcast(x)
     g, up = values[..., 0, :], values[..., 1, :]
     if bound:
-        g, up = g.clamp(max=bound), up.clamp(-bound, bound)
+        g = torch.where(g > bound, bound, g)
+        up = torch.where(up.abs() > bound, bound * up.sign(), up)
     if gate == "gelu" or gate == "gelu_tanh":
         active = gelu_reference(g, "tanh" if gate == "gelu_tanh" else "none")
     else:
@@ -69,7 +70,7 @@ class _GLU(Function):
             dg, dup = dx[..., 0, :], dx[..., 1, :]
             _backward(torch.mul(grads[0], up, out=dg), g, gate, out=dg)
             torch.mul(grads[0], _activate(g, gate), out=dup)
-        if bound:  # no gradient beyond a bound, as for torch.clamp
+        if bound:  # no gradient beyond a bound
             beyond = torch.stack((x[..., 0, :] > bound, x[..., 1, :].abs() > bound), -2)
             dx = dx.masked_fill(beyond, 0.0)
         return dx, None, None, None
@@ -147,7 +148,9 @@ def glu(
     Args:
         x: `[..., 2, f]`: gate at index 0, up at index 1 of the second last dim.
         gate: Activation of the gate.
-        bound: Maximum of the gate and of the magnitude of up, before both are used. 0: none.
+        bound: Maximum of the gate and of the magnitude of up, before both are used. 0: none. The
+            gradient passes at the bound itself, as it does through `torch.clamp` up to torch 2.13,
+            with which gpt-oss was written. Since 2.14 that of `torch.clamp` is 0 there.
         offset: Added to up.
         backend: "auto" or the name of one backend.
 

@@ -86,7 +86,7 @@ def add_rms_norm(
         "torch",
         partial(_then, layer.fused),
         partial(_reason, layer.fused_unsupported_reason),
-        "a sum, then F.layer_norm",
+        "a sum, then LayerNorm by kernels of torch",
     ),
     Backend(
         NAME,

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_kernels.ops.batch_invariant import NAME, SLOWER, with_gradients_of
-from megatron_kernels.ops.norm import apex, batch_invariant, triton
+from megatron_kernels.ops.norm import apex, batch_invariant, summed_rows, triton
 from megatron_kernels.ops.norm.gain import gain_of
 from megatron_kernels.ops.precision import upcast
 from megatron_kernels.ops.triton_op import triton_backend
@@ -30,7 +30,13 @@ def reference(
 def fused(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False
 ) -> Tensor:
-    """Calls `F.layer_norm`, in at least float32 if the gain is `1 + weight`."""
+    """Calls torch's kernels, in at least float32 if the gain is `1 + weight`.
+
+    On a CPU in 16 bits the gradients of gain and shift are summed in float32.
+    """
+    if summed_rows.sums_rows_in_16_bits(x):
+        gain, shift = gain_of(upcast(weight), zero_centered), None if bias is None else upcast(bias)
+        return summed_rows.layer_norm(x, gain, shift, eps)
     if not zero_centered:
         return functional.layer_norm(x, weight.shape, weight, bias, eps)
     shift = None if bias is None else upcast(bias)
@@ -58,7 +64,7 @@ def invariant(
 
 
 @op(
-    Backend("torch", fused, fused_unsupported_reason, "F.layer_norm"),
+    Backend("torch", fused, fused_unsupported_reason, "kernels of torch"),
     triton_backend(
         triton.layer_norm, triton.layer_norm_unsupported_reason, "one kernel of ours each way"
     ),

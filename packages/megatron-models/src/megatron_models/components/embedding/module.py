@@ -2,10 +2,10 @@
 
 import torch
 from jaxtyping import Float, Int
+from megatron_kernels import select_rows
 from megatron_parallel import Sharding
 from megatron_parallel.tensor_parallel import PLAIN
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron_models.components.embedding.spec import EmbeddingSpec
 from megatron_models.components.norm.module import Norm
@@ -121,4 +121,4 @@ class EmbeddingTable(nn.Module):
         """Returns the vectors of ``rows``. Defaults to ``offset`` and the following ones."""
         if rows is None:
             return self.weight[offset : offset + length, None]
-        return functional.embedding(rows.t(), self.weight)
+        return select_rows(self.weight, rows.t())

@@ -77,8 +77,8 @@ class MLPConfig(StreamConfig):
         default=0.0,
         metadata=flag(
             "--activation-func-clamp-value",
-            "gated units: maximum of the gate and of the magnitude of what it multiplies; 0: none "
-            "(gpt-oss has 7)",
+            "gated units: maximum of the gate and of the magnitude of what it multiplies, with a "
+            "gradient of 1 at the maximum itself on every torch; 0: none (gpt-oss has 7)",
             nonnegative=True,
         ),
     )

@@ -4,9 +4,8 @@ import math
 
 import torch
 from jaxtyping import Float, Int
-from megatron_kernels import Mask
+from megatron_kernels import Mask, select_rows
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron_models.components.relative_bias.spec import RelativeBiasSpec
 from megatron_models.placement import Placement
@@ -42,7 +41,7 @@ class RelativeBias(nn.Module):
         index = table[distance.clamp(max=self.max_distance).long()]
         if self.bidirectional:
             index = index + self.buckets * (relative > 0)
-        return functional.embedding(index, self.weight).permute(0, 3, 1, 2).contiguous()
+        return select_rows(self.weight, index).permute(0, 3, 1, 2).contiguous()
 
 
 def distance_buckets(
