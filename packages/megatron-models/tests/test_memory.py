@@ -42,10 +42,10 @@ def test_estimated_activations_equal_those_that_autograd_saves(config, precision
         saved -= config.num_layers * tokens.numel() * padding * model.dtype.itemsize
     estimate = training_memory(config, 15, 3, precision, backends=OF_CPU).activations
     if config.normalization == "LayerNorm":
-        if config.qk_layernorm and precision == "bfloat16":
-            # CPUs save statistics in bfloat16, not in float32; a head has only few channels.
-            statistics = 2 * (config.num_attention_heads + config.num_query_groups)
-            saved += config.num_layers * tokens.numel() * statistics * 2
+        if config.apply_layernorm_1p and precision == "bfloat16":
+            # GPUs save inputs, gains and shifts of norms in float32, CPUs in bfloat16.
+            norms = 2 * config.num_layers + 1
+            saved += norms * config.hidden_size * (tokens.numel() * (4 - 2) + 2 * 4)
         assert estimate == pytest.approx(saved, rel=0.02)
     else:  # unfused on CPUs, which saves up to two more float32 tensors
         widths = (2 * config.num_layers + 1) * config.hidden_size

@@ -19,6 +19,7 @@ from megatron_models import AMAX_HISTORY, config_of, head_fields, new_head_param
 from megatron_optim import AVERAGE_SUFFIX, MAIN_SUFFIX, OptimError
 from megatron_parallel.tensor_parallel import added_parameter_names
 
+from megatron_train.config.checkpoint import ScheduleChoice
 from megatron_train.config.products import PLAIN
 from megatron_train.errors import TrainError
 from megatron_train.mesh_coordinator import coordinator_of
@@ -39,6 +40,7 @@ from megatron_train.run_record import (
 from megatron_train.saved_values import describe_differences, read_value
 from megatron_train.saving import SavedCheckpoint, views_of
 from megatron_train.schedule_changes import schedule_changes
+from megatron_train.schedule_lengths import settle_schedules
 from megatron_train.trainer import Trainer
 
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
@@ -80,7 +82,7 @@ def restore(
     console: Console,
     *,
     load_optimizer: bool = True,
-    load_schedules: bool = False,
+    schedules: ScheduleChoice = "unchanged",
     allowed_changes: Collection[str] = (),
 ) -> SavedCheckpoint | None:
     """Continues from the newest complete checkpoint in ``folder``.
@@ -94,8 +96,7 @@ def restore(
         run: Record of the run that continues. A warning names allowed differences.
         console: Console that warnings are printed to.
         load_optimizer: Whether to load the optimizer's state, instead of beginning with a new one.
-        load_schedules: Whether the run continues with the schedules of learning rate and weight
-            decay in the checkpoint.
+        schedules: Which schedules of learning rate and weight decay the run continues with.
         allowed_changes: Parts of the record (`RECORD_PARTS` of `run_record`) that may differ.
 
     Returns:
@@ -148,6 +149,8 @@ def restore(
         trainer.optimizer.reload_model_parameters()
     path = state.checkpoint.path
 
+    jumps: list[str] = []
+
     def take() -> None:
         try:
             if load_optimizer:
@@ -159,17 +162,18 @@ def restore(
                 trainer.averages.reset()
             position = read_value(state, "trainer", dict)
             trainer.load_state(position)
-            if load_schedules:
-                trainer.load_schedules(position)
+            jumps.extend(settle_schedules(trainer, position, schedules))
         except (TrainError, OptimError) as error:
             raise TrainError(f"{path}: {error}; load another checkpoint") from None
 
     # Only rank 0 has all callbacks, so it may be the only one that finds damaged state.
     map_reduce(store.coordinator, take, lambda _: None)
-    shown = without_schedules(run) if load_schedules else run
+    for line in jumps:
+        console.warn(line)
+    shown = run if schedules in ("unchanged", "override") else without_schedules(run)
     changes = _compare(state.get("run"), shown, trainer, path, allowed_changes, console)
     changed = "" if "optimizer" in changes else schedule_changes(state.get("trainer"), trainer)
-    if changed and not load_schedules:
+    if changed and schedules in ("unchanged", "override"):
         console.warn(
             f"schedules differ from those before step {trainer.iteration}, which the run had from "
             f"an earlier checkpoint: {changed}; --use-checkpoint-opt-param-scheduler continues "

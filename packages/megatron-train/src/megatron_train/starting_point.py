@@ -203,7 +203,7 @@ class StartingPoint:
             record,
             console,
             load_optimizer=not (own and checkpoint.no_load_optim),
-            load_schedules=checkpoint.use_checkpoint_opt_param_scheduler,
+            schedules=checkpoint.schedule_choice,
             allowed_changes=allowed,
         )
         if not found:

@@ -45,6 +45,30 @@ _SCHEDULES: Mapping[str, type[LearningRateSchedule] | type[WeightDecaySchedule]]
 """Schedules of a trainer by attribute."""
 
 
+Schedule = LearningRateSchedule | WeightDecaySchedule
+
+
+def saved_schedules(state: Mapping[str, Any]) -> dict[str, Schedule]:
+    """Returns the schedules in a state of `Trainer.state` by name; none if it has no record.
+
+    Raises:
+        TrainError: The record is damaged.
+    """
+    if "schedules" not in state:
+        return {}
+    saved = read_value(state, "schedules", Mapping)  # type: ignore[type-abstract]
+    found: dict[str, Schedule] = {}
+    for name, kind in _SCHEDULES.items():
+        fields = read_value(saved, name, dict)
+        try:
+            found[name] = kind(**fields)
+        except (TypeError, ValueError) as error:
+            raise TrainError(
+                f"the saved state is damaged: the schedule {name} is {short_repr(fields)}: {error}"
+            ) from None
+    return found
+
+
 class Callback:
     """Base class of callbacks around the steps of a run. All hooks do nothing by default.
 
@@ -340,7 +364,7 @@ class Trainer:
                 callback.load_state(kept[callback.name])
 
     @property
-    def schedules(self) -> dict[str, LearningRateSchedule | WeightDecaySchedule]:
+    def schedules(self) -> dict[str, Schedule]:
         """The schedules of learning rates and weight decay by name."""
         return {name: getattr(self, name) for name in _SCHEDULES}
 
@@ -352,16 +376,8 @@ class Trainer:
         """
         if "schedules" not in state:
             raise TrainError("it has no record of its schedules; set them with flags")
-        saved = read_value(state, "schedules", Mapping)  # type: ignore[type-abstract]
-        for name, kind in _SCHEDULES.items():
-            fields = read_value(saved, name, dict)
-            try:
-                setattr(self, name, kind(**fields))
-            except (TypeError, ValueError) as error:
-                raise TrainError(
-                    f"the saved state is damaged: the schedule {name} is {short_repr(fields)}: "
-                    f"{error}"
-                ) from None
+        for name, schedule in saved_schedules(state).items():
+            setattr(self, name, schedule)
 
     # -- parts of a step -----------------------------------------------------------------------
 

@@ -53,6 +53,8 @@ class SavedBytes:
         norm_statistic: Bytes of a statistic that a norm saves for each token.
         normalized_input: Bytes of an element of the normalized input, if a norm saves it too.
         norm_input: Bytes of an element of a norm's input, if it is saved in another precision.
+        copies_for_gain: Whether a norm of 16-bit input whose gain is `1 + weight` saves input, gain
+            and shift in float32.
         pads_values: Whether fused attention pads values that are narrower than keys to their width,
             and saves its padded output too.
         packs_rope: Whether one kernel rotates and separates queries, keys and values. Otherwise
@@ -75,6 +77,7 @@ class SavedBytes:
     norm_statistic: int = 4
     normalized_input: int = 0
     norm_input: int = 0
+    copies_for_gain: bool = True
     pads_values: bool = False
     packs_rope: bool = False
     fused_scores: bool = False
@@ -128,7 +131,8 @@ class SavedBytes:
             window_mask=0 if attention_dropout else activation,
             mask_bits=attention_dropout,
             logsumexp=0 if attention_dropout else wide,
-            norm_statistic=wide if rms else activation,
+            norm_statistic=wide,
+            copies_for_gain=rms,
             normalized_input=wide if rms else 0,
             norm_input=wide if rms else 0,
             pads_values=not attention_dropout,

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel import _compat
+from megatron_parallel.collectives.extremes import from_ordered, to_ordered
 from megatron_parallel.collectives.failure import raise_collective_errors
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.axes import Axis
@@ -43,12 +44,31 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 def all_reduce(
-    t: Shaped[Tensor, "*shape"], axis: Axis, op: ReduceOp = "sum", *, purpose: str = ""
+    t: Shaped[Tensor, "*shape"],
+    axis: Axis,
+    op: ReduceOp = "sum",
+    *,
+    purpose: str = "",
+    keeps_nan: bool = True,
 ) -> Shaped[Tensor, "*shape"]:
-    """Reduces `t` over the axis in place and returns it."""
-    if axis.size > 1:
-        with _collective(axis, "all_reduce", t, purpose):
-            dist.all_reduce(t, _OPS[op], group=axis.process_group)
+    """Reduces `t` over the axis in place and returns it.
+
+    Args:
+        t: Numbers or integers.
+        axis: The axis.
+        op: How the values of ranks are combined.
+        purpose: Describes the message.
+        keeps_nan: Whether the maximum or minimum of numbers is NaN where a rank has NaN. Otherwise
+            it depends on the backend, which may lose a NaN, but no operation is added to the
+            collective.
+    """
+    if axis.size == 1:
+        return t
+    if op != "sum" and keeps_nan and t.is_floating_point():
+        ordered = all_reduce(to_ordered(t, op), axis, op, purpose=purpose)
+        return t.copy_(from_ordered(ordered, op, t.dtype))
+    with _collective(axis, "all_reduce", t, purpose):
+        dist.all_reduce(t, _OPS[op], group=axis.process_group)
     return t
 
 
@@ -77,6 +97,8 @@ def reduce_scatter(
     purpose: str = "",
 ) -> Shaped[Tensor, "..."]:
     """Reduces `t` over the axis and returns this rank's part along `dim`.
+
+    A maximum or minimum of numbers may lose a NaN, unlike that of `all_reduce`.
 
     Raises:
         LayoutError: The axis size does not divide the size of `dim`.

@@ -255,14 +255,16 @@ def _over_ranks(own: Tensor, at_target: Tensor, every: Tensor | None, axis: Axis
     """Combines the terms of each rank's columns."""
     if axis.size == 1:
         return _Terms(own, at_target, every)
+    # A NaN may get lost in the maxima: that of `own` comes back in the sum of exponentials.
+    lossy: Any = {"purpose": PURPOSE, "keeps_nan": False}
     if torch.compiler.is_compiling():
         # Inductor (torch 2.13) computes the parts of a stack in its memory and lets the collective
         # overwrite it, although `own` is read again.
         largest, at_target = (
-            all_reduce(part.clone(), axis, "max", purpose=PURPOSE) for part in (own, at_target)
+            all_reduce(part.clone(), axis, "max", **lossy) for part in (own, at_target)
         )
     else:
-        both = all_reduce(torch.stack((own, at_target)), axis, "max", purpose=PURPOSE)
+        both = all_reduce(torch.stack((own, at_target)), axis, "max", **lossy)
         largest, at_target = both.unbind()
     terms = [(own - largest).exp_(), *([] if every is None else [every])]
     total, *rest = all_reduce(torch.stack(terms), axis, purpose=PURPOSE).unbind()

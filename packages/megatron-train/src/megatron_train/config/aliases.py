@@ -152,6 +152,10 @@ ALIASES: Mapping[str, Alias] = {
         (("checkpoint.use_checkpoint_opt_param_scheduler", True),),
         "the same as --use-checkpoint-opt-param-scheduler",
     ),
+    "--override-opt_param-scheduler": Alias(
+        (("checkpoint.override_opt_param_scheduler", True),),
+        "the same as --override-opt-param-scheduler",
+    ),
     "--virtual-pipeline-model-parallel-size": Alias(
         (("layout.vpp", FLAG_VALUE),), "the same as --num-virtual-stages-per-pipeline-rank"
     ),

@@ -6,6 +6,16 @@ from typing import Literal
 from megatron_train.config.fields import check_positive, flag_of, setting
 from megatron_train.errors import TrainError
 
+ScheduleChoice = Literal["unchanged", "checkpoint", "override", "plateau", "decay"]
+"""Which schedules a run continues with: those of its settings, whose lengths must be those of the
+checkpoint; those of the checkpoint; those of its settings; or those of the checkpoint, extended."""
+
+_SCHEDULE_CHOICES = (
+    "use_checkpoint_opt_param_scheduler",
+    "override_opt_param_scheduler",
+    "extend_schedule",
+)
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -63,9 +73,28 @@ class CheckpointConfig:
         "take the schedules of learning rate and weight decay from the checkpoint in --load, "
         "instead of those that flags describe",
     )
+    override_opt_param_scheduler: bool = setting(
+        False,
+        "jump to the schedules of learning rate and weight decay that flags describe, although "
+        "those of the checkpoint in --load have other lengths, which is refused otherwise",
+    )
+    extend_schedule: Literal["plateau", "decay"] | None = setting(
+        None,
+        "continue without a jump to another length of the run: keep the constant rate and decay "
+        "later (plateau), or decay from the present rate (decay) (our name)",
+    )
     exit_on_missing_checkpoint: bool = setting(
         False, "fail if --load has no complete checkpoint, instead of starting a new run"
     )
+
+    @property
+    def schedule_choice(self) -> ScheduleChoice:
+        """Which schedules a run that continues takes."""
+        if self.use_checkpoint_opt_param_scheduler:
+            return "checkpoint"
+        if self.override_opt_param_scheduler:
+            return "override"
+        return self.extend_schedule or "unchanged"
 
     def __post_init__(self) -> None:
         check_positive(self, "save_interval", "keep_last")
@@ -76,16 +105,19 @@ class CheckpointConfig:
         for name in (
             "exit_on_missing_checkpoint",
             "no_load_optim",
-            "use_checkpoint_opt_param_scheduler",
+            *_SCHEDULE_CHOICES,
         ):
             if getattr(self, name) and self.load is None:
                 raise TrainError(
                     f"{flag_of(name)} needs --load, the folder of checkpoints to continue from"
                 )
-        if self.finetune and self.use_checkpoint_opt_param_scheduler:
+        choices = [flag_of(name) for name in _SCHEDULE_CHOICES if getattr(self, name)]
+        if len(choices) > 1:
+            raise TrainError(f"{' and '.join(choices)} choose different schedules; give one")
+        if self.finetune and choices:
             raise TrainError(
-                "--use-checkpoint-opt-param-scheduler has no effect with --finetune, which begins "
-                "a new run; leave out one of them"
+                f"{choices[0]} has no effect with --finetune, which begins a new run; leave out "
+                "one of them"
             )
         for name in ("finetune", "use_checkpoint_args", "no_load_rng", "allow_changed_run"):
             if getattr(self, name) and self.load is None and self.pretrained_checkpoint is None:

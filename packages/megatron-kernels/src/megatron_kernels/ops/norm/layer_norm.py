@@ -35,8 +35,7 @@ def fused(
     On a CPU in 16 bits the gradients of gain and shift are summed in float32.
     """
     if summed_rows.sums_rows_in_16_bits(x):
-        gain, shift = gain_of(upcast(weight), zero_centered), None if bias is None else upcast(bias)
-        return summed_rows.layer_norm(x, gain, shift, eps)
+        return summed_rows.layer_norm(x, weight, bias, eps, zero_centered)
     if not zero_centered:
         return functional.layer_norm(x, weight.shape, weight, bias, eps)
     shift = None if bias is None else upcast(bias)

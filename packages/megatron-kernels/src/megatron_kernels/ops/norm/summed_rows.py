@@ -12,6 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron_kernels.ops.norm.gain import gain_of
+from megatron_kernels.ops.precision import upcast
+
 _ELEMENTS: Final = 2**18
 """Elements of a slice of rows in the backward pass, whose float32 copies fit into the cache."""
 
@@ -27,35 +30,40 @@ def sums_rows_in_16_bits(x: Tensor) -> bool:
 
 def layer_norm(
     x: Float[Tensor, "*rows h"],
-    gain: Float[Tensor, " h"],
-    shift: Float[Tensor, " h"] | None,
+    weight: Float[Tensor, " h"],
+    bias: Float[Tensor, " h"] | None,
     eps: float,
+    zero_centered: bool,
 ) -> Float[Tensor, "*rows h"]:
-    """Computes LayerNorm by torch's kernels for 16-bit rows with a float32 gain and shift.
+    """Computes LayerNorm by torch's kernels for 16-bit rows with a gain and a shift in float32.
 
-    Args:
-        x: Input `[..., h]` in bfloat16 or float16.
-        gain: Gain `[h]` in float32.
-        shift: Shift `[h]` in float32, or None.
-        eps: Added to the variance.
-
-    Returns:
-        `[..., h]` in the dtype of `x`.
+    Saves `x`, the parameters, and two float32 numbers for each row.
     """
-    result: Tensor = _LayerNorm.apply(x, gain, shift, eps)  # type: ignore[no-untyped-call]
+    result: Tensor = _LayerNorm.apply(x, weight, bias, eps, zero_centered)  # type: ignore[no-untyped-call]
     return result
+
+
+def _in_float32(
+    weight: Tensor, bias: Tensor | None, zero_centered: bool
+) -> tuple[Tensor, Tensor | None]:
+    return gain_of(upcast(weight), zero_centered), None if bias is None else upcast(bias)
 
 
 class _LayerNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor | None, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+    ) -> Tensor:
+        gain, shift = _in_float32(weight, bias, zero_centered)
         y, mean, rstd = torch.native_layer_norm(x, gain.shape, gain, shift, eps)
-        ctx.save_for_backward(x, gain, shift, mean, rstd)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.zero_centered = zero_centered
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gain, shift, mean, rstd = ctx.saved_tensors
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        gain, shift = _in_float32(weight, bias, ctx.zero_centered)
         mask = list(ctx.needs_input_grad[:3])
         rows, dy = (each.reshape(-1, len(gain)) for each in (x, grads[0]))
         means, scales = mean.reshape(-1, 1), rstd.reshape(-1, 1)
@@ -79,4 +87,5 @@ class _LayerNorm(Function):
             for total, added in zip(sums, found[1:], strict=True):
                 if total is not None:
                     total.add_(added)
-        return None if of_rows is None else of_rows.view_as(x), *sums, None
+        of_gain, of_shift = (None if total is None else total.to(weight.dtype) for total in sums)
+        return None if of_rows is None else of_rows.view_as(x), of_gain, of_shift, None, None

@@ -91,8 +91,9 @@ class NormSpec(NormConfig):
         """Returns the bytes saved for ``rows`` vectors of ``hidden_size`` channels."""
         channels, norm_input, statistic = 0, saved_bytes.norm_input, saved_bytes.norm_statistic
         wide = max(saved_bytes.activation, _FP32)
-        if self.apply_layernorm_1p:  # computed in at least float32, with a gain of its own
-            channels, narrow = 1, saved_bytes.activation < wide
+        narrow = saved_bytes.activation < wide
+        if self.apply_layernorm_1p and not (narrow and not saved_bytes.copies_for_gain):
+            channels = 1  # computed in at least float32, with a gain of its own
             if narrow:
                 norm_input, statistic = wide, wide if statistic else 0
                 channels += "bias" in self.shardings()
