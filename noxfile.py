@@ -173,7 +173,7 @@ def tests(session: nox.Session) -> None:
 @job(venv_backend="none")
 def full(session: nox.Session) -> None:
     """Runs `tests` with all tests of which it runs a sample."""
-    more = ("oldest", "simulated", "device", "mutation", "families", "functional")
+    more = ("oldest", "newest", "simulated", "device", "mutation", "families", "functional")
     run_checks(session, ["--slow", *session.posargs], *more)
 
 
@@ -275,11 +275,29 @@ def oldest(session: nox.Session) -> None:
     allowed = next(d for d in metadata["project"]["dependencies"] if d.startswith("torch>="))
     torch = allowed.replace(">=", "==") + ".*"
     pinned = (ROOT / "tooling/constraints.txt").read_text().splitlines()
+    own = ("torch==", "triton==")  # each version of torch for CUDA requires one of Triton
     constraints = Path(session.create_tmp()) / "constraints.txt"
-    constraints.write_text("\n".join([torch, *(x for x in pinned if not x.startswith("torch=="))]))
+    constraints.write_text("\n".join([torch, *(x for x in pinned if not x.startswith(own))]))
     session.install("-q", "-c", str(constraints), torch, *EDITABLE, "pytest-xdist")
     for name in OLDEST:
         pytest(session, f"packages/{name}/tests", at_once=True)
+
+
+@job(python="3.12")
+def newest(session: nox.Session) -> None:
+    """Tests all packages, and all packages together, on the newest version of every dependency.
+
+    The one session without constraints, so that it fails when a new version changes what the code
+    relies on. Runs in `full` only: it installs torch for CUDA, 3 GB with its dependencies, which
+    needs no GPU. New versions of megatron-core need Python 3.12.
+    """
+    more = ("transformers", "accelerate", "datasets", "megatron-core", "gigatoken", "playwright")
+    session.install("-q", "--upgrade", *EDITABLE, *STRANGER, *more, "pytest-xdist")
+    for name in (*PACKAGES, "integration_tests"):
+        folder = f"packages/{name}/tests" if name in PACKAGES else name
+        at_once = name not in ONE_AT_A_TIME
+        pytest(session, folder, "--ignore=integration_tests/parity", at_once=at_once)
+    pytest(session, "integration_tests/parity")
 
 
 @job()

@@ -98,6 +98,19 @@ class QueuedGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._device = device
         self._gloo = gloo
+        self._name = ""
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch sets; its own property reads that of a backend in C++."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _get_backend(self, device: object) -> "QueuedGroup":
+        """Returns this group, which coalesces no messages."""
+        return self
 
     def allreduce(self, *arguments: Any) -> Queued:
         return self._device.queue(self._gloo.allreduce(*arguments))

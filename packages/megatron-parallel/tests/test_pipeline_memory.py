@@ -50,20 +50,24 @@ def peaks(schedule: str, layout: ParallelLayout, rank: int, count: int) -> list[
     return found
 
 
-# Micro-batches in flight on the first two of four ranks, without those of the first stage, whose
-# inputs exist already.
+# Micro-batches in flight on each of four ranks, without those of the first stage, whose inputs
+# exist already. The last two ranks of `zb-v` hold more: their weight gradients run later.
 @pytest.mark.parametrize(
     ("schedule", "vpp", "mapping", "in_flight"),
     [
-        ("1f1b", 1, "loop", (0, 3)),
-        ("interleaved-1f1b", 2, "loop", (4, 9)),  # of 2 * 3 + 4 + 1 on the first rank
-        ("zb-v", 2, "v", (1, 8)),
+        ("1f1b", 1, "loop", {1: 3}),
+        ("interleaved-1f1b", 2, "loop", {0: 4, 1: 9, 3: 5}),  # of 2 * 3 + 4 + 1 on the first rank
+        ("zb-v", 2, "v", {0: 1, 1: 8}),
+        pytest.param("1f1b", 1, "loop", {0: 0, 2: 2, 3: 1}, marks=pytest.mark.slow),
+        pytest.param("interleaved-1f1b", 2, "loop", {2: 7}, marks=pytest.mark.slow),
+        pytest.param("combined-1f1b", 2, "loop", {0: 4, 1: 9, 2: 7, 3: 5}, marks=pytest.mark.slow),
     ],
 )
 def test_tensors_of_a_micro_batch_live_while_it_is_in_flight(
-    schedule: str, vpp: int, mapping: StageMapping, in_flight: tuple[int, int]
+    schedule: str, vpp: int, mapping: StageMapping, in_flight: dict[int, int]
 ) -> None:
     layout = ParallelLayout(pp=4, vpp=vpp, dp=1, stage_mapping=mapping).resolve(4)
-    for rank, inputs in enumerate(in_flight):
-        # Besides the inputs: an output until it is sent, and gradients of output and input.
+    for rank, inputs in in_flight.items():
+        # Besides the inputs: an output until it is sent, and gradients of output and input. From
+        # 2.15 torch's schedules hold what they sent until the step ends, unless a stage drops it.
         assert max(peaks(schedule, layout, rank, 16)) <= inputs + 4.1

@@ -2,7 +2,10 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from megatron_train.cli.main import build_parser, main
@@ -80,15 +83,30 @@ def test_memory_of_the_parts_by_hand():
     assert use.layers == 4
 
 
-def test_ranks_that_run_at_once_have_the_same_results():
+def check_ranks_at_once():
+    """Compares ranks that run at once, several or one, with the same ones in this process."""
     run, done = resolved("--pipeline-model-parallel-size 2 --global-batch-size 2"), []
-    flags = {"progress": lambda *count: done.append(count), "memory_only": True}
-    one = dry_run(run, "cpu", [0, 1], **flags)
-    both = dry_run(run, "cpu", [0, 1], **flags, processes=2)
-    for ours, theirs in zip(both, one, strict=True):
+    options = {"progress": lambda *count: done.append(count), "memory_only": True}
+    (first,) = dry_run(run, "cpu", [0], **options, processes=2)
+    both = dry_run(run, "cpu", [0, 1], **options, processes=2)
+    one = dry_run(run, "cpu", [0, 1], **options)
+    for ours, theirs in zip([first, *both], [one[0], *one], strict=True):
         assert (ours.rank, ours.counts) == (theirs.rank, theirs.counts)
         assert ours.peak == pytest.approx(theirs.peak, rel=1e-4)  # a first import has a tensor
-    assert done == [(1, 2), (2, 2)] * 2
+    assert done == [(1, 1), (1, 2), (2, 2), (1, 2), (2, 2)]
+
+
+def test_ranks_that_run_at_once_have_the_same_results():
+    """In a process without a backward pass before; forked ones leave it so, also a single one."""
+    program = "import test_dry_run; test_dry_run.check_ranks_at_once()"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+def refused_by_autograd(*_, **__):
+    raise RuntimeError(
+        "Unable to handle autograd's threading in combination with fork-based multiprocessing."
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,6 +114,7 @@ def test_ranks_that_run_at_once_have_the_same_results():
     [
         (lambda *_, **__: os._exit(3), r"rank [01] ended without a result \(exit code 3\)"),
         (lambda run, rank, *_, **__: run.layout.coordinates(64), "rank 64"),
+        (refused_by_autograd, r"has run a backward pass .* pass processes=1"),
     ],
 )
 def test_a_rank_that_fails_ends_the_dry_run(ends, message, monkeypatch):
@@ -112,7 +131,9 @@ def test_the_memory_alone_is_that_of_the_whole_run():
     assert memory.counts.flops < whole.counts.flops
 
 
-def test_the_report_and_the_picture(tmp_path, capsys):
+def test_the_report_and_the_picture(tmp_path, capsys, monkeypatch):
+    # This process has run a backward pass, after which forks of it may run none.
+    monkeypatch.setattr("megatron_train.cli.dry_run._processes", lambda: 1)
     line = f"dry-run gpt {SMALL} --pipeline-model-parallel-size 2 --world-size 64 --on cpu"
     picture = tmp_path / "memory.png"
     assert main([*line.split(), "--output", str(picture)]) == 0

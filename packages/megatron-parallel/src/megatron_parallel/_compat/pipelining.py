@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torchs
 
@@ -20,11 +21,30 @@ from megatron_parallel.pipeline.order import Action
 class BareStage(PipelineStage):
     """A stage for which torch's schedules prepare nothing.
 
-    From 2.11 to 2.13 torch changed how a stage prepares its buffers, checks its inputs and outputs,
+    From 2.11 to 2.15 torch changed how a stage prepares its buffers, checks its inputs and outputs,
     and infers shapes with a hidden forward pass. Subclasses of this class keep their own tensors
     and override every pass and every list of messages, so they use none of that. What remains of
     torch's stage is its index.
+
+    Args:
+        chunk: The module of the stage.
+        index: Index of the stage.
+        count: Number of stages of the pipeline.
+        device: Device of the stage's tensors.
+        group: Process group of the pipeline.
     """
+
+    def __init__(
+        self,
+        chunk: nn.Module,
+        index: int,
+        count: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        # Without examples of its inputs and outputs a stage counts as dynamic. For one, torch 2.15
+        # copies all buffers before the first step and refuses groups without other ranks.
+        super().__init__(chunk, index, count, device, input_args=(), output_args=(), group=group)
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
@@ -48,6 +68,39 @@ class BareStage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Does nothing; torch drops the gradients of its hidden pass here, which did not run."""
+
+
+class StartedSends:
+    """The sends that the stages of a rank have passed to torch's schedule in a step.
+
+    From 2.15 torch's schedules hold the operations of a send, and with them its tensors, until they
+    wait for it: for gradients at the end of the step. The backend itself holds what it sends, and
+    earlier versions of torch rely on that.
+
+    Args:
+        at_once: Whether the schedule starts a send before it requests another message, as schedules
+            of several stages do. Those of one stage may start it together with a receive.
+    """
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+        self._operations: list[list[dist.P2POp]] = []
+
+    def add(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Adds operations, which the schedule starts before its next pass; returns them."""
+        self._operations.append(operations)
+        return operations
+
+    def before_receive(self) -> None:
+        """Drops the tensors if all sends have started when the schedule requests a receive."""
+        if self._at_once:
+            self.drop()
+
+    def drop(self) -> None:
+        """Drops the tensors of all sends. Call it when a pass starts."""
+        for each in self._operations:
+            each.clear()
+        self._operations.clear()
 
 
 class OverlappedPass(NamedTuple):

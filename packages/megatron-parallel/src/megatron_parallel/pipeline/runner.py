@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 from torch import Tensor, nn
 
 from megatron_parallel._compat import pipelining
-from megatron_parallel._compat.pipelining import OverlappedPass
+from megatron_parallel._compat.pipelining import OverlappedPass, StartedSends
 from megatron_parallel.errors import CollectiveError, LayoutError
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.pipeline.comparison import StepComparison
@@ -68,6 +68,7 @@ class StageRunner:
         self._count = self._pp.size * len(chunks)
         self._comparison = StepComparison(mesh)
         self._monitor = PipelineMonitor(mesh, self._count, self._comparison.check)
+        self._sends = StartedSends(at_once=len(chunks) > 1)
         self._prepared: OrderedDict[object, _Prepared] = OrderedDict()
 
     def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
@@ -175,6 +176,7 @@ class StageRunner:
             inputs=self._inputs,
             around_backward=self._around_backward,
             monitor=self._monitor,
+            sends=self._sends,
         )
 
     def _pair(self, forward: OverlappedPass, backward: OverlappedPass) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_parallel._compat.pipelining import BareStage
+from megatron_parallel._compat.pipelining import BareStage, StartedSends
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, BackwardPass, Inputs, TensorSpec
@@ -90,19 +90,22 @@ class Stage(BareStage):
         inputs: Inputs,
         around_backward: AroundBackward,
         monitor: PipelineMonitor,
+        sends: StartedSends,
     ) -> None:
         axis = mesh.axis("pp")
-        super().__init__(chunk, spec.index, spec.count, mesh.device, group=axis.process_group)
+        super().__init__(chunk, spec.index, spec.count, mesh.device, axis.process_group)
         self._axis = axis
         self._rank_of = mesh.layout.pipeline_rank_of
         self._spec = spec
         self._inputs = inputs
         self._around_backward = around_backward
         self._monitor = monitor
+        self._sends = sends
         self._tensors: dict[int, _MicroBatch] = {}
 
     def clear_runtime_states(self) -> None:
         """Drops the tensors of all micro-batches, at the start and end of a step."""
+        self._sends.drop()
         self._tensors.clear()
 
     # -- passes --------------------------------------------------------------------------------
@@ -115,6 +118,7 @@ class Stage(BareStage):
         save_forward_output: bool = False,
     ) -> Any:
         """Runs the forward pass of one micro-batch, which is the keyword argument `micro_batch`."""
+        self._sends.drop()
         micro_batch = (kwargs or {})["micro_batch"]
         with self._monitor.running(Action("F", self.stage_index, fwd_chunk_id)):
             tensors = self._tensors_of(fwd_chunk_id)
@@ -142,6 +146,7 @@ class Stage(BareStage):
         last_backward: bool = False,
     ) -> None:
         """Runs the backward pass of one micro-batch, or only its input half."""
+        self._sends.drop()
         if not self.has_backward:
             return
         if full_backward:
@@ -155,6 +160,7 @@ class Stage(BareStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Runs the weight half of a split backward pass."""
+        self._sends.drop()
         if not self.has_backward:
             return
         note = BackwardPass(self.stage_index, bwd_chunk_id, last_backward, split=True)
@@ -230,6 +236,7 @@ class Stage(BareStage):
         """Returns receives of activations."""
         if self.is_first:
             return []
+        self._sends.before_receive()
         self._monitor.expect_receive("activations", fwd_chunk_id, self.stage_index - 1)
         tensors = self._tensors_of(fwd_chunk_id)
         tensors.inputs = tuple(self._empty_like_spec(each) for each in self._spec.input_specs)
@@ -242,12 +249,13 @@ class Stage(BareStage):
         self._monitor.expect_send("activations", fwd_chunk_id, self.stage_index + 1)
         tensors = self._tensors_of(fwd_chunk_id)
         sent, tensors.outputs = tensors.outputs, ()
-        return self._messages("send of activations", sent, self.stage_index + 1)
+        return self._sends.add(self._messages("send of activations", sent, self.stage_index + 1))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Returns receives of the gradients of floating-point outputs."""
         if not self.has_backward or self.is_last:
             return []
+        self._sends.before_receive()
         self._monitor.expect_receive("gradient", bwd_chunk_id, self.stage_index + 1)
         tensors = self._tensors_of(bwd_chunk_id)
         tensors.output_gradients = tuple(
@@ -262,7 +270,7 @@ class Stage(BareStage):
             return []
         self._monitor.expect_send("gradient", bwd_chunk_id, self.stage_index - 1)
         sent = self.get_local_bwd_output(bwd_chunk_id)
-        return self._messages("send of gradient", sent, self.stage_index - 1)
+        return self._sends.add(self._messages("send of gradient", sent, self.stage_index - 1))
 
     def _messages(
         self, operation: str, tensors: Sequence[Tensor | None], stage: int

@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -36,8 +36,12 @@ def _rebuild_tensor(
     return torch.nn.Parameter(tensor, requires_grad=grad) if kind is torch.nn.Parameter else tensor
 
 
+def _rebuild_code(kind: type[CodeType], arguments: tuple[Any, ...], file: str) -> CodeType:
+    return kind(*arguments).replace(co_filename=file)
+
+
 class _Pickler(cloudpickle.Pickler if cloudpickle else pickle.Pickler):  # type: ignore[misc]
-    """cloudpickle if it is installed, with plain tensors written as bytes."""
+    """cloudpickle if it is installed, with plain tensors as bytes and the file names of code."""
 
     def reducer_override(self, obj: Any) -> Any:
         if (
@@ -50,7 +54,12 @@ class _Pickler(cloudpickle.Pickler if cloudpickle else pickle.Pickler):  # type:
             data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
             arguments = (type(obj), data, plain.dtype, tuple(plain.shape), obj.requires_grad)
             return _rebuild_tensor, arguments
-        return NotImplemented if cloudpickle is None else super().reducer_override(obj)
+        if cloudpickle is None:
+            return NotImplemented
+        if type(obj) is CodeType:
+            # From 3.1.3 cloudpickle replaces the file name, which tracebacks show.
+            return _rebuild_code, (*self.dispatch_table[CodeType](obj), obj.co_filename)
+        return super().reducer_override(obj)
 
 
 def _sent_by_value(function: Callable[..., Any]) -> ModuleType | None:

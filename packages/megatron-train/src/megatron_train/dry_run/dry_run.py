@@ -33,14 +33,17 @@ def dry_run(
         device: Device to imagine, "cuda" or "cpu".
         pipeline_ranks: Coordinates of the ranks on the axis ``pp``.
         progress: Called after each rank.
-        processes: Number of ranks that run at once. More than one need a platform with fork, and a
-            process that has not run a backward pass.
+        processes: Number of ranks that run at once. With more than one, all ranks run in forked
+            processes. That needs a platform with fork, and a process without autograd's threads: a
+            backward pass on a device starts them, from torch 2.15 also one on tensors without
+            values.
         memory_only: As for `imagine_rank`.
 
     Raises:
         NoGuardError: A CUDA device cannot be imagined in this process.
-        TrainError: Ranks share documents by their lengths, which are unknown; or a process ended
-            without a result, for example for lack of memory.
+        TrainError: Ranks share documents by their lengths, which are unknown; or a process cannot
+            run a backward pass, because this one has; or it ended without a result, for example for
+            lack of memory.
     """
     if run.layout.hybrid_cp:
         raise TrainError(
@@ -56,7 +59,7 @@ def dry_run(
         if progress is not None:
             progress(done, len(ranks))
 
-    if min(processes, len(ranks)) > 1:
+    if processes > 1:  # also for a single rank, so that this process can fork again
         return _at_once(imagine, ranks, processes, report)
     found = []
     for rank in ranks:
@@ -105,6 +108,16 @@ def _send(sender: Connection, imagine: Callable[[int], RankUse], rank: int) -> N
         pass
     except ValueError as error:
         sender.send(error)
+    except RuntimeError as error:
+        if "fork" not in str(error):
+            raise
+        sender.send(
+            TrainError(
+                "processes > 1: this process has run a backward pass on a device or on "
+                "tensors without values, and torch runs none in a fork of it; pass processes=1, or "
+                "call dry_run in another process"
+            )
+        )
 
 
 def _receive(receiver: Connection, rank: int, process: BaseProcess) -> RankUse:
