@@ -12,6 +12,7 @@ import torch
 from megatron_ckpt import export_hf, import_hf
 from megatron_infer import generate, load_model
 from megatron_infer.cli import main
+from megatron_infer.conversation import choose_prompts
 from megatron_infer.defaults import GenerationDefaults
 from megatron_infer.generation_fields import (
     ANY_STRATEGY,
@@ -140,6 +141,17 @@ def test_sampling_is_that_of_transformers(tmp_path: Path, generation: dict[str, 
     theirs, _ = model._prepare_generation_config(None)
     ours = load_model(folder).defaults.params
     assert {key: getattr(theirs, key) for key in ours} == ours
+
+
+def test_a_plain_chat_starts_like_a_prompt(tmp_path: Path) -> None:
+    folder = write(tmp_path / "theirs")
+    loaded = load_model(folder)
+    prompts = choose_prompts(loaded.tokenizer, "plain", special_tokens=True)
+    assert prompts.prompt("ab", 20) == their_tokens(folder)[0]
+    assert START not in prompts.prompt("c", 20)[1:]
+    prompts.clear()
+    assert prompts.prompt("ab", 20)[0] == START
+    assert START not in choose_prompts(loaded.tokenizer, "plain").prompt("ab", 20)
 
 
 def test_every_field_of_transformers_is_decided() -> None:

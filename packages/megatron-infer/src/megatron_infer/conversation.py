@@ -1,6 +1,6 @@
 """Prompts of a chat: a conversation in a chat template, or one text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from megatron_data import DataError, Tokenizer
@@ -93,13 +93,19 @@ class TemplatePrompts:
 
 
 class TextPrompts:
-    """One text, whose first tokens are dropped if it becomes too long."""
+    """One text, whose first tokens are dropped if it becomes too long.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        start: Tokens before a new text, such as the begin-of-text token. Defaults to none.
+    """
 
     description = "the text is continued"
     stop_tokens: frozenset[int] = frozenset()
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, start: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._start = start
         self._tokens: list[int] = []
 
     def clear(self) -> None:
@@ -109,6 +115,8 @@ class TextPrompts:
     def prompt(self, line: str, room: int) -> list[int]:
         """Appends a line to the text."""
         new = self._tokenizer.encode(line)
+        if not self._tokens:
+            new = [*self._start, *new]
         if len(new) > room:
             raise InferError(_too_long(len(new), room))
         kept = room - len(new)
@@ -121,7 +129,11 @@ class TextPrompts:
 
 
 def choose_prompts(
-    tokenizer: Tokenizer, wanted: ChatFormat = "auto", template_file: str | None = None
+    tokenizer: Tokenizer,
+    wanted: ChatFormat = "auto",
+    template_file: str | None = None,
+    *,
+    special_tokens: bool = False,
 ) -> Prompts:
     """Returns the prompts of a chat.
 
@@ -130,6 +142,8 @@ def choose_prompts(
         wanted: "template" uses the chat template of the tokenizer, "chatml" marks turns as in
             ChatML, "plain" continues one text. "auto" is the first of them that is possible.
         template_file: File of a chat template that replaces the tokenizer's.
+        special_tokens: Whether a plain text starts with the tokens that the tokenizer adds before
+            a text, such as ``<s>``. Defaults to False.
 
     Raises:
         InferError: The tokenizer has no template or not the tokens of ChatML.
@@ -154,6 +168,8 @@ def choose_prompts(
             "--format chatml: the tokenizer has no <|im_start|> and <|im_end|>; use --format plain"
         )
     if not knows or wanted == "plain":
+        if special_tokens and isinstance(tokenizer, HuggingFaceTokenizer):
+            return TextPrompts(tokenizer, tokenizer.text_edges[0])
         return TextPrompts(tokenizer)
     why = "" if wanted == "chatml" else "the tokenizer has no chat template, and "
     stop = frozenset(ends[1])

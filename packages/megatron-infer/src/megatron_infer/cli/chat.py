@@ -57,7 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     sampling_params(arguments)  # refuses a wrong value before the model is loaded
     loaded = load_decoder_only(arguments)
     params = sampling_params(arguments, loaded.defaults)
-    prompts = choose_prompts(loaded.tokenizer, arguments.format, arguments.chat_template)
+    prompts = choose_prompts(
+        loaded.tokenizer,
+        arguments.format,
+        arguments.chat_template,
+        special_tokens=loaded.defaults.adds_special_tokens,
+    )
     conversation = Conversation(loaded, prompts, params)
     print(f"{loaded.checkpoint.path}: {prompts.description}. {HELP}.", file=sys.stderr)
     while True:
