@@ -13,9 +13,11 @@ from megatron_train.errors import TrainError
 from megatron_train.megatron_lm.launch_script import read_script
 from megatron_train.megatron_lm.table import megatron_flags
 from megatron_train.megatron_lm.translate import translate
+from random_scripts import answers_of_bash, write_scripts
 
 LISTS = Path(__file__).parent / "megatron_flags"
 TABLE = megatron_flags()
+HOME = {"HOME": "/home/h"}
 SCRIPT = r"""#!/bin/bash
 # A launch script in the style of Megatron-LM's.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -85,14 +87,14 @@ if [ -f here ]; then B=1; fi
 case $C in a) D=1;; esac
 function f { torchrun pretrain_gpt.py --lost; }
 source other.sh
-E=$(date) F=$((1/0)) G=${H^^}
+E=$(date) F=${E#x} G=${H^^x}
 python3 train_it.py --save $E --load $F --seed 1
 python3 pretrain_gpt.py --second
 """
     found = read_script(write(tmp_path, text))
-    assert found.arguments == ("--save", "$(date)", "--load", "$((1/0))", "--seed", "1")
+    assert found.arguments == ("--save", "$(date)", "--load", "${E#x}", "--seed", "1")
     lines = [note.split(": ")[0] for note in found.notes]
-    assert lines == [f"line {n}" for n in (1, 2, 3, 4, 5, 6, 6, 6, 8)]
+    assert lines == [f"line {n}" for n in (1, 2, 3, 4, 5, 6, 6, 8)]
     assert "'for' is skipped" in found.notes[0] and "skipped" in found.notes[1]
     errors = translate(found.arguments, TABLE).errors
     assert errors[0].startswith("--save $(date): the value is only known when the script runs;")
@@ -101,6 +103,16 @@ python3 pretrain_gpt.py --second
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("A=$((1/0))", "line 1: $((1/0)) cannot be calculated: a division by 0"),
+        ("\nA=$[1]", "line 2: $[...] is not supported"),
+        ("A=1\r\n", "line 1: the character '\\r' is not supported"),
+        ("shopt -s nullglob", "line 1: 'shopt -s nullglob' is not supported"),
+        ("echo ${A:?give a size}", "line 1: ${A:?...} ends the script: give a size"),
+        ("set -u\necho $A", "line 2: A is not set, where the script ends because of 'set -u'"),
+        (
+            "set -e\nfalse\npython pretrain_gpt.py",
+            "line 2: the script ends here because of 'set -e'",
+        ),
         ("echo 'hello", "line 1: ' is missing at the end"),
         ("A=(1 2\n", "line 2: ) is missing at the end"),
         ("if true; then echo\n", "line 1: 'fi' is missing after 'if'"),
@@ -125,6 +137,87 @@ def test_fuzzed_scripts_are_read_or_refused(tmp_path, fuzz_count):
         translate(read_script(path, ["out"]).arguments, TABLE)
 
     fuzz(read, [SCRIPT.encode()], TrainError, count=fuzz_count, mutate=mutate_bytes)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_scripts_are_read_as_bash_runs_them(count, tmp_path, monkeypatch):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    scripts = write_scripts(tmp_path, [f"g/{index}" for index in range(count)])
+    different, without = [], 0
+    for (path, arguments), words in zip(scripts, answers_of_bash(scripts, empty), strict=True):
+        try:
+            found = read_script(path, arguments, HOME)
+            read = [found.program, *found.arguments]
+        except TrainError as error:
+            read = None if words is None else [str(error)]
+        without += words is None
+        if read != words:
+            different.append(f"{path.read_text()}\nBash: {words}\nread: {read}")
+    print(f"{count - len(different)} of {count} equal Bash; {without} start no training")
+    assert not different and without < count // 10, different[0]
+
+
+EXPRESSIONS = (
+    *("10 + -7/2", "-7 % 3", "7 % -3", "-9223372036854775808 / -1", "9223372036854775807 + 1"),
+    *("2**63", "3**41", "1 << 65", "1 << -1", "-8 >> 1", "010 + 0x1F + 2#101 + 64#_", "!5 + ~5"),
+    *("1 ? 2 : 3 ? 4 : 5", "0 || 2 && 3", "1 | 6 ^ 3 & 5", "A = B = 4, A + B", "A++ + ++A", "- -3"),
+    *("-2 ** 2", "2 ** 3 ** 2", "99999999999999999999", "5 > 3 == 1", "0 && (A = 9), A", ""),
+)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_arithmetic_is_that_of_bash(tmp_path):
+    words = " ".join(f"$(({expression}))" for expression in EXPRESSIONS)
+    path = write(tmp_path, f"python3 pretrain_gpt.py {words}")
+    ((bash,), found) = answers_of_bash([(path, [])], tmp_path), read_script(path)
+    assert [found.program, *found.arguments] == bash and len(bash) == len(EXPRESSIONS) + 1
+
+
+EMPTY = """EXTRA=() X= S='-1'
+python pretrain_gpt.py "$@" "${EXTRA[@]}" "$X$@" "$X" "${EXTRA[*]}" \\
+    ${EXTRA[@]+"${EXTRA[@]}"} ${X:-""} ${X}
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_an_empty_list_is_no_word(tmp_path):
+    path = write(tmp_path, EMPTY)
+    bash = answers_of_bash([(path, [])], tmp_path)[0]
+    found = read_script(path)
+    assert [found.program, *found.arguments] == bash == ["pretrain_gpt.py", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "for x in 1; do A=3; done",
+        "if [ -f here ]; then A=3; fi",
+        "[ -f here ] && A=3",
+        "grep -q x y || A=3",
+        "case $1 in a) A=3;; esac",
+        "source other.sh",
+        "read A",
+        "f() { A=3; }; f",
+        "while shift; do ((A++)); done",
+        'printf -v A "%d" 3',
+        "A=$(date)",
+    ],
+)
+def test_what_a_skipped_construct_may_change_is_unknown(text, tmp_path):
+    found = read_script(write(tmp_path, f"A=1\n{text}\npython pretrain_gpt.py --lr $A"))
+    assert found.arguments[1] != "1" and found.arguments[1].startswith("$")
+    (error,) = translate(found.arguments, TABLE).errors
+    assert "the value is only known when the script runs" in error
+
+
+def test_a_pattern_that_matches_files_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.bin").touch()
+    path = write(tmp_path, "python pretrain_gpt.py --data-path *.bin --split [0]*3")
+    assert read_script(path).arguments == ("--data-path", "$(echo *.bin)", "--split", "[0]*3")
 
 
 def test_flags_are_sorted_by_outcome():

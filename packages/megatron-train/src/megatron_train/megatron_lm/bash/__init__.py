@@ -1,0 +1,1 @@
+"""Reads Bash scripts without running them."""
