@@ -211,6 +211,14 @@ def test_the_command_converts_inspects_and_verifies(folder, tmp_path, capsys):
     assert load_file(tmp_path / "back" / "model.safetensors")["net.word"].dtype == torch.float32
 
 
+def test_the_command_detects_the_direction(folder, tmp_path, capsys):
+    run, back = tmp_path / "run", tmp_path / "back"
+    assert main(["convert", str(folder), str(run)]) == 0
+    assert main(["convert", str(run), str(back)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{run}/iter_0000000", str(back)]
+    assert (back / "model.safetensors").exists()
+
+
 def test_the_command_names_damage_and_exits_with_1(folder, tmp_path, capsys):
     made = import_hf(folder, tmp_path / "run")
     file = made / "tokenizer" / "tokenizer.json"
@@ -235,7 +243,6 @@ def test_the_command_names_damage_and_exits_with_1(folder, tmp_path, capsys):
         (["inspct", "x"], "did you mean inspect?"),
         (["inspect", "x", "--iteratoin", "3"], "did you mean --iteration?"),
         (["convert", "--to-hf", "x", "y", "--dtype", "bfloat61"], "did you mean bfloat16?"),
-        (["convert", "x", "y"], "one of the arguments --from-hf --to-hf is required"),
         ([], "required: COMMAND"),
     ],
 )

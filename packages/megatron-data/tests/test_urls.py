@@ -189,6 +189,12 @@ def test_pipes_and_devices_are_refused(tmp_path: Path, dataset: Callable[..., st
     os.mkfifo(tmp_path / "texts" / "a.txt")
     with pytest.raises(DataError, match=r"a\.txt is a device or a pipe"):
         list(read_texts([tmp_path / "texts"]))
+    read_end, write_end = os.pipe()
+    os.write(write_end, b'{"text": "a"}\n')
+    os.close(write_end)
+    with pytest.raises(DataError, match=rf"/dev/fd/{read_end} is a device or a pipe; write"):
+        list(read_texts([f"/dev/fd/{read_end}"]))
+    os.close(read_end)
 
 
 def test_a_large_image_is_not_read(tmp_path: Path) -> None:

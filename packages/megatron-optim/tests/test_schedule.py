@@ -94,7 +94,7 @@ def test_weight_decay_grows_and_then_stays_constant() -> None:
         ({"decay_style": "cosin"}, "'cosin'"),
         ({"decay_style": "polynomial", "decay_power": 0.0}, "decay_power 0.0 must be positive"),
         ({"decay_style": "WSD"}, "wsd_decay_samples"),
-        ({"decay_style": "WSD", "wsd_decay_samples": 11}, "wsd_decay_samples 11"),
+        ({"decay_style": "WSD", "wsd_decay_samples": 0}, "wsd_decay_samples 0"),
         ({"decay_style": "WSD", "wsd_decay_samples": 5, "wsd_decay_style": "sqrt"}, "'sqrt'"),
     ],
 )
@@ -157,3 +157,16 @@ def test_schedules_and_configuration_do_not_import_torch() -> None:
         "m.LearningRateSchedule(max_lr=1.0, decay_samples=2); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_decay_that_begins_inside_the_warm_up_takes_effect_at_its_end():
+    schedule = LearningRateSchedule(
+        max_lr=1.0,
+        decay_samples=100,
+        warmup_samples=50,
+        decay_style="WSD",
+        wsd_decay_samples=80,
+        wsd_decay_style="linear",
+    )
+    rates = [schedule.at(samples) for samples in (25, 50, 60, 100, 101)]
+    assert rates == pytest.approx([0.5, 1.0, 0.5, 0.0, 0.0])  # at 60: 1 - (60 - 20) / 80

@@ -53,11 +53,17 @@ def build_parser() -> Parser:
         description="Import a Hugging Face folder or a GGUF file as a checkpoint, or export a "
         "checkpoint as a Hugging Face folder.",
     )
-    direction = convert.add_mutually_exclusive_group(required=True)
+    direction = convert.add_mutually_exclusive_group()
     direction.add_argument(
-        "--from-hf", action="store_true", help="import a Hugging Face folder or a GGUF file"
+        "--from-hf",
+        action="store_true",
+        help="import a Hugging Face folder or a GGUF file [default if SOURCE is one]",
     )
-    direction.add_argument("--to-hf", action="store_true", help="export a Hugging Face folder")
+    direction.add_argument(
+        "--to-hf",
+        action="store_true",
+        help="export a Hugging Face folder [default if SOURCE is anything else]",
+    )
     convert.add_argument(
         "source", type=Path, metavar="SOURCE", help="Hugging Face folder, GGUF file or checkpoint"
     )
@@ -65,7 +71,7 @@ def build_parser() -> Parser:
         "destination",
         type=Path,
         metavar="DESTINATION",
-        help="directory of the run (--from-hf), or folder to create (--to-hf)",
+        help="directory of the run (import), or folder to create (export)",
     )
     convert.add_argument(
         "--family",
@@ -160,6 +166,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     from megatron_ckpt.convert import export_hf, family_of, import_hf
     from megatron_ckpt.dtypes import torch_dtype
+    from megatron_ckpt.store.foreign import is_importable
     from megatron_ckpt.store.store import find_checkpoint
 
     dtype = torch_dtype(_DTYPES[arguments.dtype]) if arguments.dtype else None
@@ -169,7 +176,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         def on_start(size: "ConversionSize") -> None:
             bar.reset(size.nbytes)
 
-        if arguments.from_hf:
+        if arguments.from_hf or (not arguments.to_hf and is_importable(source)):
             result = import_hf(
                 source,
                 target,

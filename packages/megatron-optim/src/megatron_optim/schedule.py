@@ -36,7 +36,8 @@ class LearningRateSchedule:
       (``polynomial``, with ``power`` as ``decay_power``). ``WSD`` (warm-up, stable,
       decay) has ``c = 1`` until ``D - S`` with ``S = wsd_decay_samples``, and then, with ``r = (n -
       (D - S)) / S``, ``1 - r`` (``linear``), ``(cos(pi r) + 1) / 2`` (``cosine``), ``2 * 0.5**r -
-      1`` (``exponential``) or ``1 - sqrt(r)`` (``minus_sqrt``).
+      1`` (``exponential``) or ``1 - sqrt(r)`` (``minus_sqrt``). A decay that begins inside the
+      warm-up (``D - S < W``) takes effect at its end, as in megatron-core 0.16.
     """
 
     max_lr: float
@@ -76,12 +77,8 @@ class LearningRateSchedule:
                 "{decay_style} needs {wsd_decay_samples:name}, the length of its decay phase",
                 vars(self),
             )
-        if not 0 < self.wsd_decay_samples <= self.decay_samples - self.warmup_samples:
-            raise OptimError(
-                "{wsd_decay_samples} must be at least 1 and fit between the end of the warm-up "
-                "({warmup_samples}) and the end of the decay ({decay_samples})",
-                vars(self),
-            )
+        if self.wsd_decay_samples < 1:
+            raise OptimError("{wsd_decay_samples} must be at least 1", vars(self))
 
     def at(self, samples: int) -> float:
         """Returns the learning rate after ``samples`` samples have been consumed."""

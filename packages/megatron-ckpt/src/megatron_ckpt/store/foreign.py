@@ -21,3 +21,11 @@ def describe_foreign_checkpoint(path: str | Path) -> str | None:
         if (folder / "common.pt").exists() or any(folder.glob("mp_rank_*")):
             return "holds checkpoints of Megatron-LM, which are not supported yet"
     return None
+
+
+def is_importable(path: str | Path) -> bool:
+    """Returns whether ``path`` is a GGUF file or a Hugging Face folder, not a checkpoint."""
+    path = Path(path)
+    if path.is_file():
+        return path.suffix == ".gguf"
+    return (path / "config.json").is_file() and not any(path.glob("iter_*"))

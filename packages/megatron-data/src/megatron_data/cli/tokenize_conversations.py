@@ -114,7 +114,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     print(
         f"{arguments.output_prefix}_conversation: {plural(report.conversations, 'conversation')} "
         f"of {plural(report.rows, 'row')}, {plural(report.tokens, 'token')}, "
-        f"{report.loss_tokens:,} of them plural by the loss; {report.truncated:,} truncated, "
+        f"{report.loss_tokens:,} of them counted by the loss; {report.truncated:,} truncated, "
         f"{report.dropped:,} dropped, {report.without_loss:,} without an answer"
     )
     print_skipped(report.dataset, arguments)

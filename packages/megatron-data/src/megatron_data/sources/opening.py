@@ -10,7 +10,7 @@ from megatron_data.sources.json_lines import JsonLines
 from megatron_data.sources.parallel_lines import ParallelLines
 from megatron_data.sources.parquet import Parquet
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES, Fault, Source
-from megatron_data.sources.storage import expand_pattern, is_folder, list_files, stat
+from megatron_data.sources.storage import expand_pattern, is_folder, list_files, stat_regular
 from megatron_data.sources.streams import split_suffix
 from megatron_data.sources.text_files import TextFile, TextFiles
 from megatron_data.sources.urls import check_untrusted_path
@@ -160,7 +160,7 @@ def _sources_at(
 ) -> list[Source]:
     if is_folder(path):
         return _sources_in(path, keys, rows, most)
-    if not stat(path).size:
+    if not stat_regular(path).size:
         raise DataError(f"{path} is empty; a corpus has one JSON object on every line, or is text")
     kind, compression = split_suffix(path)
     if kind == TABLE and not compression:

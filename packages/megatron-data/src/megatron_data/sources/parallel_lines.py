@@ -20,7 +20,7 @@ from megatron_data.sources.protocol import (
     not_utf8,
     too_long,
 )
-from megatron_data.sources.storage import stat
+from megatron_data.sources.storage import stat_regular
 from megatron_data.sources.streams import Stream
 
 _NEWLINE = b"\n"
@@ -87,7 +87,7 @@ class ParallelLines:
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
         self.path = joined(self._paths)
-        found = [stat(path) for path in self._paths]
+        found = [stat_regular(path) for path in self._paths]
         self.size = sum(file.size for file in found)
         self.version = " ".join(file.version for file in found)
         self._lines = 0

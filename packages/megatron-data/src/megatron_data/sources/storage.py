@@ -91,6 +91,20 @@ def stat(path: str, fresh: bool = False) -> Stat:
     return Stat(int(info["size"] or 0), str(next(filter(None, tags), "")))
 
 
+def stat_regular(path: str) -> Stat:
+    """Returns size and version of a file that is read more than once.
+
+    Raises:
+        MissingError: The file does not exist.
+        NotRegularFileError: The path is a device or a pipe.
+        DataError: The storage cannot be reached, or denies access.
+    """
+    found = stat(path)
+    if not is_url(path) and not modes.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+        raise _not_regular(path)
+    return found
+
+
 def open_file(path: str) -> BinaryIO:
     """Opens a file for reading bytes.
 
@@ -179,7 +193,7 @@ def _open_regular(path: str) -> BinaryIO:
     file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115 - the caller closes it
     if not modes.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise NotRegularFileError(f"{path} is a device or a pipe; give a regular file")
+        raise _not_regular(path)
     return file
 
 
@@ -215,3 +229,9 @@ def _file_system(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise DataError(f"{url}: fsspec cannot open it: {error}") from None
     return system, str(inner)
+
+
+def _not_regular(path: str) -> NotRegularFileError:
+    return NotRegularFileError(
+        f"{path} is a device or a pipe; write its content to a file and give that file"
+    )
