@@ -162,6 +162,11 @@ def _fixed(family: Family) -> Iterator[str]:
         yield f"Older files have these endings of names: {shown}.\n"
     if family.without_effect:
         yield f"These have no effect with any value: {_code(*sorted(family.without_effect))}.\n"
+    if family.published_code:
+        yield (
+            "Code that `auto_map` names is not loaded. These entries are accepted: "
+            f"{_code(*(f'{name}: {code}' for name, code in family.published_code.items()))}.\n"
+        )
     if family.exported_constants:
         shown = (f"`{name}` = {_value(v)}" for name, v in family.exported_constants.items())
         yield f"An exported `config.json` also has {', '.join(shown)}.\n"

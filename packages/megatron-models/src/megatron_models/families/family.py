@@ -2,7 +2,7 @@
 
 import dataclasses
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -87,6 +87,8 @@ class Family:
             express, too.
         if_absent: Patterns of foreign tensors that a file may leave out although its
             ``config.json`` counts them, and for each the fields of theirs that then hold.
+        published_code: Entries of ``auto_map`` in published files. Their code, which Transformers
+            does not load since it has classes of its own, computes the same.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Family:
     former_endings: Mapping[str, str] = field(default_factory=dict)
     defers_to: tuple[str, ...] = ()
     if_absent: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    published_code: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config_version(self) -> int:
@@ -167,21 +170,37 @@ class Family:
         """Returns the configuration for a ``config.json``. Dropout rates are no part of a model.
 
         Raises:
-            ConfigError: A setting is unknown or not implemented; the message names the field and
-                its value.
+            ConfigError: Settings are unknown or not implemented; the message names all these fields
+                and their values.
         """
-        self._refuse_unknown(hf_config)
+        refused = [str(error) for error in self._unknown(hf_config)]
         own = {name for rule in self.custom for name in rule.hf_fields}
         others = {name: value for name, value in hf_config.items() if name not in own}
-        refuse_windows(self.title, others)
         fields: dict[str, Any] = {}
-        for name, setting in self.settings.items():
-            fields |= setting.read(self.title, name, hf_config)
-        for rule in self.custom:
-            fields |= rule.read(self.title, hf_config)
+        try:
+            refuse_windows(self.title, others)
+        except ConfigError as error:
+            refused.append(str(error))
+        readers: list[tuple[tuple[str, ...], Callable[[HFConfig], Mapping[str, Any]]]] = [
+            (setting.hf_fields, partial(setting.read, self.title, name))
+            for name, setting in self.settings.items()
+        ]
+        readers += [(rule.hf_fields, partial(rule.read, self.title)) for rule in self.custom]
+        wrong: set[str] = set()  # a rule relies on earlier checks of the fields that it reads
+        for names, read in readers:
+            if not wrong.isdisjoint(names):
+                continue
+            try:
+                fields |= read(hf_config)
+            except ConfigError as error:
+                refused.append(str(error))
+                wrong.update(names)
+        if refused:
+            raise ConfigError("; ".join(dict.fromkeys(refused)))
         return find_kind(self.kind).config.from_dict(fields)
 
-    def _refuse_unknown(self, hf_config: HFConfig) -> None:
+    def _unknown(self, hf_config: HFConfig) -> Iterator[ConfigError]:
+        """Yields the errors for fields that the family does not map and that may have an effect."""
         rules = (*self.settings.values(), *self.custom)
         mapped = {name for rule in rules for name in rule.hf_fields} | WINDOW_FIELDS
         unused = (WITHOUT_EFFECT - self.neutral.keys()) | self.without_effect
@@ -189,14 +208,19 @@ class Family:
         for name, value in hf_config.items():
             if name in mapped or name in unused or value is None:
                 continue
+            if name == "auto_map" and self._is_published(value):
+                continue
             if name not in neutral:
-                raise ConfigError(
+                yield ConfigError(
                     f"{self.title} models with {reprlib.repr(name)} = {reprlib.repr(value)} are "
                     "not supported: the family does not know this field; remove it if it has no "
                     "effect on the model"
                 )
-            if not any(type(value) is type(one) and value == one for one in neutral[name]):
-                raise unsupported_hf_field(self.title, name, value, list(neutral[name]))
+            elif not any(type(value) is type(one) and value == one for one in neutral[name]):
+                yield unsupported_hf_field(self.title, name, value, list(neutral[name]))
+
+    def _is_published(self, auto_map: object) -> bool:
+        return isinstance(auto_map, dict) and auto_map.items() <= self.published_code.items()
 
     def active_rows(self, config: ModelConfig) -> tuple[Row, ...]:
         """Returns the rows of a model of ``config``, with names for each expert and depth."""

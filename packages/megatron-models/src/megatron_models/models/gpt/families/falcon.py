@@ -192,5 +192,18 @@ FAMILY = Family(
         ),
     ),
     prefix="transformer.",
+    published_code={
+        "AutoConfig": "configuration_falcon.FalconConfig",
+        **{
+            f"AutoModel{task}": f"modeling_falcon.Falcon{task or 'Model'}"
+            for task in (
+                "",
+                "ForCausalLM",
+                "ForQuestionAnswering",
+                "ForSequenceClassification",
+                "ForTokenClassification",
+            )
+        },
+    },
     defers_to=("gpt_neox",),
 )

@@ -143,7 +143,7 @@ FAMILY = Family(
         softcap("final_logit_softcapping", 30.0),
     ),
     neutral={"use_bidirectional_attention": (False,)},
-    without_effect=UNREAD,
+    without_effect=UNREAD | {"sliding_window_size"},  # a copy of sliding_window in published files
     exported_constants={"attention_dropout": 0.0},
     ignored=llama.FAMILY.ignored,
     prefix="model.",

@@ -56,12 +56,16 @@ FAMILY = Family(
     ),
     neutral={
         "attention_bias": (False,),
-        "auto_map": (
-            {
-                "AutoConfig": "configuration_phi3.Phi3Config",
-                "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-            },
-        ),
+        # Of Phi-4-mini; its values switch off what only the published code has.
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+        "lm_head_bias": (False,),
+        "mlp_bias": (False,),
+    },
+    published_code={
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        "AutoTokenizer": "Xenova/gpt-4o",
     },
     without_effect=frozenset({"resid_pdrop", "embd_pdrop"}),
     exported_constants={"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
