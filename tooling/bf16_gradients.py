@@ -36,6 +36,8 @@ GROWTH: Final = 1.2
 PRECISION: Final = 2.0**-8
 """Half the distance of neighbouring numbers in bfloat16, over the number."""
 DRAWS: Final = 2
+LONGEST: Final = 900.0
+"""Seconds after which ranks count as hung. A busy machine needs minutes for 16,384 tokens."""
 NOISE: Final = 1e-4
 """Gradients with a norm below this part of the whole one's are zero in exact arithmetic."""
 
@@ -128,7 +130,7 @@ def measure(kind: str, tokens: Sequence[int], threads: int, ranks: int) -> list[
         if ranks == 1:
             half = [gradients(kind, Mesh.single(), torch.bfloat16, *call) for call in calls]
         else:
-            with WorkerPool(ranks) as pool:
+            with WorkerPool(ranks, timeout=LONGEST, collective_timeout=LONGEST) as pool:
                 half = pool.run(_on_ranks, kind, calls, ranks=ranks)[0]
     finally:
         torch.set_num_threads(before)
