@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Package: tokenizers 0.23.3
 # Guess: the trainers of tokenizers give the same vocabulary for the same text, as the trainer for BPE does.
 # Behaviour: those for word pieces and unigram give another one in each process, also on one thread. Word pieces: the
 # ids of characters that continue a word ("##a") follow the order of a hash table whose seed is random, and ties between

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Guess: "add_bos_token": false in tokenizer_config.json leaves the begin-of-text token out, and true adds it, as the
+# Package: transformers 5.23.0 with tokenizers 0.23.3
+# Guess: (worded after the run) "add_bos_token": false in tokenizer_config.json leaves the begin-of-text token out, and true adds it, as the
 # fast tokenizer of Llama did in transformers 4.
 # Behaviour: beside a tokenizer.json the field has no effect, in both directions; only its post-processor counts.
 # Seen on 2026-11-27 with transformers 5.23.0, tokenizers 0.23.3 and the class LlamaTokenizer (ids of "ab"):

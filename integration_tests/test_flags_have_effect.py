@@ -145,7 +145,7 @@ POOL: Words = {
     "--hybrid-context-parallel": "",
     ROOM: "16",
 }
-LOAD: Words = {"--load": "trained", "--train-iters": "6"}
+LOAD: Words = {"--load": "trained", "--train-iters": "6", "--lr-decay-iters": "4"}
 
 # Option: the context that it needs in addition to the base, and the flags that are then added.
 FP8 = {"--fp8-format": "hybrid"}
@@ -641,6 +641,14 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {**LOAD, "--lr": "1e-3"},
         {"--use-checkpoint-opt-param-scheduler": ""},
     ),
+    "checkpoint.override_opt_param_scheduler": (
+        {**LOAD, "--lr-decay-iters": "9"},
+        {"--override-opt-param-scheduler": ""},
+    ),
+    "checkpoint.extend_schedule": (
+        {**LOAD, "--lr-decay-iters": "9"},
+        {"--extend-schedule": "decay"},
+    ),
     "checkpoint.use_checkpoint_args": (
         {**LOAD, "--hidden-size": None},
         {"--use-checkpoint-args": ""},
@@ -949,6 +957,7 @@ ALIAS_CONTEXTS: dict[str, Words] = {
     "--yarn-original-max-position-embeddings": {**ROPE, "--rope-scaling-type": "yarn"},
     "--moe-layer-recompute": EXPERTS,
     "--use-checkpoint-opt_param-scheduler": {**LOAD, "--lr": "1e-3"},
+    "--override-opt_param-scheduler": {**LOAD, "--lr-decay-iters": "9"},
 }
 ALIAS_VALUES = {
     "--encoder-seq-length": "8",
