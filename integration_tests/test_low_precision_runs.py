@@ -58,11 +58,11 @@ def test_a_run_continues_with_its_histories(train, tmp_path):
 
 def test_a_run_continues_in_another_precision_of_its_products(train):
     train("--train-iters 2 --save plain")
-    output = train(f"{FP8} --train-iters 4 --load plain --save few")
+    output = train(f"{FP8} --train-iters 4 --lr-decay-iters 2 --load plain --save few")
     assert "no history of magnitudes" in output
     assert "for 8 of 8 weights" in output
     assert len(histories("few")) == 8
-    assert "magnitudes" not in train("--train-iters 5 --load few --save back")
+    assert "magnitudes" not in train("--train-iters 5 --lr-decay-iters 2 --load few --save back")
     assert not histories("back")
     begin = f"{FP8} --finetune --load few --train-iters 1 --save new"
     assert "magnitudes" not in train(begin)

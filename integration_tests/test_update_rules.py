@@ -69,7 +69,7 @@ def test_a_stopped_run_continues_bit_for_bit_only_with_its_rule(train, rule):
     assert one.tensors.keys() == other.tensors.keys()
     for name in one.tensors:
         assert torch.equal(one.read_tensor(name), other.read_tensor(name)), name
-    train("--save stopped --load stopped --train-iters 5 --no-load-optim")
+    train("--save stopped --load stopped --train-iters 5 --no-load-optim --lr-decay-iters 4")
     assert len(losses("stopped")) == 5
 
 

@@ -55,7 +55,7 @@ def test_without_the_library_the_parts_are_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     note = class_note(files(definition(BYTES), "GPTNeoXTokenizer"))
     assert note is not None and "by those of GPTNeoXTokenizer (normalizer)" in note
-    assert "install tokenizers" in note
+    assert "install megatron-ckpt[tokenizers]" in note
 
 
 def test_add_prefix_space_comes_from_the_settings() -> None:

@@ -189,7 +189,7 @@ def class_note(files: Mapping[str, bytes]) -> str | None:
     except ImportError:
         return (
             f"{start} ({', '.join(changed)}), which may give other ids than here; install "
-            "tokenizers for an example"
+            "megatron-ckpt[tokenizers] for an example"
         )
     try:
         pair = [Tokenizer.from_str(json.dumps(each)) for each in (definition, theirs)]
