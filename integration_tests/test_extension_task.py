@@ -241,7 +241,7 @@ def test_settings_of_the_task_are_in_the_configuration_and_the_record(
     assert "--mask-prob  (masked_lm.probability)" in run_command(sentences, find).stdout
     again = f"--optimizer rmsprop --train-iters 3 --save {tmp_path}/more --load {tmp_path}/more"
     assert "other data: probability 0.4 in the checkpoint and 0.15 in this run" in refused(again)
-    again = f"{again} --mask-prob 0.4 --rmsprop-decay 0.6"
+    again = f"{again} --mask-prob 0.4 --rmsprop-decay 0.6 --lr-decay-iters 2"
     done = run_command(sentences, f"{RUN} {again}")
     assert "settings of the optimizer differ" in done.stdout + done.stderr
     assert "rmsprop.decay 0.5 in the checkpoint and 0.6 in this run" in done.stdout + done.stderr

@@ -145,7 +145,7 @@ POOL: Words = {
     "--hybrid-context-parallel": "",
     ROOM: "16",
 }
-LOAD: Words = {"--load": "trained", "--train-iters": "6", "--lr-decay-iters": "4"}
+LOAD: Words = {"--load": "trained", "--train-iters": "6", "--lr-decay-iters": "8"}
 
 # Option: the context that it needs in addition to the base, and the flags that are then added.
 FP8 = {"--fp8-format": "hybrid"}
@@ -625,7 +625,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "evaluation.eval_interval": ({}, {"--eval-interval": "2"}),
     "evaluation.eval_iters": ({}, {"--eval-iters": "2"}),
     "checkpoint.save": ({"--save": None}, {"--save": "out"}),
-    "checkpoint.load": ({"--train-iters": "6"}, LOAD),
+    "checkpoint.load": ({"--train-iters": "6", "--lr-decay-iters": "8"}, LOAD),
     "checkpoint.save_interval": ({}, {"--save-interval": "2"}),
     "checkpoint.keep_last": ({"--save-interval": "2"}, {"--keep-last": "1"}),
     "checkpoint.finetune": (LOAD, {"--finetune": ""}),
@@ -742,7 +742,7 @@ def prepared(tmp_path_factory):
     (folder / "another").write_text(json.dumps(tokens | {chr(256) * 2: 300}))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert main(command({**BASE, "--save": "trained"})) == 0
+        assert main(command({**BASE, "--lr-decay-iters": "8", "--save": "trained"})) == 0
     return folder
 
 

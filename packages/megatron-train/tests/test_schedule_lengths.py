@@ -22,9 +22,6 @@ class Position:
         names = ("learning_rate", "decoupled_learning_rate", "weight_decay")
         return {name: getattr(self, name) for name in names}
 
-    def load_schedules(self, state):
-        self.learning_rate = LearningRateSchedule(**state["schedules"]["learning_rate"])
-
 
 def settle(before, now, consumed, choice="unchanged", decays=(None, None)):
     """Returns the learning-rate schedule with which the run continues, and the printed lines."""
@@ -86,11 +83,6 @@ def test_a_jump_on_request_is_reported():
     trainer, lines = settle(linear(24), linear(32), 24, "override")
     assert trainer.learning_rate == linear(32)
     assert lines[0] == "learning rate jumps at step 12: 0 before, 0.002857 after"
-
-
-def test_the_schedule_of_the_checkpoint_stays_on_request():
-    trainer, lines = settle(linear(24), linear(32), 14, "checkpoint")
-    assert trainer.learning_rate == linear(24) and lines == []
 
 
 def test_a_plateau_is_extended_before_its_decay():

@@ -149,8 +149,6 @@ def restore(
         trainer.optimizer.reload_model_parameters()
     path = state.checkpoint.path
 
-    jumps: list[str] = []
-
     def take() -> None:
         try:
             if load_optimizer:
@@ -162,16 +160,22 @@ def restore(
                 trainer.averages.reset()
             position = read_value(state, "trainer", dict)
             trainer.load_state(position)
-            jumps.extend(settle_schedules(trainer, position, schedules))
+            if schedules == "checkpoint":
+                trainer.load_schedules(position)
         except (TrainError, OptimError) as error:
             raise TrainError(f"{path}: {error}; load another checkpoint") from None
 
     # Only rank 0 has all callbacks, so it may be the only one that finds damaged state.
     map_reduce(store.coordinator, take, lambda _: None)
-    for line in jumps:
-        console.warn(line)
     shown = run if schedules in ("unchanged", "override") else without_schedules(run)
     changes = _compare(state.get("run"), shown, trainer, path, allowed_changes, console)
+    if schedules != "checkpoint" and trainer.iteration < trainer.train_iters:
+        try:
+            jumps = settle_schedules(trainer, read_value(state, "trainer", dict), schedules)
+        except TrainError as error:
+            raise TrainError(f"{path}: {error}") from None
+        for line in jumps:
+            console.warn(line)
     changed = "" if "optimizer" in changes else schedule_changes(state.get("trainer"), trainer)
     if changed and schedules in ("unchanged", "override"):
         console.warn(

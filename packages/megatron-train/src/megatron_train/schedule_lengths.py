@@ -27,7 +27,7 @@ def settle_schedules(
     Args:
         trainer: The trainer, at its position.
         state: The saved state of a trainer (`Trainer.state`).
-        choice: The schedules that the run continues with.
+        choice: The schedules that the run continues with, other than those of the checkpoint.
 
     Returns:
         A line for each rate that jumps, with ``override``.
@@ -36,9 +36,6 @@ def settle_schedules(
         TrainError: A schedule has another length, and nothing says what is meant; or it cannot be
             extended.
     """
-    if choice == "checkpoint":
-        trainer.load_schedules(state)
-        return []
     lines = []
     for name, before in saved_schedules(state).items():
         now, consumed = trainer.schedules[name], trainer.consumed_samples
