@@ -26,7 +26,7 @@ def train(train_in, corpus):
 def base(corpus, train):
     """Returns the folder of a run of ten steps, with which others start."""
     if not (corpus / "base").exists():
-        train(f"{SIZES} --train-iters 10 --save base --save-interval 5")
+        train(f"{SIZES} --train-iters 10 --lr-decay-iters 12 --save base --save-interval 5")
     return "base"
 
 
@@ -78,8 +78,8 @@ def test_weights_may_have_another_dtype(train, base):
 
 
 def test_a_continued_run_may_have_a_new_optimizer(corpus, train, base):
-    train(f"{SIZES} --train-iters 12 --load {base} --save kept")
-    train(f"{SIZES} --train-iters 12 --load {base} --save anew --no-load-optim")
+    train(f"{SIZES} --train-iters 12 --lr-decay-iters 12 --load {base} --save kept")
+    train(f"{SIZES} --train-iters 12 --lr-decay-iters 12 --load {base} --save anew --no-load-optim")
     kept, anew = find_checkpoint(corpus / "kept"), find_checkpoint(corpus / "anew")
     assert (kept.iteration, anew.iteration) == (12, 12)
     assert kept.values()["optimizer"]["steps"] == 12
@@ -89,7 +89,7 @@ def test_a_continued_run_may_have_a_new_optimizer(corpus, train, base):
 
 
 def test_another_seed_is_refused_without_no_load_rng(train, base):
-    words = f"{SIZES} --train-iters 11 --load {base} --seed 5"
+    words = f"{SIZES} --train-iters 11 --lr-decay-iters 12 --load {base} --seed 5"
     printed = train(words, status=1)
     assert "was saved with --seed 1234, but this run has --seed 5" in printed
     assert "seed 1234 in the checkpoint and 5 in this run" in train(f"{words} --no-load-rng")

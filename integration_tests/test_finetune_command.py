@@ -126,7 +126,7 @@ def test_an_imported_checkpoint_is_finetuned_with_its_tokenizer(corpus, start, b
 
 
 def test_it_accepts_the_configuration_of_its_own_run(corpus, start, base):
-    start(f"{TUNE} {base} --train-iters 1 --save filed")
+    start(f"{TUNE} {base} --train-iters 1 --lr-decay-iters 2 --save filed")
     words = "finetune gpt --config filed/config.yaml --train-iters 2 --load filed"
     assert "continuing from filed after step 1" in start(words)
     (corpus / "other.yaml").write_text("checkpoint: {finetune: true}\n")

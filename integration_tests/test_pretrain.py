@@ -16,7 +16,7 @@ from megatron_train import read_records
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 LENGTH = "--micro-batch-size 4 --global-batch-size 8 --train-iters 12"
 DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
-RATE = "--lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 2 --lr-decay-style cosine"
+RATE = "--lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 2 --lr-decay-style cosine --lr-decay-iters 12"
 WATCH = "--log-interval 4 --eval-interval 6 --eval-iters 2"
 
 
@@ -199,7 +199,7 @@ def test_another_order_of_samples_gives_a_warning_or_an_error(corpus, train, who
     """Checks Megatron-LM's order, which depends on the run's length, and ours, which does not."""
     printed = train(f"{ALWAYS} --load whole --train-iters 13")
     assert "the order of samples differs" not in printed
-    other = f"{ALWAYS} --load whole --train-iters 14 --train-data-path valid_text_document"
+    other = f"{ALWAYS} --load whole --train-iters 13 --train-data-path valid_text_document"
     printed = train(other, status=1)
     assert (
         "data ['train_text_document'] in the checkpoint and ['valid_text_document'] in this run"

@@ -47,7 +47,7 @@ def test_a_run_that_leaves_the_schedules_of_an_earlier_run_is_warned(train):
     train(f"{SHAPE} --save stopped --exit-interval 2")
     other = "--lr 3e-2 --lr-decay-style cosine --weight-decay 0.3 --save stopped --load stopped"
     train(f"{other} --exit-interval 4 --use-checkpoint-opt-param-scheduler")
-    warned = train(other).err
+    warned = train(f"{other} --override-opt-param-scheduler").err
     assert "warning: schedules differ from those before step 4, which the run had from an" in warned
     assert "learning rate: max_lr 0.01, now 0.03; " in warned
     assert "; --use-checkpoint-opt-param-scheduler continues with them" in warned
@@ -56,7 +56,9 @@ def test_a_run_that_leaves_the_schedules_of_an_earlier_run_is_warned(train):
 
 def test_without_the_flag_the_new_schedules_apply_with_a_warning(train):
     train(f"{SHAPE} --save stopped --exit-interval 2")
-    said = train("--lr 3e-2 --lr-decay-style constant --save stopped --load stopped")
+    other = "--lr 3e-2 --lr-decay-style constant --save stopped --load stopped"
+    assert "--override-opt-param-scheduler to jump to the new one" in train(other, 1).err
+    said = train(f"{other} --override-opt-param-scheduler")
     assert "lr 0.01 in the checkpoint and 0.03 in this run" in said.err + said.out
     assert [record[-1] for record in records("stopped")[2:]] == [3e-2] * 4
 
