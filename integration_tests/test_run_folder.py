@@ -16,8 +16,8 @@ from megatron_train.starting_point import lock_save_folder
 
 TRAIN = (
     "pretrain gpt --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
-    "--micro-batch-size 2 --train-iters 3 --lr-decay-iters 5 --eval-iters 0 --no-progress --lr 1e-3 "
-    "--vocab-size 300 "
+    "--micro-batch-size 2 --train-iters 3 --lr-decay-iters 5 --eval-iters 0 --no-progress "
+    "--lr 1e-3 --vocab-size 300 "
     "--num-experts 2 --train-data-path text --tokenizer-model bytes"
 )
 

@@ -67,5 +67,5 @@ def test_a_run_begun_with_weights_may_continue_with_another_seed_and_data(tmp_pa
     config = SimpleNamespace(checkpoint=checkpoint)
     start = StartingPoint(tmp_path, origin="other", note="is continued")
     start.load(None, config, {}, Console(silent=True))
-    loads = {"load_optimizer": True, "load_schedules": False}
+    loads = {"load_optimizer": True, "schedules": "unchanged"}
     assert seen == [{**loads, "allowed_changes": {"data", "seed"}}]

@@ -412,7 +412,7 @@ class Trainer:
         if self._all_agree_to_stop:
             return True
         request = pack([-1 if self.stopped is None else self.stopped.status], mesh.device)
-        latest = all_reduce(request, world, "max", purpose="requests to stop", keeps_nan=False)
+        latest = all_reduce(request, world, op="max", purpose="requests to stop", keeps_nan=False)
         self._requests.append(HostCopy(latest))
         if len(self._requests) <= self._steps_behind:
             return False
