@@ -234,6 +234,10 @@ MISTAKES = {
         f"{TRAIN} {DATA} --num-layers 3 --load trained",
         ["num_layers 2 in the checkpoint and 3 in this run"],
     ),
+    "the size of the checkpoint's vocabulary with a tokenizer that adds a token": (
+        f"{TRAIN} --mock-data --tokenizer-type NullTokenizer --vocab-size 257 --load trained",
+        ["257 in the checkpoint and 258 in this run", "(--vocab-size 256, since NullTokenizer"],
+    ),
     "an incomplete checkpoint by name": (
         f"{TRAIN} {DATA} --load torn/iter_0000003",
         ["iter_0000003", "torn"],

@@ -194,6 +194,8 @@ def test_bert_samples_equal(prefix: str, tmp_path, trial: int) -> None:
         np.testing.assert_array_equal(labels, their["labels"])
         check_padding(sample["document_ids"], their["text"], their["padding_mask"])
         assert sample["is_random"] == their["is_random"]
+        assert sample["truncated"] == their["truncated"]
+    assert {int(ours[number]["truncated"]) for number in range(len(ours))} == {0, 1}
 
 
 @pytest.mark.parametrize("trial", range(6))
@@ -236,5 +238,6 @@ def test_t5_samples_equal(prefix: str, tmp_path, trial: int) -> None:
         np.testing.assert_array_equal(sample["loss_mask"], their["loss_mask"])
         counted = their["loss_mask"] > 0
         np.testing.assert_array_equal(sample["labels"][counted], their["labels"][counted])
+        assert sample["truncated"] == their["truncated"]
         compared += 1
     assert compared > len(ours) // 2

@@ -148,6 +148,37 @@ def test_bert_samples(sentences: str) -> None:
         train[100_000]
 
 
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_samples_say_whether_sentences_were_truncated(sentences: str, kind: str) -> None:
+    train = (
+        build_bert_datasets(
+            sentences,
+            "1,0,0",
+            (200, 0, 0),
+            config=BertDatasetConfig(32),
+            word_pieces=PIECES,
+            seed=7,
+        )
+        if kind == "bert"
+        else build_t5_datasets(
+            sentences,
+            "1,0,0",
+            (200, 0, 0),
+            config=T5DatasetConfig(48, 32, MaskingConfig(0.1, 3)),
+            word_pieces=PIECES,
+            seed=7,
+        )
+    ).train
+    assert train is not None
+    seen = set()
+    for number in range(len(train)):
+        first, last, target = (int(value) for value in train.sample_map[number])
+        tokens = sum(len(train.source.get(sentence)) for sentence in range(first, last))
+        assert train[number]["truncated"] == (tokens > target)
+        seen.add(tokens - target)
+    assert {-1, 0, 1} <= {max(-1, min(1, extra)) for extra in seen}
+
+
 def test_t5_samples_can_be_reassembled(sentences: str) -> None:
     config = T5DatasetConfig(48, 32, MaskingConfig(0.1, 3))
     train = build_t5_datasets(

@@ -35,6 +35,7 @@ from megatron_train.run_record import (
     compare_records,
     recorded_rule,
     upgrade_record,
+    uses_null_tokenizer,
     without_schedules,
 )
 from megatron_train.saved_values import describe_differences, read_value
@@ -124,7 +125,7 @@ def restore(
     if plain is None:
         return None
     found = _CheckpointInfo.from_plain(plain)
-    refuse_other_model(trainer, found.model, found.path, ignored=run.get("objective", ()))
+    refuse_other_model(trainer, run, found.model, found.path, ignored=run.get("objective", ()))
     if not found.continues:
         raise TrainError(
             f"{found.path} has weights but no run to continue; begin a new run with them with "
@@ -279,7 +280,7 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> tuple[int, l
     found = _CheckpointInfo.from_plain(plain)
     own = config_of(trainer.task.model_record)
     ignored = ("init_method_std", *run.get("objective", ()), *head_fields(type(own)))
-    refuse_other_model(trainer, found.model, found.path, ignored=ignored)
+    refuse_other_model(trainer, run, found.model, found.path, ignored=ignored)
     source = own if found.model is None else config_of(found.model)
     new = new_head_parameters(own, source)
     unused = {*new} | (source.parameters().keys() - own.parameters().keys())
@@ -383,7 +384,11 @@ def _weights_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def refuse_other_model(
-    trainer: Trainer, model: ModelRecord | None, path: Path, ignored: Iterable[str] = ()
+    trainer: Trainer,
+    run: RunRecord,
+    model: ModelRecord | None,
+    path: Path,
+    ignored: Iterable[str] = (),
 ) -> None:
     """Refuses a ``model`` that differs from the trainer's, except in the fields ``ignored``.
 
@@ -402,7 +407,13 @@ def refuse_other_model(
         current_config.pop(name, None)
     changed = describe_differences(saved_config, current_config)
     if changed:
+        given = ""
+        size = saved_config.get("vocab_size")
+        if uses_null_tokenizer(run) and size != current_config.get("vocab_size"):
+            given = (
+                f" (--vocab-size {size - 1}, since NullTokenizer adds the end-of-document token)"
+            )
         raise TrainError(
-            f"{path} holds another model: {changed}; give the values of the checkpoint, or load "
-            "another checkpoint"
+            f"{path} holds another model: {changed}; give the values of the checkpoint{given}, or "
+            "load another checkpoint"
         )

@@ -57,6 +57,12 @@ def run_record(
     return record
 
 
+def uses_null_tokenizer(record: RunRecord) -> bool:
+    """Returns whether the run's tokenizer adds the end-of-document token to ``--vocab-size``."""
+    fingerprint = record["tokenizer"]["fingerprint"]
+    return fingerprint is not None and fingerprint.startswith("null")
+
+
 def _optimizer(config: RunConfig) -> dict[str, Any]:
     """Returns batch sizes, learning rates and settings of the update rule."""
     settings, stepped = asdict(config.optimizer), config.training.step_batch_size_schedule

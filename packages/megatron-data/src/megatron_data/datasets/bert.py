@@ -65,6 +65,8 @@ class BertDataset:
     - `document_ids`: int32 `[s]`: 0, or -1 for padding.
     - `positions`: int32 `[s]`.
     - `is_random`: int64 scalar: 1 if the segments are in the wrong order, otherwise 0.
+    - `truncated`: int64 scalar: 1 if the sentences have more tokens than the sample takes,
+      otherwise 0.
     - `sample_ids`: int64 scalar: index of the sample.
 
     Samples equal those of megatron-core's `BERTMaskedWordPieceDataset`, except that its padding
@@ -103,6 +105,7 @@ class BertDataset:
         random = sample_generator(self.seed, sample)
         sentences = [self.source.get(number).tolist() for number in range(first, last)]
         left, right, is_random = self._segments(sentences, random)
+        truncated = len(left) + len(right) > target
         left, right = _shortened(left, right, target, random)
         word_pieces = self.word_pieces
         tokens = [word_pieces.cls_id, *left, word_pieces.sep_id]
@@ -131,6 +134,7 @@ class BertDataset:
             "document_ids": document_ids,
             "positions": np.arange(length, dtype=np.int32),
             "is_random": np.asarray(int(is_random), np.int64),
+            "truncated": np.asarray(int(truncated), np.int64),
             "sample_ids": np.asarray(sample, np.int64),
         }
 

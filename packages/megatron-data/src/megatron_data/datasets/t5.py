@@ -57,6 +57,8 @@ class T5Dataset:
     - `labels`: int64 `[t]`: `decoder_tokens` without the first token, then end of sequence.
     - `loss_mask`: float32 `[t]`: 0 for padding, otherwise 1.
     - `encoder_document_ids`, `decoder_document_ids`: int32 `[s]` and `[t]`: 0, or -1 for padding.
+    - `truncated`: int64 scalar: 1 if the sentences have more tokens than the sample takes,
+      otherwise 0.
     - `sample_ids`: int64 scalar: index of the sample.
 
     Padding is token 0. Samples equal those of megatron-core's `T5MaskedWordPieceDataset`, which
@@ -100,11 +102,11 @@ class T5Dataset:
     def __getitem__(self, sample: int) -> Sample:
         first, last, target = sample_row(self.sample_map, sample)
         random = sample_generator(self.seed, sample)
-        tokens = [
+        text = [
             token for number in range(first, last) for token in self.source.get(number).tolist()
-        ][:target]
+        ]
         masked = mask_tokens(
-            tokens,
+            text[:target],
             target,
             random,
             self.config.masking,
@@ -135,6 +137,7 @@ class T5Dataset:
             "loss_mask": loss_mask,
             "encoder_document_ids": encoder_ids,
             "decoder_document_ids": decoder_ids,
+            "truncated": np.asarray(int(len(text) > target), np.int64),
             "sample_ids": np.asarray(sample, np.int64),
         }
 

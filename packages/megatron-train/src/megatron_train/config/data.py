@@ -1,7 +1,7 @@
 """The section ``data``: the corpora and the tokenizer of a run."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from megatron_data.datasets import is_conversation_file
 from megatron_data.tokenizers import (
@@ -41,6 +41,9 @@ TOKENIZER_OPTIONS = (
     *CONVERSATION_OPTIONS,
 )
 """Settings of the section that tokenizers are built from."""
+
+NULL_TOKENIZERS: Final = ("NullTokenizer", "NullMultimodalTokenizer")
+"""Kinds whose --vocab-size excludes the end-of-document token, as in Megatron-LM."""
 
 LINE_LIMITS = ("max_document_bytes", "max_template_steps", "max_template_characters")
 """Settings of the section that limit JSON lines of conversations."""
@@ -334,7 +337,7 @@ class DataConfig:
                     f"--tokenizer-type too, or leave {names} out"
                 )
             return
-        if self.tokenizer.startswith("Null"):
+        if self.tokenizer in NULL_TOKENIZERS:
             given["vocab_size"] = None  # --vocab-size is a setting of the model
         if error := tokenizer_options_error(self.tokenizer_type, given):
             raise TrainError(error)

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from megatron_train.atomic_write import write_atomically
+from megatron_train.config.data import NULL_TOKENIZERS
 from megatron_train.config.files import to_yaml
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.run import RunConfig
@@ -26,7 +27,7 @@ def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
         options = options_of(cls, section)
         values = {option.name: getattr(section_config, option.name) for option in options}
         settings[section] = {name: value for name, value in values.items() if value is not None}
-    if config.data.tokenizer == "NullTokenizer":  # --vocab-size excludes the end-of-document token
+    if config.data.tokenizer in NULL_TOKENIZERS:  # --vocab-size excludes the end-of-document token
         settings["model"]["vocab_size"] -= 1
     return settings
 

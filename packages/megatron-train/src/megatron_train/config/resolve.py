@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_data.datasets import is_conversation_file
 from megatron_parallel.pipeline import count_stages
 
-from megatron_train.config.data import DATA_PATHS, DataConfig
+from megatron_train.config.data import DATA_PATHS, NULL_TOKENIZERS, DataConfig
 from megatron_train.config.extensions import derived_by_task
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags, implied_flags
@@ -177,7 +177,7 @@ def _with_vocabulary(values: Values, tokenizers: TokenizerCache) -> Values:
     key = "model.vocab_size"
     given = values.given.get(key)
     kind = values.get("data.tokenizer_type")
-    if kind in ("NullTokenizer", "NullMultimodalTokenizer"):
+    if kind in NULL_TOKENIZERS:
         if given is None:
             raise UsageError(f"--tokenizer-type {kind} needs --vocab-size")
         if given.origin.startswith(CHECKPOINT_ORIGIN):  # includes the end-of-document token
