@@ -152,6 +152,19 @@ def pytest(session: nox.Session, *args: str, slow: bool = False, at_once: bool =
     )
 
 
+def each_pytest(session: nox.Session, folders: dict[str, bool]) -> None:
+    """Runs pytest in each folder, also after one failed; the values are its `at_once`."""
+    failed = []
+    for folder, at_once in folders.items():
+        nested = [other for other in folders if other.startswith(f"{folder}/")]
+        try:
+            pytest(session, folder, *(f"--ignore={other}" for other in nested), at_once=at_once)
+        except nox.command.CommandFailed:
+            failed.append(folder)
+    if failed:
+        session.error(f"tests failed in {', '.join(failed)}")
+
+
 def build_wheels(session: nox.Session) -> None:
     """Builds all eight wheels and sdists into one new folder.
 
@@ -279,8 +292,7 @@ def oldest(session: nox.Session) -> None:
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text("\n".join([torch, *(x for x in pinned if not x.startswith(own))]))
     session.install("-q", "-c", str(constraints), torch, *EDITABLE, "pytest-xdist")
-    for name in OLDEST:
-        pytest(session, f"packages/{name}/tests", at_once=True)
+    each_pytest(session, {f"packages/{name}/tests": True for name in OLDEST})
 
 
 @job(python="3.12")
@@ -293,11 +305,8 @@ def newest(session: nox.Session) -> None:
     """
     more = ("transformers", "accelerate", "datasets", "megatron-core", "gigatoken", "playwright")
     session.install("-q", "--upgrade", *EDITABLE, *STRANGER, *more, "pytest-xdist")
-    for name in (*PACKAGES, "integration_tests"):
-        folder = f"packages/{name}/tests" if name in PACKAGES else name
-        at_once = name not in ONE_AT_A_TIME
-        pytest(session, folder, "--ignore=integration_tests/parity", at_once=at_once)
-    pytest(session, "integration_tests/parity")
+    packages = {f"packages/{name}/tests": name not in ONE_AT_A_TIME for name in PACKAGES}
+    each_pytest(session, packages | {"integration_tests": True, "integration_tests/parity": False})
 
 
 @job()

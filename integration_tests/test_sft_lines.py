@@ -11,7 +11,7 @@ from megatron_data.tokenizers.loading import load_tokenizer
 from megatron_train import read_records
 
 TRAIN = (
-    "pretrain gpt --sft --reset-position-ids --reset-attention-mask --tokenizer-model tokenizer "
+    "pretrain gpt --sft --tokenizer-model tokenizer "
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 96 "
     "--train-iters 6 --lr-decay-iters 6 "
     "--micro-batch-size 2 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 "

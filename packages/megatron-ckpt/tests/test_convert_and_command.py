@@ -187,6 +187,24 @@ def test_without_any_family_the_package_to_install_is_named(folder, tmp_path, mo
         import_hf(folder, tmp_path / "run")
 
 
+def test_inspect_wraps_settings_and_leaves_out_those_that_are_not_set(
+    folder, tmp_path, capsys, monkeypatch
+):
+    config = TOY_FIELDS | {"first_unset": 0, "second_unset": "none", "text_with_words": "a b c d"}
+    CheckpointStore(tmp_path / "run").save(
+        0, {"steps": 7}, model=ModelRecord("toys", "toy", 3, config)
+    )
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    indent = " " * 12
+    assert f"{indent}num_layers 2, vocab 5,\n{indent}base 100.0, dim 8,\n" in out
+    assert f"{indent}text_with_words a b c d\n" in out
+    assert "and 2 that are 0, False, none or empty" in out and "unset" not in out
+    assert main(["inspect", str(tmp_path / "run"), "--all"]) == 0
+    assert "first_unset 0" in capsys.readouterr().out
+
+
 def test_the_command_converts_inspects_and_verifies(folder, tmp_path, capsys):
     run, back = str(tmp_path / "run"), str(tmp_path / "back")
     assert main(["convert", "--from-hf", str(folder), run, "--dtype", "bfloat16"]) == 0

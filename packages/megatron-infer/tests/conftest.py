@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import install_import_hook
+from checked_shapes import check_shapes
 
-install_import_hook("megatron_infer", "beartype.beartype")
+check_shapes(["megatron_infer"])
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron_ckpt import CheckpointStore, ModelRecord
 from megatron_data import ByteTokenizer
-from megatron_infer import SamplingParams, generate, generate_tokens
+from megatron_infer import InferError, SamplingParams, generate, generate_tokens
 from megatron_infer.cli import main
 from megatron_models import GPT, record_of
 from megatron_parallel import Mesh, collect_shardings, parameter_views
@@ -157,12 +157,25 @@ def test_expected_errors_are_one_line_with_status_1(
 
 
 @pytest.mark.parametrize("prompt", [["--prompt", "x" * 48], ["--prompt-tokens", "7 " * 48]])
-def test_an_error_starts_a_line_after_the_prompt(
+def test_nothing_is_printed_before_an_error_about_the_prompt(
     run: str, capsys: pytest.CaptureFixture[str], prompt: list[str]
 ) -> None:
     assert main(["generate", "--load", run, *prompt]) == 1
     shown = capsys.readouterr()
-    assert shown.out == f"{prompt[1].strip()}\n" and "48 positions" in shown.err
+    assert shown.out == "" and "48 positions" in shown.err
+
+
+def test_an_error_starts_a_line_after_a_continuation_that_began(
+    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, on_text: Callable[[int, str], object], **_: object) -> None:
+        on_text(0, " end")
+        raise InferError("no memory")
+
+    monkeypatch.setattr("megatron_infer.engine.generate.generate", fail)
+    assert main(["generate", "--load", run, "--prompt", "The"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "The end\n" and "no memory" in shown.err
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Checks tensor annotations at run time while the tests of this package run."""
 
-from jaxtyping import install_import_hook
+from checked_shapes import check_shapes
 
-install_import_hook("megatron_kernels.ops", "beartype.beartype")
+check_shapes(["megatron_kernels.ops"])
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

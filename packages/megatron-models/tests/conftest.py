@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from jaxtyping import install_import_hook
+from checked_shapes import check_shapes
 
 # Configurations and descriptions check their own values and have no tensors.
 _PARTS = (
@@ -36,7 +36,7 @@ _CHECKED = [
     *("megatron_models.components.masked_lm.module", "megatron_models.components.heads.module"),
     *(f"megatron_models.models.{name}.model" for name in ("gpt", "bert", "encoder_decoder")),
 ]
-install_import_hook(_CHECKED, "beartype.beartype")
+check_shapes(_CHECKED)
 
 from megatron_models.models.gpt.config import GPTConfig  # noqa: E402
 from megatron_models.models.gpt.model import GPT  # noqa: E402

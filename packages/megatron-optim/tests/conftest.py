@@ -6,10 +6,10 @@ with an error of its own.
 
 from collections.abc import Callable
 
-from jaxtyping import install_import_hook
+from checked_shapes import check_shapes
 
 TENSOR_MODULES = ("clip", "mixed_precision", "optimizer", "param_groups")
-install_import_hook([f"megatron_optim.{name}" for name in TENSOR_MODULES], "beartype.beartype")
+check_shapes([f"megatron_optim.{name}" for name in TENSOR_MODULES])
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -1,6 +1,6 @@
 """Checks tensor annotations at run time, in the tests and in the ranks of the worker pool."""
 
-from jaxtyping import install_import_hook
+from checked_shapes import check_shapes
 
 MODULES = (
     "collectives.operations",
@@ -14,7 +14,7 @@ MODULES = (
     "tensor_parallel",
 )
 TENSOR_MODULES = tuple(f"megatron_parallel.{name}" for name in MODULES)
-install_import_hook(TENSOR_MODULES, "beartype.beartype")
+check_shapes(TENSOR_MODULES)
 
 import pytest  # noqa: E402
 from megatron_parallel import Mesh, ParallelLayout  # noqa: E402

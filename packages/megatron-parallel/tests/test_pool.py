@@ -256,6 +256,27 @@ def test_shape_annotations_are_checked_inside_ranks(tmp_path, monkeypatch) -> No
         pool.run(call, 2, 3)
 
 
+def test_annotations_are_checked_after_a_pool_that_did_not(tmp_path, monkeypatch) -> None:
+    (tmp_path / "importer.py").write_text("import shapes\n")
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "")
+
+    def call(rank: Rank) -> torch.Size:
+        import importer
+
+        return importer.shapes.double(torch.ones(2, 3, 4)).shape
+
+    with WorkerPool(2, typecheck=["importer"]) as pool:
+        assert pool.run(call) == [(2, 3, 4)] * 2
+    assert list(tmp_path.glob("__pycache__/shapes*jaxtyping*"))
+    with (
+        WorkerPool(2, typecheck=["importer", "shapes"]) as pool,
+        pytest.raises(WorkerError, match=r"(?s)TypeCheckError.*double"),
+    ):
+        pool.run(call)
+
+
 def test_workers_load_the_device_guard_if_asked(worker_pool: WorkerPool) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")  # torch has a guard for it, and ours is not built

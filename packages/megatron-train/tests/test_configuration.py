@@ -339,18 +339,25 @@ def test_fill_in_the_middle_settings_without_effect_are_refused(flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--sft", "--sft needs --reset-position-ids and --reset-attention-mask:"),
-        ("--sft --reset-position-ids", "--sft needs --reset-attention-mask"),
         (
-            "--sft --reset-position-ids --reset-attention-mask --eod-mask-loss",
-            "--eod-mask-loss does not work with --sft",
+            "--no-reset-position-ids --no-reset-attention-mask",
+            "--sft needs --reset-position-ids and --reset-attention-mask:",
         ),
+        ("--no-reset-attention-mask", "--sft needs --reset-attention-mask:"),
+        ("--eod-mask-loss", "--eod-mask-loss does not work with --sft"),
     ],
 )
-def test_sft_requires_and_excludes_flags(flags, message):
+def test_sft_excludes_flags(flags, message):
     with pytest.raises(TrainError) as caught:
-        parse(f"{MINIMAL} --tokenizer-model bytes {flags}")
+        parse(f"{MINIMAL} --sft --tokenizer-model bytes {flags}")
     assert message in str(caught.value)
+
+
+def test_sft_implies_independent_conversations_and_names_the_missing_tokenizer():
+    data = parse(f"{MINIMAL} --sft --tokenizer-type ByteTokenizer").data
+    assert data.reset_position_ids and data.reset_attention_mask
+    with pytest.raises(TrainError, match="--sft needs the tokenizer of the conversations"):
+        parse(f"{MINIMAL} --sft")
 
 
 @pytest.mark.parametrize(
@@ -365,8 +372,8 @@ def test_sft_requires_and_excludes_flags(flags, message):
     ],
 )
 def test_sft_keeps_conversations_whole_unless_a_sample_order_is_given(flags, order):
-    resets = "--reset-position-ids --reset-attention-mask --tokenizer-type ByteTokenizer"
-    assert parse(f"{MINIMAL} {resets} {flags}").data.sample_order == order
+    tokenizer = "--tokenizer-type ByteTokenizer"
+    assert parse(f"{MINIMAL} {tokenizer} {flags}").data.sample_order == order
 
 
 POOL = (
@@ -747,8 +754,9 @@ def test_a_flag_replaces_an_alternative_setting_of_the_file(tmp_path):
     assert run.train_iters == 10 and run.data.train_data_path == ("corpus",)
 
 
-def test_a_printed_configuration_reads_back_as_the_same_run(tmp_path):
-    command = f"{MINIMAL} --tokenizer-type NullTokenizer --lr 1e-4 --split 9,1,0"
+@pytest.mark.parametrize("tokenizer", ["NullTokenizer", "NullMultimodalTokenizer"])
+def test_a_printed_configuration_reads_back_as_the_same_run(tmp_path, tokenizer):
+    command = f"{MINIMAL} --tokenizer-type {tokenizer} --lr 1e-4 --split 9,1,0"
     parser = Parser()
     add_run_options(parser, run_options(), TITLES)
     namespace = parser.parse_args(command.split())

@@ -2,8 +2,10 @@
 
 import argparse
 import re
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     from megatron_ckpt.store.manifest import TensorRecord
 
 PROG = "megatron-ckpt"
+_UNSET = (0, False, None, "", "none", [], ())
+_INDENT = " " * 12
+_UNBROKEN = "\xa0"  # a space that textwrap does not break lines at
+_WIDTH = (100, 24)
+"""Columns and lines of output that goes to no terminal."""
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 
 
@@ -35,7 +42,9 @@ def build_parser() -> Parser:
         "sizes of files, not their digests.",
     )
     _add_path(inspect)
-    inspect.add_argument("--all", action="store_true", help="print each tensor on its own line")
+    inspect.add_argument(
+        "--all", action="store_true", help="print all settings, and each tensor on its own line"
+    )
     inspect.set_defaults(run=_inspect)
 
     verify = commands.add_parser(
@@ -121,7 +130,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         model = manifest.model
         family = "no family" if model.family is None else f"family {model.family}"
         print(f"model       {model.kind}, {family}, configuration of version {model.version}")
-        print(f"            {_pairs(manifest.model.config)}")
+        _print_settings(manifest.model.config, each=arguments.all)
     print("files")
     for name, record in manifest.files.items():
         print(f"  {_size(record.size):>10}  {name}")
@@ -132,6 +141,22 @@ def _inspect(arguments: argparse.Namespace) -> int:
         print(f"{group}: {len(held)} tensors, {elements:,} elements, {total}")
         _print_tensors(held, each=arguments.all)
     return 0
+
+
+def _print_settings(config: Mapping[str, object], *, each: bool) -> None:
+    """Prints settings, wrapped to the terminal; unless ``each``, only those that are set."""
+    shown = {name: value for name, value in config.items() if each or value not in _UNSET}
+    lines = textwrap.wrap(
+        ", ".join(f"{name}{_UNBROKEN}{value}" for name, value in shown.items()),
+        shutil.get_terminal_size(_WIDTH).columns,
+        initial_indent=_INDENT,
+        subsequent_indent=_INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print("\n".join(lines).replace(_UNBROKEN, " "))
+    if hidden := len(config) - len(shown):
+        print(f"{_INDENT}and {hidden} that are 0, False, none or empty (--all prints them)")
 
 
 def _print_tensors(tensors: "dict[str, TensorRecord]", *, each: bool) -> None:

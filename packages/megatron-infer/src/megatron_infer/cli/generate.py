@@ -3,8 +3,8 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,9 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     started = time.perf_counter()
     if len(prompts) == 1:
-        with _one_line():
-            _print(prompts[0])
-            completions = continued(on_text=lambda _, text: _print(text))
+        with _StreamedLine(prompts[0]) as line:
+            completions = continued(on_text=lambda _, text: line.write(text))
     else:
         completions = continued()
         for number, one in enumerate(completions, start=1):
@@ -132,21 +131,16 @@ def _continue_tokens(arguments: argparse.Namespace) -> int:
 
     from megatron_infer.engine.tokens import generate_tokens
 
-    def show(_: int, token: int) -> None:
-        _print(f" {token}")
-
     single = len(prompts) == 1
     started = time.perf_counter()
-    with _one_line() if single else nullcontext():
-        if single:
-            _print(" ".join(map(str, prompts[0])))
+    with _StreamedLine(" ".join(map(str, prompts[0]))) if single else nullcontext() as line:
         found = generate_tokens(
             loaded.stages,
             prompts,
             sampling_params(arguments, loaded.defaults),
             sources=sources,
             stop_tokens=loaded.stop_tokens,
-            on_token=show if single else None,
+            on_token=None if line is None else lambda _, token: line.write(f" {token}"),
         )
     if not single:
         for number, (prompt, one) in enumerate(zip(prompts, found, strict=True), start=1):
@@ -173,15 +167,31 @@ def _read(path: Path) -> str:
     return text
 
 
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """Ends the line of a streamed continuation, also before the line of an error."""
-    try:
-        yield
-    except Exception:
-        _print("\n")
-        raise
-    _print("\n")
+class _StreamedLine:
+    """A line of standard output: the prompt, and the continuation while it is generated.
+
+    Nothing is printed before the first token, so an error about the prompt stands alone. An error
+    after it begins a new line.
+    """
+
+    def __init__(self, prompt: str) -> None:
+        self._unprinted = prompt
+        self._begun = False
+
+    def __enter__(self) -> "_StreamedLine":
+        return self
+
+    def write(self, text: str) -> None:
+        """Prints the next part of the continuation."""
+        self._begun = True
+        _print(self._unprinted + text)
+        self._unprinted = ""
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.write("\n")
+        elif self._begun and issubclass(error, Exception):
+            _print("\n")
 
 
 def _print(text: str) -> None:

@@ -52,7 +52,10 @@ def main(
     if typecheck:
         from jaxtyping import install_import_hook
 
-        install_import_hook(list(typecheck), "beartype.beartype")
+        # jaxtyping 0.3.11 names the bytecode of these packages, and of what they import, after this
+        # expression: without the packages in it, pools with others would read it.
+        named = tuple(sorted(typecheck))
+        install_import_hook(named, f"beartype.__dict__['beartype' if {named!r} else '']")
     for name in preload:
         importlib.import_module(name)
     connection.sendall(ANSWER.pack(os.getpid()))

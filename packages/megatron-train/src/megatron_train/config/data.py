@@ -45,6 +45,9 @@ TOKENIZER_OPTIONS = (
 NULL_TOKENIZERS: Final = ("NullTokenizer", "NullMultimodalTokenizer")
 """Kinds whose --vocab-size excludes the end-of-document token, as in Megatron-LM."""
 
+INDEPENDENT_DOCUMENTS: Final = ("reset_position_ids", "reset_attention_mask")
+"""Settings that make the documents in a sample independent of each other."""
+
 LINE_LIMITS = ("max_document_bytes", "max_template_steps", "max_template_characters")
 """Settings of the section that limit JSON lines of conversations."""
 
@@ -241,22 +244,20 @@ class DataConfig:
                 "--data-path-changes does not work with --sample-order compat, which is computed "
                 "for a whole run at once; give stateless or packed"
             )
-        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        self._check_sft()
+        for name in (*INDEPENDENT_DOCUMENTS, "eod_mask_loss"):
             if getattr(self, name) and self.tokenizer is None:
                 raise TrainError(
                     f"{flag_of(name)} needs a tokenizer with an end-of-document token; give "
                     "--tokenizer-model"
                 )
 
-        self._check_sft()
-
     def _check_mock_data(self) -> None:
         """Refuses settings that need a corpus, if samples are synthetic."""
         if not self.mock_data:
             return
         corpora = (*DATA_PATHS, "data_path_changes", "sft", "fim_data")
-        documents = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-        for name in (*corpora, *documents):
+        for name in (*corpora, *INDEPENDENT_DOCUMENTS, "eod_mask_loss"):
             if getattr(self, name):
                 raise TrainError(
                     f"{flag_of(name)} does not work with --mock-data, which has no documents; "
@@ -273,12 +274,15 @@ class DataConfig:
             )
         if not self.sft:
             return
-        wanted = ("reset_position_ids", "reset_attention_mask")
-        missing = [flag_of(name) for name in wanted if not getattr(self, name)]
+        missing = [flag_of(name) for name in INDEPENDENT_DOCUMENTS if not getattr(self, name)]
         if missing:
             raise TrainError(
                 f"--sft needs {' and '.join(missing)}: the conversations in a sample are "
                 "independent of each other"
+            )
+        if self.tokenizer is None:
+            raise TrainError(
+                "--sft needs the tokenizer of the conversations; give --tokenizer-model"
             )
         for name in ("eod_mask_loss", "fim_data", "data_path_changes", "data_cache_path"):
             if getattr(self, name):

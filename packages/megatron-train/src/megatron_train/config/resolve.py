@@ -8,7 +8,12 @@ from pathlib import Path
 from megatron_data.datasets import is_conversation_file
 from megatron_parallel.pipeline import count_stages
 
-from megatron_train.config.data import DATA_PATHS, NULL_TOKENIZERS, DataConfig
+from megatron_train.config.data import (
+    DATA_PATHS,
+    INDEPENDENT_DOCUMENTS,
+    NULL_TOKENIZERS,
+    DataConfig,
+)
 from megatron_train.config.extensions import derived_by_task
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags, implied_flags
@@ -128,11 +133,12 @@ def derive(
     if values.get("checkpoint.use_checkpoint_args"):
         values = _with_model_of_checkpoint(values, kind)
     values = without_unread_settings_of_recipe(derived_by_task(values, kind), kind)
+    values = _with_whole_conversations(values)
     seq_length = values.get("data.seq_length")
     if seq_length is not None:
         values = values.with_derived("model.max_position_embeddings", seq_length, "--seq-length")
         values = _with_vocabulary(values, tokenizers or TokenizerCache())
-    return _with_whole_conversations(values)
+    return values
 
 
 def with_virtual_stages(values: Values, namespace: argparse.Namespace) -> Values:
@@ -193,9 +199,11 @@ def _with_vocabulary(values: Values, tokenizers: TokenizerCache) -> Values:
 
 
 def _with_whole_conversations(values: Values) -> Values:
-    """Sets the sample order that keeps conversations whole, unless one is given."""
+    """Sets what keeps conversations whole and independent of each other, unless it is given."""
     if not values.get("data.sft"):
         return values
+    for name in INDEPENDENT_DOCUMENTS:
+        values = values.with_derived(f"data.{name}", True, "--sft")
     lists = [values.get(f"data.{name}") or () for name in DATA_PATHS]
     paths = [path for given in lists for path in ([given] if isinstance(given, str) else given)]
     if any(is_conversation_file(path) for path in paths):

@@ -32,7 +32,8 @@ class Mask:
         query_document_ids: int32 `[b, s]`, if the queries are not a range of the keys (a block of
             ring attention). None means `document_ids` from the query offset on.
         query_positions: int32 `[b, s]`, likewise for `positions`.
-        dense: bool `[b or 1, s, t]`, True = may attend: the rules as a tensor, from `prepare`.
+        dense: bool `[b or 1, queries, keys]`, True = may attend: the rules as a tensor, from
+            `prepare`. While a model generates, `document_ids` may describe more keys than these.
         ascending: Whether queries and keys are known to be the same tokens with ascending
             `positions`, so that `causal` alone needs no tensor.
         prepared: Whether `prepare` made `dense` from the other rules. Kernels that compute rules
@@ -49,7 +50,7 @@ class Mask:
     prefix: Int[Tensor, " b"] | int | None = None
     query_document_ids: Int[Tensor, "b s"] | None = None
     query_positions: Int[Tensor, "b s"] | None = None
-    dense: Bool[Tensor, "b_or_1 s t"] | None = None
+    dense: Bool[Tensor, "b_or_1 queries keys"] | None = None
     ascending: bool = False
     prepared: bool = False
     runs: tuple[tuple[int, ...], ...] | None = None
