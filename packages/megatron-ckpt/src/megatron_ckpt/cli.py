@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_ckpt.store.manifest import TensorRecord
 
 PROG = "megatron-ckpt"
-_UNSET = (0, False, None, "", "none", [], ())
+_UNSET: tuple[object, ...] = (0, False, None, "", "none", [], ())
 _INDENT = " " * 12
 _UNBROKEN = "\xa0"  # a space that textwrap does not break lines at
 _WIDTH = (100, 24)
