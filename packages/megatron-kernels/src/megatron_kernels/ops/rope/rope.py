@@ -32,7 +32,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def direct(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Uses real arithmetic on the two halves; float32 tables promote low-precision input."""
     if not torch.compiler.is_compiling():
-        result: Tensor = _Rotation.apply(x, cos, sin, interleaved, 1)  # type: ignore[no-untyped-call]
+        result: Tensor = _Rotation.apply(x, cos, sin, interleaved, 1, False)  # type: ignore[no-untyped-call]
         return result
     if x.is_cuda:
         return swapped(x, cos, sin, interleaved)
@@ -55,66 +55,71 @@ def joined(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return rotated
 
 
-class _Rotation(Function):
-    """Writes the rotated halves into one tensor. The gradient is rotated back, likewise."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int
-    ) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.direction = interleaved, direction
-        half = cos.shape[-1]
-        c, s = cos[:, :, None, :], sin[:, :, None, :]
-        out = x.new_empty(x.shape)
-        first, second = _halves(x, half, interleaved)
-        into_first, into_second = _halves(out, half, interleaved)
-        torch.addcmul(first * c, second, s, value=-direction, out=into_first)
-        torch.addcmul(second * c, first, s, value=direction, out=into_second)
-        if 2 * half < x.shape[-1]:
-            out[..., 2 * half :] = x[..., 2 * half :]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        back = _Rotation.apply(grads[0], cos, sin, ctx.interleaved, -ctx.direction)  # type: ignore[no-untyped-call]
-        return back, None, None, None, None
-
-
 def swapped(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Adds channels times cosines, and channels swapped in each pair times signed sines.
 
     The gradient is rotated back, likewise. Inductor computes a longer expression, such as that of
-    autograd for `direct`, in a kernel of its own, and copies the results of queries and keys into
+    autograd for `joined`, in a kernel of its own, and copies the results of queries and keys into
     the gradient of the projection in another one.
     """
-    result: Tensor = _SwappedRotation.apply(x, cos, sin, interleaved, 1)  # type: ignore[no-untyped-call]
+    result: Tensor = _Rotation.apply(x, cos, sin, interleaved, 1, True)  # type: ignore[no-untyped-call]
     return result
 
 
-class _SwappedRotation(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int
-    ) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.direction = interleaved, direction
-        half, dim = cos.shape[-1], -1 if interleaved else -2
-        pairs = torch.unflatten(x[..., : 2 * half], -1, (half, 2) if interleaved else (2, half))
-        c, s = (table[:, :, None, :].unsqueeze(dim) for table in (cos, sin))
-        signs = direction * (2 * torch.arange(2, device=x.device) - 1)
-        s = s * (signs if interleaved else signs[:, None])
-        rotated = (pairs * c + pairs.flip(dim) * s).to(x.dtype).flatten(-2)
-        if 2 * half < x.shape[-1]:
-            return torch.cat((rotated, x[..., 2 * half :]), -1)
-        return rotated
+class _Rotation(Function):
+    """A rotation by angles times a direction. The gradient is rotated by the opposite angles."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        back = _SwappedRotation.apply(grads[0], cos, sin, ctx.interleaved, -ctx.direction)  # type: ignore[no-untyped-call]
-        return back, None, None, None, None
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        direction: int,
+        swaps: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.direction, ctx.swaps = interleaved, direction, swaps
+        rotate = _rotate_swapped if swaps else _rotate_halves
+        return rotate(x, cos, sin, interleaved, direction)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        opposite = *ctx.saved_tensors, ctx.interleaved, -ctx.direction, ctx.swaps
+        back: Tensor = _Rotation.apply(grads[0], *opposite)  # type: ignore[no-untyped-call]
+        return back, *(None,) * len(opposite)
+
+
+def _rotate_halves(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int
+) -> Tensor:
+    """Writes the rotated halves into one tensor."""
+    half = cos.shape[-1]
+    c, s = cos[:, :, None, :], sin[:, :, None, :]
+    out = x.new_empty(x.shape)
+    first, second = _halves(x, half, interleaved)
+    into_first, into_second = _halves(out, half, interleaved)
+    torch.addcmul(first * c, second, s, value=-direction, out=into_first)
+    torch.addcmul(second * c, first, s, value=direction, out=into_second)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out
+
+
+def _rotate_swapped(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int
+) -> Tensor:
+    """Computes the sum that `swapped` describes."""
+    half, dim = cos.shape[-1], -1 if interleaved else -2
+    pairs = torch.unflatten(x[..., : 2 * half], -1, (half, 2) if interleaved else (2, half))
+    c, s = (table[:, :, None, :].unsqueeze(dim) for table in (cos, sin))
+    signs = direction * (2 * torch.arange(2, device=x.device) - 1)
+    s = s * (signs if interleaved else signs[:, None])
+    rotated = (pairs * c + pairs.flip(dim) * s).to(x.dtype).flatten(-2)
+    if 2 * half < x.shape[-1]:
+        return torch.cat((rotated, x[..., 2 * half :]), -1)
+    return rotated
 
 
 def _halves(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
