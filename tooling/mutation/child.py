@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from preloaded import LENGTH, exactly
 
 if TYPE_CHECKING:
     from coverage import Coverage
@@ -101,9 +102,9 @@ class ReadyServer:
         status = 1
         try:
             os.setsid()
-            message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, maxfds=1)
-            if message:
-                become_server(message, descriptors[0])
+            head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, maxfds=1)
+            if head:
+                become_server(exactly(connection, *LENGTH.unpack(head)), descriptors[0])
             status = 0
         except BaseException:  # noqa: BLE001 - nothing may climb into the pytest that was forked
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -113,7 +114,8 @@ class ReadyServer:
     def become(self, theirs: socket.socket, message: bytes) -> None:
         """Starts serving on a socket."""
         self._taken = True
-        socket.send_fds(self._ours, [message], [theirs.fileno()])
+        socket.send_fds(self._ours, [LENGTH.pack(len(message))], [theirs.fileno()])
+        self._ours.sendall(message)  # may arrive in parts
 
     def poll(self) -> int | None:
         """Returns the exit status, or None if the process still runs."""
@@ -152,7 +154,7 @@ def become_server(message: bytes, descriptor: int) -> None:
     sys.path[:] = path
     from megatron_parallel.testing.server import main as serve
 
-    serve(descriptor, directory, preload, typecheck)
+    serve(descriptor, directory, preload, typecheck, device_guard=False)
 
 
 class Pools:
@@ -180,10 +182,14 @@ class Pools:
         make = pool.WorkerPool.__init__
 
         def take(
-            theirs: socket.socket, directory: Path, preload: Sequence[str], typecheck: Sequence[str]
+            theirs: socket.socket,
+            directory: Path,
+            preload: Sequence[str],
+            typecheck: Sequence[str],
+            device_guard: bool,
         ) -> Any:
-            if not self._servers:
-                return start(theirs, directory, preload, typecheck)
+            if device_guard or not self._servers:  # a waiting server has imported torch
+                return start(theirs, directory, preload, typecheck, device_guard)
             server = self._servers.pop()
             environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **dict.fromkeys(THREADS, "1")}
             settings = [str(directory), list(preload), list(typecheck), sys.path, environment]

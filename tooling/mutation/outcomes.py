@@ -44,8 +44,12 @@ def run_trials(
     limit: Limit,
     kept: Outcomes,
     report: Callable[[str], None],
+    suffix: str = "",
 ) -> dict[str, Outcome]:
-    """Returns the outcome of every defect by its unique rank, using the given test files."""
+    """Returns the outcome of every defect by its unique rank, using the given test files.
+
+    The outcomes are stored under the rank and `suffix`.
+    """
     root = reach.root
     outcomes: dict[str, Outcome] = {}
 
@@ -55,10 +59,10 @@ def run_trials(
         used = dict.fromkeys(name.partition("::")[0] for name in tests)
         digests = [digest_of(root / name)[:8] for name in (planted.defect.source, *used)]
         state = " ".join([*digests, *tests])
-        outcome = kept.get(planted.defect.rank, state)
+        outcome = kept.get(planted.defect.rank + suffix, state)
         if outcome is None:
             outcome = yield from trial(copy, planted, original, tests, limit)
-            kept.put(planted.defect.rank, state, outcome)
+            kept.put(planted.defect.rank + suffix, state, outcome)
         outcomes[planted.defect.rank] = outcome
         report(f"{len(outcomes)}/{len(every)} {outcome.result}: {planted.key}\n    {outcome.by}")
 

@@ -35,6 +35,7 @@ class Reach:
         self.sources = sources
         self.kept = kept
         self.records: dict[str, Record] = json.loads(kept.read_text()) if kept.exists() else {}
+        self.measured: set[str] = set()
 
     def measure(
         self, tests: Sequence[str], workers: Workers, report: Callable[[str], None]
@@ -50,6 +51,11 @@ class Reach:
             report(f"{name} {record['seconds']:.0f} s{word}")
 
         workers.work(partial(one, name) for name in tests if not self.fresh(name))
+        self.measured.update(tests)
+
+    def failing(self) -> list[str]:
+        """Returns the measured test files that did not pass, so that no defect is tried on them."""
+        return sorted(name for name in self.measured if not self.records[name]["passed"])
 
     def fresh(self, name: str) -> bool:
         """Returns whether the record of a test file is of the current code and of a run that

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 AREAS = Path(__file__).with_name("areas.toml")
+EVERYWHERE = ("integration_tests/test_frozen_values.py",)
+"""Test files about every area."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ def in_package(name: str, row: Mapping[str, Iterable[str]]) -> Area:
         (
             *(f"{package}/tests/test_{pattern}.py" for pattern in row["tests"]),
             *(f"integration_tests/{pattern}.py" for pattern in row.get("integration", ())),
+            *EVERYWHERE,
         ),
     )
 
@@ -57,6 +60,15 @@ def sources(root: Path) -> dict[str, list[str]]:
 def test_files(root: Path, name: str) -> list[str]:
     """Returns the test files of an area, relative to `root`."""
     return matching(root, areas()[name].tests)
+
+
+def other_test_files(root: Path, name: str) -> list[str]:
+    """Returns the test files of the area's package that are not among those of the area."""
+    listed = areas()[name]
+    folders = {pattern.rpartition("/")[0] for pattern in listed.tests if "packages/" in pattern}
+    every = matching(root, tuple(f"{folder}/test_*.py" for folder in sorted(folders)))
+    own = set(matching(root, listed.tests))
+    return [path for path in every if path not in own]
 
 
 def matching(root: Path, patterns: tuple[str, ...]) -> list[str]:

@@ -1,7 +1,9 @@
 """tooling/mutation on a small repository: what is tested is caught, what is not survives."""
 
 import json
+import os
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -62,6 +64,17 @@ def test_down():
 """
 
 
+POOL_TEST = """
+from megatron_parallel.testing import WorkerPool
+
+
+def test_ranks():
+    with WorkerPool(2) as pool:
+        assert type(pool._server).__name__ == "ReadyServer"
+        assert pool.run(lambda rank: type(rank).__name__) == ["Rank", "Rank"]
+"""
+
+
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with one package that holds `MODULE`, and the tests of it."""
@@ -114,7 +127,7 @@ def test_what_is_tested_is_caught_and_the_working_tree_is_left_alone(
         reach.measure([TEST], workers, said.append)
         assert reach.records[TEST]["passed"], reach.records[TEST]["output"]
         every = [*planted.values()]
-        found = run_trials(every, [TEST], reach, workers, Limit(3, 60), kept, said.append)
+        found = run_trials(every, [TEST], reach, workers, Limit(6, 60), kept, said.append)
         assert checked(found, workers, said.append) == found
     finally:
         workers.close()
@@ -148,6 +161,39 @@ def test_a_killed_pytest_counts_only_where_it_ends_well_without_the_defect(
     with pytest.raises(StopIteration) as ended:
         runs.send(without)
     assert ended.value.value.result == result
+
+
+def test_worker_pools_start_from_a_waiting_server(tmp_path: Path) -> None:
+    """The child replaces a private function of the pool, whose parameters may change."""
+    (tmp_path / "packages/megatron-parallel").mkdir(parents=True)
+    (tmp_path / "test_pool.py").write_text(POOL_TEST)
+    order = {"limit": 60, "slack": 2.0, "coverage": "", "pytest": ["-q", "test_pool.py"]}
+    code = f"from mutation.child import main; main({order!r})"
+    more = {"PYTHONPATH": str(ROOT / "tooling"), "LONG": "x" * 100_000}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | more,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_test_file_that_fails_without_a_defect_is_reported(tmp_path: Path) -> None:
+    reach = Reach(tmp_path, [], tmp_path / "reach.json")
+    reach.records = {"a.py": {"passed": True}, "b.py": {"passed": False}, "c.py": {"passed": False}}
+    reach.measured = {"a.py", "b.py"}
+    assert reach.failing() == ["b.py"]
+
+
+def test_other_test_files_of_a_package_follow_those_of_an_area() -> None:
+    own = targets.test_files(ROOT, "launch")
+    others = targets.other_test_files(ROOT, "launch")
+    folder = ROOT / "packages/megatron-train/tests"
+    every = {path.relative_to(ROOT).as_posix() for path in folder.glob("test_*.py")}
+    assert len(own) + len(others) == len({*own, *others}) and set(others) < every
+    assert {*own, *others} - every == set(targets.EVERYWHERE)
 
 
 def test_defects_without_an_effect_are_left_out(repository: Path) -> None:

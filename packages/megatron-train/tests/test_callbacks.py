@@ -181,6 +181,7 @@ def test_tensorboard_drops_repeated_steps(tmp_path, monkeypatch):
     board.on_step(at(2), REPORT)
     board.on_step(at(3), replace(REPORT, iteration=3))
     board.write_validation(3, {"lm loss": 100.0})
+    board.write_validation(4, {"lm loss": 2.0, "z loss": 20.5})
     board.on_end(at(3))
     assert made == [(tmp_path, 2), "closed"]
     assert scalars == {
@@ -191,6 +192,10 @@ def test_tensorboard_drops_repeated_steps(tmp_path, monkeypatch):
         ("tokens-per-second", 2): 96.0,
         ("lm loss validation", 3): 100.0,
         ("lm loss validation ppl", 3): math.exp(20.0),
+        ("lm loss validation", 4): 2.0,
+        ("lm loss validation ppl", 4): math.exp(2.0),
+        ("z loss validation", 4): 20.5,
+        ("z loss validation ppl", 4): math.exp(20.0),
     }
 
 

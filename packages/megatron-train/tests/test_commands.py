@@ -220,3 +220,27 @@ def test_usage_errors_are_one_line(words, status, message, capsys):
     assert captured.out == ""
     assert captured.err.startswith("megatron-train: error: ") and captured.err.count("\n") == 1
     assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    {
+        "": "COMMAND",
+        "merge": "--load, --save",
+        "merge --load a": "--save",
+        "upcycle": "--load, --save",
+        "upcycle --load a": "--save",
+        "layout": "--world-size",
+        "schedule": "--pipeline-model-parallel-size/--stages",
+        "report": "RUN",
+        "recipes diff": "ONE, OTHER",
+        "config from-megatron": "SCRIPT",
+        **dict.fromkeys(("pretrain", "prove", "plan", "dry-run"), "MODEL"),
+        **dict.fromkeys(("recipes", "models", "tasks", "config"), "ACTION"),
+        "finetune": "TASK",
+    }.items(),
+)
+def test_arguments_that_a_command_needs_are_named(words, needed, capsys):
+    assert main(words.split()) == 2
+    line = f"the following arguments are required: {needed}; see megatron-train"
+    assert line in capsys.readouterr().err

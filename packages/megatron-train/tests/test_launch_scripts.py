@@ -81,6 +81,20 @@ def test_a_script_is_read_as_bash_runs_it(arguments, tmp_path):
     assert found.unset == {"NOTHING": 33}
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_positional_parameters_are_those_of_bash(tmp_path, monkeypatch):
+    words = [f"w{number}" for number in range(1, 13)]
+    names = ("00", "0000", "1", "01", "009", "12", "13", "9" * 9)
+    asked = " ".join(f"${{{name}-none}}" for name in names)
+    write(tmp_path, f"torchrun pretrain_gpt.py $0 $# {asked} $10 ${{3-x}}\n")
+    monkeypatch.chdir(tmp_path)
+    printing = {"BASH_FUNC_torchrun%%": '() { printf "%s\\n" "$@"; }'}
+    run = ["bash", "train.sh", *words]
+    done = subprocess.run(run, capture_output=True, text=True, env=printing, timeout=60)
+    found = read_script(Path("train.sh"), words)
+    assert [found.program, *found.arguments] == done.stdout.splitlines(), done.stderr
+
+
 def test_constructs_that_cannot_be_evaluated_are_noted(tmp_path):
     text = """for x in 1 2; do A=3; done
 if [ -f here ]; then B=1; fi

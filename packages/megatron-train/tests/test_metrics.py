@@ -76,19 +76,39 @@ def test_evaluation_lines_are_between_rules():
 
 
 @pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [  # as data sheets print them: "/ 2" stands for a figure with sparsity
+        ("NVIDIA GB300", 360e3 / 72 / 2, 80),
+        ("NVIDIA B300 SXM6 AC", 36e3 / 8 / 2, 600 / 8),
+        ("NVIDIA GB200", 360e3 / 72 / 2, 5760 / 72),
+        ("NVIDIA B200", 36e3 / 8 / 2, 600 / 8),
+        ("NVIDIA GH200 480GB", 1979 // 2, 67),
+        ("NVIDIA H200", 1979 // 2, 67),
+        ("NVIDIA H200 NVL", 1671 // 2, 60),
+        ("NVIDIA H100 PCIe", 1513 // 2, 51),
+        ("NVIDIA H100 NVL", 1671 // 2, 60),
+        ("NVIDIA H100 80GB HBM3", 1979 // 2, 67),
+        ("NVIDIA H800", 1979 // 2, 67),
+        ("NVIDIA H20", 148, 44),
+        ("NVIDIA A100-SXM4-80GB", 624 / 2, 19.5),
+        ("NVIDIA A800-SXM4-80GB", 624 / 2, 19.5),
+        ("NVIDIA A40", 299.4 / 2, 37.4),
+        ("NVIDIA A30", 330 / 2, 10.3),
+        ("NVIDIA L40S", 362.05 // 1, 91.6),
+        ("NVIDIA L40", 181.05 // 1, 90.5),
+        ("NVIDIA L4", 242 / 2, 30.3),
+        ("AMD Instinct MI300X", 2614.9 // 2, 163.4),
+    ],
+)
+def test_every_listed_device_has_the_dense_peak_of_its_data_sheet(name, bf16, fp32):
+    assert data_sheet_peak(name, torch.bfloat16) == bf16 * 1e12
+    assert data_sheet_peak(name, torch.float16) == bf16 * 1e12
+    assert data_sheet_peak(name, torch.float32) == fp32 * 1e12
+
+
+@pytest.mark.parametrize(
     ("name", "dtype", "teraflops"),
     [
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
-        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
-        ("NVIDIA H200", torch.bfloat16, 989),
-        ("NVIDIA H200 NVL", torch.bfloat16, 835),
-        ("NVIDIA H200 NVL", torch.float32, 60),
-        ("NVIDIA B200", torch.bfloat16, 2250),
-        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250),
-        ("NVIDIA GB300", torch.bfloat16, 2500),
-        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
-        ("NVIDIA L40S", torch.bfloat16, 362),
-        ("NVIDIA L40S", torch.float32, 91.6),
         ("NVIDIA RTX A4000", torch.bfloat16, None),
         ("NVIDIA H100 80GB HBM3", torch.float64, None),
     ],

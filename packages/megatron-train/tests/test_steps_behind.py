@@ -122,6 +122,16 @@ def test_the_time_that_a_log_line_waits_belongs_to_its_steps(make_trainer, late,
     assert "elapsed time per iteration (ms): 4000.0 |" in lines._console.lines[0]
 
 
+def test_a_saved_interval_has_the_steps_that_have_not_arrived(late, make_trainer):
+    lines = LogLine(Lines(), 10, peak=None)
+    for iteration in (1, 2, 3):
+        lines.on_step(make_trainer(), report(iteration))
+    late[0].arrived = True
+    saved = lines.state()
+    assert saved["sums"] == {"lm loss": 180.0, "z loss": 9.0}
+    assert saved["denominators"] == {"lm loss": 90.0, "z loss": 120.0}
+
+
 def test_reports_are_taken_in_order(late):
     unread = UnreadReports()
     reports = [report(iteration) for iteration in (1, 2, 3)]

@@ -56,7 +56,11 @@ def add_action(actions: "argparse._SubParsersAction[DropFlagParser]") -> None:
     )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="launch script in Bash")
     parser.add_argument(
-        "script_words", metavar="WORD", nargs="*", help="arguments of the script, $1 first"
+        "script_words",
+        metavar="WORD",
+        nargs="*",
+        default=(),
+        help="arguments of the script, $1 first",
     )
     parser.add_argument(
         "--output",

@@ -106,7 +106,9 @@ class Expander:
             piece if not quoted else re.sub("[^/]", "q", piece) for piece, quoted in field
         )
         if "/" in marked and "\\" in marked.rpartition("/")[2]:  # Bash may remove the backslash
-            raise self._error(f"a path with a backslash from a variable is not supported: {text}")
+            raise self._error(
+                f"a path with a backslash from a variable is not supported: {text[:80]!r}"
+            )
         if self.variables.patterns and not is_unknown(text) and patterns.may_match_files(field):
             self.variables.note(self._line, f"{text} is a pattern that matches files; quote it")
             return unknown(f"$(echo {text})")
@@ -278,7 +280,7 @@ class Expander:
         name, positional = parameter.name, self.variables.positional
         if name in ("?", "$", "!", "-"):
             return [unknown(f"${name}")]
-        if name == "0":
+        if name.isdigit() and not name.strip("0"):
             return [self.variables.name]
         if name.isdigit() or name in ("@", "*", "#"):
             if positional is None:
@@ -287,8 +289,8 @@ class Expander:
                 return list(positional) or None
             if name == "#":
                 return [str(len(positional))]
-            number = int(name) if len(name) < 10 else len(positional) + 1
-            return [positional[number - 1]] if number <= len(positional) else None
+            numbered = {str(number): [word] for number, word in enumerate(positional, 1)}
+            return numbered.get(name.lstrip("0"))
         value = self.variables.get(name)
         if value is None:
             return None

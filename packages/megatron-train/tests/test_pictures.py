@@ -1,0 +1,96 @@
+"""Pictures in PNG: boxes are at their pixels, and bars have the lengths of their numbers."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from megatron_parallel.pipeline import Picture
+from megatron_train.cli import main
+from megatron_train.report.picture import write_picture
+
+SMALL = (
+    "dry-run gpt --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 31 --micro-batch-size 1 --lr 1e-3 "
+    "--train-iters 2 --pipeline-model-parallel-size 2 --on cpu"
+)
+
+CLOSE = 1e-3  # the first of two dry runs has a tensor more
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Returns the figures that are saved, with their axes."""
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    kept, save = [], matplotlib.Figure.savefig
+    monkeypatch.setattr(
+        matplotlib.Figure,
+        "savefig",
+        lambda figure, *a, **k: kept.append(figure) or save(figure, *a, **k),
+    )
+    return kept
+
+
+def test_boxes_of_a_schedule_are_at_their_pixels(tmp_path, figures):
+    image = pytest.importorskip("matplotlib.image")
+    size = {"width": 20, "height": 10}
+    boxes = [
+        SimpleNamespace(x=0, y=0, fill="#ff0000", **size),
+        SimpleNamespace(x=80, y=30, fill="#0000ff", **size),
+    ]
+    texts = [
+        SimpleNamespace(x=50, y=20, text="x", size=12, anchor="middle"),
+        SimpleNamespace(x=60, y=4, text="y", size=25, anchor="start"),
+    ]
+    write_picture(Picture(100, 40, boxes, texts), tmp_path / "a.png")
+    pixels = (image.imread(tmp_path / "a.png")[..., :3] * 255).round().astype(int)
+    assert pixels.shape == (60, 150, 3)  # 1.5 for each unit
+    for color, rows, columns in (
+        ([255, 0, 0], (0, 14), (0, 29)),
+        ([0, 0, 255], (45, 59), (120, 149)),
+    ):
+        where = np.argwhere((pixels == color).all(-1))
+        assert (where.min(0), where.max(0)) == (
+            pytest.approx([rows[0], columns[0]]),
+            pytest.approx([rows[1], columns[1]]),
+        )
+    shown = figures[0].axes[0].texts
+    assert [(text.get_position(), text.get_text()) for text in shown] == [
+        ((50, 20), "x"),
+        ((60, 4), "y"),
+    ]
+    assert [text.get_fontsize() for text in shown] == pytest.approx([12 * 0.72, 25 * 0.72])
+    assert [text.get_ha() for text in shown] == ["center", "left"]
+
+
+def test_bars_of_memory_are_those_of_the_report(tmp_path, figures, capsys, monkeypatch):
+    monkeypatch.setattr("megatron_train.cli.dry_run._processes", lambda: 1)
+    assert main([*SMALL.split(), "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["of_ranks"]
+    assert main([*SMALL.split(), "--output", str(tmp_path / "memory.png")]) == 0
+    parts, files = figures[0].axes
+    bars = [(bar.get_x(), bar.get_width()) for each in parts.containers for bar in each]
+    ends = [x + width for x, width in bars]
+    peaks = [rank["peak"] / 2**30 for rank in ranks]
+    assert ends[-len(ranks) :] == pytest.approx(peaks, rel=CLOSE)
+    assert [x for x, _ in bars] == pytest.approx(
+        [0.0] * len(ranks) + ends[: -len(ranks)], rel=CLOSE
+    )
+    assert parts.get_xlim() == pytest.approx((0, 1.12 * max(peaks)), rel=CLOSE)
+    assert [text.get_position() for text in parts.texts] == [
+        pytest.approx((peak, row), rel=CLOSE) for row, peak in enumerate(peaks)
+    ]
+    assert [label.get_text() for label in parts.get_yticklabels()] == [
+        f"rank {rank['rank']}\n(pipeline rank {number})" for number, rank in enumerate(ranks)
+    ]
+    largest = max(ranks, key=lambda rank: rank["peak"])
+    by_file = {}
+    for entry in largest["at_peak"]:
+        if entry["part"] in files.get_xlabel():
+            name = entry["line"].partition(":")[0]
+            by_file[name] = by_file.get(name, 0) + entry["bytes"]
+    widths = [bar.get_width() * 2**30 for bar in files.containers[0]]
+    assert widths == pytest.approx(sorted(by_file.values(), reverse=True)[:5], rel=CLOSE)
+    assert f"rank {largest['rank']} at the peak" in files.get_xlabel()
+    for axes in (parts, files):
+        assert axes.yaxis_inverted()
