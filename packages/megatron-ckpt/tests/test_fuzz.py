@@ -9,6 +9,7 @@ from fuzzing import fuzz, mutate_bytes, mutate_json
 from megatron_ckpt import Checkpoint, CheckpointError, CheckpointStore, ModelRecord, View
 from megatron_ckpt.formats.huggingface import SafetensorsFolder
 from megatron_ckpt.formats.special_tokens import special_token_ids
+from megatron_ckpt.formats.weight_files import find_weight_files
 from megatron_ckpt.store.blocks import digest
 from megatron_ckpt.values import dumps, loads
 from safetensors.torch import save_file
@@ -82,7 +83,7 @@ def test_weight_indices(tmp_path, fuzz_count):
 
     def read(content):
         path.write_bytes(content)
-        SafetensorsFolder(tmp_path, "net.").meta()
+        SafetensorsFolder(tmp_path, find_weight_files(tmp_path, {}).names, "net.").meta()
 
     index = {"metadata": {"total_size": 20}, "weight_map": {n: f"{n}.safetensors" for n in tensors}}
     seeds = [json.dumps(index).encode()]
@@ -105,7 +106,7 @@ def test_safetensors_files(tmp_path, fuzz_count):
     def read(content):
         path.unlink()  # the former file may still be mapped
         path.write_bytes(content)
-        folder = SafetensorsFolder(tmp_path)
+        folder = SafetensorsFolder(tmp_path, [path.name])
         folder.meta()
         for name in folder:
             folder[name]

@@ -47,7 +47,7 @@ def mxfp4(experts=2, out=3, blocks=2):
 
 def opened(tmp_path, tensors, scheme, dtype=torch.float32):
     save_file(tensors, tmp_path / "model.safetensors")
-    return QuantizedTensors(SafetensorsFolder(tmp_path), scheme, dtype)
+    return QuantizedTensors(SafetensorsFolder(tmp_path, ["model.safetensors"]), scheme, dtype)
 
 
 def every_box(shape):
@@ -74,6 +74,59 @@ def test_tensors_and_boxes_hold_the_values_by_definition(tmp_path, kind):
     for box in every_box(expected.shape):
         inside = tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
         assert torch.equal(source.box("w", box), source["w"][inside])
+
+
+def test_scales_may_be_powers_of_two_in_float8(tmp_path):
+    """DeepSeek's ``scale_fmt`` ``ue8m0``: a byte x stands for 2^(x - 127)."""
+    matrix, _, _ = fp8()
+    exponents = torch.tensor([[120, 127, 130], [0, 126, 133], [128, 119, 127]], dtype=torch.uint8)
+    scales = exponents.view(torch.float8_e8m0fnu)
+    source = opened(tmp_path, {"w": matrix, "w_scale_inv": scales}, BlockFp8(3, 4))
+    powers = 2.0 ** (exponents.double() - 127)
+    expected = matrix.double() * powers.repeat_interleave(3, 0).repeat_interleave(4, 1)[:7, :10]
+    assert torch.equal(source["w"].double(), expected)
+    box = Box((4, 5), (3, 4))
+    assert torch.equal(source.box("w", box).double(), expected[4:7, 5:9])
+
+
+def test_blocks_and_scales_of_experts_may_have_the_dtypes_of_their_bits(tmp_path):
+    packed, exponents, expected = mxfp4()
+    stored = {
+        "w_blocks": packed.view(torch.float4_e2m1fn_x2),
+        "w_scales": exponents.view(torch.float8_e8m0fnu),
+    }
+    source = opened(tmp_path, stored, Mxfp4())
+    assert torch.equal(source["w"].double(), expected)
+    box = Box((1, 20, 1), (1, 30, 2))
+    assert torch.equal(source.box("w", box).double(), expected[1:2, 20:50, 1:3])
+
+
+def test_a_tensor_of_four_bits_without_scales_is_named(toy, folder, tmp_path):
+    weights = load_file(folder / "model.safetensors")
+    shape = weights["net.0.a"].shape
+    weights["net.0.a"] = torch.zeros(*shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'net\.0\.a' is stored in four bits"):
+        import_hf(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_quantized_weights_are_rounded_once_to_the_requested_dtype(toy, folder, tmp_path, dtype):
+    """A folder of bfloat16 weights in float8 has products that bfloat16 does not hold."""
+    file, weights = folder / "config.json", folder / "model.safetensors"
+    file.write_text(json.dumps(json.loads(file.read_text()) | FP8 | {"dtype": "bfloat16"}))
+    matrix, scales, product = fp8()
+    stored = load_file(weights) | {"net.0.a": matrix, "net.0.a_scale_inv": scales}
+    save_file(stored | {"net.0.b": torch.zeros(7, 10)}, weights)
+    toy.config_from_hf = known_fields(toy.config_from_hf)
+    found = Checkpoint(import_hf(folder, tmp_path / "run", dtype=dtype)).read_tensor("layers.0.w")
+    assert found.dtype == dtype
+    assert torch.equal(found[:7], product.float().to(dtype))
+    assert dtype == torch.bfloat16 or not torch.equal(found, found.bfloat16().to(dtype))
+    part = torch.empty(14, 10, dtype=dtype)
+    view = View(part, (14, 10), (0, 0), (14, 10))
+    ForeignModel(folder).load_tensors({"layers.0.w": [view]}, cast="floating")
+    assert torch.equal(part, found)
 
 
 def test_only_the_needed_blocks_are_read(tmp_path, monkeypatch):

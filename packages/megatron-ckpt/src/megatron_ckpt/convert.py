@@ -11,7 +11,7 @@ from megatron_ckpt.dtypes import DTYPES, dtype_name, is_floating, item_size
 from megatron_ckpt.errors import CheckpointError, shorten
 from megatron_ckpt.families import Family, find_compatible_family, find_family
 from megatron_ckpt.foreign_model import ForeignModel, architectures, call_with_path
-from megatron_ckpt.formats.huggingface import CONFIG, GENERATION, INDEX, WEIGHTS
+from megatron_ckpt.formats.huggingface import CONFIG, GENERATION
 from megatron_ckpt.formats.notes import tokenizer_notes
 from megatron_ckpt.formats.quantized import QUANTIZATION
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER
@@ -20,6 +20,7 @@ from megatron_ckpt.formats.special_tokens import (
     TOKENIZER_FILE,
     special_token_ids,
 )
+from megatron_ckpt.formats.weight_files import EXPLICIT, INDEX, WEIGHTS
 from megatron_ckpt.json_input import parse_object
 from megatron_ckpt.ops.interpreter import check_source
 from megatron_ckpt.ops.rows import Row, expand
@@ -79,8 +80,8 @@ def import_hf(
         dtype: The dtype of floating-point tensors. Defaults to the stored dtype of each tensor.
         iteration: The iteration to save as. Defaults to 0.
         on_start: Called with the number of tensors and bytes before anything is written.
-        on_note: Called with a sentence for each file of the tokenizer that is not kept, and for a
-            tokenizer that transformers reads in another way.
+        on_note: Called with a sentence for each file of the tokenizer that is not kept, for a
+            tokenizer that transformers reads in another way, and for an index of missing files.
         progress: Called with the bytes of each tensor written.
 
     Returns:
@@ -90,7 +91,8 @@ def import_hf(
         CheckpointError: A family, configuration or tensor does not fit. Nothing is left behind.
     """
     model = ForeignModel(source, family=family)
-    for note in tokenizer_notes(model.path, model.files) if model.path.is_dir() else ():
+    about_tokenizer = tokenizer_notes(model.path, model.files) if model.path.is_dir() else ()
+    for note in (*model.notes, *about_tokenizer):
         on_note(note)
     shards, sizes = [], 0
     for name, tensor in model.tensors.items():
@@ -101,7 +103,7 @@ def import_hf(
         sizes += box.numel * item_size(stored)
 
         def produce(name: str = name) -> "Tensor":
-            return _cast(model.read_tensor(name), dtype)
+            return model.read_tensor(name, dtype)
 
         shards.append(Shard(name, MODEL, stored, shape, box, 0, produce))
     on_start(ConversionSize(len(shards), sizes))
@@ -247,6 +249,7 @@ def _write_settings(
     dtypes = [entry.dtype for group in groups for entry in group]
     theirs.pop("dtype", None)
     theirs.pop(QUANTIZATION, None)  # the exported tensors are not quantized
+    theirs.pop(EXPLICIT, None)  # the exported files have the usual names
     stored = {"torch_dtype": DTYPES[max(set(dtypes), key=dtypes.count)][0]}
     if not theirs:  # trained here: the ids of special tokens come from the tokenizer
         theirs = dict(special_token_ids(_tokenizer_files(checkpoint)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ckpt.dtypes import dtype_name, item_size
+from megatron_ckpt.dtypes import dtype_name, item_size, torch_dtype
 from megatron_ckpt.errors import CheckpointError, did_you_mean
 from megatron_ckpt.families import detect_family, find_family
 from megatron_ckpt.formats.huggingface import CONFIG
@@ -23,6 +23,7 @@ from megatron_ckpt.store.writer import MODEL
 from megatron_ckpt.views import Box, ViewLike
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -63,6 +64,7 @@ class ForeignModel:
         tensors: The dtype and global shape of every tensor, by our names.
         files: The files that a checkpoint keeps, by their names there: ``tokenizer/...``,
             ``huggingface/...``.
+        notes: Sentences about files of weights that are not read.
         digest: A digest of the configuration and of the names, dtypes and shapes of the tensors.
 
     Raises:
@@ -95,19 +97,31 @@ class ForeignModel:
         fields = json.loads(config.to_json())
         self.model = ModelRecord(kind.kind, kind.name, kind.config_version, fields)
         self.files = dict(source.files)
+        self.notes = source.notes
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
         content = json.dumps([kind.name, self.model.config, shapes], sort_keys=True)
         self.digest = digest(content.encode())
 
-    def read_tensor(self, name: str) -> "Tensor":
-        """Reads and converts a whole tensor in its stored dtype."""
+    def read_tensor(self, name: str, dtype: "torch.dtype | None" = None) -> "Tensor":
+        """Reads and converts a whole tensor.
+
+        Args:
+            name: Our name of the tensor.
+            dtype: The dtype of a floating-point tensor. Defaults to that in `tensors`. Quantized
+                tensors are rounded once, to this dtype.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
         if name not in self._rows:
             raise CheckpointError(
                 f"{self.path} has no tensor {name!r}{did_you_mean(name, self._rows)}"
             )
         row = self._rows[name]
         converted = row.forward([self._tensors[theirs] for theirs in row.theirs])
-        return converted[row.ours.index(name)]
+        tensor = converted[row.ours.index(name)]
+        wanted = dtype or torch_dtype(self.tensors[name].dtype)
+        return tensor.to(wanted) if tensor.is_floating_point() else tensor
 
     def read_file(self, name: str) -> bytes:
         """Returns the content of one of `files`."""

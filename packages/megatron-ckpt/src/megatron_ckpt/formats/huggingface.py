@@ -3,16 +3,27 @@
 The origin of a folder is unknown, so its files are opened through `megatron_ckpt.paths`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ckpt.dtypes import torch_dtype
+from megatron_ckpt.dtypes import DTYPES, torch_dtype
 from megatron_ckpt.errors import CheckpointError, shorten
-from megatron_ckpt.formats.quantized import QuantizedTensors, find_scheme, without_quantization
+from megatron_ckpt.formats.quantized import (
+    QUANTIZATION,
+    QuantizedTensors,
+    find_scheme,
+    without_quantization,
+)
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource, TensorSource
-from megatron_ckpt.json_input import Fields, parse_object
-from megatron_ckpt.paths import check_name, locate, read_bytes
+from megatron_ckpt.formats.weight_files import (
+    EXPLICIT,
+    find_weight_files,
+    open_tensors,
+    read_json,
+    tensors_equal,
+)
+from megatron_ckpt.paths import locate
 from megatron_ckpt.views import Box
 
 if TYPE_CHECKING:
@@ -20,8 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_LARGEST_JSON = 100 << 20  # bytes, the limit of a safetensors header
+_PACKED = {"F4": "float4_e2m1fn_x2"}
+"""safetensors dtypes with two elements a byte, and the torch dtypes whose elements are bytes."""
 #: Files of a tokenizer, which are copied unchanged.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,22 +54,32 @@ def open_folder(folder: Path) -> ModelSource:
     templates = [path.relative_to(folder).as_posix() for path in sorted(folder.glob(TEMPLATES))]
     attachments = {f"{TOKENIZER}/{name}": name for name in (*TOKENIZER_FILES, *templates)}
     attachments |= {f"{HUGGINGFACE}/{name}": name for name in (CONFIG, GENERATION)}
-    config = _read_json(folder, CONFIG)
+    config = read_json(folder, CONFIG)
     scheme = find_scheme(config, str(folder / CONFIG))
+    files = find_weight_files(folder, config)
 
-    def open_tensors(prefix: str, former_endings: Mapping[str, str]) -> TensorSource:
-        stored = SafetensorsFolder(folder, prefix, former_endings)
+    def open_all(prefix: str, former_endings: Mapping[str, str]) -> TensorSource:
+        stored = SafetensorsFolder(folder, files.names, prefix, former_endings)
+        if scheme is None and (packed := [name for name in stored if stored.is_packed(name)]):
+            raise CheckpointError(
+                f"{folder}: tensor {shorten(repr(packed[0]))} is stored in four bits, but "
+                f"{CONFIG} has no {QUANTIZATION} that is supported; save it in another dtype"
+            )
         return stored if scheme is None else QuantizedTensors(stored, scheme, _dtype_of(config))
 
     return ModelSource(
         where=folder / CONFIG,
-        config=without_quantization(config, str(folder / CONFIG)),
-        open_tensors=open_tensors,
+        config=without_quantization(
+            {name: value for name, value in config.items() if name != EXPLICIT},
+            str(folder / CONFIG),
+        ),
+        open_tensors=open_all,
         files={
             ours: locate(folder, name)
             for ours, name in attachments.items()
             if (folder / name).exists()
         },
+        notes=() if files.note is None else (files.note,),
     )
 
 
@@ -69,22 +90,6 @@ def _dtype_of(config: Mapping[str, Any]) -> "torch.dtype":
     known = {"float32": torch.float32, "float16": torch.float16}
     name = config.get("dtype", config.get("torch_dtype"))
     return known.get(name, torch.bfloat16) if isinstance(name, str) else torch.bfloat16
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a file of a folder."""
-    try:
-        return parse_object(read_bytes(folder, name, _LARGEST_JSON), folder / name)
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            f"{folder / name} is missing; use a folder of a Hugging Face model"
-        ) from None
-
-
-def _files_of_index(folder: Path) -> set[str]:
-    """Returns the names of the weight files in an index."""
-    weight_map = Fields(_read_json(folder, INDEX), str(folder / INDEX)).inner("weight_map")
-    return {check_name(name, weight_map.where) for name in weight_map.content.values()}
 
 
 def _with_present_ending(name: str, former_endings: Mapping[str, str]) -> str:
@@ -98,55 +103,56 @@ def _with_present_ending(name: str, former_endings: Mapping[str, str]) -> str:
 class SafetensorsFolder(Mapping[str, "Tensor"]):
     """The tensors of a folder as a mapping that reads each tensor on request.
 
+    Tensors in ``F4`` are bytes of two elements, as torch reads them: their last dim is half of that
+    in the file.
+
     Args:
-        folder: The folder, with ``model.safetensors``, or with ``model.safetensors.index.json`` and
-            the files that it names.
+        folder: The folder.
+        files: Names of its safetensors files.
         prefix: A prefix that is added to every name if no name starts with it.
         former_endings: Endings of names in older files, and the present ones that replace them.
             Defaults to none.
 
     Raises:
-        CheckpointError: There is no such file, a file cannot be read, or a tensor exists with its
-            former and its present name.
+        CheckpointError: A file cannot be read, two files hold different tensors of one name, or a
+            tensor exists with its former and its present name.
     """
 
     def __init__(
-        self, folder: Path, prefix: str = "", former_endings: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        files: Sequence[str],
+        prefix: str = "",
+        former_endings: Mapping[str, str] | None = None,
     ) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        if (folder / INDEX).exists():
-            files = sorted(_files_of_index(folder))
-        elif (folder / WEIGHTS).exists():
-            files = [WEIGHTS]
-        else:
-            raise CheckpointError(
-                f"{folder} has neither {WEIGHTS} nor {INDEX}; save the model with safetensors"
-            )
+        self._folder = folder
         self._handles: dict[str, tuple[Any, str]] = {}
+        opened: dict[str, str] = {}
         for file in files:
-            try:
-                handle: Any = safe_open(locate(folder, file), framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{folder / file} cannot be read: {shorten(error)}"
-                ) from error
+            handle = open_tensors(folder, file)
             for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
                 present = _with_present_ending(name, former_endings or {})
                 if present in self._handles:
-                    other = self._handles[present][1]
-                    raise CheckpointError(
-                        f"{folder} has {shorten(other)} and {shorten(name)}, two names of one "
-                        "tensor; remove one"
+                    first, other = self._handles[present]
+                    if other == name and tensors_equal(first, handle, name):
+                        continue
+                    both = (
+                        f"different tensors {shorten(name)} in {opened[present]} and {file}"
+                        if other == name
+                        else f"{shorten(other)} and {shorten(name)}, two names of one tensor"
                     )
+                    raise CheckpointError(f"{folder} has {both}; remove one")
                 self._handles[present] = (handle, name)
+                opened[present] = file
         if prefix and not any(name.startswith(prefix) for name in self._handles):
             self._handles = {prefix + name: entry for name, entry in self._handles.items()}
 
     def __getitem__(self, name: str) -> "Tensor":
+        import torch
+
         handle, stored = self._handles[name]
         tensor: Tensor = handle.get_tensor(stored)
-        return tensor
+        return tensor.view(torch.uint8) if self.is_packed(name) else tensor
 
     def box(self, name: str, box: Box) -> "Tensor":
         """Reads a box of a tensor from its file."""
@@ -154,6 +160,8 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
         if not box.offsets:
             return self[name]
         inside = tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
+        if self.is_packed(name):  # safetensors 0.8.0 does not slice tensors of four bits
+            return self[name][inside]
         tensor: Tensor = handle.get_slice(stored)[inside]
         return tensor
 
@@ -167,8 +175,23 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
         """Returns the tensors on the meta device: shapes and dtypes without content."""
         import torch
 
-        slices = {name: h.get_slice(stored) for name, (h, stored) in self._handles.items()}
-        return {
-            name: torch.empty(part.get_shape(), dtype=torch_dtype(part.get_dtype()), device="meta")
-            for name, part in slices.items()
-        }
+        found: dict[str, Tensor] = {}
+        for name, (handle, stored) in self._handles.items():
+            part = handle.get_slice(stored)
+            shape, kind = part.get_shape(), part.get_dtype()
+            if kind not in _PACKED and kind not in DTYPES:
+                raise CheckpointError(
+                    f"{self._folder}: tensor {shorten(repr(name))} is stored in {kind}, which is "
+                    f"not supported; save it in one of {', '.join((*DTYPES, *_PACKED))}"
+                )
+            if kind in _PACKED:
+                dtype, shape = getattr(torch, _PACKED[kind]), [*shape[:-1], shape[-1] // 2]
+            else:
+                dtype = torch_dtype(kind)
+            found[name] = torch.empty(shape, dtype=dtype, device="meta")
+        return found
+
+    def is_packed(self, name: str) -> bool:
+        """Returns whether a byte of the file holds two elements of a tensor."""
+        handle, stored = self._handles[name]
+        return handle.get_slice(stored).get_dtype() in _PACKED

@@ -1,7 +1,8 @@
 """Quantized weights of Hugging Face folders, shown as the tensors that they stand for.
 
 `quantization_config` in ``config.json`` names the method. Two methods are read: ``fp8`` with blocks
-of weights that share a scale (DeepSeek-V3, ``weight_block_size``) and ``mxfp4`` (gpt-oss, the OCP
+of weights that share a scale (DeepSeek-V3, ``weight_block_size``; the scales are float32 or, with
+``scale_fmt`` ``ue8m0``, powers of two in float8_e8m0fnu) and ``mxfp4`` (gpt-oss, the OCP
 Microscaling Formats specification 1.0). Both are read only: an export is not quantized.
 """
 
@@ -68,7 +69,6 @@ class BlockFp8:
 #: Values of the four bits of E2M1: sign, two bits of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCK = 32  # elements with a common scale
-_BIAS = 127  # of the scale's exponent, E8M0
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Mxfp4:
     """Matrices of experts ``[experts, in, out]``, stored with rows ``out`` in blocks of ``in``.
 
     Stored are ``_blocks [experts, out, in / 32, 16]``, bytes of two elements with the first in the
-    low bits, and ``_scales [experts, out, in / 32]``, exponents of 2 plus 127.
+    low bits, and ``_scales [experts, out, in / 32]``, exponents of 2 plus 127 (E8M0). They may have
+    the dtypes ``U8`` or ``F4`` and ``F8_E8M0``.
     """
 
     suffixes: tuple[str, ...] = ("_blocks", "_scales")
@@ -99,10 +100,10 @@ class Mxfp4:
         first, last = start // _BLOCK, -(-(start + width) // _BLOCK)
         inside = ((expert, row, first), (experts, rows, last - first))
         packed = get(0, Box((*inside[0], 0), (*inside[1], _BLOCK // 2)))
-        exponents = get(1, Box(*inside)).int() - _BIAS
+        scales = get(1, Box(*inside)).view(torch.float8_e8m0fnu).float()
         table = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
         halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-        values = torch.ldexp(table[halves.long()], exponents.unsqueeze(-1)).flatten(-2)
+        values = (table[halves.long()] * scales.unsqueeze(-1)).flatten(-2)
         return values.narrow(2, start - first * _BLOCK, width).transpose(1, 2)
 
 
@@ -154,10 +155,13 @@ def without_quantization(config: Mapping[str, Any], where: str) -> Mapping[str, 
 class QuantizedTensors(Mapping[str, "Tensor"]):
     """The tensors of a folder, with each quantized one in place of those that it is stored as.
 
+    A quantized tensor is read in float32, which holds its values exactly or rounded once. `meta`
+    gives the dtype that it has where no other is asked for.
+
     Args:
         tensors: The stored tensors.
         scheme: How tensors are quantized.
-        dtype: Dtype of the tensors that are quantized in the folder.
+        dtype: Dtype of the tensors that the quantized ones stand for.
 
     Raises:
         CheckpointError: A part of a tensor is missing, or shapes do not fit.
@@ -205,7 +209,7 @@ class QuantizedTensors(Mapping[str, "Tensor"]):
             return self._tensors.box(parts[index], part)
 
         shapes = [self._shapes[part] for part in parts]
-        return self._scheme.read_box(box, shapes, get).to(self._dtype)
+        return self._scheme.read_box(box, shapes, get)
 
     def _empty(self, name: str) -> "Tensor":
         import torch
