@@ -59,8 +59,8 @@ def run_record(
 
 def uses_null_tokenizer(record: RunRecord) -> bool:
     """Returns whether the run's tokenizer adds the end-of-document token to ``--vocab-size``."""
-    fingerprint = record["tokenizer"]["fingerprint"]
-    return fingerprint is not None and fingerprint.startswith("null")
+    fingerprint = record.get("tokenizer", {}).get("fingerprint")
+    return fingerprint is not None and str(fingerprint).startswith("null")
 
 
 def _optimizer(config: RunConfig) -> dict[str, Any]:
