@@ -1,12 +1,16 @@
 """Losses of BERT's pretraining, compared with torch's cross entropy of the model's logits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron_kernels import Mask
 from megatron_models import Bert, BertConfig, Placement
 from megatron_parallel import Mesh
 from megatron_train.engine import StepEngine
+from megatron_train.errors import TrainError
 from megatron_train.tasks.bert import BertTask
+from megatron_train.tasks.bert_kind import check_bert
 from megatron_train.tasks.task import MicroBatch, reported_values
 from torch.nn import functional
 
@@ -119,3 +123,19 @@ def test_padding_and_tokens_without_loss_do_not_change_the_losses():
     fields["token_types"] = 1 - fields["token_types"]
     changed = losses(MicroBatch.from_fields(fields, "tokens"))
     assert changed["lm loss"] != pytest.approx(losses(one)["lm loss"], rel=1e-6)
+
+
+def test_samples_without_room_for_text_are_refused():
+    def check(length, predicts=True):
+        check_bert(
+            SimpleNamespace(
+                model=SimpleNamespace(predicts_tokens=predicts),
+                data=SimpleNamespace(seq_length=length),
+            )
+        )
+
+    check(5)  # [CLS] a [SEP] b [SEP]
+    with pytest.raises(TrainError, match=r"--seq-length 4 has no room .* use at least 5"):
+        check(4)
+    with pytest.raises(TrainError, match="leave out --no-masked-lm-head and --task-head"):
+        check(5, predicts=False)

@@ -91,6 +91,20 @@ def test_an_interval_starts_empty_and_adds_every_step():
     assert math.isnan(alone.losses(None)["lm loss"])
 
 
+def test_an_interval_adds_counts_of_finite_steps():
+    def counted(values, finite=True):
+        counts = {name: torch.tensor(each).double() for name, each in values.items()}
+        return replace(
+            REPORT, values=StepValues({"lm loss": 1.0}, {"lm loss": 1.0}, 1.0, True, finite, counts)
+        )
+
+    interval = IntervalSums()
+    interval.add(counted({"layer 0": [1.0, 2.0, 3.0]}))
+    interval.add(counted({"layer 0": [5.0, 5.0, 5.0]}, finite=False))
+    interval.add(counted({"layer 0": [10.0, 20.0, 30.0], "layer 2": [7.0]}))
+    assert interval.counts == {"layer 0": [11.0, 22.0, 33.0], "layer 2": [7.0]}
+
+
 def test_a_log_line_gives_the_figures_of_its_interval_per_device():
     console, calls = Screen(), []
     lines = LogLine(

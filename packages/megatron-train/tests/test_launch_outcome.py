@@ -145,3 +145,10 @@ def test_an_incomplete_report_is_none():
     report = FailureReport("bug", "naïve\nline", 1, "Traceback\n")
     assert decode_report(encode_report(report)) == report
     assert decode_report(encode_report(report)[:-1]) is None and decode_report(b"") is None
+
+
+def test_ranks_end_by_a_signal_or_by_themselves():
+    ends = [(RankExit(0, status).by_signal, RankExit(0, status).clean) for status in (-1, 0, 1)]
+    assert ends == [(True, False), (False, True), (False, False)]
+    hung_up = launch_outcome([RankExit(0, -signal.SIGHUP), RankExit(1, 0)])
+    assert hung_up.message == "rank 0 was killed by SIGHUP"

@@ -10,6 +10,7 @@ import yaml
 from fuzzing import fuzz, mutate_bytes
 from megatron_train.cli import main
 from megatron_train.errors import TrainError
+from megatron_train.megatron_lm.bash.escapes import unescape
 from megatron_train.megatron_lm.launch_script import read_script
 from megatron_train.megatron_lm.table import megatron_flags
 from megatron_train.megatron_lm.translate import translate
@@ -93,6 +94,31 @@ def test_positional_parameters_are_those_of_bash(tmp_path, monkeypatch):
     done = subprocess.run(run, capture_output=True, text=True, env=printing, timeout=60)
     found = read_script(Path("train.sh"), words)
     assert [found.program, *found.arguments] == done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\x7f\001\u20ac\ud7ff\U0000d7ff", "\x7f\x01€\ud7ff\ud7ff"),
+        (r"\n\t\'\q", "\n\t'\\q"),
+        *((text, None) for text in (r"\x80", r"\200", r"\0", r"\ud800", r"\U0001f600", r"\cA")),
+    ],
+)
+def test_escapes_of_quoted_text(text, content):
+    assert unescape(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("A=1; { A=2; }; run $A", ["2"]),
+        ("A=1; (A=2; exit 3); run $A", ["1"]),
+        ("A=1; (A=2; run $A)", ["2"]),
+    ],
+)
+def test_groups_change_variables_and_subshells_do_not(text, words, tmp_path):
+    path = write(tmp_path, text.replace("run", "torchrun pretrain_gpt.py") + "\n")
+    assert [*read_script(path, []).arguments] == words
 
 
 def test_constructs_that_cannot_be_evaluated_are_noted(tmp_path):

@@ -4,6 +4,7 @@ import torch
 from megatron_ckpt import CheckpointStore, ModelRecord, View, find_checkpoint
 from megatron_models import GPTConfig, record_of
 from megatron_parallel.tensor_parallel import LoRA
+from megatron_train.cli import main
 from megatron_train.merging import merge_checkpoint
 
 CONFIG = GPTConfig(
@@ -21,7 +22,7 @@ OBJECTIVE = {"linear_product": "lora", "lora.rank": 2, "lora.alpha": 3.0}
 OBJECTIVE |= {"lora.target_modules": ["linear_qkv"]}
 
 
-def test_weights_are_merged_in_float64_and_buffers_are_copied(tmp_path):
+def test_weights_are_merged_in_float64_and_buffers_are_copied(tmp_path, capsys):
     generator = torch.Generator().manual_seed(0)
 
     def draw(shape):
@@ -43,6 +44,10 @@ def test_weights_are_merged_in_float64_and_buffers_are_copied(tmp_path):
         model=ModelRecord(family=None, **record_of(CONFIG)),
     )
     merged = find_checkpoint(merge_checkpoint(tmp_path / "tuned", tmp_path / "merged"))
+    again = tmp_path / "again"
+    assert main(["merge", "--load", str(tmp_path / "tuned"), "--save", str(again)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == f"saved merged checkpoint {find_checkpoint(again).path}\n"
     found = {name: merged.read_tensor(name) for name in merged.tensors}
     assert merged.iteration == 3 and found.keys() == weights.keys() | {BUFFER}
     a, b = (tensor.double() for tensor in added.values())

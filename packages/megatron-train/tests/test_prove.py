@@ -3,12 +3,13 @@
 import argparse
 
 import pytest
+from megatron_models import GPTConfig
 from megatron_parallel import ParallelLayout
 from megatron_train.cli.main import build_parser, main
 from megatron_train.config.described_run import resolve_run
 from megatron_train.errors import TrainError
 from megatron_train.prove.layout import small_layout
-from megatron_train.prove.shrink import ShrunkRun, choose_layers, shrink_run
+from megatron_train.prove.shrink import ShrunkRun, _cuts, choose_layers, shrink_run
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -109,6 +110,25 @@ def test_ranks_that_share_a_kv_head_still_do() -> None:
     run = small(*words).run
     assert run.model.num_query_groups < run.layout.tp == 8 or run.layout.tp == 4
     assert 1 < run.model.num_query_groups < run.layout.tp
+
+
+@pytest.mark.parametrize(("groups", "tp", "shared"), [(2, 4, True), (2, 2, False), (4, 4, False)])
+def test_ranks_share_entries_of_attention_alone_and_hold_single_experts(groups, tp, shared) -> None:
+    config = GPTConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=8,
+        vocab_size=11,
+        num_query_groups=groups,
+        num_experts=2,
+        moe_ffn_hidden_size=2,
+        max_position_embeddings=8,
+    )
+    found = _cuts(config, ParallelLayout(tp=tp, ep=2, dp=2))
+    sharing = {name for name, (shares, _) in found.items() if shares}
+    assert bool(sharing) == shared and all(".attention.qkv." in each for each in sharing)
+    single = {name for name, (_, alone) in found.items() if alone}
+    assert single == {name for name in found if ".experts." in name} != set()
 
 
 def test_a_model_whose_layers_have_sizes_of_their_own_may_stay_too_large() -> None:

@@ -120,7 +120,14 @@ def test_downsampling_keeps_spikes_and_order():
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [(0, 10, [0, 2, 4, 6, 8, 10]), (2.9, 3.4, [2.9, 3.0, 3.1, 3.2, 3.3, 3.4]), (-1, 1, None)],
+    [
+        (0, 10, [0, 2, 4, 6, 8, 10]),
+        (2.9, 3.4, [2.9, 3.0, 3.1, 3.2, 3.3, 3.4]),
+        (-1, 1, None),
+        (3, 44, [10, 20, 30, 40]),
+        (0, 19, [0, 5, 10, 15]),
+        (7, 12, [7, 8, 9, 10, 11, 12]),
+    ],
 )
 def test_ticks_are_round(low, high, expected):
     found = ticks(low, high, 5)

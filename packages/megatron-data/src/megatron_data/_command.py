@@ -38,7 +38,7 @@ class Help(argparse.HelpFormatter):
     """A help formatter with at most 100 columns that shows defaults and does not break flags."""
 
     def __init__(self, prog: str) -> None:
-        width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns)
+        width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, _WIDTH)).columns)
         super().__init__(prog, max_help_position=38, width=width)
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
         """
         lines = list(dict.fromkeys(lines))
         if len(lines) == 1:
-            self.error(lines[0])
+            self.error(*lines)
         if lines:
             summary = f"{len(lines)} arguments cannot be used; see {self.prog} --help"
             raise CommandError(*lines, summary)

@@ -46,6 +46,11 @@ class RankExit:
         """Whether the rank finished, or stopped after its current step because of a signal."""
         return self.report is None and (self.status == 0 or self.status in _STOPS)
 
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal ended the rank."""
+        return self.status < 0
+
 
 @dataclass(frozen=True)
 class LaunchOutcome:
@@ -117,7 +122,7 @@ def _cause_outcome(causes: Sequence[RankExit], exits: Sequence[RankExit]) -> Lau
     causes = [rank_exit for rank_exit in causes if rank_exit not in repeating] or causes
     first = causes[0]
     report = first.report
-    if report is None and first.status < 0:
+    if report is None and first.by_signal:
         return _signal_outcome(
             [rank_exit for rank_exit in causes if rank_exit.status == first.status], exits
         )

@@ -199,7 +199,8 @@ def _cuts(model: ModelConfig, layout: ParallelLayout) -> dict[str, tuple[bool, .
     found: dict[str, tuple[bool, ...]] = {}
     for name, spec in model.parameters().items():
         cut = spec.sharding
-        shared = cut.spill_dim is not None and cut.shape[cut.dim or 0] < layout.tp
+        entries = layout.tp if cut.dim is None else cut.shape[cut.dim]
+        shared = cut.spill_dim is not None and entries < layout.tp
         found[name] = (shared, cut.experts and cut.shape[0] == layout.ep)
     return found
 

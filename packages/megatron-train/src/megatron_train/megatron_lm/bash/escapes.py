@@ -37,8 +37,10 @@ def unescape(text: str) -> str | None:
             return _SIMPLE.get(letter, "\\" + letter)
         code = int(octal, 8) if octal else int(byte or short or long, 16)
         limit = 0x80 if octal or byte else 0xD800
-        invalid |= not 0 < code < limit
-        return chr(code) if code < 0xD800 else ""
+        if 0 < code < limit:
+            return chr(code)
+        invalid = True
+        return ""
 
     result = _ESCAPE.sub(character, text)
     return None if invalid else result
