@@ -195,6 +195,14 @@ class Family:
             except ConfigError as error:
                 refused.append(str(error))
                 wrong.update(names)
+            except (TypeError, AttributeError, OverflowError):  # 3 for a list, or 10 ** 400
+                found = {name: hf_config[name] for name in names if name in hf_config}
+                shown = " and ".join(f"{n} = {reprlib.repr(v)}" for n, v in found.items())
+                refused.append(
+                    f"{self.title} models with {shown} are not supported: a value has the wrong "
+                    "type or size; use a value that Transformers accepts"
+                )
+                wrong.update(names)
         if refused:
             raise ConfigError("; ".join(dict.fromkeys(refused)))
         return find_kind(self.kind).config.from_dict(fields)

@@ -42,7 +42,11 @@ def heads(classes: Mapping[str, Heads]) -> Custom:
 
     def read(title: str, hf_config: HFConfig) -> dict[str, Any]:
         named = hf_config.get("architectures") or []
-        found = next((each for each in named if each in classes), None)
+        found = None
+        if isinstance(named, (list, tuple)):
+            found = next(
+                (each for each in named if isinstance(each, str) and each in classes), None
+            )
         if found is None:
             raise ConfigError(
                 f"{title} models have the architectures {', '.join(classes)}, not "

@@ -118,10 +118,10 @@ def _activation_from_hf(title: str, hf_config: HFConfig) -> dict[str, str]:
         hf_config.get("dense_act_fn", name),
         hf_config.get("is_gated_act", len(words) == 2),
     )
-    if gated not in (False, True):
+    if not isinstance(gated, bool):
         raise unsupported_hf_field(title, "is_gated_act", gated, [False, True])
     names = {hf for hf, own in PLAIN if not gated or own in _GATED}
-    if name not in names:
+    if not isinstance(name, str) or name not in names:
         field = "dense_act_fn" if "dense_act_fn" in hf_config else "feed_forward_proj"
         raise unsupported_hf_field(title, field, name, sorted(names))
     own = _OUR_NAMES[name]
