@@ -231,6 +231,7 @@ def test_a_line_break_precedes_an_interrupt_on_a_terminal(module, monkeypatch):
     assert module.report_interrupt("tool") == 130
     assert sys.stderr.getvalue() == "\ntool: interrupted\n"
     assert module.report_error("tool", "why", 5) == 5
+    assert str(module.CommandError("one", "two")) == "one\ntwo"
 
 
 def test_abbreviations_are_no_options(module):

@@ -10,11 +10,11 @@ from pathlib import Path
 from layouts.output import publish
 
 from mutation import table, targets
-from mutation.outcomes import Outcomes, checked, run_trials
+from mutation.outcomes import Outcomes, checked, run_first_trials, run_trials
 from mutation.plan import plan
 from mutation.reach import Reach
 from mutation.scratch import Scratch
-from mutation.trial import Limit, Outcome
+from mutation.trial import Limit
 from mutation.warm import Workers
 
 ROOT = Path(__file__).parents[2]
@@ -58,18 +58,32 @@ def main() -> int:
         )
         limit = Limit(arguments.limit, arguments.stretch)
         kept = Outcomes(FOLDER / "outcomes.json", resume=arguments.resume)
-        outcomes: dict[str, Outcome] = {}
+        tests = {
+            area: (
+                targets.test_files(whole.folder, area),
+                targets.other_test_files(whole.folder, area),
+            )
+            for area in chosen
+        }
+        files = {
+            one: [*own, *others] for area, (own, others) in tests.items() for one in areas[area]
+        }
+        every = [one for found in chosen.values() for one in found]
+        outcomes = run_first_trials(files, every, whole.folder, workers, limit, kept, say)
         for area, found in chosen.items():
-            tests = targets.test_files(whole.folder, area)
-            say(f"{area}: {len(found)} defects, {len(tests)} test files")
-            reach.measure(tests, workers, say)
-            outcomes |= run_trials(found, tests, reach, workers, limit, kept, say)
-            missed = [one for one in found if not outcomes[one.defect.rank].seen]
-            if missed:
-                others = targets.other_test_files(whole.folder, area)
-                reach.measure(others, workers, say)
-                more = run_trials(missed, others, reach, workers, limit, kept, say, OTHERS)
-                outcomes |= {rank: found for rank, found in more.items() if found.seen}
+            own, others = tests[area]
+            for suffix, names in (("", own), (OTHERS, others)):
+                missed = [one for one in found if one.defect.rank not in outcomes]
+                if suffix:
+                    missed = [one for one in found if not outcomes[one.defect.rank].seen]
+                if not missed:
+                    continue
+                say(f"{area}: {len(missed)} defects, {len(names)} test files")
+                reach.measure(names, workers, say)
+                more = run_trials(missed, names, reach, workers, limit, kept, say, suffix)
+                outcomes |= {
+                    rank: one for rank, one in more.items() if one.seen or rank not in outcomes
+                }
         outcomes = checked(outcomes, workers, say)
     rows = {
         area: [(one, outcomes[one.defect.rank]) for one in found] for area, found in chosen.items()

@@ -6,11 +6,16 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from mutation.naming import in_function, naming_tests
 from mutation.plan import Planted
 from mutation.reach import Reach, digest_of
 from mutation.scratch import Scratch
+from mutation.targets import EVERYWHERE
 from mutation.trial import BROKEN, CAUGHT, SURVIVED, Limit, Outcome, by_folder, chosen_tests, trial
 from mutation.warm import Order, Run, Workers
+
+FIRST = " by name"  # suffix of outcomes with the tests that name a file
+FIRST_SHARE = 0.25  # of the budget: what such a test file may take
 
 
 class Outcomes:
@@ -67,6 +72,55 @@ def run_trials(
         report(f"{len(outcomes)}/{len(every)} {outcome.result}: {planted.key}\n    {outcome.by}")
 
     workers.work(partial(one, planted) for planted in every)
+    return outcomes
+
+
+def run_first_trials(
+    every: Mapping[str, Sequence[str]],
+    planted: Sequence[Planted],
+    root: Path,
+    workers: Workers,
+    limit: Limit,
+    kept: Outcomes,
+    report: Callable[[str], None],
+) -> dict[str, Outcome]:
+    """Returns the outcomes of the defects that tests notice which name the changed file.
+
+    These tests run without a measurement of what they reach. The other defects are left out.
+
+    Args:
+        every: Test files to choose from, by source file.
+        planted: The defects.
+        root: Folder of the repository.
+        workers: Where the tests run.
+        limit: Budget of one defect.
+        kept: Stored outcomes.
+        report: Prints a line of progress.
+    """
+    outcomes: dict[str, Outcome] = {}
+    done = 0
+
+    def one(defect: Planted, copy: Scratch) -> Generator[Order, Run, None]:
+        nonlocal done
+        source = defect.defect.source
+        original = (copy.folder / source).read_text(encoding="utf-8")
+        files = naming_tests(root, every[source], source)
+        if not in_function(original, defect.defect.line):
+            files = list(dict.fromkeys([*files, *EVERYWHERE]))
+        state = " ".join(digest_of(root / name)[:8] for name in (source, *files))
+        outcome = kept.get(defect.defect.rank + FIRST, state)
+        if outcome is None:
+            tests = dict.fromkeys(files, limit.seconds * FIRST_SHARE)
+            outcome = yield from trial(copy, defect, original, tests, limit)
+            kept.put(defect.defect.rank + FIRST, state, outcome)
+        done += 1
+        if outcome.result == CAUGHT:
+            outcomes[defect.defect.rank] = outcome
+            report(f"{done}/{len(planted)} {outcome.result}: {defect.key}\n    {outcome.by}")
+        else:
+            report(f"{done}/{len(planted)} later: {defect.key}")
+
+    workers.work(partial(one, defect) for defect in planted)
     return outcomes
 
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 AREAS = Path(__file__).with_name("areas.toml")
-EVERYWHERE = ("integration_tests/test_frozen_values.py",)
+EVERYWHERE = (
+    "integration_tests/test_frozen_values.py",
+    "integration_tests/test_generated_pages.py",
+)
 """Test files about every area."""
 
 

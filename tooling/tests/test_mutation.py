@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from mutation import table, targets
 from mutation.defects import defects, difference, plant
-from mutation.outcomes import Outcomes, checked, run_trials
+from mutation.naming import in_function, naming_tests
+from mutation.outcomes import Outcomes, checked, run_first_trials, run_trials
 from mutation.plan import Planted, plan
 from mutation.reach import Reach
 from mutation.scratch import Scratch
@@ -194,6 +195,36 @@ def test_other_test_files_of_a_package_follow_those_of_an_area() -> None:
     every = {path.relative_to(ROOT).as_posix() for path in folder.glob("test_*.py")}
     assert len(own) + len(others) == len({*own, *others}) and set(others) < every
     assert {*own, *others} - every == set(targets.EVERYWHERE)
+
+
+def test_tests_that_name_a_file_come_first_and_need_no_measurement(
+    repository: Path, planted: dict[str, Planted], tmp_path: Path
+) -> None:
+    other = "packages/toy/tests/test_other.py"
+    (repository / other).write_text("def test_nothing():\n    pass\n")
+    assert naming_tests(repository, [other, TEST], SOURCE) == [TEST]
+    assert naming_tests(repository, [other], SOURCE) == []
+    copy = Scratch.of(repository, tmp_path / "copy")
+    workers = Workers([copy], slack=1.0, modules=["pytest"])
+    kept, said = Outcomes(tmp_path / "outcomes.json", resume=False), []
+    every = [planted["return count + 1"], planted["return count + 2"]]
+    try:
+        found = run_first_trials(
+            {SOURCE: [other, TEST]}, every, repository, workers, Limit(8, 60), kept, said.append
+        )
+    finally:
+        workers.close()
+        (repository / other).unlink()
+    assert [outcome.result for outcome in found.values()] == [CAUGHT]  # the other is left out
+    assert every[0].defect.rank in found and "later" in said[1]
+
+
+def test_lines_of_functions_are_not_those_that_an_import_executes() -> None:
+    lines = MODULE.splitlines()
+    assert [in_function(MODULE, lines.index(line) + 1) for line in lines if "count" in line] == [
+        *(False, True, True, False, True, False, True),
+        *(False, True, True, True, False, True, True),
+    ]
 
 
 def test_defects_without_an_effect_are_left_out(repository: Path) -> None:

@@ -119,6 +119,22 @@ def test_invalid_pairs_are_reported_or_counted(pairs: Path, tmp_path: Path) -> N
         tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10), pad_length=5)
 
 
+def test_images_up_to_a_size_are_read(pairs: Path, tmp_path: Path) -> None:
+    largest = max(map(len, IMAGES.values()))
+    for number, size in enumerate((largest, largest - 1, None)):
+        report = tokenize_image_pairs(
+            [pairs], tmp_path / str(number), ByteTokenizer(), max_image_bytes=size, on_error="skip"
+        )
+        fitting = sum(size is None or len(data) <= size for data in IMAGES.values())
+        assert report.pairs == fitting
+    with pytest.raises(DataError, match=r"a text and an image in"):
+        tokenize_image_pairs(
+            [pairs], tmp_path / "1", ByteTokenizer(), max_image_bytes=1, on_error="skip"
+        )
+    with pytest.raises(DataError, match="--max-image-bytes 0; give at least 1"):
+        tokenize_image_pairs([pairs], tmp_path / "o", ByteTokenizer(), max_image_bytes=0)
+
+
 def test_the_command_and_what_inspect_shows(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

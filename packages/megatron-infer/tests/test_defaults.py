@@ -25,6 +25,12 @@ def test_a_model_without_settings_has_no_defaults() -> None:
     assert plain == GenerationDefaults(adds_special_tokens=True)
 
 
+def test_token_0_may_end_a_text_and_a_negative_number_is_no_token() -> None:
+    assert read(generation={"eos_token_id": 0}).stop_tokens == {0}
+    assert read(generation={"eos_token_id": [0, -1, 7]}).stop_tokens == {0, 7}
+    assert read(generation={"eos_token_id": -1}).stop_tokens == frozenset()
+
+
 def test_one_file_counts_as_a_whole() -> None:
     config = {"eos_token_id": [5, 6], "do_sample": True, "repetition_penalty": 1.1}
     alone = read(config=config)

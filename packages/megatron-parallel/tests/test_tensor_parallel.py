@@ -262,3 +262,17 @@ def test_a_call_can_disable_sequence_parallelism(worker_pool: WorkerPool) -> Non
     expected = one_token(Mesh.single())
     for logits in worker_pool.run_mesh(TP[2], one_token, ranks=2):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+
+
+def test_the_text_of_a_layer_has_its_global_shape_and_cut() -> None:
+    mesh = Mesh(ParallelLayout(tp=2, dp=1), 0)
+    cut = ", sequence parallel"
+    for sequence_parallel in (False, True):
+        ending = cut if sequence_parallel else ""
+        options = {"sequence_parallel": sequence_parallel, "device": "meta"}
+        column = ColumnParallelLinear(8, (6, 2), mesh, **options)
+        row = RowParallelLinear(6, 4, mesh, **options)
+        words = VocabParallelEmbedding(37, 8, mesh, padded=48, **options)
+        for layer, shape, dim in ((column, (6, 2, 8), 0), (row, (4, 6), 1), (words, (37, 8), 0)):
+            assert layer.extra_repr() == f"{shape}, dim {dim} over tp 2{ending}"
+            assert repr(layer).startswith(f"{type(layer).__name__}({layer.extra_repr()}")

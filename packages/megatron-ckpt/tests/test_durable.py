@@ -1,0 +1,95 @@
+"""What reaches the disk: the order in which contents, names and folders are synced."""
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from megatron_ckpt.store import durable
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def synced(tmp_path, monkeypatch):
+    """Returns the paths below the folder of the test in the order of their syncs."""
+    paths, sync = [], os.fsync
+
+    def record(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        paths.append(str(path.relative_to(tmp_path)))
+        sync(descriptor)
+
+    monkeypatch.setattr(durable.os, "fsync", record)
+    return paths
+
+
+def test_a_replaced_file_is_synced_before_its_name(tmp_path, synced):
+    path = tmp_path / "latest"
+    for content in (b"one", b"other"):
+        durable.replace_file(path, content)
+        assert path.read_bytes() == content
+    assert synced == [f"latest.tmp-{os.getpid()}", "."] * 2
+    assert [each.name for each in tmp_path.iterdir()] == ["latest"]
+
+
+def test_a_folder_is_synced_from_its_inside_before_its_name(tmp_path, synced):
+    with durable.create_folder(tmp_path / "made") as folder:
+        (folder / "inner").mkdir()
+        with durable.create_file(folder / "inner" / "file") as descriptor:
+            durable.write_all(descriptor, b"x" * 10)
+    name = folder.name
+    assert synced == [f"{name}/inner/file", f"{name}/inner", name, "."]
+    assert (tmp_path / "made/inner/file").read_bytes() == b"x" * 10
+
+
+def test_a_renamed_path_is_synced(tmp_path, synced):
+    (tmp_path / "a").mkdir()
+    durable.rename(tmp_path / "a", tmp_path / "b")
+    assert synced == ["."] and (tmp_path / "b").is_dir()
+
+
+def test_nothing_is_left_of_a_folder_that_was_not_finished(tmp_path, synced):
+    with pytest.raises(KeyboardInterrupt), durable.create_folder(tmp_path / "made"):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == [] and synced == []
+
+
+def test_leftovers_are_removed_unless_they_are_locked_or_have_other_names(tmp_path):
+    left = tmp_path / "made.tmp-0123456789ab"
+    others = [tmp_path / name for name in ("made.tmp-0123456789a", "mode.tmp-0123456789ab")]
+    for path in (left, *others):
+        path.mkdir()
+    held = durable._lock_folder(left)
+    with durable.create_folder(tmp_path / "made") as folder:
+        assert left.exists() and folder.exists()  # another process writes it
+    os.close(held)
+    (tmp_path / "made").rmdir()
+    with durable.create_folder(tmp_path / "made"):
+        assert not left.exists() and all(path.exists() for path in others)
+
+
+def test_a_file_is_made_once_and_errors_name_it(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    with durable.create_file(path):
+        pass
+    with pytest.raises(FileExistsError), durable.create_file(path):
+        pass
+    with pytest.raises(OSError, match="No space left") as full, durable.add_path_to_errors(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert full.value.filename == str(path)
+    with pytest.raises(OSError) as own, durable.add_path_to_errors(path):
+        raise OSError(errno.ENOENT, "gone", "elsewhere")
+    assert own.value.filename == "elsewhere"
+    with pytest.raises(OSError) as bare, durable.add_path_to_errors(path):
+        raise OSError("no number")
+    assert bare.value.filename is None
+
+
+def test_short_writes_are_continued(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(durable.os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    with durable.create_file(tmp_path / "file") as descriptor:
+        durable.write_all(descriptor, b"0123456789")
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
