@@ -1,7 +1,6 @@
 """Adapters of libraries that need a GPU, with plain replacements of the libraries."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import fake_libraries
@@ -9,6 +8,7 @@ import pytest
 import torch
 from megatron_kernels import Mask, Scores, attention, layer_norm, rms_norm, takes_lengths
 from megatron_kernels.ops.attention import flex as flex_attention
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.flash import (
     flash,
     flash_3,
@@ -72,10 +72,10 @@ def test_flash_attention_equals_the_reference(library: Any, name: str) -> None:
     assert (prepared.runs is not None) == packed and not (packed and prepared.dense is not None)
 
     def truth(*arguments: Any) -> Tensor:
-        return attention.run("reference", *arguments[:3], mask, *arguments[4:], 0, None)
+        return attention(*arguments[:3], mask, *arguments[4:], backend="reference")
 
     def adapter(*arguments: Any) -> Tensor:
-        return library.adapter(*arguments, 0)
+        return library.adapter(AttentionCall(*arguments))
 
     for scores in (Scores(), Scores(scale=0.3, softcap=2.0)):
         compared(
@@ -94,7 +94,7 @@ def test_flash_attention_of_a_cache_reads_no_key_after_the_last_query(library: A
     q, k, v = drawn(2, 2, 4, 8), drawn(9, 2, 4, 8), drawn(9, 2, 4, 8)
     for mask in (Mask(), Mask(window=3)):
         expected = attention(q, k, v, mask, query_offset=5, backend="reference")
-        found = library.adapter(q, k, v, mask, Scores(), 5)
+        found = library.adapter(AttentionCall(q, k, v, mask, Scores(), 5))
         torch.testing.assert_close(found, expected, **BFLOAT16)
 
 
@@ -103,8 +103,9 @@ def test_flash_attention_has_slopes_in_version_2_only(monkeypatch: pytest.Monkey
     q, k, v = (drawn(9, 2, 4, 8) for _ in range(3))
     scores = Scores(slopes=torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.bfloat16))
     expected = attention(q, k, v, Mask(), scores, backend="reference")
-    torch.testing.assert_close(flash(q, k, v, Mask(), scores, 0), expected, **BFLOAT16)
-    assert "slopes" in str(flash_3_unsupported_reason(q, k, v, Mask(), scores, 0))
+    call = AttentionCall(q, k, v, Mask(), scores)
+    torch.testing.assert_close(flash(call), expected, **BFLOAT16)
+    assert "slopes" in str(flash_3_unsupported_reason(call))
 
 
 def test_flash_attention_is_deterministic_if_torch_is(library: Any) -> None:
@@ -112,7 +113,7 @@ def test_flash_attention_is_deterministic_if_torch_is(library: Any) -> None:
     for wanted in (True, False):
         torch.use_deterministic_algorithms(wanted)
         try:
-            library.adapter(q, q, q, Mask(), Scores(), 0)
+            library.adapter(AttentionCall(q, q, q, Mask()))
         finally:
             torch.use_deterministic_algorithms(False)
         assert library.calls[-1][1] == {"deterministic": wanted}
@@ -131,18 +132,18 @@ def test_flash_attention_refuses_what_it_does_not_compute(
     documents = Mask(document_ids=DOCUMENTS)
     packed = documents.prepare(9, 9, read_lengths=True)
     for arguments, reason in (
-        ((q, q, q, Mask(), Scores(sinks=torch.zeros(4)), 0), "does not support sinks"),
-        ((q.float(), q, q, Mask(), Scores(), 0), "needs float16 or bfloat16"),
-        ((wide, wide, wide, Mask(), Scores(), 0), "head dimension 264 is above 256"),
-        ((q, q, q[..., :4], Mask(), Scores(), 0), "value heads of 4 channels"),
-        ((q, q, q, documents, Scores(), 0), "documents of unknown lengths"),
-        ((q, q[:5], q[:5], Mask(), Scores(), 0), "5 keys do not end with query 9"),
-        ((q, q, q, Mask(), Scores(), 0), "flash-attn is not"),
-        ((q, q, q, packed, Scores(), 0), "flash-attn is not"),
+        ((q, q, q, Mask(), Scores(sinks=torch.zeros(4))), "does not support sinks"),
+        ((q.float(), q, q, Mask()), "needs float16 or bfloat16"),
+        ((wide, wide, wide, Mask()), "head dimension 264 is above 256"),
+        ((q, q, q[..., :4], Mask()), "value heads of 4 channels"),
+        ((q, q, q, documents), "documents of unknown lengths"),
+        ((q, q[:5], q[:5], Mask()), "5 keys do not end with query 9"),
+        ((q, q, q, Mask()), "flash-attn is not"),
+        ((q, q, q, packed), "flash-attn is not"),
     ):
-        assert reason in str(flash_unsupported_reason(*arguments)), reason
+        assert reason in str(flash_unsupported_reason(AttentionCall(*arguments))), reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert "Hopper" in str(flash_3_unsupported_reason(q, q, q, Mask(), Scores(), 0))
+    assert "Hopper" in str(flash_3_unsupported_reason(AttentionCall(q, q, q, Mask())))
 
 
 def test_only_flash_backends_take_the_lengths_of_documents() -> None:
@@ -167,10 +168,11 @@ def test_apex_norms_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_flex_attention_on_a_cpu_has_no_backward_pass() -> None:
     q = drawn(9, 2, 4, 16, dtype=torch.float32)
-    reason = partial(flex_attention.flex_unsupported_reason, q, q, q, Mask(), Scores(), 0)
-    assert reason() == "on a CPU it has no backward pass"
+    reason = flex_attention.flex_unsupported_reason
+    call = AttentionCall(q, q, q, Mask())
+    assert reason(call) == "on a CPU it has no backward pass"
     with torch.no_grad():
-        assert reason() is None
+        assert reason(call) is None
         sinks = Scores(sinks=torch.zeros(4))
-        assert "sinks" in str(flex_attention.flex_unsupported_reason(q, q, q, Mask(), sinks, 0))
+        assert "sinks" in str(reason(call._replace(scores=sinks)))
     assert attention.explain(q.detach(), q.detach(), q.detach(), Mask()).backend == "torch"

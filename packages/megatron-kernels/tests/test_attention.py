@@ -14,7 +14,7 @@ from megatron_kernels import (
     attention_backward,
     attention_forward,
 )
-from megatron_kernels.ops.attention.scores import PLAIN_SCORES
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.sdpa import sdpa
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -426,7 +426,7 @@ def test_kernels_of_cuda_without_groups_get_keys_of_all_heads(
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(7, 2, 4, 8, dtype=dtype, device="cuda")
         k = torch.empty(7, 2, 2, 8, dtype=dtype, device="cuda")
-        sdpa(q, k, k, Mask(), PLAIN_SCORES, 0)
+        sdpa(AttentionCall(q, k, k, Mask()))
     assert seen == [groups, groups, groups == 2]
 
 

@@ -14,6 +14,7 @@ import sys
 import torch
 from megatron_kernels import Mask, Scores, attention
 from megatron_kernels.ops.attention import flex
+from megatron_kernels.ops.attention.call import AttentionCall
 from torch.nn.attention.flex_attention import flex_attention
 
 how = sys.argv[1]
@@ -38,11 +39,11 @@ chosen = {"some masks": (masks[4:5], scores[-1:]), "compiled": (masks[4:5], scor
 some_masks, some_scores = chosen.get(how, (masks, scores))
 for mask in some_masks:
     for each in some_scores:
-        found = flex.flex(q, k, v, mask, each, 0)
+        found = flex.flex(AttentionCall(q, k, v, mask, each))
         expected = attention(q, k, v, mask, each, backend="reference")
         torch.testing.assert_close(found, expected)
 for each in (scores[2],):  # two queries that continue a cache with unused room
-    found = flex.flex(q[:2], k, v, Mask(), each, 5)
+    found = flex.flex(AttentionCall(q[:2], k, v, Mask(), each, 5))
     expected = attention(q[:2], k, v, Mask(), each, query_offset=5, backend="reference")
     torch.testing.assert_close(found, expected)
 """

@@ -16,6 +16,7 @@ from .ops.attention.attention import attention as attention
 from .ops.attention.attention import takes_lengths as takes_lengths
 from .ops.attention.blocks import attention_backward as attention_backward
 from .ops.attention.blocks import attention_forward as attention_forward
+from .ops.attention.call import AttentionCall as AttentionCall
 from .ops.attention.dropout import DropoutHash as DropoutHash
 from .ops.attention.dropout import HashedDropout as HashedDropout
 from .ops.attention.dropout import TiledDropout as TiledDropout

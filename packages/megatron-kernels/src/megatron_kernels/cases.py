@@ -215,8 +215,8 @@ def _block_backward(draw: InputGenerator, **options: Any) -> tuple[Any, ...]:
     """Returns the same with an output and an lse that count keys of another block."""
     q, k, v, mask, *rest = _block(draw, **options)
     q, k, v = (x.detach() for x in (q, k, v))
-    wide = (x.double() for x in (q, k, v))
-    out, lse = attention_forward.run("reference", *wide, mask, *rest)
+    wide = q.double(), k.double(), v.double()
+    out, lse = attention_forward(*wide, mask, *rest, backend="reference")
     lse = torch.logaddexp(lse, draw.normal(*lse.shape).detach().double())
     statistics = torch.float64 if draw.dtype is torch.float64 else torch.float32
     dout = draw.normal(*out.shape).detach()

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_kernels.case import Case
 from megatron_kernels.cases import CASES
 from megatron_kernels.inputs import InputGenerator, Size
-from megatron_kernels.registry import Backend
+from megatron_kernels.registry import Backend, Op
 
 TOLERANCES = {
     torch.float64: 1e-12,
@@ -151,12 +151,12 @@ def _compare(
 ) -> Result:
     names = case.op.name, case.label, backend.name
     result = Result(*names, generator.dtype, None, 0.0, 0.0, inputs)
-    unsupported_reason = backend.unsupported_reason(*arguments)
+    unsupported_reason = backend.unsupported_reason(*case.op.given(*arguments))
     if unsupported_reason is not None:
         return replace(result, unsupported_reason=unsupported_reason)
     known = KNOWN.get((case.op.name, backend.name, generator.device.type, inputs))
     try:
-        actual = _run(backend, _own(case, arguments))
+        actual = _run(case.op, backend, _own(case, arguments))
     except Exception as error:  # noqa: BLE001 - of a kernel or its compiler; it is the result
         failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         return replace(result, error=torch.inf, gradient_error=torch.inf, failure=failure)
@@ -171,7 +171,7 @@ def _compare(
 def run_exactly(case: Case, arguments: tuple[Any, ...]) -> Outcome:
     """Returns what the reference computes in float64."""
     exact = tuple(_in_float64(value) for value in _own(case, arguments))
-    return _run(case.op.backends[-1], exact)
+    return _run(case.op, case.op.backends[-1], exact)
 
 
 def _own(case: Case, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -204,9 +204,9 @@ def _strided(x: Tensor) -> Tensor:
     return wide[..., 0].requires_grad_(x.requires_grad)
 
 
-def _run(backend: Backend, arguments: tuple[Any, ...]) -> Outcome:
+def _run(op: Op[..., Any], backend: Backend, arguments: tuple[Any, ...]) -> Outcome:
     """Returns the outputs, and the gradients of a weighted sum of those with a gradient."""
-    found = backend.run(*arguments)
+    found = backend.run(*op.given(*arguments))
     outputs = found if isinstance(found, tuple) else (found,)
     leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
     followed = [out for out in outputs if out.requires_grad]

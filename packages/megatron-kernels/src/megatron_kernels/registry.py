@@ -15,7 +15,8 @@ nothing is cached between calls: the choice is a pure function of the arguments.
         return gelu.run(backend, x, approximate)
 
 The decorated function defines the signature of all backends, which callers, type checkers,
-documentation and run-time shape checks see. Its body passes the arguments by position.
+documentation and run-time shape checks see. Its body passes the arguments by position, or
+an object that it makes of them (`Op.given`).
 """
 
 import difflib
@@ -44,7 +45,8 @@ class Backend:
 
     Attributes:
         name: Name by which a caller requests it, for example `"torch"`.
-        run: The implementation; takes the operation's arguments by position.
+        run: The implementation; takes by position what `Op.given` returns: the operation's
+            arguments, unless the operation makes an object of them.
         unsupported_reason: Takes the same arguments. Returns None if `run` supports them, otherwise
             the reason. It is called at every call, so it only looks at devices, dtypes and shapes.
         description: A short description for users.
@@ -131,6 +133,10 @@ class BackendChoice:
         return "\n".join(lines)
 
 
+def _unchanged(*arguments: Any) -> tuple[Any, ...]:
+    return arguments
+
+
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
     """An operation that is called like a function and explains which backend it uses.
@@ -139,12 +145,15 @@ class Op(Generic[P, R]):
         signature: The public function; its body calls `run`.
         backends: Backends in order of preference. The last is the reference, which supports all
             valid arguments.
+        given: Returns what backends take, for the operation's arguments by position. Defaults to
+            these arguments.
         automatic: Those that calls use which name none.
         transparent: Those of them that calls in code compiled by torch.compile use.
     """
 
     signature: Callable[P, R]
     backends: tuple[Backend, ...]
+    given: Callable[..., tuple[Any, ...]] = _unchanged
     automatic: tuple[Backend, ...] = field(init=False, repr=False, compare=False)
     transparent: tuple[Backend, ...] = field(init=False, repr=False, compare=False)
 
@@ -171,7 +180,7 @@ class Op(Generic[P, R]):
 
         Args:
             requested: "auto", the name of a backend, or several names with commas between them.
-            *args: Arguments of the operation.
+            *args: What backends take (`given`).
 
         Raises:
             KernelError: A named backend does not exist, or none supports these arguments.
@@ -220,7 +229,7 @@ class Op(Generic[P, R]):
         bound.apply_defaults()
         requested = str(bound.arguments.pop("backend"))
         values = tuple(bound.arguments.values())
-        return self._choice(requested, values)
+        return self._choice(requested, self.given(*values))
 
     def _choice(self, requested: str, values: tuple[Any, ...]) -> BackendChoice:
         statuses = {
@@ -242,10 +251,17 @@ def accept_all(*_: Any) -> str | None:
     return None
 
 
-def op(*backends: Backend) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Returns a decorator that makes a function an operation over backends, preferred first."""
+def op(
+    *backends: Backend, given: Callable[..., tuple[Any, ...]] = _unchanged
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Returns a decorator that makes a function an operation over backends.
+
+    Args:
+        *backends: Backends, preferred first.
+        given: Returns what they take, for the operation's arguments. Defaults to these.
+    """
 
     def decorate(signature: Callable[P, R]) -> Op[P, R]:
-        return Op(signature, backends)
+        return Op(signature, backends, given)
 
     return decorate

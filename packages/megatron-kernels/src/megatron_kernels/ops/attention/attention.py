@@ -5,13 +5,13 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.attention import flex as flex_attention
 from megatron_kernels.ops.attention import triton
 from megatron_kernels.ops.attention.batch_invariant import (
     invariant,
     invariant_unsupported_reason,
 )
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.documents import by_document, over_documents
 from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.flash import (
@@ -56,6 +56,7 @@ from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
         NAME, invariant, invariant_unsupported_reason, "tiles at fixed positions", on_request=SLOWER
     ),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
+    given=lambda *arguments: (AttentionCall(*arguments),),
 )
 def attention(
     q: Float[Tensor, "s b n d"],
@@ -93,17 +94,11 @@ def attention(
         KernelError: n is not a multiple of g, slopes or sinks are not one for each head, or a bias
             is not one for each score.
     """
-    if q.shape[2] % k.shape[2]:
-        raise KernelError(
-            f"attention: {q.shape[2]} heads do not divide over {k.shape[2]} query groups"
-        )
-    scores.check_shapes(q.shape[1], q.shape[2], q.shape[0], k.shape[0])
-    in_one_call = takes_lengths(backend) or backend.split(",", maxsplit=1)[0] == TRITON
-    if not in_one_call and by_document(
-        q, k, mask, scores, query_offset, dropout=dropout is not None
-    ):
-        return over_documents(partial(_attend, backend), q, k, v, mask, scores)
-    return attention.run(backend, q, k, v, mask, scores, query_offset, dropout)
+    call = AttentionCall(q, k, v, mask, scores, query_offset, dropout)
+    call.check_shapes()
+    if by_document(call) and not _in_one_call(backend):
+        return over_documents(partial(attention.run, backend), call)
+    return attention.run(backend, call)
 
 
 def takes_lengths(backend: str) -> bool:
@@ -114,5 +109,6 @@ def takes_lengths(backend: str) -> bool:
     return backend.split(",", maxsplit=1)[0] in (FLASH, FLASH_3)
 
 
-def _attend(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    return attention.run(backend, q, k, v, mask, scores, 0, None)
+def _in_one_call(backend: str) -> bool:
+    """Returns whether a requested backend takes packed documents in one call, or by rules."""
+    return takes_lengths(backend) or backend.split(",", maxsplit=1)[0] == TRITON

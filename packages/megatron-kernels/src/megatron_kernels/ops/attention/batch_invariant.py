@@ -8,7 +8,7 @@ a cache, and for one token after another.
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_kernels.errors import KernelError
-from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.reference import reference
-from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.attention.sdpa import sdpa, sdpa_unsupported_reason
 from megatron_kernels.ops.batch_invariant import NAME, with_gradients_of
 from megatron_kernels.ops.invariant_product import (
@@ -39,57 +38,30 @@ KEYS: Final = 128
 """Keys of a tile."""
 
 
-def invariant(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
+def invariant(call: AttentionCall) -> Tensor:
     """Returns attention in tiles; the backward pass is that of a fused or the reference backend."""
-    inputs = q, k, v, mask, scores, query_offset, dropout
-    known = sdpa if sdpa_unsupported_reason(*inputs) is None else reference
-    return with_gradients_of(known, _forward, *inputs)
+    known = sdpa if sdpa_unsupported_reason(call) is None else reference
+    return with_gradients_of(
+        lambda *fields: known(AttentionCall(*fields)),
+        lambda *fields: _forward(AttentionCall(*fields)),
+        *call,
+    )
 
 
-def invariant_unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
-) -> str | None:
+def invariant_unsupported_reason(call: AttentionCall) -> str | None:
     """Returns that scores have a bias, slopes or sinks, or probabilities dropout."""
-    if dropout is not None:
-        return "it does not support dropout"
-    for name in ("bias", "slopes", "sinks"):
-        if getattr(scores, name) is not None:
-            return f"it does not support {name}"
-    return None
+    return call.unsupported_option("softcap")
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    del dropout
+def _forward(call: AttentionCall) -> Tensor:
+    q, k, v, mask, scores, query_offset, _ = call
     if not q.numel() or not k.numel():
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
     dtype, width = q.dtype, v.shape[-1]
-    allowed = mask.allowed(len(q), len(k), query_offset, device=q.device)
+    allowed = call.allowed()
     by_index = mask.causal and mask.prefix is None and mask.positions is None
     end = query_offset + ROWS if by_index else len(k)
-    scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
-    operands = upcast(q) * scale, upcast(k), upcast(v)
+    operands = upcast(q) * call.scale(), upcast(k), upcast(v)
     batch, groups = k.shape[1:3]
     shape = groups, q.shape[2] // groups, q.shape[3], v.shape[3], Setting.of(operands[0])
     sizes = row_sizes(batch, *shape)

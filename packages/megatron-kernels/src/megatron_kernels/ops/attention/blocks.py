@@ -13,18 +13,17 @@ from torch import Tensor
 
 from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.attention import triton
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.dropout import DropoutLike
 from megatron_kernels.ops.attention.fused_blocks import (
-    backward_unsupported_reason,
-    forward_unsupported_reason,
     fused_backward,
     fused_forward,
+    fused_unsupported_reason,
 )
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.reference import reference_backward, reference_forward
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES, Scores
 from megatron_kernels.ops.attention.tiles import (
-    backward_tiled_unsupported_reason,
     tiled_backward,
     tiled_forward,
     tiled_unsupported_reason,
@@ -37,10 +36,11 @@ _TRITON: Final = "kernels of ours with masks by rules and dropout by a hash"
 
 
 @op(
-    Backend("torch", fused_forward, forward_unsupported_reason, "fused kernels of torch"),
+    Backend("torch", fused_forward, fused_unsupported_reason, "fused kernels of torch"),
     Backend(TRITON, triton.block_forward, triton.unsupported_reason, _TRITON),
     Backend("tiles", tiled_forward, tiled_unsupported_reason, _TILES),
     Backend("reference", reference_forward, accept_all, "plain torch, in float32 or float64"),
+    given=lambda *arguments: (AttentionCall(*arguments),),
 )
 def attention_forward(
     q: Float[Tensor, "s b n d"],
@@ -75,15 +75,17 @@ def attention_forward(
     Raises:
         KernelError: The scores have sinks.
     """
+    call = AttentionCall(q, k, v, mask, scores, query_offset, dropout)
     _check_block(scores)
-    return attention_forward.run(backend, q, k, v, mask, scores, query_offset, dropout)
+    return attention_forward.run(backend, call)
 
 
 @op(
-    Backend("torch", fused_backward, backward_unsupported_reason, "fused kernels of torch"),
-    Backend(TRITON, triton.block_backward, triton.backward_unsupported_reason, _TRITON),
-    Backend("tiles", tiled_backward, backward_tiled_unsupported_reason, _TILES),
+    Backend("torch", fused_backward, fused_unsupported_reason, "fused kernels of torch"),
+    Backend(TRITON, triton.block_backward, triton.unsupported_reason, _TRITON),
+    Backend("tiles", tiled_backward, tiled_unsupported_reason, _TILES),
     Backend("reference", reference_backward, accept_all, "plain torch, in float32 or float64"),
+    given=lambda dout, q, k, v, out, lse, *rest: (AttentionCall(q, k, v, *rest), dout, out, lse),
 )
 def attention_backward(
     dout: Float[Tensor, "s b n dv"],
@@ -120,10 +122,9 @@ def attention_backward(
     Raises:
         KernelError: The scores have sinks.
     """
+    call = AttentionCall(q, k, v, mask, scores, query_offset, dropout)
     _check_block(scores)
-    return attention_backward.run(
-        backend, dout, q, k, v, out, lse, mask, scores, query_offset, dropout
-    )
+    return attention_backward.run(backend, call, dout, out, lse)
 
 
 def _check_block(scores: Scores) -> None:

@@ -8,45 +8,49 @@ of documents of one length are one call. Pieces are views, and autograd joins th
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_kernels.ops.attention.mask import Mask
-from megatron_kernels.ops.attention.scores import Scores
+from megatron_kernels.ops.attention.call import AttentionCall
 
-Attend = Callable[[Tensor, Tensor, Tensor, Mask, Scores], Tensor]
-"""Attention of some queries, keys and values under a mask by index."""
+Attend = Callable[[AttentionCall], Tensor]
+"""Attention of one call whose mask is by index."""
 
 
-def by_document(
-    q: Tensor, k: Tensor, mask: Mask, scores: Scores, query_offset: int, *, dropout: bool
-) -> bool:
+def by_document(call: AttentionCall) -> bool:
     """Returns whether `over_documents` supports a call. Compiled code must not read the lengths."""
     return (
-        not torch.compiler.is_compiling()
-        and not dropout
-        and scores.bias is None
-        and mask.documents_alone(q.shape[0], k.shape[0], query_offset)
+        call.mask.runs is not None
+        and not torch.compiler.is_compiling()
+        and call.dropout is None
+        and call.scores.bias is None
+        and call.mask.documents_alone(*call.extent())
     )
 
 
-def over_documents(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores
-) -> Tensor:
+def over_documents(attend: Attend, call: AttentionCall) -> Tensor:
     """Returns attention `[s, b, n, dv]` of packed documents; zeros for padding."""
-    inside = replace(mask, document_ids=None, runs=None)
+    rest = replace(call.mask, document_ids=None, runs=None), *call[4:]
     rows = [
-        torch.cat(list(_pieces(attend, (q[:, i], k[:, i], v[:, i]), runs, inside, scores)))
-        for i, runs in enumerate(mask.runs or ())
+        torch.cat(list(_pieces(attend, (call.q[:, i], call.k[:, i], call.v[:, i]), runs, rest)))
+        for i, runs in enumerate(call.mask.runs or ())
     ]
     return rows[0].unsqueeze(1) if len(rows) == 1 else torch.stack(rows, 1)
 
 
 def _pieces(
-    attend: Attend, row: tuple[Tensor, ...], runs: tuple[int, ...], inside: Mask, scores: Scores
+    attend: Attend, row: tuple[Tensor, ...], runs: tuple[int, ...], rest: tuple[Any, ...]
 ) -> Iterator[Tensor]:
-    """Yields the outputs `[tokens, n, dv]` of neighbouring documents of one length."""
+    """Yields the outputs `[tokens, n, dv]` of neighbouring documents of one length.
+
+    Args:
+        attend: Computes the calls.
+        row: Queries, keys and values `[tokens, n or g, d]` of one sequence.
+        runs: Lengths of its documents; padding is negative.
+        rest: The other fields of the calls.
+    """
     equal = [(length, len(list(same))) for length, same in groupby(runs)]
     sizes = [abs(length) * count for length, count in equal]
     pieces = zip(*(torch.split(x, sizes) for x in row), strict=True)
@@ -55,4 +59,4 @@ def _pieces(
             yield q.new_zeros(*q.shape[:2], v.shape[-1])
             continue
         q, k, v = (x.unflatten(0, (count, length)).transpose(0, 1) for x in (q, k, v))
-        yield attend(q, k, v, inside, scores).transpose(0, 1).flatten(0, 1)
+        yield attend(AttentionCall(q, k, v, *rest)).transpose(0, 1).flatten(0, 1)

@@ -16,9 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from megatron_kernels.ops.attention.dropout import DropoutLike
-from megatron_kernels.ops.attention.mask import Mask
-from megatron_kernels.ops.attention.scores import Scores
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.optional import missing_library
 
 FLASH: Final = "flash_attn"
@@ -29,59 +27,36 @@ _LARGEST_HEAD: Final = 256
 _HOPPER: Final = (9, 0)
 
 
-def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> Tensor:
+def flash(call: AttentionCall) -> Tensor:
     """Calls `flash_attn_func` or `flash_attn_varlen_func` of flash-attn 2."""
     from flash_attn import (  # type: ignore[import-not-found,unused-ignore]
         flash_attn_func,
         flash_attn_varlen_func,
     )
 
-    slopes = None if scores.slopes is None else scores.slopes.float()
-    own = {"alibi_slopes": slopes}
-    return _call(flash_attn_func, flash_attn_varlen_func, q, k, v, mask, scores, query_offset, own)
+    slopes = call.scores.slopes
+    own = {"alibi_slopes": None if slopes is None else slopes.float()}
+    return _call(flash_attn_func, flash_attn_varlen_func, call, own)
 
 
-def flash_3(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> Tensor:
+def flash_3(call: AttentionCall) -> Tensor:
     """Calls `flash_attn_func` or `flash_attn_varlen_func` of flash-attn 3."""
     from flash_attn_interface import (  # type: ignore[import-not-found,unused-ignore]
         flash_attn_func,
         flash_attn_varlen_func,
     )
 
-    return _call(flash_attn_func, flash_attn_varlen_func, q, k, v, mask, scores, query_offset, {})
+    return _call(flash_attn_func, flash_attn_varlen_func, call, {})
 
 
 def _call(
     dense: Callable[..., Any],
     varlen: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
+    call: AttentionCall,
     own: dict[str, Any],
 ) -> Tensor:
     """Calls one of the two functions, with the options of its version in ``own``."""
-    if mask.causal:
-        end = query_offset + q.shape[0]
-        k, v = k[:end], v[:end]
+    q, k, v, mask, scores, *_ = call.without_unused_keys()
     reach = -1 if mask.window is None else mask.window - 1
     options = {
         "softmax_scale": scores.scale,
@@ -113,54 +88,27 @@ def _output(found: Any) -> Tensor:
     return out
 
 
-def flash_unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> str | None:
-    """Returns why `flash` does not support these arguments, cheapest check first."""
-    reason = _unsupported_reason(q, k, v, mask, scores, query_offset, dropout)
+def flash_unsupported_reason(call: AttentionCall) -> str | None:
+    """Returns why `flash` does not support a call, cheapest check first."""
+    reason = _unsupported_reason(call, "softcap", "slopes")
     return missing_library("flash-attn") if reason is None else reason
 
 
-def flash_3_unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> str | None:
-    """Returns why `flash_3` does not support these arguments, cheapest check first."""
-    if scores.slopes is not None:
-        return "it does not support slopes"
-    reason = _unsupported_reason(q, k, v, mask, scores, query_offset, dropout)
-    if reason is None and torch.cuda.get_device_capability(q.device) != _HOPPER:
+def flash_3_unsupported_reason(call: AttentionCall) -> str | None:
+    """Returns why `flash_3` does not support a call, cheapest check first."""
+    reason = _unsupported_reason(call, "softcap")
+    if reason is None and torch.cuda.get_device_capability(call.q.device) != _HOPPER:
         return "needs a GPU of the Hopper generation"
     return missing_library("flash-attn-3") if reason is None else reason
 
 
-def _unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None,
-) -> str | None:
-    """Returns why neither version supports these arguments."""
-    if dropout is not None:
+def _unsupported_reason(call: AttentionCall, *options: str) -> str | None:
+    """Returns why a version with some options does not support a call."""
+    if call.dropout is not None:
         return "it supports only its own dropout"
-    if scores.sinks is not None:
-        return "it does not support sinks"
-    if scores.bias is not None:
-        return "it does not support a bias"
+    if (reason := call.unsupported_option(*options)) is not None:
+        return reason
+    q, k, v, mask = call.q, call.k, call.v, call.mask
     if not q.is_cuda:
         return f"needs a CUDA tensor, q is on {q.device.type}"
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -169,11 +117,11 @@ def _unsupported_reason(
         return f"head dimension {q.shape[-1]} is above {_LARGEST_HEAD}"
     if v.shape[-1] != q.shape[-1]:
         return f"value heads of {v.shape[-1]} channels differ from query heads of {q.shape[-1]}"
-    if mask.documents_alone(q.shape[0], k.shape[0], query_offset):
+    if mask.documents_alone(*call.extent()):
         return None
     if not mask.index_only:
         return "the mask has documents of unknown lengths, positions, a prefix, chunks or is dense"
-    aligned = query_offset + q.shape[0]
+    aligned = call.query_offset + q.shape[0]
     if (mask.causal and k.shape[0] < aligned) or (
         not mask.causal and mask.window is not None and k.shape[0] != aligned
     ):

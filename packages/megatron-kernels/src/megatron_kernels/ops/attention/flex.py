@@ -15,8 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from megatron_kernels.ops.attention.dropout import DropoutLike
-from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.attention.short_halves import adjacent
 
@@ -26,29 +25,20 @@ NAME: Final = "flex"
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> Tensor:
+def flex(call: AttentionCall) -> Tensor:
     """Calls `flex_attention`, compiled; in compiled code as a part of it."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    call = call.without_unused_keys()
+    q, k, v, scores = call.q, call.k, call.v, call.scores
     attend: Callable[..., Any] = flex_attention
     if not torch.compiler.is_compiling():
         attend = compiled(q.device.type)
-    end = query_offset + q.shape[0]
-    if k.shape[0] > end and mask.causal and mask.keys_in_order:
-        k, v = k[:end], v[:end]  # unused room of a cache
     heads = [adjacent(x).permute(1, 2, 0, 3) for x in (q, k, v)]
     found = attend(
         *heads,
-        score_mod=_score_function(q, k, mask, scores, query_offset),
-        block_mask=_block_mask(q, k, mask, query_offset),
+        score_mod=_score_function(call),
+        block_mask=_block_mask(call),
         scale=scores.scale,
         enable_gqa=q.shape[2] != k.shape[2],
         return_aux=None if scores.sinks is None else AuxRequest(lse=True),
@@ -77,12 +67,12 @@ def compiled(device: str) -> Callable[..., Any]:
     return found
 
 
-def _block_mask(q: Tensor, k: Tensor, mask: Mask, query_offset: int) -> Any:
+def _block_mask(call: AttentionCall) -> Any:
     """Returns the mask by blocks, or None if every query may attend to every key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    queries, keys = q.shape[0], k.shape[0]
-    allowed, is_causal = mask.lower(queries, keys, query_offset, device=q.device)
+    queries, keys, _ = call.extent()
+    allowed, is_causal = call.lower_mask()
     if allowed is None and not is_causal:
         return None
     # Lambdas, since it counts the arguments of functions by their code.
@@ -91,18 +81,17 @@ def _block_mask(q: Tensor, k: Tensor, mask: Mask, query_offset: int) -> Any:
     if allowed is not None:
         samples = len(allowed)
         rule = lambda sample, _, query, key: allowed[sample if samples > 1 else 0, query, key]  # noqa: E731
-    return create_block_mask(rule, samples, None, queries, keys, device=q.device)
+    return create_block_mask(rule, samples, None, queries, keys, device=call.q.device)
 
 
-def _score_function(
-    q: Tensor, k: Tensor, mask: Mask, scores: Scores, query_offset: int
-) -> Callable[..., Tensor] | None:
+def _score_function(call: AttentionCall) -> Callable[..., Tensor] | None:
     """Returns what becomes of a scaled product, or None if nothing does."""
+    mask, scores, query_offset = call.mask, call.scores, call.query_offset
     if not scores.softcap and scores.slopes is None and scores.bias is None:
         return None
     distances = None
     if scores.slopes is not None and mask.positions is not None:
-        distances = mask.distance(q.shape[0], k.shape[0], query_offset, device=q.device)
+        distances = mask.distance(*call.extent(), device=call.q.device)
     return lambda score, sample, head, query, key: _changed(
         score, (sample, head, query, key), scores, distances, query_offset
     )
@@ -130,18 +119,12 @@ def _changed(
     return score
 
 
-def flex_unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> str | None:
-    """Returns why `flex` does not support these arguments."""
-    if dropout is not None:
-        return "it does not support dropout"
+def flex_unsupported_reason(call: AttentionCall) -> str | None:
+    """Returns why `flex` does not support a call."""
+    q, k, v, scores = call.q, call.k, call.v, call.scores
+    reason = call.unsupported_option("sinks", "softcap", "slopes", "bias")
+    if reason is not None:
+        return reason
     if q.dtype not in _DTYPES:
         return f"needs float32, float16 or bfloat16, q is {q.dtype}"
     if 0 in (*q.shape, *k.shape):

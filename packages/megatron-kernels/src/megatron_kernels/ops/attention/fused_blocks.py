@@ -19,9 +19,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_kernels.ops.attention.dropout import DropoutLike
-from megatron_kernels.ops.attention.mask import Mask
-from megatron_kernels.ops.attention.scores import Scores
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.short_halves import adjacent, gradients
 
 _ROWS = 32  # the memory-efficient kernel pads its log-sum-exp to a multiple of these
@@ -29,31 +27,24 @@ _ALIGNMENT = 8  # elements, of heads in the flash kernel and of rows of a mask i
 _LARGEST_HEAD = 256
 
 
-def fused_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> tuple[Tensor, Tensor]:
+def fused_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Returns out and lse of one block; out is differentiable by autograd."""
-    allowed, is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
+    q, k, v = call.q, call.k, call.v
+    allowed, is_causal = call.lower_mask()
     width = v.shape[-1]
     heads = _views(q, k, v)
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads, is_causal=is_causal, attn_mask=_summand(allowed, q), scale=scores.scale
+            *heads, is_causal=is_causal, attn_mask=_summand(allowed, q), scale=call.scores.scale
         )
     elif _flash(q, allowed):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            *heads, is_causal=is_causal, scale=scores.scale
+            *heads, is_causal=is_causal, scale=call.scores.scale
         )
     else:
         bias = _expanded(_summand(allowed, q), q)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            *heads, bias, True, is_causal=is_causal, scale=scores.scale
+            *heads, bias, True, is_causal=is_causal, scale=call.scores.scale
         )
         lse = lse.narrow(-1, 0, q.shape[0])
     lse = lse.detach()
@@ -66,19 +57,11 @@ def fused_forward(
 
 @torch.no_grad()
 def fused_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
+    call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of one block from the final out and lse."""
-    allowed, is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
+    q, k, v = call.q, call.k, call.v
+    allowed, is_causal = call.lower_mask()
     width = v.shape[-1]
     heads = _views(q, k, v)
     finals = tuple(
@@ -90,12 +73,12 @@ def fused_backward(
     found: tuple[Tensor, ...]
     if q.device.type == "cpu":
         bias = _summand(allowed, q)
-        found = gradients(finals[0], heads, finals[1], rows, is_causal, scores.scale, bias)
+        found = gradients(finals[0], heads, finals[1], rows, is_causal, call.scores.scale, bias)
     elif _flash(q, allowed):
-        found = _flash_backward(finals, heads, rows, is_causal, scores.scale)
+        found = _flash_backward(finals, heads, rows, is_causal, call.scores.scale)
     else:
         bias = _expanded(_summand(allowed, q), q)
-        found = _efficient_backward(finals, heads, rows, bias, is_causal, scores.scale)
+        found = _efficient_backward(finals, heads, rows, bias, is_causal, call.scores.scale)
     dq, dk, dv = (x.permute(2, 0, 1, 3) for x in found)
     groups = k.shape[2]
     if dk.shape[2] != groups:
@@ -103,24 +86,11 @@ def fused_backward(
     return dq, dk, dv.narrow(-1, 0, width)
 
 
-def forward_unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> str | None:
-    """Returns why `fused_forward` does not support these arguments."""
-    if dropout is not None:
-        return "it does not support dropout"
-    if scores.softcap:
-        return "it does not support softcap"
-    if scores.slopes is not None:
-        return "it does not support slopes"
-    if scores.bias is not None:
-        return "it does not support a bias"
+def fused_unsupported_reason(call: AttentionCall, *_: Tensor) -> str | None:
+    """Returns why `fused_forward` and `fused_backward` do not support a call."""
+    q, k, v = call.q, call.k, call.v
+    if (reason := call.unsupported_option()) is not None:
+        return reason
     if q.device.type not in ("cpu", "cuda"):
         return f"needs a CPU or CUDA tensor, q is on {q.device.type}"
     if q.device.type == "cuda" and q.dtype == torch.float64:
@@ -130,22 +100,6 @@ def forward_unsupported_reason(
     if v.shape[-1] > q.shape[-1]:
         return f"value heads of {v.shape[-1]} channels are wider than query heads"
     return None
-
-
-def backward_unsupported_reason(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> str | None:
-    """Returns why `fused_backward` does not support these arguments."""
-    return forward_unsupported_reason(q, k, v, mask, scores, query_offset, dropout)
 
 
 def _views(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

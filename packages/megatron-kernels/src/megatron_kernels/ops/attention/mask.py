@@ -82,8 +82,13 @@ class Mask:
     @property
     def _unlimited(self) -> bool:
         """Whether no rule but `causal` limits attention."""
-        rules = self.document_ids, self.dense, self.window, self.chunk
-        return all(rule is None for rule in rules) and (self.prefix is None or not self.causal)
+        return (
+            self.document_ids is None
+            and self.dense is None
+            and self.window is None
+            and self.chunk is None
+            and (self.prefix is None or not self.causal)
+        )
 
     @property
     def has_rules(self) -> bool:

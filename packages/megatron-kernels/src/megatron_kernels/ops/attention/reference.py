@@ -10,110 +10,72 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.dropout import DropoutLike
-from megatron_kernels.ops.attention.mask import Mask
-from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.precision import upcast
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> Tensor:
+def reference(call: AttentionCall) -> Tensor:
     """Returns the output of the forward block pass without its lse, differentiable by autograd."""
-    return _forward(q, k, v, mask, scores, query_offset, dropout)[0]
+    return _forward(call)[0]
 
 
-def reference_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> tuple[Tensor, Tensor]:
+def reference_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Returns out and lse of one block; out is differentiable by autograd."""
-    out, lse = _forward(q, k, v, mask, scores, query_offset, dropout)
+    out, lse = _forward(call)
     return out, lse.detach()
 
 
 @torch.no_grad()
 def reference_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
+    call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of one block from the final out and lse."""
+    q, k, v, dropout = call.q, call.k, call.v, call.dropout
     groups = k.shape[2]
-    capped = _capped(q, k, scores)
-    p = _probabilities(_masked(capped, q, k, mask, scores, query_offset), _grouped(lse, groups))
+    capped = _capped(call)
+    p = _probabilities(_masked(capped, call), _grouped(lse, groups))
     gradient, final = (_by_group(upcast(x), groups) for x in (dout, out))
     dv = torch.einsum("bgmst,sbgmd->tbgd", _dropped(p, dropout), gradient)
     dp = _dropped(torch.einsum("sbgmd,tbgd->bgmst", gradient, upcast(v)), dropout)
     share = (gradient * final).sum(-1).permute(1, 2, 3, 0)[..., None]
-    dscores = _scale(q, scores) * p * (dp - share)
-    if scores.softcap:
-        dscores = dscores * (1 - (capped / scores.softcap) ** 2)
+    dscores = call.scale() * p * (dp - share)
+    if cap := call.scores.softcap:
+        dscores = dscores * (1 - (capped / cap) ** 2)
     dq = torch.einsum("bgmst,tbgd->sbgmd", dscores, upcast(k)).flatten(2, 3)
     dk = torch.einsum("bgmst,sbgmd->tbgd", dscores, _by_group(upcast(q), groups))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None,
-) -> tuple[Tensor, Tensor]:
-    allowed = _masked(_capped(q, k, scores), q, k, mask, scores, query_offset)
+def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    allowed = _masked(_capped(call), call)
     lse = torch.logsumexp(allowed, -1)
-    if scores.sinks is not None:  # one more key for each row, with a value of zero
-        lse = torch.logaddexp(lse, _by_head(scores.sinks, k))
+    sinks = call.scores.sinks
+    if sinks is not None:  # one more key for each row, with a value of zero
+        lse = torch.logaddexp(lse, _by_head(sinks, call.k))
     p = _probabilities(allowed, lse)
-    out = torch.einsum("bgmst,tbgd->bgmsd", _dropped(p, dropout), upcast(v))  # p is not copied
-    return out.permute(3, 0, 1, 2, 4).flatten(2, 3).to(q.dtype), _ungrouped(lse)
+    # p is not copied
+    out = torch.einsum("bgmst,tbgd->bgmsd", _dropped(p, call.dropout), upcast(call.v))
+    return out.permute(3, 0, 1, 2, 4).flatten(2, 3).to(call.q.dtype), _ungrouped(lse)
 
 
-def _scale(q: Tensor, scores: Scores) -> float:
-    return 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
-
-
-def _capped(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+def _capped(call: AttentionCall) -> Tensor:
     """Returns scaled and bounded products `[b, g, n/g, s, t]`."""
-    heads = _by_group(upcast(q), k.shape[2])
-    products = torch.einsum("sbgmd,tbgd->bgmst", heads, upcast(k)) * _scale(q, scores)
-    cap = scores.softcap
+    heads = _by_group(upcast(call.q), call.k.shape[2])
+    products = torch.einsum("sbgmd,tbgd->bgmst", heads, upcast(call.k)) * call.scale()
+    cap = call.scores.softcap
     return cap * torch.tanh(products / cap) if cap else products
 
 
-def _masked(
-    capped: Tensor, q: Tensor, k: Tensor, mask: Mask, scores: Scores, query_offset: int
-) -> Tensor:
+def _masked(capped: Tensor, call: AttentionCall) -> Tensor:
     """Returns the scores, biased by distance, with -inf where attending is forbidden."""
-    extent = q.shape[0], k.shape[0], query_offset
+    scores = call.scores
     if scores.slopes is not None:
-        distance = mask.distance(*extent, device=q.device)[:, None, None]
-        capped = capped - _by_head(scores.slopes, k)[..., None] * distance
+        distance = call.mask.distance(*call.extent(), device=call.q.device)[:, None, None]
+        capped = capped - _by_head(scores.slopes, call.k)[..., None] * distance
     if scores.bias is not None:
         capped = capped + upcast(scores.bias).reshape(-1, *capped.shape[1:])
-    allowed = mask.allowed(*extent, device=q.device)
-    return capped.masked_fill(~allowed[:, None, None], -math.inf)
+    return capped.masked_fill(~call.allowed()[:, None, None], -math.inf)
 
 
 def _by_head(x: Tensor, k: Tensor) -> Tensor:

@@ -68,6 +68,10 @@ class Scores:
         bias = None if self.bias is None else self.bias[:, first : first + count]
         return replace(self, slopes=slopes, sinks=sinks, bias=bias)
 
+    def of_keys(self, count: int) -> "Scores":
+        """Returns the scores of the first keys."""
+        return self if self.bias is None else replace(self, bias=self.bias[..., :count])
+
     def without_sinks(self) -> "Scores":
         """Returns the scores of keys alone, for blocks of keys."""
         return self if self.sinks is None else replace(self, sinks=None)

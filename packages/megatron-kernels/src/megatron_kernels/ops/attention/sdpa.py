@@ -4,42 +4,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_kernels.ops.attention.dropout import DropoutLike
-from megatron_kernels.ops.attention.mask import Mask
-from megatron_kernels.ops.attention.scores import Scores
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.short_halves import attend, is_short_half
 
 
-def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> Tensor:
+def sdpa(call: AttentionCall) -> Tensor:
     """Lowers the mask to the fastest form for the fused kernels, and calls them on views.
 
     Causal masks over keys in order need no mask tensor: `is_causal` if queries and keys coincide,
     nothing for a single query. All other masks become a boolean tensor.
     """
-    end = query_offset + q.shape[0]
+    call = call.without_unused_keys()
+    q, k, v, scores = call.q, call.k, call.v, call.scores
     bias = scores.bias
-    if k.shape[0] > end and mask.causal and mask.keys_in_order:
-        # No query attends to keys after the last query, so unused room of a cache costs nothing.
-        k, v = k[:end], v[:end]
-        bias = None if bias is None else bias[..., :end]
-    allowed, is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
+    allowed, is_causal = call.lower_mask()
     if is_causal and bias is not None:
-        allowed, is_causal = (
-            mask.allowed(q.shape[0], k.shape[0], query_offset, device=q.device),
-            False,
-        )
+        allowed, is_causal = call.allowed(), False
     empty = None
     if allowed is not None:
         allowed = allowed[:, None]
-        if (q.device.type != "cpu" or bias is not None) and not mask.index_only:
+        if (q.device.type != "cpu" or bias is not None) and not call.mask.index_only:
             # Not every CUDA kernel, and none with a bias, returns zeros for a row that may attend
             # to nothing. Such a row attends to all keys here, and its result is dropped. The CPU
             # kernel returns zeros.
@@ -111,22 +95,8 @@ def _of_all_heads(x: Tensor, q: Tensor) -> Tensor:
     return x if copies == 1 else x.repeat_interleave(copies, 2)
 
 
-def sdpa_unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> str | None:
-    """Returns why `sdpa` does not support these arguments."""
-    if dropout is not None:
+def sdpa_unsupported_reason(call: AttentionCall) -> str | None:
+    """Returns why `sdpa` does not support a call."""
+    if call.dropout is not None:
         return "it supports only its own dropout"
-    if scores.sinks is not None:
-        return "it does not support sinks"
-    if scores.softcap:
-        return "it does not support softcap"
-    if scores.slopes is not None:
-        return "it does not support slopes"
-    return None
+    return call.unsupported_option("bias")

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_kernels.ops.attention.dropout import DropoutLike, TiledDropout
-from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.call import AttentionCall
+from megatron_kernels.ops.attention.dropout import TiledDropout
 from megatron_kernels.ops.attention.mask_bits import ROWS, SHORT, MaskBits
-from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.precision import upcast
 
 _ROWS: Final = 64
@@ -42,31 +41,15 @@ class Tile(NamedTuple):
     keys: int  # they attend to keys before this one
 
 
-def tiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> Tensor:
+def tiled(call: AttentionCall) -> Tensor:
     """Returns attention with dropout, differentiable by autograd."""
-    saves_mask = torch.is_grad_enabled() and max(len(q), len(k)) <= SHORT
-    return _tiled(q, k, v, mask, scores, query_offset, dropout, False, saves_mask)[0]
+    saves_mask = torch.is_grad_enabled() and max(len(call.q), len(call.k)) <= SHORT
+    return _tiled(False, saves_mask, *call)[0]
 
 
-def tiled_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> tuple[Tensor, Tensor]:
+def tiled_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Returns out `[s, b, n, dv]`, differentiable by autograd, and lse `[s, b, n]` of one block."""
-    return _tiled(q, k, v, mask, scores, query_offset, dropout, True, False)
+    return _tiled(True, False, *call)
 
 
 def _tiled(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -74,100 +57,53 @@ def _tiled(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def tiled_unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> str | None:
-    """Returns why `tiled` does not support these arguments."""
-    if dropout is None:
+def tiled_unsupported_reason(call: AttentionCall, *_: Tensor) -> str | None:
+    """Returns why tiles do not support a call, in both passes."""
+    if call.dropout is None:
         return "without dropout fused attention is faster"
-    if q.device.type != "cpu":
-        return f"needs a CPU tensor, q is on {q.device.type}"
+    if call.q.device.type != "cpu":
+        return f"needs a CPU tensor, q is on {call.q.device.type}"
     if torch.compiler.is_compiling():
         return "a compiler would unroll its tiles"
-    if not isinstance(dropout, TiledDropout):
+    if not isinstance(call.dropout, TiledDropout):
         return "the dropout is a function of all probabilities"
-    if scores.softcap:
-        return "it does not support softcap"
-    for name in ("slopes", "bias", "sinks"):
-        if getattr(scores, name) is not None:
-            return f"it does not support {name}"
-    return None
-
-
-def backward_tiled_unsupported_reason(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> str | None:
-    """Returns why `tiled_backward` does not support these arguments."""
-    return tiled_unsupported_reason(q, k, v, mask, scores, query_offset, dropout)
+    return call.unsupported_option("dropout")
 
 
 class _Tiled(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        scores: Scores,
-        query_offset: int,
-        dropout: TiledDropout,
-        returns_lse: bool,
-        saves_mask: bool,
+        ctx: Any, returns_lse: bool, saves_mask: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor]:
-        call = _Call(q, k, v, mask, scores, query_offset, dropout)
+        call = _Tiling(AttentionCall(q, k, v, *rest))
         if saves_mask:
             call.bits = MaskBits.empty(q.shape[1], q.shape[2], q.shape[0], k.shape[0])
         out, lse = _pass(call, returns_lse)
         ctx.save_for_backward(q, k, v, out, call.bits.words if call.bits is not None else None)
         ctx.mark_non_differentiable(lse)
-        ctx.rest = mask, scores, query_offset, dropout
+        ctx.rest = rest
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, words = ctx.saved_tensors
-        call = _Call(q, k, v, *ctx.rest)
+        call = _Tiling(AttentionCall(q, k, v, *ctx.rest))
         if words is not None:
             call.bits = MaskBits(words)
         with torch.no_grad():
             found = _gradients(call, grads[0], out, None)
-        return *found, *(None,) * 6
+        return None, None, *found, *(None,) * len(ctx.rest)
 
 
 @torch.no_grad()
 def tiled_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: TiledDropout,
+    call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of one block from the final out and lse."""
-    return _gradients(_Call(q, k, v, mask, scores, query_offset, dropout), dout, out, lse)
+    return _gradients(_Tiling(call), dout, out, lse)
 
 
-def _pass(call: "_Call", returns_lse: bool) -> tuple[Tensor, Tensor]:
+def _pass(call: "_Tiling", returns_lse: bool) -> tuple[Tensor, Tensor]:
     """Returns the output and, if it is asked for, the log-sum-exp of each row."""
     s, b, n, _ = call.q.shape
     out = call.q.new_zeros(s, b, n, call.v.shape[-1])
@@ -190,7 +126,7 @@ def _pass(call: "_Call", returns_lse: bool) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(
-    call: "_Call", dout: Tensor, out: Tensor, lse: Tensor | None
+    call: "_Tiling", dout: Tensor, out: Tensor, lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients; with the final lse, those of a block."""
     dq, dk, dv = (
@@ -236,27 +172,19 @@ def _gradients(
     return dq, dk, dv
 
 
-class _Call:
+class _Tiling:
     """What all tiles of a call share."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        scores: Scores,
-        query_offset: int,
-        dropout: TiledDropout,
-    ) -> None:
-        self.q, self.k, self.v = q, k, v
+    def __init__(self, call: AttentionCall) -> None:
+        q, k = self.q, self.k = call.q, call.k
+        self.v = call.v
         self.wide = upcast(q.new_empty(0)).dtype
         self.narrow = q.dtype if q.dtype == torch.bfloat16 else self.wide
-        self.scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
-        self.dropout = dropout
-        self.factor = 1 / (1 - dropout.probability)
+        self.scale = call.scale()
+        self.dropout: TiledDropout = call.dropout  # type: ignore[assignment]  # what is supported
+        self.factor = 1 / (1 - self.dropout.probability)
         self.heads = q.shape[2] // max(1, k.shape[2])  # of a group
-        allowed, self.is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
+        allowed, self.is_causal = call.lower_mask()
         self.forbidden = None if allowed is None else ~allowed
         rows = min(_ROWS, _ELEMENTS // max(1, self.heads * k.shape[0]))
         if max(len(q), len(k)) <= SHORT:
@@ -296,7 +224,7 @@ class _Call:
 class _Part:
     """Some samples and groups of heads of a call."""
 
-    def __init__(self, call: _Call, samples: slice, groups: slice) -> None:
+    def __init__(self, call: _Tiling, samples: slice, groups: slice) -> None:
         self.call, self.samples, self.groups = call, samples, groups
         self.queries = self.heads(call.q)
         self.keys = self.heads(call.k).squeeze(1)

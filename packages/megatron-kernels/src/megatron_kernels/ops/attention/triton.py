@@ -1,6 +1,5 @@
 """Attention by our Triton kernels: softmax online, any mask by rules, dropout by a hash."""
 
-import math
 from typing import Any, Final
 
 import torch
@@ -9,9 +8,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron_kernels.ops import triton_op
-from megatron_kernels.ops.attention.dropout import DropoutLike
-from megatron_kernels.ops.attention.mask import Mask
-from megatron_kernels.ops.attention.scores import Scores
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.triton_op import TritonOp, contiguous_rows
 
 _FORWARD: Final = TritonOp(
@@ -90,67 +87,35 @@ class _Attention(Function):
         return *found, None if sinks is None else of_sinks, *rest
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> Tensor:
+def attention(call: AttentionCall) -> Tensor:
     """Returns attention, differentiable by autograd; saves the output and its log-sum-exp."""
-    return block_forward(q, k, v, mask, scores, query_offset, dropout)[0]
+    return block_forward(call)[0]
 
 
-def block_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> tuple[Tensor, Tensor]:
+def block_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Returns out `[s, b, n, dv]`, differentiable by autograd, and lse `[s, b, n]` of one block."""
-    tensors, numbers, factors = _arguments(q, k, mask, scores, query_offset, dropout)
+    tensors, numbers, factors = _arguments(call)
     out, lse = _Attention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, scores.sinks, numbers, factors, *tensors
+        call.q, call.k, call.v, call.scores.sinks, numbers, factors, *tensors
     )
     return out, lse.permute(2, 0, 1)
 
 
 @torch.no_grad()
 def block_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
+    call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of one block from the final out and lse."""
-    tensors, numbers, factors = _arguments(q, k, mask, scores, query_offset, dropout)
-    given = (contiguous_rows(x) for x in (dout, q, k, v, out))
+    tensors, numbers, factors = _arguments(call)
+    given = (contiguous_rows(x) for x in (dout, call.q, call.k, call.v, out))
     rows = lse.permute(1, 2, 0).contiguous()
     dq, dk, dv, _ = _BACKWARD(*given, rows, None, tensors, numbers, factors)
     return dq, dk, dv
 
 
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None,
-) -> tuple[Tensors, tuple[int, ...], tuple[float, ...]]:
+def _arguments(call: AttentionCall) -> tuple[Tensors, tuple[int, ...], tuple[float, ...]]:
     """Returns the tensors, numbers and factors of `Call` of the kernels."""
-    extent = q.shape[0], k.shape[0], query_offset
+    mask, scores, extent = call.mask, call.scores, call.extent()
     documents = positions = prefixes = dense = None
     rules = (0, 0, 0, 0)  # window, chunk, prefix, causal
     if not mask.has_rules:
@@ -164,10 +129,10 @@ def _arguments(
     if mask.compares_positions or scores.slopes is not None:
         positions = mask.positions_of(*extent)
     of_tokens = (*(documents or (None, None)), *(positions or (None, None)))
-    words, channels, factor = _dropout(dropout, k.shape[0])
+    words, channels, factor = _dropout(call.dropout, call.k.shape[0])
     tensors = (*map(_line, of_tokens), prefixes, dense, scores.slopes, *words)
-    scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
-    return tensors, (query_offset, *rules, *channels), (scale, scores.softcap, factor)
+    numbers = (call.query_offset, *rules, *channels)
+    return tensors, numbers, (call.scale(), scores.softcap, factor)
 
 
 def _dropout(dropout: Any, keys: int) -> tuple[Tensors, tuple[int, ...], float]:
@@ -191,21 +156,15 @@ def _line(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> str | None:
-    """Returns why the kernels do not support these arguments."""
-    if dropout is not None and not hasattr(dropout, "hash_numbers"):
+def unsupported_reason(call: AttentionCall, *_: Tensor) -> str | None:
+    """Returns why the kernels of both passes do not support a call."""
+    q, k, v, slopes = call.q, call.k, call.v, call.scores.slopes
+    if call.dropout is not None and not hasattr(call.dropout, "hash_numbers"):
         return "the dropout is not a hash of each element"
-    if scores.bias is not None:
-        return "it does not support a bias"
-    if scores.slopes is not None and scores.slopes.requires_grad:
+    reason = call.unsupported_option("dropout", "sinks", "softcap", "slopes")
+    if reason is not None:
+        return reason
+    if slopes is not None and slopes.requires_grad:
         return "it gives slopes no gradient"
     widest = max(q.shape[-1], v.shape[-1])
     if widest > _LARGEST_HEAD:
@@ -215,19 +174,3 @@ def unsupported_reason(
     if q.is_cuda and q.dtype == torch.float64:
         return "on CUDA it does not support float64"
     return triton_op.unsupported_reason(q, k, v)
-
-
-def backward_unsupported_reason(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scores: Scores,
-    query_offset: int,
-    dropout: DropoutLike | None = None,
-) -> str | None:
-    """Returns why `block_backward` does not support these arguments."""
-    return unsupported_reason(q, k, v, mask, scores, query_offset, dropout)

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from megatron_kernels.ops.attention import batch_invariant
+from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.reference import reference as attention_reference
 from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.attention.sdpa import sdpa, sdpa_unsupported_reason
 from megatron_kernels.ops.paged.pages import Pages
 
-Attend = Callable[[Tensor, Tensor, Tensor, Mask, Scores, int], Tensor]
+Attend = Callable[[AttentionCall], Tensor]
 """Attention over dense keys and values."""
 
 
@@ -56,7 +57,7 @@ def fused_unsupported_reason(
     """Returns why `fused` does not support these arguments."""
     if not (q.dtype == k.dtype == v.dtype):
         return f"q is {q.dtype}, the pools are {k.dtype} and {v.dtype}; they must agree"
-    return sdpa_unsupported_reason(q, k, v, Mask(), scores, 0)
+    return sdpa_unsupported_reason(AttentionCall(q, k, v, Mask(), scores))
 
 
 def invariant(
@@ -71,7 +72,7 @@ def invariant_unsupported_reason(
     q: Tensor, k: Tensor, v: Tensor, pages: Pages, window: int | None, scores: Scores
 ) -> str | None:
     """Returns why batch-invariant attention does not support these arguments."""
-    return batch_invariant.invariant_unsupported_reason(q, k, v, Mask(), scores, 0)
+    return batch_invariant.invariant_unsupported_reason(AttentionCall(q, k, v, Mask(), scores))
 
 
 def _dense(k: Tensor, v: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
@@ -97,7 +98,8 @@ def _over_all(
     """Returns attention over all keys, of which a mask hides those after a sequence's last."""
     if not len(keys) or not q.numel():
         return q.new_zeros(*q.shape[:-1], values.shape[-1])
-    return attend(q, keys, values, _mask(q, len(keys), pages.lengths, window), scores, 0)
+    mask = _mask(q, len(keys), pages.lengths, window)
+    return attend(AttentionCall(q, keys, values, mask, scores))
 
 
 def _mask(q: Tensor, keys: int, lengths: Tensor, window: int | None) -> Mask:
@@ -121,7 +123,7 @@ def _of_one_length(
     if window is not None and first - window + 1 > 0:  # keys before all windows
         before = first - window + 1
         k, v, first = k[before:], v[before:], first - before
-    return attend(q, k, v, Mask(window=window), scores, first)
+    return attend(AttentionCall(q, k, v, Mask(window=window), scores, first))
 
 
 def _stride(pool: Tensor, runs: tuple[tuple[int, int], ...]) -> int | None:
