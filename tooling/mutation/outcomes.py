@@ -10,7 +10,7 @@ from mutation.naming import in_function, naming_tests
 from mutation.plan import Planted
 from mutation.reach import Reach, digest_of
 from mutation.scratch import Scratch
-from mutation.targets import EVERYWHERE
+from mutation.targets import EVERYWHERE, integration_files
 from mutation.trial import BROKEN, CAUGHT, SURVIVED, Limit, Outcome, by_folder, chosen_tests, trial
 from mutation.warm import Order, Run, Workers
 
@@ -98,6 +98,7 @@ def run_first_trials(
         report: Prints a line of progress.
     """
     outcomes: dict[str, Outcome] = {}
+    integration = integration_files(root)
     done = 0
 
     def one(defect: Planted, copy: Scratch) -> Generator[Order, Run, None]:
@@ -105,6 +106,7 @@ def run_first_trials(
         source = defect.defect.source
         original = (copy.folder / source).read_text(encoding="utf-8")
         files = naming_tests(root, every[source], source)
+        files += naming_tests(root, integration, source, most=1)  # run after the others
         if not in_function(original, defect.defect.line):
             files = list(dict.fromkeys([*files, *EVERYWHERE]))
         state = " ".join(digest_of(root / name)[:8] for name in (source, *files))

@@ -74,6 +74,11 @@ def other_test_files(root: Path, name: str) -> list[str]:
     return [path for path in every if path not in own]
 
 
+def integration_files(root: Path) -> list[str]:
+    """Returns all integration tests, relative to `root`."""
+    return matching(root, ("integration_tests/test_*.py",))
+
+
 def matching(root: Path, patterns: tuple[str, ...]) -> list[str]:
     """Returns files that match, in the order of the patterns, without duplicates."""
     paths = [path for pattern in patterns for path in sorted(root.glob(pattern))]

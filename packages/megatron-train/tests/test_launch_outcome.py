@@ -1,7 +1,9 @@
+import os
 import signal
+import socket
 
 import pytest
-from megatron_train.launch.link import FailureReport, decode_report, encode_report
+from megatron_train.launch.link import FailureReport, ParentLink, decode_report, encode_report
 from megatron_train.launch.outcome import LaunchOutcome, RankExit, format_ranks, launch_outcome
 
 DP = "all_reduce of gradient bucket 1 of 1 ('b' ...) on axis 'dp' (ranks 0-3)"
@@ -152,3 +154,17 @@ def test_ranks_end_by_a_signal_or_by_themselves():
     assert ends == [(True, False), (False, True), (False, False)]
     hung_up = launch_outcome([RankExit(0, -signal.SIGHUP), RankExit(1, 0)])
     assert hung_up.message == "rank 0 was killed by SIGHUP"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_rank_without_parent_ends_with_its_group_if_that_is_its_own(alone, monkeypatch):
+    ours, theirs = socket.socketpair()
+    link = ParentLink(ours.detach())
+    theirs.close()
+    killed = []
+    monkeypatch.setattr(os, "getpgrp", lambda: os.getpid() if alone else os.getppid())
+    monkeypatch.setattr(os, "killpg", lambda *words: killed.append(("group", *words)))
+    monkeypatch.setattr(os, "kill", lambda *words: killed.append(("process", *words)))
+    link._wait()
+    own = os.getpid(), signal.SIGKILL
+    assert killed == ([("group", *own)] if alone else []) + [("process", *own)]

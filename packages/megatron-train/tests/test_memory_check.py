@@ -101,3 +101,28 @@ def test_ranks_of_a_host_divide_its_memory(monkeypatch):
     assert whole is not None and whole > physical / 100
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert device_memory(CPU) == whole // 4
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "group", "expected"),
+    [
+        ("MemTotal: 100 kB\nSwapTotal: 20 kB\n\nHugePages:\n", None, 120 << 10),
+        ("MemTotal: 100 kB\n", "max", 100 << 10),
+        ("MemTotal: 100 kB\n", str(99 << 10), 99 << 10),
+        ("MemTotal: 100 kB\n", str(101 << 10), 100 << 10),
+        ("SwapTotal: 20 kB\n", None, None),
+        ("MemTotal: much\n", None, None),
+        (None, "5", None),
+    ],
+)
+def test_the_memory_of_a_host_is_that_of_its_files(meminfo, group, expected, tmp_path, monkeypatch):
+    for name, content in (("_MEMINFO", meminfo), ("_CGROUP", group)):
+        path = tmp_path / name
+        if content is not None:
+            path.write_text(content)
+        monkeypatch.setattr(memory_check, name, path)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert device_memory(CPU) == expected
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    share = None if expected is None else expected // 4
+    assert device_memory(CPU) == share

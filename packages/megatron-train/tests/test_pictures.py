@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from megatron_parallel.pipeline import Picture
 from megatron_train.cli import main
+from megatron_train.metrics.plot import plot_losses
+from megatron_train.metrics.records import Records
 from megatron_train.report.picture import write_picture
 
 SMALL = (
@@ -94,3 +96,22 @@ def test_bars_of_memory_are_those_of_the_report(tmp_path, figures, capsys, monke
     assert f"rank {largest['rank']} at the peak" in files.get_xlabel()
     for axes in (parts, files):
         assert axes.yaxis_inverted()
+
+
+@pytest.mark.parametrize(("trained", "evaluated"), [(3, 2), (3, 0), (0, 2), (0, 0)])
+def test_losses_have_a_curve_a_mean_and_a_legend(trained, evaluated, tmp_path, figures):
+    train = [{"iteration": i, "lm loss": 4.0 - i} for i in range(trained)]
+    validation = [{"iteration": 10 * i, "lm loss": 3.0} for i in range(evaluated)]
+    lost = {"iteration": 99, "lm loss": None}
+    plot_losses(Records([*train, lost], [*validation, lost], []), "lm loss", tmp_path / "loss.png")
+    axes = figures[0].axes[0]
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    curve = (list(range(trained)), [4.0 - i for i in range(trained)])
+    expected = [curve, curve] if trained else []  # the mean of one value is the value
+    expected += [([0, 10], [3.0, 3.0])] if evaluated else []
+    assert drawn == expected
+    labels = ["train"] * bool(trained) + ["validation"] * bool(evaluated)
+    legend = axes.get_legend()
+    assert ([text.get_text() for text in legend.texts] if legend else []) == labels
+    texts = axes.get_xlabel(), axes.get_ylabel(), axes.get_title()
+    assert texts == ("step", "lm loss (nats per token)", "lm loss by step")

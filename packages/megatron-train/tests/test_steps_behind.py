@@ -156,6 +156,15 @@ def test_values_are_packed_exactly():
     assert read.counts == {"a": [1.0, 2.0], "b": [3.0]}
 
 
+def test_numbers_on_the_device_are_not_sent_there(monkeypatch):
+    cpu, sent = torch.device("cpu"), []
+    monkeypatch.setattr("megatron_train.transfer.to_device", lambda v, d: sent.append(v) or v)
+    assert pack([torch.tensor(1), torch.tensor(2.5)], cpu).tolist() == [1.0, 2.5] and not sent
+    assert pack([], cpu).tolist() == [] and pack([1.5], cpu).tolist() == [1.5] and len(sent) == 2
+    assert pack([torch.tensor(1), 2.5, torch.tensor(True)], cpu).tolist() == [1.0, 2.5, 1.0]
+    assert sent[-1].tolist() == [0.0, 2.5, 0.0]
+
+
 def test_a_stop_of_one_rank_is_read_one_step_later(make_trainer, monkeypatch):
     """The exchange of requests among two ranks, of which another one wants to stop."""
     trainer = behind(make_trainer())

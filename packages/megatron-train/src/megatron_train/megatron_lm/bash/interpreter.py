@@ -60,7 +60,7 @@ class Interpreter:
     @property
     def found(self) -> Training | None:
         """The training command, or None."""
-        return self._training[0] if self._training else None
+        return next(iter(self._training), None)
 
     def block(self, commands: Block) -> bool | None:
         """Interprets commands; returns whether the last one succeeds, or None if unknown."""
