@@ -126,14 +126,14 @@ def _check_join(budget: Budget, given: tuple[Any, ...], options: Mapping[str, An
 
 
 def _check_round(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    precision = given[1] if len(given) > 1 else options.get("precision", 0)
-    if abs(precision) > _MOST_DIGITS:
+    precision = given[1] if len(given) > 1 else options.get("precision")
+    if precision is not None and abs(precision) > _MOST_DIGITS:
         raise TemplateLimitError(f"a precision of {precision!r:.20} digits is not supported")
 
 
 def _check_sum(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    start = given[2] if len(given) > 2 else options.get("start", 0)
-    if not isinstance(start, int | float):
+    start = given[2] if len(given) > 2 else options.get("start")
+    if not isinstance(start, int | float | None):
         raise TemplateLimitError("only numbers are summed")
 
 
