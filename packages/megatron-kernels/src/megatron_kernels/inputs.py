@@ -120,3 +120,9 @@ def draw_words(draw: InputGenerator, *shape: int) -> tuple[Tensor, Tensor]:
     """Returns both words of the key of each token."""
     first, second = (draw.integers(2**32, *shape, 1 + each) - 2**31 for each in range(2))
     return first[..., 0].to(torch.int32), second[..., 0].to(torch.int32)
+
+
+def of_rows(x: Tensor, rows: int) -> Tensor:
+    """Returns the first columns of a row for each sample, or stretches the columns."""
+    width = x.shape[1]
+    return x[:, :rows] if rows <= width else x.repeat_interleave(-(-rows // width), 1)[:, :rows]
