@@ -5,7 +5,8 @@
 
 import pytest
 import torch
-from layouts.cases import CASES, Case
+from layouts.case import Case
+from layouts.cases import CASES
 from layouts.defects import DEFECTS
 from layouts.job import CLIP, batches
 from layouts.proof import LEARNING_RATE, STEPS, prove, prove_fp32, reference

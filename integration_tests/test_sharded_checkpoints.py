@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts.cases import CASES, Case
+from layouts.case import Case
+from layouts.cases import CASES
 from layouts.job import build_trainer
 from layouts.proof import LEARNING_RATE, reference
 from megatron_ckpt import CheckpointStore

@@ -23,7 +23,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from layouts.cases import CASES, Case
+from layouts.case import Case
+from layouts.cases import CASES
 from megatron_parallel.testing import WorkerError, WorkerPool
 from tqdm import tqdm
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import megatron_parallel.tensor_parallel.linear as linear
 import torch
-from layouts.cases import Case
+from layouts.case import Case
 from layouts.defects import planted
 from layouts.job import build_trainer
 from layouts.models import SEQUENCE

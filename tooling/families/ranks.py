@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from layouts.cases import Case
+from layouts.case import Case
 from layouts.proof import prove
 from megatron_ckpt.families import find_family
 from megatron_models import ModelConfig, Placement, StaticKVCache, find_kind

@@ -16,7 +16,8 @@ import torch
 from megatron_parallel.testing import WorkerPool
 from tqdm import tqdm
 
-from layouts.cases import CASES, Case
+from layouts.case import Case
+from layouts.cases import CASES
 from layouts.defects import DEFECTS, Defect
 from layouts.output import Table, publish
 from layouts.proof import prove, prove_fp32

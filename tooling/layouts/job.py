@@ -41,7 +41,7 @@ from megatron_train.prove.samples import stacked
 from megatron_train.tasks.task import MicroBatch
 from torch import Tensor
 
-from layouts.cases import GLOBAL_BATCH, RECOMPUTE, SPLITS, Case
+from layouts.case import GLOBAL_BATCH, RECOMPUTE, SPLITS, Case
 from layouts.models import SEQUENCE
 from layouts.trainings import training_of
 

@@ -26,7 +26,8 @@ from megatron_train.prove.record import RecordingOptimizer, record_run
 from simulated_device import simulated
 
 from layouts import job
-from layouts.cases import CASES, Case
+from layouts.case import Case
+from layouts.cases import CASES
 from layouts.models import SEQUENCE
 
 STEPS: Final = 3

@@ -9,7 +9,7 @@ from megatron_parallel.testing import WorkerPool
 from megatron_train.prove.compare import Differences, compare, largest
 from megatron_train.prove.record import Outcome
 
-from layouts.cases import Case
+from layouts.case import Case
 from layouts.defects import planted
 from layouts.job import train
 

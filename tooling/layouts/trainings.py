@@ -18,7 +18,7 @@ from megatron_train.tasks.t5 import T5Task
 from megatron_train.tasks.task import Task
 from torch import Tensor
 
-from layouts.cases import Case
+from layouts.case import Case
 from layouts.models import SEQUENCE
 
 DROPOUT: Final = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
