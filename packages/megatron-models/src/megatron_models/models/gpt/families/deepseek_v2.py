@@ -12,7 +12,7 @@ from megatron_models.families.settings import (
     unsupported_hf_field,
 )
 from megatron_models.models.gpt.config import GPTConfig
-from megatron_models.models.gpt.families import deepseek_v3
+from megatron_models.models.gpt.families import deepseek_rows, deepseek_settings
 from megatron_models.models.gpt.families.rope import rope
 
 _METHODS = ("greedy", "group_limited_greedy")
@@ -57,9 +57,9 @@ FAMILY = Family(
     version=1,
     architectures=("DeepseekV2ForCausalLM",),
     model_type="deepseek_v2",
-    rows=deepseek_v3.ROWS,
+    rows=deepseek_rows.ROWS,
     settings={
-        **deepseek_v3.SETTINGS,
+        **deepseek_settings.SETTINGS,
         "qk_pos_emb_head_dim": Mapped("qk_rope_head_dim", absent=64),
         "rotary_interleaved": Constant(True),
         "num_experts": Mapped("n_routed_experts", absent=64),
@@ -69,25 +69,25 @@ FAMILY = Family(
     },
     custom=(
         rope(10000.0, latent=True),
-        deepseek_v3.attention(None),
-        deepseek_v3.dense_layers(0),
-        deepseek_v3.shared_experts(2, 1407),
+        deepseek_settings.attention(None),
+        deepseek_settings.dense_layers(0),
+        deepseek_settings.shared_experts(2, 1407),
         Custom(
-            deepseek_v3.GROUPS,
+            deepseek_settings.GROUPS,
             ("topk_method", "n_group", "topk_group"),
             _groups_from_hf,
             _groups_to_hf,
         ),
     ),
     neutral={
-        "auto_map": deepseek_v3.released_code("V2"),
+        "auto_map": deepseek_settings.released_code("V2"),
         "scoring_func": ("softmax",),
         "norm_topk_prob": (False,),
         "moe_layer_freq": (1,),
         "pretraining_tp": (1,),
         "mlp_bias": (False,),
     },
-    without_effect=deepseek_v3.WITHOUT_EFFECT | {"head_dim"},
+    without_effect=deepseek_settings.WITHOUT_EFFECT | {"head_dim"},
     exported_constants={"attention_dropout": 0.0},
     prefix="model.",
 )

@@ -20,7 +20,7 @@ from megatron_models.families.settings import (
     unsupported_hf_field,
 )
 from megatron_models.models.gpt.config import GPTConfig
-from megatron_models.models.gpt.families import deepseek_v3
+from megatron_models.models.gpt.families import deepseek_settings, deepseek_v3
 from megatron_models.models.gpt.families.qwen3_moe import pattern
 
 _TYPES, _FIRST = "mlp_layer_types", "first_k_dense_replace"
@@ -80,16 +80,16 @@ def _attention_from_hf(title: str, hf_config: HFConfig) -> Mapping[str, Any]:
         not isinstance(types, list) or any(each != _INDEXED for each in types)
     ):
         raise unsupported_hf_field(title, "layer_types", types, [None, f"{_INDEXED!r} everywhere"])
-    return deepseek_v3.attention(128).read(title, hf_config)
+    return deepseek_settings.attention(128).read(title, hf_config)
 
 
 def _attention_to_hf(config: GPTConfig) -> Mapping[str, Any]:
     if not config.q_lora_rank:
         raise unsupported_field("q_lora_rank", "a number above 0", config.q_lora_rank)
-    return deepseek_v3.attention(128).write(config)
+    return deepseek_settings.attention(128).write(config)
 
 
-_ATTENTION = deepseek_v3.attention(128)
+_ATTENTION = deepseek_settings.attention(128)
 _REPLACED = (("moe_layer_freq",), ("qk_pos_emb_head_dim",), _ATTENTION.fields)
 
 FAMILY = Family(
@@ -134,7 +134,7 @@ FAMILY = Family(
         "mlp_bias": (False,),
     },
     # transformers replaces the value of head_dim.
-    without_effect=deepseek_v3.WITHOUT_EFFECT | {"head_dim"},
+    without_effect=deepseek_settings.WITHOUT_EFFECT | {"head_dim"},
     exported_constants={"attention_dropout": 0.0},
     prefix="model.",
 )

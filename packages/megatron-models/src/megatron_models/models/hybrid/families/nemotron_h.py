@@ -19,7 +19,7 @@ from megatron_models.families.settings import (
     unsupported_field,
     unsupported_hf_field,
 )
-from megatron_models.models.gpt.families.deepseek_v3 import NORMALIZATION, expert_groups
+from megatron_models.models.gpt.families.deepseek_settings import NORMALIZATION, expert_groups
 from megatron_models.models.hybrid.fields import HybridFields
 from megatron_models.models.mamba.families.rows import mamba_rows
 
