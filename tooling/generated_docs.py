@@ -8,6 +8,7 @@ from pathlib import Path
 
 from device.page import render_device_page
 from families.pages import pages
+from families.published_page import render as render_published
 from megatron_train.config.reference import render_reference
 from megatron_train.megatron_lm.page import render_flags
 
@@ -20,6 +21,7 @@ PAGES = {
     "docs/adding-a-model.md": (STRANGER / "README.md").read_text,
     "docs/adding-a-task.md": (STRANGER / "adding-a-task.md").read_text,
     "docs/adding-parts.md": (STRANGER / "adding-parts.md").read_text,
+    "docs/published-configurations.md": render_published,
     **pages(),
 }
 

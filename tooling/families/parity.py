@@ -137,8 +137,20 @@ def round_trip(case: FamilyCase, changes: dict[str, Any], folder: Path) -> float
     Raises:
         ValueError: A configuration or tensor is not the same, or transformers loads another class.
     """
-    theirs, kind = their_model(case, changes), case.kind
-    source = write(theirs, folder / "theirs")
+    theirs = their_model(case, changes)
+    return round_trip_of(case, theirs, write(theirs, folder / "theirs"), folder)
+
+
+def round_trip_of(case: FamilyCase, theirs: Any, source: Path, folder: Path) -> float:
+    """Does what `round_trip` does with a model of theirs and the folder that it is in.
+
+    Returns:
+        The largest difference of outputs between the model of theirs and the exported one.
+
+    Raises:
+        ValueError: A configuration or tensor is not the same, or transformers loads another class.
+    """
+    kind = case.kind
     checkpoint = Checkpoint(import_hf(source, folder / "imported"))
     copied = export_hf(checkpoint, folder / "copied")
     same(tensors(source), tensors(copied), "of an imported and exported file")

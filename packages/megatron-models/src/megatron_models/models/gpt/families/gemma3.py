@@ -5,7 +5,7 @@ Gemma Team, 2025. Five of six layers have a window and rotate with another base.
 
 import dataclasses
 
-from megatron_models.families.settings import Constant
+from megatron_models.families.settings import Constant, Mapped
 from megatron_models.models.gpt.families import gemma2, llama
 from megatron_models.models.gpt.families.biases import attention_bias
 from megatron_models.models.gpt.families.local_rope import local_rope
@@ -24,7 +24,12 @@ FAMILY = dataclasses.replace(
     architectures=("Gemma3ForCausalLM",),
     model_type="gemma3_text",
     rows=(*gemma2.START_ROWS, *ATTENTION_ROWS, *llama.DENSE_ROWS, *llama.HEAD_ROWS),
-    settings={**gemma2.SETTINGS, "qk_layernorm": Constant(True)},
+    settings={
+        **gemma2.SETTINGS,
+        "vocab_size": Mapped("vocab_size", absent=262208),
+        "max_position_embeddings": Mapped("max_position_embeddings", absent=131072),
+        "qk_layernorm": Constant(True),
+    },
     custom=(
         _WINDOWS,
         local_rope(rope(1e6), base=1e4, name="rope_local_base_freq"),

@@ -33,6 +33,7 @@ FAMILY = Family(
         **llama.FAMILY.settings,
         "num_query_groups": Mapped("num_key_value_heads", absent=2),
         "kv_channels": Mapped("head_dim", absent=128),
+        "max_position_embeddings": Mapped("max_position_embeddings", absent=131072),
         "rotary_interleaved": Constant(True),
         "norm_epsilon": Mapped("rms_norm_eps", absent=1.5625e-7),
         "norm_placement": Constant("sandwich"),

@@ -4,8 +4,18 @@ Black et al., 2022; Biderman et al., 2023. The rows of ``query_key_value`` are g
 here.
 """
 
+from typing import Any, Final
+
 from megatron_models.families.family import UNTIED, Family, Operation, Row, Where
-from megatron_models.families.settings import Constant, Derived, Mapped, Translated
+from megatron_models.families.settings import (
+    Constant,
+    Custom,
+    Derived,
+    HFConfig,
+    Mapped,
+    Translated,
+    unsupported_hf_field,
+)
 from megatron_models.models.gpt.families.activations import activation
 from megatron_models.models.gpt.families.biases import attention_bias
 from megatron_models.models.gpt.families.rope import rope
@@ -57,6 +67,22 @@ _ROWS: tuple[Row, ...] = (
 )
 
 
+def _copies_from_hf(title: str, hf_config: HFConfig) -> dict[str, Any]:
+    """Checks the names of other families, which transformers 4 adds and no version reads."""
+    settings = hf_config.get("rope_parameters") or hf_config.get("rope_scaling")
+    settings = settings if isinstance(settings, dict) else {}
+    for copy, name, absent in _COPIES:
+        given, read = hf_config.get(copy), settings.get(copy, hf_config.get(name, absent))
+        if given is not None and given != read:
+            raise unsupported_hf_field(title, copy, given, [read])
+    return {}
+
+
+_COPIES: Final = (
+    ("rope_theta", "rotary_emb_base", 10000.0),
+    ("partial_rotary_factor", "rotary_pct", 0.25),
+)
+
 FAMILY = Family(
     name="gpt_neox",
     kind="gpt",
@@ -89,6 +115,7 @@ FAMILY = Family(
     custom=(
         rope(10000.0, percent=0.25, base_name="rotary_emb_base", percent_name="rotary_pct"),
         attention_bias(absent=True, mlp=True),
+        Custom((), tuple(copy for copy, *_ in _COPIES), _copies_from_hf, lambda _: {}),
     ),
     # Older names of dropout rates.
     without_effect=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),

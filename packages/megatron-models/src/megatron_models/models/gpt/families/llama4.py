@@ -6,6 +6,7 @@ Rotary pairs are neighbouring channels. A token uses a shared expert, and others
 multiplied by the sigmoid of their logits.
 """
 
+import dataclasses
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -77,10 +78,17 @@ _ROWS: tuple[Row, ...] = (
 )
 
 
+def _no_rope_from_hf(title: str, hf_config: HFConfig) -> Mapping[str, Any]:
+    """Reads an empty list of layers like null, as transformers does."""
+    if hf_config.get("no_rope_layers") == []:
+        hf_config = {**hf_config, "no_rope_layers": None}
+    return NO_ROPE.read(title, hf_config)
+
+
 def _rotated(hf_config: HFConfig, count: int) -> Sequence[bool]:
     """Returns the layers with rotary positions, which attend within chunks in older files."""
     listed = hf_config.get("no_rope_layers")
-    if isinstance(listed, list):
+    if listed and isinstance(listed, list):
         return [bool(each) for each in listed[:count]]
     interval = hf_config.get("no_rope_layer_interval", _INTERVAL)
     if type(interval) is not int or interval < 1:
@@ -187,7 +195,7 @@ FAMILY = Family(
     },
     custom=(
         rope(500000.0),
-        NO_ROPE,
+        dataclasses.replace(NO_ROPE, read=_no_rope_from_hf),
         windows(
             _rotated,
             name="attention_chunk_size",
@@ -215,9 +223,12 @@ FAMILY = Family(
         ),
         Custom(("moe_router_norm_topk_prob",), (), read=_weights_from_hf, write=_weights_to_hf),
     ),
-    # Losses and noise of the router belong to training.
+    # Losses and noise of the router belong to training; the last is a note for a library.
     without_effect=frozenset(
-        {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
+        {
+            *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+            "for_llm_compressor",
+        }
     ),
     exported_constants={"attention_dropout": 0.0},
     ignored=llama.FAMILY.ignored[:1],

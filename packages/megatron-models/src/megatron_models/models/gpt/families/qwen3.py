@@ -39,6 +39,7 @@ FAMILY = Family(
         "qk_layernorm": Constant(True),
     },
     custom=(rope(10000.0), WINDOWS, attention_bias(absent=False, mlp=False)),
+    neutral={"use_qk_norm": (True,)},
     exported_constants={"attention_dropout": 0.0},
     ignored=llama.FAMILY.ignored,
     prefix="model.",

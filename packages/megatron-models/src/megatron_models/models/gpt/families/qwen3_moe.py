@@ -143,6 +143,8 @@ FAMILY = Family(
         experts(128),
         LAYERS,
     ),
+    # Options of other Qwen models, in the files of Qwen3-Coder.
+    neutral={"use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
     # Losses of the router belong to training.
     without_effect=frozenset({"output_router_logits", "router_aux_loss_coef"}),
     exported_constants={"attention_dropout": 0.0},

@@ -225,7 +225,7 @@ def _read_longrope(title: str, hf_config: HFConfig, given: Mapping[str, Any]) ->
                 f"{hf_name} of the rotary settings is {reprlib.repr(factors)}, not a list of "
                 "numbers"
             )
-        fields[name] = ",".join(map(repr, factors))
+        fields[name] = ",".join(repr(float(x)) for x in factors)
     return fields
 
 

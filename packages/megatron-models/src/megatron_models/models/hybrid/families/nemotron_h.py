@@ -200,6 +200,10 @@ FAMILY = Family(
         "tie_word_embeddings": (False,),  # transformers does not tie them
         "n_shared_experts": (1,),
         "num_nextn_predict_layers": (0,),
+        # Other names of head_dim and layer_norm_epsilon, with the values of both if absent.
+        "attention_head_dim": (128,),
+        "norm_eps": (1e-5,),
+        "rms_norm_eps": (1e-5,),
     },
     # Chunks and kernels of the scan, its cache, initial values, and fields that transformers
     # does not read.
@@ -209,6 +213,7 @@ FAMILY = Family(
             *("rescale_prenorm_residual", "residual_in_fp32", "time_step_max", "time_step_floor"),
             *("time_step_limit", "expand", "mamba_proj_bias", "moe_shared_expert_overlap"),
             *("mtp_layers_block_type", "output_router_logits", "num_hidden_layers"),
+            *("mtp_hybrid_override_pattern", "time_step_rank", "rope_theta"),
         }
     ),
     exported_constants={
@@ -217,4 +222,9 @@ FAMILY = Family(
         "tie_word_embeddings": False,
     },
     prefix="backbone.",
+    published_code={
+        "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
+        "AutoModel": "modeling_nemotron_h.NemotronHForCausalLM",
+        "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
+    },
 )

@@ -103,7 +103,7 @@ FAMILY = Family(
             lambda config: {},
         ),
     ),
-    neutral={"hidden_act": ("silu", "swish")},
+    neutral={"hidden_act": ("silu", "swish"), "rms_norm": (True,)},
     # Chunks of the scan, precision of the residual stream, and initial values.
     without_effect=frozenset(
         {
