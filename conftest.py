@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 from longest_files import longest_first
+from sampled_cases import mark_unsampled
 
 # Outputs of a custom operation that share memory are an error of compiled code, as they are where
 # CI is set; elsewhere torch 2.13 only warns. torch reads this when it is imported.
@@ -26,9 +27,11 @@ def pytest_configure() -> None:
     settings.load_profile("clockless")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Orders the files for processes of pytest-xdist (`--no-loadscope-reorder`)."""
-    if hasattr(config, "workerinput"):
+    """Marks cases of tests that are `sampled`; orders the files for processes of pytest-xdist."""
+    mark_unsampled(items)
+    if hasattr(config, "workerinput"):  # with --no-loadscope-reorder
         items[:] = longest_first(items)
 
 
