@@ -7,7 +7,8 @@ step, evaluations, output, files, and some calls that have no other visible effe
 `config.yaml`.
 
 A run with the flag must succeed. Only for the flags in `REFUSALS` is an error the expected effect.
-test_flags_on_ranks.py covers the flags that one rank refuses.
+test_flags_on_ranks.py covers the flags that one rank refuses. `nox -s tests` tries one flag in
+three.
 """
 
 import json
@@ -932,6 +933,7 @@ def test_equal_runs_compare_equal(prepared, tmp_path, capsys):
     assert len(first["records"]) == 10  # start, 4 steps, 2 log lines, validation, test, end
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("key", EFFECTS)
 def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
     context, change = EFFECTS[key]
@@ -974,6 +976,7 @@ ALIAS_VALUES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "flag",
     # One is for hybrid models: integration_tests/test_recurrent_runs.py.

@@ -1,7 +1,8 @@
 """Tests of which `nox -s tests` runs one case in n: `@pytest.mark.sampled(n)`."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
+from zlib import crc32
 
 import pytest
 
@@ -9,20 +10,22 @@ import pytest
 def mark_unsampled(tests: Sequence[pytest.Item]) -> None:
     """Marks all but each n-th case of a sampled test as slow.
 
-    The cases of a test are counted in the order of collection, from the first. A case with marks of
-    its own that is slow already is not counted.
+    Which of the first n cases comes first depends on the name of the test, so that the tests of a
+    file together run all values of a fixture that they share. A case that is slow by a mark of its
+    own is not counted.
 
     Raises:
         pytest.UsageError: The number of a mark is not an integer above 1.
     """
-    counted: Counter[str] = Counter()
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for test in tests:
-        mark = test.get_closest_marker("sampled")
-        if mark is None or test.get_closest_marker("slow") is not None:
-            continue
-        if len(mark.args) != 1 or type(mark.args[0]) is not int or mark.args[0] < 2:
-            raise pytest.UsageError(f"{test.nodeid}: sampled needs an integer of at least 2")
-        name = test.nodeid.partition("[")[0]
-        if counted[name] % mark.args[0]:
-            test.add_marker(pytest.mark.slow)
-        counted[name] += 1
+        if test.get_closest_marker("sampled") and not test.get_closest_marker("slow"):
+            cases[test.nodeid.partition("[")[0]].append(test)
+    for name, group in cases.items():
+        mark = group[0].get_closest_marker("sampled")
+        if mark is None or len(mark.args) != 1 or type(mark.args[0]) is not int or mark.args[0] < 2:
+            raise pytest.UsageError(f"{name}: sampled needs an integer of at least 2")
+        first = crc32(name.encode()) % min(mark.args[0], len(group))
+        for index, test in enumerate(group):
+            if index % mark.args[0] != first:
+                test.add_marker(pytest.mark.slow)

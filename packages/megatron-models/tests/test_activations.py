@@ -84,6 +84,7 @@ def of_cpu(config: GPTConfig, dtype: torch.dtype, dropout: bool) -> SavedBytes:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
 def test_every_term_equals_the_counted_bytes(config, dtype, dropout):
@@ -218,6 +219,7 @@ def test_the_constants_of_the_paper():
 CUT = replace(FULL[0], distribute_saved_activations=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "sequence_parallel"),
     [

@@ -17,6 +17,8 @@ from megatron_parallel import (
     parameter_views,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 
 @pytest.fixture
 def mesh():

@@ -16,6 +16,8 @@ from megatron_models.placement import Placement
 from megatron_parallel import DropoutKey, Mesh
 from megatron_parallel.dropout import keep_mask
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def inverse_frequencies(config):
     dim = config.rotary_dim
