@@ -93,3 +93,21 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
     with durable.create_file(tmp_path / "file") as descriptor:
         durable.write_all(descriptor, b"0123456789")
     assert (tmp_path / "file").read_bytes() == b"0123456789"
+
+
+def test_no_descriptor_stays_open(tmp_path):
+    def opened():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = opened()
+    (tmp_path / "made.tmp-0123456789ab").mkdir()
+    with durable.create_folder(tmp_path / "made"):
+        pass
+    with pytest.raises(KeyboardInterrupt), durable.create_folder(tmp_path / "other"):
+        raise KeyboardInterrupt
+    durable.replace_file(tmp_path / "file", b"x")
+    durable.sync_tree(tmp_path)
+    held = durable._lock_folder(tmp_path / "made")
+    assert durable._lock_folder(tmp_path / "made") is None and opened() == before + 1
+    os.close(held)
+    assert opened() == before

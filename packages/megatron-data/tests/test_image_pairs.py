@@ -7,7 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_data import ByteTokenizer, DataError, IndexedDataset, build_gpt_datasets, merge
+from megatron_data import (
+    ByteTokenizer,
+    DataError,
+    IndexedDataset,
+    build_gpt_datasets,
+    merge,
+    verify,
+)
 from megatron_data.cli import main
 from megatron_data.indexed import pack_image, unpack_image
 from megatron_data.indexed.images import image_format
@@ -133,6 +140,30 @@ def test_images_up_to_a_size_are_read(pairs: Path, tmp_path: Path) -> None:
         )
     with pytest.raises(DataError, match="--max-image-bytes 0; give at least 1"):
         tokenize_image_pairs([pairs], tmp_path / "o", ByteTokenizer(), max_image_bytes=0)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_the_start_of_each_image_is_checked_in_every_block(
+    size: int, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize_image_pairs([pairs], tmp_path / "o", ByteTokenizer())
+    prefix = f"{tmp_path}/o_image_text"
+    dataset = IndexedDataset(prefix)
+    whole = np.concatenate(list(dataset.scan()))
+    starts = (dataset.sequence_pointers // whole.itemsize).tolist()
+    monkeypatch.setattr(
+        IndexedDataset,
+        "scan",
+        lambda self: (values[at : at + size] for at in range(0, len(values), size)),
+    )
+    values = whole
+    assert verify(prefix).counts.images == 3
+    for number, start in enumerate(starts):
+        if number % 2:  # documents are a text and an image
+            values = whole.copy()
+            values[start] = 4
+            with pytest.raises(DataError, match=f"sequence {number} is not an image: .* with 4,"):
+                verify(prefix)
 
 
 def test_the_command_and_what_inspect_shows(

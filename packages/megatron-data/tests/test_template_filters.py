@@ -82,3 +82,14 @@ def test_json_may_be_indented(indent):
 def test_filters_without_use_or_bound_are_missing(name):
     with pytest.raises(DataError, match=name):
         rendered(f"{{{{ 'a' | {name} }}}}")
+
+
+def test_the_characters_of_a_text_count_together():
+    limits = TemplateLimits(steps=1_000_000, characters=2000)
+    for count, fits in ((500, True), (501, False)):
+        template = ChatTemplate(f"{{% for i in range({count}) %}}four{{% endfor %}}", limits=limits)
+        if fits:
+            assert template.render([], return_assistant_spans=False).text == "four" * count
+            continue
+        with pytest.raises(DataError, match="characters"):
+            template.render([], return_assistant_spans=False)

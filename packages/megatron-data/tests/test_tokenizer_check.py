@@ -1,5 +1,6 @@
 """Datasets of another tokenizer are refused, and so are outputs that exist."""
 
+import json
 import logging
 import pickle
 from collections.abc import Callable
@@ -74,6 +75,9 @@ def test_sources_without_a_manifest_are_named_in_one_line(
     assert line.startswith(f"{foreign} and 1 more: without a manifest (.meta.json)")
 
 
+CONFIG, BASE = "tokenizer_config.json", "megatron_base_fingerprint"
+
+
 def test_the_fingerprint_survives_saving_and_added_tokens(
     make: Callable[[str, Tokenizer], str], tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
@@ -83,6 +87,10 @@ def test_the_fingerprint_survives_saving_and_added_tokens(
     check_tokenizer(corpus, load_tokenizer(tmp_path / "saved"))
     extended = tokenizer.with_special_tokens(["<fim_prefix>"]).with_special_tokens(["<x>"])
     check_tokenizer(corpus, extended)
+    extended.save(tmp_path / "extended")
+    check_tokenizer(corpus, load_tokenizer(tmp_path / "extended"))
+    again = [json.loads((tmp_path / name / CONFIG).read_text()) for name in ("saved", "extended")]
+    assert [config.get(BASE) for config in again] == [None, tokenizer.fingerprint]
     with pytest.raises(TokenizerMismatchError):
         check_tokenizer(make("b", extended), tokenizer)
     with pytest.raises(TokenizerMismatchError):

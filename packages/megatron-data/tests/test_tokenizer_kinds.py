@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from megatron_data import (
+    ByteTokenizer,
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
@@ -18,6 +19,7 @@ from megatron_data import (
 )
 from megatron_data.cli.main import main
 from megatron_data.tokenizers import SentencePieceTokenizer, TikTokenizer
+from megatron_data.tokenizers.plain import SEGMENT_CHARACTERS
 from megatron_data.tokenizers.tik_token import PATTERNS, SPECIAL_TOKENS
 
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -109,6 +111,9 @@ def test_megatrons_added_tokens_and_the_sentinels_of_t5(model: Path) -> None:
     assert ours.decode(expected).replace(" ", "") == text.replace(" ", "")
     with pytest.raises(DataError, match="token 428 is out of range; token ids are 0 to 427"):
         ours.decode([428])
+    for tokens, wrong in (([3, 428, 0], 428), ([3, -1, 7], -1), ([-1, 428], 428)):
+        with pytest.raises(DataError, match=f"token {wrong} is out of range"):
+            ours.decode(tokens)
     assert ours.token_id("<CLS>") == 420 and ours.token_id("no such piece") is None
 
 
@@ -269,3 +274,10 @@ def test_the_command_line_takes_every_kind(
             for number in (0, 7, 299):
                 expected = [*tokenizer.encode(texts[number]), tokenizer.eod_id]
                 np.testing.assert_array_equal(dataset[number], expected)
+
+
+def test_long_texts_are_split_into_segments_with_the_same_tokens():
+    text = "ab\u00fc" * (SEGMENT_CHARACTERS // 2)
+    segments = list(ByteTokenizer().split_text(text))
+    assert [len(each) for each in segments] == [1 << 18, (3 << 17) - (1 << 18)]
+    assert "".join(segments) == text and list(ByteTokenizer().split_text("")) == []

@@ -12,6 +12,7 @@ from megatron_train.prove.compare import (
     first_deviation,
     joined,
     relative,
+    rerouted,
 )
 from megatron_train.prove.planting import planting
 from megatron_train.prove.record import Outcome, Piece
@@ -105,3 +106,23 @@ def test_a_planted_function_is_replaced_until_the_end_of_the_block() -> None:
         assert Base().value() == 1
         raise KeyError
     assert Derived().value() == 1 and "value" not in vars(Derived)
+
+
+def test_tokens_with_other_experts_are_counted() -> None:
+    experts = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3]])
+    whole = replace(WHOLE, routes={(0, 0, 0): experts, (2, 1, 0): experts})
+
+    def ranks(first: Tensor, second: Tensor) -> list[Outcome]:
+        """Returns ranks that hold the slices of a sequence in no order."""
+        routes = {(0, 0, 2): first[2:], (2, 1, 0): second[:2]}, {(0, 0, 0): first[:2]}
+        return [replace(WHOLE, routes=routes[0]), replace(WHOLE, routes=routes[1])]
+
+    late = {(2, 1, 2): experts[2:]}
+    found = [*ranks(experts, experts), replace(WHOLE, routes=late)]
+    assert rerouted(found, whole) == 0
+    other = experts.clone()
+    other[0, 0], other[1], other[3, 1] = 3, torch.tensor([3, 2]), 0  # three tokens, four experts
+    assert rerouted([*ranks(other, experts), replace(WHOLE, routes=late)], whole) == 3
+    assert rerouted([*ranks(other, other), replace(WHOLE, routes=late)], whole) == 5
+    assert rerouted(ranks(experts, experts), whole) == 4  # a slice is missing
+    assert rerouted([WHOLE], whole) == 8
