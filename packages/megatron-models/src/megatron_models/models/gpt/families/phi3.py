@@ -51,6 +51,7 @@ FAMILY = Family(
             kinds=("longrope",),
             percent=1.0,
             aliases={"su": "longrope", "yarn": "longrope"},  # of older files
+            original=4096,
         ),
         windows(listed=False),
     ),

@@ -57,6 +57,7 @@ class _Rope:
     aliases: Mapping[str, str] = field(default_factory=dict)
     base_name: str = "rope_theta"
     percent_name: str = "partial_rotary_factor"
+    original: int | None = None
 
     def kind(self, given: Mapping[str, Any]) -> str:
         """Returns the type of scaling. Refuses types that the family does not have."""
@@ -71,6 +72,8 @@ class _Rope:
 
     def read(self, title: str, hf_config: HFConfig) -> dict[str, Any]:
         """Returns our fields."""
+        if self.original is not None:
+            hf_config = {_ORIGINAL: self.original, **hf_config}
         given = _rope_parameters(hf_config, self)
         base = given.get("rope_theta")
         fields: dict[str, Any] = {"rotary_base": self.base if base is None else base}
@@ -297,6 +300,7 @@ def rope(
     aliases: Mapping[str, str] | None = None,
     base_name: str = "rope_theta",
     percent_name: str = "partial_rotary_factor",
+    original: int | None = None,
 ) -> Custom:
     """Returns the setting of rotary positions, with or without scaling.
 
@@ -309,6 +313,7 @@ def rope(
         aliases: Other names of types in the family's files, such as ``{"su": "longrope"}``.
         base_name: Name of the base outside the rotary settings.
         percent_name: Name of the rotated fraction outside the rotary settings.
+        original: Original length of a file without one. Defaults to its number of positions.
     """
     names = _Rope(
         base=base,
@@ -318,6 +323,7 @@ def rope(
         aliases=aliases or {},
         base_name=base_name,
         percent_name=percent_name,
+        original=original,
     )
     share = percent is not None
     return Custom(
