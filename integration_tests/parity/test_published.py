@@ -19,20 +19,17 @@ from families.case import cases
 from families.published import Published, published
 from families.theirs import in_dtype, their_model, write
 from megatron_ckpt.families import detect_family
-from megatron_models import ConfigError
 from torch import nn
 
 FAST = ("falcon", "gemma3", "gpt_neox", "llama4", "phi3", "t5")
 """Families with spellings that others do not have: copies of fields, absent and empty ones."""
 
 
-def each(*, convert: bool) -> Any:
-    """Parametrizes a test over published configurations, or over those that can be converted."""
+def each() -> Any:
+    """Parametrizes a test over published configurations; one of each family of `FAST` is fast."""
     seen, params = set(), []
     for one in published():
-        if convert and one.refused:
-            continue
-        fast = not convert or (one.family in FAST and one.family not in seen)
+        fast = one.family in FAST and one.family not in seen
         seen.add(one.family)
         name = f"{one.family}-{one.model.rpartition('/')[2]}"
         params.append(pytest.param(one, id=name, marks=() if fast else (pytest.mark.slow,)))
@@ -59,20 +56,16 @@ def test_every_family_has_a_published_configuration_and_none_has_more_than_three
     assert all(one.source for one in published())
 
 
-@each(convert=False)
+@pytest.mark.parametrize("one", published(), ids=lambda one: one.model)
 def test_published_configurations_are_read_in_their_sizes(one: Published) -> None:
     config = {name: one.config[name] for name in one.config if name != "quantization_config"}
     family = detect_family(config["architectures"])
-    if one.refused:
-        with pytest.raises(ConfigError, match=f"'{one.refused}' = "):
-            family.config_from_hf(config)
-        return
     found: Any = family.config_from_hf(config)
     assert found.hidden_size == config.get("hidden_size") or found.hidden_size in config.values()
     assert found.vocab_size == config.get("vocab_size", found.vocab_size)
 
 
-@each(convert=True)
+@each()
 def test_small_models_of_published_configurations_are_equal(one: Published, tmp_path: Path) -> None:
     theirs, kind = their_small_model(one), one.case.kind
     source = write(theirs, tmp_path / "theirs")

@@ -38,7 +38,6 @@ SIZES: Mapping[str, int] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
-    "moe_latent_size": 24,
     "mamba_num_heads": 8,
     "n_groups": 2,
     "num_nextn_predict_layers": 0,
@@ -69,7 +68,6 @@ class Published:
         model: Name of the model on the hub.
         source: Repository and path of the public copy.
         note: How the values differ from those of the copy. Defaults to none.
-        refused: The field that this repository does not support. Defaults to none.
         config: Content of the ``config.json``.
     """
 
@@ -77,7 +75,6 @@ class Published:
     model: str
     source: str
     note: str
-    refused: str
     config: Mapping[str, Any]
 
     @property
@@ -110,7 +107,7 @@ def published() -> tuple[Published, ...]:
 def _read() -> Iterator[Published]:
     for path in sorted(FOLDER.glob("*.json")):
         for row in json.loads(path.read_text()):
-            yield Published(path.stem, **{"note": "", "refused": "", **row})
+            yield Published(path.stem, **{"note": "", **row})
 
 
 def shrunken(config: Mapping[str, Any]) -> dict[str, Any]:
