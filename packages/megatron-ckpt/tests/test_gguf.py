@@ -439,6 +439,9 @@ EXPERTS = {"expert_count": np.uint32(8)}
 WRONG = {
     "expert_count is 8": {"llama": EXPERTS},
     "sliding_window is 4": {"llama": {"attention.sliding_window": np.uint32(4)}},
+    "expert_count is 8 and llama.attention.sliding_window is 4, which is not": {
+        "llama": {**EXPERTS, "attention.sliding_window": np.uint32(4)}
+    },
     "rope.dimension_count is 4, but heads have 8": {
         "llama": {"rope.dimension_count": np.uint32(4)}
     },

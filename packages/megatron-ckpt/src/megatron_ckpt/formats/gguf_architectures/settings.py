@@ -1,5 +1,6 @@
 """The settings in the metadata of a GGUF file, as fields of ``config.json``."""
 
+import reprlib
 from collections.abc import Collection
 from typing import Any
 
@@ -68,18 +69,21 @@ class Settings:
         """Refuses keys of the architecture that neither this class nor ``known`` has.
 
         Raises:
-            CheckpointError: Names the first key whose value is not 0 or empty.
+            CheckpointError: Names all keys whose value is not 0 or empty.
         """
+        refused = []
         for key in self._file.keys():  # noqa: SIM118 - the file is not a mapping
             setting = key.removeprefix(self._prefix)
             if setting == key or setting in _NUMBERS or setting in _OTHERS or setting in known:
                 continue
             value = self._file.get(key)
             if value:  # dense models have expert_count and similar keys with the value 0
-                raise CheckpointError(
-                    f"{self._file.path}: {key} is {value!r}, which is not supported for GGUF "
-                    "files; import the safetensors of the model"
-                )
+                refused.append(f"{key} is {reprlib.repr(value)}")
+        if refused:
+            raise CheckpointError(
+                f"{self._file.path}: {' and '.join(refused)}, which is not supported for GGUF "
+                "files; import the safetensors of the model"
+            )
 
     def shape(self) -> dict[str, Any]:
         """Returns the sizes, the epsilon of the norms and whether the embeddings are tied.
