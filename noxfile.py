@@ -179,7 +179,7 @@ def build_wheels(session: nox.Session) -> None:
 
 @job(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Runs all checks of a landing (at most 15 minutes on 2 cores) and prints their times."""
+    """Runs all checks of a landing (at most 16 minutes on 2 cores) and prints their times."""
     run_checks(session, session.posargs)
 
 

@@ -46,6 +46,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton here")
 def test_compiled_steps_move_no_more_than_those_of_a_loop_by_hand():
     path = os.pathsep.join(str(ROOT / folder) for folder in ("tooling", "tooling/bench"))

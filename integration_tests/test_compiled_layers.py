@@ -151,6 +151,7 @@ def test_layers_of_fully_sharded_models_are_compiled(patient_pool):
         assert compiled == pytest.approx(plain, rel=1e-11)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scope", ["layer", pytest.param("stage", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "recipe",

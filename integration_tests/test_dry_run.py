@@ -60,6 +60,7 @@ def measured_peak(mesh: Mesh, run: RunConfig) -> int:
     return peak
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [name if name in ("one rank", "pp2") else pytest.param(name, marks=SLOW) for name in LAYOUTS],

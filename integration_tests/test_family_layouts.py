@@ -64,6 +64,7 @@ def test_the_settings_of_a_case_fit_the_layouts(case: FamilyCase) -> None:
             config.check_layout(every_layout(case)[axis].layout)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "axis"), named(sampled()))
 def test_few_steps_equal_one_rank(worker_pool: WorkerPool, case: FamilyCase, axis: str) -> None:
     found = layout(worker_pool, case, axis, FEW)

@@ -126,6 +126,7 @@ def on_one_rank() -> dict[str, list]:
 SLOW = ("tp2-sequence-overlap", "experts-cp2-ep2")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
 )

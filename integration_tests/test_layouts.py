@@ -116,6 +116,7 @@ def test_masks_are_unequal_between_ranks_and_micro_batches():
     assert all(len(set(counts)) == case.accumulation == 4 for counts in kept)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("title", [case.title for case in CASES if case.title in SAMPLE])
 def test_few_steps_of_a_layout_equal_one_rank(worker_pool, title):
     found = prove(worker_pool, BY_TITLE[title], steps=FEW)

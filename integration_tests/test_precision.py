@@ -130,6 +130,7 @@ def test_offloaded_state_leaves_the_device_and_costs_one_wait(command, run_comma
     sizes = (
         "gpt --mock-data --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 32 "
         "--vocab-size 512 --global-batch-size 2 --micro-batch-size 1 --bf16 --json "
+        "--hidden-dropout 0 --attention-dropout 0 "
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
     )
     line = command(f"megatron-train dry-run {sizes} --eval-iters 0 --train-iters 2")

@@ -140,6 +140,7 @@ FLAGS = megatron_flags()
 COMMANDS = sorted({command for flag in FLAGS.values() for command in flag.commands})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_accepts_the_flags_of_the_table(command):
     said = {flag.flag for flag in FLAGS.values() if command in flag.commands}

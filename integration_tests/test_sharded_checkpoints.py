@@ -41,6 +41,7 @@ def carry_on(mesh: Mesh, case: Case, folder: Path, steps: int, dtype: torch.dtyp
     return pieces(views_of(trainer))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [

@@ -27,6 +27,7 @@ def test_every_kind_of_parallelism_is_counted():
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "job",
     [

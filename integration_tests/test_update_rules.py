@@ -111,6 +111,7 @@ def test_a_run_prints_the_parameter_groups_of_all_its_ranks(tmp_path, preloaded)
 def test_a_step_of_lion_never_waits_and_has_one_state_tensor(tmp_path):
     shape = RUN.split("--train-iters", maxsplit=1)[0]
     command = f"dry-run gpt {shape} --vocab-size 40 --optimizer lion --on cuda --json"
+    command += " --hidden-dropout 0 --attention-dropout 0"
     # A forked process cannot imagine a CUDA device.
     done = subprocess.run([*PROGRAM, *command.split()], **options(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -10,11 +10,12 @@ from typing import Protocol
 
 LONGEST = (
     "integration_tests/test_layouts.py",
+    "integration_tests/test_compiled_layers.py",
+    "integration_tests/test_docs_commands.py",
     "integration_tests/test_flags_have_effect.py",
     "integration_tests/test_device.py",
     "integration_tests/test_ranks_fail.py",
     "integration_tests/test_pretrain_on_ranks.py",
-    "integration_tests/test_docs_commands.py",
     "integration_tests/test_family_layouts.py",
     "integration_tests/test_expert_waits.py",
     "integration_tests/test_precision.py",
@@ -24,7 +25,6 @@ LONGEST = (
     "integration_tests/test_ctrl_c.py",
     "integration_tests/test_dry_run.py",
     "integration_tests/test_traffic.py",
-    "integration_tests/test_compiled_layers.py",
     "integration_tests/test_saved_activations.py",
     "integration_tests/test_update_rules.py",
     "integration_tests/test_recurrent_runs.py",
