@@ -9,6 +9,8 @@ calculators = pytest.importorskip("megatron.core.num_microbatches_calculator")
 
 
 def test_sizes_of_random_ramps_are_equal() -> None:
+    if not hasattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator"):
+        pytest.skip("megatron-core 0.19 has steps in the place of ramps")
     choose = random.Random(0)
     for _ in range(100):
         start, increment = choose.randint(1, 64), choose.randint(1, 64)
@@ -40,3 +42,22 @@ def test_rounded_sizes_of_constant_batches_are_equal() -> None:
         ours = BatchSizeSchedule.constant(size, micro * ranks)
         assert ours.at(0) == theirs.get_current_running_global_batch_size()
         assert ours.at(0) // (micro * ranks) == theirs.get()
+
+
+def test_sizes_of_random_steps_are_equal() -> None:
+    if not hasattr(calculators, "StepBatchsizeNumMicroBatchesCalculator"):
+        pytest.skip("this megatron-core has no schedules of steps")
+    choose = random.Random(2)
+    for _ in range(100):
+        micro, ranks, length = (choose.randint(1, 4) for _ in range(3))
+        firsts = [0, *sorted(choose.sample(range(1, 10**5), choose.randint(1, 5)))]
+        sizes = [micro * ranks * choose.randint(1, 20) for _ in firsts]
+        words = [f"{n * length}:{size}" for n, size in zip(firsts, sizes, strict=True)]
+        theirs = calculators.StepBatchsizeNumMicroBatchesCalculator(
+            micro, ranks, False, 1, " ".join(words), length
+        )
+        ours = BatchSizeSchedule.stepped(words, length)
+        edges = [n + shift for n in firsts for shift in (-1, 0, 1) if n + shift >= 0]
+        for consumed in edges:
+            theirs.update(consumed, consistency_check=False)
+            assert ours.at(consumed) == theirs.get_current_running_global_batch_size()

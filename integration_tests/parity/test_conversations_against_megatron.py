@@ -7,6 +7,7 @@ Releases of megatron-core up to 0.16 lack these classes and skip this module.
 import copy
 import json
 import re
+from importlib.metadata import version
 
 import pytest
 import tokenizers
@@ -92,8 +93,10 @@ def test_prompt_formats(folder_of, prompt_format):
     folder = folder_of(prompt_format)
     ours = SFTTokenizer.load(folder, prompt_format)
     theirs = of_sft.SFTTokenizer(str(folder), prompt_format)
+    core = tuple(map(int, version("megatron-core").split(".")[:2]))
+    counts_all = ("default", "identity") if core >= (0, 19) else ("default",)
     for conversation in CONVERSATIONS:
-        compare(ours, theirs, conversation, "all" if prompt_format == "default" else "assistant")
+        compare(ours, theirs, conversation, "all" if prompt_format in counts_all else "assistant")
     assert (ours.pad_id, ours.bos_id, ours.eod_id) == (theirs.pad_id, theirs.bos_id, theirs.eod)
     assert ours.encode("Hello! <s>") == theirs.text_to_ids("Hello! <s>")
     assert ours.vocab_size == theirs.vocab_size
@@ -104,7 +107,10 @@ def test_prompt_formats(folder_of, prompt_format):
 def test_prompt_formats_with_images(folder_of, prompt_format, image_tag):
     folder = folder_of(prompt_format)
     names = ["<image>", "<Image>", "</Image>"]
-    theirs = of_images.MegatronMultimodalTokenizer(str(folder), prompt_format, names, image_tag)
+    try:
+        theirs = of_images.MegatronMultimodalTokenizer(str(folder), prompt_format, names, image_tag)
+    except NotImplementedError as error:
+        pytest.skip(f"this megatron-core has no such format: {error}")
     if prompt_format == "nemotron6-moe":  # its targets are not available
         theirs._prompt_config.assistant_prefix_len = 3
     ours = MultimodalTokenizer.load(
@@ -116,7 +122,9 @@ def test_prompt_formats_with_images(folder_of, prompt_format, image_tag):
     before = [ours.bos_id] if prompt_format == "nvlm-yi-34b" else []  # texts get none of ours
     assert before + ours.encode(text) == theirs.tokenize(text)
     assert ours.encode_batch([text]) == [ours.encode(text)]
-    assert (ours.pad_id, ours.bos_id, ours.eod_id) == (theirs.pad, theirs.bos, theirs.eod)
+    assert (ours.pad_id, ours.eod_id) == (theirs.pad, theirs.eod)
+    bos = theirs.bos if hasattr(theirs, "bos") else theirs.tokenizer.bos_token_id  # not in 0.19
+    assert ours.bos_id == bos
     assert ours.image_id == theirs.convert_tokens_to_ids("<image>")
     assert ours.vocab_size == theirs.vocab_size + 3  # Megatron's tokenizer omits added tokens
 

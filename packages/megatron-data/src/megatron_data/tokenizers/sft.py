@@ -30,7 +30,8 @@ class SFTTokenizer(WrappedTokenizer):
     Conversations get Megatron's tokens. The loss counts a token if the assistant wrote any of its
     characters. Megatron instead tokenizes every turn separately, refuses conversations in which a
     token spans two turns, and assumes that an answer begins after a fixed number of tokens. With
-    the format "default", Megatron counts every token (`loss="all"` here).
+    the format "default", and since 0.19 "identity", Megatron counts every token (`loss="all"`
+    here).
 
     Args:
         reference: The tokenizer for texts.
