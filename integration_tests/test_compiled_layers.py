@@ -37,6 +37,8 @@ CONFIG = GPTConfig(
     activation="swiglu",
 )
 
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
 
 def engine(
     mesh: Mesh, hidden_dropout: float, data_parallel=None, attention_dropout=0.0, **options
@@ -73,15 +75,15 @@ def patient_pool():
         yield pool
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """Traces functions instead of generating code for them, which takes much longer."""
+@pytest.fixture(params=BACKENDS)
+def compiler(request, monkeypatch):
+    """Traces functions, and in slow tests also generates code for them, which takes much longer."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))
 
 
-def test_equal_layers_share_one_graph_and_nothing_else_changes(traced):
+def test_equal_layers_share_one_graph_and_nothing_else_changes(compiler):
     drops = {"hidden_dropout": 0.25, "attention_dropout": 0.25}
     loss, expected = gradients(engine(Mesh.single(), **drops))
     compiled = engine(Mesh.single(), **drops, compile=True, compile_scope="layer")
@@ -134,10 +136,10 @@ def test_compiled_layers_run_backward_passes_in_halves(patient_pool):
             torch.testing.assert_close(compiled[1][name], gradient, rtol=1e-11, atol=1e-13)
 
 
-def by_layer_with_fsdp(mesh: Mesh) -> list[tuple[float, float]]:
+def by_layer_with_fsdp(mesh: Mesh, backend: str) -> list[tuple[float, float]]:
     """Returns loss and sum of squared gradients with and without compiled layers."""
     found = []
-    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+    with patch("torch.compile", partial(torch.compile, backend=backend)):
         for options in ({}, {"compile": True, "compile_scope": "layer"}):
             one = engine(mesh, 0.25, DataParallelConfig(use_torch_fsdp2=True), **options)
             loss, shards = gradients(one, seed=mesh.axis("dp").index)
@@ -146,8 +148,10 @@ def by_layer_with_fsdp(mesh: Mesh) -> list[tuple[float, float]]:
     return found
 
 
-def test_layers_of_fully_sharded_models_are_compiled(patient_pool):
-    for plain, compiled in patient_pool.run_mesh(ParallelLayout(dp=2), by_layer_with_fsdp):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_of_fully_sharded_models_are_compiled(patient_pool, backend):
+    layout = ParallelLayout(dp=2)
+    for plain, compiled in patient_pool.run_mesh(layout, by_layer_with_fsdp, backend):
         assert compiled == pytest.approx(plain, rel=1e-11)
 
 
@@ -161,7 +165,7 @@ def test_layers_of_fully_sharded_models_are_compiled(patient_pool):
         *(pytest.param(r, marks=pytest.mark.slow) for r in ("blockwise", "mxfp8")),
     ],
 )
-def test_weights_in_few_bits_are_converted_before_compiled_code_runs(traced, recipe, scope):
+def test_weights_in_few_bits_are_converted_before_compiled_code_runs(compiler, recipe, scope):
     """Compiled steps equal eager ones, after weights and scales changed between them."""
     few = LowPrecisionConfig(fp8_format="e4m3", fp8_recipe=recipe)
 

@@ -129,7 +129,7 @@ from megatron_models import GPT, GPTConfig, Placement
 from megatron_parallel import AuxiliaryLosses, Mesh
 
 found = []
-layers, cases = json.load(sys.stdin)
+layers, cases, backend = json.load(sys.stdin)
 for dispatcher, changes in cases:
     settings = dict(num_layers=layers, hidden_size=32, num_attention_heads=4, vocab_size=97)
     settings |= dict(max_position_embeddings=16, ffn_hidden_size=64, num_experts=4)
@@ -147,7 +147,7 @@ for dispatcher, changes in cases:
         return {name: float(value) for name, value in losses.sums.items()}, router.grad.tolist()
 
     torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     found.append([sums_and_gradient(compiled), sums_and_gradient(model)])
 print(json.dumps(found))
 """
@@ -158,18 +158,19 @@ BOUNDED = ("alltoall", {**ROOM, **LOSS, **BIASED})
 
 
 @pytest.mark.parametrize(
-    ("layers", "cases"),
+    ("layers", "cases", "backend"),
     [
-        (1, [GATED, BOUNDED]),
+        (1, [GATED], "aot_eager"),
         pytest.param(
-            *(2, [GATED, BOUNDED, ("alltoall", PADDED), ("allgather", CHOICE)]),
+            *(2, [GATED, BOUNDED, ("alltoall", PADDED), ("allgather", CHOICE)], "aot_eager"),
             marks=pytest.mark.slow,
         ),
+        pytest.param(1, [GATED, BOUNDED], "inductor", marks=pytest.mark.slow),
     ],
-    ids=["sample", "all"],
+    ids=["sample", "all", "generated"],
 )
-def test_experts_compile_as_one_graph_with_the_same_losses(layers, cases):
-    for case, (ours, eager) in zip(cases, run(GRAPHS, [layers, cases]), strict=True):
+def test_experts_compile_as_one_graph_with_the_same_losses(layers, cases, backend):
+    for case, (ours, eager) in zip(cases, run(GRAPHS, [layers, cases, backend]), strict=True):
         assert ours[0] == pytest.approx(eager[0], rel=1e-3), case
         for row, other in zip(ours[1], eager[1], strict=True):
             assert row == pytest.approx(other, rel=0.05, abs=1e-3), case

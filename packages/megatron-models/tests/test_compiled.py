@@ -70,11 +70,11 @@ from megatron_parallel import AuxiliaryLosses, Mesh
 from torch._dynamo.utils import counters
 
 config = GPTConfig(
-    num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=50, num_experts=4,
+    num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=50, num_experts=4,
     max_position_embeddings=16, make_vocab_size_divisible_by=1, moe_aux_loss_coeff=0.01,
 )
 model = GPT(config, Placement(Mesh.single(), dtype=getattr(torch, sys.argv[1])))
-compiled = torch.compile(model, dynamic=False, backend="aot_eager")
+compiled = torch.compile(model, dynamic=False, backend=sys.argv[2])
 graphs = []
 for _ in range(4):
     tokens = torch.randint(50, (2, 16))
@@ -97,10 +97,20 @@ assert len({*graphs}) == 1, graphs
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_experts_compile_once_and_give_the_same_gradients(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        ("float32", "aot_eager"),
+        pytest.param("bfloat16", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("float32", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_compile_once_and_give_the_same_gradients(dtype, backend):
     """Compares experts in a loop (float32), and in one kernel (bfloat16)."""
     done = subprocess.run(
-        [sys.executable, "-c", EXPERTS, dtype], capture_output=True, text=True, check=False
+        [sys.executable, "-c", EXPERTS, dtype, backend],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -59,7 +59,7 @@ def test_help_shows_the_groups_of_flags_in_a_page(capsys):
     assert [name for name, _ in rows] == list(sections())
     words = re.findall(r"^  \w+ +(\d+) (flags?) ", text, re.MULTILINE)
     assert all((number == "1") == (word == "flag") for number, word in words)
-    assert {"1", "2"} <= {number for number, _ in words}
+    assert "2" in {number for number, _ in words}
     assert int(dict(rows)["lora"]) == 3 and "--lora-rank, --lora-alpha" in text
     assert "--config FILE" in text and "example:" in text
     assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 100

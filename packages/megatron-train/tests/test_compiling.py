@@ -42,12 +42,14 @@ class Broken(Stage):
         return x * self.constant
 
 
-@pytest.fixture(autouse=True)
-def traced(monkeypatch):
-    """Traces functions instead of generating code for them, which takes much longer."""
+@pytest.fixture(
+    autouse=True, params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def compiler(request, monkeypatch):
+    """Traces functions, and in slow tests also generates code for them, which takes much longer."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))
 
 
 @pytest.mark.parametrize("kind", [Stage, Broken])

@@ -97,7 +97,7 @@ class ForeignModel:
         fields = json.loads(config.to_json())
         self.model = ModelRecord(kind.kind, kind.name, kind.config_version, fields)
         self.files = dict(source.files)
-        self.notes = source.notes
+        self.notes = source.notes()
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
         content = json.dumps([kind.name, self.model.config, shapes], sort_keys=True)
         self.digest = digest(content.encode())

@@ -4,6 +4,7 @@ The origin of a folder is unknown, so its files are opened through `megatron_ckp
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +57,10 @@ def open_folder(folder: Path) -> ModelSource:
     attachments |= {f"{HUGGINGFACE}/{name}": name for name in (CONFIG, GENERATION)}
     config = read_json(folder, CONFIG)
     scheme = find_scheme(config, str(folder / CONFIG))
-    files = find_weight_files(folder, config)
+    find_files = cache(partial(find_weight_files, folder, config))
 
     def open_all(prefix: str, former_endings: Mapping[str, str]) -> TensorSource:
-        stored = SafetensorsFolder(folder, files.names, prefix, former_endings)
+        stored = SafetensorsFolder(folder, find_files().names, prefix, former_endings)
         if scheme is None and (packed := [name for name in stored if stored.is_packed(name)]):
             raise CheckpointError(
                 f"{folder}: tensor {shorten(repr(packed[0]))} is stored in four bits, but "
@@ -79,7 +80,7 @@ def open_folder(folder: Path) -> ModelSource:
             for ours, name in attachments.items()
             if (folder / name).exists()
         },
-        notes=() if files.note is None else (files.note,),
+        notes=lambda: (note,) if (note := find_files().note) else (),
     )
 
 

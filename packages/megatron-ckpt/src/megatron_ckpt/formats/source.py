@@ -40,11 +40,11 @@ class ModelSource:
         open_tensors: Opens the tensors. Its arguments are the prefix that files of headless models
             leave out, and the present ones for endings of names in older files.
         files: The files that the checkpoint keeps, by their names there.
-        notes: Sentences about files that are not read. Defaults to none.
+        notes: Returns sentences about files of weights that are not read. Defaults to none.
     """
 
     where: Path
     config: Mapping[str, Any]
     open_tensors: Callable[[str, Mapping[str, str]], TensorSource]
     files: Mapping[str, Path | bytes]
-    notes: tuple[str, ...] = ()
+    notes: Callable[[], tuple[str, ...]] = tuple
