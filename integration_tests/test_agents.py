@@ -21,6 +21,7 @@ def runs_here(command: Command) -> bool:
     return not command.text.startswith(NOT_HERE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "command", [one for one in commands(PAGE) if runs_here(one)], ids=lambda one: one.text
 )

@@ -56,6 +56,7 @@ def name(page: Path) -> str:
 WITH_PYTHON = [page for page in PAGES if any(map(is_python, blocks(page.read_text())))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, preloaded: Preloaded) -> None:
     wrong = run_examples(page, tmp_path, preloaded)

@@ -38,6 +38,8 @@ from megatron_kernels.triton_kernels import norm as kernels
 from megatron_kernels.triton_kernels import paged_attention as kernels_of_pages
 from torch import Tensor
 
+pytestmark = pytest.mark.sampled(2)
+
 CPU, F64 = torch.device("cpu"), torch.float64
 TRITON = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
 DTYPES = (torch.float64, torch.bfloat16, torch.float32, torch.float16)

@@ -18,9 +18,10 @@ HERE = Path(__file__).parent
 
 
 @needs_triton
+@pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("script", ["triton_adam.py", "triton_adam_in_optimizer.py"])
-def test_the_kernel_in_tritons_interpreter_equals_torch(script: str) -> None:
-    run_interpreted(HERE / script, sample=True)
+def test_the_kernel_in_tritons_interpreter_equals_torch(script: str, sample: bool) -> None:
+    run_interpreted(HERE / script, sample=sample)
 
 
 BINARIES = """

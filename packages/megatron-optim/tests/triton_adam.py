@@ -16,6 +16,8 @@ from megatron_optim.address_tables import ALIGNED, CHUNK, FORMS, Tables
 from megatron_optim.triton_adam import TritonAdam
 from torch import Tensor
 
+pytestmark = pytest.mark.sampled(2)
+
 LR, BETAS, EPS, DECAY = 1e-2, (0.8, 0.95), 1e-6, 0.1
 SHAPES = ((7, 5), (0, 3), (), (1024,), (CHUNK,), (3, CHUNK + 341), (1023,))
 HALF = (torch.bfloat16, torch.float16)

@@ -34,6 +34,8 @@ from megatron_parallel import (
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.sampled(2)
+
 SHAPES = {"long": (37, 301), "square": (70, 70), "gain": (301,), "few": (3, 5)}
 BF16 = torch.bfloat16
 FORMATS = {

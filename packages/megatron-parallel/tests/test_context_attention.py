@@ -138,6 +138,7 @@ def all_errors(mesh: Mesh, names: list[str]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_kind_of_attention_equals_one_rank(worker_pool: WorkerPool, layout: str) -> None:
     for found in worker_pool.run_mesh(LAYOUTS[layout], all_errors, list(MASKS)):

@@ -215,6 +215,7 @@ def runs(schedule: str, layout: ParallelLayout, count: int) -> bool:
     return True
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("layout", "split", "schedule"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]

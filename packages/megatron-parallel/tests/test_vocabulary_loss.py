@@ -130,6 +130,7 @@ def step(
     return {"losses": losses.detach(), "x": x.grad, "gradients": gradients}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["plain", "biased", "fused", "lora"])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize(
