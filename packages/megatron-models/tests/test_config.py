@@ -108,10 +108,25 @@ def test_json_round_trip(config):
     assert GPTConfig.from_json(json.loads(config.to_json())) == config
 
 
+def test_all_wrong_keys_are_named_at_once(small):
+    values = small().to_dict()
+    del values["num_layers"], values["vocab_size"]
+    values |= {"num_layrs": 2, "one": 1, "two": 2}
+    with pytest.raises(ConfigError) as caught:
+        GPTConfig.from_dict(values)
+    assert str(caught.value) == (
+        "unknown model configuration key 'num_layrs' (did you mean 'num_layers'?); unknown model "
+        "configuration key 'one'; unknown model configuration key 'two'; the model configuration "
+        "lacks num_layers, vocab_size"
+    )
+    with pytest.raises(ConfigError, match=r"'k4'; and 16 more$"):
+        GPTConfig.from_dict({f"k{number}": 0 for number in range(20)})
+
+
 def test_unknown_key_names_the_nearest(small):
     values = small().to_dict()
     values["num_layer"] = values.pop("num_layers")
-    with pytest.raises(ConfigError, match="'num_layer'; did you mean 'num_layers'"):
+    with pytest.raises(ConfigError, match="'num_layer' \\(did you mean 'num_layers'"):
         GPTConfig.from_dict(values)
 
 

@@ -35,6 +35,9 @@ from megatron_models.components.multi_token.spec import MultiTokenSpec, multi_to
 from megatron_models.components.relative_bias.spec import RelativeBiasConfig
 from megatron_models.errors import ConfigError
 
+_SHOWN = 5
+"""Number of wrong keys that an error names."""
+
 
 class MultiplyAdds(NamedTuple):
     """Multiply-adds of a forward pass.
@@ -321,16 +324,26 @@ class ModelConfig(ComponentConfig, ABC):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Builds a configuration from plain values. Suggests the nearest key for an unknown one."""
+        """Builds a configuration from plain values.
+
+        Raises:
+            ConfigError: Keys are unknown or missing, of which one line names all, with the nearest
+                key for an unknown one; or values do not fit.
+        """
         known = [each.name for each in dataclasses.fields(cls)]
+        problems = []
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"unknown model configuration key {reprlib.repr(key)}{hint}")
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                problems.append(f"unknown model configuration key {reprlib.repr(key)}{hint}")
         needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         if missing := [name for name in needed if name not in values]:
-            raise ConfigError(f"the model configuration lacks {', '.join(missing)}")
+            problems.append(f"the model configuration lacks {', '.join(missing)}")
+        if problems:
+            more = len(problems) - _SHOWN
+            rest = [f"and {more} more"] if more > 0 else []
+            raise ConfigError("; ".join([*problems[:_SHOWN], *rest]))
         return cls(**values)
 
     @classmethod
