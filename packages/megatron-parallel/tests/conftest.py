@@ -18,6 +18,8 @@ check_shapes(TENSOR_MODULES)
 
 import pytest  # noqa: E402
 from megatron_parallel import Mesh, ParallelLayout  # noqa: E402
+from megatron_parallel.testing import WorkerPool  # noqa: E402
+from waiting import HANG  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +42,10 @@ def tensor_ranks(request: pytest.FixtureRequest) -> list[Mesh]:
     """Meshes without process groups of all ranks of a tensor-parallel group of size 1 to 4."""
     layout = ParallelLayout(tp=request.param).resolve(request.param)
     return [Mesh(layout, rank) for rank in range(request.param)]
+
+
+@pytest.fixture
+def patient(worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
+    """The pool with enough time for all ranks to report after one has ended."""
+    monkeypatch.setattr("megatron_parallel.testing.pool._GRACE", HANG)
+    return worker_pool

@@ -209,16 +209,16 @@ FREEZES = [(name, "freezes") for name in ("all_reduce", "send", "token losses", 
 
 
 @pytest.mark.parametrize(("name", "how"), EXITS + FREEZES)
-def test_a_lost_rank_is_named(worker_pool: WorkerPool, name: str, how: str, tmp_path: Path) -> None:
+def test_a_lost_rank_is_named(patient: WorkerPool, name: str, how: str, tmp_path: Path) -> None:
     lost = (lose_rank_1, name, how, Answers(tmp_path))
     if how == "exits":
         with pytest.raises(WorkerError) as failed:
-            worker_pool.run(*lost, ranks=2, timeout=HANG)
+            patient.run(*lost, ranks=2, timeout=HANG)
         summaries = {failure.rank: failure.summary for failure in failed.value.failures}
         assert summaries[1] == "exited with status 7"
         line = summaries[0].partition("CollectiveError: ")[2]
     else:
-        line, _ = worker_pool.run(*lost, ranks=2, timeout=HANG)
+        line, _ = patient.run(*lost, ranks=2, timeout=HANG)
     expected = (
         rf"^rank 1 did not join {CASES[name][2]} \(ranks 0-1\)[^\n]*: dead, suspended or late"
     )

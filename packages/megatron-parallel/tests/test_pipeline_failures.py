@@ -227,7 +227,7 @@ def test_a_rank_that_freezes_is_named_after_the_time_out(
     assert other == f"{line}; rank 1 waited for rank 0"  # when it is back
 
 
-def test_the_others_name_a_rank_whose_process_ends(worker_pool: WorkerPool) -> None:
+def test_the_others_name_a_rank_whose_process_ends(patient: WorkerPool) -> None:
     def trouble(rank: int, passes: int) -> None:
         if (rank, passes) == (1, 5):
             os._exit(7)
@@ -237,7 +237,7 @@ def test_the_others_name_a_rank_whose_process_ends(worker_pool: WorkerPool) -> N
         raise RuntimeError(f"{kind}: {line}")
 
     with pytest.raises(WorkerError) as failed:
-        worker_pool.run(run, ranks=2)
+        patient.run(run, ranks=2)
     summaries = {failure.rank: failure.summary for failure in failed.value.failures}
     assert summaries[1] == "exited with status 7"
     assert "PeerError: rank 1 (stage 1 of 2) did not " in summaries[0]
@@ -309,7 +309,7 @@ def test_a_frozen_rank_is_named_in_every_family_of_schedules(
 
 @pytest.mark.parametrize(("schedule", "layout"), FAMILIES, ids=[name for name, _ in FAMILIES])
 def test_a_rank_that_dies_is_named_in_every_family_of_schedules(
-    worker_pool: WorkerPool, schedule: str, layout: ParallelLayout
+    patient: WorkerPool, schedule: str, layout: ParallelLayout
 ) -> None:
     def trouble(rank: int, passes: int) -> None:
         if (rank, passes) == (1, 5):
@@ -320,7 +320,7 @@ def test_a_rank_that_dies_is_named_in_every_family_of_schedules(
         raise RuntimeError(f"{kind}: {line}")
 
     with pytest.raises(WorkerError) as failed:
-        worker_pool.run(run, ranks=2)
+        patient.run(run, ranks=2)
     summaries = {failure.rank: failure.summary for failure in failed.value.failures}
     assert summaries[1] == "exited with status 7"
     assert "PeerError: rank 1 (stage " in summaries[0]

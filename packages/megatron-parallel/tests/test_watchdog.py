@@ -18,7 +18,6 @@ from megatron_parallel.collectives.watchdog import MARGIN, Watchdog, backend_tim
 from megatron_parallel.data_parallel.reduction import AsyncCollectives
 from megatron_parallel.pipeline import PipelineEngine, TensorSpec
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
-from megatron_parallel.testing import pool as pool_module
 from queued_backend import QueueingDevice, queueing
 from torch import nn
 from waiting import HANG, Answers, wait_until
@@ -77,13 +76,6 @@ def lose_rank_1(rank: Rank, name: str, how: str, answers: Answers) -> None:
             attempt(device, mesh, act)
         finally:
             answers.give(rank.rank)
-
-
-@pytest.fixture
-def patient(worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
-    """The pool with enough time for all ranks to report after one has ended."""
-    monkeypatch.setattr(pool_module, "_GRACE", HANG)
-    return worker_pool
 
 
 def lines_of(pool: WorkerPool, *call: object, ranks: int = 2) -> dict[int, str]:
