@@ -65,6 +65,19 @@ so together they should last nearly as long as the others.
 """
 
 
+def pip_config() -> str:
+    """Returns what `pip config list` prints.
+
+    If uv is installed, nox runs this file in an environment without pip; its base Python has one.
+    """
+    for python in dict.fromkeys((sys.executable, sys._base_executable)):
+        line = [python, "-m", "pip", "config", "list"]
+        listed = subprocess.run(line, check=False, capture_output=True, text=True)
+        if listed.returncode == 0:
+            return listed.stdout
+    return ""
+
+
 @functools.cache
 def pip_settings() -> dict[str, str]:
     """Returns pip's configured indexes, links and certificate as the variables that uv reads."""
@@ -75,13 +88,7 @@ def pip_settings() -> dict[str, str]:
         "cert": "SSL_CERT_FILE",
     }
     settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # like pip, treat all indexes as equal
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    for line in listed.stdout.splitlines():
+    for line in pip_config().splitlines():
         key, _, value = line.partition("=")
         variable = names.get(key.rpartition(".")[2])
         if variable:
