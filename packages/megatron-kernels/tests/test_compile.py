@@ -3,13 +3,13 @@
 Dynamo cannot trace functions under the annotation hook, so this runs in a process without it.
 """
 
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 SCRIPT = """
-import shutil
 import torch
 import megatron_kernels as mk
 from megatron_kernels.cases import CASES
@@ -48,28 +48,6 @@ for case, ours, plain in zip(cases, traced, everything(), strict=True):
     same = torch.allclose if differs else torch.equal
     assert all(map(same, parts(ours), parts(plain))), case.op.name
 sum(t.sum() for found in traced for t in parts(found) if t.requires_grad).backward()
-
-# Generated code of several operations, in both passes; traces alone are not what users run.
-GENERATED = "inductor" if any(map(shutil.which, ("c++", "g++", "clang++"))) else "aot_eager"
-
-def layer(q, gain, ids, cos, sin):
-    mask = mk.Mask(document_ids=ids).prepare(q.shape[0], q.shape[0], device=q.device)
-    rotated = mk.rope(mk.rms_norm(q, gain, 1e-5), cos, sin)
-    found = mk.attention(rotated, rotated, q, mask, mk.Scores(scale=0.4), backend="torch")
-    return mk.swiglu(found.unflatten(-1, (2, -1)))
-
-ids = torch.tensor([[0, 0, 1, 1, 1, -1]], dtype=torch.int32)
-q, gain = torch.randn(6, 1, 2, 8, requires_grad=True), torch.rand(8, requires_grad=True)
-tables = mk.rope_tables(torch.arange(6), mk.rope_frequencies(8))
-found = [
-    (y, *torch.autograd.grad(y.sin().sum(), (q, gain)))
-    for y in (
-        torch.compile(layer, fullgraph=True, backend=GENERATED)(q, gain, ids, *tables),
-        layer(q, gain, ids, *tables),
-    )
-]
-for generated, eager in zip(*found, strict=True):
-    torch.testing.assert_close(generated, eager)
 
 # The state of an optional library is a constant of the trace, not a graph break.
 from megatron_kernels.ops.optional import missing_library
@@ -120,3 +98,67 @@ def test_every_operation_compiles_to_one_graph_with_equal_results(sample: bool) 
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "whole graphs"
+
+
+GENERATED = """
+import torch
+import megatron_kernels as mk
+
+def layer(q, gain, ids, cos, sin):
+    mask = mk.Mask(document_ids=ids).prepare(q.shape[0], q.shape[0], device=q.device)
+    rotated = mk.rope(mk.rms_norm(q, gain, 1e-5), cos, sin)
+    found = mk.attention(rotated, rotated, q, mask, mk.Scores(scale=0.4), backend="torch")
+    return mk.swiglu(found.unflatten(-1, (2, -1)))
+
+ids = torch.tensor([[0, 0, 1, 1, 1, -1]], dtype=torch.int32)
+q, gain = torch.randn(6, 1, 2, 8, requires_grad=True), torch.rand(8, requires_grad=True)
+tables = mk.rope_tables(torch.arange(6), mk.rope_frequencies(8))
+found = [
+    (y, *torch.autograd.grad(y.sin().sum(), (q, gain)))
+    for y in (
+        torch.compile(layer, fullgraph=True)(q, gain, ids, *tables),
+        layer(q, gain, ids, *tables),
+    )
+]
+for generated, eager in zip(*found, strict=True):
+    torch.testing.assert_close(generated, eager)
+print("equal")
+"""
+
+LOW_PRECISION = """
+import torch
+import megatron_kernels as mk
+
+FLOOR = mk.QuantFormat("e4m3", 1, 32, "e8m0_floor")
+
+def products(x, w, form):
+    # Products of both passes read a matrix and its transpose: one loop over both orders.
+    one, other = mk.quantize(x, form), mk.quantize(x.t(), form)
+    return mk.dequantize(one, x.dtype) @ w, mk.dequantize(other, x.dtype) @ w.t()
+
+for dtype in (torch.float32, torch.float64):
+    for form in (mk.FP8_BLOCK, mk.FP8_BLOCK_2D, mk.MXFP8, FLOOR):
+        x, w = torch.randn(64, 64, dtype=dtype), torch.randn(64, 64, dtype=dtype)
+        torch.compiler.reset()
+        generated = torch.compile(products, fullgraph=True)(x, w, form)
+        torch.testing.assert_close(generated, products(x, w, form))
+print("equal")
+"""
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"
+)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(GENERATED, id="several operations"),
+        pytest.param(LOW_PRECISION, id="formats with blocks", marks=pytest.mark.slow),
+    ],
+)
+def test_generated_code_gives_equal_numbers(script: str) -> None:
+    """Traces alone are not what users run."""
+    line = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "equal"

@@ -132,6 +132,34 @@ def test_blocks_have_scales_of_their_own():
     assert torch.equal(dequantize(rows), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "form", [FP8_BLOCK, MXFP8, QuantFormat("e4m3", 1, 32, "e8m0_floor")], ids=str
+)
+def test_scales_beside_powers_of_two_are_those_of_exact_arithmetic(form, dtype):
+    near = (math.nextafter(1.0, 0.0), 1.0, math.nextafter(1.0, 2.0))
+    if dtype is torch.float32:
+        near = (1 - 2.0**-24, 1.0, 1 + 2.0**-23)
+    powers = [Fraction(2) ** exponent for exponent in (-90, -1, 0, 9, 90)]
+    largest = [Fraction(one) * power for one in near for power in powers]
+    x = torch.zeros(len(largest), form.columns, dtype=dtype)
+    x[:, 0] = torch.tensor([float(one) for one in largest], dtype=dtype)
+
+    def scale(amax: Fraction) -> Fraction:
+        power = -200
+        if form.scale == "e8m0_floor":
+            while Fraction(2) ** (power + 1) <= amax:
+                power += 1
+            return Fraction(2) ** (power - 8)
+        exact = Fraction(float(torch.tensor(float(amax), dtype=dtype) / 448))
+        while Fraction(2) ** power < exact:
+            power += 1
+        return Fraction(2) ** power
+
+    scales = quantize(x, form).scales.to(torch.float64)[:, 0].tolist()
+    assert scales == [float(scale(one)) for one in largest]
+
+
 def test_mxfp8_has_scales_of_eight_bits_as_nvidia_and_ocp_define_them():
     x = torch.zeros(1, 64)
     x[0, 0], x[0, 40] = 500.0, 3.0

@@ -30,6 +30,7 @@ from megatron_kernels.ops.precision import upcast
 
 _E8M0_RANGE = (-127, 127)
 _FLOAT32_RANGE = (-126, 127)
+_FRACTION_BITS, _BIAS = 52, 1023  # of float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,15 +184,25 @@ def scales_of_blocks(amax: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor 
     if format.scale == "float32":
         scales = torch.where(amax > 0, exact, 1.0)
     elif format.scale == "e8m0_floor":
-        exponents = torch.frexp(amax).exponent - 1 - LARGEST_EXPONENT[format.elements]
-        scales = _power_of_two(exponents, amax, _E8M0_RANGE)
+        exponents, _ = _exponents(amax)
+        scales = _power_of_two(exponents - LARGEST_EXPONENT[format.elements], amax, _E8M0_RANGE)
     else:
-        mantissa, exponents = torch.frexp(exact)
-        rounded_up = exponents - (mantissa == 0.5).to(exponents.dtype)
+        exponents, is_power = _exponents(exact)
+        rounded_up = exponents + (~is_power).to(exponents.dtype)
         limits = _E8M0_RANGE if format.scale == "e8m0" else _FLOAT32_RANGE
         scales = _power_of_two(rounded_up, amax, limits)
     scales = scales.masked_fill(~amax.isfinite(), torch.nan)
     return (scales.to(torch.float8_e8m0fnu) if "e8m0" in format.scale else scales), None
+
+
+def _exponents(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns e of 2^e <= x < 2^(e + 1), and whether x is 2^e, of positive normal numbers."""
+    if magnitudes.dtype is torch.float64:
+        # Compiled for a CPU, frexp of float64 gives C++ that does not compile (torch 2.13, 2.15).
+        bits = magnitudes.view(torch.int64)
+        return (bits >> _FRACTION_BITS) - _BIAS, (bits & ((1 << _FRACTION_BITS) - 1)) == 0
+    mantissa, exponents = torch.frexp(magnitudes)  # of a mantissa from 1/2 to 1
+    return exponents - 1, mantissa == 0.5
 
 
 def _power_of_two(exponents: Tensor, amax: Tensor, limits: tuple[int, int]) -> Tensor:
@@ -209,7 +220,16 @@ def _factors(scales: Tensor, tensor_scale: Tensor | None, dtype: torch.dtype) ->
 def _per_element(factors: Tensor, format: QuantFormat, m: int, k: int) -> Tensor:  # noqa: A002
     """Returns a factor for each element, `[m, k]` or a shape that broadcasts to it."""
     if format.rows > 1:
-        factors = factors.repeat_interleave(format.rows, 0)[:m]
+        factors = _repeated(factors, format.rows, 0, m)
     if format.columns > 1:
-        factors = factors.repeat_interleave(format.columns, 1)[:, :k]
+        factors = _repeated(factors, format.columns, 1, k)
     return factors
+
+
+def _repeated(x: Tensor, times: int, dim: int, length: int) -> Tensor:
+    """Returns each slice `times` times in a row, `length` in all."""
+    if torch.compiler.is_compiling() and x.device.type == "cpu":
+        # Inductor stops with an AssertionError when it splits a loop at the repetition and fuses
+        # the result with transposed elements (torch 2.13, 2.15). This index it does not split.
+        return x.index_select(dim, torch.arange(length, device=x.device) // times)
+    return x.repeat_interleave(times, dim).narrow(dim, 0, length)
