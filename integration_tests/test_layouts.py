@@ -116,7 +116,7 @@ def test_masks_are_unequal_between_ranks_and_micro_batches():
     assert all(len(set(counts)) == case.accumulation == 4 for counts in kept)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("title", [case.title for case in CASES if case.title in SAMPLE])
 def test_few_steps_of_a_layout_equal_one_rank(worker_pool, title):
     found = prove(worker_pool, BY_TITLE[title], steps=FEW)
@@ -142,6 +142,7 @@ def test_a_layout_is_close_to_one_rank_in_float32(worker_pool, title):
     assert found.equal, found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [

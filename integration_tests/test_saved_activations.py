@@ -115,20 +115,14 @@ def cases() -> Iterator[tuple[str, dict[str, Any], int, dict[str, str], float, d
 
 
 SAMPLE = {
-    "gpt, tp1, ",
     "gpt, tp2, fused",
     "llama, tp1, fused",
-    "llama, tp2, unfused attention",
     "bounded logits, tp2, ",
     "norms of queries and keys, tp1, fused",
-    "attention dropout",
     "unfused attention with dropout",
     f"{SCORES[0]}",
-    f"unfused, {SCORES[1]}",
     f"unfused, {SCORES[2]}",
     "tensorwise, tp2",
-    "delayed, tp1",
-    "mxfp8, tp1",
 }
 
 

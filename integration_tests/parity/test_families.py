@@ -98,7 +98,7 @@ def test_export_and_import_are_inverse(
     assert parity.round_trip(case, settings, tmp_path) <= parity.LIMIT
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @families(representatives=True)
 def test_every_changed_field_gives_equal_outputs_or_is_refused(
     case: FamilyCase, tmp_path: Path

@@ -25,6 +25,7 @@ from megatron_kernels.inputs import InputGenerator
 cases = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
 cases = list({case.op.name: case for case in reversed(cases)}.values())
 cases = [case for case in cases if not case.op.name.startswith("rope")]  # slow to interpret
+cases = cases[PART::3]
 calls = [(c.op, c.arguments(InputGenerator(torch.float64, torch.device("cpu")))) for c in cases]
 
 def everything():
@@ -49,8 +50,11 @@ print("whole graphs")
 
 
 @needs_triton
-def test_compiled_code_has_whole_graphs_with_equal_results() -> None:
-    assert run_script(COMPILED, TRITON_INTERPRET="1").strip() == "whole graphs"
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("part", range(3))
+def test_compiled_code_has_whole_graphs_with_equal_results(part: int) -> None:
+    script = COMPILED.replace("PART", str(part))
+    assert run_script(script, TRITON_INTERPRET="1").strip() == "whole graphs"
 
 
 FAKE = """
@@ -77,6 +81,7 @@ def run(case):
 
 cases = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]
 cases = list({case.op.name: case for case in reversed(cases)}.values())
+cases = [c for at, c in enumerate(cases) if at % 3 == PART or c.op.name == "rms_norm"]
 with FakeTensorMode(allow_non_fake_inputs=True):
     without_values = [run(case) for case in cases]
 assert "megatron_kernels.triton_kernels.norm" not in sys.modules
@@ -88,8 +93,11 @@ print("same shapes")
 
 
 @needs_triton
-def test_tensors_without_values_have_the_same_shapes_and_need_no_triton() -> None:
-    assert run_script(FAKE, TRITON_INTERPRET="1").strip() == "same shapes"
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("part", range(3))
+def test_tensors_without_values_have_the_same_shapes_and_need_no_triton(part: int) -> None:
+    script = FAKE.replace("PART", str(part))
+    assert run_script(script, TRITON_INTERPRET="1").strip() == "same shapes"
 
 
 BINARIES = """

@@ -18,7 +18,7 @@ from megatron_kernels.triton_kernels import attention_backward as backward_kerne
 from megatron_kernels.triton_kernels.attention_launch import Tiling
 from torch import Tensor
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 F64 = torch.float64
 QUERIES, KEYS, BATCH, HEADS = 41, 41, 2, 2

@@ -38,7 +38,7 @@ from megatron_kernels.triton_kernels import norm as kernels
 from megatron_kernels.triton_kernels import paged_attention as kernels_of_pages
 from torch import Tensor
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 CPU, F64 = torch.device("cpu"), torch.float64
 TRITON = [case for case in CASES if any(b.name == "triton" for b in case.op.backends)]

@@ -19,7 +19,7 @@ from megatron_kernels.triton_kernels.ssd_parts import TILINGS
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 F64 = torch.float64
 CHUNK = 16
