@@ -68,12 +68,13 @@ def _block(
     if triangle:
         triangular = Mask(positions=first, query_positions=first, ascending=True)
         return (q, k, v, triangular, PLAIN_SCORES, 0, drops)
-    own = others = None
+    of_queries = of_keys = None
     if documents:  # the second sequence has a row without keys, and padding
-        own = torch.tensor([[1] * 9 + [2] * 2, [4] + [3] * 8 + [-1] * 2], device=draw.device)
-        others = torch.tensor([[0] * 5 + [1] * 6, [3] * 11], device=draw.device)
-        own, others = of_rows(own, rows), of_rows(others, rows)
-    later = Mask(others, first, query_document_ids=own, query_positions=first + rows)
+        ids = torch.tensor([[1] * 9 + [2] * 2, [4] + [3] * 8 + [-1] * 2], device=draw.device)
+        of_queries = of_rows(ids, rows)
+        ids = torch.tensor([[0] * 5 + [1] * 6, [3] * 11], device=draw.device)
+        of_keys = of_rows(ids, rows)
+    later = Mask(of_keys, first, query_document_ids=of_queries, query_positions=first + rows)
     return (q, k, v, later, PLAIN_SCORES, 0, drops)
 
 
@@ -110,8 +111,8 @@ def _paged(
         starts = [1 + used * row for row in range(3)]
         return (q, k, v, Pages.consecutive(starts, lengths, 5, device=draw.device), window, scores)
     order = draw.integers(2**31, len(k)).argsort()[: 3 * used].view(3, used).to(torch.int32)
-    held = torch.tensor(lengths, dtype=torch.int32, device=draw.device)
-    return (q, k, v, Pages(order, held), window, scores)
+    lengths_of_slots = torch.tensor(lengths, dtype=torch.int32, device=draw.device)
+    return (q, k, v, Pages(order, lengths_of_slots), window, scores)
 
 
 def _index_scores(draw: InputGenerator) -> tuple[Any, ...]:

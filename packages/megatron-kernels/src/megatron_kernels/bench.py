@@ -129,14 +129,14 @@ def measure(
     """Measures backends of one call, or all, interleaved with a copy and a product."""
     shape = SHAPES[size]
     arguments = workload.arguments(InputGenerator(dtype, device), shape)
-    given = workload.op.given(*arguments)
+    passed = workload.op.given(*arguments)
     leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
     chosen = [b for b in workload.op.backends if not backends or b.name in backends]
     found = [
         Measurement(
             workload.title,
             backend.name,
-            backend.unsupported_reason(*given),
+            backend.unsupported_reason(*passed),
             backend.on_request,
         )
         for backend in chosen
@@ -151,14 +151,14 @@ def measure(
         if found[number].reason is not None:
             continue
         try:
-            outputs = _outputs(backend, given)
+            outputs = _outputs(backend, passed)
         except Exception as error:  # noqa: BLE001 - of a kernel or its compiler; it is the result
             first = next(iter(str(error).splitlines()), "")
             found[number] = replace(found[number], reason=f"{type(error).__name__}: {first}")
             continue
-        runs[backend.name, "forward"] = _forward(backend, given)
+        runs[backend.name, "forward"] = _forward(backend, passed)
         if any(output.requires_grad for output in outputs):
-            runs[backend.name, "both"] = _both(backend, given, leaves, outputs)
+            runs[backend.name, "both"] = _both(backend, passed, leaves, outputs)
     measured = clock.measure(runs, rounds)
     times = {key: median(each) for key, each in measured.items()}
     rates = Rates(
@@ -239,26 +239,26 @@ def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     return lambda: x @ y
 
 
-def _outputs(backend: Backend, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    found = backend.run(*given)
+def _outputs(backend: Backend, passed: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    found = backend.run(*passed)
     return found if isinstance(found, tuple) else (found,)
 
 
-def _forward(backend: Backend, given: tuple[Any, ...]) -> Callable[[], object]:
+def _forward(backend: Backend, passed: tuple[Any, ...]) -> Callable[[], object]:
     def run() -> object:
         with torch.no_grad():
-            return backend.run(*given)
+            return backend.run(*passed)
 
     return run
 
 
 def _both(
-    backend: Backend, given: tuple[Any, ...], leaves: list[Tensor], outputs: tuple[Tensor, ...]
+    backend: Backend, passed: tuple[Any, ...], leaves: list[Tensor], outputs: tuple[Tensor, ...]
 ) -> Callable[[], object]:
     gradients = [torch.ones_like(y) for y in outputs if y.requires_grad]
 
     def run() -> object:
-        followed = [y for y in _outputs(backend, given) if y.requires_grad]
+        followed = [y for y in _outputs(backend, passed) if y.requires_grad]
         return torch.autograd.grad(followed, leaves, gradients, allow_unused=True)
 
     return run

@@ -176,7 +176,7 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
         """Returns the tensors on the meta device: shapes and dtypes without content."""
         import torch
 
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, (handle, stored) in self._handles.items():
             part = handle.get_slice(stored)
             shape, kind = part.get_shape(), part.get_dtype()
@@ -189,8 +189,8 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
                 dtype, shape = getattr(torch, _PACKED[kind]), [*shape[:-1], shape[-1] // 2]
             else:
                 dtype = torch_dtype(kind)
-            found[name] = torch.empty(shape, dtype=dtype, device="meta")
-        return found
+            tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+        return tensors
 
     def is_packed(self, name: str) -> bool:
         """Returns whether a byte of the file holds two elements of a tensor."""

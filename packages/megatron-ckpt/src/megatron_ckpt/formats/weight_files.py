@@ -151,12 +151,12 @@ def _tensors(stack: ExitStack, folder: Path, files: Sequence[str]) -> Iterator[t
 
 def _lying(folder: Path) -> str:
     """Returns what to do, with the names of other files of weights."""
-    found = sorted({path.name for pattern in _OTHERS for path in folder.glob(pattern)})
-    if not found:
+    names = sorted({path.name for pattern in _OTHERS for path in folder.glob(pattern)})
+    if not names:
         return "; save the model with safetensors"
-    if any(name.endswith(".safetensors") for name in found):
-        return f", only {_list(found)}; name the file in {EXPLICIT} of config.json, or rename it"
-    return f", only {_list(found)}; save the model with safetensors"
+    if any(name.endswith(".safetensors") for name in names):
+        return f", only {_list(names)}; name the file in {EXPLICIT} of config.json, or rename it"
+    return f", only {_list(names)}; save the model with safetensors"
 
 
 def _list(names: Sequence[str]) -> str:

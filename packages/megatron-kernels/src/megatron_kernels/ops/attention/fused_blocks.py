@@ -70,16 +70,16 @@ def fused_backward(
     rows = lse.permute(1, 2, 0)
     # All scores of a row without keys are -inf; any finite lse makes their probabilities zero.
     rows = rows.masked_fill(torch.isneginf(rows), 0)
-    found: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
     if q.device.type == "cpu":
         bias = _summand(allowed, q)
-        found = gradients(finals[0], heads, finals[1], rows, is_causal, call.scores.scale, bias)
+        grads = gradients(finals[0], heads, finals[1], rows, is_causal, call.scores.scale, bias)
     elif _flash(q, allowed):
-        found = _flash_backward(finals, heads, rows, is_causal, call.scores.scale)
+        grads = _flash_backward(finals, heads, rows, is_causal, call.scores.scale)
     else:
         bias = _expanded(_summand(allowed, q), q)
-        found = _efficient_backward(finals, heads, rows, bias, is_causal, call.scores.scale)
-    dq, dk, dv = (x.permute(2, 0, 1, 3) for x in found)
+        grads = _efficient_backward(finals, heads, rows, bias, is_causal, call.scores.scale)
+    dq, dk, dv = (x.permute(2, 0, 1, 3) for x in grads)
     groups = k.shape[2]
     if dk.shape[2] != groups:
         dk, dv = (x.view(*x.shape[:2], groups, -1, x.shape[3]).sum(3) for x in (dk, dv))
