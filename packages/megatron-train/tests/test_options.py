@@ -35,6 +35,15 @@ def test_records_describe_fields():
     assert found["rate"].flag == "--rate"
 
 
+def test_bounds_of_a_field_are_part_of_its_record():
+    bounds = {option.name: option.bounds for option in run_options("mamba")}
+    assert bounds["mamba_conv_kernel"] == "at least 1, at most 64"
+    assert bounds["mamba_num_heads"] == "at least 0"  # 0: derived
+    assert bounds["norm_epsilon"] == "above 0"
+    assert bounds["final_logit_softcapping"] == "at least 0"
+    assert bounds["global_batch_size"] == ""
+
+
 def test_a_switch_has_a_flag_for_each_value():
     found = options()
     assert (found["fast"].flag, found["fast"].opposite) == ("--fast", "--no-fast")

@@ -274,10 +274,12 @@ def _metavar(option: Option) -> str:
 
 
 def describe(option: Option) -> str:
-    """Returns the help of an option with its unit and default."""
+    """Returns the help of an option with its unit, bounds and default."""
     notes = []
     if option.unit and option.unit != "path":
         notes.append(option.unit)
+    if option.bounds:
+        notes.append(option.bounds)
     if option.derived_default:
         notes.append(f"default {option.derived_default}")
     elif option.required:

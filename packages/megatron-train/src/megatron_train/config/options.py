@@ -1,8 +1,8 @@
 """Settings as plain records, read from the fields of configuration dataclasses.
 
-A field's ``metadata`` may have ``help``, ``flag`` (defaults to the field's name), ``unit`` and
-``choices``. Flags, YAML keys, the reference page and checks are generated from these records, so
-that each setting is described in exactly one place.
+A field's ``metadata`` may have ``help``, ``flag`` (defaults to the field's name), ``unit``,
+``choices`` and bounds. Flags, YAML keys, the reference page and checks are generated from these
+records, so that each setting is described in exactly one place.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import math
 import os
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -47,6 +48,7 @@ class Option:
         choices: Allowed values; empty if all values are allowed.
         help: One line of help.
         unit: Unit of the value; empty if there is none.
+        bounds: The smallest and largest number, as text; empty if the field states none.
     """
 
     section: str
@@ -62,6 +64,7 @@ class Option:
     help: str
     unit: str
     derived_default: str = ""
+    bounds: str = ""
 
     @property
     def key(self) -> str:
@@ -159,7 +162,20 @@ def _option(field: "dataclasses.Field[Any]", hint: Any, section: str) -> Option:
         help=field.metadata.get("help", ""),
         unit=field.metadata.get("unit", ""),
         derived_default=_DERIVED.get(f"{section}.{field.name}", ""),
+        bounds=_bounds(kind, field.metadata),
     )
+
+
+def _bounds(kind: str, metadata: Mapping[str, Any]) -> str:
+    """Returns the range that the metadata of a field state (`megatron_models`' ``flag``)."""
+    bounds = []
+    if metadata.get("nonnegative") or metadata.get("derived"):
+        bounds.append("at least 0")
+    elif metadata.get("positive"):
+        bounds.append("at least 1" if kind == "integer" else "above 0")
+    if "maximum" in metadata:
+        bounds.append(f"at most {metadata['maximum']:,}")
+    return ", ".join(bounds)
 
 
 def _flag_of(name: str, *, off: bool) -> str:

@@ -96,8 +96,9 @@ def _row(option: Option, key: str) -> str:
     if option.opposite:
         flag += f" / `{option.opposite}`"
     takes = ", ".join(f"`{choice}`" for choice in option.choices) or option.kind
-    if option.unit:
-        takes += f" ({option.unit})"
+    notes = ", ".join(filter(None, (option.unit, option.bounds)))
+    if notes:
+        takes += f" ({notes})"
     if option.repeated:
         takes += ", one or more"
     return f"| {flag} | `{key}` | {takes} | {_default(option)} | {_cell(option.help)} |"
