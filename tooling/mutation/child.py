@@ -60,6 +60,8 @@ class Tests:
         """Names the function, without parameters, while it and its fixtures run."""
         name = self._name = item.nodeid.partition("[")[0]
         self._measured.switch_context(name)
+        self._measured.config.context = name  # the static context of programs that it starts
+        os.environ["COVERAGE_PROCESS_CONFIG"] = self._measured.config.serialize()
         before = sum(os.times()[:4])
         try:
             return (yield)

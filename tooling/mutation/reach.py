@@ -136,7 +136,9 @@ def run_covered(copy: Scratch, name: str, wanted: Sequence[str]) -> Generator[Or
                 source = Path(measured).relative_to(copy.folder).as_posix()
                 _, lines = sources.setdefault(source, (digest_of(copy.folder / source), {}))
                 for line, contexts in data.contexts_by_lineno(measured).items():
-                    found = {places.get(context, OUTSIDE) for context in contexts}
+                    # Of a started program: its static context, "|", its dynamic one.
+                    names = {one.rpartition("|")[2] or one.rstrip("|") for one in contexts}
+                    found = {places.get(name, OUTSIDE) for name in names}
                     lines[str(line)] = sorted(found.union(lines.get(str(line), ())))
     return {
         "digest": digest_of(copy.folder / name),

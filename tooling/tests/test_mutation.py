@@ -37,6 +37,10 @@ def unreached(count):
     return count + 3
 
 
+def forked(count):
+    return count + 4
+
+
 def down(count):
     while count > 0:
         count -= 1
@@ -51,6 +55,7 @@ TESTS = """
 import subprocess
 import sys
 
+import preloaded
 import toy
 
 
@@ -58,6 +63,14 @@ def test_started_programs_have_the_copy():
     code = "import toy; print(toy.tested(1), toy.untested(1))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split()[0] == "2"
+
+
+def test_forked_programs_have_the_copy():
+    server = preloaded.Preloaded(["coverage"])
+    line = [sys.executable, "-c", "import toy; print(toy.forked(1))"]
+    done = server.run(line, capture_output=True)
+    server.close()
+    assert done.stdout == b"5\\n", done.stderr
 
 
 def test_down():
@@ -100,6 +113,7 @@ def planted(repository: Path) -> dict[str, Planted]:
         "return count + 1": "ReplaceBinaryOperator_Add_Sub",
         "return count + 2": "ReplaceBinaryOperator_Add_Sub",
         "return count + 3": "ReplaceBinaryOperator_Add_Sub",
+        "return count + 4": "ReplaceBinaryOperator_Add_Sub",
         "count -= 1": "DropStatement",
     }
     made = {}
@@ -138,9 +152,12 @@ def test_what_is_tested_is_caught_and_the_working_tree_is_left_alone(
         "return count + 1": CAUGHT,  # by a program that a test starts
         "return count + 2": SURVIVED,
         "return count + 3": SURVIVED,
+        "return count + 4": CAUGHT,  # by a fork that a test starts
         "count -= 1": TIMED_OUT,
     }
     assert outcomes["return count + 1"].by == f"{TEST}::test_started_programs_have_the_copy"
+    assert outcomes["return count + 2"].tests == (f"{TEST}::test_started_programs_have_the_copy",)
+    assert outcomes["return count + 4"].tests == (f"{TEST}::test_forked_programs_have_the_copy",)
     assert outcomes["return count + 3"].by == "no test reaches it"
     again = Outcomes(tmp_path / "outcomes.json", resume=True)
     assert set(again.known) == {one.defect.rank for one in planted.values()}
@@ -194,7 +211,8 @@ def test_other_test_files_of_a_package_follow_those_of_an_area() -> None:
     folder = ROOT / "packages/megatron-train/tests"
     every = {path.relative_to(ROOT).as_posix() for path in folder.glob("test_*.py")}
     assert len(own) + len(others) == len({*own, *others}) and set(others) < every
-    assert {*own, *others} - every == set(targets.EVERYWHERE)
+    of_all = {f"integration_tests/test_{name}.py" for name in ("launch_terminal", "ctrl_c")}
+    assert {*own, *others} - every == {*targets.EVERYWHERE, *of_all}
 
 
 def test_tests_that_name_a_file_come_first_and_need_no_measurement(
