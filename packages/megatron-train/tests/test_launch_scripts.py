@@ -121,6 +121,27 @@ def test_groups_change_variables_and_subshells_do_not(text, words, tmp_path):
     assert [*read_script(path, []).arguments] == words
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_text_of_here_documents_is_no_command(tmp_path):
+    script = """cat <<'ONE' <<-TWO > notes
+    ONE
+pretrain_gpt.py --lr 1 "unbalanced $(
+ONE
+ONE
+\tpretrain_gpt.py --lr 2
+\t\tTWO
+python pretrain_gpt.py --lr 3 <<END
+END
+"""
+    path = write(tmp_path, script)
+    printing = {"BASH_FUNC_python%%": '() { echo "$@"; }', "PATH": "/usr/bin:/bin"}
+    run = ["bash", "train.sh"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, env=printing)
+    found = read_script(path)
+    assert done.stdout.split() == [found.program, *found.arguments], done.stderr
+    assert [*found.arguments] == ["--lr", "3"]
+
+
 def test_constructs_that_cannot_be_evaluated_are_noted(tmp_path):
     text = """for x in 1 2; do A=3; done
 if [ -f here ]; then B=1; fi

@@ -80,6 +80,8 @@ def test_a_long_step_is_a_warning_and_one_of_more_than_a_day_an_error():
     assert f"{operations(8, 64):.4g} floating-point operations on each rank, 13 % of them" in line
     assert "(a table); nothing is printed" in line
     assert "takes at least 24.0 hours" in check(24 * 3600)
+    assert "takes at least 119.9 minutes" in check(7194)
+    assert "takes at least 2.0 hours" in check(7200 + 1e-3)
     with pytest.raises(TrainError, match=r"at least 2\.5 days: .*: lower --global-batch-size or "):
         check(60 * 3600)
 

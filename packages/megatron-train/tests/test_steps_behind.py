@@ -1,5 +1,6 @@
 """Runs whose host reads a step after the next one has begun, as on a GPU, compared with others."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,31 @@ def test_only_a_log_line_waits_for_values(make_trainer, tmp_path, late):
     recorder.on_end(trainer)
     records = read_records(tmp_path / "metrics.jsonl")
     assert [step["iteration"] for step in records.train] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        (lambda recorder, _: recorder.record_log_line(2, {"lm loss": 1.0}), "log"),
+        (lambda recorder, _: recorder.record_validation(2, {"lm loss": 1.0}), "validation"),
+        (lambda recorder, _: recorder.record_test(2, {"lm loss": 1.0}), "test"),
+        (
+            lambda recorder, trainer: recorder.on_listed_step(trainer, SimpleNamespace(samples=3)),
+            "skip",
+        ),
+        (lambda recorder, trainer: recorder.on_end(trainer), "end"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_records_follow_those_of_the_steps_before_them(record, kind, make_trainer, tmp_path, late):
+    recorder, trainer = Recorder(tmp_path, {}, Console()), make_trainer()
+    recorder.on_start(trainer)
+    for iteration in (1, 2):
+        recorder.on_step(trainer, report(iteration))
+    record(recorder, trainer)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    kinds = [line.get("event", line["kind"]) for line in lines]
+    assert kinds == ["start", "train", "train", kind]
 
 
 def test_the_time_that_a_log_line_waits_belongs_to_its_steps(make_trainer, late, monkeypatch):
