@@ -100,6 +100,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "--shares needs a finite number, got 'nan'",
         ),
         ("split d_text_document --documents 1 0 --output-prefixes x y", 2, "--documents 0; give"),
+        ("split d_text_document --documents 1 1", 2, "--output-prefixes"),
         ("mix d_text_document --epochs 0", 2, "--epochs 0.0; give more than 0"),
         ("trace d_text_document --document -1", 2, "--document -1; give at least 0"),
         (f"{BYTES} file:///tmp/o", 1, "give the path /tmp/o"),

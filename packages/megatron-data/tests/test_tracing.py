@@ -219,7 +219,9 @@ def test_the_commands(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     )
     lines.write_text("")
     assert main(["trace", prefix, "--document", "0"]) == 0
-    assert "between line, row or file 1 and " in (shown := capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    # The first six lines have 98 bytes, and a chunk at most 100.
+    assert f"{lines}, between line, row or file 1 and 6\n" in shown
     assert "the exact location is unknown: " in shown
     assert main(["trace", prefix]) == 2
     outputs = [str(tmp_path / "x"), str(tmp_path / "y")]
