@@ -62,7 +62,6 @@ JOBS: Final = (
     Job(
         "tp2·sp·dp4, distributed optimizer",
         _SMALL + _TP + "--use-distributed-optimizer " + _batch(2, 4),
-        sample=True,
     ),
     Job(
         "tp2·sp·dp4, overlapped",
@@ -121,7 +120,7 @@ JOBS: Final = (
         "ep4·dp8, all-to-all, bounded rows",
         _EXPERTS + "--moe-token-dispatcher-type alltoall --moe-expert-rank-capacity-factor 1.25 ",
     ),
-    Job("4 tokens for 4 prompts, tp2", _SMALL + _TP + _batch(1, 4), new_tokens=4, sample=True),
+    Job("4 tokens for 4 prompts, tp2", _SMALL + _TP + _batch(1, 4), new_tokens=4),
     Job("4 tokens for 4 prompts, pp2", _SMALL + _PP + _batch(2, 4), pipeline_rank=1, new_tokens=4),
     Job("BERT, tp2·sp·dp4", _SMALL + _TP + _batch(2, 4), kind="bert"),
     Job("T5, tp2·dp4", _T5 + "--tensor-model-parallel-size 2 --global-batch-size 32", kind="t5"),

@@ -41,13 +41,13 @@ STEPS: Final = 3
 
 SAMPLE: Final = (
     "tp2·sp·dp2·gathered·few-logits-untied",
-    "pp2·vpp2·dp2·gathered·zb-v-tied",
     "tp2·sp·dp2·ep4·etp1-moe",
 )
 """The layouts of `nox -s tests`; defects are planted in the first."""
 
 TITLES: Final = (
     *SAMPLE,
+    "pp2·vpp2·dp2·gathered·zb-v-tied",
     "tp2·sp·dp2-untied-dropout",
     "dp4(2x2)·sharded-tied-dropout",
     "pp2·dp2-tied-dropout",

@@ -135,9 +135,7 @@ class Defect:
 
 
 DEFECTS: Final[Mapping[str, Defect]] = {
-    "micro-batches stay on the host": Defect(
-        "at least two devices, cuda:0 and cpu", _host_batches, sample=True
-    ),
+    "micro-batches stay on the host": Defect("at least two devices, cuda:0 and cpu", _host_batches),
     "a collective gets a host tensor": Defect(
         "No backend type associated with device type cpu", _host_collective
     ),
