@@ -200,6 +200,7 @@ def one_rank():
     return {name: step(Mesh.single(), config, alone) for name, config in configs.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -220,6 +221,7 @@ def test_rotary_positions_without_biases_equal_one_rank(worker_pool, one_rank):
     assert worst <= TOLERANCE, where
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["tp2-sp", "pp3", "tp2-sp-pp2-vpp2"])
 def test_an_embedding_of_both_sides_and_the_output_equals_one_rank(worker_pool, one_rank, name):
     ranks = worker_pool.run_mesh(CASES[name].layout, step, SHARED, CASES[name])
@@ -227,6 +229,7 @@ def test_an_embedding_of_both_sides_and_the_output_equals_one_rank(worker_pool, 
     assert worst <= TOLERANCE, where
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["tp4-sp", "pp4", "tp2-sp-pp2-vpp2"])
 def test_biases_by_relative_position_equal_one_rank(worker_pool, one_rank, name):
     ranks = worker_pool.run_mesh(CASES[name].layout, step, T5, CASES[name])
@@ -300,6 +303,7 @@ DEFECTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defects_are_detected(worker_pool, one_rank, defect):
     case = CASES["pp2-vpp2"]

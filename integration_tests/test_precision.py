@@ -126,6 +126,7 @@ def test_a_step_on_a_gpu_waits_for_nothing(command, tmp_path, flags):
     assert re.search(r"blocking copies +0\n", printed)
 
 
+@pytest.mark.slow
 def test_offloaded_state_leaves_the_device_and_costs_one_wait(command, run_command, tmp_path):
     sizes = (
         "gpt --mock-data --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 32 "
