@@ -308,6 +308,12 @@ def test_every_number_of_16_bits_becomes_the_number_that_torch_casts_it_to() -> 
             assert torch.equal(found.rows.float().isnan(), nan) and nan.any() and not nan.all()
 
 
+def test_a_tensor_of_zeros_has_the_scale_1() -> None:
+    for rule in ("float32", "power_of_two"):
+        found = quantize_tensor(torch.zeros(3, 5), "e4m3", rule, backend="triton")
+        assert found.scale == 1 and not found.rows.float().any() and not found.columns.float().any()
+
+
 def both_equal(op: object, arguments: tuple[object, ...]) -> None:
     """Compares values and gradients of the kernels with those of the reference, in float64."""
     case = Case(op, "", lambda _: arguments)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from megatron_models import GPT, ConfigError, Dropout, Placement, RouterReplay, StaticKVCache
 from megatron_models.components.moe.router import Router
+from megatron_models.components.moe.selection import sinkhorn
 from megatron_models.components.moe.spec import MoESpec
 from megatron_parallel import DropoutKey, Mesh, RecomputeConfig
 
@@ -72,6 +73,12 @@ def test_sinkhorn_balances_in_training_only(small):
     x = drawn(64, 24) + 0.3 * one.weight[0].detach()  # most tokens prefer expert 0
     loads = [one.train(on)(x, None).experts.flatten().bincount(minlength=8) for on in (True, False)]
     assert loads[0].max() < 32 < loads[1].max()
+
+
+def test_sinkhorn_of_padding_alone_is_zero():
+    padding = torch.zeros(4, dtype=torch.bool)
+    axis = Mesh.single().axis("dp")
+    assert sinkhorn(drawn(4, 3), padding, axis).tolist() == [[0.0] * 3] * 4
 
 
 def test_noise_on_inputs_is_keyed_by_token_and_layer(small):
