@@ -6,6 +6,7 @@ Usage: python tooling/generated_docs.py [--check]
 import sys
 from pathlib import Path
 
+from commands_page import render_commands
 from device.page import render_device_page
 from families.pages import pages
 from families.published_page import render as render_published
@@ -15,6 +16,7 @@ from megatron_train.megatron_lm.page import render_flags
 ROOT = Path(__file__).parents[1]
 STRANGER = ROOT / "integration_tests" / "stranger"
 PAGES = {
+    "docs/commands.md": render_commands,
     "docs/configuration.md": render_reference,
     "docs/megatron-flags.md": render_flags,
     "docs/device-steps.md": render_device_page,
