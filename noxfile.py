@@ -235,7 +235,14 @@ def mutation(session: nox.Session) -> None:
     `-- --seed N` chooses other defects; `-- --write docs/planted-defects.md` writes the tables into
     the documentation.
     """
-    install(session, *EDITABLE, "cosmic-ray", "coverage")
+    install(session, *EDITABLE, *STRANGER, "cosmic-ray", "coverage")
+    try:
+        install(session, "transformers", "accelerate", "datasets")
+        session.install("-q", *CONSTRAINTS, "--no-deps", "megatron-core")
+    except nox.command.CommandFailed:
+        session.warn(
+            "NO TESTS OF PARITY: transformers or megatron-core could not be installed here"
+        )
     env = {"PYTHONPATH": "tooling"}
     session.run("python", "-m", "mutation", *session.posargs, env=env)
 

@@ -45,6 +45,7 @@ def in_package(name: str, row: Mapping[str, Iterable[str]]) -> Area:
         (
             *(f"{package}/tests/test_{pattern}.py" for pattern in row["tests"]),
             *(f"integration_tests/{pattern}.py" for pattern in row.get("integration", ())),
+            *(f"integration_tests/parity/test_{other}.py" for other in row.get("parity", ())),
             *EVERYWHERE,
         ),
     )
