@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from megatron_data.cli import main
-from megatron_data.indexed.inspection import draw_histogram
+from megatron_data.indexed.inspection import draw_histogram, draw_svg
 
 Capture = pytest.CaptureFixture[str]
 
@@ -136,6 +136,27 @@ def test_the_histogram_counts_every_value() -> None:
     assert [" ".join(row[:-2]) for row in rows] == ["0", "1", "2 to 3", "4 to 7", "8 to 15"]
     assert rows[-1][-2] == "######"
     assert "█" in draw_histogram(np.array([5]))
+
+
+def test_bars_are_as_long_as_their_counts_and_do_not_touch() -> None:
+    from xml.etree import ElementTree as ET
+
+    root = ET.fromstring(draw_svg(np.array([0, 1, 2, 3, 4, 7, 8, 8, 8]), "lengths"))
+    bars = [one.attrib for one in root.iter("{http://www.w3.org/2000/svg}rect")][1:]
+    widths = [float(bar["width"]) for bar in bars]
+    assert widths == pytest.approx([max(widths) * count / 3 for count in (1, 1, 2, 2, 3)], abs=0.06)
+    tops = [float(bar["y"]) for bar in bars]
+    assert all(
+        b - a > float(bar["height"]) for a, b, bar in zip(tops, tops[1:], bars, strict=False)
+    )
+    assert tops[-1] + float(bars[-1]["height"]) < float(root.attrib["height"])
+    numbers = [t for t in root.iter("{http://www.w3.org/2000/svg}text") if (t.text or "").isdigit()]
+    for bar, number in zip(
+        bars, [one for one in numbers if "text-anchor" not in one.attrib], strict=True
+    ):
+        gap = float(number.attrib["x"]) - float(bar["x"]) - float(bar["width"])
+        assert 0 < gap < 10 and float(bar["y"]) < float(number.attrib["y"])
+    assert float(bars[-1]["x"]) + max(widths) + 100 < float(root.attrib["width"])
 
 
 def test_the_histogram_is_drawn_into_a_file(corpus: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -351,6 +351,15 @@ def test_the_command_writes_settings_and_reports_outcomes(tmp_path, capsys):
     assert "--sequence-parallel has no effect" in capsys.readouterr().err
 
 
+def test_without_a_file_the_settings_alone_are_on_standard_output(tmp_path, capsys):
+    script = write(tmp_path, "python pretrain_gpt.py --num-layers 2 --lr 1e-3\n")
+    assert main(["config", "from-megatron", str(script)]) == 0
+    printed = capsys.readouterr()
+    found = yaml.safe_load(printed.out)
+    assert found["model"]["num_layers"] == 2 and float(found["optimizer"]["lr"]) == 1e-3
+    assert "train.sh" in printed.err and "num_layers" not in printed.err
+
+
 def test_a_script_of_another_kind_of_model_becomes_a_file_of_that_kind(tmp_path, capsys):
     flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --mask-prob 0.2 "
     flags += "--bert-no-binary-head --micro-batch-size 1 --train-iters 3 --lr 1 --eval-iters 0 "
