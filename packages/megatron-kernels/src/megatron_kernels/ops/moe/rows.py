@@ -55,7 +55,9 @@ class _Unpermute(Function):
     def forward(ctx: Any, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, order, weights)
         tokens, choices = weights.shape
-        return _sums(rows, order, tokens, choices, weights).to(rows.dtype)
+        total = _sums(rows, order, tokens, choices, weights).to(rows.dtype)
+        # torch 2.11 compiles a function without gradients if `.to` has no effect on its result.
+        return total.view_as(total)
 
     @staticmethod
     @once_differentiable

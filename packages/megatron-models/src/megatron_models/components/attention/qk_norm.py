@@ -65,7 +65,9 @@ class _RMSNormOverRanks(Function):
         inverse = torch.rsqrt(squares / channels + epsilon)
         ctx.save_for_backward(x, weight, inverse)
         ctx.zero_centered, ctx.channels, ctx.axis = zero_centered, channels, axis
-        return (_wide(x) * inverse * _gain(weight, zero_centered)).to(x.dtype)
+        normed = (_wide(x) * inverse * _gain(weight, zero_centered)).to(x.dtype)
+        # torch 2.11 compiles a function without gradients if `.to` has no effect on its result.
+        return normed.view_as(normed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
