@@ -421,7 +421,8 @@ def small_disk(tmp_path):
     if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, check=False).returncode:
         pytest.skip("mounting a file system is not permitted")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    # A traceback may still hold a file that is open.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Multi-latent attention equals that of megatron-core, which runs here on a CPU in one process."""
 
 import dataclasses
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,9 @@ def build_theirs(megatron: SimpleNamespace, config: GPTConfig) -> nn.Module:
         normalization="RMSNorm",
     )
     spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    core = tuple(map(int, version("megatron-core").split(".")[:2]))
+    if core >= (0, 19) and not config.q_lora_rank:
+        pytest.skip("megatron-core 0.19 refuses its own specification of direct queries with norms")
     model: nn.Module = megatron.model.GPTModel(
         settings,
         spec,
