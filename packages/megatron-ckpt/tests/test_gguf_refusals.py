@@ -10,7 +10,10 @@ from fuzzing import fuzz, mutate_bytes
 from megatron_ckpt import CheckpointError, import_hf
 from megatron_ckpt.cli import main
 
+from . import test_gguf
 from .test_gguf import HIDDEN, SENTENCE_PIECE, tensors, write
+
+family = test_gguf.family  # the fixture
 
 EXPERTS = {"expert_count": np.uint32(8)}
 WRONG = {
