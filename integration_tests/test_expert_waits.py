@@ -127,11 +127,13 @@ import json, sys
 import torch
 from megatron_models import GPT, GPTConfig, Placement
 from megatron_parallel import AuxiliaryLosses, Mesh
+from torch._inductor import config as inductor
 
+inductor.emulate_precision_casts = True  # other rounding would select other experts
+torch.manual_seed(5)
 found = []
-layers, cases, backend = json.load(sys.stdin)
-for dispatcher, changes in cases:
-    settings = dict(num_layers=layers, hidden_size=32, num_attention_heads=4, vocab_size=97)
+for dispatcher, changes in json.load(sys.stdin):
+    settings = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=97)
     settings |= dict(max_position_embeddings=16, ffn_hidden_size=64, num_experts=4)
     settings |= dict(moe_router_topk=2, moe_shared_expert_intermediate_size=32)
     config = GPTConfig(**settings, **changes)
@@ -147,7 +149,7 @@ for dispatcher, changes in cases:
         return {name: float(value) for name, value in losses.sums.items()}, router.grad.tolist()
 
     torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True)
     found.append([sums_and_gradient(compiled), sums_and_gradient(model)])
 print(json.dumps(found))
 """
@@ -158,16 +160,9 @@ BOUNDED = ("alltoall", {**ROOM, **LOSS, **BIASED})
 
 
 @pytest.mark.slow  # megatron-models compiles experts in the default tests
-@pytest.mark.parametrize(
-    ("layers", "cases", "backend"),
-    [
-        (2, [GATED, BOUNDED, ("alltoall", PADDED), ("allgather", CHOICE)], "aot_eager"),
-        (1, [GATED, BOUNDED], "inductor"),
-    ],
-    ids=["traced", "generated"],
-)
-def test_experts_compile_as_one_graph_with_the_same_losses(layers, cases, backend):
-    for case, (ours, eager) in zip(cases, run(GRAPHS, [layers, cases, backend]), strict=True):
+def test_experts_compile_as_one_graph_with_the_same_losses():
+    cases = [GATED, BOUNDED, ("alltoall", PADDED), ("allgather", CHOICE)]
+    for case, (ours, eager) in zip(cases, run(GRAPHS, cases), strict=True):
         assert ours[0] == pytest.approx(eager[0], rel=1e-3), case
         for row, other in zip(ours[1], eager[1], strict=True):
             assert row == pytest.approx(other, rel=0.05, abs=1e-3), case

@@ -73,12 +73,19 @@ def fused(x: Tensor, weight: Tensor, counts: Tensor, has_tail: bool) -> Tensor:
     if has_tail:
         tail = (groups_of_rows(counts, len(x)) == len(weight))[:, None]
         x = _apply(_ClearGradient, x, tail)
-    offsets = counts.cumsum(0, dtype=torch.int32)
-    y = functional.grouped_mm(aligned(x), aligned(weight), offs=offsets)
+    y = functional.grouped_mm(aligned(x), aligned(weight), offs=ends_of_groups(counts))
     if tail is not None:
         with torch.no_grad():  # the gradient of the product does not read the tail
             y.masked_fill_(tail, 0)
     return _apply(_ContiguousGradient, y)
+
+
+def ends_of_groups(counts: Int[Tensor, " e"]) -> Int[Tensor, " e"]:
+    """Returns the row behind each group in int32, as `F.grouped_mm` takes it."""
+    if torch.compiler.is_compiling():
+        # Inductor sums constants, as those of padded groups, in int64 whatever dtype is asked for.
+        return counts.cumsum(0).to(torch.int32)
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from megatron_kernels._compat import has_gpu, is_fake, outside_graphs
 from megatron_kernels.errors import KernelError
-from megatron_kernels.ops.moe.grouped_matmul import aligned, groups_of_rows
+from megatron_kernels.ops.moe.grouped_matmul import aligned, ends_of_groups, groups_of_rows
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
 
 _HOPPER: Final = (9, 0)
@@ -82,7 +82,7 @@ def in_16_bits(
 ) -> Tensor:
     """Calls `F.grouped_mm` of the elements as bfloat16, then multiplies by the scales."""
     rows, matrices = x.to(dtype), weight.to(dtype)
-    y = functional.grouped_mm(aligned(rows), aligned(matrices.mT), offs=_offsets(counts))
+    y = functional.grouped_mm(aligned(rows), aligned(matrices.mT), offs=ends_of_groups(counts))
     return _scaled(y, x_scale, weight_scale).masked_fill_(
         _tail(counts, len(rows), len(matrices)), 0
     )
@@ -103,7 +103,7 @@ def fused(
         weight.contiguous().mT,
         x_scale.float().expand(m).contiguous(),
         weight_scale.float().expand(groups, outputs).contiguous(),
-        offs=_offsets(counts),
+        offs=ends_of_groups(counts),
         out_dtype=dtype,
     )
     return y.masked_fill_(_tail(counts, m, groups), 0)
@@ -154,7 +154,9 @@ def gradient_in_16_bits(
 ) -> Tensor:
     """Calls `F.grouped_mm` of the elements as bfloat16, then multiplies by the scales."""
     left, right = aligned(dy.to(dtype)), aligned(x.to(dtype))
-    return _scaled(functional.grouped_mm(left.t(), right, offs=_offsets(counts)), dy_scale, x_scale)
+    return _scaled(
+        functional.grouped_mm(left.t(), right, offs=ends_of_groups(counts)), dy_scale, x_scale
+    )
 
 
 def fused_gradient(
@@ -210,10 +212,6 @@ def _columns(elements: Tensor, source: Tensor) -> Tensor:
     """Returns the rows in places as columns; zeros in empty ones."""
     codes = functional.pad(elements.view(torch.uint8), (0, 0, 0, 1))
     return codes.index_select(0, source).t().contiguous().view(elements.dtype)
-
-
-def _offsets(counts: Tensor) -> Tensor:
-    return counts.cumsum(0, dtype=torch.int32)
 
 
 def _tail(counts: Tensor, rows: int, groups: int) -> Tensor:

@@ -151,8 +151,14 @@ class Router(nn.Module):
     ) -> Float[Tensor, "n k"]:
         """Returns the weights of each token's experts from the scores of all, without biases."""
         spec = self.spec
-        missing = spec.moe_router_expert_choice
-        weights = scores.gather(1, experts.clamp(min=0) if missing else experts)
+        chosen = experts.clamp(min=0) if spec.moe_router_expert_choice else experts
+        if torch.compiler.is_compiling():
+            # The backward pass of a gather adds to zeros, which generated code of torch 2.13 for a
+            # CPU may read before they are added to.
+            every = torch.arange(scores.shape[1], device=scores.device)
+            weights = torch.where(chosen[..., None] == every, scores[:, None], 0.0).sum(-1)
+        else:
+            weights = scores.gather(1, chosen)
         if spec.softmax_of_selected:
             weights = torch.softmax(weights, -1)
         elif spec.normalizes_weights:
