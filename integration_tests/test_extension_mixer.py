@@ -15,6 +15,8 @@ from megatron_models import (
 from megatron_models.errors import ConfigError
 from megatron_parallel import Mesh, ParallelLayout
 
+pytest.importorskip("bidirectional", reason="pip install -e integration_tests/stranger")
+
 LOW_RANK = "bidirectional.low_rank:LowRankSpec"
 SIZES = {
     "num_layers": 2,
