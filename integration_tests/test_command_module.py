@@ -9,6 +9,7 @@ import sys
 from functools import cache
 
 import pytest
+from fuzzing import bounded
 
 PACKAGES = ("ckpt", "data", "infer", "kernels", "train")
 
@@ -53,6 +54,11 @@ def test_longer_words_may_have_more_wrong_letters(module, length, most):
         other = "y" * wrong + word[wrong:] if wrong <= length else "y" * length + "z"
         expected = f"; did you mean --{other}?" if found else ""
         assert module.nearest(f"--{word}", [f"--{other}"]) == expected
+
+
+def test_a_word_of_any_length_is_compared_at_once(module):
+    with bounded(cpu_seconds=5.0, megabytes=64):
+        assert module.nearest("9" * 50_000, [f"--flag-number-{i}" for i in range(700)]) == ""
 
 
 def test_of_equally_near_words_the_first_is_meant(module):

@@ -168,6 +168,11 @@ python3 pretrain_gpt.py --second
         ("\nA=$[1]", "line 2: $[...] is not supported"),
         ("A=1\r\n", "line 1: the character '\\r' is not supported"),
         ("shopt -s nullglob", "line 1: 'shopt -s nullglob' is not supported"),
+        (f"shopt -s {'x' * 212}", f"line 1: 'shopt -s {'x' * 212}' is not supported"),
+        (
+            f"shopt -s {'x' * 213}",
+            f"line 1: 'shopt -s {'x' * 110}...{'x' * 102}' is not supported",
+        ),
         ("echo ${A:?give a size}", "line 1: ${A:?...} ends the script: give a size"),
         ("set -u\necho $A", "line 2: A is not set, where the script ends because of 'set -u'"),
         (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron_train.errors import TrainError
 from megatron_train.megatron_lm.bash import spans
 from megatron_train.megatron_lm.bash.escapes import unescape
+from megatron_train.megatron_lm.bash.messages import error_at
 
 _OPERATOR = re.compile(
     r"&&|\|\||;;&|;;|;&|\|&|<<<|<<-?|&>>?|[0-9]*>>?&[0-9]*-?|[0-9]*<&[0-9]*-?|[0-9]*>>|[0-9]*>\||"
@@ -135,7 +136,7 @@ class Lexer:
         return tuple(self._double_quoted(end="", inner=True))
 
     def _error(self, message: str) -> TrainError:
-        return TrainError(f"{self._name}: line {self._line}: {message}")
+        return error_at(self._name, self._line, message)
 
     def _advance(self, count: int) -> None:
         self._line += self._text.count("\n", self._at, self._at + count)

@@ -11,6 +11,7 @@ from megatron_train.megatron_lm.bash.lexer import (
     Token,
     Word,
 )
+from megatron_train.megatron_lm.bash.messages import error_at
 
 _LOOPS = ("for", "while", "until", "select")
 _CLOSING = ("then", "elif", "else", "fi", "do", "done", "esac", "}", "in")
@@ -184,10 +185,10 @@ class ScriptParser:
     def _unexpected(self) -> TrainError:
         if self._at >= len(self._tokens):
             line = self._tokens[-1].line if self._tokens else 1
-            return TrainError(f"{self._name}: line {line}: a command is missing at the end")
+            return error_at(self._name, line, "a command is missing at the end")
         token = self._tokens[self._at]
         text = token.literal if isinstance(token, Word) else token.text
-        return TrainError(f"{self._name}: line {token.line}: unexpected {text!r}")
+        return error_at(self._name, token.line, f"unexpected {text!r}")
 
     def _command(self) -> Command:
         if self._at >= len(self._tokens):
@@ -255,7 +256,7 @@ class ScriptParser:
 
     def _expect_operator(self, text: str, line: int) -> None:
         if self._operator() != text:
-            raise TrainError(f"{self._name}: line {line}: {text!r} is missing")
+            raise error_at(self._name, line, f"{text!r} is missing")
         self._at += 1
 
     def _if(self, line: int) -> tuple[tuple[tuple[Block, Block], ...], Block]:
@@ -277,7 +278,7 @@ class ScriptParser:
 
     def _expect(self, word: str, line: int, after: str) -> None:
         if word not in (self._word(), self._operator()):
-            raise TrainError(f"{self._name}: line {line}: {word!r} is missing after {after!r}")
+            raise error_at(self._name, line, f"{word!r} is missing after {after!r}")
         self._at += 1
 
     def _skip_nested(self, opening: str, closing: str, line: int) -> None:
@@ -336,10 +337,10 @@ class ScriptParser:
                     self._redirections()
                     return SimpleCommand(tuple(words), line, self._since(start))
             elif isinstance(token, ArithmeticToken):
-                raise TrainError(f"{self._name}: line {token.line}: '((' in [[ is not supported")
+                raise error_at(self._name, token.line, "'((' in [[ is not supported")
             elif token.text != "\n":
                 words.append(Word((Part("text", token.text, False),), token.line))
-        raise TrainError(f"{self._name}: line {line}: ']]' is missing after '[['")
+        raise error_at(self._name, line, "']]' is missing after '[['")
 
 
 def _redirects(operator: str) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from megatron_train.errors import TrainError
 from megatron_train.megatron_lm.bash.assigned import Changes
+from megatron_train.megatron_lm.bash.messages import error_at, note_at
 
-_LONGEST_NOTE = 160
 _MOST_CHARACTERS = 1 << 20
 _LARGEST_INDEX = 10_000
 _OF_THE_SHELL = re.compile(
@@ -72,13 +72,11 @@ class Variables:
 
     def error(self, line: int, text: str) -> TrainError:
         """Returns an error at a line of the script."""
-        return TrainError(f"{self.name}: line {line}: {text}")
+        return error_at(self.name, line, text)
 
     def note(self, line: int, text: str) -> None:
         """Adds a note on a construct that could not be evaluated; long texts are shortened."""
-        text = " ".join(text.replace("\0", "").split())
-        short = text if len(text) <= _LONGEST_NOTE else f"{text[:_LONGEST_NOTE]}..."
-        entry = f"line {line}: {short}"
+        entry = note_at(line, text)
         if entry not in self.notes:
             self.notes.append(entry)
 
