@@ -93,7 +93,7 @@ class _Ring(Function):
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse, sinks)
         ctx.ring = plan, axis, operations, pair
-        return result
+        return result.view_as(result)  # torch 2.11 compiles what `to` leaves without gradients
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
