@@ -87,9 +87,9 @@ def tests(session: nox.Session) -> None:
 
 @job(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """Runs `tests` with all tests of which it runs a sample."""
+    """Runs `tests` with all tests of which it runs a sample. `mutation` is a session of its own."""
     alone = (*ALONE, "simulated", "device", "families", "functional")
-    last = (*LAST, "oldest", "newest", "mutation")
+    last = (*LAST, "oldest", "newest")
     posargs = ["--slow", *session.posargs]
     run_lanes(session, posargs, pairs=PAIRS, alone=alone, last=last)
 
