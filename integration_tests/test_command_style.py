@@ -9,52 +9,18 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from megatron_train.config.flags import Parser
 from megatron_train.config.grouped_help import format_whole_help
+from parsers import arguments, commands, console_scripts, parser_of, subcommands
 
-ROOT = Path(__file__).parents[1]
 PROPER_NAMES = ("Hugging Face", "Megatron")
 
 
-def console_scripts() -> list[EntryPoint]:
-    """Returns the console scripts of the packages in this repository."""
-    ours = {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")}
-    scripts = entry_points(group="console_scripts")
-    return sorted({script for script in scripts if script.dist and script.dist.name in ours})
-
-
-def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yields a command and all its subcommands with all their flags, recursively."""
-    if isinstance(parser, Parser):
-        parser.complete()
-    yield parser
-    for action in subcommands(parser):
-        for below in action.choices.values():
-            yield from commands(below)
-
-
-def subcommands(parser: argparse.ArgumentParser) -> list["argparse._SubParsersAction"]:
-    return [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
-
-
-def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Returns the visible arguments of a command that do not ask for help or name a command."""
-    return [
-        action
-        for action in parser._actions
-        if not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
-        and "--help-all" not in action.option_strings
-        and action.help != argparse.SUPPRESS
-    ]
-
-
-SCRIPTS = {script.name: script for script in console_scripts()}
-PROGRAMS = [sys.modules[s.load().__module__].build_parser() for s in SCRIPTS.values()]
+SCRIPTS = console_scripts()
+PROGRAMS = list(map(parser_of, SCRIPTS.values()))
 COMMANDS = [command for program in PROGRAMS for command in commands(program)]
 LEAVES = [command for command in COMMANDS if not subcommands(command)]
 
@@ -89,7 +55,7 @@ def test_a_command_has_a_description_and_a_summary(parser: argparse.ArgumentPars
 
 @each(COMMANDS)
 def test_an_option_is_explained_by_a_phrase(parser: argparse.ArgumentParser) -> None:
-    for action in options(parser):
+    for action in arguments(parser):
         name = action.option_strings or action.dest
         assert action.help, name
         assert starts_in_lower_case(action.help), name
@@ -100,7 +66,7 @@ def test_an_option_is_explained_by_a_phrase(parser: argparse.ArgumentParser) -> 
 def test_values_of_options_are_in_capitals_or_a_list_of_choices(
     parser: argparse.ArgumentParser,
 ) -> None:
-    for action in options(parser):
+    for action in arguments(parser):
         if action.nargs == 0:
             continue
         shown = action.metavar or (action.choices and "{...}")
@@ -117,7 +83,7 @@ def helps(parser: argparse.ArgumentParser) -> list[str]:
 def test_defaults_and_required_options_are_in_brackets(parser: argparse.ArgumentParser) -> None:
     text = " ".join(helps(parser)[0].split())
     assert not re.search(r"\(default|None|==SUPPRESS==", text)
-    for action in options(parser):
+    for action in arguments(parser):
         if not action.option_strings or action.default in (None, False, argparse.SUPPRESS):
             continue
         shown = action.default
@@ -125,7 +91,7 @@ def test_defaults_and_required_options_are_in_brackets(parser: argparse.Argument
             shown = " ".join(map(str, shown))
         assert f"default {shown}]" in text, action.option_strings
     assert not re.search(r"\[default[^\]]*\] \[default", text)
-    required = [action for action in options(parser) if action.option_strings and action.required]
+    required = [action for action in arguments(parser) if action.option_strings and action.required]
     assert text.count("[required]") >= len(required)
 
 
@@ -204,7 +170,7 @@ def test_a_value_of_another_type_is_one_line_with_status_2(
 ) -> None:
     numbers = [
         action
-        for action in options(parser)
+        for action in arguments(parser)
         if action.type in (int, float) and action.option_strings
     ]
     for action in numbers:

@@ -5,12 +5,12 @@ import json
 import os
 import shutil
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from megatron_data import ByteTokenizer, IndexedDatasetBuilder, preprocess
 from megatron_data.tokenizers import NullTokenizer
+from parsers import console_scripts
 
 SIZES = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
 LENGTH = "--micro-batch-size 2 --train-iters 3 --eval-iters 0 --no-progress"
@@ -19,8 +19,7 @@ LENGTH = "--micro-batch-size 2 --train-iters 3 --eval-iters 0 --no-progress"
 def call(command: str) -> int:
     """Returns the exit status of a console script that runs in this process."""
     name, *words = command.split()
-    (script,) = entry_points(group="console_scripts", name=name)
-    return script.load()(words)
+    return console_scripts()[name].load()(words)
 
 
 @pytest.fixture(scope="module")

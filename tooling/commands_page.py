@@ -1,12 +1,11 @@
 """The page of all commands and their options (docs/commands.md), generated from their parsers."""
 
 import argparse
-import sys
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any, Final
 
-PACKAGES: Final = ("data", "ckpt", "infer", "kernels", "train")
+from parsers import arguments, console_scripts, parser_of, subcommands
+
 MODEL: Final = "gpt"
 """The model, and the task, whose commands stand for those of all."""
 
@@ -27,9 +26,7 @@ date.
 def render_commands() -> str:
     """Returns the page as Markdown text."""
     parts = [_INTRODUCTION]
-    for package in PACKAGES:
-        module = import_module(f"megatron_{package}.cli")
-        parser = sys.modules[module.main.__module__].build_parser()
+    for parser in map(parser_of, console_scripts().values()):
         parts.append(f"## {parser.prog}\n\n{parser.description}\n")
         parts += map(_section, _leaves(parser))
     return "\n".join(parts)
@@ -37,10 +34,9 @@ def render_commands() -> str:
 
 def _leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """Yields the commands without commands below; of those for each kind of model, one."""
-    subcommands = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    if not subcommands:
+    if not subcommands(parser):
         yield parser
-    for action in subcommands:
+    for action in subcommands(parser):
         chosen = dict(action.choices)
         if action.metavar in ("MODEL", "TASK"):
             chosen = {MODEL: chosen[MODEL]}
@@ -49,23 +45,16 @@ def _leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 def _section(parser: argparse.ArgumentParser) -> str:
-    if hasattr(parser, "complete"):
-        parser.complete()  # the options of a run are added when they are needed
+    from megatron_train.config.flags import is_setting
+
+    shown = [action for action in arguments(parser) if not is_setting(action)]
     summary = str(parser.description).partition("\n\n")[0]
     groups = {id(a): g for g in parser._mutually_exclusive_groups for a in g._group_actions}
-    rows = [_row(action, groups.get(id(action))) for action in parser._actions if _shown(action)]
+    rows = [_row(action, groups.get(id(action))) for action in shown]
     if not rows:
         return f"### {parser.prog}\n\n{summary}\n"
     head = "| argument | takes | default | meaning |\n|---|---|---|---|\n"
     return f"### {parser.prog}\n\n{summary}\n\n{head}" + "\n".join(rows) + "\n"
-
-
-def _shown(action: argparse.Action) -> bool:
-    from megatron_train.config import flags
-
-    hidden = action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction)
-    of_run = action.dest.startswith(flags._PREFIX)
-    return not hidden and not of_run and "--help-all" not in action.option_strings
 
 
 def _row(action: argparse.Action, group: Any) -> str:

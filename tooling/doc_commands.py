@@ -6,12 +6,11 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
 from doc_pages import ROOT
+from parsers import console_scripts, parser_of
 
 DATA = "--data-path book_text_document --tokenizer-model tokenizer"
 
@@ -120,8 +119,7 @@ def check_torchrun(text: str) -> None:
 def check_parsed(text: str) -> None:
     """Checks that the parser of the command accepts the line."""
     name, *words = shlex.split(text)
-    module = entry_point(name).load().__module__
-    sys.modules[module].build_parser().parse_args(words)
+    parser_of(console_scripts()[name]).parse_args(words)
 
 
 def check_files(text: str) -> None:
@@ -182,11 +180,6 @@ def expand(text: str) -> list[str]:
         ["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True, check=True
     )
     return done.stdout.splitlines()
-
-
-def entry_point(name: str):
-    (script,) = entry_points(group="console_scripts", name=name)
-    return script
 
 
 def smaller(text: str) -> str:

@@ -17,13 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_data import IndexedDatasetBuilder
+from parsers import commands, console_scripts, parser_of
 
-SCRIPTS = tuple(f"megatron-{name}" for name in ("data", "ckpt", "train", "infer", "kernels"))
 PEERS = {
     "an empty program": [sys.executable, "-c", "pass"],
     "import torch": [sys.executable, "-c", "import torch"],
@@ -41,22 +40,10 @@ TRAIN = (
 FIRST_STEP = "first step of training"
 
 
-def commands(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Returns the command of a parser and all commands below it."""
-    yield parser.prog
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from commands(below)
-
-
 def every_command() -> list[str]:
     """Returns all commands of all packages, from their parsers."""
-    found = []
-    for name in SCRIPTS:
-        (script,) = entry_points(group="console_scripts", name=name)
-        found += commands(sys.modules[script.load().__module__].build_parser())
-    return found
+    programs = map(parser_of, console_scripts().values())
+    return [command.prog for program in programs for command in commands(program)]
 
 
 def program(line: str) -> list[str]:

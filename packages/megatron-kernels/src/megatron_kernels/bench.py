@@ -240,8 +240,8 @@ def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _outputs(backend: Backend, passed: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    found = backend.run(*passed)
-    return found if isinstance(found, tuple) else (found,)
+    result = backend.run(*passed)
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _forward(backend: Backend, passed: tuple[Any, ...]) -> Callable[[], object]:

@@ -262,6 +262,11 @@ def _add_alias(group: Any, flag: str, alias: Alias, option: Option) -> None:
     )
 
 
+def is_setting(action: argparse.Action) -> bool:
+    """Returns whether an argument of a parser sets an option of a run, itself or as an alias."""
+    return action.dest.startswith(_PREFIX)
+
+
 def _keep(option: Option) -> dict[str, Any]:
     return {"dest": _PREFIX + option.key, "default": argparse.SUPPRESS, "action": _Store}
 
