@@ -87,7 +87,10 @@ def tests(session: nox.Session) -> None:
 
 @job(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """Runs `tests` with all tests of which it runs a sample. `mutation` is a session of its own."""
+    """Runs `tests` with all tests of which it runs a sample; `-- --resume` continues such a run.
+
+    `mutation`, a random draw that takes hours, is no part of it.
+    """
     alone = (*ALONE, "simulated", "device", "families", "functional")
     last = (*LAST, "oldest", "newest")
     posargs = ["--slow", *session.posargs]

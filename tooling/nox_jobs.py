@@ -1,21 +1,21 @@
 """What the sessions of noxfile.py share: pip's settings, installations, pytest, the last table."""
 
 import functools
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import nox
+from session_times import SessionTimes, source_state
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ("-c", "tooling/constraints.txt")
-TIMINGS = ROOT / ".nox" / "timings"
+TIMES = SessionTimes(ROOT / ".nox" / "timings", source_state())
 
 
 def pip_config() -> str:
@@ -68,17 +68,11 @@ def job(**options: object) -> Callable[[Callable[..., None]], Callable[..., None
                 function(session, *args, **kwargs)
                 result = "passed"
             finally:
-                record(session.name, time.monotonic() - started, result)
+                TIMES.record(session.name, time.monotonic() - started, result)
 
         return nox.session(**options)(timed)
 
     return decorate
-
-
-def record(name: str, seconds: float, result: str) -> None:
-    """Stores the last time and result of a session for the closing table."""
-    TIMINGS.mkdir(parents=True, exist_ok=True)
-    (TIMINGS / f"{name}.json").write_text(json.dumps({"seconds": seconds, "result": result}))
 
 
 def install(session: nox.Session, *what: str) -> None:
@@ -142,6 +136,9 @@ def run_lanes(
 ) -> None:
     """Runs the wheels and all these sessions, also after one failed, and prints their times.
 
+    With `--resume` among its arguments, a session that has passed at the same commit is not run
+    again, so that a run of hours can be continued after an interruption.
+
     A second nox runs the sessions of `alone` in parallel with those of `pairs`. It uses the
     processor time that the others leave while they create environments and while tests wait. Its
     output is printed when it ends.
@@ -154,35 +151,27 @@ def run_lanes(
         last: Sessions that run when all others have ended.
     """
     started = time.monotonic()
-    shutil.rmtree(TIMINGS, ignore_errors=True)
-    failed = [subprocess.call(nox_line(["wheels"]))]
+    every = ("wheels", *pairs, *alone, *last)
+    kept = {one for one in every[1:] if "--resume" in posargs and TIMES.has_passed(one)}
+    TIMES.forget({*every} - kept)
+    posargs = [word for word in posargs if word != "--resume"]
+
+    def line(sessions: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+        """Returns the command of those that are to run: nox continues after one fails."""
+        wanted = [one for one in sessions if one not in kept]
+        if not wanted:  # nox without sessions lists them all
+            return [sys.executable, "-c", ""]
+        file = str(ROOT / "noxfile.py")
+        return [sys.executable, "-m", "nox", "-f", file, "-s", *wanted, "--", *more]
+
+    failed = [subprocess.call(line(["wheels"]))]
     with tempfile.TemporaryFile("w+") as printed:
-        line = nox_line(alone, posargs)
-        with subprocess.Popen(line, stdout=printed, stderr=subprocess.STDOUT) as beside:
-            failed += [subprocess.call(nox_line(pairs, posargs)), beside.wait()]
+        beside = line(alone, posargs)
+        with subprocess.Popen(beside, stdout=printed, stderr=subprocess.STDOUT) as running:
+            failed += [subprocess.call(line(pairs, posargs)), running.wait()]
         printed.seek(0)
         shutil.copyfileobj(printed, sys.stdout)
-    failed += [subprocess.call(nox_line(last))]
-    print_table(("wheels", *pairs, *alone, *last), alone, time.monotonic() - started)
+    failed += [subprocess.call(line(last))]
+    print(f"\n{TIMES.table(every, alone, time.monotonic() - started)}", flush=True)
     if any(failed):
         session.error("not all checks passed")
-
-
-def nox_line(sessions: Iterable[str], posargs: Iterable[str] = ()) -> list[str]:
-    """Returns the command that runs these sessions; nox continues after one fails."""
-    file = str(ROOT / "noxfile.py")
-    return [sys.executable, "-m", "nox", "-f", file, "-s", *sessions, "--", *posargs]
-
-
-def print_table(sessions: Iterable[str], alone: Iterable[str], seconds: float) -> None:
-    """Prints the minutes of each session and of all; parallel sessions take less than their sum."""
-    names = [name for name in sessions if (TIMINGS / f"{name}.json").exists()]
-    rows = {name: json.loads((TIMINGS / f"{name}.json").read_text()) for name in names}
-    width = max(map(len, (*rows, "all")))
-    print(f"\n{'session':<{width}}  minutes  result")
-    for name, row in rows.items():
-        beside = " (beside others)" if name in alone else ""
-        print(f"{name:<{width}}  {row['seconds'] / 60:7.2f}  {row['result']}{beside}")
-    wrong = sum(row["result"] != "passed" for row in rows.values())
-    print(f"{'all':<{width}}  {seconds / 60:7.2f}")
-    print(f"{len(rows) - wrong} passed, {wrong} failed", flush=True)
