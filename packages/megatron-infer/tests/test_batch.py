@@ -67,8 +67,17 @@ def test_results_do_not_depend_on_other_prompts(make_model: Make) -> None:
     assert together == alone == backwards
 
 
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (5, [4, 2, 4, 7]),
+        (4, [4, 2, 4, 7]),  # exactly as many as are allowed
+        (3, [1, 2, 2, 4, 7]),  # a single prompt may have more
+        (6, [6, 4, 7]),
+    ],
+)
 def test_prompts_are_prefilled_in_groups_of_bounded_size(
-    make_model: Make, monkeypatch: pytest.MonkeyPatch
+    make_model: Make, monkeypatch: pytest.MonkeyPatch, most: int, expected: list[int]
 ) -> None:
     model = make_model()
     whole = generate_tokens(model, PROMPTS, GREEDY)
@@ -79,10 +88,10 @@ def test_prompts_are_prefilled_in_groups_of_bounded_size(
         sizes.append(tokens.numel())
         return forward(self, tokens, **settings)
 
-    monkeypatch.setattr(engine, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", most)
     monkeypatch.setattr(GPT, "forward", counting)
     assert generate_tokens(model, PROMPTS, GREEDY) == whole
-    assert sizes[:4] == [4, 2, 4, 7]
+    assert sizes[: len(expected)] == expected
 
 
 @contextmanager
@@ -262,8 +271,9 @@ def test_no_prompts_give_no_continuations(make_model: Make) -> None:
     ("prompts", "names"),
     [
         ([[1], []], "prompt 2 is empty"),
-        ([[1] * 48], "48 tokens and the model has 48 positions"),
-        ([[61]], "token 61"),
+        ([[1] * 48], "48 tokens and the model has 48 positions, which leaves none for a new"),
+        ([[61]], "prompt 1 has token 61"),
+        ([[1], [61, 1]], "prompt 2 has token 61"),
         ([[-1]], "token -1"),
     ],
 )
@@ -275,3 +285,23 @@ def test_impossible_prompts_are_named(make_model: Make, prompts: list, names: st
 def test_settings_must_match_the_prompts(make_model: Make) -> None:
     with pytest.raises(InferError, match="got 5 prompts but settings for 2"):
         generate_tokens(make_model(), PROMPTS, [GREEDY, GREEDY])
+
+
+def test_the_first_and_last_token_and_the_last_position_are_possible(make_model: Make) -> None:
+    one = SamplingParams(max_new_tokens=3, temperature=0.0)
+    first, last = generate_tokens(make_model(), [[0] * 47, [60]], one)
+    assert (len(first.tokens), first.finish_reason) == (1, "positions")
+    assert (len(last.tokens), last.finish_reason) == (3, "length")
+
+
+@pytest.mark.parametrize("log_probs", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_with_nan_are_an_error_that_names_the_model(
+    make_model: Make, log_probs: bool, temperature: float
+) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.final_norm.weight.fill_(float("nan"))
+    params = SamplingParams(max_new_tokens=1, temperature=temperature)
+    with pytest.raises(InferError, match="logits of the model contain NaN"):
+        generate_tokens(model, [[1], [2, 3]], params, log_probs=log_probs)

@@ -111,6 +111,32 @@ def test_an_interrupted_answer_is_kept_so_far(model: GPT, monkeypatch: pytest.Mo
     assert talk.reply("b") == ByteTokenizer().decode(list(expected))
 
 
+@pytest.mark.parametrize(("most", "room"), [(1, 63), (31, 33), (32, 32), (33, 32), (1000, 32)])
+def test_an_answer_has_room_for_its_tokens_or_half_of_the_positions(
+    model: GPT, most: int, room: int
+) -> None:
+    loaded: Any = SimpleNamespace(model=model, tokenizer=ByteTokenizer())
+    params = SamplingParams(max_new_tokens=most)
+    talk = Conversation(loaded, choose_prompts(ByteTokenizer()), params)
+    with pytest.raises(InferError, match=f"the line has 64 tokens, but only {room} fit"):
+        talk.reply("x" * 64)
+
+
+def test_a_text_keeps_its_last_tokens_and_starts_with_those_of_the_tokenizer() -> None:
+    prompts = TextPrompts(ByteTokenizer(), start=[7])
+    assert prompts.prompt("ab", 3) == [7, 97, 98]
+    assert prompts.prompt("cd", 4) == [97, 98, 99, 100]
+    assert prompts.prompt("xyz", 3) == [120, 121, 122]  # a line that fills the room
+    with pytest.raises(InferError, match="4 tokens, but only 3 fit"):
+        prompts.prompt("wxyz", 3)
+    prompts.answered([5], "")
+    assert prompts.prompt("a", 9) == [120, 121, 122, 5, 97]
+    prompts.clear()
+    with pytest.raises(InferError, match="3 tokens, but only 2 fit"):
+        prompts.prompt("ab", 2)  # with the first token
+    assert prompts.prompt("a", 2) == [7, 97]
+
+
 def test_a_conversation_that_is_too_long_begins_with_the_user() -> None:
     prompts = choose_prompts(Marked())
     prompts.prompt("a", 99)
@@ -118,7 +144,14 @@ def test_a_conversation_that_is_too_long_begins_with_the_user() -> None:
     whole = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\ny<|im_end|>\n"
     last = Marked().encode("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
     room = len(Marked().encode(whole)) + len(last)
+    with pytest.raises(InferError, match=f"only {len(last) - 1} fit"):
+        prompts.prompt("b", len(last) - 1)
+    assert choose_prompts(Marked()).prompt("b", len(last)) == last
     assert prompts.prompt("b", room - 1) == last  # without the answer, too
+    fits = choose_prompts(Marked())
+    fits.prompt("a", 99)
+    fits.answered([], "y")
+    assert fits.prompt("b", room) == [*Marked().encode(whole), *last]
 
 
 def test_the_format_is_chosen_by_the_tokenizer(tmp_path: Path) -> None:
@@ -167,6 +200,10 @@ def test_the_template_of_the_tokenizer_is_used(
     tokenizer: Any = with_template(source, eos, tmp_path)
     prompts = choose_prompts(tokenizer)
     assert prompts.description == "turns are written by the tokenizer's chat template"
+    marked = choose_prompts(tokenizer, "chatml")  # other formats may be asked for
+    assert marked.description == "turns are marked as in ChatML"
+    assert {tokenizer.token(number) for number in marked.stop_tokens} == {"<|im_end|>"}
+    assert isinstance(choose_prompts(tokenizer, "plain"), TextPrompts)
     assert prompts.prompt("Hi", 99) == tokenizer.encode(prompt)
     assert {tokenizer.token(number) for number in prompts.stop_tokens} == ends
     file = tmp_path / "other.jinja"
@@ -202,15 +239,16 @@ def test_the_command_answers_lines_until_the_input_ends(
         model=ModelRecord(family="gpt2", **record_of(model.config)),
         files={"tokenizer": tmp_path / "tokenizer"},
     )
-    lines = ["One", "", "/new", "/nonsense", "x" * 90, "One", "/quit", "never"]
+    lines = ["One", "", "/new", "/nonsense", "x" * 90, "One", " /new ", "/a b", "/quit", "never"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
     options = ["--load", str(tmp_path / "run"), "--temperature", "0", "--max-new-tokens", "4"]
     assert main(["chat", *options]) == 0
     shown = capsys.readouterr()
-    text = ByteTokenizer().decode(
-        list(generate_tokens(model, [list(b"One")], GREEDY)[0].tokens[:4])
+    text, other = (
+        ByteTokenizer().decode(list(generate_tokens(model, [prompt], GREEDY)[0].tokens[:4]))
+        for prompt in (list(b"One"), list(b"/a b"))
     )
-    assert shown.out == f"{text}\n" * 2
+    assert shown.out == f"{text}\n{text}\n{other}\n"
     start, nonsense, wrong = shown.err.splitlines()
     assert "the text is continued" in start
     assert nonsense.startswith("/nonsense: /new starts a new conversation")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,8 +36,13 @@ def run(model: GPT, tmp_path: Path) -> str:
 
 
 def test_generate_prints_the_prompt_and_its_continuation(
-    run: str, model: GPT, capsys: pytest.CaptureFixture[str]
+    run: str,
+    model: GPT,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = SimpleNamespace(perf_counter=iter([10.0, 12.0]).__next__)
+    monkeypatch.setattr("megatron_infer.cli.generate.time", clock)
     arguments = ["--prompt", "Call me", "--max-new-tokens", "9", "--seed", "4", "--top-k", "50"]
     assert main(["generate", "--load", run, *arguments]) == 0
     shown = capsys.readouterr()
@@ -44,8 +50,8 @@ def test_generate_prints_the_prompt_and_its_continuation(
     expected = generate(model, ByteTokenizer(), ["Call me"], params)[0]
     assert shown.out == f"Call me{expected.text}\n"
     assert "iter_0000003" in shown.err
-    assert "9 tokens in" in shown.err
-    assert "--max-new-tokens reached" in shown.err
+    assert "9 tokens in 2.0 s (4.5 tokens/s), --max-new-tokens reached; " in shown.err
+    assert shown.err.endswith(" on cpu\n")
 
 
 def test_several_prompts_are_printed_in_order(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +60,17 @@ def test_several_prompts_are_printed_in_order(run: str, capsys: pytest.CaptureFi
     first, second = capsys.readouterr().out.split("--- 2 ---\n")
     assert first.startswith("--- 1 ---\nOne")
     assert second.startswith("Two")
+
+
+def test_every_way_in_which_texts_ended_is_printed_once(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--prompt", "a", "--prompt", "b", "--prompt", "x" * 46, "--max-new-tokens", "3"]
+    assert main(["generate", "--load", run, *arguments, "--temperature", "0"]) == 0
+    shown = capsys.readouterr().err
+    assert shown.startswith("8 tokens in ")  # the last prompt leaves two positions
+    ends = "--max-new-tokens reached and the model has no more positions; "
+    assert ends in shown
 
 
 @pytest.fixture
@@ -144,11 +161,22 @@ def test_a_prompt_may_come_from_a_file_or_standard_input(
         (["--load", "{run}", "--prompt-file", "absent.txt"], "absent.txt"),
         (["--load", "{run}", "--prompt", "x", "--iteration", "8"], "iteration 8"),
         (["--load", "{run}", "--prompt", "x", "--top-p", "2"], "top_p"),
+        (["--load", "absent", "--prompt", "x", "--top-p", "2"], "top_p"),  # before it is loaded
+        (["--load", "{run}", "--prompt", "x", "--device", "cuda"], "use --device cpu or auto"),
+        (["--load", "{run}", "--prompt-file", "{run}/empty.txt"], "empty.txt is empty"),
+        (["--load", "{run}", "--prompt-file", "{run}/latin.txt"], "latin.txt is not UTF-8"),
     ],
 )
 def test_expected_errors_are_one_line_with_status_1(
-    run: str, capsys: pytest.CaptureFixture[str], arguments: list[str], names: str
+    run: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    names: str,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (Path(run) / "empty.txt").touch()
+    (Path(run) / "latin.txt").write_bytes(b"\xe9")
     assert main(["generate", *(word.format(run=run) for word in arguments)]) == 1
     shown = capsys.readouterr().err.strip()
     assert shown.startswith("megatron-infer: error: ")
@@ -220,6 +248,26 @@ def test_a_port_without_permission_is_one_line(
         "megatron-infer: error: cannot listen on 127.0.0.1:80: no permission for this port; use a "
         "--port above 1023\n"
     )
+
+
+def test_an_answer_that_is_interrupted_does_not_end_the_chat(
+    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, on_token: Callable[[int, int], object], **__: object) -> None:
+        on_token(0, ord("y"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_infer.engine.tokens.generate_tokens", interrupt)
+    monkeypatch.setattr("sys.stdin", io.StringIO("One\nTwo\n"))
+    assert main(["chat", "--load", run]) == 0
+    assert capsys.readouterr().out == "y [stopped]\ny [stopped]\n"
+
+
+def test_wrong_settings_of_a_chat_are_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["chat", "--load", "absent", "--top-p", "2"]) == 1
+    assert "top_p must lie in (0, 1]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "chat"])

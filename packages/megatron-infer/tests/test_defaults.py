@@ -101,6 +101,9 @@ def test_what_has_an_effect_elsewhere_is_named() -> None:
         ({"do_sample": True, "top_k": "all"}, 'top_k is "all", not a number'),
         ({"do_sample": True, "top_p": 1.5}, r"folder: top_p must lie in \(0, 1\]"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"do_sample": True, "top_k": True}, "top_k is true, not a number"),
+        ({"do_sample": True, "top_k": 2.5}, "top_k is 2.5, not a number"),
+        ({"do_sample": True, "temperature": "1"}, 'temperature is "1", not a number'),
     ],
 )
 def test_wrong_values_are_refused_by_name(generation: Any, message: str) -> None:
@@ -122,3 +125,31 @@ def test_requests_to_a_server_start_from_the_settings_of_the_model() -> None:
     assert schema["properties"]["temperature"]["default"] == 0.6
     greedy = read(generation={"do_sample": False}).params
     assert request_defaults(greedy, starts_with_bos=False) == {"top_k": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000])
+def test_a_file_that_is_no_json_is_refused_by_name(content: bytes) -> None:
+    name = "huggingface/generation_config.json"
+    with pytest.raises(InferError, match=r"generation_config\.json of folder is not JSON"):
+        read_defaults([name], lambda _: content, "folder")
+
+
+def test_null_is_the_same_as_a_missing_field() -> None:
+    found = read(generation={"do_sample": True, "top_k": None, "num_beams": None})
+    assert found.params == {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    assert read(generation={"eos_token_id": None}).stop_tokens == frozenset()
+
+
+@pytest.mark.parametrize("name", ["decoder", "generator", "text_config"])
+def test_settings_of_an_inner_model_count_unless_the_outer_one_has_them(name: str) -> None:
+    inner = {name: {"eos_token_id": 5, "num_beams": 4}}
+    assert read(config=inner).stop_tokens == {5}
+    assert read(config=inner).notes == ("config.json: not applied: num_beams 4",)
+    assert read(config={**inner, "eos_token_id": 6}).stop_tokens == {6}
+    assert read(config={name: [7]}).stop_tokens == frozenset()  # not an object
+
+
+def test_a_long_value_in_a_note_is_cut_after_60_characters() -> None:
+    for letters, shown in ((58, '"' + "y" * 58 + '"'), (59, '"' + "y" * 59 + "...")):
+        (note,) = read(generation={"stop_strings": "y" * letters}).notes
+        assert note == f"generation_config.json: not applied: stop_strings {shown}"

@@ -1,7 +1,8 @@
 from collections.abc import Callable
 
 import pytest
-from megatron_data import ByteTokenizer
+import tokenizers
+from megatron_data import ByteTokenizer, HuggingFaceTokenizer
 from megatron_infer import InferError, SamplingParams, generate, generate_tokens
 from megatron_models import GPT
 
@@ -47,3 +48,34 @@ def test_a_document_ends_at_the_tokenizers_token(model: GPT) -> None:
 def test_an_empty_text_is_refused(model: GPT) -> None:
     with pytest.raises(InferError, match="prompt 1 is empty"):
         generate(model, ByteTokenizer(), [""], SamplingParams())
+
+
+def test_tokens_that_the_tokenizer_adds_are_left_out_unless_asked_for(model: GPT) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={one: i for i, one in enumerate(alphabet)}, merges=[])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 256)]
+    )
+    tokenizer = HuggingFaceTokenizer(made.to_str())
+    params = SamplingParams(max_new_tokens=8, temperature=0.0)
+    plain, marked = generate_tokens(
+        model, [tokenizer.encode("ab"), [256, *tokenizer.encode("ab")]], params
+    )
+    assert plain.tokens != marked.tokens
+    assert generate(model, tokenizer, ["ab"], params)[0].tokens == plain.tokens
+    found = generate(model, tokenizer, ["ab"], params, special_tokens=True)
+    assert found[0].tokens == marked.tokens
+
+
+def test_any_of_several_tokens_ends_a_text(model: GPT) -> None:
+    greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
+    free = generate(model, ByteTokenizer(), ["The whale"], greedy)[0]
+    for stop in free.tokens:
+        ended = generate(model, ByteTokenizer(), ["The whale"], greedy, stop=[999, stop])[0]
+        assert ended.tokens == free.tokens[: free.tokens.index(stop)]
+        assert ended.finish_reason == "stop"

@@ -13,6 +13,7 @@ from megatron_ckpt import (
 from megatron_data import ByteTokenizer
 from megatron_data.tokenizers import NullTokenizer
 from megatron_infer import InferError, SamplingParams, generate_tokens, load_model
+from megatron_infer.defaults import GenerationDefaults
 from megatron_models import GPT, ConfigError
 from megatron_parallel import LayoutError, Mesh, ParallelLayout, collect_shardings, parameter_views
 from megatron_parallel.sharding import collect_states
@@ -294,3 +295,42 @@ def test_a_given_tokenizer_replaces_the_stored_one(save: Save, tmp_path: Path) -
     assert loaded.stop_tokens == {given.eod_id}
     with pytest.raises(InferError, match=r"1001 tokens, but the model has 257"):
         load_model(tmp_path / "run", tokenizer=NullTokenizer(1000))
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_size(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save()
+
+    def full(*arguments: object, **settings: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(GPT, "to_empty", full)
+    monkeypatch.setattr(torch.Tensor, "element_size", lambda tensor: 2**20)  # as if it were large
+    message = r"the model needs [1-9][0-9]\.[0-9] GiB for parameters of torch.float32 and tables "
+    with pytest.raises(InferError, match=message + "of 48 positions, more than cpu has free"):
+        load_model(tmp_path / "run")
+
+    def broken(*arguments: object, **settings: object) -> None:
+        raise RuntimeError("another reason")
+
+    monkeypatch.setattr(GPT, "to_empty", broken)
+    with pytest.raises(RuntimeError, match="another reason"):
+        load_model(tmp_path / "run")
+
+
+def test_stop_and_start_tokens_are_those_of_the_model_and_then_of_its_tokenizer(
+    save: Save, tmp_path: Path
+) -> None:
+    save()
+    loaded = load_model(tmp_path / "run")
+    assert loaded.name == "run, iteration 5"
+    assert loaded.stop_tokens == {ByteTokenizer().eod_id}
+    assert loaded.start_token is None
+    settings = GenerationDefaults(stop_tokens=frozenset({3}), start_token=0)
+    own = replace(loaded, defaults=settings)
+    assert own.stop_tokens == {3, ByteTokenizer().eod_id}
+    assert own.start_token == 0
+    assert replace(own, tokenizer=None).stop_tokens == {3}
+    assert replace(own, tokenizer=None).start_token == 0
+    assert replace(loaded, tokenizer=None).start_token is None

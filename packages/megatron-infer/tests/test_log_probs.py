@@ -87,7 +87,7 @@ def test_scoring_takes_texts_up_to_the_models_positions(make_model: Callable[...
     assert len(score_tokens(model, [full])[0]) == 11
     assert score_tokens(model, []) == []
     assert score_tokens(model, [[1]]) == [()]
-    with pytest.raises(InferError, match="13 tokens and the model has 12 positions"):
+    with pytest.raises(InferError, match="13 tokens and the model has 12 positions; shorten"):
         score_tokens(model, [[*full, 1]])
 
 

@@ -101,3 +101,16 @@ def test_positions_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(InferError, match=names):
         generate_tokens(make_model(kind), PROMPTS, GREEDY, positions=positions)
+
+
+def test_a_scored_prompt_may_have_the_last_position_and_a_continued_one_the_one_before(
+    make_model: Make,
+) -> None:
+    model = make_model("axes")
+    last = [torch.tensor([0, 47]).expand(3, -1)]
+    (scores,) = score_tokens(model, [[5, 8]], positions=last)
+    assert len(scores) == 1
+    with pytest.raises(InferError, match=r"1 contain 48; the model has 48 positions.* 0 to 47"):
+        score_tokens(model, [[5, 8]], positions=[last[0] + 1])
+    (one,) = generate_tokens(model, [[5, 8]], GREEDY, positions=[last[0].clamp(max=46)])
+    assert (len(one.tokens), one.finish_reason) == (1, "positions")

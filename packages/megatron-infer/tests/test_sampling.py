@@ -136,11 +136,15 @@ def test_a_tail_of_minus_infinity_is_never_drawn() -> None:
     assert {int(sampler(logits)[0]) for _ in range(100)} == {3}
 
 
-def test_logits_with_nan_are_an_error() -> None:
-    logits = torch.zeros(1, VOCABULARY)
-    logits[0, 2] = math.nan
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_with_nan_are_an_error(temperature: float) -> None:
+    logits = torch.zeros(2, VOCABULARY)
+    logits[1, 2] = math.nan
+    tokens = Sampler([SamplingParams(temperature=temperature, seed=1)] * 2)(logits).tolist()
+    assert tokens[0] >= 0 and tokens[1] == -1
+    check_tokens(tokens[:1])
     with pytest.raises(InferError, match="NaN"):
-        check_tokens(Sampler([SamplingParams()])(logits).tolist())
+        check_tokens(tokens)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +157,8 @@ def test_logits_with_nan_are_an_error() -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"seed": -1}, "seed"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"seed": 2**63}, "seed"),
     ],
 )
 def test_impossible_settings_name_the_value(settings: dict, names: str) -> None:
@@ -213,3 +219,32 @@ def test_a_number_on_the_limit_of_two_tokens_draws_the_second(
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([number], dtype=torch.float64))
     logits = torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]])
     assert Sampler([SamplingParams()])(logits).tolist() == [token]
+
+
+def test_the_limits_themselves_are_possible_settings() -> None:
+    for settings in (
+        {"max_new_tokens": 1},
+        {"temperature": 0.0},
+        {"top_k": 0},
+        {"top_p": 1.0},
+        {"seed": 0},
+        {"seed": 2**63 - 1},
+    ):
+        params = SamplingParams(**settings)
+        assert {name: getattr(params, name) for name in settings} == settings
+        Sampler([params])(torch.zeros(1, VOCABULARY))
+    assert SamplingParams() == SamplingParams(128, 1.0, 0, 1.0, None)  # as documented
+
+
+@pytest.mark.parametrize("warm", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_a_greedy_row_beside_a_drawn_one_has_all_mass_on_its_likeliest_token(
+    logits: torch.Tensor, warm: dict
+) -> None:
+    rows = torch.stack([logits, logits.flip(0)])
+    params = [SamplingParams(temperature=0.0), SamplingParams(**warm)]
+    weights = sampling_probabilities(rows, params)
+    assert weights.dtype == torch.float64
+    likeliest = int(logits.argmax())
+    assert weights[0].tolist() == [float(token == likeliest) for token in range(VOCABULARY)]
+    alone = sampling_probabilities(rows[1:], params[1:])
+    assert weights[1].tolist() == pytest.approx(alone[0].tolist(), rel=1e-12)

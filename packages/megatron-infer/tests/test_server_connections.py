@@ -349,6 +349,7 @@ def test_data_of_a_refused_client_is_dropped_for_a_moment(server: Running) -> No
         client.sendall(HEALTH * 20)
         server.in_loop(lambda: None)
         assert len(server.asked) == before
+        server.later(0)
         assert len(server.channels()) == 1
         server.later(LINGER_SECONDS + 0.1)
         assert not server.channels()
@@ -413,3 +414,14 @@ def test_long_heads_are_refused(server: Running) -> None:
         assert status == expected
         if expected == 431:
             assert message(answer) == f"the headers are longer than {MAX_HEAD_BYTES} bytes"
+
+
+def test_a_connection_whose_request_was_served_is_closed_without_delay(server: Running) -> None:
+    wait_until(lambda: not server.channels())
+    client = server.connect()
+    client.sendall(HEALTH.replace(b"close", b"keep-alive"))
+    assert read(client)[0] == 200
+    (channel,) = server.channels()
+    client.close()
+    wait_until(lambda: not channel.connected)
+    assert not channel.lingers

@@ -48,6 +48,9 @@ REFUSALS = [
     ({"top_k": 1001}, "top_k must lie in 0 to 1000"),
     ({"top_p": 1.01}, "top_p must lie in 0 to 1"),
     ({"top_p": 0.5, "top_k": 5}, "top_k and top_p exclude each other"),
+    ({"top_k": -1}, "top_k must lie in 0 to 1000, not -1"),
+    ({"top_p": -0.01}, "top_p must lie in 0 to 1, not -0.01"),
+    ({"random_seed": 2**53}, "random_seed must lie in 0 to 9007199254740991"),
     ({"logprobs": 1}, "logprobs must be true or false, not 1"),
     ({"random_seed": -1}, "random_seed must lie in 0 to"),
     ({"random_seed": None}, "random_seed must be an integer, not null"),
@@ -117,3 +120,17 @@ def test_a_body_is_accepted_exactly_if_the_schema_allows_it(body: dict[str, Any]
             understood = getattr(request, name)
             same = tuple(value) if isinstance(value, list) else value
             assert understood == same or math.isclose(understood, same)
+
+
+def test_the_largest_seed_is_exact_in_every_language() -> None:
+    body = json.dumps(GOOD | {"random_seed": 9007199254740991}).encode()
+    assert parse_request(body, SCHEMA).random_seed == 2**53 - 1
+
+
+@pytest.mark.parametrize(("letters", "shown"), [(38, '"' + "y" * 38 + '"'), (39, '"' + "y" * 39)])
+def test_a_value_in_a_message_has_at_most_40_characters(letters: int, shown: str) -> None:
+    body = json.dumps(GOOD | {"top_k": "y" * letters}).encode()
+    dots = "..." if letters > 38 else ""
+    with pytest.raises(RequestError) as refused:
+        parse_request(body, SCHEMA)
+    assert str(refused.value) == f"top_k must be an integer, not {shown}{dots}"

@@ -63,7 +63,7 @@ def serve(
         while not signals.empty():
             numbers.append(signals.get())
         interrupted = signal.SIGINT in numbers
-        service.close(0.0 if interrupted else settings.grace_seconds)
+        service.close(0.0 if interrupted else float(settings.grace_seconds))
         _flush(server)
         _close(server)
     finally:
