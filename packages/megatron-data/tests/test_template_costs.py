@@ -325,3 +325,20 @@ def test_recursive_loops_macros_and_blocks_work_within_their_limits(levels: int)
     assert text_of(source) == "x" * leaves
     with pytest.raises(DataError, match=re.escape("--max-template-steps")):
         text_of(source, steps=leaves)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda depth: "{{ " + "-" * (depth - 3) + "1 }}",  # in a template, an output: a number
+        lambda depth: "{% if a %}" * (depth - 3) + "x" + "{% endif %}" * (depth - 3),
+    ],
+    ids=["signs", "conditions"],
+)
+def test_a_template_has_at_most_100_levels(source: Callable[[int], str]) -> None:
+    try:
+        ChatTemplate(source(100))
+    except DataError as error:  # of Python's compiler, which allows fewer blocks in blocks
+        assert "nested more than 100 levels" not in str(error)
+    with pytest.raises(DataError, match="it is nested more than 100 levels deep"):
+        ChatTemplate(source(101))
