@@ -77,3 +77,36 @@ def test_a_conversation_needs_room_for_a_token_and_the_one_before_it(
     ):
         with pytest.raises(DataError, match=message):
             ConversationEncoder(tokenizer, template, **options)  # type: ignore[arg-type]
+
+
+def test_the_first_token_of_a_conversation_is_never_counted(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    """No token comes before it, from which it could be predicted."""
+    source = "{% for m in messages if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    source += "{% endgeneration %}{% endfor %}<|endoftext|>"
+    encoder = ConversationEncoder(tokenizer, ChatTemplate(source))
+    found = encoder(Rows(["x", "xx", "xxx"]))  # type: ignore[arg-type]
+    tokens, mask = found.outputs
+    assert tokens.sequences.tolist() == [0, 1, 1]
+    assert mask.tokens.tolist() == [1, 1, 0, 1, 1, 1, 0]
+    assert found.tallies["answered"] == 1 + 2 and found.tallies["unanswered"] == 1
+
+
+def test_a_row_that_is_no_conversation_is_a_fault_among_others(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    class Broken(Rows):
+        def rows(self, max_bytes: int | None = None) -> Iterator[Row]:
+            for row in super().rows(max_bytes):
+                yield row._replace(values={"messages": 5}) if row.number == 2 else row
+
+        def fault(self, row: Row, kind: str, reason: str) -> Fault:
+            return Fault(f"a:{row.number}", kind, reason, "a", row.number)
+
+    encoder = ConversationEncoder(tokenizer, ChatTemplate("{{ messages[-1].content }}"), "all")
+    found = encoder(Broken(["xx", "xx", "xxx"]))  # type: ignore[arg-type]
+    assert found.outputs[0].sequences.tolist() == [1, 1]
+    assert found.refused == [1]
+    (fault,) = found.faults
+    assert (fault.location, fault.kind) == ("a:2", "message")

@@ -205,6 +205,8 @@ def test_a_path_of_an_image_has_at_most_4095_bytes_and_names_of_255() -> None:
     inside = ImageLocator("s3://bucket/i/")
     row = Item(1, None, 9, [["text"], ["b.gif"]])
     assert inside.path_of(chunk, row) == "s3://bucket/i/b.gif"
+    far: Any = SimpleNamespace(fault=lambda *_: FAULT._replace(path="s3://bucket/in/a.jsonl"))
+    assert locator.path_of(far, row) == "s3://bucket/in/b.gif"
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
