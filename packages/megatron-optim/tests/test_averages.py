@@ -88,3 +88,22 @@ def test_a_decay_out_of_range_is_refused(decay):
     _, optimizer, _ = build(torch.float32)
     with pytest.raises(OptimError, match="must lie between 0 and 1"):
         ParameterAverages(optimizer, decay)
+
+
+def test_averages_cannot_be_read_while_they_are_in_the_model():
+    _, _, averages = build(torch.float32)
+    with averages.in_model(), pytest.raises(OptimError, match="leave in_model"):
+        _ = averages.tensors
+    assert averages.tensors.keys() == SHAPES.keys()
+
+
+def test_a_state_of_the_rule_with_the_suffix_of_averages_is_refused():
+    _, optimizer, averages = build(torch.float32)
+    assert averages.views().keys() == {"weight.ema", "bias.ema"}
+    optimizer.state_names = ("exp_avg", "ema")
+    with pytest.raises(OptimError, match="has a state named 'ema'"):
+        ParameterAverages(optimizer, DECAY)
+    optimizer.state_names = ("exp_avg",)
+    optimizer.main.hosted["weight"] = torch.zeros(())
+    with pytest.raises(OptimError, match="do not work with main parameters in host memory"):
+        ParameterAverages(optimizer, DECAY)

@@ -9,6 +9,7 @@ from megatron_optim import (
     scale_gradients,
     sum_of_squares,
 )
+from megatron_optim.clip import GradientNorm
 from megatron_parallel import Mesh, Sharding
 
 
@@ -88,3 +89,27 @@ def test_mistakes_are_named(gradients: dict[str, torch.Tensor], mesh: Mesh) -> N
         gradient_norm(gradients, {}, mesh)
     with pytest.raises(OptimError, match="got 3"):
         gradient_norm(gradients, shardings(gradients), mesh, norm_type=3.0)
+
+
+def test_the_squares_of_nothing_add_up_to_zero(mesh: Mesh) -> None:
+    """A rank may have empty shards alone."""
+    empty = torch.zeros(0, 3)
+    for tensors in ([], [empty], [empty, empty]):
+        assert sum_of_squares(tensors).item() == 0.0
+    assert gradient_norm({"a": empty}, shardings({"a": empty}), mesh) == 0.0
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 2.0])
+def test_gradients_are_multiplied_by_any_factor(factor: float) -> None:
+    gradients = [torch.tensor([1.0, -3.0]), torch.tensor([[4.0]])]
+    scale_gradients(gradients, factor)
+    assert [each.tolist() for each in gradients] == [[factor, -3 * factor], [[4 * factor]]]
+    scale_gradients([], factor)  # a rank may update nothing
+
+
+def test_the_norm_of_every_step_is_that_of_its_gradients(mesh: Mesh) -> None:
+    """Also if a step has other parameters than the step before."""
+    given = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0]), "c": torch.tensor([12.0])}
+    norm = GradientNorm(shardings(given), mesh)
+    for names, expected in (("ab", 5.0), ("ab", 5.0), ("abc", 13.0), ("a", 3.0)):
+        assert norm({name: given[name] for name in names}, sharded=False) == expected

@@ -119,3 +119,11 @@ def test_a_pattern_may_match_on_one_stage_but_not_on_none(
     assert worker_pool.run_mesh(layout, staged, "layers.1.*") == ["[1.0]", "[0.5]"]
     refused = worker_pool.run_mesh(layout, staged, "layers.2.*")
     assert all("no parameter matches 'layers.2.*'" in message for message in refused)
+
+
+def test_a_pattern_with_braces_is_shown_as_it_was_given() -> None:
+    config = OptimizerConfig(lr_mult=("*=1", "{x}*=2"))
+    with pytest.raises(OptimError, match=r"no parameter matches '\{x\}\*'; give patterns"):
+        config.check_names(["weight"])
+    with pytest.raises(OptimError, match=r"give patterns of global names, or leave it out$"):
+        config.check_names([])

@@ -9,6 +9,7 @@ from megatron_optim import (
     OptimizerConfig,
     StateFormatConfig,
 )
+from megatron_optim.mixed_precision import MainParameters
 from megatron_parallel import Mesh, Sharding, TrainableParameters
 
 AWARE = {"use_precision_aware_optimizer": True}
@@ -71,3 +72,102 @@ def test_an_optimizer_on_a_cpu_offloads_nothing() -> None:
     trainable = TrainableParameters(parameters, table, Mesh.single())
     with pytest.raises(OptimError, match="the device is a CPU"):
         Optimizer(trainable, OptimizerConfig(), offload=away())
+
+
+def test_a_tensor_that_fits_exactly_is_offloaded() -> None:
+    assert away(0.5).choose({"a": 50, "b": 40, "c": 10}) == {"a"}
+    assert away(1.0).choose({"a": 1}) == {"a"}
+    assert OffloadConfig().choose({"a": 1}) == set()
+    assert (away(0.25).fraction, OffloadConfig().fraction) == (0.25, 0.0)
+
+
+class OnCpu(OffloadConfig):
+    """Offloads although the device is a CPU, so that the arithmetic can be compared."""
+
+    def check(self, *_: object) -> None:
+        pass
+
+
+SHAPES = {"large": (40, 30), "middle": (20, 10), "small": (3, 5), "gain": (7,)}
+RULES = {
+    "adam": OptimizerConfig(weight_decay=0.1, clip_grad=0.5),
+    "adam without clipping": OptimizerConfig(weight_decay=0.1, clip_grad=0.0),
+    "lion": OptimizerConfig("lion", weight_decay=0.1, clip_grad=0.5),
+    "sgd": OptimizerConfig("sgd", weight_decay=0.1, clip_grad=0.5),
+}
+
+
+def trained(
+    config: OptimizerConfig, dtype: torch.dtype, offload: OffloadConfig | None, unread: bool
+) -> tuple[Optimizer, dict[str, torch.Tensor]]:
+    """Takes four steps, of which the third is skipped."""
+    generator = torch.Generator().manual_seed(3)
+    parameters = {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in SHAPES.items()
+    }
+    table = {name: Sharding(shape) for name, shape in SHAPES.items()}
+    trainable = TrainableParameters(parameters, table, Mesh.single())
+    optimizer = Optimizer(trainable, config, offload=offload)
+    optimizer._host_decides = not unread
+    for step in range(4):
+        for parameter in parameters.values():
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = (gradient * (float("nan") if step == 2 else 1.0)).to(dtype)
+        assert bool(optimizer.step(0.01).skipped) == (step == 2)
+    return optimizer, {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RULES)
+def test_offloaded_parameters_are_updated_as_others_are(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_optim.offload.SLICE", 200)  # large; middle; small and gain
+    for unread in (False, True):
+        plain, expected = trained(RULES[name], dtype, None, unread)
+        for fraction, overlap in ((1.0, False), (1.0, True), (0.2, True)):
+            offload = OnCpu(True, fraction, overlap)
+            optimizer, weights = trained(RULES[name], dtype, offload, unread)
+            hosted = optimizer.main.hosted
+            assert hosted.keys() == set(SHAPES) - ({"large"} if fraction < 1.0 else set())
+            limit = {torch.float64: 1e-14, torch.float32: 1e-6}.get(dtype, 1e-2)
+            for each, weight in weights.items():
+                torch.testing.assert_close(weight, expected[each], rtol=limit, atol=limit)
+                if each in hosted:
+                    assert hosted[each].data_ptr() != weight.data_ptr()
+                    assert torch.equal(hosted[each].to(dtype), weight)
+            main = dict(plain.main.values())
+            for each, value in optimizer.main.values():
+                torch.testing.assert_close(value, main[each], rtol=1e-5, atol=1e-6)
+            assert (optimizer.steps, optimizer.skipped_steps) == (3, 1)
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_weights_in_bf16_are_rounded_on_the_host_as_on_the_device(aware: bool) -> None:
+    """With remainders, a tie goes away from zero; otherwise it goes to the even number."""
+    tie = 1 + 2**-8
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    table = {"a": Sharding((3,))}
+    trainable = TrainableParameters({"a": parameter}, table, Mesh.single())
+    formats = StateFormatConfig(use_precision_aware_optimizer=aware)
+    main = MainParameters(trainable, formats, offload=OnCpu(True))
+    main.hosted["a"].copy_(torch.tensor([tie, -tie, 2.0]))
+    rounded = torch.zeros(3, dtype=torch.bfloat16)
+    main.round_hosted("a", rounded)
+    up = 1 + 2**-7 if aware else 1.0
+    assert rounded.tolist() == [up, -up, 2.0]
+
+
+def test_offloaded_copies_of_full_weights_follow_a_checkpoint() -> None:
+    """A checkpoint has no second copy of them; that of bf16 weights it has."""
+    for dtype, saved in ((torch.float32, False), (torch.bfloat16, True)):
+        optimizer, weights = trained(RULES["adam"], dtype, OnCpu(True), False)
+        assert ("large.main" in optimizer.views()) == saved
+        before = optimizer.main.hosted["large"].clone()
+        weights["large"].fill_(2.0)
+        optimizer.load_scalars(optimizer.scalars())
+        hosted = optimizer.main.hosted["large"]
+        assert torch.equal(hosted, before if saved else torch.full((40, 30), 2.0))
+        optimizer.reload_model_parameters()
+        assert torch.equal(hosted, torch.full((40, 30), 2.0))

@@ -6,8 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_optim import OptimError, Optimizer, OptimizerConfig, parameter_groups
-from megatron_parallel import Mesh, Sharding, TrainableParameters
+from megatron_optim import (
+    OptimError,
+    Optimizer,
+    OptimizerConfig,
+    StateFormatConfig,
+    parameter_groups,
+)
+from megatron_optim.decision import Decision
+from megatron_parallel import (
+    DataParallelConfig,
+    GradientBuffers,
+    Mesh,
+    ParallelLayout,
+    ParameterBuffers,
+    Sharding,
+    TrainableParameters,
+)
+from megatron_parallel.imagined import imagined_device
 from torch import nn
 
 Model = Callable[..., nn.Module]
@@ -315,3 +331,69 @@ def test_a_loss_that_is_not_finite_skips_the_step(mesh: Mesh) -> None:
     assert float(result.grad_norm) == pytest.approx(3**0.5)
     assert not optimizer.step(0.1, losses=losses[:1]).skipped
     assert not torch.equal(parameter, torch.ones(3))
+
+
+def test_values_that_were_saved_do_not_come_back_in_a_later_step(mesh: Mesh) -> None:
+    """Views of state in other formats are copies, which end with the next step."""
+    formats = StateFormatConfig(use_precision_aware_optimizer=True, exp_avg_dtype="fp16")
+    found = []
+    for saves in (False, True):
+        parameter = nn.Parameter(torch.ones(3))
+        trainable = TrainableParameters({"w": parameter}, {"w": Sharding((3,))}, mesh)
+        optimizer = Optimizer(trainable, CONFIG, formats=formats)
+        for size in (1.0, 2.0):
+            parameter.grad = torch.full((3,), size)
+            optimizer.step(0.1)
+            if saves and size == 1.0:
+                optimizer.views()
+        optimizer.load_scalars(optimizer.scalars())
+        found.append(optimizer.views()["w.exp_avg"][0].tensor.clone())
+    assert torch.equal(*found)
+
+
+def test_a_group_without_parameters_is_left_out() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    for decays in (True, False):
+        table = {"a": Sharding((2, 2), weight_decay=decays)}
+        (group,) = parameter_groups({"a": weight}, table, 0.1)
+        assert group == {"params": [weight], "weight_decay": 0.1 * decays, "decays": decays}
+
+
+@pytest.mark.parametrize("name", ["adam", "muon"])
+def test_a_stage_may_be_frozen_or_have_no_matrix_but_not_a_whole_model(name: str) -> None:
+    table = {"a": Sharding((3,))}
+    for stages, frozen in ((2, True), (2, False), (1, True)):
+        mesh = Mesh.imagined(ParallelLayout(pp=stages, dp=1))
+        parameters = {"a": nn.Parameter(torch.zeros(3), requires_grad=not frozen)}
+        trainable = TrainableParameters(parameters, table, mesh)
+        if stages == 1:
+            with pytest.raises(OptimError, match="none requires a gradient"):
+                Optimizer(trainable, OptimizerConfig(name))
+        else:
+            groups = Optimizer(trainable, OptimizerConfig(name)).groups
+            assert [n for group in groups for n in group.names] == ([] if frozen else ["a"])
+        mesh.close()
+
+
+def test_weights_that_were_loaded_reach_the_main_parameters_of_shards(mesh: Mesh) -> None:
+    weights = {"a": nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16))}
+    table = {"a": Sharding((4, 3))}
+    data = DataParallelConfig(use_distributed_optimizer=True)
+    buffers = GradientBuffers(weights, table, mesh, data)
+    shards = [ParameterBuffers([], buffers, table)]
+    trainable = TrainableParameters(
+        weights, table, mesh, gradients=buffers.gradients, shards=shards
+    )
+    optimizer = Optimizer(trainable, CONFIG)
+    weights["a"].data.fill_(3.0)
+    assert not any(value.any() for _, value in optimizer.main.values())
+    optimizer.reload_model_parameters()
+    assert all((value == 3.0).all() for _, value in optimizer.main.values())
+
+
+def test_an_imagined_step_is_taken_as_an_update_and_waits_once() -> None:
+    with imagined_device("cuda") as ledger:
+        numbers = torch.ones(()), torch.ones((), dtype=torch.bool), torch.zeros(()).long()
+        ledger.clear()
+        assert Decision.read(*numbers) == Decision(1.0, True, 1)
+        assert sum(ledger.waits.values()) == 1

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from megatron_optim import Optimizer, OptimizerConfig
-from megatron_optim.rounded_pieces import PIECE_OF_THREAD
+from megatron_optim.param_groups import ParameterGroup
+from megatron_optim.rounded_pieces import PIECE_OF_THREAD, RoundedPieces
 from megatron_optim.rules import Adam
 from megatron_parallel import Mesh, Sharding, TrainableParameters
 from torch import Tensor
@@ -107,3 +108,25 @@ def test_pieces_follow_a_checkpoint_that_was_loaded_in_place() -> None:
                 view.tensor.copy_(values)
         optimizer.load_scalars(scalars)
     assert all(torch.equal(results[0][name], results[1][name]) for name in parameters)
+
+
+def test_calls_take_as_many_parameters_as_fit_and_round_what_is_rounded() -> None:
+    """Each call ends once it has the elements of a piece; every element is in one call."""
+    sizes, piece = {"a": 4, "b": 3, "c": 9, "d": 2, "e": 2}, 4
+    mains = {name: torch.arange(float(size)) for name, size in sizes.items()}
+    rounded = {n: torch.zeros(sizes[n], dtype=torch.bfloat16) for n in "bce"}
+    means = {name: torch.zeros(size) for name, size in sizes.items()}
+    group = ParameterGroup(Adam(OptimizerConfig()), 1.0, False, tuple(sizes), {})
+    pieces = RoundedPieces(group, mains, {"exp_avg": means}, rounded, piece)
+    calls = []
+    for parameters, gradients, state in pieces.operands({n: t + 1 for n, t in mains.items()}):
+        calls.append([parameter.numel() for parameter in parameters])
+        for values in zip(parameters, gradients, state["exp_avg"], strict=True):
+            assert torch.equal(values[1], values[0] + 1)
+            values[0].add_(100)
+            values[2].add_(1)
+    assert calls == [[4], [3, 4], [4], [1, 2, 2]]
+    for name, size in sizes.items():
+        assert torch.equal(mains[name], torch.arange(float(size)) + 100)
+        assert torch.equal(means[name], torch.ones(size))
+    assert all(torch.equal(rounded[n], mains[n].bfloat16()) for n in "bce")

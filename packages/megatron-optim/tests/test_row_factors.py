@@ -52,3 +52,19 @@ def test_main_parameters_in_host_memory_are_refused():
     optimizer.main.hosted["a"] = torch.zeros(())
     with pytest.raises(OptimError, match="main parameters are in host memory"):
         optimizer.step(0.01, factors=FACTORS)
+
+
+def test_factors_of_parameters_of_other_ranks_are_left_out():
+    plain, _, _ = stepped({}, torch.bfloat16)
+    scaled, parameters, _ = stepped({"elsewhere": torch.ones(2), **FACTORS}, torch.bfloat16)
+    assert torch.equal(scaled["a"], plain["a"] * FACTORS["a"][..., None].float())
+    assert torch.equal(parameters["a"].detach(), scaled["a"].bfloat16())
+
+
+def test_factors_hold_for_one_step():
+    once, _, optimizer = stepped(FACTORS, torch.float64)
+    value = once["b"].clone()
+    again, _, other = stepped(FACTORS, torch.float64)
+    optimizer.step(0.01)
+    other.step(0.01, factors={"a": torch.ones(2, 3, dtype=torch.float64)})
+    assert torch.equal(once["a"], again["a"]) and not torch.equal(once["b"], value)

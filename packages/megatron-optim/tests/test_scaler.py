@@ -190,3 +190,20 @@ def test_a_device_that_decides_divides_by_the_scale(mesh: Mesh) -> None:
         found = unread.views()
         for name, (view,) in read.views().items():  # the moments show the scale of gradients
             torch.testing.assert_close(view.tensor, found[name][0].tensor, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf])
+def test_a_saved_scale_that_is_not_positive_is_refused(scale: float) -> None:
+    scaler = LossScaler(LossScaleConfig(), CPU)
+    with pytest.raises(OptimError, match="it must be positive"):
+        scaler.load_scalars({**scaler.scalars(), "loss_scale": scale})
+    scaler.load_scalars({**scaler.scalars(), "loss_scale": 0.5})
+    assert float(scaler.scale) == 0.5
+
+
+def test_the_lowest_scale_is_that_of_the_settings() -> None:
+    assert LossScaler(LossScaleConfig(min_loss_scale=4.0), CPU).lowest == 4.0
+    constant = LossScaler(LossScaleConfig(loss_scale=8.0), CPU)
+    assert (constant.lowest, float(constant.scale)) == (8.0, 8.0)
+    constant.load_scalars({"loss_scale": 2.0})  # of a run with a dynamic scale
+    assert float(constant.scale) == 8.0

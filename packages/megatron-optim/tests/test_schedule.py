@@ -170,3 +170,38 @@ def test_a_decay_that_begins_inside_the_warm_up_takes_effect_at_its_end():
     )
     rates = [schedule.at(samples) for samples in (25, 50, 60, 100, 101)]
     assert rates == pytest.approx([0.5, 1.0, 0.5, 0.0, 0.0])  # at 60: 1 - (60 - 20) / 80
+
+
+def test_the_inverse_square_root_counts_from_one_sample_and_ends_after_the_decay() -> None:
+    for warmup in (0, 1):
+        schedule = LearningRateSchedule(
+            max_lr=0.5,
+            min_lr=0.05,
+            warmup_samples=warmup,
+            decay_samples=16,
+            decay_style="inverse-square-root",
+        )
+        rates = [schedule.at(samples) for samples in (1, 4, 16, 17)]
+        assert rates == [0.5, 0.25, 0.125, 0.05]
+    assert schedule.at(0) == 0.0  # a warm-up of one sample
+    low = LearningRateSchedule(
+        max_lr=0.5, min_lr=0.2, decay_samples=16, decay_style="inverse-square-root"
+    )
+    assert (low.at(0), low.at(4), low.at(9)) == (0.5, 0.25, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("style", "middle"),
+    [("linear", 0.75), ("cosine", (2**0.5 / 2 + 1) / 2), ("exponential", 2 * 0.5**0.25 - 1)],
+)
+def test_the_decay_phase_begins_at_the_highest_rate(style: str, middle: float) -> None:
+    schedule = LearningRateSchedule(
+        max_lr=1.0,
+        decay_samples=100,
+        decay_style="WSD",
+        wsd_decay_samples=40,
+        wsd_decay_style=style,
+    )
+    assert [schedule.at(n) for n in (0, 1, 59, 60)] == [1.0] * 4
+    assert schedule.at(70) == pytest.approx(middle)
+    assert schedule.at(100) == pytest.approx(0.0, abs=1e-15)

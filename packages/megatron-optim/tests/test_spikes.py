@@ -82,3 +82,21 @@ def test_a_vetoed_step_changes_nothing_and_is_counted():
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(OptimError, match=message):
         SpikeConfig(**settings)
+
+
+def test_values_at_their_limits_are_no_spikes():
+    config = SpikeConfig(skip_grad_norm_spike=2.0, skip_loss_spike=3.0, spike_window=1)
+    detector = SpikeDetector(config, HOST)
+    detector.load_state({"updates": 1, "means": [1.0, 4.0]})
+    for norm, loss, spiked in ((2.0, 12.0, False), (2.01, 12.0, True), (2.0, 12.1, True)):
+        values = torch.tensor(norm, dtype=torch.float64), [torch.tensor(loss)]
+        assert bool(detector.spiked(*values)) == spiked
+
+
+def test_a_detector_that_has_seen_nothing_has_no_means():
+    for state in (None, {"updates": 3, "means": [2.0]}):
+        detector = SpikeDetector(SpikeConfig(skip_grad_norm_spike=2.0, spike_window=1), HOST)
+        assert detector.state() == {"updates": 0, "means": []}
+        detector.load_state(state or detector.state())
+        detector.update(torch.tensor(False))  # before any step
+        assert detector.state() == (state or {"updates": 0, "means": []})

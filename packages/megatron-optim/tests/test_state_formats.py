@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateFormatConfig
+from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateFormatConfig, state_bytes
 from megatron_optim.state_format_config import BLOCK
 from megatron_optim.stored import Part, Remainder, Rounded, Scaled, element_hash
 from megatron_optim.working_copies import operands
@@ -324,3 +324,88 @@ def test_tensors_are_stored_together_as_one_by_one(name: str) -> None:
     for one, each, value in zip(alone, together, loaded, strict=True):
         assert all(map(torch.equal, one.tensors, each.tensors))
         assert torch.equal(value, one.load_all())
+
+
+@pytest.mark.parametrize("rounded_at_once", [1, 7, 40, 10**6])
+def test_stochastic_rounding_does_not_depend_on_the_pieces(
+    rounded_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = StateFormatConfig(**AWARE, main_params_dtype="bf16")
+    found = []
+    for size in (10**6, rounded_at_once):
+        monkeypatch.setattr("megatron_optim.stored._ROUNDED_AT_ONCE", size)
+        shapes = {"a": (9, 5), "b": (11,), "c": (), "d": (3, 2, 2)}
+        parameters = {n: Parameter(torch.ones(s, dtype=torch.bfloat16)) for n, s in shapes.items()}
+        table = {name: Sharding(shape) for name, shape in shapes.items()}
+        trainable = TrainableParameters(parameters, table, Mesh.single())
+        optimizer = Optimizer(trainable, OptimizerConfig("sgd", clip_grad=0.0), formats=formats)
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, -1.0)
+        optimizer.step(0.4 * 2**-7)
+        found.append({name: parameter.detach() for name, parameter in parameters.items()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in shapes)
+    assert len(found[0]["a"].unique()) == 2  # up and down
+
+
+@pytest.mark.parametrize(("name", "least"), [("fp16", 2.0**-38), ("fp8", 2.0**-16)])
+def test_what_would_be_0_is_rounded_up_to_the_smallest_number_of_its_block(
+    name: str, least: float
+) -> None:
+    values = torch.tensor([1.0, 1e-30, 0.0])
+    stored = Scaled(values, FP32, name, positive=True)
+    stored.store_all(values)
+    assert stored.load_all().tolist() == [1.0, least, 0.0]
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8"])
+def test_numbers_at_the_ends_of_the_range_of_fp32_are_stored(name: str) -> None:
+    for size in (1e-44, 1e-30, 1e34, 3e38):
+        values = torch.tensor([size, -size / 2])
+        stored = Scaled(values, FP32, name)
+        stored.store_all(values)
+        torch.testing.assert_close(stored.load_all(), values, rtol=2**-4, atol=1e-33)
+
+
+@pytest.mark.parametrize(("first", "second"), [("fp32", "fp32"), ("bf16", "fp16"), ("fp8", "bf16")])
+@pytest.mark.parametrize("main_format", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tensors_take_the_bytes_that_are_predicted(
+    first: str, second: str, main_format: str, dtype: torch.dtype
+) -> None:
+    formats = StateFormatConfig(True, first, second, main_format)
+    config = OptimizerConfig(**BETAS)
+    parameter = Parameter(torch.ones(2 * BLOCK, 2, dtype=dtype))
+    sharding = Sharding((2 * BLOCK, 2))
+    trainable = TrainableParameters({"a": parameter}, {"a": sharding}, Mesh.single())
+    optimizer = Optimizer(trainable, config, formats=formats)
+    predicted = state_bytes(config, formats)(sharding)
+    predicted += formats.main_bytes(str(dtype).removeprefix("torch."))
+    held = sum(tensor.nbytes for tensor in optimizer.state_tensors())
+    assert held == predicted * parameter.numel()
+
+
+@torch.no_grad()
+def test_every_element_is_updated_once_in_calls_that_are_full() -> None:
+    config, formats = OptimizerConfig(**BETAS), StateFormatConfig(**AWARE, exp_avg_dtype="bf16")
+    shapes = {"a": (BLOCK,), "b": (BLOCK + 1,), "c": (2, BLOCK), "d": (5,), "e": (3,)}
+    parameters = {n: Parameter(torch.zeros(s)) for n, s in shapes.items()}
+    table = {name: Sharding(shape) for name, shape in shapes.items()}
+    optimizer = Optimizer(
+        TrainableParameters(parameters, table, Mesh.single()), config, formats=formats
+    )
+    gradients = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    sizes = []
+    for group in optimizer.groups:
+        values = optimizer._state.values
+        calls = operands(group, optimizer.main.tensors, gradients, values, BLOCK)
+        for weights, _, state in calls:
+            sizes.append([weight.numel() for weight in weights])
+            for weight, mean in zip(weights, state["exp_avg"], strict=True):
+                weight.add_(1.0)
+                mean.add_(1.0)
+    # Those with two dims come first, as they decay.
+    assert sizes == [[BLOCK], [BLOCK], [BLOCK], [BLOCK], [1, 5, 3]]
+    for name, views in optimizer.views().items():
+        if name.endswith(".exp_avg"):
+            assert (views[0].tensor == 1.0).all()
+    assert all((parameter == 1.0).all() for parameter in parameters.values())

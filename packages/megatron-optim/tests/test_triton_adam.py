@@ -1,5 +1,6 @@
 """Adam's Triton kernel, without a GPU: interpreted, compiled for an H100, imagined and refused."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -129,3 +130,57 @@ def test_an_imagined_device_counts_one_kernel_and_its_bytes() -> None:
     assert dict(ledger.kernels) == {"adam": 1}
     assert ledger.bytes_moved.total() == 30 * numel + 3 * 4
     assert not ledger.waits
+
+
+def test_tables_of_tensors_that_were_used_lately_are_not_made_again() -> None:
+    tensors = [torch.zeros(4) for _ in range(40)]
+    made = AddressTables()
+
+    def of(number: int) -> torch.Tensor:
+        return made.of([[tensors[number]]] * 4, []).tensors
+
+    first, second = of(0), of(1)
+    assert of(0) is first  # and is now the latest one
+    for number in range(2, 33):
+        of(number)
+    assert of(0) is first and of(1) is not second
+    assert len({id(made.of([[each]] * 4, []).chunks) for each in tensors}) == 1  # of one size
+
+
+def adam(kernel: TritonAdam, tensors: list[list[torch.Tensor]], **given: object) -> None:
+    numbers = {"lr": 0.5, "betas": (0.0, 0.75), "eps": 1e-8, "weight_decay": 0.25}
+    kernel.update(tensors, **{**numbers, "step": 3, "decoupled": True, **given})  # type: ignore[arg-type]
+
+
+def test_nothing_is_launched_for_parameters_without_elements() -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("there is nothing to update")
+
+    adam(TritonAdam(refuse), [[], [], [], []])
+    adam(TritonAdam(refuse), [[torch.zeros(0, 3)]] * 4)
+
+
+@pytest.mark.parametrize(("decoupled", "decay"), [(True, 0.125), (False, 0.25)])
+def test_the_kernel_gets_the_numbers_of_the_step(decoupled: bool, decay: float) -> None:
+    calls = []
+
+    def launch(tables: object, *numbers: torch.Tensor, **given: object) -> None:
+        calls.append((numbers, given))
+
+    adam(TritonAdam(launch), [[torch.zeros(0)], *[[torch.ones(2)]] * 3], decoupled=decoupled)
+    (((number, skip, divisor), given),) = calls
+    assert (float(number), float(skip), divisor) == (3.0, 0.0, None)
+    assert given["lr"] == 0.5 and given["decay"] == decay and given["decoupled"] == decoupled
+    assert given["logarithms"] == [-math.inf, math.log(0.75)]
+
+
+def test_autograd_notices_that_the_kernel_writes() -> None:
+    """A kernel writes behind the back of torch, and a value that was saved is then wrong."""
+    parameter = torch.ones(2, requires_grad=True)
+    saved = parameter.square().sum()
+    adam(TritonAdam(lambda *_, **__: None), [[torch.ones(2)] for _ in range(4)])
+    with torch.no_grad():
+        others = [[torch.ones(2)], [parameter], [torch.ones(2)], [torch.ones(2)]]
+        adam(TritonAdam(lambda *_, **__: None), others)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()

@@ -102,8 +102,12 @@ def _norm(counted: Sequence[Float[Tensor, "..."]], mesh: Mesh) -> Float64[Tensor
 
 def sum_of_squares(tensors: Iterable[Float[Tensor, "..."]]) -> Float64[Tensor, ""]:
     """Returns the sum of the squares of all elements, a float64 scalar on the tensors' device."""
-    found = [tensor for tensor in tensors if tensor.numel()]
-    if found and all(tensor.is_cuda for tensor in found):
+    given = list(tensors)
+    found = [tensor for tensor in given if tensor.numel()]
+    if not found:
+        device = given[0].device if given else None
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if all(tensor.is_cuda for tensor in found):
         # One operation for all tensors, which adds up blocks of 65,536 elements.
         return torch.stack(torch._foreach_norm(found)).double().square().sum()
     norms: list[Tensor] = []

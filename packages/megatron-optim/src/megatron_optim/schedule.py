@@ -8,7 +8,7 @@ the values are equal to the last bit. It has no polynomial decay. This module do
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from megatron_optim.errors import OptimError
 
@@ -104,7 +104,7 @@ class LearningRateSchedule:
 
     def _annealing(self, samples: int) -> float:
         """Returns the coefficient ``c`` of the style ``WSD``."""
-        length = self.wsd_decay_samples or 0
+        length = cast(int, self.wsd_decay_samples)
         start = self.decay_samples - length
         if samples <= start:
             return 1.0

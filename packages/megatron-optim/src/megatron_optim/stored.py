@@ -181,7 +181,7 @@ class Scaled(Stored):
         # One unit in the last place may carry a value over the next power of two.
         largest = torch.linalg.vector_norm(blocks, torch.inf, dim=1) * (1.0 + 2.0**-bits)
         exponents = torch.frexp(largest).exponent - code.top
-        exponents = exponents.clamp(-100, 100).to(torch.int8)  # powers stay normal numbers
+        exponents = exponents.clamp(-100, 126).to(torch.int8)  # powers stay normal numbers
         blocks.mul_(_power_of_two(-exponents)[:, None])
         if first.positive:
             smallest = float(torch.finfo(code.dtype).smallest_normal) * 2.0 ** (1 - bits)
