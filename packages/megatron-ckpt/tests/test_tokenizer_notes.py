@@ -71,3 +71,71 @@ def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
     left, alone = tokenizer_notes(tmp_path, kept)
     assert left.endswith("not kept in the checkpoint: tekken.json, tokenizer.model.v3")
     assert "has no tokenizer.json, only tokenizer.model; " in alone
+
+
+def test_a_text_with_other_ids_is_shown_with_both() -> None:
+    pytest.importorskip("tokenizers")
+    given = definition({**BYTES, "add_prefix_space": True})
+    given["model"]["vocab"]["\u0120"] = 2  # a space
+    note = class_note(files(given, "GPT2Tokenizer"))
+    assert note is not None
+    assert "replaces parts of tokenizer.json by those of GPT2Tokenizer: 'a' is [0] there" in note
+    assert "and [2, 0] here, as the file says" in note
+    # Parts that differ without an effect on any text, and files that no library reads.
+    without = {**definition(BYTES), "normalizer": {"type": "NFC"}}
+    assert class_note(files(without, "GPT2Tokenizer")) is None
+    broken = definition({"type": "NoSuchKind"})
+    assert class_note(files(broken, "GPT2Tokenizer")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "unknown"),
+    [
+        ("GPT2Tokenizer", {"unk_token": "b"}, None),
+        ("LlamaTokenizer", {"unk_token": "b"}, None),
+        ("GemmaTokenizer", {"unk_token": {"content": "b"}}, "b"),
+        ("CodeLlamaTokenizer", {}, "<unk>"),
+    ],
+)
+def test_the_model_of_a_class_replaces_that_of_the_file(
+    name: str, settings: dict, unknown: str | None
+) -> None:
+    given = definition(BYTES)
+    given["model"] |= {"dropout": 0.5, "ignore_merges": True, "unk_token": "a"}
+    pieces = name != "GPT2Tokenizer"
+    assert rebuilt(given, name, settings)["model"] == {
+        "type": "BPE",
+        "vocab": {"a": 0, "b": 1},
+        "merges": [],
+        "dropout": None,
+        "ignore_merges": False,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": pieces,
+        "byte_fallback": pieces,
+        "unk_token": unknown,
+    }
+
+
+def test_only_models_of_pairs_are_rebuilt() -> None:
+    given = definition({**BYTES, "add_prefix_space": True})
+    for model in (None, [], {**given["model"], "type": "Unigram"}):
+        assert class_note(files({**given, "model": model}, "GPT2Tokenizer")) is None
+
+
+def test_the_class_may_be_named_in_the_configuration() -> None:
+    assert rebuilding_class({"tokenizer_class": "GPT2TokenizerFast"}, {}) == "GPT2Tokenizer"
+    own = {"tokenizer_class": "LlamaTokenizer"}
+    assert rebuilding_class({"tokenizer_class": "GPT2Tokenizer"}, own) == "LlamaTokenizer"
+    assert rebuilding_class({"model_type": ["gpt2"]}, {"tokenizer_class": 3}) is None
+
+
+def test_complete_files_need_no_note(tmp_path: Path) -> None:
+    names = ("tokenizer.json", "vocab.json", "README.md", "tokenizer.json.bak")
+    for name in names:
+        (tmp_path / name).write_bytes(b"{}")
+    kept = {f"tokenizer/{name}": tmp_path / name for name in names[:2]}
+    assert tokenizer_notes(tmp_path, kept) == []
+    assert tokenizer_notes(tmp_path, {"huggingface/config.json": b"{}"}) == [
+        f"{tmp_path}: not kept in the checkpoint: tokenizer.json, vocab.json"
+    ]
