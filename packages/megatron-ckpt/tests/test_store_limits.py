@@ -1,4 +1,4 @@
-"""The store at its limits: sizes of blocks and files, folders in every state, and bytes reported."""
+"""The store at its limits: sizes of blocks and files, folders in every state, bytes reported."""
 
 import json
 import os

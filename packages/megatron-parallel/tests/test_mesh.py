@@ -281,3 +281,34 @@ def test_groups_of_a_large_job_need_no_barrier_and_have_one_name_on_all_ranks(
     for one, other in ((first, inner), (first, last), (inner, last)):
         common = one.keys() & other.keys()
         assert len(common) >= 3 and all(one[ranks] == other[ranks] for ranks in common)
+
+
+def test_a_rank_of_an_imagined_job_has_its_axes_and_leaves_the_job_when_closed() -> None:
+    layout = ParallelLayout(tp=2, pp=3, dp=2)
+    with Mesh.imagined(layout, 7) as mesh:
+        assert mesh.is_imagined and mesh.world_size == 12 and dist.is_initialized()
+        assert mesh.axis("tp").ranks == (6, 7) and mesh.axis("pp").ranks == (3, 7, 11)
+        assert mesh.axis("tp").process_group.size() == 2
+        assert mesh.add_stage_group((0, 1)) == "stages_0_1" == mesh.add_stage_group((1, 0))
+        assert mesh.axis("stages_0_1").process_group.size() == 2
+        assert mesh.add_stage_group((2,)) is None
+        mesh.agree("anything", {"a": "b"})  # nobody is asked
+        with pytest.raises(LayoutError, match="close the mesh of the other rank first"):
+            Mesh.imagined(layout, 0)
+        mesh.close()
+        assert not dist.is_initialized()
+        mesh.close()
+    assert repr(mesh) == f"Mesh(rank 7 of 12, {layout}, cpu)"
+    for rank in (-1, 12):
+        with pytest.raises(LayoutError, match=f"rank {rank} is outside a world of 12 ranks"):
+            Mesh.imagined(layout, rank)
+    alone = Mesh.imagined(ParallelLayout(dp=1))
+    assert not alone.is_imagined and not dist.is_initialized()
+
+
+def test_ranks_of_a_mesh_may_begin_at_another_rank() -> None:
+    mesh = Mesh(ParallelLayout(tp=2, pp=2, dp=1), 7, first_rank=4)
+    assert mesh.axis("tp").ranks == (6, 7) and mesh.axis("pp").ranks == (5, 7)
+    assert mesh.axis("world").index == 3 and mesh.timeout == timedelta(minutes=10)
+    assert mesh.add_stage_group((0, 1)) == "stages_0_1"
+    assert mesh.axis("stages_0_1").ranks == (5, 7)

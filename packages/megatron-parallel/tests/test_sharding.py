@@ -15,7 +15,14 @@ from megatron_parallel import (
     collect_shardings,
     parameter_views,
 )
-from megatron_parallel.sharding import Box, flat_range_boxes, flat_range_views
+from megatron_parallel.sharding import (
+    ONES,
+    ZEROS,
+    Box,
+    flat_range_boxes,
+    flat_range_views,
+    initialize,
+)
 from torch import nn
 
 
@@ -246,3 +253,136 @@ def test_replicas_of_parameters_not_cut_within_an_expert_have_numbers() -> None:
         0: [0, 1, 2, 3],
         2: [0, 1, 2, 3],
     }
+
+
+# -- limits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shape": (4,), "dim": 0}, "must be given together"),
+        ({"shape": (4,), "axis": "tp", "dim": -1}, "dim=-1 is not a dim"),
+        ({"shape": (4,), "fused_dim": 1}, "fused_dim=1 is not a dim"),
+        ({"shape": (4,), "axis": "tp", "dim": 0, "spill_dim": 1}, "spill_dim=1 is not a dim"),
+        ({"shape": (4, 2), "spill_dim": 1}, "needs another dim that is cut, without padding"),
+        ({"shape": (4, 2), "axis": "tp", "dim": 1, "spill_dim": 1}, "needs another dim"),
+        (
+            {"shape": (4, 2), "axis": "tp", "dim": 0, "spill_dim": 1, "padded": 4},
+            "needs another dim",
+        ),
+        ({"shape": (4,), "padded": 4}, "padded=4 does not cover dim=None"),
+        ({"shape": (4,), "axis": "tp", "dim": 0, "partial": "tp"}, "cannot be partial over"),
+        ({"shape": (4, 2), "fused_dim": 0, "experts": True}, "enumerates experts"),
+        ({"shape": (), "experts": True}, "enumerates experts"),
+        ({"shape": (4, 2, 3), "experts": True, "matrix": (8, 3)}, "have different numbers"),
+    ],
+)
+def test_more_contradictions_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Sharding(**arguments)  # type: ignore[arg-type]
+
+
+def test_what_just_fits_is_allowed() -> None:
+    assert Sharding((4,), "tp", 0, padded=4).padded == 4
+    assert Sharding((4, 2), "tp", 1, spill_dim=0).spill_dim == 0
+    assert Sharding((4,), "tp", 0, partial="cp").partial == "cp"
+    assert Sharding((4, 2, 3), experts=True, matrix=(3, 2)).matrix == (3, 2)
+    usual = Sharding((4, 2))
+    assert not (usual.experts or usual.vocabulary or usual.vector) and usual.fused_sizes == ()
+    assert (usual.init.kind, usual.init.scale, usual.init.low) == ("normal", 0.02, 0.0)
+    assert [(each.kind, each.scale) for each in (ZEROS, ONES)] == [("constant", 0), ("constant", 1)]
+
+
+def test_dims_that_may_be_cut_and_drawn() -> None:
+    assert (Sharding((4, 2), "tp", 1).block_dim, Sharding((4, 2), "tp", 1).fully_shard_dim) == (
+        1,
+        0,
+    )
+    assert (Sharding(()).block_dim, Sharding((2,), fused_dim=0).fully_shard_dim) == (0, 0)
+    for sharding, hidden in (
+        (Sharding((4, 2)), True),
+        (Sharding((4, 2), vocabulary=True), False),
+        (Sharding((4, 2), vector=True), False),
+        (Sharding((4,)), False),
+    ):
+        assert sharding.hidden_matrix == hidden
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shared", "shape"), [(1, 1, (2, 6)), (2, 1, (1, 6)), (4, 2, (1, 3)), (6, 3, (1, 2))]
+)
+def test_ranks_that_share_an_entry_cut_another_dim(
+    ranks: int, shared: int, shape: tuple[int, int]
+) -> None:
+    sharding, layout = Sharding((2, 6), "tp", 0, spill_dim=1), ParallelLayout(tp=ranks, dp=1)
+    hits = torch.zeros(2, 6)
+    for mesh in (Mesh(layout, rank) for rank in range(ranks)):
+        assert sharding.ranks_per_entry(mesh) == shared
+        assert sharding.local_shape(mesh) == shape == sharding.box(mesh).lengths
+        hits[sharding.box(mesh).slices] += mesh.rank + 1
+    order = torch.arange(1.0, ranks + 1).view(-1, 1).expand(-1, 12 // ranks)
+    assert torch.equal(hits, order.reshape(2, 6))
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(3, 6), (4, 5)])
+def test_ranks_that_cannot_share_an_entry_are_refused(ranks: int, width: int) -> None:
+    mesh = Mesh(ParallelLayout(tp=ranks, dp=1), 0)
+    with pytest.raises(LayoutError, match=f"^{ranks} ranks of axis 'tp' cannot share the 2 entr"):
+        Sharding((2, width), "tp", 0, spill_dim=1).local_shape(mesh)
+    with pytest.raises(LayoutError, match=r"shape \(2,\) is not cut"):
+        Sharding((2,)).local_length(mesh)
+
+
+def test_local_matrices_are_products_of_leading_and_trailing_dims() -> None:
+    mesh = Mesh(ParallelLayout(tp=2, ep=2, etp=2).resolve(4), 0)
+    assert Sharding((2, 6, 8), "tp", 1).local_matrix(mesh) == (6, 8)
+    assert Sharding((6, 2, 4), "tp", 0, matrix=(6, 8)).local_matrix(mesh) == (3, 8)
+    assert EXPERTS.local_matrix(mesh) == (2, 6, 5)
+    with pytest.raises(LayoutError, match=r"cannot be split into the dims of \(3, 16\)"):
+        Sharding((6, 8), matrix=(3, 16)).local_matrix(mesh)
+
+
+def test_replicas_of_tied_and_sharded_parameters() -> None:
+    layout = ParallelLayout(tp=2, pp=2, dp=2)
+    cut, whole, tied = Sharding((4,), "tp", 0), Sharding((4,)), Sharding((4,), tied="embedding")
+    found = [[each.replica(Mesh(layout, r)) for r in range(8)] for each in (cut, whole, tied)]
+    assert found == [[0, 0, 1, 1] * 2, [0, 1, 2, 3] * 2, [*range(8)]]
+    sharded = [
+        [each.replica(Mesh(layout, r), sharded=True) for r in range(8)] for each in (cut, whole)
+    ]
+    assert sharded == [[0] * 8, [0, 1] * 4]
+    instances = ParallelLayout(dp=4, dp_outer=2)
+    assert [whole.replica(Mesh(instances, r), sharded=True) for r in range(4)] == [0, 0, 1, 1]
+    with pytest.raises(LayoutError, match="replicas of a parameter cut over axis 'cp' have no"):
+        Sharding((4,), "cp", 0).replica(Mesh.single())
+
+
+def test_boxes_meet_where_both_are() -> None:
+    box = Box((1, 2), (3, 2))
+    assert box.intersection(Box((2, 0), (9, 3))) == Box((2, 2), (2, 1))
+    assert box.intersection(Box((4, 2), (1, 2))).numel == 0  # they touch
+    assert box.intersection(Box((7, 2), (1, 2))).lengths == (0, 2)
+    assert (box.numel, Box((), ()).numel) == (6, 1)
+    assert box.shifted((-1, 1)) == Box((0, 3), (3, 2))
+    assert Sharding((3, 2), "tp", 0, padded=8).box(Mesh(ParallelLayout(tp=2, dp=1), 1)) == Box(
+        (3, 2), (0, 0)
+    )
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
+def test_flat_ranges_outside_of_a_tensor_are_refused(start: int, stop: int) -> None:
+    with pytest.raises(
+        LayoutError, match=f"range {start}:{stop} is outside shape .* of 6 elements"
+    ):
+        flat_range_boxes((2, 3), start, stop)
+    assert flat_range_boxes((2, 3), 6, 6) == ()
+    assert flat_range_boxes((2, 3), 0, 6) == (Box((0, 0), (2, 3)),)
+
+
+def test_constants_fill_the_parameter_but_not_its_padding() -> None:
+    mesh = Mesh(ParallelLayout(tp=2, dp=1), 1)
+    sharding = Sharding((5, 2), "tp", 0, padded=8, init=ONES)
+    values = torch.full((4, 2), torch.nan)
+    initialize(values, seed=1, name="w", sharding=sharding, mesh=mesh)
+    assert values.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]

@@ -244,3 +244,36 @@ def test_states_that_are_combined_alike_share_a_message(worker_pool):
     for messages, found in worker_pool.run_mesh(ParallelLayout(dp=2), count_messages):
         assert messages == 2  # one for sums, one for maxima
         assert found == [([2.0 * n + 1] * 3, [0.0, float(n)]) for n in range(5)]
+
+
+def test_an_update_may_be_left_out_and_discards_the_observations():
+    state = WithHistory(Mesh.single()).states["peak"]
+    for unless, expected in ((True, [0.0, 0.0]), (False, [2.0, 0.0])):
+        state.add(torch.tensor([2.0]))
+        state.step(torch.tensor(unless))
+        assert state.value.tolist() == expected
+        assert state.observed().tolist() == [-math.inf]
+
+
+def test_a_state_has_the_dtype_and_device_that_are_asked_for():
+    module = nn.Module()
+    module.sharding = {"a": Sharding((2,), init=ONES, reduce="sum")}
+    plain = StepState(module, "a", Mesh.single(), torch.add)
+    assert (plain.value.dtype, plain.path, plain.of_parameter) == (torch.float32, "a", False)
+    assert plain.value.tolist() == [1.0, 1.0] and plain.observed().dtype == torch.float64
+    meta = StepState(module, "a", Mesh.single(), torch.add, device="meta", parameter="w")
+    assert meta.value.is_meta and (meta.path, meta.of_parameter) == ("w.a", True)
+
+
+def test_a_tensor_that_needs_no_gradient_is_observed_in_training_only():
+    model = Watched(Mesh.single())
+    state = model.states["total"]
+    x = torch.ones(2, 3, dtype=torch.float64)
+    state.observe(x, torch.ones(3))
+    with torch.no_grad():
+        state.observe(x, torch.ones(3))
+    model.eval()
+    state.observe(x, torch.ones(3))
+    assert state.observed().tolist() == [1.0] * 3
+    state.reset()
+    assert state.observed().tolist() == [0.0] * 3

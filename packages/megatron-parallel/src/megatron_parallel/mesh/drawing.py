@@ -89,7 +89,7 @@ def _groups_text(groups: tuple[tuple[int, ...], ...], width: int) -> str:
     text = ""
     for i, group in enumerate(groups):
         part = "[" + _ranks_text(group, 0, width // 2) + "] "
-        room_for_dots = 1 if i + 1 < len(groups) else 0
+        room_for_dots = len(" …") if i + 1 < len(groups) else 0
         if text and len(text) + len(part.rstrip()) + room_for_dots > width:
             return text + "…"
         text += part
