@@ -27,7 +27,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "layer_types": (None,),
     "tie_word_embeddings": (True, False),
 }
-VERSIONS_DIFFER = (("olmo3", "rope_theta = 5000.0"), ("gemma3", "type"))
+VERSIONS_DIFFER = (("olmo3", "rope_theta = 5000.0"), ("olmo3", "type"), ("gemma3", "type"))
 NAMES = ("architectures", "model_type")
 
 FIRST = {one.family: one for one in reversed(published())}
@@ -39,6 +39,8 @@ def spellings(config: dict[str, Any]) -> Iterator[Variant]:
     yield "as published", config
     for name, values in VALUES.items():
         yield f"without {name}", without(config, name)
+        if name == "rope_theta" and "rope_parameters" in config:
+            continue  # a file with two bases is refused
         for value in values:
             yield f"{name} = {value}", {**config, name: value}
     scaling = config.get("rope_scaling")
@@ -81,7 +83,7 @@ def differences(one: Published, variants: Iterator[Variant]) -> tuple[int, list[
     A file without a size is refused, although transformers has a default for it. transformers 5
     writes another ``tie_word_embeddings`` than T5 has, and reads it in files as we do. Its versions
     differ in the base of layers with a window in OLMo 3, so that files have to give it; and in the
-    old name of the type of scaling in Gemma 3, which version 5 takes as no scaling.
+    old name of the type of scaling in Gemma 3 and OLMo 3, which version 5 takes as no scaling.
     """
     family = detect_family(one.config["architectures"])
     count, found = 0, []

@@ -13,8 +13,10 @@ spellings, compares logits in float32, and exports the model again. All of them 
 differ by at most 1e-4, or are as near to those in float64 as the logits of `transformers`
 (Qwen3-Next); tensors return bit for bit, and `transformers` loads the export.
 
-A family with fewer rows has fewer published sizes, or no public copy of the others was found. Not
-in the table is Nemotron 3 Super: experts on a latent width (`moe_latent_size`) are refused.
+A family with fewer rows has fewer published sizes, or no public copy of the others was found. The
+first holds for all of them: gpt-oss, Llama 4 and Mixtral have two sizes; DeepSeek-V3 and Qwen3-Next
+have one, of which two files are in the table; DeepSeek-V3.2 and SmolLM3 have one. Not in the table
+is Nemotron 3 Super: experts on a latent width (`moe_latent_size`) are refused.
 
 | family | model | layers | hidden size | public copy |
 |---|---|---|---|---|

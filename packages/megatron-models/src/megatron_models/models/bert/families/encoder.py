@@ -83,5 +83,12 @@ NEUTRAL: Final = {
     "tie_word_embeddings": (True,),
     "is_decoder": (False,),
 }
-WITHOUT_EFFECT: Final = frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"})
+WITHOUT_EFFECT: Final = frozenset(
+    {
+        *("attention_probs_dropout_prob", "hidden_dropout_prob"),
+        # Of the first program: files of Chinese and multilingual models have them.
+        *("directionality", "pooler_fc_size", "pooler_num_attention_heads"),
+        *("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+    }
+)
 EXPORTED: Final = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -104,11 +104,13 @@ FAMILY = Family(
         ),
     ),
     neutral={"hidden_act": ("silu", "swish"), "rms_norm": (True,)},
-    # Chunks of the scan, precision of the residual stream, and initial values.
+    # Chunks of the scan, precision of the residual stream, initial values, and fields of Codestral
+    # that transformers does not read.
     without_effect=frozenset(
         {
             *("chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank"),
-            *("time_step_min", "time_step_max", "time_step_floor"),
+            *("time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme"),
+            *("time_step_scale", "intermediate_size", "norm_before_gate"),
         }
     ),
     ignored=(
