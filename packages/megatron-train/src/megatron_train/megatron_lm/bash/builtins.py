@@ -14,7 +14,7 @@ _ASSIGNMENT = re.compile(
 _BAD_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\[.*\]\+?=", re.S)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HARMLESS_IF_ON = ("h", "m", "b", "B", "H", "C", "E", "T")
-_HARMLESS_NAMES = ("pipefail", "xtrace", "verbose", "allexport", "errtrace", "functrace")
+_HARMLESS_NAMES = ("xtrace", "verbose", "allexport", "errtrace", "functrace")
 _SETS_NAMES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
 
 
@@ -23,6 +23,7 @@ class Builtins:
 
     Attributes:
         ends_at_failure: Whether the script ends at a command that fails (``set -e``).
+        any_failure: Whether a pipeline fails if any command of it does (``set -o pipefail``).
         declarations: Commands whose arguments are assignments.
     """
 
@@ -32,6 +33,7 @@ class Builtins:
         self._expander = expander
         self._variables = expander.variables
         self.ends_at_failure = False
+        self.any_failure = False
         self._commands: dict[str, Callable[[Sequence[str], int], bool | None]] = {
             "shift": self._shift,
             "set": self._set,
@@ -180,6 +182,8 @@ class Builtins:
     def _set_option(self, name: str, on: bool, line: int) -> None:
         if name in ("e", "errexit"):
             self.ends_at_failure = on
+        elif name == "pipefail":
+            self.any_failure = on
         elif name in ("u", "nounset"):
             self._variables.error_if_unset = on
         elif name in ("f", "noglob"):

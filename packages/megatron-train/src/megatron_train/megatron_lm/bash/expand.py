@@ -93,7 +93,7 @@ class Expander:
         separators = self.variables.ifs()
         if is_unknown(separators):
             if any(piece.expanded for piece in pieces):
-                return [[(unknown(text_of(joined(pieces)) or "$IFS"), False)]]
+                return [[(unknown(f"$(echo {text_of(joined(pieces))})"), False)]]
             separators = ""
         fields = split(pieces, separators)
         self._check(sum(len(text) for field in fields for text, _ in field))

@@ -10,7 +10,7 @@ from megatron_train.megatron_lm.bash.assigned import Changes, changes_of
 from megatron_train.megatron_lm.bash.builtins import Builtins
 from megatron_train.megatron_lm.bash.conditions import double_brackets, test_command
 from megatron_train.megatron_lm.bash.expand import Expander
-from megatron_train.megatron_lm.bash.lexer import Lexer, Word
+from megatron_train.megatron_lm.bash.lexer import Lexer
 from megatron_train.megatron_lm.bash.parser import (
     ArithmeticCommand,
     Block,
@@ -150,6 +150,7 @@ class Interpreter:
         child = Interpreter(self.variables.copy(), self._training)
         child._functions, child._commands = dict(self._functions), self._commands
         child._builtins.ends_at_failure = self._builtins.ends_at_failure
+        child._builtins.any_failure = self._builtins.any_failure
         child._tested = self._tested
         return child
 
@@ -166,19 +167,24 @@ class Interpreter:
             state = self._command(command.commands[0])
             self._tested -= command.negated
         else:
-            state = None
-            for each in command.commands:
-                child = self._process()
-                child._tested = 1
-                try:
-                    state = child._command(each)
-                except EndOfScript as end:
-                    state = end.state
+            states = [self._in_pipeline(each) for each in command.commands]
             if command.background:
                 return True
+            state = states[-1]
+            if self._builtins.any_failure and state is not False:
+                state = False if False in states else None if None in states else True
         if command.negated:
             return None if state is None else not state
         return state
+
+    def _in_pipeline(self, command: Command) -> bool | None:
+        """Interprets a command in a process of its own; returns whether it succeeds."""
+        child = self._process()
+        child._tested = 1
+        try:
+            return child._command(command)
+        except EndOfScript as end:
+            return end.state
 
     def _simple(self, command: SimpleCommand) -> bool | None:
         words = list(command.words)
@@ -201,9 +207,9 @@ class Interpreter:
             raise self.variables.error(
                 command.line, f"an assignment before {expanded[0]} is not supported"
             )
-        return self._run(expanded, words, command)
+        return self._run(expanded, command)
 
-    def _run(self, words: list[str], source: Sequence[Word], command: SimpleCommand) -> bool | None:
+    def _run(self, words: list[str], command: SimpleCommand) -> bool | None:
         if not words:
             return True
         name, line = words[0], command.line
@@ -215,7 +221,7 @@ class Interpreter:
             if words[1] in self._builtins.declarations:
                 raise self.variables.error(line, f"'{name} {words[1]}' is not supported")
             if not words[1].startswith("-"):
-                return self._run(words[1:], source[1:], command)
+                return self._run(words[1:], command)
         if name in ("exit", "return"):
             self._end(line, state={"0": True}.get(words[1], False) if words[1:] else None)
         if name == "exec" and len(words) > 1:

@@ -178,6 +178,7 @@ class Lexer:
             inner._at = self._at
             words = []
             for token in inner.tokens(")"):
+                self._line = token.line
                 if isinstance(token, Word):
                     words.append(token)
                     if re.match(r"\[[^\]]*(?:$|\].*=)", token.prefix, re.S):
@@ -288,11 +289,11 @@ class Lexer:
             return Part("command", inner, quoted)
         if self._text.startswith("(", start):
             inner = self._content(spans.command, start + 1)
-            if re.search(r"\bcase\b|<<(?!<)", inner):
+            if re.search(r"\bcase\b|(?<!<)<<(?!<)", inner):
                 raise self._error("'case' and here-documents in $(...) are not supported")
             return Part("command", inner, quoted)
         if self._text.startswith("{", start):
-            inner = self._content(lambda text, at: spans.braces(text, at, quoted), start + 1)
+            inner = self._content(spans.braces, start + 1)
             return Part("parameter", inner, quoted)
         if self._text.startswith("[", start):
             raise self._error("$[...] is not supported; write $((...))")

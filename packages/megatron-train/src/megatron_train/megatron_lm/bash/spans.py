@@ -3,7 +3,6 @@
 import re
 
 _PARAMETER = re.compile(r"[#!]*(?:[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?$!-])")
-_LITERAL_QUOTES = (":", "-", "=", "?", "+")
 _DEEPEST = 40
 
 
@@ -49,17 +48,16 @@ def command(text: str, start: int, depth: int = 0) -> int:
     return _scan(text, start, ")", depth, single=True, double=True)
 
 
-def braces(text: str, start: int, quoted: bool, depth: int = 0) -> int:
+def braces(text: str, start: int, depth: int = 0) -> int:
     """Returns the index of the brace that closes ``${`` whose content begins at ``start``.
 
-    Single quotes are ordinary characters in the operand of a default in double quotes.
+    A brace in single quotes does not close it, also in double quotes, where they stay in a default.
     """
     found = _PARAMETER.match(text, start)
     index = found.end() if found else start
     if text.startswith("[", index):
         index = _scan(text, index + 1, "]", depth, single=True, double=True) + 1
-    single = not (quoted and text[index : index + 1] in _LITERAL_QUOTES)
-    return _scan(text, index, "}", depth, single=single, double=True)
+    return _scan(text, index, "}", depth, single=True, double=True)
 
 
 def _scan(text: str, index: int, closing: str, depth: int, *, single: bool, double: bool) -> int:
@@ -94,7 +92,7 @@ def _dollar(text: str, index: int, depth: int, *, single: bool) -> int:
     if following == "(":
         return command(text, index + 2, depth + 1)
     if following == "{":
-        return braces(text, index + 2, not single, depth + 1)
+        return braces(text, index + 2, depth + 1)
     if following == "'" and single:
         return ansi_quoted(text, index + 2)
     return index + 1 if following in ("#", "$", "*", "@", "?", "!") and following else index
