@@ -22,6 +22,7 @@ from megatron_train.memory_check import (
 )
 
 CPU = torch.device("cpu")
+GIB = 2**30
 
 
 def run_of(length=64, layout=None, **training):
@@ -126,3 +127,43 @@ def test_the_memory_of_a_host_is_that_of_its_files(meminfo, group, expected, tmp
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     share = None if expected is None else expected // 4
     assert device_memory(CPU) == share
+
+
+@pytest.mark.parametrize(
+    ("device", "where"), [("cpu", "this host has"), ("cuda", "the device has")]
+)
+def test_a_refusal_states_what_is_needed_and_what_there_is(device, where, monkeypatch):
+    run = run_of(1 << 17)
+    needed = minimum_memory(run)
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: GIB * 3 // 2)
+    with pytest.raises(TrainError) as caught:
+        check_memory(run, torch.device(device))
+    states = needed.total - needed.activations
+    message = str(caught.value)
+    assert (
+        f"needs at least {needed.total / GIB:.1f} GiB on this rank "
+        f"({needed.activations / GIB:.1f} GiB of activations, {states / GIB:.1f} GiB of weights, "
+        f"gradients and optimizer), but {where} 1.5 GiB; lower these flags"
+    ) in message
+    assert "unfused" not in message and "scores" not in message
+
+
+def test_the_memory_of_a_gpu_is_all_of_it(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("", (), {"total_memory": 12.0})
+    )
+    assert device_memory(torch.device("cuda")) == 12
+
+
+def test_sequence_parallelism_and_several_stages_lower_the_least_memory():
+    cut = run_of(layout=ParallelLayout(tp=2, dp=1))
+    whole = minimum_memory(cut)
+    parallel = minimum_memory(replace(cut, placement=PlacementConfig(sequence_parallel=True)))
+    assert parallel.activations < whole.activations
+    assert replace(parallel, activations=0) == replace(whole, activations=0)
+    staged = minimum_memory(run_of(layout=ParallelLayout(pp=4, dp=1)))
+    single = minimum_memory(run_of())
+    # A layer, its biases and gains, the embedding of 100 tokens, padded to 128, and 64 positions.
+    assert staged.parameters == 4 * (12 * 32**2 + 13 * 32 + (128 + 64) * 32)
+    assert single.parameters == 4 * (4 * (12 * 32**2 + 13 * 32) + (128 + 64) * 32 + 2 * 32)

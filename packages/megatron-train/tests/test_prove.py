@@ -38,6 +38,13 @@ def small(*words: str, max_ranks: int = 8) -> ShrunkRun:
             ParallelLayout(cp=8, hierarchical_cp=(4, 2), dp=2),
             ParallelLayout(cp=4, hierarchical_cp=(2, 2), dp=2),
         ),
+        # 8 stages are enough, or 2 chunks on each of 4 ranks
+        (ParallelLayout(pp=4, vpp=8, dp=1), ParallelLayout(pp=4, vpp=2, dp=1)),
+        (ParallelLayout(pp=2, vpp=16, dp=1), ParallelLayout(pp=2, vpp=4, dp=1)),
+        (ParallelLayout(pp=2, vpp=2, dp=1), ParallelLayout(pp=2, vpp=2, dp=1)),
+        (ParallelLayout(tp=4, cp=4, dp=4), ParallelLayout(tp=2, cp=2, dp=2)),
+        (ParallelLayout(tp=2, pp=2, dp=2), ParallelLayout(tp=2, pp=2, dp=2)),
+        (ParallelLayout(tp=4, ep=2, etp=1, dp=4), ParallelLayout(tp=4, ep=2, etp=1, dp=2)),
     ],
     ids=str,
 )
@@ -49,6 +56,14 @@ def test_a_layout_that_needs_more_ranks_is_refused_with_their_number() -> None:
     with pytest.raises(TrainError, match=r"--max-ranks 8 is too small .* give --max-ranks 16"):
         small_layout(ParallelLayout(tp=8, cp=2, pp=4, dp=16), 8)
     assert small_layout(ParallelLayout(tp=8, cp=2, pp=4, dp=16), 16).world_size == 16
+
+
+def test_the_least_size_of_tensor_parallelism_counts_for_the_number_of_ranks() -> None:
+    layout = ParallelLayout(tp=8, dp=4)
+    assert small_layout(layout, 4) == ParallelLayout(tp=2, dp=2)
+    assert small_layout(layout, 8, least_tp=4) == ParallelLayout(tp=4, dp=2)
+    with pytest.raises(TrainError, match=r"--max-ranks 7 is too small .* give --max-ranks 8"):
+        small_layout(layout, 7, least_tp=4)
 
 
 # -- layers --------------------------------------------------------------------------------------
@@ -71,6 +86,27 @@ def test_stages_without_layers_stay_empty() -> None:
     assert choose_layers([0, 0], [range(0), range(1), range(1, 2), range(2, 2)], 4) == [
         *([], [0], [1], [])
     ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "split", "stages", "expected"),
+    [
+        # 8 stages become 3 at equal distances; the first has 2 layers, the last its last layer
+        ([0] * 16, [range(n, n + 2) for n in range(0, 16, 2)], 3, [[0, 1], [6], [14, 15]]),
+        ([0] * 4, [range(4)], 1, [[0, 3]]),
+        ([0] * 2, [range(2)], 1, [[0, 1]]),
+        ([0] * 5, [range(1), range(1, 3), range(3, 5)], 3, [[0], [1, 2], [3, 4]]),
+        # layer 3 is the only one of its kind, in a stage that is left out
+        (
+            [0, 0, 0, 3, 0, 0, 6, 0],
+            [range(n, n + 2) for n in range(0, 8, 2)],
+            2,
+            [[0, 1, 3], [6, 7]],
+        ),
+    ],
+)
+def test_chosen_layers_are_at_the_ends_and_of_each_kind(kinds, split, stages, expected) -> None:
+    assert choose_layers(kinds, split, stages) == expected
 
 
 # -- runs ----------------------------------------------------------------------------------------
@@ -103,6 +139,34 @@ def test_a_batch_that_is_not_given_is_one_micro_batch_on_each_rank() -> None:
     changes = {each.setting: (each.before, each.after) for each in found.changes}
     assert changes["--global-batch-size"] == (16, 2)
     assert all(isinstance(n, int) for pair in changes.values() for n in pair)
+
+
+@pytest.mark.parametrize(("samples", "small_batch"), [(64, 10), (8, 4), (4, 2)])
+def test_a_rank_has_one_micro_batch_more_than_pipeline_ranks(samples, small_batch) -> None:
+    """Or as many as in the run; micro-batches of 4 samples have 2."""
+    sizes = "--num-layers 8 --hidden-size 8 --num-attention-heads 2 --seq-length 64"
+    words = f"{sizes} --pipeline-model-parallel-size 4 --micro-batch-size 4"
+    found = small("gpt", *words.split(), "--global-batch-size", str(samples))
+    assert found.run.layout.pp == 4 and found.run.training.micro_batch_size == 2
+    assert found.run.global_batch_size == small_batch == found.one_rank.global_batch_size
+    assert found.run.train_iters == 20 and found.run.data.seq_length == 16
+    assert {"dp", "tp", "ep", "expert_tp"}.isdisjoint(each.setting for each in found.changes)
+
+
+def test_what_the_small_run_leaves_out_is_named() -> None:
+    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --world-size 2"
+    words = ("gpt", *sizes.split())
+    every = small(*words, "--bf16", "--compile", "--deterministic-mode", "--save", "s")
+    assert every.not_covered == (
+        *("bfloat16 rounding and fused GPU kernels", "NCCL", "--compile", "--deterministic-mode"),
+        *("the corpus", "the learning-rate schedule", "checkpoints"),
+    )
+    assert small(*words, "--float64").not_covered == (
+        *("float32 rounding and fused GPU kernels", "NCCL", "the corpus"),
+        "the learning-rate schedule",
+    )
+    for flags in (("--load", "x"), ("--pretrained-checkpoint", "x")):
+        assert small(*words, *flags).not_covered[-1] == "checkpoints"
 
 
 def test_ranks_that_share_a_kv_head_still_do() -> None:

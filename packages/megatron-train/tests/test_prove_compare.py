@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron_train.prove.compare import (
     Deviation,
+    Differences,
     compare,
     deviations,
     first_deviation,
@@ -126,3 +127,53 @@ def test_tokens_with_other_experts_are_counted() -> None:
     assert rerouted([*ranks(other, other), replace(WHOLE, routes=late)], whole) == 5
     assert rerouted(ranks(experts, experts), whole) == 4  # a slice is missing
     assert rerouted([WHOLE], whole) == 8
+
+
+@pytest.mark.parametrize("name", ["loss", "norm", "gradient", "parameter"])
+def test_a_difference_may_be_the_limit_and_no_larger(name: str) -> None:
+    none = Differences(0.0, 0.0, 0.0, 0.0)
+    assert replace(none, **{name: 1e-9}).equal
+    assert not replace(none, **{name: 1.01e-9}).equal
+    assert not replace(none, **{name: math.nan}).equal
+    assert replace(none, rerouted=0).equal and not replace(none, rerouted=1).equal
+
+
+@pytest.mark.parametrize(("by", "found"), [(1e-9, False), (2e-9, True)])
+def test_the_first_difference_is_above_the_limit(by: float, found: bool) -> None:
+    """Values are 0, so that a difference has no rounding; gradients are relative to 3."""
+    zero = Outcome([0.0], [0.0], [whole_pieces(a=torch.zeros(2).double())], [], {})
+    whole = replace(zero, parameters=whole_pieces(b=torch.zeros(2).double()))
+    for change, what, name in (
+        ({"losses": [by]}, "loss", ""),
+        ({"norms": [by]}, "norm", ""),
+        ({"gradients": [whole_pieces(a=torch.tensor([0.0, by]).double())]}, "gradient", "a"),
+        ({"parameters": whole_pieces(b=torch.tensor([by, 0.0]).double())}, "parameter", "b"),
+    ):
+        ranks = [whole, replace(whole, **change)]
+        expected = Deviation(1, what, name, pytest.approx(by), (1,))
+        assert first_deviation(ranks, whole) == (expected if found else None)
+
+
+def test_every_loss_of_a_step_is_compared() -> None:
+    whole = replace(WHOLE, losses=[1.0, 2.0, 3.0, 4.0])  # two in each of two steps
+    for index in range(4):
+        losses = list(whole.losses)
+        losses[index] += 0.5
+        found = first_deviation([whole, replace(whole, losses=losses)], whole)
+        assert found == Deviation(index // 2 + 1, "loss", "", 0.5, (1,))
+        assert compare([whole, replace(whole, losses=losses)], whole, experts=False).loss == 0.5
+
+
+def test_the_number_of_other_parameters_that_differ_is_found() -> None:
+    wrong = [whole_pieces(a=A + 3e-3, b=B + 0.5)]
+    ranks = [replace(WHOLE, gradients=[STEP, *wrong])]
+    assert first_deviation(ranks, WHOLE) == Deviation(2, "gradient", "b", 0.5, (0,), 1)
+
+
+def test_gradients_that_are_small_beside_all_others_are_relative_to_a_thousandth_of_them() -> None:
+    """The rms of 3, 4 and two zeros is 2.5; the largest of the small tensor is 1e-6."""
+    whole = {"large": torch.tensor([3.0, 4.0]).double(), "small": torch.zeros(2).double()}
+    ours = {**whole, "small": torch.tensor([0.0, 1e-3]).double()}
+    assert relative(joined([whole_pieces(**ours)]), whole) == pytest.approx(1e-3 / 2.5e-3)
+    ours = {**whole, "large": torch.tensor([3.0, 4.4]).double()}
+    assert relative(joined([whole_pieces(**ours)]), whole) == pytest.approx(0.1)

@@ -12,7 +12,7 @@ from megatron_train.cli.model_command import add_model_command
 from megatron_train.cli.run_source import add_run_source
 from megatron_train.config.described_run import resolve_run
 from megatron_train.config.flags import Parser
-from megatron_train.errors import UsageError
+from megatron_train.errors import TrainError, UsageError
 
 _EXAMPLE = """\
 example:
@@ -88,9 +88,11 @@ def _device(wanted: str) -> tuple[str, str]:
     try:
         load_guard()
     except NoGuardError as error:
-        if wanted == "cuda" and not _has_cuda():
-            raise
-        return ("cuda", "") if _has_cuda() else ("cpu", str(error))
+        if _has_cuda():
+            return "cuda", ""
+        if wanted == "cuda":
+            raise TrainError(f"--on cuda: {error}; give --on cpu") from None
+        return "cpu", str(error)
     return "cuda", ""
 
 
