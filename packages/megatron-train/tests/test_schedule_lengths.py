@@ -3,6 +3,7 @@
 import pytest
 from megatron_optim import LearningRateSchedule, WeightDecaySchedule
 from megatron_train.errors import TrainError
+from megatron_train.schedule_changes import schedule_changes
 from megatron_train.schedule_lengths import settle_schedules
 
 LINEAR = {"max_lr": 1e-2, "warmup_samples": 4}
@@ -115,3 +116,47 @@ def test_a_new_decay_waits_for_the_warm_up():
         settle(linear(24), linear(44), 2, "decay")
     with pytest.raises(TrainError, match=r"--extend-schedule decay: .*decay_samples"):
         settle(linear(44), linear(24), 30, "decay")
+
+
+def test_schedules_are_extended_from_the_first_possible_sample_to_the_last():
+    trainer, _ = settle(linear(24), linear(44), 4, "decay")  # the warm-up has ended
+    assert trainer.learning_rate.at(4) == 1e-2
+    with pytest.raises(TrainError, match="of which 3 are consumed"):
+        settle(linear(24), linear(44), 3, "decay")
+    trainer, _ = settle(wsd(24), wsd(40), 16, "plateau")  # the decay begins now
+    assert trainer.learning_rate == wsd(40)
+    with pytest.raises(TrainError, match="the decay began after 16 samples, and 17 are consumed"):
+        settle(wsd(24), wsd(40), 17, "plateau")
+
+
+def test_lengths_that_change_no_rate_from_here_on_are_accepted():
+    """The warm-up is over, so its length changes the rates that were, and those of a decay."""
+    constant = [linear(24, decay_style="constant", warmup_samples=n) for n in (4, 8)]
+    trainer, lines = settle(*constant, 8)
+    assert lines == [] and trainer.learning_rate == constant[1]
+    with pytest.raises(TrainError, match=r"\(warmup_samples 4, now 8\).*0.01 before, 0.0\d+ after"):
+        settle(*constant, 7)
+
+
+def test_a_jump_is_named_for_each_rate():
+    decays = [WeightDecaySchedule(start=0.0, end=0.1, samples=n, style="linear") for n in (20, 40)]
+    _, lines = settle(linear(24), linear(32), 14, "override", decays=decays)
+    assert lines == [
+        "learning rate jumps at step 7: 0.005 before, 0.006429 after",
+        "decoupled learning rate jumps at step 7: 0.005 before, 0.006429 after",
+        "weight decay jumps at step 7: 0.07 before, 0.035 after",
+    ]
+
+
+def test_changes_of_a_schedule_other_than_lengths_are_described():
+    trainer = Position(linear(24), 4)
+    state = {"schedules": {name: {**vars(each)} for name, each in trainer.schedules.items()}}
+    assert schedule_changes(state, trainer) == ""
+    state["schedules"]["learning_rate"] |= {"decay_samples": 99, "max_lr": 0.5, "other": 1}
+    state["schedules"]["weight_decay"] |= {"end": 0.2}
+    del state["schedules"]["decoupled_learning_rate"]
+    assert schedule_changes(state, trainer) == (
+        "learning rate: max_lr 0.5, now 0.01; weight decay: end 0.2, now 0.1"
+    )
+    for damaged in (None, {}, {"schedules": 3}, {"schedules": {"learning_rate": 3}}):
+        assert schedule_changes(damaged, trainer) == ""
