@@ -10,8 +10,21 @@ from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, ScheduleConfig, TrainingConfig
 from megatron_train.config.sections import LoggingConfig
+from megatron_train.data_identity import corpora_identity
 from megatron_train.errors import TrainError
-from megatron_train.run_record import compare_records, run_record, upgrade_record
+from megatron_train.product_record import (
+    build_recorded_products,
+    recorded_product,
+    refuse_other_product,
+)
+from megatron_train.run_record import (
+    compare_records,
+    recorded_rule,
+    run_record,
+    upgrade_record,
+    uses_null_tokenizer,
+    without_schedules,
+)
 from megatron_train.tasks.gpt_data import GPTData
 
 PATH = Path("iter_0000002")
@@ -221,3 +234,111 @@ def test_a_damaged_change_of_data_is_refused_in_one_line(damaged):
     saved["data"]["changes"] = damaged
     with pytest.raises(TrainError, match=r"^iter_0000002 is damaged: its record .* change of data"):
         compare_records(saved, record(), PATH, 8, ())
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("place", "noticed"),
+    [
+        *((0, True), (MIB - 1, True), (2 * MIB, True), (3 * MIB - 1, True)),
+        *((MIB, False), (2 * MIB - 1, False)),  # reading whole corpora would take hours
+    ],
+)
+def test_a_changed_byte_near_an_end_of_a_corpus_is_noticed(place, noticed):
+    """The corpus has 3 MiB, of which the first and the last are read."""
+    content = bytearray(3 * MIB)
+    before = content_of_a(content)
+    content[place] = 1
+    assert (content_of_a(content) != before) == noticed
+    assert content_of_a(content + b"\0") != before
+
+
+def content_of_a(content):
+    Path("a.bin").write_bytes(content)
+    return corpora_identity(DataConfig(seq_length=4, data_path=("a",)))["content"]
+
+
+def test_a_file_of_the_index_is_not_that_of_the_tokens():
+    one = corpora_identity(DataConfig(seq_length=4, data_path=("a",)))["content"]
+    Path("a.idx").rename("c.bin")
+    Path("a.bin").rename("c.idx")
+    Path("c.idx").write_bytes(b"abd")
+    assert corpora_identity(DataConfig(seq_length=4, data_path=("c",)))["content"] != one
+    Path("plain").write_bytes(b"x")
+    found = corpora_identity(DataConfig(seq_length=4, data_path=("plain", "none")))
+    assert found["content"][0] is not None and found["content"][1] is None
+    assert len(found["content"][0]) == 16 and found["weights"] is None
+
+
+def test_a_split_identifies_the_data_that_it_divides():
+    divided = corpora_identity(DataConfig(seq_length=4, data_path=("a",), split="9,1,0"))
+    assert divided["split"] == "9,1,0" and divided["seq_length"] == 4
+    whole = corpora_identity(DataConfig(seq_length=4, train_data_path=("a",)))
+    assert whole["split"] is None and whole["data"] == ["a"]
+    mock = corpora_identity(DataConfig(seq_length=4, mock_data=True))
+    assert mock["data"] == ["mock"] and mock["content"] == [None]
+
+
+def test_the_tokenizer_and_the_update_rule_of_a_record():
+    found = record()
+    assert not uses_null_tokenizer(found) and recorded_rule(found) == "adam"
+    assert uses_null_tokenizer(record((), NullTokenizer(256)))
+    for damaged in ({}, {"tokenizer": {}}, {"tokenizer": {"fingerprint": None}}):
+        assert not uses_null_tokenizer(damaged)
+    for damaged in (None, {}, {"optimizer": 3}, {"optimizer": {"optimizer": 3}}):
+        assert recorded_rule(damaged) == ""
+
+
+def test_a_record_without_schedules_has_the_other_settings_of_the_optimizer():
+    found = record({"optimizer.lr": 0.5, "schedule.lr_warmup_iters": 1})
+    kept = without_schedules(found)
+    dropped = found["optimizer"].keys() - kept["optimizer"].keys()
+    assert {"lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "weight_decay"} <= dropped
+    assert {"optimizer", "global_batch_size", "clip_grad", "adam_beta1"} <= kept["optimizer"].keys()
+    assert {name: part for name, part in found.items() if name != "optimizer"} == {
+        name: part for name, part in kept.items() if name != "optimizer"
+    }
+
+
+@pytest.mark.parametrize(
+    ("saved", "current", "remedy"),
+    [
+        ("lora", "other", "give --linear-product lora"),
+        (
+            "lora",
+            "plain",
+            "give --linear-product lora, or merge it into the weights first, with megatron-train "
+            "merge",
+        ),
+        (
+            "plain",
+            "lora",
+            "begin a new run with its weights, with --finetune and another --save folder",
+        ),
+    ],
+)
+def test_a_checkpoint_with_another_product_is_refused_with_the_remedy(saved, current, remedy):
+    run = {"objective": {"linear_product": current}}
+    with pytest.raises(TrainError) as caught:
+        refuse_other_product(saved, run, PATH)
+    assert str(caught.value) == (
+        f"{PATH} was saved with --linear-product {saved}, but this run has {current}; {remedy}"
+    )
+    refuse_other_product(current, run, PATH)
+
+
+@pytest.mark.parametrize("damaged", [None, 3, {}, {"objective": 3}, {"objective": {}}])
+def test_a_run_without_a_record_of_its_product_has_plain_layers(damaged):
+    assert recorded_product(damaged) == "plain"
+    with pytest.raises(TrainError, match="has plain linear layers; there is nothing to merge"):
+        build_recorded_products(damaged, PATH)
+
+
+def test_recorded_settings_of_a_product_that_it_lacks_are_damage():
+    run = {"objective": {"linear_product": "lora", "lora.no_such": 1}}
+    with pytest.raises(TrainError, match=r"iter_0000002 is damaged: invalid settings .*no_such"):
+        build_recorded_products(run, PATH)
+    run["objective"] = {"linear_product": "lora", "lora.rank": 3, "task": "causal_lm"}
+    assert build_recorded_products(run, PATH)
