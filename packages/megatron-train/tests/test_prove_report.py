@@ -12,16 +12,32 @@ from megatron_train.prove import proof as proof_module
 from megatron_train.prove.compare import Deviation, Differences
 from megatron_train.prove.defects import CATALOGUE, find_defect
 from megatron_train.prove.proof import Proof
+from megatron_train.prove.shrink import shrink_run
 
 SIZES = "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 16"
 TINY = f"prove gpt {SIZES} --world-size 2"
 EQUAL = Differences(1e-16, 2.5e-15, 3e-13, 0.0)
 
 
+@pytest.fixture(scope="module")
+def shrink():
+    """Returns a function that shrinks a run, once for equal arguments."""
+    made = {}
+
+    def once(run, *limits):
+        key = (str(run.layout), *limits)
+        if key not in made:
+            made[key] = shrink_run(run, *limits)
+        return made[key]
+
+    return once
+
+
 @pytest.fixture
-def proven(monkeypatch):
+def proven(monkeypatch, shrink):
     """Returns a function that runs the command with the result of a proof, without training."""
     asked = []
+    monkeypatch.setattr("megatron_train.cli.prove.shrink_run", shrink)
 
     def call(words, found, first=None, parameters=12345, seconds=12.6):
         def prove(small, defect, progress):
