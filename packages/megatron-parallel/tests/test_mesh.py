@@ -292,7 +292,7 @@ def test_a_rank_of_an_imagined_job_has_its_axes_and_leaves_the_job_when_closed()
         assert mesh.add_stage_group((0, 1)) == "stages_0_1" == mesh.add_stage_group((1, 0))
         assert mesh.axis("stages_0_1").process_group.size() == 2
         assert mesh.add_stage_group((2,)) is None
-        mesh.agree("anything", {"a": "b"})  # nobody is asked
+        mesh.agree("anything", {"a": "b"})  # asks no rank
         with pytest.raises(LayoutError, match="close the mesh of the other rank first"):
             Mesh.imagined(layout, 0)
         mesh.close()
