@@ -13,7 +13,7 @@ from families.parity import LIMIT, error, logits, our_logits, our_model, round_t
 from families.theirs import randomize, their_logits
 from megatron_ckpt import CheckpointError, CheckpointStore, ForeignModel, ModelRecord, export_hf
 from megatron_ckpt.families import detect_family
-from megatron_models import GPT, FutureTokens, GPTConfig, Placement, record_of
+from megatron_models import GPT, ConfigError, FutureTokens, GPTConfig, Placement, record_of
 from megatron_models import shift_within_documents as shift
 from megatron_models.components.rotary.module import RotaryTable
 from megatron_models.parameters import parameter_shapes
@@ -143,6 +143,19 @@ def read(content: dict[str, Any]) -> GPTConfig:
     config = detect_family(content["architectures"]).config_from_hf(content)
     assert isinstance(config, GPTConfig)
     return config
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_norms_of_latents_have_an_epsilon_of_their_own(name: str) -> None:
+    content = RELEASED[name]
+    family = detect_family(content["architectures"])
+    same, other = read(content), read(content | {"rms_norm_eps": 1e-5})
+    assert (same.norm_epsilon, same.latent_norm_epsilon) == (1e-6, 0.0)
+    assert (other.norm_epsilon, other.latent_norm_epsilon) == (1e-5, 1e-6)
+    assert family.config_to_hf(other)["rms_norm_eps"] == 1e-5
+    assert family.config_to_hf(replace(same, latent_norm_epsilon=1e-6))["rms_norm_eps"] == 1e-6
+    with pytest.raises(ConfigError, match="latent_norm_epsilon = 1e-06, this one has 1e-05"):
+        family.config_to_hf(replace(other, latent_norm_epsilon=0.0))
 
 
 @pytest.mark.parametrize("name", RELEASED)

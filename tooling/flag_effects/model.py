@@ -103,6 +103,10 @@ MODEL: dict[str, tuple[Words, Words]] = {
     "model.qk_head_dim": (LATENT, {"--qk-head-dim": "4"}),
     "model.qk_pos_emb_head_dim": (LATENT, {"--qk-pos-emb-head-dim": "8"}),
     "model.v_head_dim": (LATENT, {"--v-head-dim": "4"}),
+    "model.latent_norm_epsilon": (
+        LATENT | {"--qk-layernorm": ""},
+        {"--latent-norm-epsilon": "0.1"},
+    ),
     "model.experimental_attention_variant": ({}, LINEAR),
     "model.dsa_indexer_n_heads": (SPARSE, {"--dsa-indexer-n-heads": "4"}),
     "model.dsa_indexer_head_dim": (SPARSE, {"--dsa-indexer-head-dim": "16"}),

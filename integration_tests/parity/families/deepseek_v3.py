@@ -35,7 +35,7 @@ CASE = FamilyCase(
     draws=merged(
         sizes(
             num_hidden_layers=st.sampled_from((2, 3)),
-            rms_norm_eps=st.just(1e-6),
+            rms_norm_eps=st.sampled_from((1e-6, 1e-5, 0.1)),
             q_lora_rank=st.sampled_from((None, 20)),
             v_head_dim=st.sampled_from((6, 12)),
             attention_bias=st.booleans(),
@@ -52,7 +52,6 @@ CASE = FamilyCase(
                 "num_attention_heads",
                 "num_key_value_heads",
                 "head_dim",
-                "rms_norm_eps",
                 "hidden_act",
             ),
             *("rope_parameters", "pretraining_tp"),

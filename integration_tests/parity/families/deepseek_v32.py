@@ -37,7 +37,7 @@ CASE = FamilyCase(
     draws=merged(
         sizes(
             num_hidden_layers=st.sampled_from((2, 3)),
-            rms_norm_eps=st.just(1e-6),
+            rms_norm_eps=st.sampled_from((1e-6, 1e-5, 0.1)),
             v_head_dim=st.sampled_from((6, 12)),
             attention_bias=st.booleans(),
             n_shared_experts=st.sampled_from((1, 2)),
@@ -50,7 +50,7 @@ CASE = FamilyCase(
     ),
     refused=frozenset(
         {
-            *("num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
+            *("num_attention_heads", "num_key_value_heads"),
             *("hidden_act", "rope_parameters", "mlp_bias", "layer_types"),
         }
     ),

@@ -207,6 +207,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_pos_emb_head_dim": 2,
         "v_head_dim": 8,
         "qk_layernorm": True,
+        "latent_norm_epsilon": 0.1,
         "add_qkv_bias": True,
         "normalization": "RMSNorm",
     },

@@ -132,6 +132,7 @@ OTHERS = {
     "qk_head_dim": 4,
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 4,
+    "latent_norm_epsilon": 0.5,
     "qk_layernorm": True,
     "qk_layernorm_scope": "projection",
     "experimental_attention_variant": "gated_delta_net",

@@ -48,10 +48,10 @@ def rotate(head, position, config):
     return turned
 
 
-def norm(x, weights, name, config):
+def norm(x, weights, name, config, epsilon=0.0):
     if config.normalization == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
-    scale = (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
+    scale = (x.square().mean(-1, keepdim=True) + (epsilon or config.norm_epsilon)).sqrt()
     gain = weights[f"{name}.weight"] + (1.0 if config.apply_layernorm_1p else 0.0)
     return x / scale * gain + weights.get(f"{name}.bias", 0.0)
 
@@ -71,9 +71,10 @@ def latent_attention(x, weights, name, config, factors):
     if config.q_lora_rank:
         queries = linear(x, weights, f"{name}.q_down")
     if config.qk_layernorm:
-        latent = norm(latent, weights, f"{name}.kv_norm", config)
+        own = config.latent_norm_epsilon
+        latent = norm(latent, weights, f"{name}.kv_norm", config, own)
         if config.q_lora_rank:
-            queries = norm(queries, weights, f"{name}.q_norm", config)
+            queries = norm(queries, weights, f"{name}.q_norm", config, own)
     q = "q_up" if config.q_lora_rank else "q"
     shared = [rotate(key, t, config) for t, key in enumerate(shared)]
     outputs = []

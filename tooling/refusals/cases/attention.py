@@ -198,6 +198,11 @@ LATENTS = {
         "kv_lora_rank 10 has no effect without multi_latent_attention; leave it at 32",
         {"kv_lora_rank": 32},
     ),
+    "an epsilon of norms that latents do not have": Case(
+        {**LATENT, "latent_norm_epsilon": 1e-6},
+        "latent_norm_epsilon 1e-06 has no effect without qk_layernorm; leave it at 0",
+        {"latent_norm_epsilon": 0.0},
+    ),
     "query groups": Case(
         {**LATENT, "num_query_groups": 2},
         "multi_latent_attention needs num_query_groups = 4, not 2",

@@ -89,6 +89,14 @@ class LatentAttentionConfig(AttentionConfig):
             small=6,
         ),
     )
+    latent_norm_epsilon: float = field(
+        default=0.0,
+        metadata=flag(
+            "--latent-norm-epsilon",
+            "MLA: added to the variance in norms of latents; 0: --norm-epsilon (our name)",
+            nonnegative=True,
+        ),
+    )
 
     def _fill(self) -> None:
         if self.multi_latent_attention:
@@ -123,6 +131,11 @@ class LatentAttentionConfig(AttentionConfig):
         for name in _own_fields(AttentionConfig, RotaryConfig):
             if name not in _USED and name not in expected:
                 self._refuse_change(AttentionConfig, name, "is not supported with")
+        if self.latent_norm_epsilon and not self.qk_layernorm:
+            raise ConfigError(
+                "{latent_norm_epsilon} has no effect without {qk_layernorm:name}; leave it at 0",
+                vars(self),
+            )
         if self.qk_pos_emb_head_dim % 2:
             raise ConfigError(
                 "rotary positions rotate pairs of channels, but {qk_pos_emb_head_dim} is odd; use "

@@ -195,4 +195,7 @@ class LatentAttentionSpec(LatentAttentionConfig, NormConfig, Mixer):
         return ReplicatedSpec(self.hidden_size, rows, bias, init=init, role=role)
 
     def _norm(self, rank: int) -> NormSpec | None:
-        return self.component(NormSpec, hidden_size=rank) if self.qk_layernorm else None
+        if not self.qk_layernorm:
+            return None
+        epsilon = self.latent_norm_epsilon or self.norm_epsilon
+        return self.component(NormSpec, hidden_size=rank, norm_epsilon=epsilon)

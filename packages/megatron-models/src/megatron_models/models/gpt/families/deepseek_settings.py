@@ -9,7 +9,6 @@ from megatron_models.families.settings import (
     Derived,
     HFConfig,
     Mapped,
-    Translated,
     unsupported_field,
     unsupported_hf_field,
 )
@@ -18,6 +17,8 @@ from megatron_models.models.gpt.families import llama
 
 _WORDS = {False: "no", True: "yes"}
 GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
+_LATENT_EPSILON = 1e-6
+"""Epsilon of the norms of latents, for every ``rms_norm_eps``."""
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Fields of a file that count the depths of multi-token prediction."""
 
@@ -156,6 +157,21 @@ def attention(key_heads: int | None) -> Custom:
     )
 
 
+def _epsilon_from_hf(title: str, hf_config: HFConfig) -> dict[str, Any]:
+    found = hf_config.get("rms_norm_eps", _LATENT_EPSILON)
+    return {
+        "norm_epsilon": found,
+        "latent_norm_epsilon": 0.0 if found == _LATENT_EPSILON else _LATENT_EPSILON,
+    }
+
+
+def _epsilon_to_hf(config: GPTConfig) -> dict[str, float]:
+    found = config.latent_norm_epsilon or config.norm_epsilon
+    if found != _LATENT_EPSILON:
+        raise unsupported_field("latent_norm_epsilon", repr(_LATENT_EPSILON), found)
+    return {"rms_norm_eps": config.norm_epsilon}
+
+
 def _normalization_from_hf(title: str, hf_config: HFConfig) -> dict[str, str]:
     found = hf_config.get("norm_topk_prob", True)
     if found not in (None, False, True):
@@ -234,7 +250,7 @@ SETTINGS = {
     **{
         name: setting
         for name, setting in llama.FAMILY.settings.items()
-        if name not in ("kv_channels", "num_query_groups")
+        if name not in ("kv_channels", "num_query_groups", "norm_epsilon")
     },
     "kv_channels": Derived(),
     "num_query_groups": Derived(),
@@ -243,10 +259,14 @@ SETTINGS = {
     "kv_lora_rank": Mapped("kv_lora_rank", absent=512),
     "qk_head_dim": Mapped("qk_nope_head_dim", absent=128),
     "v_head_dim": Mapped("v_head_dim", absent=128),
-    "norm_epsilon": Translated("rms_norm_eps", ((1e-6, 1e-6),), absent=1e-6),
     "add_bias_linear": Constant(False),
 }
 """Settings of DeepSeek-V2 and V3."""
+
+#: Epsilon of norms, which those of latents do not read.
+EPSILON = Custom(
+    ("norm_epsilon", "latent_norm_epsilon"), ("rms_norm_eps",), _epsilon_from_hf, _epsilon_to_hf
+)
 
 #: Whether the weights of selected experts are divided by their sum.
 NORMALIZATION = Custom(

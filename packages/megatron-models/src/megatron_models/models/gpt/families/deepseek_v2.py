@@ -78,6 +78,7 @@ FAMILY = Family(
             _groups_from_hf,
             _groups_to_hf,
         ),
+        deepseek_settings.EPSILON,
     ),
     neutral={
         "auto_map": deepseek_settings.released_code("V2"),

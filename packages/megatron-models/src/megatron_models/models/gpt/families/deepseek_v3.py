@@ -1,7 +1,7 @@
 """DeepSeek-V3: multi-latent attention and sigmoid routing with biases (DeepSeek-AI, 2024).
 
 Files hold the matrices of each expert separately. The norms of latents have an epsilon of 1e-6 for
-every ``rms_norm_eps``, so other values are refused.
+every ``rms_norm_eps``.
 
 ``num_nextn_predict_layers`` counts the depths of multi-token prediction. transformers counts them
 in every ``config.json`` but writes no tensors of them; such a file is read as a model without them.
@@ -20,6 +20,7 @@ from megatron_models.models.gpt.families.deepseek_rows import (
 from megatron_models.models.gpt.families.deepseek_settings import (
     COUNTS,
     DEPTHS,
+    EPSILON,
     NORMALIZATION,
     ROTATED,
     SETTINGS,
@@ -63,6 +64,7 @@ FAMILY = Family(
         dense_layers(3),
         shared_experts(1, 2048),
         expert_groups(8, 4),
+        EPSILON,
         NORMALIZATION,
         DEPTHS,
     ),
