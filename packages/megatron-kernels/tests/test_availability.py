@@ -1,13 +1,15 @@
 """Optional libraries are found without being imported, and a missing one has a reason."""
 
 import importlib.machinery
+import importlib.metadata
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from megatron_kernels import KernelError, library_availability
+from megatron_kernels import KernelError, availability, library_availability
 from megatron_kernels.availability import LIBRARIES, Library, library, probe, unavailable_reason
+from packaging.requirements import Requirement
 
 
 @pytest.fixture
@@ -77,6 +79,79 @@ def test_another_project_of_the_same_name_is_recognized(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     importlib.machinery.PathFinder.invalidate_caches()
     assert probe(wanted).reason is None
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("2.6.9", "too old, 2.7 or newer is needed"),
+        ("2.7", None),
+        ("2.7.0+cu12", None),
+        ("2", "too old, 2.7 or newer is needed"),
+        ("2.20.9.dev1", None),
+        ("2.21", "of an unknown interface, a version below 2.21 is needed"),
+        ("3.0.0rc1", "of an unknown interface, a version below 2.21 is needed"),
+        ("10.1", "of an unknown interface, a version below 2.21 is needed"),
+        (None, None),  # a module without metadata is of any version
+    ],
+)
+def test_versions_are_compared_as_numbers(
+    version: str | None, reason: str | None, fake: Path
+) -> None:
+    install(fake, "some_kernels", version)
+    wanted = Library("other-name", "some_kernels", (2, 7), "", cuda=False, below=(2, 21))
+    found = probe(wanted)
+    assert (found.version, found.reason) == (version, reason)
+
+
+def test_a_library_is_found_by_the_name_of_its_distribution_or_its_module(fake: Path) -> None:
+    for module, name in (("one_module", "some-kernels"), ("two_module", "two-module")):
+        (fake / module).mkdir()
+        (fake / module / "__init__.py").write_text("")
+        info = fake / f"{name.replace('-', '_')}-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+        importlib.machinery.PathFinder.invalidate_caches()
+        assert probe(Library("some-kernels", module, (), "", cuda=False)).version == "1.5"
+
+
+def test_versions_and_hints_of_libraries_are_those_of_the_extras_of_the_package() -> None:
+    required = [Requirement(each) for each in importlib.metadata.requires("megatron-kernels") or ()]
+    for each in LIBRARIES:
+        extra = next((r for r in required if r.name == each.name and "test" not in str(r)), None)
+        if extra is None:
+            assert each.minimum == each.below == () and "github.com" in each.install_hint
+            continue
+        assert each.install_hint == f"pip install megatron-kernels[{each.name}]"
+        assert extra.marker is not None and extra.marker.evaluate({"extra": each.name})
+        limits = {s.operator: s.version for s in extra.specifier}
+        assert limits.get(">=", "") == ".".join(map(str, each.minimum))
+        assert limits.get("<", "") == ".".join(map(str, each.below))
+
+
+def test_descriptions_of_libraries_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        LIBRARIES[0].minimum = ()  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        library_availability()[0].reason = None  # type: ignore[misc]
+
+
+def test_an_import_error_is_a_reason_in_one_line(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = Library("thing", "broken_kernels", (), "", cuda=False)
+    monkeypatch.setattr(availability, "LIBRARIES", (wanted,))
+    install(fake, "broken_kernels", "1.0")
+    for text, message in (("'first\\nsecond'", "first"), ("", "")):
+        (fake / "broken_kernels" / "__init__.py").write_text(f"raise OSError({text})\n")
+        importlib.machinery.PathFinder.invalidate_caches()
+        unavailable_reason.cache_clear()
+        found = unavailable_reason("thing")
+        assert found == f"thing is installed but cannot be imported: OSError: {message}"
+    (fake / "broken_kernels" / "__init__.py").write_text("# another length of this file\n")
+    unavailable_reason.cache_clear()
+    assert unavailable_reason("thing") is None and "broken_kernels" in sys.modules
+    unavailable_reason.cache_clear()
 
 
 def test_backends_report_the_library_and_the_reason() -> None:

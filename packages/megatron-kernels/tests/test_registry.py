@@ -5,7 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_kernels import Backend, KernelError, attention, fuses_on, layer_norm, op
+from megatron_kernels import (
+    Backend,
+    KernelError,
+    attention,
+    explain_on,
+    find_operation,
+    fuses_on,
+    gelu,
+    layer_norm,
+    op,
+    operations,
+    quantized_matmul,
+)
+from megatron_kernels._compat import is_fake, is_plain
 from megatron_kernels.cases import CASES
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.registry import NEVER_RUN, accept_all
@@ -130,6 +143,49 @@ def test_a_device_fuses_if_the_first_backend_is_one_kernel_there() -> None:
             assert fuses_on(same, device, torch.bfloat16) is expected
             assert not fuses_on(same, device, torch.int8)
             assert not fuses_on(same, "cpu", torch.bfloat16)
+
+
+def test_a_small_call_explains_the_backend_of_an_operation() -> None:
+    plain = explain_on(layer_norm)
+    assert (plain.op, plain.requested, plain.backend) == ("layer_norm", "auto", "torch")
+    assert explain_on(gelu, "reference").backend == "reference"
+    with pytest.raises(KernelError, match="gelu has no backend 'refrence'; did you mean 'refer"):
+        explain_on(gelu, "refrence")
+    (reason,) = (
+        status.unsupported_reason
+        for status in explain_on(attention, "torch,flash_attn", dtype=torch.float64).statuses
+        if status.backend == "flash_attn"
+    )
+    assert reason == "needs a CUDA tensor, q is on cpu"
+
+
+def test_the_first_small_call_that_has_a_backend_is_explained() -> None:
+    none = explain_on(attention, "flash_attn")  # no call has it on a CPU: that of the first one
+    assert none.backend is None and none.requested == "flash_attn"
+    some = explain_on(quantized_matmul, "int_mm")  # the first call is in FP8
+    assert some.backend == "int_mm" and some.reason == "requested"
+
+
+def test_an_operation_is_found_by_name() -> None:
+    assert find_operation("gelu") is gelu and operations()["rope_qkv"].name == "rope_qkv"
+    with pytest.raises(KernelError, match=r"'gellu'; did you mean gelu\? \(known: layer_norm, rms"):
+        find_operation("gellu")
+
+
+def test_tensors_are_plain_without_subclasses_and_modes() -> None:
+    class Special(Tensor):
+        pass
+
+    x = torch.ones(2)
+    for given, plain in (
+        ((x, None, 3.0, torch.nn.Parameter(x)), True),
+        ((), True),
+        ((x, x.as_subclass(Special)), False),
+    ):
+        assert is_plain(given) is plain
+    with FakeTensorMode():
+        assert not is_plain((x,))
+        assert is_fake(torch.ones(2)) and not is_fake(x)
 
 
 def test_backends_that_never_ran_on_their_hardware_are_labelled() -> None:

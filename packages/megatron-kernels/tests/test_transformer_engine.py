@@ -24,6 +24,7 @@ from megatron_kernels.transformer_engine import (
     te_unsupported_reason,
     te_wgrad,
 )
+from megatron_kernels.transformer_engine.check import SCALINGS, check_recipes
 from torch import Tensor
 
 ERRORS = {"delayed": 0.05, "tensorwise": 0.05, "blockwise": 0.05, "mxfp8": 0.05, "nvfp4": 0.2}
@@ -166,6 +167,83 @@ def test_a_norm_writes_the_quantized_input_and_has_the_gradient_of_a_norm(rms: b
         torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "rows", "columns"),
+    [
+        ("delayed", 8, 16),  # as `assert_dim_for_fp8_exec` of Transformer Engine asks for
+        ("tensorwise", 8, 16),
+        ("blockwise", 8, 16),
+        ("mxfp8", 32, 32),
+        ("nvfp4", 16, 16),
+        ("nvfp4-nearest", 16, 16),
+    ],
+)
+def test_operands_have_multiples_of_rows_and_columns(scaling: Any, rows: int, columns: int) -> None:
+    reason = TransformerEngineRecipe(scaling).shape_reason
+    assert reason(rows, columns) is None and reason(3 * rows, 5 * columns) is None
+    for wrong in ((rows, columns // 2), (rows // 2, columns), (rows + 1, columns + 1)):
+        assert f"multiple of {rows} and columns of a multiple of {columns}" in str(reason(*wrong))
+
+
+def test_numbers_of_8_bits_end_at_those_of_their_format() -> None:
+    for scaling, wide, operand, largest in (
+        ("delayed", False, "gradient", 448.0),
+        ("delayed", True, "gradient", 57344.0),
+        ("delayed", True, "input", 448.0),
+        ("mxfp8", True, "weight", 448.0),
+    ):
+        recipe = TransformerEngineRecipe(scaling, wide)  # type: ignore[arg-type]
+        assert recipe.largest(operand) == largest  # type: ignore[arg-type]
+        made: Any = recipe.quantizer(
+            operand,  # type: ignore[arg-type]
+            torch.device("cpu"),
+            rows=True,
+            columns=False,
+            scale=torch.ones(1),
+            amax=torch.ones(1),
+        )
+        assert made.dtype == ("e5m2" if largest > 448 else "e4m3") and not made.columnwise_usage
+    assert TransformerEngineRecipe("delayed") == TransformerEngineRecipe("delayed", False)
+
+
+def test_scales_of_whole_tensors_and_exact_sums_belong_to_some_recipes() -> None:
+    for scaling in SCALINGS:
+        recipe = TransformerEngineRecipe(scaling)
+        assert recipe.scales_tensors == (scaling in ("delayed", "tensorwise"))
+        assert recipe.sums_exactly_forward == (scaling == "blockwise")
+
+
+def test_one_scale_is_a_power_of_two_of_this_rank_or_of_a_group() -> None:
+    recipe = TransformerEngineRecipe("tensorwise")
+    make: Any = {"rows": True, "columns": True}
+    made = recipe.quantizer("input", torch.device("cpu"), **make)
+    assert made.powers and made.group is None
+    assert recipe.quantizer("input", torch.device("cpu"), group="some", **make).group == "some"
+
+
+def test_products_of_recipes_are_judged_by_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [each.unsupported_reason for each in check_recipes(torch.device("cpu"))] == (
+        ["needs a CUDA tensor, x is on cpu"] * len(SCALINGS)
+    )
+    fake_transformer_engine.install(monkeypatch, on_cpu=True)
+    for each in check_recipes(torch.device("cpu")):
+        low, high = (0.1, 0.2) if "nvfp4" in each.scaling else (0.02, 0.05)
+        assert each.passed and all(low < error < high for error in each.errors[:3]), each
+        # The sum with a matrix of 16 has the error of the product, in a larger number.
+        assert 0 < each.errors[3] < each.errors[2]
+    import transformer_engine.pytorch.cpp_extensions as extensions
+
+    right = fake_transformer_engine.general_gemm
+    for factor, passing in ((1.05, [True] * 6), (1.12, [False] * 4 + [True] * 2)):
+
+        def larger(*args: Any, factor: float = factor, **options: Any) -> Any:
+            product, *rest = right(*args, **options)
+            return product * factor, *rest
+
+        monkeypatch.setattr(extensions, "general_gemm", larger)
+        assert [each.passed for each in check_recipes(torch.device("cpu"))] == passing
 
 
 def test_shapes_that_cannot_be_quantized_have_a_reason() -> None:
