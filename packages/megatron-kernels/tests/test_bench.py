@@ -102,7 +102,7 @@ def test_the_command_prints_a_table_and_draws_a_picture(
     assert main([*words, "--picture", str(picture)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^rms_norm  \[copy [\d.]+ GB/s, product [\d.]+ GFLOP/s\]$", out, re.M)
-    assert re.search(r"^  torch +[\d.]+ +[\d.]+ +[\d.]+ GB/s +\d+%$", out, re.M)
+    assert re.search(r"^  torch +[\d.]+ +[\d.]+ +[\d.e+-]+ GB/s +\d+%$", out, re.M)
     assert "  apex               cannot: needs a CUDA tensor, x is on cpu" in out
     assert "layer_norm" not in out and f"wrote {picture}" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
