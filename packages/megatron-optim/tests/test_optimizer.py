@@ -1,5 +1,6 @@
 import copy
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,8 @@ from megatron_parallel import (
     TrainableParameters,
 )
 from megatron_parallel.imagined import imagined_device
+from megatron_parallel.imagined.guard import COMPILERS
+from megatron_parallel.testing import Rank, WorkerPool
 from torch import nn
 
 Model = Callable[..., nn.Module]
@@ -392,8 +395,15 @@ def test_weights_that_were_loaded_reach_the_main_parameters_of_shards(mesh: Mesh
 
 
 def test_an_imagined_step_is_taken_as_an_update_and_waits_once() -> None:
-    with imagined_device("cuda") as ledger:
-        numbers = torch.ones(()), torch.ones((), dtype=torch.bool), torch.zeros(()).long()
-        ledger.clear()
-        assert Decision.read(*numbers) == Decision(1.0, True, 1)
-        assert sum(ledger.waits.values()) == 1
+    if torch.cuda.is_available() or not any(map(shutil.which, COMPILERS)):
+        pytest.skip("the device guard needs a C++ compiler and a machine without a GPU")
+
+    def read(rank: Rank) -> tuple[Decision, int]:
+        with imagined_device("cuda") as ledger:
+            flag, count = torch.ones((), dtype=torch.bool), torch.zeros((), dtype=torch.int64)
+            numbers = [t.to("cuda") for t in (torch.ones(()), flag, count)]
+            ledger.clear()
+            return Decision.read(*numbers), sum(ledger.waits.values())
+
+    with WorkerPool(1, device_guard=True) as pool:
+        assert pool.run(read, ranks=1) == [(Decision(1.0, True, 1), 1)]
