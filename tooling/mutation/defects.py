@@ -13,6 +13,8 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator
 
+from mutation.unnoticed import PARAMETERS, unnoticed
+
 PAIRS = {
     "ReplaceBinaryOperator": (
         *("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_FloorDiv", "Pow_Mul"),
@@ -33,11 +35,6 @@ OPERATORS = (
     *("ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer"),
     *("NumberReplacer", "ZeroIterationForLoop"),
 )
-
-ANNOTATION = "in an annotation"
-MESSAGE = "in the text of an error"
-TYPING = "under TYPE_CHECKING"
-PARAMETERS = "the `*` of a parameter list, taken for a product"
 
 
 class DropStatement(Operator):
@@ -102,16 +99,18 @@ def defects(source: str, text: str) -> tuple[list[Defect], Counter[str]]:
     """Returns all defects of a source file, and the number left out for each reason."""
     found: list[Defect] = []
     left_out: Counter[str] = Counter()
-    ignored = without_effect(text)
+    ignored = unnoticed(source, text)
     lines = text.splitlines()
     tree = parso.parse(text)
     for name, operator in operators():
         places = Places(operator)
         places.walk(tree)
         same: Counter[str] = Counter()
+        changes: Counter[tuple[int, int]] = Counter()
         for occurrence, (line, column, starred) in enumerate(places.found):
-            reason = next((why for why, *span in ignored if inside(line, column, span)), None)
-            reason = PARAMETERS if starred else reason
+            change, changes[line, column] = changes[line, column], changes[line, column] + 1
+            parts = (one.reason for one in ignored if one.covers(name, change, line, column))
+            reason = PARAMETERS if starred else next(parts, None)
             if reason:
                 left_out[reason] += 1
                 continue
@@ -147,48 +146,6 @@ class Places(Visitor):
             parent = node.parent.type if node.parent else ""
             self.found.append((line, column, parent in ("parameters", "param", "lambdef")))
         return node
-
-
-Span = tuple[tuple[int, int], tuple[int, int]]
-
-
-def without_effect(text: str) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
-    """Returns the parts of a file where a change has no effect that a user could notice."""
-    spans: list[tuple[str, tuple[int, int], tuple[int, int]]] = []
-
-    def add(reason: str, node: ast.AST | None) -> None:
-        if isinstance(node, (ast.expr, ast.stmt)):
-            end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
-            spans.append((reason, (node.lineno, node.col_offset), end))
-
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.AnnAssign, ast.arg)):
-            add(ANNOTATION, node.annotation)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            add(ANNOTATION, node.returns)
-        elif isinstance(node, ast.Raise):
-            add(MESSAGE, node.exc)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            add(TYPING, node)
-        elif isinstance(node, ast.Assign) and is_type_alias(node):
-            add(ANNOTATION, node)
-    return spans
-
-
-def is_type_alias(node: ast.Assign) -> bool:
-    """Returns whether `A = X | Y` or `A = dict[X, Y]` names a type."""
-    return (
-        isinstance(node.targets[0], ast.Name)
-        and node.targets[0].id[:1].isupper()
-        and not node.targets[0].id.isupper()
-        and isinstance(node.value, (ast.BinOp, ast.Subscript))
-    )
-
-
-def inside(line: int, column: int, span: list[tuple[int, int]]) -> bool:
-    """Returns whether a position is in a span."""
-    start, end = span
-    return start <= (line, column) < end
 
 
 def difference(before: str, after: str) -> tuple[str, str]:

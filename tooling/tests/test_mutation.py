@@ -251,6 +251,37 @@ def test_defects_without_an_effect_are_left_out(repository: Path) -> None:
     assert {"ReplaceComparisonOperator_Lt_GtE", "AddNot"} <= {one.operator for one in found}
 
 
+@pytest.mark.parametrize(
+    ("line", "reason", "kept"),
+    [
+        ("a = b[0]", "the index 0 as -1, the same element of one", {"a=b[1]"}),
+        ("a = b[1]", "", {"a=b[0]", "a=b[2]"}),
+        ("a = 0", "", {"a=1", "a=-1"}),
+        ("a = zip(b, strict=True)", "`strict` of a `zip`, an assertion", set()),
+        ("a = zip(b, strict=False)", "", {"a=zip(b,strict=True)"}),
+        ("a = f(strict=True)", "", {"a=f(strict=False)"}),
+        ("a = axes.bar(b * 6)", "a size or place in a picture", {"a=axes.bar(b/6)"}),
+        ("a = axes.barred(6)", "", {"a=axes.barred(5)", "a=axes.barred(7)"}),
+        ("""a = f'<g x="{b + 3}"/>'""", "a size or place in a picture", {"""a=f'<gx="{b-3}"/>'"""}),
+        ("a = f'{b[1]} < 5'", "", {"a=f'{b[0]}<5'", "a=f'{b[2]}<5'"}),
+    ],
+)
+def test_changes_that_no_user_notices_are_left_out(line: str, reason: str, kept: set[str]) -> None:
+    found, left_out = defects("toy.py", line)
+    assert [*left_out] == ([reason] if reason else [])
+    made = [str(plant(one, line)).replace(" ", "") for one in found]
+    assert {*made} == kept and len(made) == len(kept)
+
+
+def test_inputs_of_checks_keep_their_logic() -> None:
+    text = "Case(3)\nif a < 5:\n    pass"
+    found, left_out = defects("src/megatron_kernels/ssm_cases.py", text)
+    assert left_out == {"another input for a check or benchmark": 4}
+    assert {one.operator for one in found} >= {"AddNot", "ReplaceComparisonOperator_Lt_LtE"}
+    elsewhere, none = defects("src/megatron_kernels/cases_of_rows.py", text)
+    assert len(elsewhere) == len(found) + 4 and not none
+
+
 def test_a_plan_is_spread_and_does_not_change_with_lines_above(tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text(MODULE)
