@@ -74,8 +74,6 @@ def scaled_unsupported_reason(
     """Returns that `torch._scaled_mm` does not multiply these formats or dtypes, or not here."""
     if a.device.type != "cuda":
         return f"it takes thousands of times as long on {a.device.type} as on cuda"
-    if 0 in (*a.shape, *b.shape):
-        return "a matrix is empty"
     for each in (a, b):
         form = each.format
         if form.elements not in _FP8 or not (form.is_per_row or form.is_per_tensor):
@@ -104,6 +102,8 @@ def _shapes_unsupported_reason(
     a: Quantized, b: Quantized, multiple: int, least_rows: int = 0
 ) -> str | None:
     """Returns that CUDA kernels do not multiply matrices of these shapes."""
+    if 0 in (*a.shape, *b.shape):
+        return "a matrix is empty"
     if b.shape[0] % multiple or a.shape[1] % multiple:
         sizes = f"{b.shape[0]} and {a.shape[1]}"
         return f"outputs and inputs must be multiples of {multiple}, not {sizes}"

@@ -41,7 +41,8 @@ class Quantized:
         elements: Elements `[m, k]` in `torch.float8_e4m3fn`, `torch.float8_e5m2` or `torch.int8`;
             bytes `[m, ceil(k / 2)]` of E2M1, as in `torch.float4_e2m1fn_x2`.
         scales: Factors of the blocks, `[ceil(m / rows), ceil(k / columns)]`, in float32 (float64
-            if the matrix was), `torch.float8_e8m0fnu` or `torch.float8_e4m3fn`.
+            if the matrix was), `torch.float8_e8m0fnu` or `torch.float8_e4m3fn`. A block of all
+            rows or columns has a factor even if there are none.
         format: The format.
         shape: Rows and columns.
         tensor_scale: Factor of all elements, a scalar; None unless scales are in E4M3.
@@ -156,8 +157,9 @@ def block_amax(x: Float[Tensor, "m k"], format: QuantFormat) -> Float[Tensor, "d
     """Returns the largest magnitude of each block; NaN if the block has one."""
     m, k = x.shape
     if not x.numel():
-        across = -(-k // (format.columns or max(k, 1)))
-        return x.new_zeros(-(-m // (format.rows or max(m, 1))), across)
+        down = -(-m // format.rows) if format.rows else 1
+        across = -(-k // format.columns) if format.columns else 1
+        return x.new_zeros(down, across)
     if format.is_per_tensor:
         # In the order of memory: a reduction of a transposed matrix took a GPU ten times as long.
         ordered = x.t() if x.stride(0) == 1 else x
