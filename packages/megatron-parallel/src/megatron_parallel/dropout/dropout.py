@@ -108,7 +108,7 @@ class KeptWords:
         least: Smallest hash that keeps an element.
     """
 
-    channels: Int32[Tensor, "*dims 1 t"]
+    channels: Int32[Tensor, "*#dims 1 t"]
     word0: Int32[Tensor, "*#dims s 1"]
     word1: Int32[Tensor, "*#dims s 1"]
     least: int
@@ -116,7 +116,7 @@ class KeptWords:
     @classmethod
     def of(
         cls,
-        channels: Int[Tensor, "*dims t"],
+        channels: Int[Tensor, "*#dims t"],
         word0: Int32[Tensor, "*#dims s"],
         word1: Int32[Tensor, "*#dims s"],
         p: float,
@@ -134,11 +134,10 @@ class KeptWords:
             layer: Global index of the layer.
             site: Index of the call of `keyed_dropout` in the layer.
         """
-        key, numbers = DropoutKey(word0, word1).of_site(p, layer=layer, site=site)
-        at = DropoutSite(*numbers)
-        columns = folded(low(channels)).unsqueeze(-2)
-        rows = (folded(key.word0 + at.word0).unsqueeze(-1), (key.word1 ^ at.word1).unsqueeze(-1))
-        return cls(columns, *rows, at.least)
+        at = DropoutSite.of(p, layer, site)
+        first, second = at.applied_to(word0, word1)
+        rows = folded(first).unsqueeze(-1), second.unsqueeze(-1)
+        return cls(folded(low(channels)).unsqueeze(-2), *rows, at.least)
 
     def part(self, tokens: slice, channels: slice) -> Int32[Tensor, "*dims s t"]:
         """Returns the words of some tokens and channels."""

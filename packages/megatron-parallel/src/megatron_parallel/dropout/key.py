@@ -100,7 +100,8 @@ class DropoutKey:
         """
         found, key = DropoutSite.of(p, layer, site), self
         if isinstance(layer, Tensor):
-            key, found = found.applied_to(self)
+            key = DropoutKey(*found.applied_to(self.word0, self.word1))
+            found = found._replace(word0=0, word1=0)
         return key, (found.word0, found.word1, found.least, found.scale)
 
     def shard(self, axis: Axis) -> "DropoutKey":
@@ -146,13 +147,12 @@ class DropoutSite(NamedTuple):
             1.0 / (1.0 - p),
         )
 
-    def applied_to(self, key: DropoutKey) -> tuple[DropoutKey, "DropoutSite"]:
-        """Returns a key that counts the words of the site, and a site without words.
+    def applied_to(
+        self, word0: Int32[Tensor, "*tokens"], word1: Int32[Tensor, "*tokens"]
+    ) -> tuple[Int32[Tensor, "*tokens"], Int32[Tensor, "*tokens"]]:
+        """Returns words of a key that count the words of the site.
 
-        The words are then tensors, and compiled code is the same for all layers.
+        If the layer is a tensor, so are the words, and compiled code is the same for all layers.
         """
-        word0, word1 = (torch.as_tensor(word).to(torch.int32) for word in self[:2])
-        return (
-            DropoutKey(key.word0 + word0, key.word1 ^ word1),
-            self._replace(word0=0, word1=0),
-        )
+        own = [torch.as_tensor(word).to(torch.int32) for word in self[:2]]
+        return word0 + own[0], word1 ^ own[1]

@@ -187,10 +187,11 @@ def scales_of_blocks(amax: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor 
         scales = torch.where(amax > 0, exact, 1.0)
     elif format.scale == "e8m0_floor":
         exponents, _ = _exponents(amax)
-        scales = _power_of_two(exponents - LARGEST_EXPONENT[format.elements], amax, _E8M0_RANGE)
+        below = 1 + LARGEST_EXPONENT[format.elements]
+        scales = _power_of_two(exponents - below, amax, _E8M0_RANGE)
     else:
         exponents, is_power = _exponents(exact)
-        rounded_up = exponents + (~is_power).to(exponents.dtype)
+        rounded_up = exponents - is_power.to(exponents.dtype)
         limits = _E8M0_RANGE if format.scale == "e8m0" else _FLOAT32_RANGE
         scales = _power_of_two(rounded_up, amax, limits)
     scales = scales.masked_fill(~amax.isfinite(), torch.nan)
@@ -198,13 +199,13 @@ def scales_of_blocks(amax: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor 
 
 
 def _exponents(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns e of 2^e <= x < 2^(e + 1), and whether x is 2^e, of positive normal numbers."""
+    """Returns e of 2^(e - 1) <= x < 2^e, and whether x is 2^(e - 1), of positive normal numbers."""
     if magnitudes.dtype is torch.float64:
         # Compiled for a CPU, frexp of float64 gives C++ that does not compile (torch 2.13, 2.15).
         bits = magnitudes.view(torch.int64)
-        return (bits >> _FRACTION_BITS) - _BIAS, (bits & ((1 << _FRACTION_BITS) - 1)) == 0
+        return (bits >> _FRACTION_BITS) - (_BIAS - 1), (bits & ((1 << _FRACTION_BITS) - 1)) == 0
     mantissa, exponents = torch.frexp(magnitudes)  # of a mantissa from 1/2 to 1
-    return exponents - 1, mantissa == 0.5
+    return exponents, mantissa == 0.5
 
 
 def _power_of_two(exponents: Tensor, amax: Tensor, limits: tuple[int, int]) -> Tensor:
