@@ -11,7 +11,7 @@ from sampled_cases import mark_unsampled
 # CI is set; elsewhere torch 2.13 only warns. torch reads this when it is imported.
 os.environ.setdefault("TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING", "1")
 
-pytest_plugins = ["gpu_device"]
+pytest_plugins = ["early_failures", "gpu_device"]
 
 
 def pytest_configure() -> None:

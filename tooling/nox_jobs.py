@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -141,7 +140,7 @@ def run_lanes(
 
     A second nox runs the sessions of `alone` in parallel with those of `pairs`. It uses the
     processor time that the others leave while they create environments and while tests wait. Its
-    output is printed when it ends.
+    output is in `.nox/alone.log` meanwhile, and is printed when it ends.
 
     Args:
         session: The session that runs the others; it fails if one of them does.
@@ -165,8 +164,9 @@ def run_lanes(
         return [sys.executable, "-m", "nox", "-f", file, "-s", *wanted, "--", *more]
 
     failed = [subprocess.call(line(["wheels"]))]
-    with tempfile.TemporaryFile("w+") as printed:
+    with (ROOT / ".nox" / "alone.log").open("w+") as printed:
         beside = line(alone, posargs)
+        print(f"{', '.join(alone)} run beside these; see {printed.name}", flush=True)
         with subprocess.Popen(beside, stdout=printed, stderr=subprocess.STDOUT) as running:
             failed += [subprocess.call(line(pairs, posargs)), running.wait()]
         printed.seek(0)

@@ -181,8 +181,7 @@ def _seems_an_h100() -> Iterator[None]:
         stack.enter_context(
             patch.object(joint_graph.UniformValueConstantFolder, "_deduce_value", fold_on_host)
         )
-        for module in ("ops.low_precision.matmul", "ops.triton_op"):
-            stack.enter_context(patch(f"megatron_kernels.{module}.has_gpu", lambda: True))
+        stack.enter_context(patch("megatron_kernels._compat.has_gpu", lambda: True))
         # Whether products are padded is decided by timing them.
         settings = {"force_disable_caches": True, "compile_threads": 1, "shape_padding": False}
         stack.enter_context(inductor_config.patch(settings))

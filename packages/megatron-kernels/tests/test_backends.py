@@ -41,9 +41,13 @@ def test_values_and_gradients_equal_the_reference_in_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_usable_backend_on_a_gpu_equals_the_reference_in_float64(
-    dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, device: torch.device, request: pytest.FixtureRequest
 ) -> None:
-    results = list(check(dtype, device, INPUTS))
+    inputs = INPUTS
+    if request.config.getoption("device") == "simulated":
+        # Its kernels are torch's for a CPU, which sum thousands of rows in 16 bits.
+        inputs = tuple(each for each in INPUTS if each != "many")
+    results = list(check(dtype, device, inputs))
     assert any(result.unsupported_reason is None for result in results)
     assert [result for result in results if not result.passed] == []
 

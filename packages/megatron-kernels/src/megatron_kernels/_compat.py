@@ -42,6 +42,12 @@ def has_gpu() -> bool:
     return count is not None and count() > 0
 
 
+@constant_to_compiler
+def lacks_gpu() -> bool:
+    """Returns whether the driver finds no GPU."""
+    return not has_gpu()
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Returns whether a tensor has a shape, a dtype and a device, but no values."""
     return isinstance(tensor, FakeTensor)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from megatron_kernels._compat import constant_to_compiler, has_gpu, is_fake, is_plain
+from megatron_kernels._compat import constant_to_compiler, is_fake, is_plain, lacks_gpu
 from megatron_kernels.availability import library, probe_installation
 from megatron_kernels.registry import Backend
 
@@ -137,7 +137,7 @@ def _usability() -> str | None:
     found = probe_installation(library("triton"))
     if found.reason is not None:
         return f"triton is {found.reason}"
-    return None if interprets() or has_gpu() else "the driver finds no GPU"
+    return "the driver finds no GPU" if lacks_gpu() and not interprets() else None
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
