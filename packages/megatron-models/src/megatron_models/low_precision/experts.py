@@ -26,8 +26,6 @@ from torch import Tensor
 
 from megatron_models.low_precision.recipe import Operand
 
-_ELEMENTS = len(TensorElements._fields)
-
 
 class CastsOperands(Protocol):
     """What casts the operands of a layer, and observes their magnitudes."""
