@@ -116,6 +116,81 @@ def test_units_of_nemotron_nas_are_read():
     assert second.mlp.changes == {"ffn_hidden_size": 7168}
 
 
+@pytest.mark.parametrize(
+    ("factor", "hidden", "width"),
+    [(1.5, 256, 256), (1.5, 257, 512), (3, 256, 512), (0.02, 100, 256), (2**20 - 1, 3, 2097152)],
+)
+def test_widths_are_rounded_up_to_a_multiple_of_256(factor, hidden, width):
+    (found,) = read_blocks(json.dumps([{"mlp": {"ffn_mult": factor}}]), hidden, 4)
+    assert found.mlp.changes == {"ffn_hidden_size": width}
+
+
+@pytest.mark.parametrize("factor", [0, -0.5, 2**20, True, "4"])
+def test_other_multiples_are_refused(factor):
+    with pytest.raises(ConfigError, match=r"ffn_mult must be a positive number below 2\^20, not"):
+        read_blocks(json.dumps([{"mlp": {"ffn_mult": factor}}]), 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"attention": {"n_heads_in_group": 0}}, "is 0, which does not divide the heads .4.; use"),
+        ({"attention": {"n_heads_in_group": 3}}, "does not divide the heads .4.; use 2 or 4"),
+        (
+            {"attention": {"n_heads_in_group": 2.0}},
+            "is 2.0, which does not divide the heads .4.; use an integer that does",
+        ),
+        (
+            {"attention": {"num_attention_heads": "8", "n_heads_in_group": 2}},
+            "does not divide the heads .'8'.; use an integer that does",
+        ),
+        (
+            {"attention": {"n_heads_in_group": 2, "num_query_groups": 2}},
+            "n_heads_in_group and num_query_groups exclude each other; leave one out",
+        ),
+        (
+            {"mlp": {"ffn_mult": 2, "ffn_hidden_size": 8}},
+            "ffn_mult and ffn_hidden_size exclude each other; leave one out",
+        ),
+        ({"attention": {"kind": "moe"}}, "kind is 'moe'; kinds of mlp are dense and moe"),
+        ({"attention": {"module": 3}}, "module is 3, not package.module:Class"),
+        (
+            {"mlp": {"module": "a:B", "kind": "moe"}},
+            "kind has no effect with module; leave one out",
+        ),
+        ({"mlp": {"no_op": True, "kind": "moe"}}, "kind has no effect with no_op or replace_with"),
+        ({"mlp": {"no_op": True, "replace_with_linear": True}}, "exclude each other"),
+        ({"mlp": 3}, "layer 0, mlp is 3, not a map"),
+        ({"attention": {"xyzxyz": 1}}, "unknown key 'xyzxyz'; use no_op, replace_with_linear, "),
+    ],
+)
+def test_wrong_entries_of_a_block_are_refused(block, words):
+    with pytest.raises(ConfigError, match=words):
+        read_blocks(json.dumps([block]), 8, 4)
+
+
+def test_groups_of_a_layer_with_other_heads():
+    block = {"attention": {"num_attention_heads": 12, "n_heads_in_group": 3}}
+    (found,) = read_blocks(json.dumps([block]), 8, 4)
+    assert found.attention.changes == {"num_attention_heads": 12, "num_query_groups": 4}
+
+
+@pytest.mark.parametrize("length", [200, 201])
+def test_names_of_modules_have_200_letters(small, length):
+    """A longer one is not looked for."""
+    with pytest.raises(ConfigError) as caught:
+        small(layer_modules="mlp=" + "a" * (length - 2) + ":B")
+    assert ("is no name of a module" in str(caught.value)) == (length == 201)
+
+
+@pytest.mark.parametrize(
+    "text", ["norm=a:B", "mlp", "mlp=", "=a:B", "mlp=a:B,mlp=c:D", "mlp=a:B;attention=c:D,x"]
+)
+def test_wrong_lists_of_modules_are_refused(small, text):
+    with pytest.raises(ConfigError, match=r"layer_modules is .*, not attention=package.module:Cl"):
+        small(layer_modules=text)
+
+
 def test_every_layer_is_checked_against_the_layout(layers):
     config = layers({}, {"attention": {"num_attention_heads": 6, "num_query_groups": 6}})
     with pytest.raises(ConfigError, match="tp 4 cannot cut num_attention_heads 6 into 4"):

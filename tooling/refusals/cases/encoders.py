@@ -58,6 +58,12 @@ ENCODER_DECODERS = {
         {"qk_layernorm": None},
         kind="t5",
     ),
+    "linear biases": Case(
+        {"position_embedding_type": "alibi"},
+        "an encoder-decoder does not support position_embedding_type alibi; leave it out",
+        {"position_embedding_type": None},
+        kind="t5",
+    ),
     "windows": Case(
         {"sliding_window": 4},
         "an encoder-decoder has no windows: sliding_window 4",

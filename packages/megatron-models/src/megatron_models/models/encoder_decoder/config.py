@@ -32,14 +32,14 @@ from megatron_models.components.relative_bias.spec import RelativeBiasConfig, Re
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
 
-_UNSUPPORTED: Final = (
-    "attention_output_gate",
-    "qk_layernorm",
-    "qk_l2_norm",
-    "attn_temperature_scale",
-    "has_alibi",
-)
-"""Fields of self-attention that cross-attention does not have."""
+_UNSUPPORTED: Final = {
+    "attention_output_gate": "{attention_output_gate:name}",
+    "qk_layernorm": "{qk_layernorm:name}",
+    "qk_l2_norm": "{qk_l2_norm:name}",
+    "attn_temperature_scale": "{attn_temperature_scale:name}",
+    "has_alibi": "{position_embedding_type}",
+}
+"""Options of self-attention that cross-attention does not have, and their fields in messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +94,10 @@ class EncoderDecoderConfig(
             raise ConfigError(
                 "an encoder-decoder has no attention sinks: {softmax_type}", vars(self)
             )
-        for name in _UNSUPPORTED:
+        for name, shown in _UNSUPPORTED.items():
             if getattr(self, name):
                 raise ConfigError(
-                    f"an encoder-decoder does not support {{{name}:name}}; leave it out", vars(self)
+                    f"an encoder-decoder does not support {shown}; leave it out", vars(self)
                 )
         if self.span != EVERYTHING:
             raise ConfigError(
