@@ -250,6 +250,8 @@ def test_one_matrix_is_cut_like_the_weight_and_the_other_has_a_partial_gradient(
     a, b = LORA.shardings(weight).values()
     cut, whole = (a, b) if weight.dim == len(weight.shape) - 1 else (b, a)
     assert (whole.axis, whole.partial, cut.partial) == (None, weight.axis, None)
+    last = weight.dim == len(weight.shape) - 1
+    assert cut.dim == (len(cut.shape) - 1 if last else weight.dim)
     assert (cut.axis, cut.padded, cut.spill_dim) == (weight.axis, weight.padded, weight.spill_dim)
     assert a.shape == (*weight.shape[: weight.experts], 3, 10)
     assert b.shape == (*weight.shape[:-1], 3) and b.fused_dim == weight.fused_dim
