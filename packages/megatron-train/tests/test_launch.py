@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from megatron_parallel import ParallelLayout
@@ -47,6 +48,7 @@ def run(capfd):
 
 def test_ranks_get_their_number_and_rank_0_the_terminal(run, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    opened = _descriptors()
     outcome, printed, _ = run("""
         names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS".split()
         words = [*(os.environ[name] for name in names), str(int(os.environ["MASTER_PORT"]) > 0)]
@@ -66,6 +68,7 @@ def test_ranks_get_their_number_and_rank_0_the_terminal(run, monkeypatch):
     notice = f"3 ranks of {threads} {plural} each (set by OMP_NUM_THREADS)"
     assert sorted(printed.out.splitlines()) == sorted([notice, *lines])
     assert printed.err == "for people"
+    assert _descriptors() <= opened
 
 
 def test_a_given_number_of_threads_is_kept_without_output(run, monkeypatch):
@@ -197,9 +200,11 @@ def test_output_is_forwarded_during_the_run_and_completely(run):
     outcome, printed, _ = run("""
         if rank == 1:
             sys.stdout.write("x" * 300_000 + "\\nlast")
-            sys.stderr.write("y" * 300_000)
+            sys.stderr.write("w" + "y" * 300_000 + "z")
+            sys.exit(5)
     """)
-    assert outcome.status == 0
+    assert outcome.status == 5
+    assert outcome.details == f"[rank 1] {'y' * (2**16 - 1)}z\n"  # the newest 64 KiB
     assert f"[rank 1] {'x' * 300_000}\n[rank 1] last\n" in printed.out
 
 
@@ -210,9 +215,15 @@ def test_children_of_a_rank_end_with_it(run, tmp_path):
             child = subprocess.Popen(["sleep", "60"])
             open("{tmp_path}/child", "w").write(str(child.pid))
             os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:  # a daemon, which keeps the pipes open
+            child = subprocess.Popen(["sleep", "{HANG:g}"], start_new_session=True)
+            open("{tmp_path}/daemon", "w").write(str(child.pid))
     """)
     assert outcome.status == 137
     assert _gone(int((tmp_path / "child").read_text()))
+    daemon = int((tmp_path / "daemon").read_text())
+    assert _alive(daemon)
+    os.kill(daemon, signal.SIGKILL)
 
 
 def test_a_launch_is_repeated_if_its_port_is_taken(run, tmp_path):
@@ -347,6 +358,10 @@ def test_defaults_of_variables_yield_to_those_of_the_user(run, monkeypatch, give
 def test_kernels_of_layouts_that_overlap_start_in_the_order_of_launches(layout, fully_sharded, one):
     found = cuda_defaults(ParallelLayout(**{"dp": 2, **layout}), fully_sharded=fully_sharded)
     assert found == ({CONNECTIONS: "1"} if one else {})
+
+
+def _descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _alive(pid):

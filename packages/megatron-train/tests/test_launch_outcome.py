@@ -21,6 +21,11 @@ def own(rank, text, status=1):
 def test_ranks_that_finish_give_no_message():
     assert launch_outcome([RankExit(1, 0), RankExit(0, 0)]) == LaunchOutcome(0)
     assert launch_outcome([RankExit(1, 143), RankExit(0, 143)]) == LaunchOutcome(143)
+    first = launch_outcome([RankExit(1, 0), RankExit(2, 143), RankExit(0, 130)])
+    assert (first.status, first.message, first.interrupted, first.port_taken) == (
+        *(143, ""),
+        *(False, False),
+    )
 
 
 def test_equal_messages_are_printed_once_with_their_ranks():
@@ -28,6 +33,16 @@ def test_equal_messages_are_printed_once_with_their_ranks():
     assert launch_outcome(every_rank) == LaunchOutcome(2, "no such file")
     some = [own(2, "disk full"), own(0, "disk full"), RankExit(1, -9, killed=True)]
     assert launch_outcome(some) == LaunchOutcome(1, "ranks 0, 2: disk full")
+    both = [own(1, "disk full"), own(0, "disk full")]
+    assert launch_outcome(both) == LaunchOutcome(1, "disk full")
+    assert launch_outcome(both[:1]) == LaunchOutcome(1, "rank 1: disk full")
+
+
+def test_an_error_that_a_rank_repeats_is_reported_by_the_rank_that_had_it():
+    repeated = [own(0, "rank 2: a.bin is torn"), own(2, "a.bin is torn"), own(1, "too late")]
+    assert launch_outcome(repeated) == LaunchOutcome(1, "rank 2: a.bin is torn")
+    alone = launch_outcome([own(0, "rank 2: a.bin is torn"), RankExit(1, 0)])
+    assert alone == LaunchOutcome(1, "rank 0: rank 2: a.bin is torn")
 
 
 def test_a_rank_that_failed_by_itself_precedes_waiting_ranks():
@@ -40,6 +55,9 @@ def test_a_bug_has_its_traceback_and_rank():
     outcome = launch_outcome([missed(0, f"rank 1 did not join {DP}"), RankExit(1, 1, bug)])
     assert outcome.details == bug.traceback
     assert outcome.message == "rank 1: KeyError: 'x' (a bug; its traceback is above)"
+    named = FailureReport("bug", "ValueError: rank 1 did not fit", 1, "Traceback\n")
+    outcome = launch_outcome([RankExit(0, 1, named), missed(1, f"rank 0 did not join {DP}")])
+    assert outcome.message == f"rank 0: {named.message} (a bug; its traceback is above)"
 
 
 def test_a_killed_rank_is_named_with_the_message_of_a_waiting_rank():
@@ -72,6 +90,13 @@ def test_an_abort_quotes_the_library(errors, why, detail):
 def test_ranks_killed_by_the_same_signal_are_named_together():
     exits = [RankExit(rank, -signal.SIGKILL) for rank in (2, 0, 1)]
     assert launch_outcome(exits).message.startswith("ranks 0-2 were killed by SIGKILL")
+    words = ("the pair is closed", "too late")
+    aborts = [
+        RankExit(rank, -signal.SIGABRT, errors=f"terminate\n  what():  {text}\n")
+        for rank, text in zip((1, 0), words, strict=True)
+    ]
+    line = "ranks 0-1 were killed by SIGABRT (the pair is closed)"
+    assert launch_outcome(aborts) == LaunchOutcome(134, line)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +117,22 @@ def test_a_waiting_rank_that_names_the_suspended_rank_is_quoted(text):
     )
 
 
+def test_suspended_ranks_are_named_together_and_before_late_ones():
+    text = "rank 3 did not answer"
+    exits = [
+        missed(0, f"rank 2 did not join {DP}"),
+        missed(1, text),
+        RankExit(2, -9, killed=True),
+        SUSPENDED,
+    ]
+    line = f"rank 3 is suspended (SIGSTOP); rank 1: {text}"
+    assert launch_outcome(exits) == LaunchOutcome(1, line)
+    exits[2] = RankExit(2, -9, killed=True, suspended=True)
+    assert launch_outcome(exits).message == (
+        f"ranks 2-3 are suspended (SIGSTOP); rank 0: rank 2 did not join {DP}"
+    )
+
+
 def test_a_late_rank_is_not_called_suspended():
     late = RankExit(2, -9, killed=True)
     named = missed(0, f"rank 2 did not join {DP}")
@@ -100,7 +141,8 @@ def test_a_late_rank_is_not_called_suspended():
     assert launch_outcome([unnamed, late]).message.startswith(
         "rank 2 did not answer; rank 0: start-up"
     )
-    assert "rank 2 did not end" in launch_outcome([RankExit(0, 0), late]).message
+    ended = launch_outcome([RankExit(0, 0), late])
+    assert (ended.status, "rank 2 did not end" in ended.message) == (1, True)
 
 
 def test_a_message_with_an_axis_is_preferred_if_no_rank_is_named():
@@ -122,6 +164,9 @@ def test_an_interrupt_is_not_an_error():
     assert launch_outcome(exits, [signal.SIGINT]) == LaunchOutcome(130, interrupted=True)
     stopped = FailureReport("interrupted", "interrupted", 130)
     assert launch_outcome([RankExit(0, 130, stopped)]) == LaunchOutcome(130, interrupted=True)
+    for statuses, status in (((143, 130), 143), ((1, 143), 143), ((1, 1), 130)):
+        ends = [RankExit(rank, each, stopped) for rank, each in enumerate(statuses)]
+        assert launch_outcome(ends) == LaunchOutcome(status, interrupted=True)
     killed = [RankExit(rank, -9, killed=True) for rank in (0, 1)]
     assert launch_outcome(killed, [signal.SIGINT, signal.SIGTERM]) == LaunchOutcome(
         143, interrupted=True
@@ -141,6 +186,7 @@ def test_a_taken_port_is_recognized():
 def test_ranks_are_formatted_as_ranges():
     assert format_ranks([4]) == "rank 4"
     assert format_ranks([5, 0, 2, 1]) == "ranks 0-2, 5"
+    assert format_ranks([6, 0, 5, 3, 2, 8]) == "ranks 0, 2-3, 5-6, 8"
 
 
 def test_an_incomplete_report_is_none():
@@ -159,7 +205,9 @@ def test_ranks_end_by_a_signal_or_by_themselves():
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_rank_without_parent_ends_with_its_group_if_that_is_its_own(alone, monkeypatch):
     ours, theirs = socket.socketpair()
+    ours.set_inheritable(True)  # as a rank inherits it
     link = ParentLink(ours.detach())
+    assert not link._socket.get_inheritable()
     theirs.close()
     killed = []
     monkeypatch.setattr(os, "getpgrp", lambda: os.getpid() if alone else os.getppid())
