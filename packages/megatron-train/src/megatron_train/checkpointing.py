@@ -408,8 +408,9 @@ def refuse_other_model(
     changed = describe_differences(saved_config, current_config)
     if changed:
         given = ""
-        size = saved_config.get("vocab_size", 0)
-        if uses_null_tokenizer(run) and size != current_config.get("vocab_size"):
+        size = saved_config.get("vocab_size")
+        other = size is not None and size != current_config.get("vocab_size")
+        if other and uses_null_tokenizer(run):
             given = (
                 f" (--vocab-size {size - 1}, since NullTokenizer adds the end-of-document token)"
             )
