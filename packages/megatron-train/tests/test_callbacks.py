@@ -15,6 +15,8 @@ from megatron_train.callbacks import evaluation
 from megatron_train.callbacks.log_line import IntervalSums, LogLine
 from megatron_train.callbacks.recording import ProgressBar, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
+from megatron_train.engine import BatchTotals
+from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
 from megatron_train.metrics.peak import Peak
@@ -103,6 +105,14 @@ def test_an_interval_adds_counts_of_finite_steps():
     interval.add(counted({"layer 0": [5.0, 5.0, 5.0]}, finite=False))
     interval.add(counted({"layer 0": [10.0, 20.0, 30.0], "layer 2": [7.0]}))
     assert interval.counts == {"layer 0": [11.0, 22.0, 33.0], "layer 2": [7.0]}
+    first, second = (LogLine(Screen(), 10, peak=None) for _ in range(2))
+    first.on_step(at(1), counted({"layer 0": [1.0, 2.0]}))
+    second.load_state(json.loads(json.dumps(first.state())))
+    second.on_step(at(2), counted({"layer 0": [3.0, 4.0], "layer 1": [5.0]}))
+    assert second.state()["counts"] == {"layer 0": [4.0, 6.0], "layer 1": [5.0]}
+    for damaged in (5, [1.0, "2"], [1], "no", None):
+        with pytest.raises(TrainError, match=r"damaged: the counts of 'layer 2' are "):
+            second.load_state({**first.state(), "counts": {"layer 0": [1.0], "layer 2": damaged}})
 
 
 def test_a_log_line_gives_the_figures_of_its_interval_per_device():
@@ -134,6 +144,7 @@ def test_the_recorder_writes_steps_evaluations_and_events(tmp_path):
     recorder = Recorder(tmp_path, {"seed": 7}, Console())
     recorder.on_start(at(1))
     recorder.on_step(at(2), REPORT)
+    assert len(read_records(tmp_path / "metrics.jsonl").train) == 1  # at once
     recorder.on_step(at(3), replace(NAN, iteration=3))
     recorder.record_log_line(3, {"lm loss": math.inf})
     recorder.record_validation(3, {"lm loss": 2.0})
@@ -174,6 +185,30 @@ def test_the_recorder_writes_steps_evaluations_and_events(tmp_path):
         {"kind": "event", "event": "end", "iteration": 3, "reason": "SIGTERM"},
     ]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="closed"):
+        recorder.record_test(3, {"lm loss": 2.5})
+
+
+@pytest.mark.parametrize("error", [None, OSError(28, "No space left on device", "loss.png")])
+def test_the_plot_shows_the_first_loss_and_a_full_disk_is_a_warning(
+    tmp_path, monkeypatch, capsys, error
+):
+    drawn = []
+
+    def plot(records, loss, path):
+        drawn.append((len(records.train), loss, path))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("megatron_train.callbacks.recording.plot.plot_losses", plot)
+    recorder = Recorder(tmp_path, {}, Console())
+    recorder.on_start(at(1))
+    pair = {"lm loss": 30.0, "z loss": 4.0}, {"lm loss": 10.0, "z loss": 2.0}
+    recorder.on_step(at(2), replace(REPORT, values=StepValues(*pair, 1.5, True, True)))
+    recorder.on_end(at(2))
+    assert drawn == [(1, "lm loss", tmp_path / "loss.png")]
+    words = "megatron-train: warning: loss.png is not drawn: loss.png: No space left on device\n"
+    assert capsys.readouterr().err == ("" if error is None else words)
 
 
 def test_tensorboard_drops_repeated_steps(tmp_path, monkeypatch):
@@ -218,8 +253,10 @@ def test_progress_counts_tokens_of_all_samples():
     progress = ProgressBar(console, samples=24, tokens_per_sample=8)
     progress.on_start(at(1))
     progress.on_step(at(2), REPORT)
-    progress.on_end(at(2))
-    assert console.bar == [(192, 48), (48, "step 2, lm loss 3.000"), "stopped"]
+    progress.on_listed_step(at(3), BatchTotals(samples=2, tokens=16, flops=1.0))
+    progress.on_end(at(3))
+    shown = "step 2, lm loss 3.000"
+    assert console.bar == [(192, 48), (48, shown), (16, shown), "stopped"]
 
 
 def test_bars_and_lines_need_rank_0_and_a_terminal(capsys):
@@ -263,13 +300,22 @@ def test_evaluations_come_at_intervals_and_at_the_end_and_the_test_at_the_end(it
     assert calls == [(iteration, {"lm loss": 5.0})] * count
     assert len(console.lines) == 3 * count
     assert any("on test set" in line for line in console.lines) == (iteration == 4)
+    assert not any("averaged" in line for line in console.lines)
+    console.lines.clear()
+    trainer = at(iteration)
+    trainer.evaluates_averages = True
+    callback = evaluation.TestSetEvaluation(console, list)
+    callback.on_step(trainer, replace(REPORT, iteration=4))
+    assert (
+        " validation loss at iteration 4 on test set with averaged weights | " in console.lines[1]
+    )
 
 
 def test_a_run_stops_at_multiples_of_steps_and_after_minutes(monkeypatch):
     def stops(callback, iteration):
         found = []
         callback.on_step(SimpleNamespace(stop=found.append), replace(REPORT, iteration=iteration))
-        return [stop.reason for stop in found]
+        return found
 
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -278,7 +324,8 @@ def test_a_run_stops_at_multiples_of_steps_and_after_minutes(monkeypatch):
     now[0] += 89
     assert stops(after, 1) == []
     now[0] += 1
-    assert stops(after, 1) == ["--exit-duration-in-mins 1.5"]
+    assert stops(after, 1) == [Stop("--exit-duration-in-mins 1.5", 0, agreed=False)]
+    assert stops(every, 6) == [Stop("--exit-interval 3", 0, agreed=True)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 from fuzzing import fuzz, mutate_bytes, mutate_json
 from megatron_ckpt import CheckpointStore, SingleProcessCoordinator
+from megatron_optim import SpikeConfig, SpikeDetector
 from megatron_train import checkpointing
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Recorder
@@ -20,6 +22,7 @@ from megatron_train.report.page import write_report
 from megatron_train.saving import Saver
 
 OPTIONS = run_options()
+CPU = torch.device("cpu")
 CONFIG = """\
 about: a small model
 model: {num_layers: 2, hidden_size: 16, num_attention_heads: &heads 2, num_query_groups: *heads}
@@ -185,6 +188,25 @@ def test_a_damaged_state_is_refused_in_one_line(make_trainer):
         counts = {**saved, "counts": {"layer": [1.0], "load": wrong}}
         with pytest.raises(TrainError, match="is damaged: the counts of 'load' are "):
             made().load_state({**state, "callbacks": {"log_line": counts}})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        3,
+        {"means": [1.0]},
+        {"updates": 3},
+        {"means": [1.0, "2"], "updates": 3},
+        {"means": 1.0, "updates": 3},
+        {"means": [1.0], "updates": -1},
+    ],
+)
+def test_a_damaged_state_of_spikes_is_refused_in_one_line(make_trainer, wrong):
+    trainer = make_trainer(spikes=SpikeDetector(SpikeConfig(skip_grad_norm=1.0), CPU))
+    trainer.load_state({**trainer.state(), "spikes": {"means": [1.0, 2.0], "updates": 3}})
+    assert trainer.state()["spikes"] == {"means": [1.0, 2.0], "updates": 3}
+    with pytest.raises(TrainError, match="the saved state is damaged: "):
+        trainer.load_state({**trainer.state(), "spikes": wrong})
 
 
 def test_fuzzed_states_continue_or_are_refused(make_trainer, fuzz_count):

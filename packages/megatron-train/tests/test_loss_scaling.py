@@ -47,6 +47,17 @@ def test_the_gradient_is_that_of_the_requested_mean(per_token):
     assert (engine.stages.gradients()["weight"] - weight.grad).abs().max() < 1e-15
 
 
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_step_without_unmasked_tokens_has_no_loss_and_no_gradient(per_token):
+    engine, batches = StepEngine(BigramTask(), Mesh.single(), per_token=per_token), micro_batches()
+    for batch in batches:
+        batch.fields["loss_mask"].zero_()
+    denominators = engine.denominators(batches)
+    assert denominators == {"lm loss": 1.0 if per_token else 3.0}  # tokens or micro-batches
+    assert engine.run(batches, denominators, 1) == {"lm loss": 0.0}
+    assert not engine.stages.gradients()["weight"].any()
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run_on_request(make_trainer):
     trainer = make_trainer()
     trainer.finiteness.ends_run = True

@@ -46,15 +46,38 @@ def late(monkeypatch):
     return made
 
 
-def test_a_run_that_reads_late_is_the_same_run(make_trainer):
+@pytest.mark.parametrize("bad", [(), (2, 5)])
+def test_a_run_that_reads_late_is_the_same_run(make_trainer, bad):
     one, two = Listener(), Listener()
     plain = make_trainer(callbacks=[one])
-    late = behind(make_trainer(callbacks=[two], check_for_nan=True))
+    late = behind(make_trainer(callbacks=[two], check_for_nan=not bad))
     for trainer in (plain, late):
+        trainer.micro_batches = spoil(trainer.micro_batches, bad)
         trainer.run()
-    assert one.losses == two.losses
+    assert one.losses == pytest.approx(two.losses, rel=0, abs=0, nan_ok=True)
+    assert [r.iteration - 1 for r in two.reports if not r.updated] == [*bad]
     assert torch.equal(weights(plain), weights(late))
     assert plain.state() == late.state()
+
+
+@pytest.mark.parametrize(("ends", "count"), [(False, [0, 0]), (True, [0, 1])])
+def test_a_loss_halts_a_run_only_if_it_is_read_late_and_ends(make_trainer, ends, count):
+    check = make_trainer(check_for_nan=ends).finiteness
+    assert [len(check.halting_loss(behind)) for behind in (0, 1)] == count
+    assert not any(check.halting_loss(1))  # no step was wrong
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_ends_a_run_is_repeated_only_if_its_gradients_are_gone(make_trainer, late):
+    trainer, numbers = make_trainer(check_for_nan=True), []
+    if late:
+        behind(trainer)
+    run = trainer.engine.run
+    trainer.engine.run = lambda *words: numbers.append(words[2]) or run(*words)
+    trainer.micro_batches = spoil(trainer.micro_batches, {1})
+    with pytest.raises(TrainError, match=r"^step 2: lm loss is inf; the gradient of 'weight'"):
+        trainer.run()
+    assert numbers == ([1, 2, 3, 2] if late else [1, 2])
 
 
 @pytest.mark.parametrize("bad", [0, 2, 7])
@@ -204,3 +227,17 @@ def test_a_stop_of_one_rank_is_read_one_step_later(make_trainer, monkeypatch):
     assert trainer.stopped is not None and trainer.stopped.status == 143
     trainer.stop(Stop("--exit-interval 3", agreed=True))  # no exchange, and no later step
     assert trainer._all_stop()
+
+
+@pytest.mark.parametrize(("status", "imagined"), [(0, False), (130, False), (130, True)])
+def test_a_request_of_any_status_stops_ranks_that_exist(
+    make_trainer, monkeypatch, status, imagined
+):
+    trainer, device = make_trainer(), torch.device("cpu")
+    trainer.engine.mesh = SimpleNamespace(
+        device=device, axis=lambda name: SimpleNamespace(size=2), is_imagined=imagined
+    )
+    monkeypatch.setattr("megatron_train.trainer.all_reduce", lambda t, *_, **__: t.fill_(status))
+    assert trainer._all_stop() == (not imagined)
+    stop = Stop("another rank received a request to stop", status)
+    assert trainer.stopped == (None if imagined else stop)

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_optim import WeightDecaySchedule
+from megatron_optim import (
+    LearningRateSchedule,
+    ParameterAverages,
+    SpikeConfig,
+    SpikeDetector,
+    WeightDecaySchedule,
+)
 from megatron_parallel import Mesh
 from megatron_train.callbacks.evaluation import Evaluation
 from megatron_train.callbacks.log_line import LogLine
@@ -99,6 +105,21 @@ def test_schedules_depend_on_the_samples_consumed_before_the_step(make_trainer):
     rates = [report.learning_rate for report in listener.reports]
     assert rates == [trainer.learning_rate.at(6 * step) for step in range(8)]
     assert [report.consumed_samples for report in listener.reports] == list(range(6, 49, 6))
+
+
+def test_embeddings_may_have_a_schedule_of_their_own(make_trainer):
+    own = LearningRateSchedule(max_lr=0.5, decay_samples=50)
+    trainer, rates = make_trainer(decoupled_learning_rate=own, train_iters=2), []
+    step = trainer.optimizer.step
+
+    def noting(rate, decay, decoupled, **more):
+        rates.append((rate, decoupled))
+        return step(rate, decay, decoupled, **more)
+
+    trainer.optimizer.step = noting
+    trainer.run()
+    assert rates == [(trainer.learning_rate.at(n), own.at(n)) for n in (0, 6)]
+    assert make_trainer().decoupled_learning_rate == make_trainer().learning_rate
 
 
 def test_listed_steps_read_their_samples_and_change_nothing(make_trainer):
@@ -227,6 +248,51 @@ def test_evaluation_uses_the_same_samples_and_changes_nothing(make_trainer, make
     assert [iteration for iteration, _ in results] == [3, 6, 8]
     assert results[-1][1] == trainer.evaluate([next(source(1000))])["lm loss"]
     assert "validation loss at iteration 3 | lm loss value:" in console.lines[1]
+
+
+def test_evaluations_use_averages_of_weights_unless_turned_off(make_trainer, make_steps):
+    trainer = make_trainer(train_iters=2)
+    trainer.averages = ParameterAverages(trainer.optimizer, 0.5)
+    batches = [next(make_steps(2, 2)(40))]
+    trainer.run()
+    trained = trainer.evaluate(batches)["lm loss"]
+    trainer.evaluates_averages = True
+    averaged = trainer.evaluate(batches)["lm loss"]
+    with torch.no_grad():
+        trainer.task.stages[0].weight.copy_(trainer.averages.tensors["weight"])
+    trainer.averages = None
+    assert trainer.evaluate(batches)["lm loss"] == pytest.approx(averaged, rel=1e-14) != trained
+    for averages, wanted, used in ((None, True, False), (object(), True, True), (1, False, False)):
+        made = make_trainer(averages=averages, evaluates_averages=wanted)
+        assert made.evaluates_averages == used
+    assert make_trainer(averages=object()).evaluates_averages  # by default
+
+
+def test_spikes_are_skipped_and_their_means_are_saved(make_trainer):
+    def spikes():
+        return SpikeDetector(SpikeConfig(skip_loss_spike=2.0, spike_window=1), torch.device("cpu"))
+
+    listener = Listener()
+    trainer = make_trainer(callbacks=[listener], train_iters=4, spikes=spikes())
+    run = trainer.engine.run
+
+    def spiking(batches, denominators, iteration, *rest):
+        sums = run(batches, denominators, iteration, *rest)
+        return {name: value * (10 if iteration == 3 else 1) for name, value in sums.items()}
+
+    trainer.engine.run = spiking
+    trainer.run()
+    assert [report.updated for report in listener.reports] == [True, True, False, True]
+    assert all(report.finite for report in listener.reports)
+    last = listener.reports[-1]
+    assert trainer.state()["spikes"] == {
+        "means": [last.grad_norm, last.losses["lm loss"]],
+        "updates": 3,
+    }
+    again = make_trainer(spikes=spikes())
+    again.load_state(json.loads(json.dumps(trainer.state())))
+    assert again.state()["spikes"] == trainer.state()["spikes"]
+    assert "spikes" not in make_trainer().state()
 
 
 def test_stop_records_the_first_reason(make_trainer):

@@ -69,6 +69,15 @@ def saved_schedules(state: Mapping[str, Any]) -> dict[str, Schedule]:
     return found
 
 
+def _read_spikes(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the saved state of a `SpikeDetector`."""
+    saved = read_value(state, "spikes", dict)
+    means = read_value(saved, "means", list)
+    if not all(isinstance(mean, float) for mean in means):
+        raise TrainError(f"the saved state is damaged: 'means' is {short_repr(means)}")
+    return {"means": means, "updates": read_value(saved, "updates", int)}
+
+
 class Callback:
     """Base class of callbacks around the steps of a run. All hooks do nothing by default.
 
@@ -358,7 +367,7 @@ class Trainer:
         self.finiteness.nan_steps = read_value(state, "nan_steps", int)
         kept = read_value(state, "callbacks", Mapping)  # type: ignore[type-abstract]
         if self.spikes is not None and "spikes" in state:
-            self.spikes.load_state(read_value(state, "spikes", dict))
+            self.spikes.load_state(_read_spikes(state))
         for callback in self.callbacks:
             if callback.name in kept:
                 callback.load_state(kept[callback.name])
