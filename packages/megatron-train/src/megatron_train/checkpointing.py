@@ -409,8 +409,8 @@ def refuse_other_model(
     if changed:
         given = ""
         size = saved_config.get("vocab_size")
-        other = size is not None and size != current_config.get("vocab_size")
-        if other and uses_null_tokenizer(run):
+        differs = size != current_config.get("vocab_size")
+        if size is not None and differs and uses_null_tokenizer(run):
             given = (
                 f" (--vocab-size {size - 1}, since NullTokenizer adds the end-of-document token)"
             )
