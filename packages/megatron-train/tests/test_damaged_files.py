@@ -124,6 +124,10 @@ RECORDS = [
         '{"kind": "train", "iteration": 1, "lm loss": NaN}',
         '{"kind": "train", "iteration": 1, "lm loss": 1e999}',
         '{"kind": "train", "iteration": 1' + "0" * 4_000 + "}",
+        '{"kind": "train", "iteration": -1}',
+        '{"kind": "train", "iteration": 9223372036854775808}',
+        '{"kind": "train", "iteration": 1, "lm loss": -1.1e100}',
+        '{"kind": "event", "event": "start", "iteration": 1, "layout": [1]}',
         '{"kind": "event", "iteration": 1}',
         '{"kind": "event", "iteration": 1, "event": {}}',
         "\udcff\udcfe",
@@ -135,6 +139,13 @@ def test_an_invalid_line_is_named(tmp_path, line):
     with pytest.raises(TrainError, match=r"metrics.jsonl, line 2: not a metrics record") as refused:
         read_records(path)
     assert len(str(refused.value)) < 1_000
+
+
+def test_the_largest_numbers_of_records_are_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    ends = {"kind": "train", "iteration": 2**63 - 1, "lm loss": 1e100, "grad_norm": -1e100}
+    path.write_text(json.dumps({**ends, "iteration": 0}) + "\n" + json.dumps(ends) + "\n")
+    assert read_records(path).train == [{**ends, "iteration": 0}, ends]
 
 
 def test_a_report_shows_the_existing_fields(tmp_path):

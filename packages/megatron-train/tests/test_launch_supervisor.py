@@ -20,11 +20,11 @@ class Clock:
     """A selector whose every wait takes half a second."""
 
     def __init__(self):
-        self.now, self.unregistered = 0.0, []
+        self.now, self.registered, self.unregistered = 0.0, [], []
         self.keys = [SimpleNamespace(data=lambda: None, fileobj="open")]
 
     def select(self, timeout):
-        assert timeout is not None
+        assert 0 < timeout < 1
         self.now += 0.5
         return [(key, 1) for key in self.keys]
 
@@ -67,9 +67,10 @@ class ScriptedRank:
             self.killed, self.process.returncode = self.clock.now, -9
 
     def register(self, selector):
-        pass
+        selector.registered.append(self.rank)
 
-    close = register
+    def close(self, selector):
+        pass
 
 
 @pytest.fixture
@@ -110,6 +111,7 @@ def test_ranks_are_killed_at_their_limits_and_not_before(clock, ranks, timeout, 
         rank.clock = clock
     exits = Supervisor(made, grace=2.0, timeout=timeout).run()
     assert [rank.killed for rank in made] == killed
+    assert clock.registered == [rank.rank for rank in made]
     assert sorted(one.rank for one in exits) == list(range(len(made)))
     by_rank = {one.rank: one for one in exits}
     assert [by_rank[rank.rank].killed for rank in made] == [end is not None for end in killed]

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import re
+import socket
 import threading
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -63,6 +65,20 @@ def test_unknown_figures_are_absent_and_negative_losses_are_printed():
     assert "lm loss: -1.000000E+00" in line(losses={"lm loss": -1.0})
     text = line(teraflops=3.21)
     assert "(ms): 12.3 | throughput per GPU (TFLOP/s/GPU): 3.2 | learning rate" in text
+
+
+def test_numbers_of_gradients_and_layers_are_printed_if_they_are_known():
+    worst = {"largest load": (1.23456, 3), "least entropy": (0.5, 0)}
+    text = line(loss_scale=65536.0, num_zeros=7.0, params_norm=2.34567, worst_layers=worst, mfu=0.5)
+    assert (
+        " | loss scale: 65536.0 | grad norm: 1.235 | num zeros: 7.0 | params norm: 2.346 |" in text
+    )
+    assert text.endswith(
+        "tokens/s: 12345.7 | MFU: 50.0 % | largest load: 1.235 (layer 3) | "
+        "least entropy: 0.5 (layer 0) |"
+    )
+    assert "num zeros" not in line() and "params norm" not in line()
+    assert "num zeros: 0.0 | params norm: 0.000" in line(num_zeros=0.0, params_norm=0.0)
 
 
 def test_evaluation_lines_are_between_rules():
@@ -148,7 +164,7 @@ def start(iteration):
 
 
 def test_repeated_steps_replace_lost_ones(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
+    path = tmp_path / "runs" / "run" / "metrics.jsonl"  # in new folders
     with RecordWriter(path) as writer:
         for record in (start(0), step(1, 5.0), step(2, 4.0), step(3, 3.0), start(2), step(3, 2.5)):
             writer.write(record)
@@ -165,9 +181,17 @@ def test_an_unfinished_line_is_removed_and_an_invalid_one_refused(tmp_path):
     with RecordWriter(path) as writer:
         writer.write(step(2, 4.0))
     assert len(read_records(path).train) == 2
-    path.write_text("hello\n")
-    with pytest.raises(TrainError, match=re.escape(f"{path}, line 1: not a metrics record")):
-        read_records(path)
+    for whole in (True, False):  # a line alone, complete or not
+        path.write_text(json.dumps(step(7, 5.0)) + "\n" * whole)
+        RecordWriter(path).close()
+        assert len(read_records(path).train) == whole
+        assert path.stat().st_size == 0 or whole
+    for before in ("", json.dumps(step(1, 5.0)) + "\n"):
+        path.write_text(f"{before}hello\n")
+        number = 1 + bool(before)
+        words = re.escape(f"{path}, line {number}: not a metrics record")
+        with pytest.raises(TrainError, match=words):
+            read_records(path)
 
 
 def test_the_plot_is_a_png(tmp_path):
@@ -259,6 +283,21 @@ def test_tensorboard_reads_every_scalar_and_drops_repeated_steps(tmp_path):
     assert reader.file_version == 2.0
     first.close()
     second.close()
+
+
+def test_event_files_are_named_by_the_second_of_their_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000_012_345_678)
+    EventFile(tmp_path, purge_step=1).close()
+    (path,) = tmp_path.iterdir()
+    host = f"{socket.gethostname()}.{os.getpid()}"
+    assert path.name == f"events.out.tfevents.1700000000.{host}.012345678"
+
+
+def test_a_closed_event_file_refuses_scalars(tmp_path):
+    events = EventFile(tmp_path, purge_step=1)
+    events.close()
+    with pytest.raises(ValueError, match="closed"):
+        events.add_scalar("loss", 1.0, 1)
 
 
 def test_a_file_that_cannot_be_replaced_stays_unchanged(tmp_path, monkeypatch):
