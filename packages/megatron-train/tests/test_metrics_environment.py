@@ -60,6 +60,7 @@ def test_an_assumed_peak_says_so(dtype, each):
 def test_the_environment_of_a_cpu_has_its_threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(module, "_commit", lambda: None)
     facts = environment(torch.device("cpu"))
     assert facts["device"] == f"{platform.machine()} CPU, 3 of 8 threads"
     assert "cuda" not in facts and module.CONNECTIONS not in facts
@@ -71,6 +72,7 @@ def test_the_environment_of_a_gpu_has_its_name_and_connections(monkeypatch, conn
     if connections is not None:
         monkeypatch.setenv(module.CONNECTIONS, connections)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
+    monkeypatch.setattr(module, "_commit", lambda: None)
     facts = environment(GPU)
     assert (facts["device"], facts["cuda"]) == (H100, str(torch.version.cuda))
     assert facts[module.CONNECTIONS] == (connections or "unset")

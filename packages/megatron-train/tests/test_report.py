@@ -73,6 +73,64 @@ def test_the_page_shows_the_records():
     assert "<td>4</td><td>test</td><td>lm loss 4.1250</td>" in page
 
 
+def test_measures_of_layers_have_a_chart_with_their_range():
+    def layers(first, third):
+        return {"moe/largest_load_layer_0": first, "moe/largest_load_layer_2": third}
+
+    train = [
+        step(1, 5.0, **layers(1.0, 3.0)),
+        step(2, 4.0, **layers(4.0, 2.0)),
+        step(3, 4.0, **layers(None, 7.0)),
+    ]
+    page = render_page("run", Records(train, [], [START]), "")
+    figure = re.search(r"<figure><figcaption>moe/largest load<.*?</figure>", page)[0]
+    found = {line["name"]: line["points"] for line in data_of(figure)["lines"]}
+    assert found == {
+        "largest of 2 layers": [[1, 3], [2, 4], [3, 7]],
+        "smallest of 2 layers": [[1, 1], [2, 2], [3, 7]],
+    }
+    assert figure.count('<polyline class="faint"') == 2
+    assert "layer_0 of step" not in page and "skipped steps" not in page
+
+
+def test_tiles_leave_out_what_is_not_recorded():
+    old = {"kind": "train", "iteration": 1, "lm loss": 4.5}
+    odd = [
+        {**old, "iteration": 1200, "tokens": 30, "seconds": -1.0},
+        {**old, "iteration": 1201, "tokens": 30, "seconds": 0},
+        {**old, "iteration": 1202, "tokens": 30, "seconds": 1.0, "lm loss": None},
+        {**old, "iteration": 1203, "tokens": 90, "seconds": 1.5, "lm loss": None},
+    ]
+    page = render_page("run", Records([old, *odd], [], []), "")
+    assert tile(page, "steps") == "1,203" and tile(page, "tokens") == "180"
+    assert tile(page, "lm loss of step 1,203 alone") == "not finite"
+    assert tile(page, "tokens/s, median of steps") == "45" and tile(page, "in steps") == "0:00:02"
+    assert "log line" not in page and "best validation" not in page
+    bare = render_page("run", Records([old], [], []), "")
+    assert "median" not in bare and tile(bare, "tokens") == "0"
+    back = render_page("run", Records([{**old, "seconds": -5.0}], [], []), "")
+    assert tile(back, "in steps") == "0:00:00"
+
+
+def test_starts_without_a_layout_or_a_fact_are_shown():
+    unknown = {"kind": "event", "event": "start", "iteration": 1, "torch": "2.13.0"}
+    page = render_page("run", Records(RECORDS.train, [], [START, unknown, AGAIN]), "")
+    assert re.findall(r"<td>start</td><td>([^<]*)</td>", page) == [
+        "1 rank",
+        "",
+        "new layout: 2 ranks, tp 2 (before: 1 rank)",
+    ]
+    facts = dict(re.findall(r"<tr><td>(torch|commit|layout)</td><td>([^<]*)</td></tr>", page))
+    assert facts == {
+        "torch": "2.13.0 → 2.14.0",
+        "commit": "abc → unknown",
+        "layout": "1 rank → unknown → 2 ranks, tp 2",
+    }
+    assert page.count("<th>") == 3  # of events
+    first = render_page("run", Records(RECORDS.train, [], [unknown, START]), "")
+    assert re.findall(r"<td>start</td><td>([^<]*)</td>", first) == ["", "1 rank"]
+
+
 def test_the_page_loads_nothing_and_escapes_records():
     evil = "<script>alert('x')</script>"
     events = [{**START, "commit": evil}, {**RECORDS.events[-1], "reason": evil}]
@@ -109,6 +167,76 @@ def test_points_are_at_their_values():
     assert data["lines"] == [{"name": "a", "style": "first", "points": [[0, 0], [10, 10]]}]
 
 
+def data_of(figure):
+    """Returns what the script of the page shows of a figure."""
+    return json.loads(re.search(r"data-chart='([^']*)'", figure)[1].replace("&quot;", '"'))
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [
+        ([0.0, 10.0], 0.0, 10.5),
+        ([2.0, 12.0], 1.5, 12.5),
+        ([0.1, 10.1], 0.0, 10.6),  # never below 0 without a negative value
+        ([-1.0, 1.0], -1.1, 1.1),
+        ([2.0, 2.0], 1.8, 2.2),
+        ([-2.0, -2.0], -2.2, -1.8),
+        ([0.0, 0.0], 0.0, 1.0),
+    ],
+)
+def test_a_chart_has_a_margin_around_its_values(values, low, high):
+    points = list(zip((3.0, 7.0), values, strict=True))
+    found = data_of(line_chart("t", [Curve("a", points)]))
+    assert found["y"] == pytest.approx([low, high, 230, 12])
+    assert found["x"] == [3, 7, 58, 540]
+
+
+def test_a_single_point_is_a_dot_and_has_a_range():
+    figure = line_chart("t", [Curve("a", [(4.0, 1.0)])])
+    assert data_of(figure)["x"] == [4, 5, 58, 540]
+    middle = 230 - 218 * (1.0 - 0.9) / 0.2
+    assert f'<circle class="first" cx="58.0" cy="{middle:.1f}" r="3"/>' in figure
+    pair = [(4.0, 1.0), (6.0, 1.0)]
+    assert "<circle" not in line_chart("t", [Curve("a", pair)])
+    assert line_chart("t", [Curve("a", pair, dots=True)]).count("<circle") == 2
+
+
+def test_marks_are_shown_from_the_first_step_to_the_last():
+    points = [(10.0, 0.0), (20.0, 1.0)]
+    figure = line_chart("t", [Curve("a", points)], marks=[9, 10, 15, 20, 21])
+    places = re.findall(r'class="mark" x1="([\d.]+)" x2="([\d.]+)" y1="12" y2="230"', figure)
+    assert places == [("58.0", "58.0"), ("299.0", "299.0"), ("540.0", "540.0")]
+    assert re.findall(r"continued after (\d+)", figure) == ["10", "15", "20"]
+
+
+def test_faint_curves_are_drawn_and_not_named():
+    curves = [Curve("all", [(0.0, 1.0), (1.0, 2.0)], "faint"), Curve("mean", [(0.0, 1.5)])]
+    figure = line_chart("t", [*curves, Curve("none", [])])
+    assert [line["name"] for line in data_of(figure)["lines"]] == ["mean"]
+    assert '<span class="legend"><span class="first">mean</span></span>' in figure
+    assert figure.count("<polyline") == 2 and '<polyline class="faint"' in figure
+
+
+def test_a_grid_is_labelled_at_its_values():
+    figure = line_chart("t", [Curve("a", [(0.0, 0.0), (10.0, 10.0)])])
+    rows = re.findall(r'<text x="52" y="([\d.]+)" dy="4" text-anchor="end">(\w+)</text>', figure)
+    assert rows == [(f"{230 - 218 * value / 10.5:.1f}", str(value)) for value in (0, 5, 10)]
+    columns = re.findall(r'<text x="([\d.]+)" y="250" text-anchor="middle">(\w+)</text>', figure)
+    assert columns == [(f"{58 + 48.2 * step:.1f}", str(step)) for step in (0, 2, 4, 6, 8, 10)]
+    lines = re.findall(r'class="grid" x1="58" x2="540" y1="([\d.]+)" y2="([\d.]+)"', figure)
+    assert lines == [(y, y) for y, _ in rows]
+
+
+def test_downsampling_keeps_both_ends_of_each_interval():
+    values = [3.0, 1.0, 2.0, 5.0, 4.0, 9.0, 9.0, 9.0, 9.0, 9.0]
+    points = [(float(step), value) for step, value in enumerate(values)]
+    assert downsampled(points, 4) == [(1.0, 1.0), (3.0, 5.0), (5.0, 9.0)]
+    assert downsampled(points, 10) == points
+    assert len(downsampled(points, 9)) < 10
+    many = [(float(step), float(step % 2)) for step in range(501)]
+    assert downsampled(many[:500]) == many[:500] and len(downsampled(many)) < 500
+
+
 def test_downsampling_keeps_spikes_and_order():
     points = [(float(i), math.sin(i / 500)) for i in range(20_000)]
     points[12_345] = (12_345.0, 99.0)
@@ -123,7 +251,8 @@ def test_downsampling_keeps_spikes_and_order():
     [
         (0, 10, [0, 2, 4, 6, 8, 10]),
         (2.9, 3.4, [2.9, 3.0, 3.1, 3.2, 3.3, 3.4]),
-        (-1, 1, None),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+        (0, 5, [0, 1, 2, 3, 4, 5]),
         (3, 44, [10, 20, 30, 40]),
         (0, 19, [0, 5, 10, 15]),
         (7, 12, [7, 8, 9, 10, 11, 12]),
@@ -132,12 +261,11 @@ def test_downsampling_keeps_spikes_and_order():
 def test_ticks_are_round(low, high, expected):
     found = ticks(low, high, 5)
     assert all(low - 1e-9 <= value <= high + 1e-9 for value in found) and 3 <= len(found) <= 7
-    if expected:
-        assert found == pytest.approx(expected)
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_numbers_are_short():
-    values = (0, 0.003, 9999, 12_345, 1_500_000, 2e9, 3e12)
+    values = (0, 0.003, 9999, 12_345, 1_500_000, 2e9, 3e12, 1e4, 1e6, 1e9, 1e12, -12_345, 123.456)
     assert [format_number(v) for v in values] == [
         "0",
         "0.003",
@@ -146,6 +274,12 @@ def test_numbers_are_short():
         "1.5M",
         "2G",
         "3T",
+        "10k",
+        "1M",
+        "1G",
+        "1T",
+        "-12.35k",
+        "123.5",
     ]
 
 
