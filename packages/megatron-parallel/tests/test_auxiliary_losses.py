@@ -78,3 +78,85 @@ def test_a_replicated_value_is_reported_once(worker_pool: WorkerPool, axis: str,
     layout = ParallelLayout(tp=2, dp=1) if axis == "tp" else ParallelLayout(cp=2, dp=1)
     for found in worker_pool.run_mesh(layout, step):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_counters_add_up_and_have_no_gradient() -> None:
+    losses = AuxiliaryLosses({}, {"tokens": 2})
+    assert losses.has_counters and losses.counts_under("tokens")
+    assert not losses.counts_under("rows") and not losses.has_maxima
+    assert losses.counts == {"tokens": None} and losses.sums == {}
+    values = torch.tensor([1.0, 2.0], dtype=F64, requires_grad=True)
+    for _ in range(3):
+        losses.count("tokens", values)
+    found = losses.counts["tokens"]
+    assert found is not None and found.tolist() == [3, 6] and not found.requires_grad
+    for name, count in (("rows", 2), ("tokens", 3)):
+        with pytest.raises(LayoutError, match=rf"{count} values cannot be counted as '{name}'"):
+            losses.count(name, torch.zeros(count, dtype=F64))
+    plain = AuxiliaryLosses({"square": 1.0})
+    assert not plain.has_counters and plain.counts == plain.maxima == {}
+
+
+def test_maxima_are_those_of_all_reports_of_an_entry() -> None:
+    losses = AuxiliaryLosses({}, maxima={"score": 4})
+    assert losses.has_maxima and losses.has_maximum("score") and not losses.has_maximum("other")
+    assert losses.maxima == {"score": None} and not losses.has_counters
+    inf = float("inf")
+    reports = [
+        (torch.tensor([1.0, 5.0]), 1, [-inf, 1, 5, -inf]),
+        (torch.tensor([3.0]), 2, [-inf, 1, 5, -inf]),
+        (torch.tensor([-2.0, 4.0]), 0, [-2, 4, 5, -inf]),
+        (torch.tensor([7.0]), 3, [-2, 4, 5, 7]),
+    ]
+    for values, first, expected in reports:
+        losses.maximum("score", values.requires_grad_(), first)
+        found = losses.maxima["score"]
+        assert found is not None and found.tolist() == expected
+        assert found.dtype == F64 and not found.requires_grad
+    losses.maximum("score", torch.tensor([0.0, 0.0, 9.0]))
+    assert losses.maxima["score"] is not None
+    assert losses.maxima["score"].tolist() == [0, 4, 9, 7]
+    for name, first, count in (("score", 3, 2), ("score", 0, 5), ("other", 0, 1)):
+        with pytest.raises(LayoutError, match=f"{count} values from entry {first} cannot be max"):
+            losses.maximum(name, torch.zeros(count), first)
+
+
+def test_a_running_sum_is_over_the_step_and_a_copy() -> None:
+    losses = AuxiliaryLosses({})
+    x = torch.ones(2, requires_grad=True)
+    first = losses.running_sum("load", x)
+    second = losses.running_sum("load", 2 * x)
+    assert (first.tolist(), second.tolist()) == ([1, 1], [3, 3])
+    assert not first.requires_grad and not second.requires_grad
+    with torch.no_grad():
+        x += 5
+    assert first.tolist() == [1, 1] and losses.running_sum("other", x).tolist() == [6, 6]
+    assert AuxiliaryLosses({}).running_sum("load", x).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("denominator", [4.0, torch.tensor(4.0, dtype=F64)], ids=["host", "device"])
+def test_a_value_is_added_once_by_both_halves_of_a_backward_pass(
+    denominator: float | Tensor,
+) -> None:
+    losses = AuxiliaryLosses({"square": denominator})
+    assert losses.sums == {"square": 0.0}
+    x, w = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    y = losses.attach(x * w, "square", w.square(), 2.0, replicated=()).sum()
+    assert losses.sums["square"] == 0
+    (dx,) = torch.autograd.grad(y, [x], retain_graph=True)
+    (dw,) = torch.autograd.grad(y, [w])
+    assert dx.tolist() == [3, 3] and dw.item() == 2 + 2 * 3 * 2.0 / 4
+    assert isinstance(losses.sums["square"], Tensor) and losses.sums["square"].dtype == F64
+    assert losses.sums["square"] == 9 and dw.dtype == torch.float32
+
+
+def test_only_the_first_rank_of_all_replicated_axes_counts_a_value() -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=1)
+    for rank in range(4):
+        mesh = Mesh(layout, rank)
+        losses = AuxiliaryLosses({"square": 1.0})
+        x = torch.ones(1, requires_grad=True)
+        axes = (mesh.axis("tp"), mesh.axis("cp"))
+        losses.attach(x, "square", 5 * x.sum(), 1.0, replicated=axes).sum().backward()  # type: ignore[no-untyped-call]
+        assert losses.sums["square"] == (5 if rank == 0 else 0)
+        assert x.grad is not None and x.grad.item() == 6

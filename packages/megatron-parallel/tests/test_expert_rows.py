@@ -1,0 +1,184 @@
+"""Rows of experts without other ranks: slots, bounds, one rank with all experts, and refusals."""
+
+import math
+
+import pytest
+import torch
+from megatron_parallel import LayoutError, Mesh, ParallelLayout
+from megatron_parallel.expert_parallel import (
+    RowLimits,
+    RowOps,
+    RowSplits,
+    assign_slots,
+    build_dispatcher,
+    gather_rows,
+    micro_batches_of_experts,
+    scatter_rows,
+    start_all_to_all,
+    uncompiled,
+)
+from megatron_parallel.expert_parallel.slots import clipped, order_by_expert, refused
+from megatron_parallel.pipeline import PassInterleaver
+from torch import Tensor
+
+FIRST = Mesh(ParallelLayout(ep=2).resolve(2), 0)
+
+
+def sort(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    flat = experts.flatten()
+    place = torch.where((flat >= 0) & (flat < count), flat, count)
+    return place.argsort(stable=True), torch.bincount(place, minlength=count + 1)[:count]
+
+
+def permute(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
+    return tokens[order // choices]
+
+
+def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    weighted = rows[order >= 0] * weights.flatten()[order[order >= 0]][:, None]
+    tokens = order[order >= 0] // weights.shape[1]
+    return rows.new_zeros(len(weights), rows.shape[1]).index_add(0, tokens, weighted)
+
+
+OPS = RowOps(sort, permute, unpermute)
+EXPERTS = torch.tensor([[1, 0], [-1, -1], [2, 0], [2, 1]])
+
+
+@pytest.mark.parametrize("name", ["allgather", "alltoall"])
+@pytest.mark.parametrize(
+    ("limits", "factor", "bound"),
+    [
+        (RowLimits(), None, 8),
+        (RowLimits(all_routed=True), None, 8),
+        (RowLimits(per_expert=2), None, 6),
+        (RowLimits(per_expert=2, static=True), None, 6),
+        (RowLimits(per_expert=9), None, 8),
+        (RowLimits(), 1.0, 8),
+        (RowLimits(), 0.8, 7),
+        (RowLimits(per_expert=2), 0.5, 4),
+    ],
+    ids=str,
+)
+def test_a_rank_with_all_experts_has_rows_up_to_the_bound(
+    single: Mesh, name: str, limits: RowLimits, factor: float | None, bound: int
+) -> None:
+    """Three experts, four tokens with two choices each, of which one is padding."""
+    tokens = torch.arange(4.0)[:, None] + 1
+    weights = torch.arange(1.0, 9.0).view(4, 2)
+    dispatcher = build_dispatcher(name, single, 3, OPS, rank_capacity_factor=factor)
+    with single.counting() as traffic:
+        route = dispatcher.route(EXPERTS, limits)
+        dispatch = route.dispatch(tokens, weights, None)
+        rows, counts, has_tail = dispatch.wait()
+    assert not traffic.records and not route.changes
+    sorted_rows = [1, 3, 1, 4, 3, 4, 2, 2]  # of experts 0, 1 and 2, then of none
+    assert rows.flatten().tolist() == sorted_rows[:bound]
+    assert has_tail == (not limits.all_routed)
+    lost = max(0, 6 - bound)
+    assert counts.tolist() == [2, 2, 2 - lost]
+    assert (route.overflow is None) == (factor is None)
+    y = dispatch.combine(10 * rows).wait().flatten().tolist()
+    if factor is None:
+        assert y == [10 * (1 + 2), 0 if bound == 6 else 20 * (3 + 4), 30 * (5 + 6), 40 * (7 + 8)]
+    else:
+        assert route.overflow is not None and int(route.overflow) == lost
+        assert [math.isnan(each) for each in y] == [lost > 0, False, lost > 0, lost > 0]
+
+
+def test_an_interleaver_is_refused_where_nothing_is_in_flight(single: Mesh) -> None:
+    gathered = build_dispatcher("allgather", single, 3, OPS).route(EXPERTS)
+    with pytest.raises(LayoutError, match="communicates synchronously"):
+        gathered.dispatch(torch.ones(4, 1), torch.ones(4, 2), PassInterleaver())
+    alone = build_dispatcher("alltoall", single, 3, OPS).route(EXPERTS)
+    assert len(alone.dispatch(torch.ones(4, 1), torch.ones(4, 2), PassInterleaver()).wait().rows)
+
+
+def test_the_first_rows_of_each_rank_get_slots() -> None:
+    """Rows 0 to 2 go to rank 0, rows 3 to 5 to rank 1, and the last two to none."""
+    slots = assign_slots(torch.tensor([[2, 1], [0, 3]]), 8, 2)
+    assert slots.source.tolist() == [0, 1, 3, 4] and slots.used.all()
+    assert slots.sent.tolist() == [True, True, False, True, True, False, False, False]
+    assert slots.place[slots.sent].tolist() == [0, 1, 2, 3]
+    assert slots.counts.tolist() == [[2, 0], [0, 2]]
+    assert int(slots.place.min()) >= 0 and int(slots.place.max()) < 4
+
+
+def test_slots_without_a_row_have_copies_of_different_rows() -> None:
+    slots = assign_slots(torch.tensor([[1, 0], [0, 0], [1, 1]]), 4, 3)
+    assert slots.used.tolist() == [True, *[False] * 5, True, True, False]
+    assert slots.source[slots.used].tolist() == [0, 1, 2]
+    empty = slots.source[~slots.used]
+    assert empty.bincount(minlength=4).max() <= 2 and int(empty.max()) < 4
+    assert slots.sent.tolist() == [True, True, True, False]
+    assert slots.place[:3].tolist() == [0, 6, 7] and slots.place[3] < 9
+    assert slots.counts.tolist() == [[1, 0], [0, 0], [1, 1]]
+
+
+def test_slots_are_sorted_by_expert_with_the_empty_ones_last() -> None:
+    found = order_by_expert(torch.tensor([[1, 1], [2, 0]]), 3)
+    assert found.tolist() == [0, 3, 4, 1, 2, 5]
+    assert order_by_expert(torch.tensor([[0, 2], [1, 1]]), 2).tolist() == [2, 0, 1, 3]
+
+
+def test_rows_beyond_a_bound_are_taken_from_the_last_experts() -> None:
+    counts = torch.tensor([[2, 2, 1], [0, 0, 1], [9, 1, 1]])
+    assert clipped(counts, 3).tolist() == [[2, 1, 0], [0, 0, 1], [3, 0, 0]]
+    assert clipped(counts, 20).tolist() == counts.tolist()
+
+
+def test_weights_are_nan_only_if_choices_were_lost() -> None:
+    weights = torch.ones(2, 2)
+    assert refused(weights, None) is weights
+    assert torch.equal(refused(weights, torch.tensor(0)), weights)
+    assert refused(weights, torch.tensor(1)).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        (ParallelLayout().resolve(1), 1),
+        (ParallelLayout(ep=4).resolve(4), 4),
+        (ParallelLayout(tp=2, etp=1, ep=4).resolve(4), 2),
+        (ParallelLayout(tp=2, ep=2).resolve(4), 2),
+        (ParallelLayout(cp=2, ep=2).resolve(2), 1),
+        (ParallelLayout(pp=2, ep=2).resolve(4), 2),
+    ],
+    ids=["one", "ep4", "tp2 etp1 ep4", "tp2 ep2", "cp2 ep2", "pp2 ep2"],
+)
+def test_ranks_of_one_micro_batch_are_counted_once(layout: ParallelLayout, count: int) -> None:
+    for rank in range(layout.world_size):
+        assert micro_batches_of_experts(Mesh(layout, rank)) == count
+
+
+def test_one_rank_exchanges_nothing(single: Mesh) -> None:
+    rows, axis = torch.ones(3, 2), single.axis("ep")
+    pending = start_all_to_all(rows, RowSplits(axis, (3,), (3,), "rows"))
+    assert pending.wait() is rows
+    assert gather_rows(rows, (3,), axis) is rows and scatter_rows(rows, (3,), axis) is rows
+
+
+def test_numbers_of_rows_that_do_not_fit_are_refused() -> None:
+    axis, rows = FIRST.axis("ep"), torch.ones(3, 2)
+    with pytest.raises(LayoutError, match="3 rows were given, but sizes has 2 for this rank"):
+        gather_rows(rows, (2, 3), axis)
+    with pytest.raises(LayoutError, match="3 rows were given, but sizes add up to 4"):
+        scatter_rows(rows, (1, 3), axis)
+    with pytest.raises(LayoutError, match="output_splits has 1 numbers of rows for the 2 ranks"):
+        RowSplits(axis, (1, 2), (3,), "rows")
+    back = RowSplits(axis, (1, 2), (3, 4), "rows").transposed
+    assert back == RowSplits(axis, (3, 4), (1, 2), "rows")
+
+
+def test_factors_below_one_and_numbers_that_divide_are_accepted() -> None:
+    build_dispatcher("allgather", FIRST, 4, OPS, rank_capacity_factor=0.25)
+    for factor in (-1.0, math.nan):
+        with pytest.raises(LayoutError, match=f"rank_capacity_factor {factor} leaves no rows"):
+            build_dispatcher("allgather", FIRST, 4, OPS, rank_capacity_factor=factor)
+    with pytest.raises(LayoutError, match="3 experts cannot be cut into 2 equal parts"):
+        build_dispatcher("allgather", FIRST, 3, OPS)
+
+
+def test_a_function_between_graphs_is_called_once_with_its_arguments() -> None:
+    calls: list[tuple[int, int]] = []
+    assert uncompiled(lambda a, b: calls.append((a, b)) or a - b, 5, 3) == 2  # type: ignore[func-returns-value]
+    assert calls == [(5, 3)]
