@@ -162,6 +162,8 @@ def test_of_ranks_that_wait_for_one_another_the_first_report_is_right(monitor: M
     first = ranks[1].diagnose(BROKEN)
     ranks[2].expect_send("gradient", 3, 1)
     assert ranks[2].diagnose(BROKEN) == f"{first}; rank 2 waited for rank 1"
+    ranks[0].expect_receive("gradient", 0, 1)
+    assert ranks[0].diagnose(BROKEN) == f"{first}; rank 0 waited for rank 1"
     ranks[1].expect_receive("gradient", 0, 2)
     later = ranks[1].diagnose(BROKEN)
     assert later.startswith("rank 1 (stage 1 of 3) did not receive the gradient of micro-batch 3")
