@@ -206,6 +206,10 @@ def test_weights_in_bf16_need_the_main_weights_of_a_checkpoint(trained, tmp_path
     save(first, tmp_path / "half")
     restore(second, tmp_path / "half", {}, console)
     assert torch.equal(weights(first), weights(second))
+    third = half()
+    restore(third, tmp_path / "half", {}, console, load_optimizer=False)
+    (view,) = third.optimizer.views()["weight.main"]
+    assert torch.equal(view.tensor.view(11, 11), weights(first).float())
 
 
 @pytest.mark.parametrize(
