@@ -1,13 +1,19 @@
-"""Batches of small corpora: which splits may be empty, and what a run says of them."""
+"""Batches of small corpora: the steps, their reading, and which splits may be empty."""
+
+import threading
+from types import SimpleNamespace
 
 import pytest
-from megatron_data import EmptySplitError, IndexedDatasetBuilder
+import torch
+from megatron_data import ByteTokenizer, Datasets, EmptySplitError, IndexedDatasetBuilder
 from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
-from megatron_parallel import Mesh
+from megatron_parallel import Mesh, ParallelLayout
 from megatron_train import DataConfig, EvaluationConfig, RunConfig, TrainError, TrainingConfig
 from megatron_train.batches import RunBatches
+from megatron_train.broadcast_batches import BroadcastBatches, open_batches
 from megatron_train.tasks.gpt_kind import TASK
+from megatron_train.tasks.task import MicroBatch
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +30,21 @@ def corpora(tmp_path_factory):
     return prefixes
 
 
-def batches(eval_iters=1, **data):
+def run(eval_iters=1, training=(), vocab_size=40, layout=None, **data):
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    config = RunConfig(
-        model=GPTConfig(**sizes, vocab_size=40, max_position_embeddings=8),
-        data=DataConfig(seq_length=8, num_workers=0, **data),
-        training=TrainingConfig(train_iters=3, micro_batch_size=2, global_batch_size=4),
+    steps = {"train_iters": 3, "micro_batch_size": 2, "global_batch_size": 4, **dict(training)}
+    return RunConfig(
+        model=GPTConfig(**sizes, vocab_size=vocab_size, max_position_embeddings=8),
+        data=DataConfig(seq_length=8, **{"num_workers": 0, **data}),
+        training=TrainingConfig(**steps),
         optimizer=OptimizerConfig(lr=1e-4),
         evaluation=EvaluationConfig(eval_iters=eval_iters),
+        **({} if layout is None else {"layout": layout}),
     )
+
+
+def batches(eval_iters=1, **data):
+    config = run(eval_iters, **data)
     return RunBatches(config, TASK.open_data(config, None), Mesh.single().axis("dp"))
 
 
@@ -73,3 +85,119 @@ def test_an_empty_corpus_for_the_test_is_refused(corpora):
         batches(**paths, test_data_path=(nothing,))
     found = batches(**paths, test_data_path=(text,))
     assert found.has_test and number(found.testing()) == [2]
+
+
+def test_steps_grow_with_the_samples_consumed():
+    """A step has 2 samples until 4 are consumed, and 4 from then on."""
+    training = {"rampup_batch_size": (2, 2, 4), "train_iters": None, "train_samples": 8}
+    found = batches(training=training, mock_data=True)
+    for consumed, sizes in ((0, [1, 1, 2]), (2, [1, 2]), (4, [2]), (8, [])):
+        assert number(found.training(consumed)) == sizes
+    assert number(found.validation()) == number(found.testing()) == [2]
+    assert number(batches(3, mock_data=True).validation()) == [2, 2, 2]
+    ids = [b.fields["sample_ids"].tolist() for step in found.training(0) for b in step]
+    assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+class Numbers:
+    """A source of samples that records who reads them."""
+
+    def __init__(self):
+        self.readers, self.third = set(), threading.Event()
+
+    def datasets(self, sizes):
+        return Datasets(*(range(size) if size else None for size in sizes))
+
+    def check(self):
+        pass
+
+    def read(self, dataset, samples):
+        self.readers.add(threading.current_thread())
+        if 8 in samples:
+            self.third.set()
+        return {"tokens": torch.tensor([[dataset[i]] for i in samples])}
+
+    def micro_batch(self, fields):
+        return MicroBatch.from_fields(fields, "tokens")
+
+
+def test_a_thread_reads_as_many_steps_ahead_as_the_run_asks_for():
+    data = Numbers()
+    steps = RunBatches(run(num_workers=2, mock_data=True), data, Mesh.single().axis("dp"))
+    own, here = steps.training(0), threading.current_thread()
+    next(own)
+    assert data.third.wait(60) and here not in data.readers
+    assert len(list(own)) == 2
+    data = Numbers()
+    steps = RunBatches(run(num_workers=0, mock_data=True), data, Mesh.single().axis("dp"))
+    next(steps.training(0))
+    assert data.readers == {here} and not data.third.is_set()
+
+
+def test_a_pool_gets_the_samples_of_each_step_in_the_thread_of_the_run():
+    """A pool communicates, which a thread must not do."""
+    data, asked = Numbers(), []
+
+    def rows(read, numbers):
+        asked.append(numbers)
+        return [MicroBatch(read([each]), 1, 1) for each in numbers]
+
+    config, axis = run(2, num_workers=2, mock_data=True), Mesh.single().axis("dp")
+    found = RunBatches(config, data, axis, SimpleNamespace(rows=rows))
+    assert [len(step) for step in found.training(4)] == [4, 4]
+    assert asked == [range(4, 8), range(8, 12)]
+    assert [len(step) for step in found.validation()] == [4, 4]
+    assert [len(step) for step in found.testing()] == [4, 4]
+    assert data.readers == {threading.current_thread()}
+
+
+def test_a_run_with_a_pool_has_rows_of_at_most_its_length(corpora):
+    training = {"max_seqlen_per_dp_cp_rank": 16, "micro_batch_size": 1}
+    layout, lines = ParallelLayout(dp=1, hybrid_cp=True), []
+    words = {"tokenizer_type": "ByteTokenizer", "reset_attention_mask": True}
+    config = run(0, training, 257, layout, data_path=corpora[:1], split="1,0,0", **words)
+    mesh = Mesh(layout, 0)
+    found = open_batches(
+        config, lambda: TASK.open_data(config, ByteTokenizer()), mesh, lines.append
+    )
+    steps = list(found.training(0))
+    assert [sum(row.samples for row in step) for step in steps] == [4, 4, 4]
+    lengths = [row.fields["tokens"].shape[1] for step in steps for row in step]
+    assert max(lengths) == 16 and len(lines) == 1
+
+
+class Source:
+    """Batches of two steps, the second of which cannot be read."""
+
+    has_test, no_test_reason = False, "no text"
+
+    def training(self, consumed):
+        first = {"tokens": torch.full((2, 3), consumed), "mask": torch.ones(2, 3)}
+        second = {"tokens": torch.tensor([[consumed, 9]])}
+        yield [MicroBatch(first, 2, 6), MicroBatch(second, 1, 2)]
+
+    def validation(self):
+        yield [MicroBatch({"tokens": torch.tensor([[1]])}, 1, 1)]
+        raise SourceError("a sample is damaged")
+
+    def testing(self):
+        return iter(())
+
+
+class SourceError(ValueError):
+    """An error of a source."""
+
+
+def test_broadcast_batches_are_those_of_the_reading_rank():
+    shared, source = BroadcastBatches(Mesh.single(), Source), Source()
+    assert (shared.has_test, shared.no_test_reason) == (False, "no text")
+    (ours,), (theirs,) = shared.training(5), source.training(5)
+    assert [(b.samples, b.tokens) for b in ours] == [(2, 6), (1, 2)]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.fields.keys() == other.fields.keys()
+        assert all(torch.equal(one.fields[name], other.fields[name]) for name in one.fields)
+    assert list(shared.testing()) == []
+    steps = shared.validation()
+    assert number([next(steps)]) == [1]
+    with pytest.raises(SourceError, match="a sample is damaged"):
+        next(steps)

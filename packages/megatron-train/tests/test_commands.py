@@ -61,6 +61,10 @@ def test_help_shows_the_groups_of_flags_in_a_page(capsys):
     assert all((number == "1") == (word == "flag") for number, word in words)
     assert "2" in {number for number, _ in words}
     assert int(dict(rows)["lora"]) == 3 and "--lora-rank, --lora-alpha" in text
+    for row in (line for line in text.splitlines() if re.match(r"^  \w+ +\d+ flags? +--", line)):
+        _, count, _, *flags = row.split()
+        whole = len(flags) == int(count) and not row.endswith(",")
+        assert whole or flags[-1] == "...", row
     assert "--config FILE" in text and "example:" in text
     assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 100
 

@@ -1,10 +1,15 @@
 """Rows of a pool have each token of a global batch once, with its fields."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import pytest
 import torch
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_train.document_pool import DocumentPool, Fields
+from megatron_train.tasks.task import MicroBatch
 
 LENGTH, PADDING = 16, -1
 DOCUMENTS = {0: [5, 11], 1: [16], 2: [1, 2, 3, 10], 3: [7, 4]}  # the last sample ends with padding
@@ -74,3 +79,93 @@ def test_a_batch_of_padding_is_one_empty_row() -> None:
     ).rows(nothing, [1])
     assert row.fields["document_ids"].tolist() == [[PADDING, PADDING]]
     assert (row.samples, row.tokens) == (1, LENGTH)
+
+
+def test_axes_of_positions_stay_together() -> None:
+    def axes(numbers: Sequence[int]) -> Fields:
+        batch = dict(read(numbers))
+        return {**batch, "positions": batch["positions"][..., None] * torch.tensor([1, 10, 100])}
+
+    mesh = Mesh(ParallelLayout(dp=1, hybrid_cp=True), 0)
+    (row,) = DocumentPool(mesh, max_tokens_per_rank=64).rows(axes, [2, 3])
+    indices = row.fields["indices_in_sample"].clamp(0)
+    assert row.fields["positions"].shape == (1, *indices.shape[1:], 3)
+    for axis, scale in enumerate((1, 10, 100)):
+        assert torch.equal(row.fields["positions"][..., axis].long(), indices * scale)
+
+
+Row = tuple[MicroBatch, ...]
+
+
+@pytest.fixture
+def on_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Row, list[int]]]]:
+    """Returns a function that runs a pool on ranks that are threads; gives rows and reads."""
+
+    def start(size: int, numbers: Sequence[int], **options: Any) -> list[tuple[Row, list[int]]]:
+        ready, parts = threading.Barrier(size), dict[int, torch.Tensor]()
+
+        def exchange(
+            tensor: torch.Tensor, axis: Any, op: str = "sum", *, purpose: str
+        ) -> torch.Tensor:
+            parts[axis.index] = tensor
+            ready.wait(60)
+            every = torch.stack([parts[index] for index in range(size)])
+            ready.wait(60)
+            return every.amax(0) if op == "max" else every.sum(0)
+
+        def run(rank: int) -> tuple[Row, list[int]]:
+            reads: list[int] = []
+
+            def reading(numbers: Sequence[int]) -> Fields:
+                reads.extend(numbers)
+                return read(numbers)
+
+            mesh = Mesh(ParallelLayout(dp=size, hybrid_cp=True), rank)
+            return tuple(DocumentPool(mesh, **options).rows(reading, numbers)), reads
+
+        monkeypatch.setattr("megatron_train.document_pool.all_reduce", exchange)
+        with ThreadPoolExecutor(size) as threads:
+            return list(threads.map(run, range(size)))
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("numbers", "counted"), [([0, 1, 2, 3], [2, 2]), ([3, 0, 2], [2, 1]), ([2], [1, 0])]
+)
+def test_ranks_of_a_pool_have_each_token_of_a_batch_once(
+    on_ranks: Callable[..., list[tuple[Row, list[int]]]],
+    numbers: list[int],
+    counted: list[int],
+) -> None:
+    found = on_ranks(2, numbers, max_tokens_per_rank=8)
+    rows = [rows for rows, _ in found]
+    assert len(rows[0]) == len(rows[1])
+    assert [sum(row.samples for row in own) for own in rows] == counted
+    assert [sum(row.tokens for row in own) for own in rows] == [n * LENGTH for n in counted]
+    seen = []
+    for rank, own in enumerate(rows):
+        for row in own:
+            fields, split = row.fields, row.context_split
+            index = rank if split.ranks == 2 else 0
+            part = {name: split.take(values, index) for name, values in fields.items()}
+            valid = part["document_ids"] >= 0
+            assert split.local_length <= 8 and split.local_length % 2 == 0
+            assert torch.equal(valid, part["indices_in_sample"] >= 0)
+            expected = 100 * part["sample_ids"] + part["indices_in_sample"]
+            assert torch.equal(part["tokens"][valid], expected[valid])
+            seen += expected[valid].tolist()
+    whole = read(numbers)
+    assert sorted(seen) == sorted(whole["tokens"][whole["document_ids"] >= 0].tolist())
+    for _, reads in found:
+        assert len(reads) == len(set(reads)), "each sample once"
+
+
+def test_a_pool_reads_only_the_samples_of_its_documents(
+    on_ranks: Callable[..., list[tuple[Row, list[int]]]],
+) -> None:
+    """Two samples of one document each: a rank with room for one reads its own."""
+    found = on_ranks(2, [1, 1], max_tokens_per_rank=16)
+    for (row,), _ in found:
+        assert row.context_split.ranks == 1 and row.samples == 1
+        assert row.fields["tokens"].tolist() == [[*range(100, 116)]]

@@ -7,8 +7,14 @@ import pytest
 from megatron_train.cli import main
 from megatron_train.cli.main import build_parser
 from megatron_train.config.aliases import ALIASES
-from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE
-from megatron_train.config.run_sections import run_options
+from megatron_train.config.flags import (
+    LAYERS_PER_VIRTUAL_STAGE,
+    Parser,
+    add_options,
+    given_flags,
+    implied_flags,
+)
+from megatron_train.config.run_sections import run_options, sections
 from megatron_train.megatron_lm.page import render_flags
 from megatron_train.megatron_lm.table import STATUSES, megatron_flags
 
@@ -18,8 +24,10 @@ PRETRAIN = "megatron-train pretrain gpt"
 FINETUNE = "megatron-train finetune classification"
 FLAGS = megatron_flags()
 KEYS = {option.key for option in run_options()}
+TITLES = {name: title for name, (title, _) in sections().items()}
 GPT_ALIASES = {flag for flag, alias in ALIASES.items() if alias.sets[-1][0] in KEYS}
 """Aliases of flags that are for models of kind GPT, too."""
+UNCONVERTED = {flag for flag in GPT_ALIASES if ALIASES[flag].convert is str}
 ACCEPTED = {option.flag for option in run_options()} | GPT_ALIASES | {LAYERS_PER_VIRTUAL_STAGE}
 OPPOSITES = {option.opposite for option in run_options()} - {None}
 REQUIRED = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 9 --seq-length 8"
@@ -170,6 +178,11 @@ def settings(words, capsys):
         ("--window-size 127,0", {"sliding_window": "128"}),
         ("--window-size (3,0)", {"sliding_window": "4"}),
         ("--window-size=-1,-1", {"sliding_window": "0"}),
+        ("--window-size=-1,0", {"sliding_window": "0"}),
+        ("--window-size 0,0", {"sliding_window": "1"}),
+        ("--mup-output-mult 4", {"logits_scaling": "0.25"}),
+        ("--bf16 --main-grads-dtype bf16", {"accumulate_allreduce_grads_in_fp32": "false"}),
+        ("--bf16 --main-grads-dtype fp32", {"accumulate_allreduce_grads_in_fp32": "true"}),
         ("--sequence-parallel", {"sequence_parallel": "false"}),
     ],
 )
@@ -184,11 +197,63 @@ def test_aliases_set_their_settings(words, found, capsys):
         ("5,-1", "'5,-1': causal attention has no tokens after its own; use 5,0"),
         ("5", "'5' is not two numbers of tokens L,R"),
         ("a,0", "'a,0' is not two numbers of tokens L,R"),
+        ("-2,0", "'-2,0' is not two numbers of tokens L,R"),
     ],
 )
 def test_windows_of_megatron_reach_back_only(value, reason, capsys):
-    found = settings(f"--window-size {value}", capsys)
+    found = settings(f"--window-size={value}", capsys)
     assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--mup-output-mult 0", "'0' is not a number other than 0"),
+        ("--mup-output-mult x", "'x' is not a number other than 0"),
+        ("--main-grads-dtype fp16", "'fp16' is not a format of gradients; use fp32 or bf16"),
+    ],
+)
+def test_values_that_an_alias_cannot_convert_are_refused(words, reason, capsys):
+    assert reason in settings(words, capsys)
+
+
+@pytest.mark.parametrize(
+    "flag", sorted(flag for flag in GPT_ALIASES if ALIASES[flag].convert is str)
+)
+def test_an_alias_is_the_same_as_the_flags_in_its_help(flag):
+    alias = ALIASES[flag]
+    same = alias.help.removeprefix("the same as ").partition(",")[0].split()
+    value = ["3"] if alias.takes_value else []
+    words = [word.replace("X", "3") for word in same]
+    words += [] if words[-1] == "3" else value
+    parsed = []
+    for line in ([flag, *value], words):
+        parser = Parser()
+        add_options(parser, run_options(), TITLES)
+        namespace = parser.parse_args(line)
+        read = implied_flags if alias.weak and line[0] == flag else given_flags
+        given = read(namespace, run_options()).given
+        parsed.append({key: each.value for key, each in given.items()})
+    assert parsed[0] == parsed[1] and parsed[0]
+
+
+def test_a_note_names_all_flags_without_effect_for_one_reason(capsys):
+    by_reason = {}
+    for flag in FLAGS.values():
+        if flag.status == "no effect" and flag.arity == 0:
+            by_reason.setdefault(flag.reason, []).append(flag.flag)
+    reason, (one, other, *_) = next(item for item in by_reason.items() if len(item[1]) > 1)
+    for words, named in (([one], f"{one} has"), ([one, other, one], f"{one}, {other} have")):
+        shown = printed(["pretrain", "gpt", *RUN.split(), *words, "--print-config"], capsys, 0).err
+        assert shown == f"megatron-train: note: {named} no effect here: {reason}\n"
+
+
+def test_a_value_that_has_no_equal_is_refused_after_a_space_too(capsys):
+    words = [*RUN.split(), "--dataloader-type", "cyclic", "--print-config"]
+    error = printed(["pretrain", "gpt", *words], capsys, 2).err
+    assert "--dataloader-type cyclic is not supported" in error
+    words[-2] = "single"
+    assert "--dataloader-type has no effect" in printed(["pretrain", "gpt", *words], capsys, 0).err
 
 
 def test_flags_without_effect_in_a_run_are_noted(capsys):
@@ -244,11 +309,16 @@ def test_layers_per_virtual_stage_determine_the_number_of_stages(capsys, monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
     assert settings(f"{words} 2", capsys)["vpp"] == "3"
+    assert settings(f"{words} 1", capsys)["vpp"] == "6"
+    for text in ("0", "x"):
+        monkeypatch.setenv("WORLD_SIZE", text)
+        assert f"WORLD_SIZE={text} in the environment is not" in settings("", capsys)
     monkeypatch.delenv("WORLD_SIZE")
     both = f"{words} 2 --num-virtual-stages-per-pipeline-rank 3"
     for wrong, message in {
         f"{words} 4": "does not divide 12 layers on 2 pipeline ranks",
         f"{words} two": "needs a positive number, got 'two'",
+        f"{words} 0": "needs a positive number, got '0'",
         both: "exclude each other",
     }.items():
         error = settings(wrong, capsys)

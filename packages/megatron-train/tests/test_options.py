@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Literal
 
 import pytest
+from megatron_train.config.flags import describe
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.run_sections import run_options
 from megatron_train.errors import TrainError
@@ -61,6 +62,8 @@ def test_a_switch_has_a_flag_for_each_value():
     [
         ("steps", "12", 12),
         ("steps", 12.0, 12),
+        ("steps", str(2**63 - 1), 2**63 - 1),
+        ("steps", 1 - 2**63, 1 - 2**63),
         ("rate", "1e-4", 1e-4),
         ("rate", 1, 1.0),
         ("paths", "a", ("a",)),
@@ -83,6 +86,14 @@ def test_values_are_converted_to_the_type_of_the_field(name, value, result):
         ("steps", 1.5, "here needs an integer, got 1.5"),
         ("steps", True, "here needs an integer, got True"),
         ("steps", None, "here needs an integer, got nothing"),
+        ("steps", 2**63, f"here needs an integer, got {2**63}"),
+        ("steps", -(2**63), f"here needs an integer, got {-(2**63)}"),
+        ("steps", "1e3", "here needs an integer, got '1e3'"),
+        ("steps", float("inf"), "here needs an integer, got inf"),
+        ("steps", float("nan"), "here needs an integer, got nan"),
+        ("steps", [1], "here needs an integer, got [1]"),
+        ("paths", ["a", "b\0"], r"here needs text, got 'b\x00'"),
+        ("paths", "\ud800", r"here needs text, got '\ud800'"),
         ("rate", "fast", "here needs a number, got 'fast'"),
         ("fast", "yes", "here needs a switch, got 'yes'"),
         ("paths", [True], "here needs text, got True"),
@@ -106,6 +117,42 @@ def test_a_field_type_that_is_not_supported_is_a_type_error():
 
     with pytest.raises(TypeError, match=r"bad\.values"):
         options_of(Bad, "bad")
+
+
+@dataclass(frozen=True)
+class Described:
+    steps: int = field(metadata={"help": "how many", "unit": "steps", "positive": True})
+    rate: float = field(default=0.1, metadata={"help": "rate", "maximum": 3, "positive": True})
+    count: int = field(default=0, metadata={"help": "count", "nonnegative": True, "maximum": 9999})
+    fast: bool = field(default=False, metadata={"help": "fast"})
+    bar: bool = field(default=True, metadata={"help": "bar"})
+    mean: bool = field(default=True, metadata={"help": "mean", "flag": "--mean"})
+    paths: tuple[str, ...] | None = field(default=None, metadata={"help": "paths"})
+    names: tuple[str, ...] = field(default=("a", "b"), metadata={"help": "names", "unit": "path"})
+    text: str = field(default="", metadata={"help": "text"})
+
+
+def test_help_has_unit_bounds_and_default():
+    assert [describe(option) for option in options_of(Described, "s")] == [
+        "how many [steps, at least 1, required]",
+        "rate [above 0, at most 3, default 0.1]",
+        "count [at least 0, at most 9,999, default 0]",
+        "fast",
+        "turn off: bar",
+        "mean [on unless --no-mean]",
+        "paths",
+        "names [default a b]",
+        "text",
+    ]
+    ours = {option.key: describe(option) for option in run_options()}
+    assert ours["model.vocab_size"].endswith("default the tokenizer's]")
+
+
+def test_a_setting_is_written_as_arguments():
+    found = {option.name: option for option in options_of(Described, "s")}
+    assert found["names"].command_line(("x", "y")) == "--names x y"
+    assert found["rate"].command_line(0.5) == "--rate 0.5"
+    assert [found["bar"].command_line(value) for value in (True, False)] == ["--bar", "--no-bar"]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-Infinity", float("nan"), float("inf")])

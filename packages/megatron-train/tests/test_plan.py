@@ -66,6 +66,11 @@ def test_a_published_mixture_has_its_published_size(capsys, hf):
     assert found["flops_per_step"] == 3 * found["flops_per_sequence"]
 
 
+def test_the_vocabulary_may_be_that_of_a_tokenizer_without_a_corpus(capsys):
+    words = SMALL.replace("--vocab-size 128", "--tokenizer-type ByteTokenizer").split()
+    assert planned(capsys, *words)["parts"]["embedding"] == 257 * 8
+
+
 def test_memory_of_a_rank_is_that_of_its_shards(capsys):
     whole = planned(capsys, *SMALL.split())
     # Embedding, norms, and in each layer attention and feed-forward layer.

@@ -8,6 +8,7 @@ from megatron_train.errors import TrainError
 from .test_configuration import IN_SAMPLES, MINIMAL, SAMPLES, parse
 
 CP2, TP2 = "--context-parallel-size 2", "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
 BF16, COMPILE, FSDP = "--bf16", "--compile", "--use-torch-fsdp2"
 A2A = "--moe-token-dispatcher-type alltoall"
 EXPERTS = "--num-experts 4 --moe-layer-freq 1"
@@ -122,6 +123,19 @@ PAIRS = [
         2,
         "--context-parallel-split per_document needs --reset-attention-mask",
     ),
+    (f"{CP2} {TP2} --broadcast-batches", "--broadcast-batches", (4, 1), "needs several ranks per"),
+    (
+        f"{CP2} {TP2}",
+        f"{CP2} {TP2} --cp-comm-type a2a",
+        4,
+        "--tensor-model-parallel-size 2 = 1 heads over 2 ranks; use p2p or allgather",
+    ),
+    (
+        f"{CP2} {TP2} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 2",
+        f"{CP2} {TP2} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1",
+        4,
+        "--cp-comm-type a2a+p2p cannot scatter --num-attention-heads 2",
+    ),
     # experts
     (EXPERTS, A2A, 1, "--moe-token-dispatcher-type alltoall needs --num-experts; give it or leave"),
     (
@@ -150,6 +164,18 @@ PAIRS = [
         "needs --bf16 or --fp16; give both or leave it out",
     ),
     ("--fp16 --initial-loss-scale 8", "--bf16 --initial-loss-scale 8", 1, "no effect without --fp"),
+    (
+        f"{FSDP} {PP2} --pipeline-schedule 1f1b",
+        f"{FSDP} {PP2} --pipeline-schedule zero-bubble",
+        4,
+        "--use-torch-fsdp2 does not work with --pipeline-schedule zero-bubble, which splits",
+    ),
+    (
+        f"{BF16} --linear-product lora",
+        f"{BF16} --linear-product lora --fp8-format hybrid --fp8-recipe tensorwise",
+        1,
+        "--fp8-format and --linear-product lora are both products of linear layers; leave out one",
+    ),
     (FSDP, FSDP, (2, 1), "--use-torch-fsdp2 needs at least 2 data parallel ranks in an optimizer"),
     (
         f"{BF16} --fp8-format hybrid --fp8-recipe tensorwise",
@@ -187,6 +213,18 @@ PAIRS = [
         f"{COMPILE} --cross-entropy-fusion-impl linear-recompute",
         1,
         "--cross-entropy-fusion-impl linear-recompute does not work with --compile",
+    ),
+    (
+        "--recompute-granularity selective --recompute-modules layernorm",
+        f"{COMPILE} --recompute-granularity selective --recompute-modules layernorm",
+        1,
+        "--recompute-modules has no effect on compiled code (--compile), for which the compiler",
+    ),
+    (
+        f"{COMPILE} --compile-scope layer --cuda-graph-impl local --cuda-graph-warmup-steps 1",
+        f"{COMPILE} --compile-scope layer --cuda-graph-impl local --cuda-graph-warmup-steps 0",
+        1,
+        "--cuda-graph-warmup-steps 0 is less than 1",
     ),
     # kernels
     (

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from megatron_data import ByteTokenizer, DataError, load_tokenizer, train_bpe
-from megatron_train import DataConfig
-from megatron_train.tokenizer import open_tokenizer
+from megatron_train import DataConfig, TrainError
+from megatron_train.tokenizer import TokenizerCache, open_tokenizer
 
 TEXT = ["the whale sees the ship", "a ship sails on the white sea", "naïve 中文 — 12 'll don't"]
 
@@ -46,3 +46,19 @@ def test_the_kind_is_given_or_follows_from_the_files(files, tmp_path):
     null = open_tokenizer(section(tokenizer_type="NullTokenizer"), 101)
     assert (null.vocab_size, null.eod_id) == (101, 100)
     assert open_tokenizer(section()) is None
+    with pytest.raises(TrainError, match="--tokenizer-type NullTokenizer needs --vocab-size"):
+        open_tokenizer(section(tokenizer_type="NullTokenizer"))
+
+
+def test_a_tokenizer_is_opened_once_for_equal_settings_and_sizes(files):
+    cache, named = TokenizerCache(), section(tokenizer_model=files)
+    first = cache.open(named)
+    assert cache.open(section(tokenizer_model=files, split="1,0,0")) is first
+    assert cache.open(named, 290) is first  # its own size
+    larger = cache.open(named, 300)
+    assert larger is not first and cache.open(named, 300) is larger
+    null = section(tokenizer_type="NullTokenizer")
+    assert cache.open(null, 11) is cache.open(null, 11) is not cache.open(null, 12)
+    assert cache.open(null, 12).vocab_size == 12
+    assert cache.open(section()) is cache.open(section(), 290) is None
+    assert cache.open(section(tokenizer_type="ByteTokenizer")).vocab_size == 257
