@@ -104,12 +104,14 @@ class Numbers:
 
     def __init__(self):
         self.readers, self.third = set(), threading.Event()
+        self.sizes, self.checks = [], 0
 
     def datasets(self, sizes):
+        self.sizes.append(tuple(sizes))
         return Datasets(*(range(size) if size else None for size in sizes))
 
     def check(self):
-        pass
+        self.checks += 1
 
     def read(self, dataset, samples):
         self.readers.add(threading.current_thread())
@@ -119,6 +121,12 @@ class Numbers:
 
     def micro_batch(self, fields):
         return MicroBatch.from_fields(fields, "tokens")
+
+
+def test_each_split_is_opened_for_its_samples_and_corpora_are_checked_once():
+    data = Numbers()
+    RunBatches(run(2, mock_data=True), data, Mesh.single().axis("dp"))
+    assert data.sizes == [(12, 0, 0), (0, 8, 0), (0, 0, 8)] and data.checks == 1
 
 
 def test_a_thread_reads_as_many_steps_ahead_as_the_run_asks_for():

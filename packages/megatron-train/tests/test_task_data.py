@@ -1,12 +1,20 @@
 """Sources of the samples of tasks: tokens that a model has, corpora that fit, and settings."""
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from megatron_data import ByteTokenizer, DataError, IndexedDatasetBuilder
+from megatron_data import (
+    ByteTokenizer,
+    DataError,
+    IndexedDatasetBuilder,
+    load_tokenizer,
+    train_bpe,
+)
+from megatron_data.datasets import FIMConfig
 from megatron_data.tokenizers import bert_tokenizer
 from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
@@ -24,7 +32,7 @@ VOCABULARY = 40
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##c"]
 
 
-def gpt(tokenizer=None, vocab_size=VOCABULARY, **data):
+def gpt(tokenizer=None, vocab_size=VOCABULARY, fim=None, **data):
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     config = RunConfig(
         model=GPTConfig(**sizes, vocab_size=vocab_size, max_position_embeddings=8),
@@ -32,6 +40,7 @@ def gpt(tokenizer=None, vocab_size=VOCABULARY, **data):
         training=TrainingConfig(train_iters=3, micro_batch_size=2),
         optimizer=OptimizerConfig(lr=1e-4),
         evaluation=EvaluationConfig(eval_iters=0),
+        extension_settings={} if fim is None else {"fim": fim},
     )
     return GPTData(config, tokenizer)
 
@@ -100,13 +109,14 @@ def test_samples_are_identified_by_all_settings_but_the_length_of_the_run(pieces
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Returns a function that writes 6 documents of 4 tokens, made with a tokenizer."""
+    """Returns a function that writes 6 documents of 4 or given tokens, made with a tokenizer."""
 
-    def write(name, tokenizer):
+    def write(name, tokenizer, tokens=None):
         prefix = str(tmp_path / name)
         with IndexedDatasetBuilder(prefix, "uint16") as builder:
             for start in range(6):
-                builder.add_document([start, start + 1, start + 2, 256], [4])
+                document = tokens or [start, start + 1, start + 2, 256]
+                builder.add_document(document, [len(document)])
             builder.finalize()
         manifest = {"format": "megatron-data manifest 1", "counts": {}, "sources": [], "files": {}}
         manifest["tokenizer"] = {"fingerprint": tokenizer.fingerprint}
@@ -165,6 +175,51 @@ def test_documents_end_with_the_tokenizers_token_and_indices_have_a_folder(corpu
         place = 0 if token == 256 else place + 1
     assert sample["positions"].tolist() == expected and max(expected) <= 3
     assert (tmp_path / "cache").exists() == (order == "compat")
+
+
+def test_conversations_are_read_by_a_template_that_identifies_them(tmp_path):
+    folder, lines = tmp_path / "tokenizer", tmp_path / "talks.jsonl"
+    train_bpe(["the whale sees a ship"] * 3, 270).save(folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    said = [{"role": role, "content": "the whale"} for role in ("user", "assistant")]
+    lines.write_text(f"{json.dumps({'messages': said})}\n" * 3)
+    words = {"sft": True, "reset_position_ids": True, "reset_attention_mask": True}
+    words |= {"tokenizer_model": str(folder), "sample_order": "compat", "split": "1,0,0"}
+
+    def talks(**limits):
+        data = gpt(load_tokenizer(folder), 300, data_path=(str(lines),), **words, **limits)
+        return data, data.datasets((1, 0, 0)).train[0]
+
+    data, sample = talks()
+    assert len(sample["tokens"]) == 8
+    (written,) = data.identity()["written"].items()
+    assert written[0] == "template" and re.fullmatch("sha256:[0-9a-f]{12}", written[1])
+    assert "changes" not in data.identity()
+    for limit, message in (
+        ("max_document_bytes", "a document of "),
+        ("max_template_steps", "--max-template-steps"),
+        ("max_template_characters", "--max-template-characters"),
+    ):
+        talks(**{limit: 10_000})
+        with pytest.raises(DataError, match=message):
+            talks(**{limit: 5})
+
+
+def test_documents_are_rearranged_on_request(corpus, pieces):
+    tokenizer = bert_tokenizer(pieces, lower_case=False)
+    tokens = {"prefix_token": "[CLS]", "middle_token": "[MASK]", "suffix_token": "[SEP]"}
+    fim = FIMConfig(rate=1.0, **tokens)
+    words = {"tokenizer_type": "BertWordPieceCase", "vocab_file": str(pieces), "split": "1,0,0"}
+    letters = [5, 6, 6, 5, 6, 5, tokenizer.eod_id]
+    words |= {"data_path": (corpus("text", tokenizer, letters),)}
+    added = {2, 3, 4}  # lines of the vocabulary
+    for given in (True, False):
+        data = gpt(tokenizer, 300, fim if given else None, fim_data=given, **words)
+        assert data.identity()["fim"] == (asdict(fim) if given else None)
+        seen = {n for i in range(4) for n in data.datasets((4, 0, 0)).train[i]["tokens"].tolist()}
+        assert added & seen == (added if given else set())
 
 
 def test_synthetic_samples_count_up_from_a_random_token():

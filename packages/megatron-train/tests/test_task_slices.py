@@ -17,7 +17,7 @@ from megatron_parallel.context_parallel import ContextSplit
 from megatron_train.errors import TrainError
 from megatron_train.tasks.bert import BertTask
 from megatron_train.tasks.classification import ClassificationTask
-from megatron_train.tasks.gpt import GPTTask
+from megatron_train.tasks.gpt import GPTTask, gpt_task
 from megatron_train.tasks.t5 import T5Task
 from megatron_train.tasks.task import MicroBatch, field_sum, labels_with_loss
 
@@ -79,6 +79,21 @@ def test_each_document_may_be_split_by_itself():
     fields = {name: one.fields[name][:1] for name in ("tokens", "labels", "document_ids")}
     ours = gpt(split_per_document=True).context_parallel_slice(MicroBatch(fields, 1, 8))
     assert ours.fields["tokens"].tolist() == [[1, 2, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("split", "first"), [("zigzag", [2, 3, 4, 5]), ("per_document", [1, 2, 5, 6])]
+)
+def test_the_split_of_a_sequence_is_that_of_the_run(split, first):
+    settings = {"seed": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": LENGTH}
+    settings |= {"reset_position_ids": False, "reset_attention_mask": True}
+    part = SimpleNamespace(**settings, context_parallel_split=split, moe_per_layer_logging=False)
+    run = SimpleNamespace(training=part, data=part, placement=part, logging=part)
+    task = gpt_task(run, [Stage(GPTConfig(**SIZES), SECOND)], None)
+    ids = torch.tensor([[0] * 4 + [1] * 4] * 2)
+    assert (
+        task.context_parallel_slice(batch(document_ids=ids)).fields["tokens"][0].tolist() == first
+    )
 
 
 @pytest.mark.parametrize("kind", [BertTask, ClassificationTask])
@@ -262,6 +277,8 @@ def test_flops_are_those_of_all_tokens_in_sequences_of_their_length():
     assert gpt(POOL, sequence_length=16).flops(batches) == training_flops(config, 16, 48)
     bert = BertTask([Stage(encoder, SECOND)], None)
     assert bert.flops(batches) == training_flops(encoder, LENGTH, 48)
+    assert gpt().flops(batches[:1]) == training_flops(config, LENGTH, 16)
+    assert bert.flops(batches[:1]) == training_flops(encoder, LENGTH, 16)
     assert training_flops(config, 16, 48) > training_flops(config, LENGTH, 48)
 
 
