@@ -172,6 +172,7 @@ def test_a_run_with_a_pool_has_rows_of_at_most_its_length(corpora):
     assert [sum(row.samples for row in step) for step in steps] == [4, 4, 4]
     lengths = [row.fields["tokens"].shape[1] for step in steps for row in step]
     assert max(lengths) == 16 and len(lines) == 1
+    assert all(row.context_split.length <= 16 for step in steps for row in step)
 
 
 class Source:
@@ -180,7 +181,7 @@ class Source:
     has_test, no_test_reason = False, "no text"
 
     def training(self, consumed):
-        first = {"tokens": torch.full((2, 3), consumed), "mask": torch.ones(2, 3)}
+        first = {"tokens": torch.full((2, 3), consumed), "loss mask of 1": torch.ones(2, 3)}
         second = {"tokens": torch.tensor([[consumed, 9]])}
         yield [MicroBatch(first, 2, 6), MicroBatch(second, 1, 2)]
 

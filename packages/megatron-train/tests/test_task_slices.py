@@ -221,6 +221,7 @@ def test_the_first_stage_has_tokens_and_the_last_labels():
     assert [task.fsdp_units(stage) for stage in stages] == [["block 0"], ["block 1"], ["block 3"]]
     part = task.context_parallel_slice(batch())
     assert task.stage_output_spec(part, 1) == (2, LENGTH)  # of whole sequences
+    assert gpt().stage_output_spec(part, 0) == (2, LENGTH)
 
 
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": 0.1}
@@ -295,6 +296,7 @@ def test_t5_reads_two_texts_of_their_lengths():
     whole = DropoutKey.for_batch(seed=1234, iteration=2, samples=fields["sample_ids"], positions=6)
     assert torch.equal(found["dropout"].key.word0, whole.word0)  # of the longer text
     assert task.stage_output_spec(one, 1) == (1, 2, 4, 6)
+    assert task.flops([one]) == encoder_decoder_flops(config, 4, 6, 2)
     assert task.flops([one, one]) == encoder_decoder_flops(config, 4, 6, 4)
     assert task.denominators([one, one]) == {"lm loss": 24}
     early = T5Task([Stage(config, Mesh.single(), last=False)], None)
