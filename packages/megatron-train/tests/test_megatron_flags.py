@@ -222,6 +222,7 @@ def test_values_that_an_alias_cannot_convert_are_refused(words, reason, capsys):
 )
 def test_an_alias_is_the_same_as_the_flags_in_its_help(flag):
     alias = ALIASES[flag]
+    assert alias.weak == ("unless" in alias.help)
     same = alias.help.removeprefix("the same as ").partition(",")[0].split()
     value = ["3"] if alias.takes_value else []
     words = [word.replace("X", "3") for word in same]

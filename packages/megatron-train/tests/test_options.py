@@ -148,6 +148,26 @@ def test_help_has_unit_bounds_and_default():
     assert ours["model.vocab_size"].endswith("default the tokenizer's]")
 
 
+@pytest.mark.parametrize(
+    ("hint", "default", "required", "optional"),
+    [
+        (int, {}, True, False),
+        (int | None, {}, True, True),
+        (int, {"default": 1}, False, False),
+        (int, {"default": None}, False, True),
+        (int | None, {"default": 1}, False, True),
+        (tuple[int, ...], {"default_factory": lambda: (1, 2)}, False, False),
+    ],
+)
+def test_a_setting_is_required_without_a_default_and_may_be_unset_if_its_type_or_default_is(
+    hint, default, required, optional
+):
+    made = make_dataclass("Section", [("value", hint, field(**default))])
+    (option,) = options_of(made, "section")
+    assert (option.required, option.optional) == (required, optional)
+    assert option.default == ((1, 2) if "default_factory" in default else default.get("default"))
+
+
 def test_a_setting_is_written_as_arguments():
     found = {option.name: option for option in options_of(Described, "s")}
     assert found["names"].command_line(("x", "y")) == "--names x y"
